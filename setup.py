@@ -58,7 +58,7 @@ setup(
         "wfm_ds.monitoring": ["*.html"],
         # These two folders contain no code. A wheel has them inside the package wfm_ds.
         "wfm_ds.ds_configs": ["*.json"],
-        "wfm_ds.recipes": ["*.yaml", "*/*.yaml", "tiny/prompts/*/*.txt"],
+        "wfm_ds.recipes": ["*.yaml", "*/*.yaml", "prompts/*/*.txt"],
     },
     install_requires=[
         "torch>=2.6",
@@ -77,7 +77,6 @@ setup(
         "pyyaml",
         "pyzmq>=27",
         "msgpack",
-        "xxhash",
         "tensorboard",
         "rich",
         "packaging",

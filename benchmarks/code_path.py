@@ -1,6 +1,6 @@
 """Count the files and the stack depth of one training step and of the set-up before it.
 
-    python -m benchmarks.code_path recipes/tiny/sd3_nft.yaml
+    python -m benchmarks.code_path tests/recipes/sd3_nft.yaml
 
 Runs the recipe for two steps in this process and traces the Python calls. Prints, for the set-up (everything before
 the first step) and for `train_step` of the second step: the number of project files with a called function, and the

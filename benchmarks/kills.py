@@ -103,7 +103,7 @@ class StudyInputs:
         name, lora = KINDS[kind]
         of_data = [f"data.path={self.images}"]
         if name == "nft":
-            of_data = [f"data.path={REPOSITORY / 'recipes' / 'tiny' / 'prompts' / 'colors'}", "reward.spawn=false"]
+            of_data = [f"data.path={REPOSITORY / 'recipes' / 'prompts' / 'colors'}", "reward.spawn=false"]
             of_data.append(f"reward.endpoint={self.rewards / 'pipes.json'}")
         cut = [f"engine.deepspeed=zero{stage}", "lora={rank: 4, alpha: 8}" if lora else "lora=null"]
         return [f"model.path={self.model}", *of_data, *COMMON, *OF_RECIPE[name], *cut]
@@ -200,7 +200,7 @@ def study_case(
     name, _ = KINDS[kind]
     base = inputs.folder / f"{name}_{len(kind)}_zero{stage}"
     base.mkdir()
-    recipe = str(REPOSITORY / "recipes" / "tiny" / f"{RECIPES[name]}.yaml")
+    recipe = str(REPOSITORY / "tests" / "recipes" / f"{RECIPES[name]}.yaml")
     whole = KilledRun(base / "whole", recipe, inputs.recipe_overrides(kind, stage))
     undisturbed = whole.start(None)
     return study_kills(whole, undisturbed, kills=kills, draw=draw, say=say) | {"case": kind, "ZeRO": stage}
@@ -211,7 +211,7 @@ def study_early(inputs: StudyInputs, *, kills: int, draw: random.Random, say: Ca
     kind, stage = EARLY
     base = inputs.folder / "early"
     base.mkdir()
-    recipe = str(REPOSITORY / "recipes" / "tiny" / f"{RECIPES[KINDS[kind][0]]}.yaml")
+    recipe = str(REPOSITORY / "tests" / "recipes" / f"{RECIPES[KINDS[kind][0]]}.yaml")
     overrides = [*inputs.recipe_overrides(kind, stage), f"checkpoint.every={EARLY_STEPS}"]
     whole = KilledRun(base / "whole", recipe, overrides, early=True)
     whole.start(None)
@@ -310,7 +310,7 @@ def study_all_cases(inputs: StudyInputs, kills: int, early: int, seed: int) -> l
     from wfm_ds.rollout.rewards import RewardService
 
     make_inputs(inputs)
-    reward = recipe_file.load_recipe(REPOSITORY / "recipes" / "tiny" / f"{RECIPES['nft']}.yaml").reward
+    reward = recipe_file.load_recipe(REPOSITORY / "tests" / "recipes" / f"{RECIPES['nft']}.yaml").reward
     assert reward is not None
     with RewardService(reward, inputs.rewards):
         command = [sys.executable, "-m", "benchmarks.kills", "--forking", str(inputs.folder)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "tiny" / "reason_llava_sft.yaml"
+RECIPE = Path(__file__).parent.parent / "tests" / "recipes" / "reason_llava_sft.yaml"
 CONVERSATIONS = 8  # in each step
 MAX_TOKENS = 640
 ENDLESS = 100_000  # steps

@@ -27,7 +27,7 @@ from typing import Any
 
 from benchmarks import report
 
-RECIPE = Path(__file__).parent.parent / "recipes" / "tiny" / "sd3_sft.yaml"
+RECIPE = Path(__file__).parent.parent / "tests" / "recipes" / "sd3_sft.yaml"
 BLOCK_S = 0.3  # approximate processor time of a block; load changes more slowly
 WARM_UP = 3  # steps of each loop before measuring
 CASES = {

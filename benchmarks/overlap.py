@@ -97,7 +97,7 @@ def run_training(
     """Train one run, and return the metrics of its steps after the warm-up."""
     reward = {"name": "benchmarks.overlap:Slow", "max_batch": 1, "options": {"seconds": seconds}}
     words = [
-        "recipes/tiny/sd3_nft.yaml",
+        "tests/recipes/sd3_nft.yaml",
         f"run.output_dir={out}",
         f"run.steps={options.steps}",
         f"rollout.prompts_per_step={GROUPS}",

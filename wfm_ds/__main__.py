@@ -1,4 +1,4 @@
-"""`python -m wfm_ds`: does the same as the command `wfm`."""
+"""`python -m wfm_ds`: equivalent to the command `wfm`."""
 
 import sys
 

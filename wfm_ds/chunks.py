@@ -1,4 +1,4 @@
-"""Split sequences into parts."""
+"""Split sequences and ranges into consecutive chunks."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -8,13 +8,13 @@ T = TypeVar("T")
 
 
 def split_into_chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
-    """Yield consecutive parts of at most `size` items."""
+    """Yield consecutive slices of at most `size` items."""
     for start in range(0, len(items), size):
         yield items[start : start + size]
 
 
 def even_ranges(count: int, parts: int) -> list[range]:
-    """Split range(count) into `parts` consecutive ranges. Their lengths differ by at most one, longer ranges first."""
+    """Split range(count) into `parts` consecutive ranges with lengths that differ by at most one, longer ones first."""
     size, longer = divmod(count, parts)
     starts = [i * size + min(i, longer) for i in range(parts + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(starts)]

@@ -2,13 +2,13 @@
 
     deepspeed --num_gpus 8 -m wfm_ds.train recipes/mine.yaml
 
-It starts DeepSpeed's runner as a child in a new process group, with the same arguments. There is one exception:
---num_gpus together with CUDA_VISIBLE_DEVICES, which the runner would ignore. `python -m wfm_ds.launch ...` is the same
-program. distributed/lifecycle.py reads the environment variables that are set here.
+It starts DeepSpeed's runner as a child in a new process group and passes its arguments on. Exception: --num_gpus together
+with CUDA_VISIBLE_DEVICES, which the runner would ignore. `python -m wfm_ds.launch ...` does the same.
+distributed/lifecycle.py reads the environment variables that are set here.
 
 DeepSpeed's runner loses ranks when it receives a signal, and reports success when its inner launcher is killed.
-Therefore signals are sent to the ranks first, so that they can save a checkpoint. The whole process group is killed at
-the end, so that no process is orphaned. A module of wfm_ds that ends without a final status counts as failed.
+Therefore signals are sent to the ranks first, so that they can save a checkpoint, and the whole process group is killed
+at the end. A wfm_ds module that ends without a final status counts as failed.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from wfm_ds.distributed.world import find_free_port
 from wfm_ds.errors import UserError
 from wfm_ds.program import run_with_exit_code
 
-DEFAULT_HOSTFILE = Path("/job/hostfile")  # the runner's default hostfile; if it exists, the launch uses its nodes
+DEFAULT_HOSTFILE = Path("/job/hostfile")  # if it exists, DeepSpeed's runner uses its nodes by default
 FINAL_STATUSES = ("finished", "preempted")
-GRACE_S = 600.0  # enough for a checkpoint of a large model; set by WFM_GRACE_S
-TERM_WAIT_S = 35.0  # the inner launcher gives each rank 30 s before it kills it
-SIGNAL_REPEAT_S = 2.0  # signals closer than this count as one: terminals and schedulers may send several
+GRACE_S = 600.0  # long enough to save a large model; WFM_GRACE_S overrides it
+TERM_WAIT_S = 35.0  # the inner launcher kills its ranks after 30 s
+SIGNAL_REPEAT_S = 2.0  # closer signals count as one: terminals and schedulers may send several
 REAP_TIMEOUT_S = 30.0
 
 
 def normalize_arguments(argv: Sequence[str]) -> tuple[list[str], int | None]:
-    """Replace `-m` by `--module`. Returns (arguments, index of the script or module name, or None if there is none).
+    """Replace the runner's option `-m` by `--module`. Arguments after the script or module name are not changed.
 
-    Only options of the runner are changed. Arguments after the name belong to the user's program.
+    Returns (arguments, index of the script or module name, or None if there is none).
     """
     arguments = list(argv)
     options, name_at = parse_runner_options(argv)
@@ -58,20 +58,20 @@ def normalize_arguments(argv: Sequence[str]) -> tuple[list[str], int | None]:
 
 @dataclass(frozen=True, slots=True)
 class LaunchJob:
-    """A job to start, and how to check its exit."""
+    """A command line for DeepSpeed's runner, and how to check its exit."""
 
-    argv: tuple[str, ...]  # arguments of the runner
+    argv: tuple[str, ...]  # arguments of DeepSpeed's runner
     env: Mapping[str, str]  # changes to the environment
     is_local: bool  # the ranks are descendants of the runner
-    must_report_status: bool  # exit code 0 is valid only with a final status
+    must_report_status: bool  # exit code 0 without a final status is a failure
 
 
 def plan_launch(
     argv: Sequence[str], environ: Mapping[str, str], *, has_accelerator: bool, has_hostfile: bool
 ) -> LaunchJob:
-    """Return the job for these arguments, this environment and this machine.
+    """Return the job for these arguments and environment. Its only side effect is to probe for a free port.
 
-    Has no side effects; probes for a free port.
+    Raises UserError if --num_gpus and CUDA_VISIBLE_DEVICES do not fit together.
     """
     arguments, name_at = normalize_arguments(argv)
     options, _ = parse_runner_options(argv)
@@ -86,7 +86,7 @@ def plan_launch(
         env |= gpu_env
         options, name_at = parse_runner_options(arguments)
     if is_single_node and name_at is not None and "--master_port" not in options:
-        # The runner uses the same port for all jobs. Several nodes must agree on a port, so they keep the default.
+        # The runner uses one fixed port for all jobs. Several nodes must agree on a port, so they keep it.
         arguments = ["--master_port", str(find_free_port()), *arguments]
     is_local = is_single_node or "--no_ssh" in options
     is_first_node = options.get("--node_rank", (0, "0"))[1] == "0"
@@ -97,10 +97,9 @@ def plan_launch(
 def apply_visible_devices(argv: list[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return (arguments, environment changes) with which --num_gpus N uses the first N GPUs of CUDA_VISIBLE_DEVICES.
 
-    With --num_gpus, DeepSpeed's runner ignores CUDA_VISIBLE_DEVICES and uses the first GPUs of the machine, which may
-    belong to another job. With --include, --exclude or --num_nodes, all GPUs of the machine are counted. For a single
-    node only. Raises UserError if there are too few GPUs, or if CUDA_VISIBLE_DEVICES contains names that the runner
-    does not support.
+    With --num_gpus alone, DeepSpeed's runner ignores CUDA_VISIBLE_DEVICES and uses the first GPUs of the machine, which
+    may belong to another job. --include, --exclude and --num_nodes refer to all GPUs of the machine. For a single node
+    only. Raises UserError if there are too few GPUs, or if CUDA_VISIBLE_DEVICES contains anything but numbers.
     """
     visible, (options, _) = environ.get(VISIBLE_DEVICES, ""), parse_runner_options(argv)
     if not visible or options.keys() & {"--include", "--exclude", "--num_nodes"}:
@@ -113,10 +112,10 @@ def apply_visible_devices(argv: list[str], environ: Mapping[str, str]) -> tuple[
             "use all GPUs, or start with torchrun or python -m"
         )
     if "--num_gpus" not in options:
-        return argv, {LAUNCH_GPUS: visible}  # the runner uses CUDA_VISIBLE_DEVICES
+        return argv, {LAUNCH_GPUS: visible}  # the runner then respects CUDA_VISIBLE_DEVICES
     index, number = options["--num_gpus"]
     num_gpus = int(number) if number.isdecimal() else 0
-    if num_gpus == 0:  # the runner reports the error
+    if num_gpus == 0:  # the runner reports this error
         return argv, {LAUNCH_GPUS: visible}
     if num_gpus > len(gpus):
         raise UserError(f"--num_gpus {num_gpus}: {VISIBLE_DEVICES}={visible} has only {len(gpus)} GPUs")
@@ -128,9 +127,9 @@ def apply_visible_devices(argv: list[str], environ: Mapping[str, str]) -> tuple[
 
 
 def find_help_request(argv: Sequence[str]) -> list[str] | None:
-    """Return a wfm_ds module and its arguments if the arguments contain --help or --version, else None.
+    """Return [module, arguments...] if a wfm_ds module is called with --help or --version, else None.
 
-    This command then runs without ranks, so that only one process prints the text.
+    The module is then run without ranks, so that only one process prints the text.
     """
     options, name_at = parse_runner_options(argv)
     if "--module" not in options or name_at is None or not argv[name_at].startswith("wfm_ds."):
@@ -149,9 +148,9 @@ def print_message(text: str) -> None:
 
 
 class Supervisor:
-    """Runs DeepSpeed's runner in a new process group, and waits until all of its descendants have exited.
+    """Runs DeepSpeed's runner in a new process group, and ends with its exit.
 
-    A stop signal is first passed to the ranks (stage `signaled`). After grace_s seconds the process group receives
+    A stop signal is first passed to the ranks (stage `signaled`). After `grace_s` seconds the process group receives
     SIGTERM (`ending`), and TERM_WAIT_S seconds later SIGKILL (`killed`). Another signal, at least SIGNAL_REPEAT_S
     seconds later, skips the current wait.
     """
@@ -178,7 +177,7 @@ class Supervisor:
         )
 
     def run(self) -> int:
-        """Wait for the runner and return its exit code. If signal n killed it, return 128 + n."""
+        """Wait for the runner, handle signals, and return its exit code, or 128 + n if signal n killed it."""
         try:
             while not self.has_ended() and self.stage != "lost":
                 now_s = time.monotonic()
@@ -191,7 +190,7 @@ class Supervisor:
                 elif event is not None and event.si_signo != signal.SIGCHLD:
                     self.handle_stop_signal(signal.Signals(event.si_signo), time.monotonic())
         finally:
-            self.signal_group(signal.SIGKILL)  # before the runner is reaped, while its id cannot be reused
+            self.signal_group(signal.SIGKILL)  # before the runner is reaped, so that its id is not reused
         try:
             code = self.child.wait(REAP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -204,13 +203,13 @@ class Supervisor:
         return os.waitid(os.P_PID, self.child.pid, options) is not None
 
     def request_save(self) -> None:
-        """Forward SIGUSR1 to the ranks. They save a checkpoint after the current step."""
+        """Send SIGUSR1 to the ranks, which then save a checkpoint after the current step."""
         for pid in self.rank_pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)
 
     def handle_stop_signal(self, number: signal.Signals, now_s: float) -> None:
-        """Forward a stop signal to the ranks. If they have already received one, skip the current wait."""
+        """Pass a stop signal on to the ranks, or skip the current wait if they have already received one."""
         if now_s - self.last_signal_s < SIGNAL_REPEAT_S:
             return
         self.last_signal_s = now_s
@@ -223,7 +222,7 @@ class Supervisor:
         )
         for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
-                # These two stop ranks at a step boundary; SIGHUP would kill them.
+                # SIGTERM and SIGINT stop ranks at a step boundary; SIGHUP would kill them.
                 os.kill(pid, signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
         self.stage, self.next_at_s = "signaled", now_s + self.grace_s
 
@@ -241,10 +240,7 @@ class Supervisor:
             self.stage = "lost"
 
     def rank_pids(self) -> list[int]:
-        """Return the process ids of the ranks, which are the children of DeepSpeed's inner launcher.
-
-        [] for a remote job.
-        """
+        """Return the process ids of the ranks: the children of DeepSpeed's inner launcher. [] if they run on other machines."""
         if not self.is_local:
             return []
         import psutil
@@ -261,7 +257,7 @@ class Supervisor:
 
 
 def has_final_status(path: Path) -> bool:
-    """Return whether rank 0 wrote a final status, which is its last action."""
+    """Return True if rank 0 wrote a final status, the last thing it does."""
     try:
         status = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -270,7 +266,7 @@ def has_final_status(path: Path) -> bool:
 
 
 def read_grace_s(environ: Mapping[str, str]) -> float:
-    """Return WFM_GRACE_S in seconds, by default GRACE_S. Raises UserError if it is not a number >= 0."""
+    """Return WFM_GRACE_S in seconds, or GRACE_S if it is unset. Raises UserError if it is not a number >= 0."""
     text = environ.get("WFM_GRACE_S", str(GRACE_S))
     try:
         grace_s = float(text)
@@ -282,10 +278,9 @@ def read_grace_s(environ: Mapping[str, str]) -> float:
 
 
 def run_job(job: LaunchJob, grace_s: float) -> int:
-    """Run the job and return its exit code."""
     folder = Path(tempfile.mkdtemp(prefix="wfm_launch_"))
     env = {k: v for k, v in os.environ.items() if k not in ("WFM_STATUS_FILE", "WFM_LAUNCH_PID")} | dict(job.env)
-    if job.is_local:  # on other machines, the path and process id are invalid
+    if job.is_local:  # the path and process id are not valid on other machines
         env |= {"WFM_STATUS_FILE": str(folder / "status.json"), "WFM_LAUNCH_PID": str(os.getpid())}
     command = [sys.executable, "-m", "deepspeed.launcher.runner", *job.argv]
     try:
@@ -307,10 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_launcher(argv: Sequence[str]) -> int:
-    """Launch the command and return its exit code.
-
-    Only the options that are needed here are parsed; all others are left to the runner.
-    """
+    """Start DeepSpeed's runner with these arguments and return its exit code. The runner parses most options itself."""
     if list(argv[:1]) == [VERSION_OPTION]:
         sys.stdout.write(f"wfm_ds {wfm_ds.__version__}\n")
         return 0

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def copy_to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Copy the tensor to a device without waiting. The copy is queued on the current stream."""
+    """Copy a tensor to a device without waiting, on the current stream."""
     device = torch.device(device)
     if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -22,14 +22,14 @@ def copy_to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def lists_to_device(device: torch.device | str, *values: Sequence[float]) -> Sequence[Tensor]:
-    """Copy lists of length B to a device, all in one copy. Returns one float32 tensor [B] per list."""
+    """Return a float32 tensor [B] on the device for each list of B numbers, with a single copy."""
     return copy_to_device(torch.tensor(values, dtype=torch.float32), device).unbind()
 
 
 def offload_tensor(tensor: Tensor) -> Tensor:
-    """Copy the tensor to pinned CPU memory without waiting.
+    """Copy a tensor to pinned CPU memory without waiting.
 
-    Read it only through `copy_to_device` on the same stream: the copy may still be in progress.
+    The copy may still be in progress: read it only with `copy_to_device` on the same stream.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu()
@@ -37,18 +37,18 @@ def offload_tensor(tensor: Tensor) -> Tensor:
 
 
 def free_memory(device: torch.device, fraction: float, default: int = 0) -> int:
-    """Return `fraction` of the GPU's free memory, in bytes. For other devices return `default`."""
+    """Return `fraction` of the GPU's free memory in bytes, or `default` for other devices."""
     return int(fraction * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else default
 
 
 class OffloadBuffer:
-    """Stores tensors for later use: on the GPU up to a budget of `num_bytes`, after that in pinned CPU memory."""
+    """Stores tensors for later use: up to `num_bytes` stay on the GPU, the rest moves to pinned CPU memory."""
 
     def __init__(self, num_bytes: int) -> None:
         self._free = num_bytes
 
     def store(self, tensor: Tensor) -> Tensor:
-        """Store the tensor and return the stored one. Read it with `copy_to_device`."""
+        """Return the tensor, or a copy in pinned CPU memory if the budget is spent. Read it with `copy_to_device`."""
         if tensor.nbytes > self._free:
             return offload_tensor(tensor)
         self._free -= tensor.nbytes

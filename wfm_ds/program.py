@@ -1,4 +1,4 @@
-"""Behaviour that all commands share: parse arguments, run, print user errors as one line, return the exit code.
+"""Shared behaviour of all commands: parse arguments, run, print user errors as one line, return the exit code.
 
 Exit codes: 0 success; 2 user error (one `error: ` line on stderr, no traceback), like argparse; 1 any other error, with
 traceback. See distributed/lifecycle.py for the exit of multi-rank runs.
@@ -16,13 +16,13 @@ from wfm_ds.errors import UserError
 USER_ERROR_CODE = 2
 
 FailHandler = Callable[[str], int]
-"""Function that prints the message of a user error and returns the exit code, or ends the process."""
+"""Prints the message of a user error and returns the exit code, or ends the process."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """An argument parser that raises UserError for invalid arguments, so that only one rank prints the message.
+    """Argument parser that raises UserError for invalid arguments, so that only one rank prints the message.
 
-    In the epilog, `%(prog)s` is replaced by the command that the user typed, so that examples can be copied.
+    argparse replaces `%(prog)s` in the epilog by the command that the user typed, so that examples can be copied.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -38,31 +38,30 @@ def run_command(
 ) -> int:
     """Parse `argv` (default: sys.argv), run `work` with the arguments, and return the exit code.
 
-    Options may appear before, between and after positional arguments. `work` returns an exit code, or None for 0. fail:
-    see `run_with_exit_code`.
+    Options may appear before, between and after positional arguments. work: returns an exit code, or None for 0.
+    fail: see `run_with_exit_code`.
     """
     return run_with_exit_code(lambda: work(parser.parse_intermixed_args(argv)), fail=fail)
 
 
 def run_with_exit_code(work: Callable[[], int | None], *, fail: FailHandler | None = None) -> int:
-    """Run `work` and return its exit code.
+    """Run `work` and return its exit code, or 0 for None.
 
-    fail: function called with the message of a UserError. It returns the exit code. Default: print_error.
-    Without `fail`, an OSError with a file name also counts as a user error. With `fail`, it is raised: on a single rank
-    of a run it is an unexpected error.
+    fail: called with the message of a UserError, returns the exit code. Default: print_error.
+    Without `fail`, an OSError with a file name is also a user error. With `fail` (ranks of a run), it is raised.
     """
     try:
         return work() or 0
     except UserError as error:
         return (fail or print_error)(str(error))
     except OSError as error:
-        if fail is not None or error.filename is None:  # without a file: e.g. a connection error
+        if fail is not None or error.filename is None:  # for example a connection error
             raise
         return print_error(f"{error.filename}: {error.strerror}")
 
 
 def print_error(message: str) -> int:
-    """Print `error: MESSAGE` to stderr and return the exit code of user errors."""
+    """Print `error: MESSAGE` to stderr, and return 2."""
     sys.stderr.write(f"error: {message}\n")
     sys.stderr.flush()
     return USER_ERROR_CODE

@@ -1,4 +1,4 @@
-"""Seeds that are derived from keys and not from global state. A recipe gives the same run at any world size."""
+"""Seeds and orders derived from keys, not from global state. A recipe gives the same run at any world size."""
 
 from __future__ import annotations
 
@@ -6,14 +6,20 @@ import hashlib
 
 
 def derive_seed(run_seed: int, purpose: str, *key: int | str) -> int:
-    """Return a seed in [0, 2**63), a BLAKE2b hash of (run seed, purpose, key).
+    """Return a seed in [0, 2**63): a BLAKE2b hash of (run seed, purpose, key).
 
-    `purpose` separates the random numbers of a sample: initial noise, training noise, timesteps, caption dropout, ...
+    purpose: separates independent random numbers of a sample: initial noise, training noise, caption dropout, ...
     """
     text = "\x1f".join([str(run_seed), purpose, *(str(part) for part in key)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
 
 
 def draw_uniform(run_seed: int, purpose: str, *key: int | str) -> float:
-    """Return a random number in [0, 1) that is determined by (run seed, purpose, key)."""
+    """Return a uniform random number in [0, 1) derived from (run seed, purpose, key)."""
     return derive_seed(run_seed, purpose, *key) / 2**63
+
+
+def draw_permutation(count: int, run_seed: int, purpose: str, *key: int | str) -> list[int]:
+    """Return a uniformly random permutation of 0 .. count-1. Depends only on the arguments."""
+    # Sort by hashes: random generators may change between library versions.
+    return sorted(range(count), key=lambda i: derive_seed(run_seed, purpose, *key, i))

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from wfm_ds.training.loop import TrainingLoop
 
     LoopBuilder: TypeAlias = Callable[[RunStart, Mirror | None, ExitStack], TrainingLoop]
-    """Builds the training loop of a prepared run. The ExitStack closes its resources. Collective."""
+    """Builds the training loop of a prepared run, with resources that the ExitStack closes. Collective."""
     AdviceContext: TypeAlias = Callable[[Callable[[], str | None]], AbstractContextManager[None]]
-    """Context for a phase of the run: its out-of-memory errors list the recipe keys to change."""
+    """Returns a context in which out-of-memory errors list the recipe keys to change. Argument: returns the current phase."""
 
 log = logging.getLogger("wfm_ds.train")  # __name__ is __main__ with -m
 
-HEARTBEAT_MARGIN_S = 60.0  # collectives time out this much later than the heartbeat, so that it can report the cause
+HEARTBEAT_MARGIN_S = 60.0  # collectives time out later than the heartbeat, which reports the cause
 
 
 def parser() -> CommandParser:
@@ -108,7 +108,7 @@ def run_check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
     from wfm_ds.training.run_check import check_run as examine
 
     if rank == 0:
-        # Without a launcher, check for the smallest possible number of ranks.
+        # Without a launcher, check with the minimum number of ranks.
         world_size = int(os.environ.get("WORLD_SIZE", str(recipe.engine.sequence_parallel)))
         sys.stdout.write(f"{examine(recipe, world_size, overwrite=overwrite)}\n")
         lifecycle.write_status("finished", 0)
@@ -139,9 +139,9 @@ def run_training(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
 def prepare_and_train(
     recipe: Recipe, world: World, stop: StopFlag, ending: RunShutdown, *, overwrite: bool = False
 ) -> tuple[RunOutcome, StorageCopies | None]:
-    """Check and load everything on all ranks, then prepare the output folder and train. Collective.
+    """Check the recipe, load model and data on all ranks, prepare the output folder and train. Collective.
 
-    Returns the outcome of the training loop and, with checkpoint.storage, the state of the copies in S3.
+    Returns (outcome of the run, state of the uploads to checkpoint.storage, or None without remote storage).
     """
     from wfm_ds.distributed.logs import setup_logging
     from wfm_ds.distributed.world import ranks_per_node
@@ -176,7 +176,7 @@ def prepare_and_train(
 
 
 def prepare_loop(recipe: Recipe, world: World, stop: StopFlag) -> LoopBuilder:
-    """Check the recipe and load its data and model. Returns a function that builds the training loop. Collective.
+    """Load the recipe's data and model, and return a function that builds the training loop. Collective.
 
     Writes nothing to the output folder.
     """
@@ -189,14 +189,13 @@ def prepare_loop(recipe: Recipe, world: World, stop: StopFlag) -> LoopBuilder:
 
 
 def memory_advice_context(recipe: Recipe, world: World) -> AdviceContext:
-    """Return a function that creates contexts in which out-of-memory errors list the recipe keys to change."""
     from wfm_ds.memory.out_of_memory import explain_out_of_memory
 
     return functools.partial(explain_out_of_memory, world.device, memory_advice(recipe, world))
 
 
 def memory_advice(recipe: Recipe, world: World) -> Callable[[str], list[str]]:
-    """Return a function that maps the phase in which a run is out of memory to the recipe keys to change."""
+    """Return a function from the phase in which memory ran out to the recipe keys to change."""
     from wfm_ds.distributed.world import ranks_per_node
     from wfm_ds.memory.advice import suggest_keys_after_oom
 
@@ -204,7 +203,10 @@ def memory_advice(recipe: Recipe, world: World) -> Callable[[str], list[str]]:
 
 
 def report_finished_run(recipe: Recipe, world: World, start: RunStart) -> tuple[RunOutcome, StorageCopies | None]:
-    """Log that the run is already finished, and upload missing copies. The caller must not have locked the folder."""
+    """Log that the run has already finished, and upload files missing in checkpoint.storage.
+
+    The caller must not have locked the output folder.
+    """
     from wfm_ds.runs.result import RunOutcome
     from wfm_ds.runs.storage_copies import send_missing_copies
 
@@ -215,7 +217,7 @@ def report_finished_run(recipe: Recipe, world: World, start: RunStart) -> tuple[
 
 
 def find_start_on_all_ranks(recipe: Recipe, world: World, *, overwrite: bool) -> RunStart:
-    """Determine the starting point of the run on rank 0, and return it on every rank. Collective."""
+    """Find the step and checkpoint to start from on rank 0, and return them on every rank. Collective."""
     from wfm_ds.runs.output_folder import RunStart, find_run_start
 
     fields = world.run_checked(
@@ -232,7 +234,7 @@ def run_loop(
     mirror: Mirror | None,
     ending: RunShutdown,
 ) -> tuple[RunOutcome, StorageCopies | None]:
-    """Build the training loop and run it. Collective. The result is identical on every rank."""
+    """Build the training loop and run it. Collective. Identical on every rank."""
     from wfm_ds.runs.shutdown import record_run
     from wfm_ds.runs.storage_copies import discard_fetched_checkpoint
 
@@ -245,7 +247,7 @@ def run_loop(
         world.run_checked(lambda: mirror.start() if mirror is not None else None, on="main")
         resources = building.pop_all()
     with record_run(ending, recipe, mirror, loop, loop.exporter) as record:
-        # Closes all files before waiting for their uploads.
+        # Close all files before waiting for their uploads.
         with run_page_context(recipe, world), resources, advised(lambda: loop.job.timer.interrupted_phase):
             outcome = loop.run_to_end()
         return outcome, record.record_outcome(outcome)

@@ -1,4 +1,4 @@
-"""Data types shared by data, rollout, rewards and training. Does not import torch."""
+"""Data types shared by data loading, rollouts, rewards and training. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Conditioning: TypeAlias = dict[str, Tensor]
-    """Text embeddings and masks by name, batch first."""
+    """{name: tensor [B, ...]}: text embeddings, masks and other inputs of the denoiser."""
 
 
 FIRST_FRAME = "first_frame"
@@ -21,9 +21,9 @@ FIRST_FRAME = "first_frame"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """A text prompt with its conditioning inputs besides the text."""
+    """A text prompt with its metadata and other conditioning inputs."""
 
-    id: str  # stable across runs, e.g. "ocr/train/17"
+    id: str  # stable across runs, such as "ocr/train/17"
     text: str
     negative_text: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)  # OCR target, GenEval spec, ...; passed to the rewards
@@ -34,7 +34,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class ConditioningFrames:
-    """Clean latent frames that samples are conditioned on: sample i uses the first counts[i] frames of latents[i]."""
+    """Clean latent frames that condition samples: sample i is conditioned on the first counts[i] frames of latents[i]."""
 
     latents: Tensor  # [B,C,T,h,w] float32
     counts: Tensor  # [B] int64
@@ -44,32 +44,34 @@ class ConditioningFrames:
 class Transition:
     """One stochastic denoising step of a sample, stored for training. All tensors are float32."""
 
-    index: int  # index of the step in the sampling plan
-    latents: Tensor  # [C,h,w] or [C,T,h,w] before the step; may share memory with the previous next_latents
+    index: int  # of the step in the sampling plan
+    latents: Tensor  # [C,h,w] or [C,T,h,w] before the step; may share memory with `next_latents` of the step before
     next_latents: Tensor  # after the step, as sampled
-    log_prob: Tensor  # [], log-probability of next_latents under the sampling policy, mean over elements
-    mean: Tensor | None = None  # mean of the Gaussian that next_latents is drawn from, if needed
+    log_prob: Tensor  # [], of next_latents under the rollout policy, mean over elements
+    mean: Tensor | None = None  # of the Gaussian that next_latents is drawn from, if needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One generated sample, with the data that training needs."""
+    """One generated sample with the data that training needs."""
 
-    sample_id: str  # derived from (run, step, prompt, member): equal ids mean equal work
+    sample_id: str  # derived from (run, step, prompt, index in the group)
     group_id: str  # shared by the samples of one prompt in one RL step
     prompt: Prompt
-    seed: int  # all random numbers of the sample are derived from it
-    noise_seed: int  # seed of its initial noise; may be shared by a group
+    seed: int  # of all random numbers of the sample
+    noise_seed: int  # of its initial noise; may be shared by a group
     clean_latents: Tensor  # [C,h,w] or [C,T,h,w] float32
-    transitions: Sequence[Transition] = ()  # at the steps stored by the sampling plan, ascending
+    transitions: Sequence[Transition] = ()  # at the steps that the sampling plan stores, ascending
     states: Mapping[int, Tensor] = field(default_factory=dict)  # step -> input latents of the denoiser, float32
-    data_latents: Tensor | None = None  # clean latents of the data sample with its prompt as caption; same shape
+    data_latents: Tensor | None = (
+        None  # clean latents of the data sample that its prompt captions; shape of clean_latents
+    )
     num_conditioning_frames: int = 0  # leading latent frames of `data_latents` used as conditioning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Score that one reward gives to one sample: a finite value, or the reason why it failed."""
+    """A reward's score of one sample: a finite value, or the reason why scoring failed."""
 
     sample_id: str
     reward: str
@@ -89,18 +91,18 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaItem:
-    """One image (T = 1) or one video of a MediaBatch."""
+    """One image (T = 1) or video of a MediaBatch, with its prompt and metadata."""
 
     sample_id: str
     frames: npt.NDArray[np.uint8]  # [T,H,W,3]
     fps: float | None
     prompt: str
     metadata: Mapping[str, Any]
-    reward: str = ""  # set by the scorer: the name of the returned scores
+    reward: str = ""  # name of the reward in the returned scores; set by the worker
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # conditioning inputs such as actions
 
     def score(self, value: float, **parts: float) -> Score:
-        """Return a score with this value, or a failed score if the value is not finite."""
+        """Return a Score with this value, or a failed one if the value is not finite."""
         if not np.isfinite(value):
             return self.fail(f"non-finite value {value}")
         return Score(sample_id=self.sample_id, reward=self.reward, value=float(value), parts=parts)
@@ -111,7 +113,7 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaBatch:
-    """A batch of images [B,H,W,3] or videos [B,T,H,W,3], uint8, with prompts. Iterating yields MediaItems."""
+    """A batch of uint8 images [B,H,W,3] or videos [B,T,H,W,3] with prompts and metadata. Iterating yields MediaItems."""
 
     media: npt.NDArray[np.uint8]
     sample_ids: Sequence[str]

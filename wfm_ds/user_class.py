@@ -1,6 +1,6 @@
-"""User-defined classes `package.module:Class`: rewards, algorithms, model families, readers of data.
+"""Import user-defined classes `package.module:Class`: rewards, algorithms, model families, data readers.
 
-Every process (ranks, rollout workers, reward workers) imports them from PYTHONPATH or the working directory.
+Every process (rank, rollout worker, reward worker) imports them from PYTHONPATH or the working directory.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ CLASS_PATH_FORM = "package.module:Class"
 
 
 def is_user_class(name: str) -> bool:
-    """Return whether a name has the form `package.module:Class`. Otherwise it is the name of a built-in."""
+    """Return True if `name` has the form `package.module:Class`, False if it names a built-in."""
     return ":" in name
 
 
 def import_class(path: str, base: type[Any], *, key: str, error: type[UserError]) -> type[Any]:
-    """Import the class at `path` (`package.module:Class`), which must be a concrete subclass of `base`.
+    """Import the class at `path` (package.module:Class).
 
-    Raises the exception class `error`, also if the import fails. The message starts with `key` and the path.
+    Raises `error`, with a message that starts with `key` and the path, if the import fails or the class is not a
+    concrete subclass of `base`.
     """
     module_name, _, class_name = path.partition(":")
     imported = import_object(path, key=key, error=error)
@@ -37,9 +38,9 @@ def import_class(path: str, base: type[Any], *, key: str, error: type[UserError]
 
 
 def import_object(path: str, *, key: str, error: type[UserError], form: str = CLASS_PATH_FORM) -> Any:
-    """Import the object at `path` (`package.module:NAME`). Returns None if the module does not define it.
+    """Import the object at `path` (package.module:NAME), or return None if the module does not define it.
 
-    Raises the exception class `error` if the path does not have this form or the module cannot be imported.
+    Raises `error` if the path does not have this form or the module cannot be imported.
     """
     module_name, _, name = path.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):
@@ -52,7 +53,7 @@ def import_object(path: str, *, key: str, error: type[UserError], form: str = CL
 
 
 def _import_failure(module_name: str, problem: Exception) -> str:
-    """Return the reason why an import failed: a missing module, or an error in the module's code and its location."""
+    """Describe why an import failed: a missing module, or an error in the module's code with file and line."""
     parents = [module_name.rsplit(".", n)[0] for n in range(module_name.count(".") + 1)]
     if isinstance(problem, ModuleNotFoundError) and problem.name in parents:
         return f"cannot import {module_name!r} ({problem}): run in the folder that holds it, or add that folder to PYTHONPATH"
@@ -67,5 +68,4 @@ def _import_failure(module_name: str, problem: Exception) -> str:
 
 
 def source_file(cls: type[Any]) -> Path:
-    """Return the file that defines a class."""
     return Path(inspect.getfile(cls))

@@ -83,7 +83,7 @@ def pipeline_line(models: Path, name: str, *, tiny: bool) -> CallLine:
 
 def recipe_path(name: str, *, tiny: bool) -> str:
     known = {"sd3_image_sft_lora": "sd3_sft_lora"}
-    return f"recipes/tiny/{known.get(name, name)}.yaml" if tiny else f"recipes/{name}.yaml"
+    return f"tests/recipes/{known.get(name, name)}.yaml" if tiny else f"recipes/{name}.yaml"
 
 
 def pipeline_overrides(models: Path, name: str, samples: Sequence[str] = (), *, tiny: bool) -> list[str]:
@@ -151,7 +151,7 @@ def robustness_call(*, tiny: bool) -> Call:
         "robustness",
         [
             python_line("pytest -m gpu", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", tests, limit_s=300),
-            gpu_line("stopped", "recipes/tiny/sd3_nft.yaml", limit_s=120),
+            gpu_line("stopped", "tests/recipes/sd3_nft.yaml", limit_s=120),
             python_line("quickstart", "wfm_ds.demos", *quickstart, limit_s=240),
         ],
     )
@@ -167,7 +167,7 @@ def videos_call(models: Path, *, tiny: bool) -> Call:
     lines.append(gpu_line("videos", "wan14b", *cut, limit_s=150, line="videos wan14b, 10 layers"))
     changes = pipeline_overrides(models, "wan1.3b", ["rollout.prompts_per_step=1", "rollout.group_size=2"], tiny=tiny)
     words = [
-        "recipes/tiny/wan_nft.yaml" if tiny else "recipes/wan_nft.yaml",
+        "tests/recipes/wan_nft.yaml" if tiny else "recipes/wan_nft.yaml",
         *step_arguments(tiny=tiny),
         "--set",
         *changes,

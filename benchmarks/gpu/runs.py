@@ -41,7 +41,7 @@ QUIET = (
 )
 MOCK_RL = (
     *("data.kind=prompts", "data.name=prompts", "data.split=train"),
-    f"data.path={ROOT / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
+    f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}",
     "reward.functions=[{name: mock}]",
 )
 

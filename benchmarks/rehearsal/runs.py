@@ -14,7 +14,7 @@ from benchmarks.rehearsal.watch import watch_job
 if TYPE_CHECKING:
     from wfm_ds.training.diffusion_builder import DiffusionLoop as Loop
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes" / "tiny"
+RECIPES = Path(__file__).resolve().parents[2] / "tests" / "recipes"
 IMAGES = {"paired": "images", "pairs": "pairs.jsonl"}  # by data.kind, in the folder of digits
 QUIET = (
     *("validation.every=0", "validation.at_start=false", "checkpoint.every=0", "logging.console=false"),

@@ -17,7 +17,7 @@ from wfm_ds.rollout.remote.service import RolloutService, WorkerDevice
 from wfm_ds.rollout.rewards import RewardService
 from wfm_reward.rewards.jpeg import JpegIncompressibility
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "tiny" / "sd3_nft_async.yaml"
+RECIPE = Path(__file__).parents[2] / "tests" / "recipes" / "sd3_nft_async.yaml"
 WORKERS, SCORERS = 3, 2  # rollout workers; workers for each of two rewards
 LOST_AFTER_S = 5.0
 STATUS_S = 10.0

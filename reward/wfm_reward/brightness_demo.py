@@ -1,6 +1,6 @@
-"""Demo of the action quickstart: a grey frame. Each move makes it brighter or darker, or leaves it unchanged.
+"""Demo of the action quickstart: a grey frame that each move brightens, darkens or leaves unchanged.
 
-The data generator renders these frames, and the rewards measure them.
+The demo's data is rendered with this module, and its rewards measure videos with it.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ import numpy.typing as npt
 FrameBrightness = npt.NDArray[np.float32]
 """Brightness per frame, from -1 (black) to 1 (white)."""
 Frames = npt.NDArray[np.uint8]
-"""[T,H,W,3]."""
+"""RGB frames [T,H,W,3]."""
 
-NUM_MOVES, FRAMES_PER_MOVE = 2, 4  # moves per clip; frames per move (one latent frame)
+NUM_MOVES, FRAMES_PER_MOVE = 2, 4  # 4 frames: one latent frame
 NUM_FRAMES, HEIGHT, WIDTH = 1 + NUM_MOVES * FRAMES_PER_MOVE, 8, 16
-BRIGHTNESS_STEP = 0.4  # brightness change of a complete move
-MOVES = (-1, 0, 1)  # in steps: darker, unchanged, brighter
-MAX_START = 0.2  # first frames have brightness -0.2 to 0.2, so that no clip exceeds black or white
+BRIGHTNESS_STEP = 0.4  # brightness change of a completed move
+MOVES = (-1, 0, 1)  # darker, unchanged, brighter; in units of BRIGHTNESS_STEP
+MAX_START = 0.2  # brightness of first frames is in -0.2..0.2, so that no clip exceeds black or white
 MOVE_RAMP = (
     np.arange(1, FRAMES_PER_MOVE + 1, dtype=np.float32) / FRAMES_PER_MOVE
 )  # completed fraction of a move at each of its frames
 
 
 def sample_moves(generator: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Sample moves [2] uniformly."""
+    """Draw moves [2], uniform over MOVES."""
     moves: npt.NDArray[np.int64] = generator.choice(MOVES, size=NUM_MOVES)
     return moves
 
 
 def frame_brightness(start: float, moves: npt.NDArray[np.int64]) -> FrameBrightness:
-    """Return the brightness of each frame [9], given the brightness of the first frame and the moves [2]."""
+    """Return the brightness [9] of a clip's frames. start: brightness of the first frame. moves: [2]."""
     levels: FrameBrightness = (
         start + BRIGHTNESS_STEP * np.concatenate([[0], np.cumsum(np.repeat(moves, FRAMES_PER_MOVE)) / FRAMES_PER_MOVE])
     ).astype(np.float32)
@@ -38,19 +38,19 @@ def frame_brightness(start: float, moves: npt.NDArray[np.int64]) -> FrameBrightn
 
 
 def render_frames(brightness: FrameBrightness) -> Frames:
-    """Render brightness [T] as grey frames [T,8,16,3]."""
+    """Render brightness [T] as uniform grey frames [T,8,16,3]."""
     grey = np.rint((brightness + 1) * 127.5).astype(np.uint8)
     return np.broadcast_to(grey[:, None, None, None], (len(grey), HEIGHT, WIDTH, 3)).copy()
 
 
 def encode_actions(moves: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Encode moves [2] as actions [8,3]: one-hot over three buttons, held for four frames."""
+    """Encode moves [2] as actions [8,3]: one-hot over MOVES, each held for four frames."""
     frame_moves = np.repeat(moves, FRAMES_PER_MOVE)
     return np.stack([frame_moves == move for move in MOVES], axis=1).astype(np.float32)
 
 
 def decode_moves(actions: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Decode actions [8,3] to moves [2]. Raises ValueError for actions of another shape."""
+    """Decode actions [8,3] to moves [2]. Raises ValueError for other shapes."""
     if actions.shape != (NUM_MOVES * FRAMES_PER_MOVE, len(MOVES)):
         raise ValueError(
             f"the actions have shape {list(actions.shape)}, not {[NUM_MOVES * FRAMES_PER_MOVE, len(MOVES)]}"
@@ -60,19 +60,18 @@ def decode_moves(actions: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
 
 
 def measure_moves(frames: Frames) -> FrameBrightness:
-    """Measure the brightness change [2] of each move in frames [9,8,16,3]. The unit is BRIGHTNESS_STEP.
+    """Measure the brightness change [2] of each move in frames [9,8,16,3], in units of BRIGHTNESS_STEP.
 
-    Raises ValueError for frames of another shape.
+    Raises ValueError for frames of other shapes.
     """
     moves: FrameBrightness = measure_pixel_changes(frames)[:, -1].mean(axis=1)
     return moves
 
 
 def measure_pixel_changes(frames: Frames) -> FrameBrightness:
-    """Measure the pixel changes [2, 4, 8 * 16 * 3] of each move's four frames. The unit is BRIGHTNESS_STEP.
+    """Return [2, 4, 8 * 16 * 3]: each pixel of a move's four frames minus the mean of the frame before the move.
 
-    A pixel change is the pixel minus the mean brightness of the frame before the move. Raises ValueError unless the
-    frames have shape [9,8,16,3].
+    In units of BRIGHTNESS_STEP. Raises ValueError unless the frames have shape [9,8,16,3].
     """
     if frames.shape != (NUM_FRAMES, HEIGHT, WIDTH, 3):
         raise ValueError(f"the video has shape {list(frames.shape)}, not {[NUM_FRAMES, HEIGHT, WIDTH, 3]}")

@@ -1,4 +1,4 @@
-"""Configuration file of the reward service."""
+"""Load and validate the configuration file of the reward service."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ class ConfigSection(BaseModel):
 
 
 class PipesConfig(ConfigSection):
-    """Addresses and capacity of the service."""
+    """Addresses and capacity of the reward service."""
 
     clients: str = "ipc"
     """`ipc` (a socket in `folder`), `ipc:///PATH` or a loopback address `tcp://127.0.0.1:PORT` (port 0: any free port).
     Other addresses of this machine, such as `tcp://10.0.0.5:6100`, require `keys`."""
     keys: Path | None = None
-    """Key folder of the service (wfm keys new DIR hub). Only clients with a public key in its
-    public/ may connect. Relative to the configuration file."""
+    """Key folder of the service (wfm keys new DIR hub). Only clients with a public key in its folder public/ may connect.
+    Relative to the configuration file."""
     workers: str = "ipc"
-    """Address for the service's own workers, in the same format."""
+    """Address for the service's own workers, in the format of `clients`."""
     folder: Path | None = None
-    """Folder for the sockets; needs a short path. Unset: a new private folder. Removed on exit if empty."""
+    """Folder for the sockets; its path must be short. Unset: a new private folder. Removed on exit if empty."""
     file: Path = Path("pipes.json")
     """File that clients read the address from. Written when all rewards are ready. Relative to the configuration
     file."""
     spool_mib: PositiveInt = 4096
-    """MiB of images and videos held for queued and running tasks. Above it, clients must resubmit later."""
+    """Memory in MiB for images and videos of queued and running tasks. Above it, clients must resubmit later."""
     max_waiting: PositiveInt = 20000
     """Maximum number of queued tasks over all rewards."""
 
 
 class RewardConfig(ConfigSection):
-    """One reward."""
+    """Worker processes and options of one reward."""
 
     device: str = "cpu"
     """Device of the model, such as `cuda:0`. Numbers count the GPUs that the service sees (CUDA_VISIBLE_DEVICES)."""
@@ -58,8 +58,8 @@ class RewardConfig(ConfigSection):
     max_batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None = None
     """Maximum number of items per batch. Unset: 16, or the maximum of the reward's class if that is smaller."""
     max_wait_ms: NonNegativeFloat = 0.0
-    """Requests that arrive within this time share a batch. 0: each request is its own batch, so that scores do not
-    depend on other requests."""
+    """Requests that arrive within this many milliseconds share a batch. 0: each request is its own batch, so scores do
+    not depend on other requests."""
     max_waiting: PositiveInt | None = None
     """Maximum number of queued tasks of this reward. Above it, clients must resubmit later. Unset:
     pipes.max_waiting."""
@@ -67,14 +67,14 @@ class RewardConfig(ConfigSection):
     """Seconds without progress after which a worker is replaced. A task is tried at most three times. Unset: the
     value of the reward's class, by default 120, and 660 for built-in rewards that call other services."""
     python: Path | None = None
-    """Python interpreter of the workers. It needs the packages of the model, numpy, pyzmq and msgpack. Unset: the
-    interpreter of the service."""
+    """Python interpreter of the workers. It needs the packages of the model, numpy, pyzmq, msgpack and pydantic. Unset:
+    the interpreter of the service."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Passed to the reward's constructor."""
+    """Keyword arguments of the reward's constructor."""
 
 
 class HttpConfig(ConfigSection):
-    """HTTP server: status page, metrics, and scores for other programs."""
+    """HTTP server: status page, metrics, and scores for clients other than wfm_ds."""
 
     bind: str = "127.0.0.1:8080"
     """HOST:PORT (port 0: any free port). Hosts other than loopback require a token."""
@@ -85,7 +85,7 @@ class HttpConfig(ConfigSection):
     max_body_mib: PositiveInt = 512
     """Maximum body size of a request in MiB."""
     body_timeout_s: PositiveFloat = 120.0
-    """Seconds within which a body must arrive; otherwise the reply is 408."""
+    """Seconds within which a request body must arrive; otherwise the reply is 408."""
     idle_timeout_s: PositiveFloat = 30.0
     """Seconds after which a connection without a current request is closed, for example if the client sends no header
     or does not read the reply."""
@@ -93,16 +93,16 @@ class HttpConfig(ConfigSection):
     """Maximum number of open connections; further ones get 503. Capped at a quarter of the process's file descriptors
     (`ulimit -n`), because trainers and workers need the rest."""
     max_pending_mib: PositiveInt = 2048
-    """Memory budget in MiB for arriving bodies and unscored images and videos of all requests. Latents count with the
-    size of their decoded videos. Above it, requests get 429; a request that can never fit gets 413."""
+    """Memory in MiB for incoming bodies and unscored images and videos of all requests. Latents count with the size of
+    their decoded videos. Above it, requests get 429; a request that can never fit gets 413."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds after which an item without a score fails, even if it is being scored."""
+    """Seconds after which an unscored item fails, even if it is being scored."""
     pull_wait_s: NonNegativeFloat = 4.0
-    """Seconds that a pull waits before it replies that the scores are not ready."""
+    """Seconds that a pull request waits before it replies that the scores are not ready."""
     result_ttl_s: PositiveFloat = 3600.0
-    """Seconds for which scores can be pulled after they are ready."""
+    """Seconds for which finished scores can be pulled."""
     failed_value: Literal["nan"] | None = None
-    """Score of failed items in the reply to a pull: null if unset, or NaN for clients that accept only numbers."""
+    """Score of failed items in replies to pulls. Unset: null. `nan`: NaN, for clients that accept only numbers."""
 
     @field_validator("bind")
     @classmethod
@@ -114,10 +114,10 @@ class HttpConfig(ConfigSection):
 
 
 class DecoderConfig(ConfigSection):
-    """Decoder for latents sent by HTTP clients."""
+    """VAE that decodes latents sent by HTTP clients."""
 
     vae: str
-    """Folder of the VAE, or of a diffusers pipeline that contains one."""
+    """Folder of a diffusers VAE, or of a diffusers pipeline that contains one."""
     device: str = "cpu"
     """Device of the VAE."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -125,30 +125,28 @@ class DecoderConfig(ConfigSection):
 
 
 class ServiceConfig(ConfigSection):
-    """A reward service."""
+    """Configuration file of a reward service."""
 
     pipes: PipesConfig = PipesConfig()
     http: HttpConfig | None = None
     """Unset: no HTTP server. `http: {}`: an HTTP server with all defaults."""
     latent_decoders: dict[PositiveInt, DecoderConfig] = Field(default_factory=dict)
-    """Latent decoders by number of channels, such as 16 for Wan 2.1."""
+    """{number of latent channels: decoder}, such as 16 for Wan 2.1."""
     rewards: dict[str, RewardConfig] = Field(min_length=1)
 
     @field_validator("http", mode="before")
     @classmethod
     def _fill_empty_http(cls, value: Any) -> Any:
-        """Accept an empty `http:` as all defaults."""
         return {} if value is None else value
 
     @field_validator("rewards", mode="before")
     @classmethod
     def _fill_empty_rewards(cls, value: Any) -> Any:
-        """Accept a reward without keys (`ocr:`) as all defaults."""
         return {name: {} if r is None else r for name, r in value.items()} if isinstance(value, dict) else value
 
 
 def load_config(path: Path) -> ServiceConfig:
-    """Load and validate a configuration file. Raises RewardError with the file, the key and the closest valid key."""
+    """Load and validate a configuration file. Raises RewardError with file and key if it is unreadable or invalid."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -173,7 +171,7 @@ def _format_problem(problem: Any) -> str:
 
 
 def _section_keys(location: list[str]) -> list[str]:
-    """Return the valid keys of the section at a location such as ["rewards", "ocr"]."""
+    """Return the valid keys of a section. location: its path, such as ["rewards", "ocr"]."""
     if not location:
         return list(ServiceConfig.model_fields)
     sections: dict[str, type[ConfigSection]] = {

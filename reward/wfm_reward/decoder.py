@@ -1,4 +1,4 @@
-"""`python -m wfm_reward.decoder`: decode latents sent by HTTP clients into videos. Started by the service.
+"""`python -m wfm_reward.decoder`: decode latents sent by HTTP clients to videos. Started by the service.
 
 Decoded videos are too large for a message. The decoder writes each one to a file in the service's private folder and
 replies with its path.
@@ -27,7 +27,7 @@ VIDEO_FILES = "video-*.npy"
 
 
 def load_decoder(settings: Mapping[str, Any]) -> WorkerSetup:
-    """Load the VAE. Raises RewardError if it is missing or has a different number of channels."""
+    """Load the VAE. Raises RewardError if this fails or the VAE has another number of channels than `settings`."""
     return WorkerSetup(
         LatentDecoder(**{key: settings[key] for key in ("vae", "device", "dtype", "channels", "folder")}).decode_tasks,
         STALL_S,
@@ -36,14 +36,14 @@ def load_decoder(settings: Mapping[str, Any]) -> WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class VaeScale:
-    """Compression factors of a VAE: video size over latent size."""
+    """Compression factors of a VAE: video size divided by latent size."""
 
     temporal: int
     spatial: int
 
     @classmethod
     def from_vae_config(cls, channels: int, vae: str) -> VaeScale:
-        """Read the factors from the configuration of the VAE. Raises RewardError if it cannot be read."""
+        """Read the factors from the VAE's config.json. Raises RewardError if it cannot be read."""
         path = vae_folder(vae) / "config.json"
         try:
             content = json.loads(path.read_text())
@@ -53,13 +53,13 @@ class VaeScale:
             raise RewardError(f"latent_decoders.{channels}.vae: {path} cannot be read: {error}") from error
 
     def video_bytes(self, shape: Sequence[int]) -> int:
-        """Return the bytes of the uint8 video decoded from latents of shape [C,T,h,w]."""
+        """Return the size in bytes of the uint8 RGB video decoded from latents of shape [C,T,h,w]."""
         _, frames, height, width = shape
         return ((frames - 1) * self.temporal + 1) * height * self.spatial * width * self.spatial * 3
 
 
 def vae_folder(vae: str) -> Path:
-    """Return the folder of the VAE: `vae/` in a pipeline folder, else the folder itself."""
+    """Return the VAE's folder: `vae/` inside a pipeline folder, else the folder itself."""
     path = Path(vae).expanduser()
     return path / "vae" if (path / "vae").is_dir() else path
 
@@ -84,9 +84,9 @@ class LatentDecoder:
     def decode_tasks(
         self, tasks: Sequence[LeasedTask], progress: ReportProgress
     ) -> list[Mapping[str, Any] | TaskFailed]:
-        """Decode the latents [C,T,h,w] (float16 or float32) of each task.
+        """Decode the latents [C,T,h,w] (float16 or float32) of each task and write the videos to files.
 
-        Returns {"videos": [[path, failure, {}], ...]} for each task.
+        Returns {"videos": [[path, failure, {}], ...]} per task. Either path or failure is None.
         """
         replies: list[Mapping[str, Any] | TaskFailed] = []
         for number, task in enumerate(tasks, start=1):
@@ -102,7 +102,7 @@ class LatentDecoder:
         return [str(path), None, {}]
 
     def decode_latents(self, latents: Array) -> npt.NDArray[np.uint8]:
-        """Decode latents [C,T,h,w], normalised per channel, to a video uint8 [T,H,W,3]."""
+        """Decode latents [C,T,h,w], normalized per channel with the VAE's statistics, to a video uint8 [T,H,W,3]."""
         import torch
 
         config, device, dtype = self._vae.config, self._vae.device, self._vae.dtype

@@ -1,4 +1,4 @@
-"""Video scores of image rewards: selected frames are scored as images, and their scores are averaged."""
+"""Score videos with image rewards: score selected frames as images and average the scores."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ FRAME_RULE_FORMS = "first, middle, last or uniform:N"
 
 @dataclass(frozen=True, slots=True)
 class FrameRule:
-    """Rule that selects the frames of a video to score.
+    """Selects the frames of a video to score.
 
-    The text is `first`, `middle`, `last`, or `uniform:N` for the middle frames of N equal parts.
+    text: `first`, `middle`, `last`, or `uniform:N` for the middle frames of N equal segments.
     """
 
     text: str = "first"
 
     def __post_init__(self) -> None:
-        """Raises RewardError for any other text."""
+        """Raise RewardError if `text` has another form."""
         if not isinstance(self.text, str) or not re.fullmatch(r"first|middle|last|uniform:[1-9][0-9]{0,3}", self.text):
             raise RewardError(f"frames is {self.text!r}; it must be {FRAME_RULE_FORMS}")
 
     def frame_indices(self, num_frames: int) -> list[int]:
-        """Return distinct frame indices, ascending. There are fewer than N if the video has fewer than N frames."""
+        """Return the selected frame indices, distinct and ascending. `uniform:N` selects all frames of shorter videos."""
         match self.text:
             case "first":
                 return [0]
@@ -44,13 +44,12 @@ class FrameRule:
 def score_frames(
     score_images: Callable[[MediaBatch], Sequence[Score]], videos: MediaBatch, rule: FrameRule, max_batch: int
 ) -> list[Score]:
-    """Return one Score per video, averaged over the selected frames.
+    """Return one Score per video: the mean over its selected frames.
 
-    The average is computed for the value, and for each part that all frames of the video have. If a frame fails, the
-    video fails with the same reason.
+    Averages the value, and each of `Score.parts` that all frames have. If a frame fails, its video fails.
 
-    score_images: function that scores a batch of at most `max_batch` images [B,H,W,3], which has the ids, prompts and
-    metadata of their videos, and returns one Score per image.
+    score_images: returns one Score per image for a batch of at most `max_batch` images [B,H,W,3]. Images have the
+    sample ids, prompts and metadata of their videos.
     """
     frame_indices = rule.frame_indices(videos.media.shape[1])
     rows = [(video, frame) for video in range(len(videos)) for frame in frame_indices]
@@ -71,7 +70,7 @@ def score_frames(
 
 
 def mean_score(scores: Sequence[Score], frames: Sequence[int]) -> Score:
-    """Average the scores of one video's frames. `frames`: indices of the frames, for the failure reason."""
+    """Average the scores of one video's frames. frames: frame indices, for the reason of a failure."""
     first, values = scores[0], list[float]()
     for score, frame in zip(scores, frames, strict=True):
         if score.value is None:

@@ -17,14 +17,11 @@ from wfm_ds.errors import RewardError
 MAX_RESPONSE_BYTES = 8 * 2**20
 FIRST_WAIT_S = 0.5
 MAX_WAIT_S = 8.0
-BUSY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})  # worth a retry
+BUSY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})  # to retry
 
 
 class HttpRequestError(Exception):
-    """Raised if there is no usable response within the deadline.
-
-    The message contains the URL and the last response.
-    """
+    """No usable response before the deadline. The message contains the URL and the last response or error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +30,7 @@ class HttpResponse:
     body: bytes
 
     def parse_json(self) -> dict[str, Any]:
-        """Parse the body. Raises HttpRequestError if it is not a JSON object."""
+        """Parse the body as a JSON object. Raises HttpRequestError if it is none."""
         try:
             content = json.loads(self.body)
         except (ValueError, RecursionError) as error:
@@ -45,12 +42,12 @@ class HttpResponse:
         return content
 
     def body_excerpt(self) -> str:
-        """Return the first 300 bytes of the body on one line, for error messages."""
+        """Return the first 300 bytes of the body as one line of text, for error messages."""
         return " ".join(self.body[:300].decode(errors="replace").split())
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Handler that follows no redirects, because they would send the token to another server."""
+    """Follows no redirects, which would send the token to another server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -58,17 +55,17 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 
 @dataclass(slots=True)
 class HttpClient:
-    """HTTP client that repeats requests until a deadline."""
+    """HTTP client that retries requests until a deadline."""
 
     token: str | None = None  # sent as `Authorization: Bearer`
     _opener: urllib.request.OpenerDirector = field(default_factory=lambda: urllib.request.build_opener(_NoRedirects))
     _sleep_event: threading.Event = field(default_factory=threading.Event)
 
     def post(self, url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> HttpResponse:
-        """POST until a response has a status outside BUSY_STATUSES. Connection errors are retried too, with back-off.
+        """POST, and retry with back-off after connection errors and responses with BUSY_STATUSES.
 
-        `deadline_s`: deadline on the clock time.monotonic. Raises HttpRequestError after the deadline, RewardError if
-        the token is rejected.
+        deadline_s: on the clock time.monotonic. Raises HttpRequestError if there is no other response before the
+        deadline, and RewardError if the token is rejected.
         """
         wait_s = FIRST_WAIT_S
         while True:
@@ -108,7 +105,7 @@ def _check_size(body: bytes) -> bytes:
 
 
 def check_url(url: str, label: str) -> str:
-    """Return the URL. Raises RewardError unless it is an HTTP address."""
+    """Return `url`. Raises RewardError unless it starts with http:// or https://. label: its name in the message."""
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise RewardError(f"{label} is {url!r}; it must start with http:// or https://")
     return url

@@ -1,6 +1,7 @@
 """Demo of the video quickstart: a bright shape of 3 x 3 cells moves one cell per frame across 8 x 8 black cells.
 
-There are 48 clips. The data generator renders them and the rewards compare videos with them.
+There are 48 clips: 3 shapes, 4 directions, 2 lanes and 2 start positions. The demo's data consists of them, and its
+rewards compare videos with them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import numpy.typing as npt
 Cells = npt.NDArray[np.float32]
 """Cell brightness, 0 to 1: a frame [8,8] or a clip [5,8,8]."""
 Frames = npt.NDArray[np.uint8]
-"""[T,H,W,3]."""
+"""RGB frames [T,H,W,3]."""
 
-GRID_SIZE = 8  # cells
-CELL_PIXELS = 4  # pixels
+GRID_SIZE = 8  # cells per side
+CELL_PIXELS = 4  # per side
 NUM_FRAMES = 5
 SHAPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {"square": ("###", "###", "###"), "circle": (".#.", "#.#", ".#."), "triangle": (".#.", ".#.", "###")}
@@ -28,19 +29,19 @@ SHAPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 DIRECTIONS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 )
-"""Cells moved per frame: down, right."""
-LANES = (1, 4)  # two rows or columns to move along, without overlap
-START_OFFSETS = (0, 1)  # initial distance in cells from the border; both leave space for the whole motion
+"""{direction: (down, right)} in cells per frame."""
+LANES = (1, 4)  # first row or column of the shape; lanes do not overlap
+START_OFFSETS = (0, 1)  # initial distance from the border in cells; leaves space for the whole motion
 NUM_VARIANTS = len(LANES) * len(START_OFFSETS)
 
 
 @dataclass(frozen=True, slots=True)
 class MovingClip:
-    """One clip of the demo."""
+    """One of the 48 clips."""
 
     shape: str
     direction: str
-    variant: int  # index of the (lane, start) pair
+    variant: int  # index of the (lane, start offset) pair
 
     @property
     def prompt(self) -> str:
@@ -48,18 +49,16 @@ class MovingClip:
 
 
 def shape_mask(shape: str) -> Cells:
-    """Return the mask [3,3] of the cells of a shape."""
+    """Return the mask [3,3] of a shape's bright cells."""
     return np.array([[char == "#" for char in row] for row in SHAPES[shape]], np.float32)
 
 
 @cache
 def list_clips() -> tuple[MovingClip, ...]:
-    """Return all clips, ordered by shape, direction and variant."""
     return tuple(MovingClip(*values) for values in itertools.product(SHAPES, DIRECTIONS, range(NUM_VARIANTS)))
 
 
 def draw_clip(clip: MovingClip) -> Cells:
-    """Render a clip as cells [5,8,8]."""
     down, right = DIRECTIONS[clip.direction]
     lane, start = divmod(clip.variant, len(START_OFFSETS))
     first = START_OFFSETS[start] if down + right > 0 else GRID_SIZE - 3 - START_OFFSETS[start]
@@ -73,18 +72,18 @@ def draw_clip(clip: MovingClip) -> Cells:
 
 @cache
 def draw_all_clips() -> Cells:
-    """Render all clips as cells [48,5,8,8]."""
+    """Render the cells [48,5,8,8] of all clips, in the order of `list_clips`."""
     return np.stack([draw_clip(clip) for clip in list_clips()])
 
 
 def render_frames(cells: Cells) -> Frames:
-    """Render cells [T,8,8] as frames [T,32,32,3] with one grey square per cell."""
+    """Render cells [T,8,8] as grey frames [T,32,32,3]."""
     grey = np.rint(cells * 255).astype(np.uint8).repeat(CELL_PIXELS, axis=1).repeat(CELL_PIXELS, axis=2)
     return np.repeat(grey[..., None], 3, axis=-1)
 
 
 def measure_cells(frames: Frames) -> Cells:
-    """Average frames [5,32,32,3] to cells [5,8,8]. Raises ValueError for frames of another shape."""
+    """Average frames [5,32,32,3] to cells [5,8,8]. Raises ValueError for other shapes."""
     if frames.shape != (NUM_FRAMES, GRID_SIZE * CELL_PIXELS, GRID_SIZE * CELL_PIXELS, 3):
         raise ValueError(
             f"the video has shape {list(frames.shape)}, not "
@@ -96,7 +95,7 @@ def measure_cells(frames: Frames) -> Cells:
 
 
 def find_nearest_clip(cells: Cells) -> tuple[MovingClip, float]:
-    """Return the clip closest to cells [5,8,8], and its mean squared error."""
+    """Return (clip nearest to cells [5,8,8], mean squared error)."""
     errors = np.square(draw_all_clips() - cells).mean(axis=(1, 2, 3))
     best = int(errors.argmin())
     return list_clips()[best], float(errors[best])

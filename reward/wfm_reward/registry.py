@@ -1,4 +1,4 @@
-"""Look up rewards by name: built-in ones from `wfm_reward/rewards/`, or any `package.module:Class`."""
+"""Look up rewards by name: built-in ones in `wfm_reward/rewards/`, or any `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from wfm_reward.base import DEFAULT_MAX_BATCH, Reward
 
 
 def list_reward_names() -> list[str]:
-    """Return the names of the built-in rewards, sorted. Imports their modules but loads no models."""
+    """Return the sorted names of the built-in rewards. Imports their modules but loads no models."""
     return sorted(_load_builtin_rewards())
 
 
 def get_reward_class(name: str) -> type[Reward]:
     """Return the reward class for a built-in name or `package.module:Class`.
 
-    A name `NAME/LABEL` selects the same class as NAME; labels allow one recipe to use a reward several times. Raises
-    RewardError, with the closest known name, for an unknown name.
+    `NAME/LABEL` selects the class of NAME: labels allow a recipe to use one reward several times. Raises RewardError
+    with the closest known name if there is no such reward.
     """
     name, slash, label = name.partition("/")
     if slash and not label:
@@ -45,12 +45,12 @@ def get_reward_class(name: str) -> type[Reward]:
 
 
 def is_class_path(name: str) -> bool:
-    """Return whether the name has the form `package.module:Class` or `package.module:Class/LABEL`."""
+    """Return True for `package.module:Class` and `package.module:Class/LABEL`."""
     return is_user_class(name.partition("/")[0])
 
 
 def create_reward(name: str, device: str, options: Mapping[str, Any]) -> Reward:
-    """Create a reward without calling `load`. Raises RewardError for unknown names and invalid options."""
+    """Create a reward without calling `load`. Raises RewardError for an unknown name or invalid options."""
     reward, arguments = get_reward_class(name), dict(options)
     label = name.partition("/")[2]
     if label and reward.label_option is not None:
@@ -68,7 +68,7 @@ def create_reward(name: str, device: str, options: Mapping[str, Any]) -> Reward:
         arguments["device"] = device
     try:
         instance = reward(**arguments)
-    except (TypeError, ValueError) as error:  # an option of the wrong type
+    except (TypeError, ValueError) as error:  # an option of the wrong type or value
         if isinstance(error, RewardError):
             raise
         raise RewardError(f"reward {name}: {error}") from error
@@ -79,13 +79,13 @@ def create_reward(name: str, device: str, options: Mapping[str, Any]) -> Reward:
 
 
 def check_reward(name: str, device: str, options: Mapping[str, Any], max_batch: int | None) -> None:
-    """Check the name, options and batch size of a reward without loading a model. Raises RewardError."""
+    """Raise RewardError if a reward's name, options or batch size are invalid. Loads no model."""
     resolve_max_batch(name, max_batch)
     create_reward(name, device, options)
 
 
 def resolve_max_batch(name: str, max_batch: int | None) -> int:
-    """Return the batch size of a configuration; if it is unset, the default of this reward.
+    """Return `max_batch`, or the default batch size of the reward if it is None.
 
     Raises RewardError if the reward accepts only smaller batches.
     """
@@ -112,7 +112,7 @@ def _load_builtin_rewards() -> dict[str, type[Reward]]:
 
 
 def _list_module_rewards(module: ModuleType) -> list[type[Reward]]:
-    """Return the concrete reward classes that are defined in a module, not those that it imports."""
+    """Return the concrete reward classes that a module defines, not those that it imports."""
     return [
         value
         for value in vars(module).values()

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 from wfm_ds.errors import RewardError, UserError
 from wfm_ds.program import run_command
 from wfm_ds.transport.broker import Broker, TaskKind
-from wfm_ds.transport.broker_status import FinishedTask
 from wfm_ds.transport.keys import load_broker_keys
 from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_ds.transport.sockets import Mailbox
+from wfm_ds.transport.tasks import FinishedTask
 from wfm_reward import registry
 from wfm_reward.config import ServiceConfig, load_config
 from wfm_reward.decoder import STALL_S as DECODE_STALL_S
@@ -67,12 +67,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 class RewardServer:
-    """A running reward service. Use it in the main thread of a process."""
+    """A running reward service. `run` must be called in the main thread of its process."""
 
     def __init__(self, config: ServiceConfig, base: Path, stop_on_eof: bool) -> None:
-        """`base`: folder of the configuration file.
+        """Create the broker, the worker pool and the HTTP server without starting them.
 
-        Raises PipeError if an endpoint cannot be bound, KeyFileError for invalid keys.
+        base: folder of the configuration file. stop_on_eof: stop when stdin is closed. Raises PipeError if an endpoint
+        cannot be bound, and KeyFileError for invalid keys.
         """
         self.config = config
         self.pipes_file = base / config.pipes.file
@@ -91,7 +92,7 @@ class RewardServer:
         try:
             self._keys = None if config.pipes.keys is None else load_broker_keys(base / config.pipes.keys.expanduser())
             self._broker = self._create_broker()
-            self._remove_videos()  # left by a killed service; the folder belongs to one service at a time
+            self._remove_videos()  # left by a killed service; only one service uses the folder at a time
             self._workers = WorkerPool(self._broker, worker_programs(config, self._folder), self._selector)
             self._http_server = self._create_http_server(base) if config.http is not None else None
         except UserError:
@@ -99,7 +100,7 @@ class RewardServer:
             raise
 
     def run(self) -> int:
-        """Serve until stopped. Return the exit status. Raises RewardError if a reward cannot start."""
+        """Serve until stopped, and return the exit status. Raises RewardError if a reward cannot start."""
         self._selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
         self._selector.register(self._stalled_workers, selectors.EVENT_READ, self._on_stalled)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
@@ -189,7 +190,7 @@ class RewardServer:
         for number in self._signals.take_all():
             if number != signal.SIGCHLD and self._stop_reason is None:
                 self._stop_reason, self._drain_s = signal.Signals(number).name, DRAIN_S
-                # The mailbox is not read while draining, so the next signal must act directly.
+                # Nothing reads the mailbox while running tasks finish, so the next signal must act directly.
                 for stop_signal in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(stop_signal, self._exit_immediately)
 
@@ -199,7 +200,7 @@ class RewardServer:
 
     def _on_stdin(self) -> None:
         if not os.read(0, 4096):
-            self._stop_reason = "the parent has exited"  # nobody needs the running tasks
+            self._stop_reason = "the parent has exited"  # nobody needs the results of running tasks
 
     def _exit_immediately(self, number: int, frame: FrameType | None) -> None:
         self._workers.kill()
@@ -225,9 +226,9 @@ class RewardServer:
 
 
 def worker_programs(config: ServiceConfig, folder: Path) -> dict[str, WorkerProgram]:
-    """Return the worker programs by name of the reward or decoder.
+    """Return {name of the reward or decoder: start command of its worker processes}.
 
-    `folder`: folder to which decoders write videos.
+    folder: folder to which latent decoders write videos.
     """
     scorers = {name: reward_program(name, reward) for name, reward in config.rewards.items()}
     return scorers | {

@@ -1,6 +1,6 @@
-"""Statistics of the service by reward: counts, times, and the latest scores, failures and samples.
+"""Statistics of the reward service: per reward, counts, times, and the latest scores, failures and samples.
 
-The broker's thread writes (`record_task`, once per finished task), the HTTP server's thread reads (`snapshot`).
+The broker's thread writes them (`record_task`), the HTTP server's thread reads them (`snapshot`).
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wfm_ds.transport.broker_status import FinishedTask
+from wfm_ds.transport.tasks import FinishedTask
 
 BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
-MAX_REASONS = 30  # failure classes per reward; further ones are counted as "other"
+MAX_REASONS = 30  # failure classes per reward; more are counted as "other"
 NUM_SCORES = 1000
 NUM_FAILURES = 8
 NUM_SAMPLES = 4
 SAMPLE_EVERY_S = 1.0
-THUMBNAIL = 160  # maximum pixels of the longer side
+THUMBNAIL = 160  # maximum length of the longer side in pixels
 RATE_WINDOW_S = 60.0
 MAX_BATCHES = 1000
 
 
 @dataclass(slots=True)
 class TimeHistogram:
-    """Histogram of seconds, as in Prometheus."""
+    """Prometheus histogram of seconds per item."""
 
     total: float = 0.0
     counts: list[int] = field(default_factory=lambda: [0] * (len(BUCKETS_S) + 1))
@@ -67,17 +67,16 @@ class RewardStats:
     """Statistics of one reward since the service started."""
 
     scored: int = 0
-    failed: Counter[str] = field(default_factory=Counter)  # by failure class
+    failed: Counter[str] = field(default_factory=Counter)  # {failure class: items}
     score_s: TimeHistogram = field(default_factory=TimeHistogram)  # per item: batch time / batch size
-    wait_s: TimeHistogram = field(default_factory=TimeHistogram)  # per item: time until its batch started
+    wait_s: TimeHistogram = field(default_factory=TimeHistogram)  # per item: queueing time until its batch started
     scores: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SCORES))
     batch_sizes: deque[int] = field(default_factory=lambda: deque(maxlen=MAX_BATCHES))
     failures: deque[FailedItem] = field(default_factory=lambda: deque(maxlen=NUM_FAILURES))
     samples: deque[ScoredSample] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
-    recent_ends: deque[tuple[float, int]] = field(default_factory=deque)  # (monotonic time, items), last minute
+    recent_ends: deque[tuple[float, int]] = field(default_factory=deque)  # (monotonic time, items) of the last minute
 
     def items_per_minute(self, now_s: float) -> float:
-        """Return the number of items finished in the last minute."""
         return float(sum(items for at_s, items in self.recent_ends if now_s - at_s <= RATE_WINDOW_S))
 
 
@@ -89,12 +88,12 @@ class ServiceStats:
         self._rewards: dict[str, RewardStats] = {}
 
     def snapshot(self) -> dict[str, RewardStats]:
-        """Return a copy of the statistics by reward."""
+        """Return {reward: copy of its statistics}."""
         with self._lock:
             return {name: _copy_stats(stats) for name, stats in self._rewards.items()}
 
     def record_task(self, ended: FinishedTask) -> None:
-        """Add a finished scoring task; other tasks are ignored. Called by the broker."""
+        """Add a finished scoring task to the statistics; other tasks are ignored. Called in the broker's thread."""
         kind, _, name = ended.kind.partition(":")
         if kind != "score":
             return
@@ -124,7 +123,7 @@ class ServiceStats:
 
 
 def _task_scores(ended: FinishedTask) -> list[Any]:
-    """Return (value, failure, parts) of each row. Malformed replies of workers become failures."""
+    """Return (value, failure, parts) per row of a finished task. Malformed replies of workers become failures."""
     rows, scores = ended.rows, ended.completion.meta.get("scores")
     if not ended.completion.ok:
         return [(None, ended.completion.reason, {})] * len(rows)
@@ -134,16 +133,16 @@ def _task_scores(ended: FinishedTask) -> list[Any]:
 
 
 def _failure_class(reason: str, known: Mapping[str, int]) -> str:
-    """Return the failure class of a reason: its text up to the first colon.
+    """Return the failure class of a reason: its text up to the first colon, with numbers and quoted names replaced by N.
 
-    Numbers and quoted names are replaced by N.
+    Returns "other" for a new class if `known` already has MAX_REASONS.
     """
     name = re.sub(r"'[^']*'|\d+(\.\d+)?", "N", reason.partition(":")[0])[:60]
     return name if name in known or len(known) < MAX_REASONS else "other"
 
 
 def _extract_sample(ended: FinishedTask, score: Any, wall_s: float) -> ScoredSample | None:
-    """Return the first item of a task with its score; None if the task has no pixels."""
+    """Return the first item of a task with its score, or None if it is not an image or video."""
     spec = ended.specs[0] if ended.specs else None
     if spec is None or spec.dtype != "uint8" or len(spec.shape) not in (3, 4) or spec.shape[-1] != 3:
         return None

@@ -35,22 +35,19 @@ ROW_TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def load_scorer(settings: Mapping[str, Any]) -> WorkerSetup:
-    """Create and load the reward. Raises RewardError if it is unknown or cannot be loaded."""
+    """Create and load the reward named in `settings`. Raises RewardError if it is unknown or cannot be loaded."""
     reward = registry.create_reward(settings["reward"], settings["device"], settings["options"])
     reward.load()
     scoring = RewardScorer(reward, settings["reward"], settings["max_batch"])
     if not settings["max_wait_ms"]:
-        # One batch per task: scores do not depend on other requests.
+        # One batch per task, so that scores do not depend on other requests.
         return WorkerSetup(scoring.score_tasks, settings["stall_s"])
     return WorkerSetup(scoring.score_tasks, settings["stall_s"], settings["max_batch"], settings["max_wait_ms"] / 1000)
 
 
 @dataclass(frozen=True, slots=True)
 class RewardScorer:
-    """Runs a reward and validates its results.
-
-    Each item gets one Score, with a finite value or a failure reason.
-    """
+    """Computes a reward and validates its scores. Each item gets a Score with a finite value or a failure reason."""
 
     reward: Reward
     name: str  # name in the recipe
@@ -59,7 +56,7 @@ class RewardScorer:
     def score_tasks(
         self, tasks: Sequence[LeasedTask], progress: ReportProgress
     ) -> list[Mapping[str, Any] | TaskFailed]:
-        """Score tasks. Returns {"scores": [[value, failure, parts] per row], "batch": batch size} for each task.
+        """Return {"scores": [[value, failure, parts] per row], "batch": batch size} or TaskFailed for each task.
 
         A row is {id, prompt, metadata, fps?, inputs?} with a tensor uint8 [H,W,3] or [T,H,W,3]. Consecutive rows of
         equal shape and fps form batches of at most `max_batch` rows, which may come from several tasks. A malformed
@@ -85,10 +82,9 @@ class RewardScorer:
         return [r if isinstance(r, TaskFailed) else reply for r, reply in zip(task_rows, replies, strict=True)]
 
     def score_items(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> Iterator[list[Score]]:
-        """Yield lists of scores in the order of the rows.
+        """Yield lists of scores in the order of the rows: one list for the whole batch.
 
-        There is one list for the whole batch. If scoring the batch fails, items are scored separately, with one list
-        per item.
+        If scoring the batch raises, score the items one by one and yield a list of one score for each.
         """
         try:
             scores = self.score_batch(rows, tensors)
@@ -106,9 +102,9 @@ class RewardScorer:
             yield from self.score_items([row], [tensor])
 
     def score_batch(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> list[Score]:
-        """Score one batch.
+        """Score rows of equal shape and fps as one batch.
 
-        Raises any exception of the reward, and ValueError if it does not return one score per item.
+        Raises any exception of the reward, and ValueError for missing metadata or inputs or a wrong number of scores.
         """
         batch = MediaBatch(
             media=np.stack(tensors),
@@ -132,7 +128,7 @@ class RewardScorer:
         return self.score_media(batch)
 
     def score_media(self, batch: MediaBatch) -> list[Score]:
-        """Score images or videos of a type that the reward accepts. Raises like `score_batch`."""
+        """Score images or videos, of a media type that the reward accepts. Raises like `score_batch`."""
         start_s = time.monotonic()
         scores = self.reward.score(batch)
         if not isinstance(scores, list) or len(scores) != len(batch):
@@ -142,10 +138,7 @@ class RewardScorer:
         return [self._check_score(item.sample_id, score, seconds) for item, score in zip(batch, scores, strict=True)]
 
     def _check_score(self, sample_id: str, score: Any, seconds: float) -> Score:
-        """Return the score of one item after validating it.
-
-        Returns a failure if it is not a Score with the item's sample id and with values within their ranges.
-        """
+        """Return the score, or a failure if it is not a Score with the item's sample id and values within limits."""
         if not isinstance(score, Score):
             return self._failure_score(
                 sample_id, f"score() returned a {type(score).__name__} instead of a Score", seconds
@@ -171,10 +164,7 @@ class RewardScorer:
 
 
 def _read_rows(task: LeasedTask) -> list[tuple[Mapping[str, Any], Array]] | TaskFailed:
-    """Return the rows of a task with their tensors, or a `TaskFailed` error.
-
-    Tasks come from clients, so everything is validated.
-    """
+    """Return (row, tensor) of each item of a task, or TaskFailed if the client sent something invalid."""
     try:
         tensors = task.read_tensors()
     except TaskFailed as error:
@@ -196,17 +186,17 @@ def _read_rows(task: LeasedTask) -> list[tuple[Mapping[str, Any], Array]] | Task
 
 
 TaskItem: TypeAlias = tuple[int, Mapping[str, Any], Array]
-"""One item: index of its task, its row, its pixels."""
+"""(index of the item's task, row, pixels uint8)."""
 
 
 def _group_alike(items: Iterable[TaskItem], max_batch: int) -> Iterator[Sequence[TaskItem]]:
-    """Group consecutive items with equal shape and fps, at most `max_batch` per group."""
+    """Group consecutive items of equal shape and fps into batches of at most `max_batch`."""
     for _, group in itertools.groupby(items, key=lambda item: (item[2].shape, item[1]["fps"])):
         yield from split_into_chunks(list(group), max_batch)
 
 
 def _truncate_reason(reason: str | None) -> str | None:
-    """Shorten a reason to REASON_CHARS and replace lone surrogates, which UTF-8 cannot encode."""
+    """Truncate a failure reason to REASON_CHARS and replace lone surrogates, which UTF-8 cannot encode."""
     return None if reason is None else reason[:REASON_CHARS].encode(errors="replace").decode()
 
 

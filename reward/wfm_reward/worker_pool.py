@@ -1,7 +1,4 @@
-"""Supervision of the worker processes of a service (scorers and decoders).
-
-Starts and watches processes, restarts them with back-off, and stops them.
-"""
+"""Start, watch, restart and stop the worker processes of a reward service (rewards and latent decoders)."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ import wfm_ds
 import wfm_reward
 from wfm_ds.errors import RewardError
 from wfm_ds.transport.broker import Broker
-from wfm_ds.transport.broker_status import BrokerStatus, FinishedTask
+from wfm_ds.transport.tasks import BrokerStatus, FinishedTask
 from wfm_reward import registry
 from wfm_reward.config import DecoderConfig, RewardConfig
 
@@ -42,22 +39,18 @@ STOP_S = 3.0  # seconds for an idle process to exit after its stdin is closed
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgram:
-    """Start command of the `workers` processes of a reward or decoder.
-
-    Each process runs `python -m MODULE` and reads its settings as JSON from stdin.
-    """
+    """How to start the worker processes of a reward or latent decoder: `python -m MODULE`, with settings on stdin."""
 
     title: str  # for messages, such as "reward ocr"
-    kind: str  # task kind
+    kind: str  # kind of the tasks that it processes
     module: str
-    settings: Mapping[str, Any]  # in addition to the settings of every worker
+    settings: Mapping[str, Any]  # sent to the processes besides their address, id and name
     device: str
     workers: int
     python: Path | None = None
 
 
 def reward_program(name: str, config: RewardConfig) -> WorkerProgram:
-    """Return the program of a reward's workers."""
     settings = config.model_dump(include={"device", "options", "max_wait_ms"})
     settings["max_batch"] = registry.resolve_max_batch(name, config.max_batch)
     settings["stall_s"] = worker_stall_s(name, config)
@@ -68,12 +61,12 @@ def reward_program(name: str, config: RewardConfig) -> WorkerProgram:
 
 
 def worker_stall_s(name: str, config: RewardConfig) -> float:
-    """Return `stall_s` of the configuration; if it is unset, that of the reward class."""
+    """Return `stall_s` of the configuration, or of the reward class if it is unset."""
     return registry.get_reward_class(name).stall_s if config.stall_s is None else config.stall_s
 
 
 def decoder_program(channels: int, config: DecoderConfig, folder: Path) -> WorkerProgram:
-    """Return the program that decodes latents with `channels` channels to video files in `folder`."""
+    """Return the program that decodes latents of `channels` channels to video files in `folder`."""
     settings = {**config.model_dump(), "channels": channels, "folder": str(folder.absolute())}
     title = f"latent decoder {channels}"
     return WorkerProgram(title, f"decode:{channels}", "wfm_reward.decoder", settings, config.device, 1)
@@ -81,25 +74,25 @@ def decoder_program(channels: int, config: DecoderConfig, folder: Path) -> Worke
 
 @dataclass(slots=True)
 class _WorkerSlot:
-    """A slot of the pool, with its current process if there is one."""
+    """One of a reward's worker processes. The process may be replaced or missing; the slot stays."""
 
     reward: str
     name: str  # for messages, such as "ocr-0"
     process: subprocess.Popen[bytes] | None = None
-    worker_id: str = ""  # id of the process at the broker; new for each process
+    worker_id: str = ""  # id of the current process at the broker
     ready: bool = False
     started_at_s: float = 0.0
     start_at_s: float = 0.0  # earliest time of the next start
     kill_at_s: float = float("inf")  # earliest time to kill a stalled process
-    status_request: Future[BrokerStatus] | None = None  # pending check whether it is still stalled
-    has_finished_task: bool = False  # whether the current process has finished a task
-    quick_deaths: int = 0  # number of consecutive ones
+    status_request: Future[BrokerStatus] | None = None  # pending query whether it is still stalled
+    has_finished_task: bool = False  # by the current process
+    quick_deaths: int = 0  # consecutive deaths without a finished task or long life
     starts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """State of a slot of the pool, for the status page."""
+    """State of one worker process, for the status page."""
 
     reward: str
     name: str
@@ -112,17 +105,17 @@ class WorkerState:
 
 @dataclass(slots=True)
 class WorkerPool:
-    """The worker processes of all programs. The supervisor loop calls `supervise`. Only the method `stop` blocks."""
+    """The worker processes of a reward service. The main loop calls `supervise`. Only the method `stop` blocks."""
 
     broker: Broker
-    programs: dict[str, WorkerProgram]  # by name of the reward or decoder
+    programs: dict[str, WorkerProgram]  # {name of the reward or decoder: program}
     selector: selectors.BaseSelector
-    down_reasons: dict[str, str] = field(default_factory=dict)  # by reward
+    down_reasons: dict[str, str] = field(default_factory=dict)  # {disabled reward: reason}
     has_been_ready: bool = False
     _slots: list[_WorkerSlot] = field(default_factory=list)
     _recent_deaths: dict[str, deque[float]] = field(
         default_factory=dict
-    )  # times of deaths since the last finished task
+    )  # {reward: times of deaths since its last finished task}
     _productive_rewards: set[str] = field(default_factory=set)  # rewards that finished a task since their last death
 
     def __post_init__(self) -> None:
@@ -131,7 +124,7 @@ class WorkerPool:
             self._recent_deaths[name] = deque()
 
     def worker_states(self) -> list[WorkerState]:
-        """Return the state of all slots. Thread-safe."""
+        """Return the state of every worker process. Thread-safe."""
         return [
             WorkerState(
                 reward=s.reward,
@@ -146,11 +139,14 @@ class WorkerPool:
         ]
 
     def unready_rewards(self) -> list[str]:
-        """Return the names of rewards with a process that is not ready."""
+        """Return the names of rewards with a worker process that is not ready."""
         return sorted({slot.reward for slot in self._slots if not slot.ready})
 
     def supervise(self, now_s: float) -> None:
-        """Start processes when due, and reap dead ones. Raises RewardError if a reward fails during startup."""
+        """Start processes when due, kill stuck ones and reap dead ones.
+
+        Raises RewardError if a reward fails before the service has been ready.
+        """
         for slot in self._slots:
             if slot.process is not None and now_s >= slot.kill_at_s and self._is_stuck(slot, now_s):
                 log.error("%s makes no progress and does not exit (pid %d): killed", slot.name, slot.process.pid)
@@ -164,26 +160,23 @@ class WorkerPool:
         self.has_been_ready = self.has_been_ready or not self.unready_rewards()
 
     def next_action_s(self, now_s: float) -> float:
-        """Return the seconds until `supervise` must start or kill a process; inf if nothing is scheduled."""
+        """Return the seconds until `supervise` must start or kill a process, or inf if nothing is scheduled."""
         planned = [s.start_at_s for s in self._slots if s.process is None and s.reward not in self.down_reasons]
         planned += [s.kill_at_s for s in self._slots if s.process is not None]
         return max(0.0, min(planned, default=float("inf")) - now_s)
 
     def watch_stalled_worker(self, worker_id: str, now_s: float) -> None:
-        """Watch a worker that the broker reports as stalled, and kill it if it does not react in time.
+        """Kill a worker that the broker reports as stalled, unless it reacts within STALL_GRACE_S.
 
-        The broker has already notified the worker. A hung worker then exits by itself, and a worker that has not
-        started the task returns the task. A worker that does neither within STALL_GRACE_S is killed.
+        The broker has already notified the worker: a hung worker exits by itself, and one that has not started the task
+        returns it.
         """
         for slot in self._slots:
             if slot.worker_id == worker_id:
                 slot.kill_at_s = min(slot.kill_at_s, now_s + STALL_GRACE_S)
 
     def record_task(self, ended: FinishedTask) -> None:
-        """Record a finished task, which resets the count of deaths.
-
-        The broker calls it in its thread.
-        """
+        """Record that a worker finished a task, which resets the count of deaths. Called in the broker's thread."""
         if ended.completion.ok:
             for slot in self._slots:
                 if slot.worker_id == ended.completion.worker:
@@ -191,7 +184,10 @@ class WorkerPool:
                     self._productive_rewards.add(slot.reward)
 
     def read_status(self, slot: _WorkerSlot) -> None:
-        """Read the status line of a process when it is available. Raises RewardError if the worker failed to load."""
+        """Read the status line that a process has written.
+
+        Raises RewardError if it reports a load error before the service has been ready.
+        """
         assert slot.process is not None
         assert slot.process.stdout is not None
         line = slot.process.stdout.readline()
@@ -206,10 +202,7 @@ class WorkerPool:
             log.info("%s is ready (pid %d)", slot.name, slot.process.pid)
 
     def stop(self) -> None:
-        """Stop all processes and their children. Blocks until all have exited.
-
-        Closes their stdin, and kills those that have not exited after STOP_S.
-        """
+        """Stop all processes and their children: close their stdin, and kill those that run longer than STOP_S."""
         running = [s.process for s in self._slots if s.process is not None]
         for process in running:
             _close_pipe(process.stdin)
@@ -246,9 +239,9 @@ class WorkerPool:
                 env=None if program.python is None else _worker_environment(),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                start_new_session=True,  # so that its children can be killed with it
+                start_new_session=True,  # to kill its children with it
             )
-        except OSError as error:  # no such interpreter; no descriptors, processes or memory left
+        except OSError as error:  # no interpreter; too few descriptors, processes or memory
             if not self.has_been_ready:
                 raise RewardError(f"{program.title} cannot start: {error}") from error
             log.error("%s cannot start: %s; next attempt in %.0f s", slot.name, error, MAX_BACK_OFF_S)
@@ -262,9 +255,9 @@ class WorkerPool:
         self.selector.register(slot.process.stdout, selectors.EVENT_READ, lambda: self.read_status(slot))
 
     def _is_stuck(self, slot: _WorkerSlot, now_s: float) -> bool:
-        """Return whether a process still holds stalled work after STALL_GRACE_S.
+        """Return True if a process is still stalled after STALL_GRACE_S, according to the broker.
 
-        Queries the broker asynchronously: the first call only sends the request, a later call reads the reply.
+        Does not block: the first call requests the broker's status, a later call reads it.
         """
         request, slot.status_request = slot.status_request, None
         if request is None or not request.done():
@@ -280,7 +273,7 @@ class WorkerPool:
         process, slot.process, slot.ready = slot.process, None, False
         assert process is not None
         assert process.stdout is not None
-        with contextlib.suppress(KeyError):  # already unregistered when stdout was closed
+        with contextlib.suppress(KeyError):  # already unregistered by read_status
             self.selector.unregister(process.stdout)
         error = _read_pending_error(process.stdout)
         _kill_session(process)
@@ -313,7 +306,7 @@ class WorkerPool:
     def _handle_load_error(self, slot: _WorkerSlot, error: str) -> None:
         if not self.has_been_ready:
             raise RewardError(f"{self.programs[slot.reward].title} cannot start: {error}")
-        log.error("%s cannot load: %s", slot.name, error)  # the process exits and is reaped as usual
+        log.error("%s cannot load: %s", slot.name, error)  # the process exits and is reaped by `supervise`
 
     def _disable_reward(self, reward: str, reason: str) -> None:
         self.down_reasons[reward] = f"{self.programs[reward].title} is down: {reason}"
@@ -325,10 +318,7 @@ class WorkerPool:
 
 
 def _worker_environment() -> dict[str, str]:
-    """Return the environment variables for worker processes.
-
-    With them, another interpreter can import wfm_ds and wfm_reward without installing them.
-    """
+    """Return the environment variables with which another interpreter can import wfm_ds and wfm_reward uninstalled."""
     roots = [str(Path(package.__path__[0]).parent) for package in (wfm_ds, wfm_reward)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
@@ -343,17 +333,17 @@ def _exit_cause(returncode: int) -> str:
 
 
 def _read_pending_error(status: IO[bytes]) -> str | None:
-    """Return the error that a dead process wrote to its status pipe, if it was not read yet."""
-    os.set_blocking(status.fileno(), False)  # its children may hold the other end open
+    """Return the unread error in the status pipe of a dead process, or None."""
+    os.set_blocking(status.fileno(), False)  # children may hold the other end open
     line = status.readline()
-    if not line.endswith(b"\n"):  # it was killed while writing, or wrote nothing
+    if not line.endswith(b"\n"):  # killed while writing, or wrote nothing
         return None
     error = json.loads(line).get("error")
     return None if error is None else str(error)
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and all processes of its session, and reap it."""
+    """Kill a process with its process group, and reap it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

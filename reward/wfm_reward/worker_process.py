@@ -1,8 +1,7 @@
-"""Main function of the worker processes of a reward service.
+"""Main function of the worker processes of a reward service, which `WorkerPool` starts.
 
-`WorkerPool` starts them. A worker reads its settings as one line of JSON from stdin. Stdin then stays open; end of file
-means that the supervisor has exited. The worker writes one status line to stdout, {"ready": true} or {"error": ...}.
-All other output goes to stderr.
+A worker reads its settings from stdin as one line of JSON. End of file on stdin means that the service has exited. The
+worker writes one status line to stdout, {"ready": true} or {"error": ...}. All other output goes to stderr.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """Arguments of LeaseWorker.run_batches, and the number of seconds after which a batch counts as hung."""
+    """Arguments of LeaseWorker.run_batches, and the seconds after which a batch counts as hung."""
 
     handle_batch: BatchHandler
     stall_s: float
@@ -34,9 +33,9 @@ class WorkerSetup:
 def run_worker(load_handler: Callable[[Mapping[str, Any]], WorkerSetup]) -> int:
     """Process tasks until stopped. Returns the exit status: 0, or 2 if `load_handler` raises.
 
-    `load_handler`: function that receives the settings.
+    load_handler: loads the model, given the settings read from stdin.
     """
-    status_fd = os.dup(1)  # not inherited by child processes of a model
+    status_fd = os.dup(1)  # child processes of a model do not inherit it
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which closes stdin
     with open(0, "rb", buffering=0, closefd=False) as stdin:
@@ -44,7 +43,7 @@ def run_worker(load_handler: Callable[[Mapping[str, Any]], WorkerSetup]) -> int:
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {settings['name']} %(levelname)s %(message)s")
     try:
         setup = load_handler(settings)
-    except Exception as error:  # third-party code may raise anything; the service reports it in one line
+    except Exception as error:  # third-party code may raise anything
         log.exception("%s cannot start", settings["name"])
         reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
         _write_status(status_fd, {"error": reason})

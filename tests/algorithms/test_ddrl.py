@@ -17,7 +17,7 @@ from wfm_ds.sampling.latents import draw_cpu_normal
 from wfm_ds.training.micro_batches import merge_part_stats
 from wfm_ds.types import Prompt, Rollout
 
-RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny" / "sd3_ddrl.yaml"
+RECIPE = Path(__file__).parent.parent / "recipes" / "sd3_ddrl.yaml"
 IMAGE, VIDEO = (2, 5, 4), (2, 3, 5, 4)
 ADVANTAGES = [0.7, -1.3, 0.4, None]
 PURE = ["algorithm.data_beta=0", "algorithm.kl_beta=0"]

@@ -16,7 +16,7 @@ from wfm_ds.recipe.schema import Recipe
 from wfm_ds.rollout.rollout_samples import extract_transitions
 from wfm_ds.types import ConditioningFrames, Prompt, Rollout
 
-RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny" / "cosmos25_i2v_nft.yaml"
+RECIPE = Path(__file__).parent.parent / "recipes" / "cosmos25_i2v_nft.yaml"
 GRID = torch.tensor([1, 0.9, 0.7, 0.4, 0], dtype=torch.float64)
 SHAPE = (2, 4, 3, 2)  # C, T, h, w
 COUNTS = [1, 0, 3]

@@ -4,8 +4,9 @@ from itertools import permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.algorithms.base import draw_permutation, draw_training_steps
+from wfm_ds.algorithms.base import draw_training_steps
 from wfm_ds.recipe.algorithms import count_of_fraction
+from wfm_ds.seeds import draw_permutation
 
 
 @given(st.integers(0, 60), st.integers(0, 2**63 - 1))

@@ -61,7 +61,7 @@ def test_texts_of_a_released_model_are_as_long_as_the_recipe_says():
 @pytest.fixture
 def tiny(monkeypatch, root):
     monkeypatch.chdir(root)  # the recipe's paths are relative to it
-    return "recipes/tiny/sd3_nft.yaml"
+    return "tests/recipes/sd3_nft.yaml"
 
 
 def test_a_recipe_is_counted_purpose_by_purpose(tiny, tiny_pipelines, capsys):
@@ -89,7 +89,7 @@ def test_the_rows_add_up_to_the_samples_at_the_cost_of_one(tiny, tiny_pipelines)
 
 @pytest.mark.slow
 def test_several_recipes_make_a_table(tiny, tiny_pipelines, capsys):
-    assert flops.main([tiny, "recipes/tiny/sd3_nft_full.yaml", f"model.path={tiny_pipelines('sd3')}"]) == 0
+    assert flops.main([tiny, "tests/recipes/sd3_nft_full.yaml", f"model.path={tiny_pipelines('sd3')}"]) == 0
     *_, first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("| `sd3_nft.yaml` | 32 x 32 x 1 | rollout 4, policy 1, ref 1, old 0.5 | ")
     assert second.startswith("| `sd3_nft_full.yaml` | ")

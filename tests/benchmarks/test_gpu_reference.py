@@ -35,7 +35,7 @@ def side_by_side(root, tiny_pipelines, monkeypatch):
     monkeypatch.chdir(root)
 
     def open_ours(algorithm):
-        path = root / "recipes" / "tiny" / f"{RECIPES[algorithm]}.yaml"
+        path = root / "tests" / "recipes" / f"{RECIPES[algorithm]}.yaml"
         return runs.open_run(path, [f"model.path={tiny_pipelines('sd3')}", *SMALL])
 
     return open_ours

@@ -50,4 +50,4 @@ def test_a_base_in_fewer_bits_saves_its_bytes(monkeypatch):
 
 def test_a_recipe_of_another_model_is_rejected(root):
     with pytest.raises(RecipeError, match=r"is not in benchmarks/released\.py"):
-        memory.estimate_released(recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml", []), 1)
+        memory.estimate_released(recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_nft.yaml", []), 1)

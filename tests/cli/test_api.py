@@ -24,7 +24,7 @@ def trained(tmp_path_factory):
         "validation.seeds": [1000001],
         "logging.console": False,
     }
-    by_name = wfm_ds.Run.from_recipe(root / "recipes" / "tiny" / "sd3_sft_lora.yaml", overrides)
+    by_name = wfm_ds.Run.from_recipe(root / "tests" / "recipes" / "sd3_sft_lora.yaml", overrides)
     values = by_name.recipe.model_dump(mode="json", exclude_defaults=True)
     run = Run.from_recipe(values)
     assert run.recipe == by_name.recipe

@@ -17,7 +17,7 @@ RECIPE = """
 run: {output_dir: %s, steps: 1}
 model: {path: "tiny:sd3", dtype: float32}
 lora: {rank: 2}
-data: {kind: prompts, path: recipes/tiny/prompts/colors, name: colors}
+data: {kind: prompts, path: recipes/prompts/colors, name: colors}
 sampling: {height: 32, width: 48, eval_steps: 3, guidance_scale: 2.5}
 algorithm: {name: diffusion_nft}
 rollout: {prompts_per_step: 2, group_size: 2}

@@ -120,7 +120,7 @@ def test_training_is_a_line_of_the_deepspeed_command(capsys, monkeypatch, tmp_pa
 def test_shipped_recipes_are_found_by_name_and_by_the_path_of_the_repository(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     by_name = recipe_file.load_recipe(shipped_recipes.require_recipe("tiny/sd3_nft"))
-    for written in ("tiny/sd3_nft", "tiny/sd3_nft.yaml", "recipes/tiny/sd3_nft.yaml"):
+    for written in ("tiny/sd3_nft", "tiny/sd3_nft.yaml", "tests/recipes/sd3_nft.yaml"):
         assert recipe_file.load_recipe(Path(written)) == by_name
     assert by_name.data.path == str(shipped_recipes.recipes_folder() / "tiny" / "prompts" / "colors")
     (tmp_path / "sd3_nft").write_text("mine")

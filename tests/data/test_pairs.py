@@ -184,7 +184,7 @@ def test_a_pair_of_which_one_is_broken_is_replaced_whole_and_counted_by_its_name
 def test_a_check_tries_both_media(folder, root):
     (folder / "media" / "broken.png").write_bytes(b"not a picture")
     samples = PairTable(table(folder, pair("red", "broken")), max_bad_fraction=0).samples
-    recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_dpo.yaml")
+    recipe = recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_dpo.yaml")
     buckets = type("Buckets", (), {"choose_framing": lambda self, media: Framing(height=8, width=8)})()
     with pytest.raises(DataError, match=r"all 1 pairs are invalid.*broken.png"):
         find_usable_samples(samples, recipe, buckets, 3, dataset_size=1, what="pairs")
@@ -213,7 +213,7 @@ def test_digits_come_in_pairs_of_which_the_chosen_one_shows_what_the_prompt_says
 )
 def test_pairs_are_for_algorithms_that_compare(name, overrides, message, root):
     with pytest.raises(RecipeError, match=message):
-        recipe_file.load_recipe(root / "recipes" / "tiny" / f"{name}.yaml", overrides)
+        recipe_file.load_recipe(root / "tests" / "recipes" / f"{name}.yaml", overrides)
 
 
 OWN = """
@@ -237,7 +237,7 @@ def test_an_own_kind_of_the_other_sort_is_refused(tmp_path, monkeypatch, root, n
     (tmp_path / "own_pairs.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
     words = ["data.kind=own_pairs:Mine", f"data.options={{paired: {str(paired).lower()}}}"]
-    recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / f"{name}.yaml", words)
+    recipe = recipe_file.load_recipe(root / "tests" / "recipes" / f"{name}.yaml", words)
     with pytest.raises(DataError, match=r"mine: this algorithm needs 0 to be (a pair|a single image or video)"):
         load_data(recipe)
     assert build_sample_set(recipe.data, ["x"]).samples

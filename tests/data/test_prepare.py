@@ -17,6 +17,6 @@ from wfm_ds.data.prepare import main
 )
 def test_a_recipe_that_cannot_be_prepared_is_an_error_with_code_2(root, capsys, overrides, complaint):
     with pytest.raises(SystemExit) as left:
-        main([str(root / "recipes" / "tiny" / "wan21_video_sft.yaml"), *overrides])
+        main([str(root / "tests" / "recipes" / "wan21_video_sft.yaml"), *overrides])
     assert left.value.code == 2
     assert complaint in capsys.readouterr().err

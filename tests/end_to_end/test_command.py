@@ -18,7 +18,7 @@ from PIL import Image
 from wfm_ds.recipe import file as recipe_file
 
 ROOT = Path(__file__).parent.parent.parent
-RECIPE = "recipes/tiny/sd3_nft.yaml"
+RECIPE = "tests/recipes/sd3_nft.yaml"
 JUDGES = "validation.held_out_rewards=[jpeg_incompressibility]"
 DEADLINE_S = 240
 
@@ -62,7 +62,7 @@ def lines(path):
 
 def test_the_start_tells_what_it_waits_for(finished):
     console = (finished.parent / "console.txt").read_text()
-    wanted = ["reading data recipes/tiny/prompts/colors", "INFO 12 prompts", "loading model tiny:sd3", "model loaded, "]
+    wanted = ["reading data recipes/prompts/colors", "INFO 12 prompts", "loading model tiny:sd3", "model loaded, "]
     places = [console.find(line) for line in [*wanted, "first step completed "]]
     assert -1 not in places
     assert places == sorted(places)
@@ -205,7 +205,7 @@ def test_generate_draws_the_runs_own_samples_from_its_export(finished, tmp_path)
     from wfm_ds.cli import generate
 
     base = recipe_file.load_recipe(finished / "recipe.yaml").model.path
-    arguments = ["--prompts", str(ROOT / "recipes/tiny/prompts/colors/train.txt"), "--height", "32", "--width", "32"]
+    arguments = ["--prompts", str(ROOT / "recipes/prompts/colors/train.txt"), "--height", "32", "--width", "32"]
     arguments += ["--steps", "4", "--seeds", "1000001", "1000002", "--batch", "4"]  # a rank's share of the 8 samples
     lora = str(finished / "safetensors" / "step_2" / "lora")
     assert generate.main(["--model", base, "--lora", lora, *arguments, "--out", str(tmp_path / "lora")]) == 0
@@ -219,7 +219,7 @@ def test_generate_draws_the_runs_own_samples_from_its_export(finished, tmp_path)
 def test_generate_draws_a_full_runs_own_samples_from_its_export(tmp_path):
     from wfm_ds.cli import generate
 
-    recipe = ROOT / "recipes" / "tiny" / "sd3_nft_full.yaml"
+    recipe = ROOT / "tests" / "recipes" / "sd3_nft_full.yaml"
     process = run("-m", "wfm_ds.train", str(recipe), f"run.output_dir={tmp_path / 'run'}", launcher="python")
     assert process.returncode == 0, process.stdout + process.stderr
     resolved = recipe_file.load_recipe(tmp_path / "run" / "recipe.yaml")

@@ -15,7 +15,7 @@ from clips import write_clip
 from wfm_ds.cli import captions
 
 ROOT = Path(__file__).parent.parent.parent
-RECIPE = ROOT / "recipes" / "tiny" / "wan21_video_sft.yaml"
+RECIPE = ROOT / "tests" / "recipes" / "wan21_video_sft.yaml"
 DEADLINE_S = 500
 
 

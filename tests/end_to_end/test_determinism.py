@@ -35,10 +35,10 @@ def test_it_reaches_the_rank_and_its_workers(tmp_path, tiny_pipelines, wanted, s
     (tmp_path / "seen").mkdir()
     environ = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
     words = ["run.output_dir=out", "run.steps=1", f"model.path={tiny_pipelines('sd3')}", "validation.num_prompts=1"]
-    words += ["model.family=my_family:Watched", f"data.path={ROOT / 'recipes/tiny/prompts/colors'}"]
+    words += ["model.family=my_family:Watched", f"data.path={ROOT / 'recipes/prompts/colors'}"]
     words += [f"engine.deterministic={wanted}"]
     process = subprocess.run(
-        [sys.executable, "-m", "wfm_ds.train", str(ROOT / "recipes" / "tiny" / "sd3_nft_async.yaml"), *words],
+        [sys.executable, "-m", "wfm_ds.train", str(ROOT / "tests" / "recipes" / "sd3_nft_async.yaml"), *words],
         cwd=tmp_path,
         env=environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'reward'}"},
         stdin=subprocess.DEVNULL,

@@ -22,7 +22,7 @@ DEADLINE_S = 300
 
 def train(tmp_path, *words, endpoint, offline):
     script = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
-    common = ["recipes/tiny/sd3_sft_lora.yaml", f"model.path={NAME}", f"run.output_dir={tmp_path / 'out'}"]
+    common = ["tests/recipes/sd3_sft_lora.yaml", f"model.path={NAME}", f"run.output_dir={tmp_path / 'out'}"]
     data = ["data.kind=folder", f"data.path={tmp_path / 'pictures'}", "validation.every=0"]
     return subprocess.run(
         [script, "--num_gpus", "2", "-m", "wfm_ds.train", *common, *data, *words],

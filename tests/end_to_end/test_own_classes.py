@@ -19,7 +19,7 @@ DEADLINE_S = 240
 def train(folder, recipe, *overrides):
     """The command, run in `folder`, which holds the user's modules."""
     return subprocess.run(
-        [sys.executable, "-m", "wfm_ds.train", str(ROOT / "recipes" / "tiny" / recipe), *overrides],
+        [sys.executable, "-m", "wfm_ds.train", str(ROOT / "tests" / "recipes" / recipe), *overrides],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}:{ROOT / 'reward'}"},
         stdin=subprocess.DEVNULL,
@@ -73,11 +73,11 @@ def test_wfm_trains_with_an_algorithm_and_two_uses_of_a_reward_in_the_current_fo
     """The launcher, the ranks, the rollout worker, and the reward service with its workers import them."""
     write_code("own_algorithm.md", "my_algorithm.py", wfm.folder)
     write_code("own_reward.md", "my_rewards.py", wfm.folder)
-    words = ["run.output_dir=out", f"data.path={ROOT / 'recipes/tiny/prompts/colors'}"]
+    words = ["run.output_dir=out", f"data.path={ROOT / 'recipes/prompts/colors'}"]
     words += ["algorithm.name=my_algorithm:RewardWeighted", "algorithm.temperature=0.5"]
     rewards = [{"name": "my_rewards:Brightness"}, {"name": "my_rewards:Brightness/dark", "options": {"target": 0.0}}]
     words += [f"reward.functions={json.dumps(rewards)}"]
-    wfm("train", ROOT / "recipes" / "tiny" / "sd3_nft_async.yaml", *words)
+    wfm("train", ROOT / "tests" / "recipes" / "sd3_nft_async.yaml", *words)
     (line, *_) = (line for line in metrics(wfm.folder / "out") if "reward/total/mean" in line)
     means = [line[f"reward/my_rewards:Brightness{label}/mean"] for label in ("", "/dark")]
     assert sum(means) == pytest.approx(1.0)
@@ -90,7 +90,7 @@ def metrics(folder):
 @pytest.mark.slow
 def test_an_algorithm_of_ones_own_trains_on_rollouts_of_a_worker(tmp_path):
     write_code("own_algorithm.md", "my_algorithm.py", tmp_path)
-    words = ["run.output_dir=out", f"data.path={ROOT / 'recipes/tiny/prompts/colors'}"]
+    words = ["run.output_dir=out", f"data.path={ROOT / 'recipes/prompts/colors'}"]
     words += ["algorithm.name=my_algorithm:RewardWeighted", "algorithm.temperature=0.5"]
     process = train(tmp_path, "sd3_nft_async.yaml", *words)
     assert process.returncode == 0, process.stdout + process.stderr

@@ -47,7 +47,7 @@ def test_a_policy_learns_to_prefer_what_was_chosen(tmp_path, tiny_pipelines):
         "sampling.eval_steps=1",
     ]
     process = subprocess.run(
-        [sys.executable, "-m", "wfm_ds.train", "recipes/tiny/sd3_dpo.yaml", *words],
+        [sys.executable, "-m", "wfm_ds.train", "tests/recipes/sd3_dpo.yaml", *words],
         cwd=ROOT,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         stdin=subprocess.DEVNULL,

@@ -78,7 +78,7 @@ def test_the_lines_that_load_a_run_can_be_copied_from_its_terminal(tmp_path):
     out = tmp_path / ("a_folder_with_a_name_of_some_length_" * 3)
     settings = ["run.steps=1", "validation.at_start=false", "logging.tensorboard=false", f"run.output_dir={out}"]
     settings += [f"data.path={tmp_path / 'digits' / 'images'}", "validation.held_out_rewards=[jpeg_compressibility]"]
-    text = in_terminal(["-m", "wfm_ds.train", "recipes/tiny/sd3_sft_lora.yaml", *settings])
+    text = in_terminal(["-m", "wfm_ds.train", "tests/recipes/sd3_sft_lora.yaml", *settings])
     code = copied(text)
     compile(code, "copied", "exec")
     assert str(out) in code

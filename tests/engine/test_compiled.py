@@ -115,7 +115,7 @@ def test_every_thread_may_compile_as_many_graphs_as_a_run_has(count):
 @pytest.fixture
 def tiny(root):
     def load(*overrides):
-        return recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml", ["engine.compile=true", *overrides])
+        return recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_nft.yaml", ["engine.compile=true", *overrides])
 
     return load
 

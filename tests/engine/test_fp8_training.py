@@ -1,19 +1,24 @@
 """Training of all weights with products in float8: the same parameters, near values, and what stays exactly equal."""
 
 import importlib.util
+import sys
 
 import pytest
 import torch
+from diffusers import SD3Transformer2DModel
 from torch import nn
 
+import transformer_engine_double
 from multi_rank.training import inputs, small_sd3
-from wfm_ds.engine import optional_packages
-from wfm_ds.engine.fp8_training import train_in_float8
+from wfm_ds.engine import fp8_training, optional_packages
+from wfm_ds.engine.fp8_training import te_layer_factory, train_in_float8
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 BY_LIBRARY = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
+CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda", 0), torch.bfloat16
+KEY = "model.fp8_training: transformer_engine"
 
 
 class Block(nn.Module):
@@ -85,3 +90,108 @@ def test_it_is_refused_without_its_package(root, monkeypatch):
         optional_packages.require_packages(recipe)
     with pytest.raises(RecipeError, match="needs the package torchao"):
         train_in_float8(nn.Sequential(Block()), (Block,), "torchao", BF16, CPU)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    transformer_engine_double.install(monkeypatch)
+    monkeypatch.setattr(fp8_training, "require_package", lambda package, key: None)
+
+
+def converted(module):
+    count = train_in_float8(module, (type(module.transformer_blocks[0]),), "transformer_engine", BF16, GPU)
+    assert count > 10
+    return module
+
+
+def test_names_shapes_and_parameters_are_those_of_the_plain_denoiser(library):
+    module = small_sd3().to(BF16)
+    before, shapes = dict(module.named_parameters()), {n: t.shape for n, t in module.state_dict().items()}
+    order, buffers = list(before), [name for name, _ in module.named_buffers()]
+    converted(module)
+    block = module.transformer_blocks[0]
+    assert isinstance(block.attn.to_q, transformer_engine_double.Linear)
+    assert type(block.norm1.linear) is nn.Linear
+    assert [name for name, _ in module.named_parameters()] == order
+    assert all(parameter is before[name] for name, parameter in module.named_parameters())
+    module(**inputs(range(2), BF16), return_dict=False)  # after which the library's own layers have a state to keep
+    assert {n: t.shape for n, t in module.state_dict().items()} == shapes
+    assert [name for name, _ in module.named_buffers()] == buffers
+
+
+def test_the_stand_in_would_put_its_state_into_checkpoints_as_the_library_does(library):
+    plain = transformer_engine_double.Linear(16, 16, params_dtype=BF16, device="cpu")
+    assert list(plain.state_dict()) == ["weight", "bias", "_extra_state"]
+
+
+def test_weights_go_to_a_plain_denoiser_and_back(library, tmp_path):
+    module = converted(small_sd3().to(BF16))
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1)
+    module.save_pretrained(tmp_path)
+    plain = SD3Transformer2DModel.from_pretrained(tmp_path, torch_dtype=BF16)
+    saved, loaded = module.state_dict(), plain.state_dict()
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in saved.items())
+    other = converted(small_sd3().to(BF16))
+    other.load_state_dict(loaded, strict=True)
+    call = inputs(range(2), BF16)
+    with torch.no_grad():
+        assert torch.equal(other(**call, return_dict=False)[0], module(**call, return_dict=False)[0])
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 32), (7, 32), (16, 32), (2, 3, 4, 32)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_any_number_of_rows_keeps_its_shape_and_its_gradients(shape, bias, library):
+    """The library takes multiples of 8 rows: missing ones are zeros, which nothing is added by."""
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 48, bias=bias).to(BF16)
+    made = te_layer_factory(KEY, GPU)(layer)
+    assert (made.bias is None) is not bias
+    x = torch.randn(shape, dtype=BF16, requires_grad=True)
+    found, wanted = made(x), layer(x)
+    assert found.shape == wanted.shape
+    assert 0 < (found - wanted).float().norm() < 0.06 * wanted.float().norm()
+    upstream = torch.randn_like(wanted)
+    for got, want in zip(
+        torch.autograd.grad(found, [x, *made.parameters()], upstream),
+        torch.autograd.grad(wanted, [x, *layer.parameters()], upstream),
+        strict=True,
+    ):
+        assert got.shape == want.shape
+        assert (got - want).float().norm() < 0.06 * want.float().norm()
+
+
+def test_everything_of_a_denoiser_trains_with_recomputed_blocks_too(library):
+    gradients = []
+    for checkpointing in (False, True):
+        module = converted(small_sd3().to(BF16))
+        if checkpointing:
+            module.enable_gradient_checkpointing()
+        module.train()
+        module(**inputs(range(3), BF16), return_dict=False)[0].float().square().mean().backward()
+        assert [n for n, p in module.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
+        gradients.append({n: p.grad for n, p in module.named_parameters()})
+    assert all(torch.equal(gradients[0][name], gradient) for name, gradient in gradients[1].items())
+
+
+def test_a_cpu_and_a_package_that_cannot_be_imported_are_refused(monkeypatch):
+    with pytest.raises(RecipeError, match=r"transformer_engine needs a GPU, but the device is cpu: torchao's products"):
+        te_layer_factory(KEY, CPU)
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    with pytest.raises(RecipeError, match=r"the package transformer_engine cannot be imported: "):
+        te_layer_factory(KEY, GPU)
+
+
+def test_check_names_the_missing_package_and_how_it_is_installed(root, monkeypatch):
+    monkeypatch.setattr(optional_packages, "find_spec", lambda package: None)
+    recipe = recipe_file.load_recipe(
+        root / "recipes" / "sd3_image_sft.yaml", ["lora=null", "model.fp8_training=transformer_engine"]
+    )
+    with pytest.raises(
+        RecipeError,
+        match=r"transformer_engine needs the package transformer_engine, which is not installed: "
+        r"pip install --no-build-isolation 'wfm_ds\[transformer-engine\]', or remove the key",
+    ):
+        optional_packages.require_packages(recipe)

@@ -1,14 +1,21 @@
 """The optimizer that a denoiser gets on each kind of device, and its states as checkpoints hold them."""
 
+import itertools
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from wfm_ds.engine.optimizer import (
     STATE_BLOCK,
     build_optimizer,
     decode_blocks,
+    ema_decay,
     encode_blocks,
+    learning_rate,
     read_states,
     should_use_fused,
     write_states,
@@ -16,6 +23,7 @@ from wfm_ds.engine.optimizer import (
 from wfm_ds.recipe.sections import OptimizerRecipe
 
 OPTIONS = OptimizerRecipe(lr=0.5, betas=(0.8, 0.9), eps=0.1, weight_decay=0.25)
+SCHEDULES = st.sampled_from(["constant", "linear", "cosine"])
 
 
 @pytest.mark.parametrize(("device", "choice"), [("cuda", True), ("cuda:3", True), ("cpu", None)])
@@ -101,3 +109,35 @@ def test_eight_bit_moments_continue_from_what_a_checkpoint_holds(count):
         reference.step()
     moved = (exact.flat - begin.double()).detach()
     assert (whole.flat.double() - exact.flat).norm() < 0.1 * moved.norm()
+
+
+def rates(total, **keys):
+    return [learning_rate(OptimizerRecipe(**keys), update, total) for update in range(1, total + 1)]
+
+
+@given(schedule=SCHEDULES, total=st.integers(1, 60), warmup=st.integers(0, 80), final=st.floats(0, 1))
+def test_rates_rise_to_the_peak_and_fall_to_the_final_share(schedule, total, warmup, final):
+    got = rates(total, lr=0.5, schedule=schedule, warmup_steps=warmup, final_lr_fraction=final)
+    peak = max(warmup, 1)
+    rising, falling = got[:peak], got[peak - 1 :]
+    assert rising == pytest.approx([0.5 * update / peak for update in range(1, len(rising) + 1)])
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(falling))
+    if total > peak:
+        assert got[-1] == pytest.approx(0.5 if schedule == "constant" else 0.5 * final)
+
+
+def test_cosine_and_linear_are_half_way_in_the_middle():
+    for schedule in ("linear", "cosine"):
+        assert rates(9, lr=1.0, schedule=schedule, final_lr_fraction=0.2)[4] == pytest.approx(0.6)
+    quarter = rates(9, lr=1.0, schedule="cosine")[2]
+    assert quarter == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+
+
+def test_updates_past_the_plan_keep_the_final_rate():
+    options = OptimizerRecipe(lr=1.0, schedule="linear", final_lr_fraction=0.1)
+    assert learning_rate(options, 30, 20) == pytest.approx(0.1)
+
+
+def test_ema_decay_grows_to_its_bound():
+    assert [ema_decay(0.9, j) for j in (1, 2, 1000)] == pytest.approx([2 / 11, 3 / 12, 0.9])
+    assert ema_decay(0.9999, 1000) == pytest.approx(1001 / 1010)

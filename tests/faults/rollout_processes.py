@@ -34,7 +34,7 @@ def train(stack, folder, where, model, *overrides, seconds):
         stack,
         folder / f"{where}.log",
         "wfm_ds.train",
-        "recipes/tiny/sd3_nft.yaml",
+        "tests/recipes/sd3_nft.yaml",
         f"run.output_dir={folder / where}",
         f"model.path={model}",
         f"reward.functions={json.dumps([reward])}",

@@ -56,7 +56,7 @@ def running(tiny_pipelines, tmp_path):
             if file.exists():
                 file.rename(tmp_path / "held" / file.name)
     recipe = [
-        str(ROOT / "recipes" / "tiny" / "sd3_sft.yaml"),
+        str(ROOT / "tests" / "recipes" / "sd3_sft.yaml"),
         f"model.path={tiny_pipelines('sd3')}",
         f"data.path={tmp_path / 'digits' / 'images'}",
         f"run.output_dir={tmp_path / 'out'}",

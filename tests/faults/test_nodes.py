@@ -79,7 +79,7 @@ def nodes(tiny_pipelines, tmp_path):
     for file in images[2 * NUM_IMAGES :]:  # each has a caption beside it
         file.unlink()
     common = [
-        str(ROOT / "recipes" / "tiny" / "sd3_sft_lora.yaml"),
+        str(ROOT / "tests" / "recipes" / "sd3_sft_lora.yaml"),
         f"model.path={tiny_pipelines('sd3')}",
         f"data.path={tmp_path / 'digits' / 'images'}",
         f"run.output_dir={tmp_path / 'out'}",
@@ -106,7 +106,7 @@ def test_two_nodes_train_as_two_ranks_of_one_node(nodes, two_ranks, tiny_pipelin
     assert both.codes() == [0, 0], both.printed()
     two_ranks.run(
         train_on_rank,
-        recipe=str(ROOT / "recipes" / "tiny" / "sd3_sft_lora.yaml"),
+        recipe=str(ROOT / "tests" / "recipes" / "sd3_sft_lora.yaml"),
         overrides=[
             f"model.path={tiny_pipelines('sd3')}",
             f"data.path={tmp_path / 'digits' / 'images'}",
@@ -118,7 +118,7 @@ def test_two_nodes_train_as_two_ranks_of_one_node(nodes, two_ranks, tiny_pipelin
 
 
 def test_rewards_of_one_node_alone_are_refused_on_both(tiny_pipelines, tmp_path):
-    words = [str(ROOT / "recipes" / "tiny" / "sd3_nft.yaml"), f"model.path={tiny_pipelines('sd3')}"]
+    words = [str(ROOT / "tests" / "recipes" / "sd3_nft.yaml"), f"model.path={tiny_pipelines('sd3')}"]
     both = Nodes(tmp_path, *words, f"run.output_dir={tmp_path / 'out'}")
     try:
         assert both.codes() == [2, 2], both.printed()

@@ -40,7 +40,7 @@ def train(folder, pipeline, *words, num_ranks=2, recipe="sd3_sft", **environ):
     family = [f"model.path={pipeline}", "model.family=hungry:Hungry"]
     words = ["run.output_dir=out", "run.steps=4", "validation.at_start=false", "validation.every=0", *family, *words]
     return subprocess.run(
-        [*command, str(ROOT / "recipes" / "tiny" / f"{recipe}.yaml"), *words],
+        [*command, str(ROOT / "tests" / "recipes" / f"{recipe}.yaml"), *words],
         cwd=folder,
         env=os.environ | {"PYTHONPATH": f"{folder}:{ROOT}:{ROOT / 'kernels'}:{ROOT / 'reward'}", **environ},
         stdin=subprocess.DEVNULL,
@@ -74,7 +74,7 @@ def test_it_ends_all_ranks_with_one_sentence_and_the_run_goes_on_with_a_key_lowe
 
 @pytest.mark.slow
 def test_a_worker_without_memory_ends_with_its_sentence_and_the_run_says_it(tmp_path, tiny_pipelines):
-    prompts = f"data.path={ROOT / 'recipes' / 'tiny' / 'prompts' / 'colors'}"
+    prompts = f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}"
     process = train(tmp_path, tiny_pipelines("sd3"), prompts, num_ranks=1, recipe="sd3_nft_async", HUNGRY="worker")
     assert process.returncode != 0
     said = "out of memory on cpu in phase rollout: requested 1048576.0 GiB more, "

@@ -33,7 +33,7 @@ def train(stack, folder, model, reward, options, *overrides):
     with folder.with_suffix(".log").open("wb") as log:
         process = subprocess.Popen(
             [
-                *[sys.executable, "-m", "wfm_ds.train", "recipes/tiny/sd3_nft.yaml"],
+                *[sys.executable, "-m", "wfm_ds.train", "tests/recipes/sd3_nft.yaml"],
                 f"run.output_dir={folder}",
                 f"model.path={model}",
                 f"reward.functions={json.dumps([function])}",

@@ -19,7 +19,7 @@ from wfm_ds.transport.pending_submissions import TaskRequest
 from wfm_ds.types import MediaBatch
 
 TESTS = Path(__file__).parent.parent
-TINY = TESTS.parent / "recipes" / "tiny" / "sd3_nft_async.yaml"
+TINY = TESTS / "recipes" / "sd3_nft_async.yaml"
 # A worker of one lane that does nothing, well.
 WORKER = """
 import signal, sys

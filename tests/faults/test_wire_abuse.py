@@ -31,7 +31,6 @@ from wfm_ds.transport.wire import (
     MAX_FRAMES,
     MAX_HEADER_BYTES,
     PROTOCOL_VERSION,
-    compute_checksum,
     decode_message,
     encode_header,
 )
@@ -113,72 +112,28 @@ def metric(service, name):
     return next(f.samples[0].value for f in families if f.name == name)
 
 
-def header(fields, right=True):
-    packed = fields if isinstance(fields, bytes) else msgpack.packb(fields)
-    return struct.pack("<I", compute_checksum(packed) if right else 1) + packed
-
-
 def submission(tensors):
     task = {"id": "t", "kind": f"score:{BRIGHTNESS}", "start": 0, "stop": len(tensors), "deadline_s": 60.0}
     rows = [{"id": "s", "prompt": "", "metadata": {}, "fps": None}] * len(tensors)
-    return header({"v": PROTOCOL_VERSION, "t": "submit", "mid": 1, "rows": rows, "tasks": [task], "tensors": tensors})
+    return msgpack.packb(
+        {"v": PROTOCOL_VERSION, "t": "submit", "mid": 1, "rows": rows, "tasks": [task], "tensors": tensors}
+    )
 
 
-def nested(depth):
-    value = []
-    for _ in range(depth):
-        value = [value]
-    return value
-
-
-PICTURE = ["media", "uint8", [4, 4, 3], 48, compute_checksum(bytes(48))]
-# What is sent, by a name, with what the answer says.
+PICTURE = ["media", "uint8", [4, 4, 3]]
+# What is sent, by a name, with what the answer says. tests/transport/test_wire.py has the other ways to be wrong.
 BAD_MESSAGES = {
-    "random bytes": ("wrong header checksum", [os.urandom(300)]),
-    "nothing": ("header of 0 bytes", [b""]),
-    "many frames of nothing": ("header of 0 bytes", [b""] * 300),
-    "no msgpack": ("is not msgpack", [header(b"\xc1\xc1\xc1")]),
-    "a wrong checksum": (
-        "wrong header checksum",
-        [header({"v": PROTOCOL_VERSION, "t": "since", "mid": 1, "seq": 0}, right=False)],
-    ),
-    "half a header": ("wrong header checksum", [ATTACH[: len(ATTACH) // 2]]),
-    "a header that is too large": (
-        "expected 5 to 65536",
-        [header({"v": PROTOCOL_VERSION, "t": "x" * MAX_HEADER_BYTES, "mid": 1})],
-    ),
-    "more bytes behind it": ("is not msgpack", [header(msgpack.packb({"v": PROTOCOL_VERSION}) + b"\x00")]),
-    "an extension type": ("unsupported value of type ExtType", [header(b"\x81\xa1v\xc7\x00\x01")]),
-    "a deep nest": (
-        "nested deeper than 16",
-        [header({"v": PROTOCOL_VERSION, "t": "since", "mid": 1, "seq": nested(500)})],
-    ),
-    "a number that is none": (
-        "non-finite number",
-        [header({"v": PROTOCOL_VERSION, "t": "since", "mid": 1, "seq": float("nan")})],
-    ),
-    "an unknown type": (
-        "'eval' is not expected here",
-        [header({"v": PROTOCOL_VERSION, "t": "eval", "mid": 1, "code": "1"})],
-    ),
+    "many frames of nothing": ("is not msgpack", [b""] * 300),
+    "half a header": ("is not msgpack", [ATTACH[: len(ATTACH) // 2]]),
+    "a header that is too large": ("limit 65536", [bytes(MAX_HEADER_BYTES + 1)]),
     "a worker's message": ("'beat' is not expected here", [encode_header("beat", 1, {"progress": []})]),
-    "another protocol": ("not a message of protocol", [header({"v": 99, "t": "since", "mid": 1, "seq": 0})]),
-    "an array that claims ten gigabytes": (
-        "more than 1073741824 bytes",
-        [submission([["media", "uint8", [10, GIB], 10 * GIB, 0]])],
-    ),
-    "a list that claims four billion items": ("is not msgpack", [header(b"\x81\xa4rows\xdd\xff\xff\xff\xff")]),
-    "a text that claims four gigabytes": ("is not msgpack", [header(b"\x81\xa1t\xdb\xff\xff\xff\xff")]),
-    "a gigabyte that is not there": (
-        "payload frames of [] bytes",
-        [submission([["media", "uint8", [1, 2**29], 2**29, 0]] * 2)],
-    ),
-    "an array that is cut off": ("payload frames of [47] bytes", [submission([PICTURE]), bytes(47)]),
-    "an array that is too long": ("payload frames of [49] bytes", [submission([PICTURE]), bytes(49)]),
+    "an array that claims ten gigabytes": ("limits: 64, 1073741824", [submission([["media", "uint8", [10, GIB]]])]),
+    "a list that claims four billion items": ("is not msgpack", [b"\x81\xa4rows\xdd\xff\xff\xff\xff"]),
+    "a text that claims four gigabytes": ("is not msgpack", [b"\x81\xa1t\xdb\xff\xff\xff\xff"]),
+    "a deep nest": ("is not msgpack", [b"\x91" * 60000]),
+    "a gigabyte that is not there": ("frames of [] bytes", [submission([["media", "uint8", [1, 2**29]]] * 2)]),
+    "an array that is cut off": ("frames of [47] bytes", [submission([PICTURE]), bytes(47)]),
     "too many frames": ("322 frames", [submission([PICTURE]), *[b"x"] * (MAX_FRAMES + 1)]),
-    "a negative dimension": ("invalid tensor shape (-4, 4, 3)", [submission([["media", "uint8", [-4, 4, 3], 48, 0]])]),
-    "sizes that overflow": ("do not match uint8", [submission([["media", "uint8", [2**31 - 1] * 8, 48, 0]])]),
-    "objects": ("unsupported dtype 'object'", [submission([["media", "object", [1], 8, 0]]), bytes(8)]),
 }
 
 

@@ -59,7 +59,7 @@ def sampled(there, root, tiny_pipelines):
 
     def run(name, *overrides, **options):
         words = [f"model.path={tiny_pipelines('sd3')}", *QUIET, *overrides]
-        return there(samples, recipe=str(root / "recipes" / "tiny" / f"{name}.yaml"), overrides=words, **options)
+        return there(samples, recipe=str(root / "tests" / "recipes" / f"{name}.yaml"), overrides=words, **options)
 
     return run
 

@@ -43,7 +43,7 @@ def load(root, tiny, squares):
 
     def load(*overrides):
         places = [f"data.path={squares}/annotations.json", f"data.media_path={squares}", f"model.path={tiny.path}"]
-        recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "reason_llava_sft.yaml", [*places, *overrides])
+        recipe = recipe_file.load_recipe(root / "tests" / "recipes" / "reason_llava_sft.yaml", [*places, *overrides])
         reader = make_sample_reader(recipe, tiny)
         return recipe, reader, load_conversations(recipe, reader, ALONE)
 

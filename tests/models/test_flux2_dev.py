@@ -66,7 +66,7 @@ def test_no_other_guidance_is_drawn_with(tiny_pipelines):
 
 def test_a_run_and_generate_tell_the_network_what_they_are_asked(root, monkeypatch, tmp_path):
     monkeypatch.chdir(root)
-    recipe = recipe_file.load_recipe(root / "recipes/tiny/flux2_dev_nft.yaml", ["model.embedded_guidance=1.5"])
+    recipe = recipe_file.load_recipe(root / "tests/recipes/flux2_dev_nft.yaml", ["model.embedded_guidance=1.5"])
     assert load_model(recipe, torch.device("cpu")).embedded_guidance == 1.5
     asked = ["--model", "tiny:flux2_dev", "--prompts", "p.txt", "--out", "out", "--height", "32", "--width", "32"]
     args = parser().parse_args([*asked, "--embedded-guidance", "1.5"])

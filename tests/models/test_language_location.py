@@ -32,7 +32,7 @@ def test_a_model_is_fetched_once_and_offline_one_sentence_says_how(server, root,
     write_squares(tmp_path / "squares")
     places = [f"data.path={tmp_path}/squares/annotations.json", f"run.output_dir={tmp_path / 'run'}"]
     recipe = recipe_file.load_recipe(
-        root / "recipes" / "tiny" / "reason_llava_sft.yaml", [*places, f"model.path={NAME}"]
+        root / "tests" / "recipes" / "reason_llava_sft.yaml", [*places, f"model.path={NAME}"]
     )
     assert pin_commit(recipe).model.revision == server.repos[NAME].commit
     assert server.sent == ["config.json"]  # no more to know what a run would begin with

@@ -67,7 +67,7 @@ def a_run(tmp_path):
         "2026-01-02T03:00:03.000Z rank 0 INFO wfm_ds.train: ends\n",
         encoding="utf-8",
     )
-    recipe = Path("recipes/tiny/sd3_nft.yaml")
+    recipe = Path("tests/recipes/sd3_nft.yaml")
     (folder / "recipe.yaml").write_text(recipe.read_text())
     return folder
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 ROOT = Path(__file__).parent.parent.parent
-COLORS = ROOT / "recipes" / "tiny" / "prompts" / "colors"
+COLORS = ROOT / "recipes" / "prompts" / "colors"
 STEPS = 4
 COMMON = ["optimizer.lr=3e-2", f"run.steps={STEPS}", "logging.console=false", "engine.guard=true"]
 # Decays and warm-up that depend on the step, so that a counter that began anew would show.
@@ -84,7 +84,7 @@ def train_on_rank(recipe, overrides, stop_at=None, save_at=None):
 def tiny_recipe(name, folder, pipeline, *overrides, data=COLORS):
     """Arguments of `train_on_rank` for a tiny recipe, by default about colours, into this folder."""
     places = [f"run.output_dir={folder}", f"model.path={pipeline}", f"data.path={data}"]
-    return {"recipe": str(ROOT / "recipes" / "tiny" / f"{name}.yaml"), "overrides": [*places, *overrides]}
+    return {"recipe": str(ROOT / "tests" / "recipes" / f"{name}.yaml"), "overrides": [*places, *overrides]}
 
 
 def settings(case, folder, *, model, digits, changes=()):

@@ -75,11 +75,11 @@ def test_a_worker_generates_what_a_rank_trains_on(one_rank, tiny_pipelines, tmp_
     create_key_pair(keys, "hub")
     (ended,) = one_rank.run(
         train_beside_a_worker,
-        recipe=str(ROOT / "recipes" / "tiny" / "sd3_nft.yaml"),
+        recipe=str(ROOT / "tests" / "recipes" / "sd3_nft.yaml"),
         overrides=[
             f"run.output_dir={output}",
             f"model.path={tiny_pipelines('sd3')}",
-            f"data.path={ROOT / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
+            f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}",
             *[*COMMON, *ON_POLICY, "run.steps=2", "logging.tensorboard=false", "validation.num_prompts=1"],
             *["reward.functions=[{name: jpeg_compressibility}]", "rollout.spawn=0"],
             *[

@@ -19,7 +19,7 @@ from wfm_ds.data.order import BucketOrder
 from wfm_ds.data.pixels import Framing
 from wfm_ds.recipe import file as recipe_file
 
-RECIPES = Path(__file__).parent.parent.parent / "recipes" / "tiny"
+RECIPES = Path(__file__).parent.parent / "recipes"
 COMMON = [
     *("optimizer.eps=1e-4", "optimizer.lr=3e-2", "run.steps=3", "engine.guard=true", "logging.console=false"),
     *("data.buckets=[[16, 16], [16, 32], [24, 16]]", "data.max_bad_fraction=0.4", "data.crop=random"),

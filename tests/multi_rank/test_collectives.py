@@ -75,7 +75,7 @@ def overrides(tiny_pipelines, digits, tmp_path):
 
 
 def test_a_rank_alone_exchanges_nothing(one_rank, overrides):
-    recipe = str(ROOT / "recipes" / "tiny" / "sd3_sft.yaml")
+    recipe = str(ROOT / "tests" / "recipes" / "sd3_sft.yaml")
     assert one_rank.run(exchanges_of_steps, recipe=recipe, overrides=overrides) == [[{}, {}]]
 
 
@@ -83,7 +83,7 @@ def test_a_rank_alone_exchanges_nothing(one_rank, overrides):
 def test_a_step_of_two_ranks_agrees_on_all_flags_at_once(two_ranks, overrides):
     """Was a file readable; the losses; the bad files; and the end of the step: times, stop, save, writing. The first
     also which parameters no gradient reached."""
-    recipe = str(ROOT / "recipes" / "tiny" / "sd3_sft.yaml")
+    recipe = str(ROOT / "tests" / "recipes" / "sd3_sft.yaml")
     assert (
         two_ranks.run(exchanges_of_steps, recipe=recipe, overrides=overrides)
         == [[{"all_reduce": 5}, {"all_reduce": 4}]] * 2

@@ -50,7 +50,7 @@ def test_both_experts_are_converted(lora, two_ranks, tiny_pipelines, tmp_path):
         *(f"data.path={tmp_path / 'digits' / 'images'}", f"lora={lora}", "logging.console=false"),
         *("validation.at_start=false", "validation.num_images=2", "validation.num_prompts=1"),
     ]
-    recipe = str(ROOT / "recipes" / "tiny" / "wan22_sft_lora.yaml")
+    recipe = str(ROOT / "tests" / "recipes" / "wan22_sft_lora.yaml")
     two_ranks.run(train_on_rank, recipe=recipe, overrides=[*overrides, *SAVING])
     got = converted(tmp_path / "run" / "checkpoints" / "step_2", tmp_path / "out")
     assert got == contents(tmp_path / "run" / "safetensors" / "step_2")

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def train_with_damage(recipe, overrides):
-    """What the run ends with on this rank; of rank 1's second step a bit arrives flipped."""
+    """What the run ends with on this rank; rank 1's second step arrives without its tensors."""
     from dataclasses import replace
 
     import torch.distributed as dist
@@ -20,15 +20,11 @@ def train_with_damage(recipe, overrides):
 
     fetch, calls = PipeClient.fetch_results, []
 
-    def damaged(message):
-        frames = [bytes(frame) for frame in message.payload]
-        return replace(message, payload=(bytes([frames[0][0] ^ 1]) + frames[0][1:], *frames[1:]))
-
     def fetch_damaged(client, ids, timeout_s):
         calls.append(None)
         found = fetch(client, ids, timeout_s)
         spoilt = dist.get_rank() == 1 and len(calls) == 2
-        return {key: damaged(message) for key, message in found.items()} if spoilt else found
+        return {key: replace(message, specs=(), payload=()) for key, message in found.items()} if spoilt else found
 
     PipeClient.fetch_results = fetch_damaged
     try:
@@ -44,14 +40,13 @@ def train_with_damage(recipe, overrides):
 def test_all_ranks_end_with_the_sentence_of_the_one_that_has_not_its_samples(two_ranks, tiny_pipelines, tmp_path):
     said = two_ranks.run(
         train_with_damage,
-        recipe=str(ROOT / "recipes" / "tiny" / "sd3_nft.yaml"),
+        recipe=str(ROOT / "tests" / "recipes" / "sd3_nft.yaml"),
         overrides=[
             f"run.output_dir={tmp_path / 'run'}",
             f"model.path={tiny_pipelines('sd3')}",
-            f"data.path={ROOT / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
+            f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}",
             *["rollout.mode=async", "run.steps=4", "logging.console=false", "validation.at_start=false"],
         ],
     )
     assert said[0] == said[1]
-    assert said[0].startswith("rank 1 cannot get the samples of step 2: WireError tensor ")
-    assert said[0].endswith("wrong checksum")
+    assert said[0].startswith("rank 1 cannot get the samples of step 2: ")

@@ -11,7 +11,7 @@ from forward_counts import counted, predicted
 from multi_rank.resuming import records, train_on_rank
 
 ROOT = Path(__file__).parent.parent.parent
-TINY = ROOT / "recipes" / "tiny"
+TINY = ROOT / "tests" / "recipes"
 COMMON = [
     "run.steps=1",
     "logging.console=false",

@@ -14,8 +14,8 @@ from multi_rank.test_runs import COMMON
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
-TINY = ROOT / "recipes" / "tiny"
-COLORS = TINY / "prompts" / "colors"
+TINY = ROOT / "tests" / "recipes"
+COLORS = ROOT / "recipes" / "prompts" / "colors"
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,13 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 
 ROOT = Path(__file__).parent.parent.parent
-TINY = ROOT / "recipes" / "tiny"
+TINY = ROOT / "tests" / "recipes"
 PEAK = 0.5  # TFLOP/s
 COMMON = [
     *("logging.console=false", "logging.sample_every=0", f"logging.peak_tflops={PEAK}"),
     *("validation.at_start=true", "validation.every=0", "run.steps=2"),
 ]
-RL = [f"data.path={TINY / 'prompts' / 'colors'}", "algorithm.zero_std=keep", "sampling.guidance_scale=2"]
+RL = [f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}", "algorithm.zero_std=keep", "sampling.guidance_scale=2"]
 
 
 @pytest.fixture(scope="module")

@@ -33,9 +33,9 @@ def train(tiny_pipelines, digits, tmp_path):
     """Runs a tiny recipe with two experts on these ranks into a folder of this name."""
 
     def run(ranks, name, recipe, *overrides, **options):
-        data = ROOT / "recipes" / "tiny" / "prompts" / "colors" if recipe == "wan_nft" else digits
+        data = ROOT / "recipes" / "prompts" / "colors" if recipe == "wan_nft" else digits
         places = [f"run.output_dir={tmp_path / name}", f"model.path={tiny_pipelines('wan22')}", f"data.path={data}"]
-        path = str(ROOT / "recipes" / "tiny" / f"{recipe}.yaml")
+        path = str(ROOT / "tests" / "recipes" / f"{recipe}.yaml")
         ranks.run(train_on_rank, recipe=path, overrides=[*places, *COMMON, *overrides], **options)
         return tmp_path / name
 

@@ -23,7 +23,7 @@ from wfm_ds.sampling.latents import draw_cpu_normal
 from wfm_ds.seeds import derive_seed, draw_uniform
 
 ROOT = Path(__file__).parent.parent.parent
-GIVEN_RECIPE = ROOT / "recipes" / "tiny" / "cosmos25_sft.yaml"
+GIVEN_RECIPE = ROOT / "tests" / "recipes" / "cosmos25_sft.yaml"
 GIVEN = ["cosmos25", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sana_video", "wan22_ti2v"))]
 NUM_VIDEOS, NUM_FRAMES, SIDE = 3, 9, 64
 

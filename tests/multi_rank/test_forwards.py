@@ -11,7 +11,7 @@ from multi_rank.resuming import train_on_rank
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent.parent
-RECIPES = ROOT / "recipes" / "tiny"
+RECIPES = ROOT / "tests" / "recipes"
 COMMON = ["run.steps=3", "logging.console=false", "validation.at_start=false"]
 RL = [f"data.path={RECIPES / 'prompts' / 'colors'}", "algorithm.zero_std=keep"]
 CASES = {

@@ -42,7 +42,7 @@ def data(tmp_path_factory):
 def settings(data, folder, *changes, name="reason_llava_sft", model="tiny:qwen25vl"):
     """Arguments of `train_on_rank`."""
     places = [f"run.output_dir={folder}", f"data.path={data}/annotations.json", f"data.media_path={data}"]
-    recipe = str(ROOT / "recipes" / "tiny" / f"{name}.yaml")
+    recipe = str(ROOT / "tests" / "recipes" / f"{name}.yaml")
     return {"recipe": recipe, "overrides": [*places, f"model.path={model}", *COMMON, *changes]}
 
 

@@ -25,13 +25,13 @@ def test_equal_rewards_skip_the_step_without_an_alarm(two_ranks, tiny_pipelines,
     overrides = [
         f"run.output_dir={tmp_path / 'run'}",
         f"model.path={tiny_pipelines('sd3')}",
-        f"data.path={ROOT / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
+        f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}",
         f"engine.deepspeed={engine}",
         *("reward.functions=[{name: color, clip: [5, 6]}]", "algorithm.zero_std=drop"),
         *("validation.every=0", "validation.at_start=false", "validation.num_prompts=1", "validation.seeds=[1]"),
         *("logging.console=false", "engine.guard=true"),
     ]
-    path = ROOT / "recipes" / "tiny" / f"{recipe}.yaml"
+    path = ROOT / "tests" / "recipes" / f"{recipe}.yaml"
     outcomes = two_ranks.run(train_on_rank, recipe=str(path), overrides=overrides)
     assert [(outcome["status"], outcome["step"]) for outcome in outcomes] == [("finished", 2)] * 2
     for rank in (0, 1):

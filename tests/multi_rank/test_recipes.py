@@ -1,10 +1,11 @@
-"""Two steps of each tiny recipe, and of each algorithm on each family. Each full-size recipe has a tiny twin."""
+"""Two steps of each shipped recipe with --tiny, and of each algorithm on each family."""
 
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoModelForImageTextToText
 
 from clips import write_clip
 from families import CASES
@@ -14,11 +15,24 @@ from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.models.tiny import FAMILIES
+from wfm_ds.models.registry import get_tiny_folder
 from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe import shipped_recipes
 from wfm_ds.recipe.run_sizes import derive_run_sizes
+from wfm_ds.recipe.shipped_recipes import list_recipe_names
 
-RECIPES = Path(__file__).parent.parent.parent / "recipes"
-TINY = sorted(path for path in (RECIPES / "tiny").glob("*.yaml") if "llava" not in path.stem)  # test_language.py
+
+def is_sharded(engine):
+    return engine.deepspeed.startswith("zero3") or engine.sequence_parallel > 1
+
+
+TESTS = Path(__file__).parent.parent
+COLORS = TESTS.parent / "recipes" / "prompts" / "colors"
+SHIPPED = {name: recipe_file.load_recipe(shipped_recipes.require_recipe(name)) for name in list_recipe_names()}
+OFTEN = ("cp_nft", "sd3_image_sft_lora", "wan22_i2v_flow_grpo")  # also in the default tier
+SHARDED = [name for name, recipe in SHIPPED.items() if is_sharded(recipe.engine)]
+# Kinds of runs that no shipped recipe has.
+OTHERS = ("sana_wm_flow_grpo", "sana_wm_sft", "sd3_ddrl", "sd3_dgpo", "wan22_ti2v_flow_grpo", "wan21_video_sft")
 SHORT = [
     "run.steps=2",
     "sampling.eval_steps=1",
@@ -27,68 +41,7 @@ SHORT = [
     "validation.num_prompts=1",
     "logging.console=false",
 ]
-# full-size recipe: its tiny twin
-TWINS = {
-    "sd3_image_sft": "sd3_sft",
-    "sd3_image_sft_lora": "sd3_sft_lora",
-    "sd3_nft": "sd3_nft",
-    "sd3_nft_async": "sd3_nft_async",
-    "sd3_flow_grpo": "sd3_flow_grpo",
-    "sd3_flow_grpo_fast": "sd3_flow_grpo_fast",
-    "sd3_mix_grpo": "sd3_mix_grpo",
-    "sd3_dance_grpo": "sd3_dance_grpo",
-    "sd3_flow_dppo": "sd3_flow_dppo",
-    "sd3_awm": "sd3_awm",
-    "sd3_ram": "sd3_ram",
-    **{
-        f"{name}_{algorithm}": f"{tiny}_{algorithm.removesuffix('_lora')}"
-        for name, tiny in (("flux2_klein", "flux2"), ("qwen_image", "qwen_image"), ("z_image", "z_image"))
-        for algorithm in ("sft_lora", "nft", "flow_grpo")
-    },
-    "flux2_dev_sft_lora": "flux2_dev_sft",
-    "sana_image_sft": "sana_image_sft",
-    "sana_image_sft_lora": "sana_image_sft_lora",
-    "sana_image_nft": "sana_image_nft",
-    "sana_video_sft": "sana_video_sft",
-    "sana_video_sft_lora": "sana_video_sft_lora",
-    "sana_video_nft": "sana_video_nft",
-    "cp_sft": "cosmos25_sft",
-    "cp_sft_lora": "cosmos25_sft_lora",
-    "cp_nft": "cosmos25_nft",
-    "cp_nft_480p": "cosmos25_nft",
-    "cp_i2v_nft": "cosmos25_i2v_nft",
-    "cp_flow_grpo": "cosmos25_flow_grpo",
-    "cp_ddrl_2b": "cosmos25_ddrl",
-    "cp_ddrl_14b": "cosmos25_ddrl",
-    "cp_mock": "cosmos25_mock",
-    "wan_sft_lora": "wan_sft_lora",
-    "wan_long_video_sft_lora": "wan_long_video_sft_lora",
-    "wan_nft": "wan_nft",
-    "wan_video_nft": "wan_nft",
-    "wan_14b_video_nft": "wan_nft",
-    "wan22_ti2v_video_nft": "wan_nft",
-    "wan22_video_nft": "wan_nft",
-    "cp_video_nft": "cosmos25_nft",
-    "wan22_sft_lora": "wan22_sft_lora",
-    "wan21_i2v_sft_lora": "wan21_i2v_sft_lora",
-    "wan21_i2v_nft": "wan22_i2v_nft",
-    "wan22_i2v_sft_lora": "wan21_i2v_sft_lora",
-    "wan22_i2v_nft": "wan22_i2v_nft",
-    "wan22_i2v_flow_grpo": "wan22_i2v_flow_grpo",
-    "cosmos3_edge_sft": "cosmos3_sft",
-    "cosmos3_nano_sft": "cosmos3_sft",
-    "cosmos3_nano_actions_sft": "cosmos3_sft",
-    "cosmos3_nano_actions_nft": "cosmos3_actions_nft",
-    "cosmos3_nano_nft": "cosmos3_nft",
-    "cosmos3_nano_flow_grpo": "cosmos3_flow_grpo",
-    "cosmos3_super_sft_lora": "cosmos3_sft_lora",
-    "sana_wm_sft_lora": "sana_wm_sft_lora",
-    "sana_wm_nft": "sana_wm_nft",
-    "sd3_dpo": "sd3_dpo",
-    "reason_llava_sft": "reason_llava_sft",
-    "reason_llava_sft_lora": "reason_llava_sft_lora",
-}
-# algorithm: the tiny recipe whose settings it has on every family. AWM and RAM are nft with a loss of their own.
+# algorithm: the recipe in tests/recipes whose settings it has on every family. AWM and RAM are nft with a loss of their own.
 BASE = {"sft": "wan_sft_lora", "dpo": "sd3_dpo", "nft": "sd3_nft", "flow_grpo": "sd3_flow_grpo", "ddrl": "sd3_ddrl"}
 PAIRED = {"sft", "ddrl"}
 KINDS = [
@@ -101,12 +54,12 @@ FAST = {
     *(("nft", "lora", family) for family in ("cosmos25", "sana", "sana_video")),
     ("sft", "lora", "wan22"),
 }
-# Their tiny recipes train adapters by NFT and Flow-GRPO: what the matrix adds are all weights, and the pictures of SFT.
+# Their recipes train adapters by NFT and Flow-GRPO: what the matrix adds are all weights, and the pictures of SFT.
 FEW = {"flux2": KINDS[:2], "qwen_image": KINDS[:2], "z_image": KINDS[:2]}
 FEW |= {"flux2_dev": []}  # all but its guidance and text is flux2's
 FEW |= {"digits": [], "moving": [], "world": []}  # the quickstarts' are an SD3, a Wan 2.1 and a Cosmos3
-FEW |= {"wan21_i2v": [], "wan22_i2v": []}  # prompts alone are not enough for them; their tiny recipes train them
-FEW |= {"sana_wm": []}  # is told a camera, which the media of the matrix do not have: its tiny recipes are of all kinds
+FEW |= {"wan21_i2v": [], "wan22_i2v": []}  # prompts alone are not enough for them; their recipes train them
+FEW |= {"sana_wm": []}  # is told a camera, which the media of the matrix do not have: its recipes are of all kinds
 MATRIX = [(*kind, family) for family in FAMILIES for kind in FEW.get(family, KINDS)]
 EVAL_STEPS = 3  # noise levels of both experts of Wan 2.2
 SMALL_GROUPS = ["rollout.group_size=2", "reward.functions=[{name: jpeg_compressibility}]"]
@@ -164,7 +117,7 @@ def media(tmp_path_factory):
         "outputs/clips": folder / "clips",
         "outputs/room/clips": folder / "room" / "clips",
         "outputs/brightness/clips": folder / "brightness",
-        "recipes/tiny/prompts/colors": RECIPES / "tiny" / "prompts" / "colors",
+        "recipes/prompts/colors": COLORS,
     }
 
 
@@ -203,10 +156,56 @@ def run(one_rank, two_ranks, tiny_pipelines, media, tmp_path):
     return run
 
 
+def train_tiny_on_rank(name, overrides):
+    """One rank's part of `wfm_ds.train NAME --tiny`; {key: what the caller must know of the recipe}."""
+    from wfm_ds import train
+    from wfm_ds.distributed.lifecycle import StopFlag
+    from wfm_ds.distributed.world import World
+    from wfm_ds.runs.shutdown import RunShutdown
+
+    world = World.join()
+    recipe = train.load_tiny_recipe(Path(name), overrides, world.rank)
+    outcome, _ = train.prepare_and_train(recipe, world, StopFlag(), RunShutdown(world))
+    return {
+        **{"status": outcome.status, "step": outcome.step, "model": recipe.model.path},
+        "updates": derive_run_sizes(recipe, world.size).total_updates,
+    }
+
+
+def assert_tiny_trains(ranks, name, out):
+    """Two steps, whose export plain diffusers or transformers loads."""
+    words = [f"run.output_dir={out}", "optimizer.lr=1e-3", "optimizer.warmup_steps=0", "logging.console=false"]
+    outcome = ranks.run(train_tiny_on_rank, name=name, overrides=words)[0]
+    assert (outcome["status"], outcome["step"]) == ("finished", 2)
+    export, family = out / "safetensors" / "step_2", outcome["model"].removeprefix("tiny:")
+    base = get_tiny_folder(family)
+    if SHIPPED[name].algorithm.trains_language:
+        network = AutoModelForImageTextToText.from_pretrained(base if (export / "lora").is_dir() else export)
+        if (export / "lora").is_dir():
+            network.load_adapter(str(export / "lora"))
+        return
+    assert_all_steps_taken(out, outcome["updates"])
+    assert_trained(export, base, family, more_than=0)
+    assert_loads(export, base, family)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SHIPPED]
+)
+def test_a_shipped_recipe_trains_with_tiny_and_its_export_loads(name, one_rank, tmp_path):
+    assert_tiny_trains(one_rank, name, tmp_path / "out")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)
-def test_a_tiny_recipe_trains_and_plain_diffusers_loads_what_it_exports(path, run):
-    result = run(path)
+@pytest.mark.parametrize("name", SHARDED)
+def test_a_recipe_that_shards_its_model_or_samples_trains_with_tiny_on_two_ranks(name, two_ranks, tmp_path):
+    assert_tiny_trains(two_ranks, name, tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_kinds_of_runs_train_and_their_exports_load(name, run):
+    result = run(TESTS / "recipes" / f"{name}.yaml")
     assert_trained(*result, more_than=0)
     assert_loads(*result)
 
@@ -242,7 +241,7 @@ def test_each_algorithm_trains_each_family_and_sft_exports_draw_its_pictures(
             "data.max_upscale=8",
             f"algorithm.max_num_conditional_frames={int(case.conditioning_frames_call is not None)}",
         ]
-    path = RECIPES / "tiny" / f"{BASE[algorithm]}.yaml"
+    path = TESTS / "recipes" / f"{BASE[algorithm]}.yaml"
     result = run(path, *overrides, family=family, data=data)
     assert_trained(*result, more_than=1e-4)
     if algorithm == "sft":
@@ -255,10 +254,7 @@ def test_each_algorithm_trains_each_family_and_sft_exports_draw_its_pictures(
         assert_draws(*result, frames=frames, sample=sample, steps=EVAL_STEPS, clip=clip)
 
 
-@pytest.mark.parametrize("name", sorted(TWINS.keys() | {path.stem for path in RECIPES.glob("*.yaml")}))
-def test_a_full_size_recipe_is_shared_out_over_eight_ranks_and_has_a_tiny_twin(name):
-    recipe = recipe_file.load_recipe(RECIPES / f"{name}.yaml")
-    shares = derive_run_sizes(recipe, 8)
+@pytest.mark.parametrize("name", [name for name in SHIPPED if "/" not in name])
+def test_a_full_size_recipe_is_shared_out_over_eight_ranks(name):
+    shares = derive_run_sizes(SHIPPED[name], 8)
     assert shares.samples_per_rank * shares.num_replicas == shares.samples_per_step
-    twin = recipe_file.load_recipe(RECIPES / "tiny" / f"{TWINS[name]}.yaml")
-    assert (twin.algorithm.name, twin.lora is None) == (recipe.algorithm.name, recipe.lora is None)

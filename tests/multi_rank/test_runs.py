@@ -171,7 +171,7 @@ def drawn_again(run, out, base):
     """The files that `wfm_ds.cli.generate` makes of a video run's validation, by prompt and seed."""
     from wfm_ds.cli import generate
 
-    prompts = ROOT / "recipes" / "tiny" / "prompts" / "colors" / "train.txt"
+    prompts = ROOT / "recipes" / "prompts" / "colors" / "train.txt"
     first = out.with_suffix(".txt")  # the prompts that are validated
     first.write_text("".join(prompts.read_text().splitlines(keepends=True)[:4]))
     sampling = ["--steps", "2", "--guidance", "2.5", "--frames", "5", "--fps", "8", "--height", "32", "--width", "32"]
@@ -195,7 +195,7 @@ def test_sft_does_not_depend_on_how_the_global_batch_is_cut(scratch, one_rank, t
     for name, (ranks, cut) in cuts.items():
         ranks.run(
             train_on_rank,
-            recipe=str(ROOT / "recipes" / "tiny" / "sd3_sft.yaml"),
+            recipe=str(ROOT / "tests" / "recipes" / "sd3_sft.yaml"),
             overrides=[
                 f"run.output_dir={tmp_path / name}",
                 f"model.path={tiny_pipelines('sd3')}",
@@ -224,7 +224,7 @@ def test_broken_images_are_skipped_alike_on_any_number_of_ranks_and_counted(
     for name, ranks, micro in (("one", one_rank, 150), ("two", two_ranks, 75)):
         ranks.run(
             train_on_rank,
-            recipe=str(ROOT / "recipes" / "tiny" / "sd3_sft.yaml"),
+            recipe=str(ROOT / "tests" / "recipes" / "sd3_sft.yaml"),
             overrides=[
                 f"run.output_dir={tmp_path / name}",
                 f"model.path={tiny_pipelines('sd3')}",
@@ -251,7 +251,7 @@ def test_ddrl_on_two_ranks_is_ddrl_on_one(one_rank, two_ranks, tiny_pipelines, t
     for name, ranks in (("one", one_rank), ("two", two_ranks)):
         ranks.run(
             train_on_rank,
-            recipe=str(ROOT / "recipes" / "tiny" / "sd3_ddrl.yaml"),
+            recipe=str(ROOT / "tests" / "recipes" / "sd3_ddrl.yaml"),
             overrides=[
                 f"run.output_dir={tmp_path / name}",
                 f"model.path={tiny_pipelines('sd3')}",

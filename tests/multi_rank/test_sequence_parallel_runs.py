@@ -9,7 +9,7 @@ from multi_rank.resuming import settings, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
 
 ROOT = Path(__file__).parent.parent.parent
-RECIPES = ROOT / "recipes" / "tiny"
+RECIPES = ROOT / "tests" / "recipes"
 # AdamW's first steps divide by the gradient's size: a larger eps keeps rounding errors of tiny gradients small.
 COMMON = ["optimizer.eps=1e-4", "optimizer.lr=3e-2", "logging.console=false", "engine.guard=true"]
 SHARED = "engine.sequence_parallel=2"

@@ -65,7 +65,7 @@ def submit_chunks(recipe, folder, sizes):
 
 @pytest.fixture
 def recipe(root):
-    return str(root / "recipes" / "tiny" / "sd3_nft.yaml")
+    return str(root / "tests" / "recipes" / "sd3_nft.yaml")
 
 
 @pytest.mark.parametrize(("count", "shares"), [(3, [2, 1]), (1, [1, 0]), (4, [2, 2])])

@@ -14,8 +14,9 @@ from wfm_ds import train
 from wfm_ds.errors import UserError
 from wfm_ds.recipe import file as recipe_file
 
-RECIPES = Path(__file__).parent.parent.parent / "recipes"
-BASES = [*sorted((RECIPES / "tiny").glob("*.yaml")), *sorted(RECIPES.glob("*.yaml"))]
+TESTS = Path(__file__).parent.parent
+RECIPES = TESTS.parent / "recipes"
+BASES = [*sorted((TESTS / "recipes").glob("*.yaml")), *sorted(RECIPES.glob("*.yaml"))]
 NUM_QUICK, NUM_ALL = 48, 670
 CHECKED_EVERY = 4  # how many of the valid ones go through --check too: each loads a tiny model
 DEADLINE_S = 120  # of one recipe; a hang ends here

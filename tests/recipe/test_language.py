@@ -84,6 +84,6 @@ def test_lora_freezes_all_of_the_base(load):
 def test_other_recipes_do_not_read_their_keys(root, override):
     key = override.partition("=")[0].replace(".", r"\.")
     with pytest.raises(RecipeError, match=f"does not read {key}"):
-        recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_sft.yaml", [override])
+        recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_sft.yaml", [override])
     with pytest.raises(RecipeError, match=r"algorithm sft needs captioned images or videos"):
-        recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_sft.yaml", ["data.kind=llava"])
+        recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_sft.yaml", ["data.kind=llava"])

@@ -14,7 +14,7 @@ from wfm_ds.transport.broker import Broker, TaskKind
 from wfm_ds.transport.client import PipeClient
 from wfm_ds.transport.socket_folders import SocketFolder
 
-TINY = Path(__file__).parents[2] / "recipes" / "tiny"
+TINY = Path(__file__).parents[1] / "recipes"
 DEADLINE_S = 30.0
 
 

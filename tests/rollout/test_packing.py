@@ -1,5 +1,6 @@
 """Chunks of samples through the wire format and back."""
 
+import itertools
 import json
 
 import numpy as np
@@ -34,9 +35,8 @@ def a_trajectory(plan, count=3):
 def sent(arrays):
     """The trajectory as the other side reads it."""
     specs, frames = wire.pack_tensors(arrays)
-    return {
-        spec.name: torch.from_numpy(wire._join_frames(spec, part)) for spec, part in zip(specs, frames, strict=True)
-    }
+    message = wire.Message("payload", 1, {}, tuple(specs), tuple(itertools.chain(*frames)))
+    return {spec.name: torch.from_numpy(array) for spec, array in zip(specs, message.read_tensors(), strict=True)}
 
 
 def windowed(steps, **options):

@@ -30,7 +30,7 @@ def parts_of_job(recipe, model):
 
 @pytest.fixture(scope="module")
 def job(root, tiny_pipelines):
-    recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml")
+    recipe = recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_nft.yaml")
     model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
     return parts_of_job(recipe, model)
 
@@ -68,7 +68,7 @@ def test_videos_are_sent_with_their_speed(root, tiny_pipelines, tmp_path, monkey
     functions = f"[{{name: motion}}, {{name: 'probe_rewards:Brightness', options: {{journal: {journal}}}}}]"
     sizes = ["sampling.num_frames=5", "sampling.fps=7.5"]
     recipe = recipe_file.load_recipe(
-        root / "recipes" / "tiny" / "sd3_nft.yaml", [*sizes, f"reward.functions={functions}"]
+        root / "tests" / "recipes" / "sd3_nft.yaml", [*sizes, f"reward.functions={functions}"]
     )
     model = registry.load_model(tiny_pipelines("wan21"), dtype=torch.float32, device="cpu")
     videos = parts_of_job(recipe, model)

@@ -32,7 +32,7 @@ from wfm_ds.training.preflight import check_workers
 from wfm_ds.transport.keys import KeyFileError, create_key_pair
 from wfm_ds.transport.socket_folders import SocketFolder
 
-TINY = Path(__file__).parent.parent.parent / "recipes" / "tiny"
+TINY = Path(__file__).parent.parent / "recipes"
 
 
 def changed(**sections):

@@ -17,7 +17,7 @@ from wfm_ds.transport.client import PipeClient
 from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_ds.types import Prompt
 
-RECIPE = Path(__file__).parent.parent.parent / "recipes" / "tiny" / "sd3_nft_async.yaml"
+RECIPE = Path(__file__).parent.parent / "recipes" / "sd3_nft_async.yaml"
 DEADLINE_S = 30.0
 
 

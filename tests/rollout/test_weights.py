@@ -19,7 +19,7 @@ from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_ds.transport.worker import TaskFailed
 
 RANK = 2
-TINY = Path(__file__).parents[2] / "recipes" / "tiny" / "sd3_nft_async.yaml"
+TINY = Path(__file__).parents[1] / "recipes" / "sd3_nft_async.yaml"
 
 
 def loaded(path, dtype=torch.float32):

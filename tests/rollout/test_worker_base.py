@@ -15,7 +15,7 @@ from wfm_ds.rollout.remote.worker import build_generator
 @pytest.fixture
 def asked(root):
     def load(*overrides):
-        return recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft_async.yaml", list(overrides))
+        return recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_nft_async.yaml", list(overrides))
 
     return load
 

@@ -98,7 +98,7 @@ def sized(root, tiny_pipelines):
     folder = tiny_pipelines("sd3")
 
     def sizes(*overrides):
-        heavy = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml", [*HEAVY, *overrides])
+        heavy = recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_nft.yaml", [*HEAVY, *overrides])
         model = registry.load_model(folder, dtype=getattr(torch, heavy.model.dtype), device="cpu")
         return heavy, estimate_memory(heavy, model, 2, device="cuda").phases
 
@@ -135,13 +135,13 @@ def test_each_key_that_is_advised_lowers_what_it_is_advised_for(sized):
 
 def test_a_recipe_that_is_light_already_is_not_told_to_be(root):
     light = ["model.dtype=bfloat16", "model.vae_dtype=bfloat16", "lora.rank=1", "sampling.guidance_scale=2"]
-    recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml", light)
+    recipe = recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_nft.yaml", light)
     told = {key for phase in PHASES for key in suggest_keys_after_oom(recipe, phase, num_ranks=8)}
     assert not [key for key in told if any(word in key for word in ("dtype", "lora", "joint", "guidance", "graph"))]
 
 
 def test_an_average_is_named_where_it_takes_a_copy_of_all_weights(root):
-    full = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_sft.yaml", ["ema.decay=0.9"])
+    full = recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_sft.yaml", ["ema.decay=0.9"])
     assert suggest_part_keys("optimizer states", "train", full)[:2] == ["a lora section", "optimizer.name: adamw8bit"]
     assert suggest_part_keys("policies", "train", full)[:2] == ["a lora section", "no ema section"]
     assert "engine.micro_batch_size below 4" in suggest_part_keys("activations", "encode", full)

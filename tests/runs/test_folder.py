@@ -22,7 +22,7 @@ from wfm_ds.runs.output_folder import RunStart, find_run_start
 @pytest.fixture
 def recipe(root, tmp_path):
     def load(*overrides, folder="out"):
-        path = root / "recipes" / "tiny" / "sd3_nft.yaml"
+        path = root / "tests" / "recipes" / "sd3_nft.yaml"
         return recipe_file.load_recipe(path, [f"run.output_dir={tmp_path / folder}", "run.steps=8", *overrides])
 
     return load
@@ -118,7 +118,7 @@ def test_a_path_that_no_system_takes_is_one_sentence(recipe, root):
     for key in ("data.path", "run.output_dir"):
         for path in ("a" * 100_000, "a/" * 50_000):
             with pytest.raises(RecipeError, match=r"a path has at most 3500 bytes, this one has (99999|100000)"):
-                recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml", [f"{key}={path}"])
+                recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_nft.yaml", [f"{key}={path}"])
     # From a file system that takes less than the recipe allows.
     with pytest.raises(RecipeError, match=r"\(1,002 characters\): File name too long: set another folder") as caught:
         require_usable_folder(Path("a" * 1000) / "b")
@@ -218,7 +218,7 @@ def test_micro_batches_decide_which_expert_trains_so_that_their_number_must_stay
 
     def sft(micro, accumulation):
         cut = (f"engine.micro_batch_size={micro}", f"engine.gradient_accumulation={accumulation}")
-        path = root / "recipes" / "tiny" / "sd3_sft.yaml"
+        path = root / "tests" / "recipes" / "sd3_sft.yaml"
         return recipe_file.load_recipe(path, [f"run.output_dir={tmp_path / 'out'}", *cut])
 
     text = recipe_file.dump_recipe(sft(2, 4))
@@ -293,7 +293,7 @@ def section_of(recipe, name, values):
 
 
 def test_what_is_held_out_decides_what_is_trained_on(root, tmp_path):
-    path, out = root / "recipes" / "tiny" / "sd3_sft.yaml", f"run.output_dir={tmp_path}"
+    path, out = root / "tests" / "recipes" / "sd3_sft.yaml", f"run.output_dir={tmp_path}"
     there, here = recipe_file.load_recipe(path, [out]), recipe_file.load_recipe(path, [out, "validation.holdout=0.5"])
     assert output.list_recipe_changes(there, here) == ["validation.holdout: 0.02 there, 0.5 here"]
 
@@ -302,7 +302,7 @@ def test_what_is_held_out_decides_what_is_trained_on(root, tmp_path):
 def test_with_buckets_the_micro_batch_decides_the_order_of_the_samples(root, tmp_path, buckets):
     def sft(micro):
         words = [f"run.output_dir={tmp_path / 'sft'}", f"data.buckets={buckets}", f"engine.micro_batch_size={micro}"]
-        return recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_sft.yaml", words)
+        return recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_sft.yaml", words)
 
     differing = output.list_recipe_changes(sft(4), sft(8))
     assert differing == ([] if buckets == "null" else ["engine.micro_batch_size: 4 there, 8 here"])
@@ -383,7 +383,7 @@ def test_overwriting_knows_an_input_by_any_spelling(recipe, run, tmp_path, monke
 
 def test_a_tiny_model_is_no_path_inside_the_folder(recipe, root, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
-    prompts = f"data.path={root / 'recipes' / 'tiny' / 'prompts' / 'colors'}"
+    prompts = f"data.path={root / 'recipes' / 'prompts' / 'colors'}"
     tiny = recipe("model.path=tiny:sd3", prompts)
     monkeypatch.chdir(tmp_path / "out")
     assert find_run_start(tiny, 2, overwrite=True) == RunStart()

@@ -24,7 +24,7 @@ def site(tmp_path, tiny_pipelines, monkeypatch):
 
 
 def recipe(root, tmp_path, *words):
-    path = root / "recipes" / "tiny" / "sd3_sft.yaml"
+    path = root / "tests" / "recipes" / "sd3_sft.yaml"
     return recipe_file.load_recipe(path, [f"model.path={NAME}", f"run.output_dir={tmp_path / 'out'}", *words])
 
 

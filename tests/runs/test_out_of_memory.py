@@ -77,7 +77,7 @@ def test_an_error_that_was_raised_from_it_counts():
 
 
 def nft_with(root, *overrides):
-    return recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml", overrides)
+    return recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_nft.yaml", overrides)
 
 
 def test_advice_begins_with_what_costs_least_in_the_phase(root):

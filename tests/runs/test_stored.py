@@ -35,7 +35,7 @@ def address(request):
 @pytest.fixture
 def recipe(root, tmp_path, address):
     def load(*overrides, folder="out"):
-        path = root / "recipes" / "tiny" / "sd3_nft.yaml"
+        path = root / "tests" / "recipes" / "sd3_nft.yaml"
         places = [f"run.output_dir={tmp_path / folder}", f"checkpoint.storage={address}"]
         return recipe_file.load_recipe(path, [*places, "run.steps=8", *overrides])
 
@@ -135,7 +135,7 @@ def test_inputs_in_the_storage_are_not_overwritten(root, recipe, address):
     with pytest.raises(RecipeError, match=r"data\.path .* is inside checkpoint\.storage, which --overwrite clears"):
         output_checks.require_separate_inputs(
             recipe_file.load_recipe(
-                root / "recipes" / "tiny" / "sd3_sft.yaml",
+                root / "tests" / "recipes" / "sd3_sft.yaml",
                 ["data.kind=webdataset", f"data.path={address}/a.tar", f"checkpoint.storage={address}"],
             )
         )

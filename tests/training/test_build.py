@@ -12,7 +12,7 @@ from wfm_ds.models.sampler import Sampler
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.training.diffusion_builder import make_rl_algorithm
 
-TINY = Path(__file__).parents[2] / "recipes" / "tiny"
+TINY = Path(__file__).parents[1] / "recipes"
 
 
 @pytest.fixture(scope="module")

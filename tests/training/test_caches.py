@@ -44,7 +44,7 @@ def images(tmp_path):
 def sft(tmp_path, root, tiny_pipelines, images):
     def recipe(*overrides):
         return recipe_file.load_recipe(
-            root / "recipes" / "tiny" / "sd3_sft.yaml",
+            root / "tests" / "recipes" / "sd3_sft.yaml",
             [
                 f"run.output_dir={tmp_path / 'out'}",
                 f"model.path={tiny_pipelines('sd3')}",
@@ -103,10 +103,10 @@ def test_guidance_needs_its_negative_texts(sft, root, tiny_pipelines, tmp_path):
     shown = tmp_path / "shown.txt"
     shown.write_text("a thing that is shown\n")
     rl = recipe_file.load_recipe(
-        root / "recipes" / "tiny" / "sd3_nft.yaml",
+        root / "tests" / "recipes" / "sd3_nft.yaml",
         [
             f"model.path={tiny_pipelines('sd3')}",
-            f"data.path={root / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
+            f"data.path={root / 'recipes' / 'prompts' / 'colors'}",
             "sampling.guidance_scale=2",
             f"run.output_dir={tmp_path / 'rl'}",
             "run.steps=2",

@@ -10,7 +10,7 @@ from wfm_ds.models import registry
 from wfm_ds.models.conditioning_frames import pad_num_frames
 from wfm_ds.recipe import file as recipe_file
 
-TINY = Path(__file__).parent.parent.parent / "recipes" / "tiny"
+TINY = Path(__file__).parent.parent / "recipes"
 EDM = ["sampling.num_frames=13", "sampling.height=32", "sampling.width=32"]
 
 

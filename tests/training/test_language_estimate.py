@@ -29,7 +29,7 @@ def squares(tmp_path_factory):
 
 def recipe_of(root, squares, *overrides):
     places = [f"data.path={squares}/annotations.json", f"data.media_path={squares}", "run.output_dir=unused"]
-    return recipe_file.load_recipe(root / "recipes" / "tiny" / "reason_llava_sft.yaml", [*places, *overrides])
+    return recipe_file.load_recipe(root / "tests" / "recipes" / "reason_llava_sft.yaml", [*places, *overrides])
 
 
 @pytest.mark.slow

@@ -23,11 +23,11 @@ from wfm_ds.training.run_check import check_run
 @pytest.fixture
 def rl(tmp_path, root, tiny_pipelines):
     """A recipe that passes, changed by overrides."""
-    prompts = root / "recipes" / "tiny" / "prompts" / "colors"
+    prompts = root / "recipes" / "prompts" / "colors"
 
     def recipe(*overrides):
         return recipe_file.load_recipe(
-            root / "recipes" / "tiny" / "sd3_nft.yaml",
+            root / "tests" / "recipes" / "sd3_nft.yaml",
             [
                 f"run.output_dir={tmp_path / 'out'}",
                 f"model.path={tiny_pipelines('sd3')}",
@@ -53,7 +53,7 @@ def images(tmp_path):
 def sft(tmp_path, root, tiny_pipelines, images):
     def recipe(*overrides):
         return recipe_file.load_recipe(
-            root / "recipes" / "tiny" / "sd3_sft.yaml",
+            root / "tests" / "recipes" / "sd3_sft.yaml",
             [
                 f"run.output_dir={tmp_path / 'out'}",
                 f"model.path={tiny_pipelines('sd3')}",
@@ -348,9 +348,15 @@ def test_a_size_too_small_for_the_ranks_of_a_replica_is_refused(
         assert str(refused.value).startswith(f"{where}: size {small} cannot be split over ranks: ")
 
 
-def test_lora_targets_that_match_nothing_are_a_recipe_error(rl):
-    with pytest.raises(RecipeError, match=r"lora\.target_modules: no linear layer of the denoiser ends with nope"):
-        load_model(rl("lora.target_modules=[nope]"), torch.device("cpu"))
+def test_lora_layers_that_cannot_be_trained_or_exported_are_a_recipe_error(rl):
+    for key, message in (
+        ("target_modules=[nope]", "target_modules: no linear layer of the denoiser ends with nope"),
+        ("target_modules=[to_q,pos_embed.proj]", "target_modules: pos_embed.proj is of type Conv2d, "),
+        ("modules_to_save=[nope]", "modules_to_save: no layer with weights ends with nope"),
+        ("modules_to_save=[norm_out]", "modules_to_save: norm_out contains .* these instead: norm_out.linear"),
+    ):
+        with pytest.raises(RecipeError, match=rf"lora\.{message}"):
+            load_model(rl(f"lora.{key}"), torch.device("cpu"))
 
 
 def test_what_two_experts_need_is_checked_with_the_model(rl, tiny_pipelines):
@@ -397,7 +403,7 @@ def dpo(tmp_path, root, tiny_pipelines, images):
 
     def recipe(*overrides):
         return recipe_file.load_recipe(
-            root / "recipes" / "tiny" / "sd3_dpo.yaml",
+            root / "tests" / "recipes" / "sd3_dpo.yaml",
             [
                 f"run.output_dir={tmp_path / 'out'}",
                 f"model.path={tiny_pipelines('sd3')}",
@@ -430,7 +436,7 @@ def test_the_report_of_pairs_counts_them_and_the_forwards_of_the_reference(dpo, 
 def ddrl(tmp_path, root, tiny_pipelines, images):
     def recipe(*overrides):
         return recipe_file.load_recipe(
-            root / "recipes" / "tiny" / "sd3_ddrl.yaml",
+            root / "tests" / "recipes" / "sd3_ddrl.yaml",
             [
                 f"run.output_dir={tmp_path / 'out'}",
                 f"model.path={tiny_pipelines('sd3')}",

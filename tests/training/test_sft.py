@@ -24,7 +24,7 @@ from wfm_ds.types import Prompt
 
 def captions(root, share):
     """What two hundred images, all captioned "a cat", are trained on."""
-    recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_sft.yaml", [f"data.caption_dropout={share}"])
+    recipe = recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_sft.yaml", [f"data.caption_dropout={share}"])
     trainer = SimpleNamespace(job=SimpleNamespace(recipe=recipe))
     pixels, prompt = np.zeros((1, 1, 3), np.uint8), Prompt(id="a", text="a cat")
     file, size = LocalFile(Path("a.png")), Framing(height=1, width=1)
@@ -61,7 +61,7 @@ def test_validation_encodes_each_image_once_and_keeps_no_more_than_a_batch_of_th
     for i in range(3):
         Image.new("RGB", (8, 8), (90 * i, 0, 0)).save(tmp_path / f"{i}.png")
         samples.append(Sample(id=f"{i}", media=LocalFile(tmp_path / f"{i}.png"), prompt=Prompt(id=f"{i}", text="a")))
-    recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_sft.yaml", [f"engine.max_forward_batch={batch}"])
+    recipe = recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_sft.yaml", [f"engine.max_forward_batch={batch}"])
     model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
     encoded, sizes, encode = [], [], model.encode_uint8
     monkeypatch.setattr(model, "encode_uint8", lambda media: encoded.append(len(media)) or encode(media))
@@ -110,7 +110,7 @@ def pair(position):
 
 
 def test_both_media_of_a_pair_get_one_noise_one_level_and_one_caption(root, tiny_pipelines, alone):
-    recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_dpo.yaml", ["data.caption_dropout=0.5"])
+    recipe = recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_dpo.yaml", ["data.caption_dropout=0.5"])
     model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
     sampler = Sampler(model=model, text_cache=None, settings=recipe.sampling, forward=None)
     job = SimpleNamespace(

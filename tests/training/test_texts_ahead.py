@@ -41,9 +41,9 @@ def run(tmp_path, root, tiny_pipelines, alone, cache):
         settings = [
             f"run.output_dir={tmp_path / 'out'}",
             f"model.path={tiny_pipelines('sd3')}",
-            f"data.path={root / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
+            f"data.path={root / 'recipes' / 'prompts' / 'colors'}",
         ]
-        recipe = recipe_file.load_recipe(root / "recipes" / "tiny" / "sd3_nft.yaml", [*settings, *overrides])
+        recipe = recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_nft.yaml", [*settings, *overrides])
         model, data = load_model(recipe, CPU), load_data(recipe)
         return recipe, model, data, precompute_texts(recipe, model, data, derive_run_sizes(recipe, 1), alone)
 

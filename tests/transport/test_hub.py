@@ -3,7 +3,6 @@
 import itertools
 import json
 import os
-import re
 import socket
 import stat
 import subprocess
@@ -13,7 +12,6 @@ import time
 from concurrent.futures import CancelledError
 from contextlib import ExitStack
 
-import msgpack
 import numpy as np
 import pytest
 import zmq
@@ -190,11 +188,11 @@ def test_an_exception_is_a_failure_of_its_task_after_three_attempts(stack, folde
 
 def test_a_result_that_no_message_can_carry_is_a_failure(stack, folder):
     hub = a_hub(stack, folder)
-    a_worker(stack, hub, lambda task, progress: {"a": "x" * 40000} if task.rows[0]["i"] else {"a": float("nan")})
+    a_worker(stack, hub, lambda task, progress: {"a": "x" * 40000} if task.rows[0]["i"] else {"a": object()})
     client = a_client(stack, hub.client_endpoint)
     submit(client, [0, 1])
     reasons = {o.id: o.reason for o in collect(client, 2).values()}
-    assert "non-finite number" in reasons["t/0"]
+    assert "not a plain value" in reasons["t/0"]
     assert "limit 32768" in reasons["t/1"]
 
 
@@ -458,25 +456,14 @@ def test_rubbish_disturbs_nobody(stack, folder):
     context.term()
 
 
-def test_a_flood_of_bad_messages_is_a_line_for_each_reason_and_its_count(stack, folder, caplog):
-    """Every message has a text of its own: what a peer writes makes no reason of its own."""
+def test_a_flood_of_bad_messages_is_one_line(stack, folder, caplog):
     hub = a_hub(stack, folder)
     peer = RawPeer(stack, hub.client_endpoint)
-    bad = [
-        lambda i: (os.urandom(50 + i),),  # checksum
-        lambda i: (raw_header({"v": wire.PROTOCOL_VERSION, "t": f"type {i}", "mid": 1}),),
-        lambda i: (raw_header({"v": wire.PROTOCOL_VERSION, "t": "since", "mid": 1, f"key {i}": 1}),),
-        lambda i: (raw_header({"v": wire.PROTOCOL_VERSION, "t": "since", "mid": 1, "seq": 0}), *[b"x"] * (1 + i % 50)),
-    ]
     for i in range(400):
-        for frames in bad:
-            peer.send(*frames(i))
-            assert peer.hear("reject")
-    hub.stop(0.0)
-    lines = [record.getMessage() for record in caplog.records if "dropped a message" in record.getMessage()]
-    assert hub.rejected.total() == 1600
-    assert len(lines) <= 2 * len(bad), lines[:20]
-    assert sum(int(count[1]) if (count := re.search(r": (\d+) more", line)) else 1 for line in lines) == 1600
+        peer.send(os.urandom(50 + i))
+        assert peer.hear("reject")
+    assert hub.rejected.total() == 400
+    assert sum("dropped a message" in record.getMessage() for record in caplog.records) <= 1
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(50_000, marks=pytest.mark.slow)])
@@ -602,7 +589,7 @@ def test_pipes_load_nothing_heavy():
     code = (
         "import wfm_ds.transport.broker, wfm_ds.transport.client, wfm_ds.transport.worker, sys;"
         "roots = {m.split('.')[0] for m in sys.modules};"
-        "print(sorted(roots & {'torch', 'deepspeed', 'diffusers', 'pydantic', 'yaml'}))"
+        "print(sorted(roots & {'torch', 'deepspeed', 'diffusers', 'yaml'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

@@ -18,7 +18,7 @@ from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.recipe.algorithms import count_of_fraction
 from wfm_ds.sampling.latents import free_frame_mask
 from wfm_ds.sampling.plan import apply_shift
-from wfm_ds.seeds import derive_seed, draw_uniform
+from wfm_ds.seeds import draw_permutation, draw_uniform
 from wfm_ds.types import ConditioningFrames, Prompt
 
 if TYPE_CHECKING:
@@ -195,12 +195,6 @@ def split_rows_over_updates(num_samples: int, first_index: int, num_updates: int
     Sample i of all ranks is trained in step i mod num_updates. first_index: i of this rank's first sample.
     """
     return [[row for row in range(num_samples) if (first_index + row) % num_updates == u] for u in range(num_updates)]
-
-
-def draw_permutation(count: int, run_seed: int, purpose: str, *key: int | str) -> list[int]:
-    """Return a uniformly random permutation of 0 .. count-1. Depends only on the arguments."""
-    # Sort by hashes: random generators may change between library versions.
-    return sorted(range(count), key=lambda i: derive_seed(run_seed, purpose, *key, i))
 
 
 def draw_training_steps(num_steps: int, fraction: float, seed: int) -> list[int]:

@@ -6,6 +6,7 @@ The solver and the noise levels of the rollout do not matter. Subclasses define 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ from wfm_ds.seeds import derive_seed
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms.base import ModelProperties
     from wfm_ds.recipe.schema import Recipe
-    from wfm_ds.sampling.denoise import SamplingPlan
+    from wfm_ds.sampling.denoise import FlowPlan, SamplingPlan
     from wfm_ds.types import Rollout
 
 
@@ -63,8 +64,13 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
         if self.settings.levels == "stratified" and self.shift is None and model is not None:
             self.shift = model.flow_shift(self.sampling)
 
+    @functools.cached_property
+    def _fixed_plan(self) -> FlowPlan | None:
+        """The plan of every step, if the solver is deterministic."""
+        return None if self.sampling.is_stochastic else rollout_plan(self.sampling, self.grid)
+
     def plan(self, step: int) -> SamplingPlan:
-        return rollout_plan(self.sampling, self.grid, run_seed=self.run_seed, step=step)
+        return self._fixed_plan or rollout_plan(self.sampling, self.grid, run_seed=self.run_seed, step=step)
 
     def credit_from_advantage(self, advantage: float) -> float:
         """Return the coefficient of the loss (`batch.credit`) for this advantage. Default: the advantage itself."""

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from wfm_ds.algorithms.base import QUANTILE_MARGIN, Stats, draw_permutation
+from wfm_ds.algorithms.base import QUANTILE_MARGIN, Stats
 from wfm_ds.algorithms.supervised import SupervisedAlgorithm
 from wfm_ds.recipe.algorithms import SftAlgorithm
 from wfm_ds.sampling.latents import require_vectors
 from wfm_ds.sampling.plan import apply_shift, invert_shift
-from wfm_ds.seeds import draw_uniform
+from wfm_ds.seeds import draw_permutation, draw_uniform
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms import SupervisedSettings

@@ -1,1 +1,1 @@
-"""Saving, restoring, exporting and converting of weights, for any number of ranks and any ZeRO stage."""
+"""Saving and restoring of checkpoints, for any number of ranks and any ZeRO stage."""

@@ -1,4 +1,4 @@
-"""Loading of an exported LoRA (written by export.py) into a model, with the scale that it was trained with."""
+"""Loading of an exported LoRA (export/weights.py) into a model, with the scale that it was trained with."""
 
 from __future__ import annotations
 
@@ -45,10 +45,7 @@ def load_adapter(model: DiffusionModel, folder: Path) -> None:
 
 
 def read_whole_layer_names(adapter: Path, part: str) -> set[str]:
-    """Return the names of a part's fully trained layers (modules_to_save).
-
-    They are read from the file next to the part's adapter file.
-    """
+    """Return the names of the fully trained layers (modules_to_save) in the file next to the LoRA file `adapter`."""
     path = adapter.parent / WHOLE_LAYER_FILES[part]
     if not path.is_file():
         return set()
@@ -58,9 +55,9 @@ def read_whole_layer_names(adapter: Path, part: str) -> set[str]:
 
 @torch.no_grad()
 def load_whole_layers(network: torch.nn.Module, path: Path) -> None:
-    """Load the fully trained layers in the file `path` into a part of the denoiser. Does nothing without the file.
+    """Load the fully trained layers in the file `path` into a network. Does nothing if the file does not exist.
 
-    Raises ModelError for a tensor that the part does not have.
+    Raises ModelError for a tensor that the network does not have or has with a different shape.
     """
     if not path.is_file():
         return
@@ -74,7 +71,7 @@ def load_whole_layers(network: torch.nn.Module, path: Path) -> None:
 
 
 def find_adapter_file(folder: Path, part: str = LORA_PREFIX) -> Path:
-    """Return the weight file of a part of the denoiser in a LoRA folder. Raises ModelError if it is missing."""
+    """Return the LoRA file of a denoiser component in a LoRA folder. Raises ModelError if it is missing."""
     name = LORA_FILES[part]
     path = folder / name
     if path.is_file():
@@ -85,7 +82,10 @@ def find_adapter_file(folder: Path, part: str = LORA_PREFIX) -> Path:
 
 
 def read_adapter_names(path: Path) -> set[str]:
-    """Return the names of the tensors in a LoRA file. Raises ModelError if the file does not contain its alpha."""
+    """Return the names of the tensors in a LoRA file.
+
+    Raises ModelError if the file cannot be read or does not contain its alpha.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             names, metadata = set(file.keys()), file.metadata() or {}

@@ -1,7 +1,4 @@
-"""The weights in a checkpoint, for `convert`.
-
-They are read one tensor at a time and do not need the run that wrote them.
-"""
+"""Weights of a checkpoint for `wfm convert`, read one tensor at a time and without the run that wrote them."""
 
 from __future__ import annotations
 
@@ -24,25 +21,24 @@ UNSUPPORTED_OPTIONS = ("lora_bias", "use_qalora", "layer_replication")  # option
 
 
 class CheckpointWeights:
-    """All policies of a checkpoint, as a tensor source for exports.
+    """All policies of a checkpoint, as a tensor source for exports, for any number of ranks and any ZeRO stage.
 
-    Supports any number of ranks and any ZeRO stage. Buffers are not trained, so they come from the base folder.
+    Buffers are not trained, so they come from the base model's folder.
     """
 
     def __init__(self, sharded_states: ShardedStates, target: ExportTarget, settings: Mapping[str, Any] | None) -> None:
-        """settings: the LoraConfig as JSON; None for full training."""
+        """settings: the peft.LoraConfig as JSON; None for full training."""
         self.sharded_states, self.target, self.settings = sharded_states, target, settings
         self.uses_lora = settings is not None
 
     def policy_names(self) -> list[str]:
-        """Return the names of the policies that can be exported."""
         return [name for name in self.sharded_states.state_names() if not name.startswith(OPTIMIZER_PREFIX)]
 
     def lora_config(self) -> Any:
         return None if self.settings is None else peft.LoraConfig(**self.settings)
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the parameters of a policy, with the same names and in the same order as the engine.
+        """Yield (name, float32 tensor) of a policy, with the names and in the order of the engine.
 
         Raises UserError unless the checkpoint has exactly the weights of the target.
         """
@@ -64,7 +60,7 @@ class CheckpointWeights:
         return {name: parameter.shape for name, parameter in parameters if not target.is_frozen(name)}
 
     def _adapter_shapes(self, part: str) -> dict[str, list[int]]:
-        """Return the shapes of a part's adapter tensors in the checkpoint, derived from the layers of the base."""
+        """Return {name: shape} of a component's adapter tensors, derived from the base model's layers."""
         assert self.settings is not None
         prefix, weights = self.target.tensor_prefix(part), self.target.tensor_shapes(part)
         shapes = {}
@@ -93,10 +89,10 @@ class CheckpointWeights:
 
 
 class MergedAdapter:
-    """The base folder's weights with a LoRA merged into them, as a tensor source for exports.
+    """The base model's weights with a LoRA merged into them, as a tensor source for exports.
 
     Each tensor is merged separately, in float32: W + alpha / rank * B A. DoRA weights are then scaled to their
-    magnitudes. Fully trained layers replace the layers of the base.
+    magnitudes. Fully trained layers replace the layers of the base model.
     """
 
     uses_lora = False
@@ -111,7 +107,7 @@ class MergedAdapter:
         return None
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the merged tensors of all parts. Raises ModelError if the LoRA does not fit the base."""
+        """Yield (name, merged tensor) of the denoiser. Raises ModelError if the LoRA does not fit the base model."""
         layers, saved = collect_lora_layers(self.adapter.iter_full_tensors(policy), self.settings)
         for part in self.target.parts:
             prefix, base_weights = self.target.tensor_prefix(part), self.target.base_weights(part)
@@ -129,9 +125,9 @@ class MergedAdapter:
 def collect_lora_layers(
     tensors: Iterable[tuple[str, Tensor | None]], settings: Mapping[str, Any]
 ) -> tuple[LoraLayers, dict[str, Tensor]]:
-    """Split the tensors of a source into LoRA layers and tensors of fully trained layers, and return both.
+    """Return (LoRA layers by name, {name: tensor} of fully trained layers) from the tensors of a source.
 
-    Raises ModelError for tensors with other names and for incomplete layers.
+    Raises ModelError for tensors of any other kind and for incomplete layers.
     """
     groups: dict[str, dict[str, Tensor]] = {}
     saved: dict[str, Tensor] = {}

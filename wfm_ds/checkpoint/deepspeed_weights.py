@@ -22,7 +22,7 @@ def is_deepspeed_checkpoint(folder: Path) -> bool:
 
 
 class DeepSpeedWeights:
-    """The float32 weights in a checkpoint written by DeepSpeed's save_checkpoint, at any ZeRO stage."""
+    """Float32 weights in a checkpoint written by DeepSpeed's save_checkpoint, at any ZeRO stage."""
 
     uses_lora = False
 
@@ -47,7 +47,7 @@ class DeepSpeedWeights:
         return None
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the checkpoint's tensors, and the base folder's values of buffers that the checkpoint does not have."""
+        """Yield the checkpoint's tensors, then the buffers that it lacks from the base model's folder."""
         (part,) = self.target.parts
         yield from self.states.items()
         stored = self.target.base_weights(part)

@@ -59,7 +59,7 @@ class RankState:
 def capture_state(engine: DenoiserEngine, loop: Mapping[str, Any], target: ExportInfo, dtype: torch.dtype) -> RankState:
     """Copy this rank's state to host memory.
 
-    loop: the state of the training loop as JSON. target, dtype: of the run's exports; they are stored so that `convert`
+    loop: state of the training loop as JSON. target, dtype: settings of the run's exports, stored so that `wfm convert`
     needs nothing else.
     """
     tensors = {
@@ -78,10 +78,10 @@ def capture_state(engine: DenoiserEngine, loop: Mapping[str, Any], target: Expor
 
 
 def restore_state(engine: DenoiserEngine, folder: Path, num_ranks: int) -> dict[str, Any]:
-    """Restore the state that `capture_state` saved on `num_ranks` ranks. Collective.
+    """Restore the state that `capture_state` saved on `num_ranks` ranks. Returns the loop's state. Collective.
 
-    The current number of ranks may be different. Call it before the first step. Returns the state of the training loop.
-    Raises UserError if a file is damaged or from another model.
+    The current number of ranks may be different. Call it before the first step. Raises UserError if a file is damaged
+    or from another model.
     """
     rank = engine.world.rank if engine.world.rank < num_ranks else 0
     layout, lengths = engine.shards.slices_by_name(), [len(flat) for flat in engine.shards.master_weights()]

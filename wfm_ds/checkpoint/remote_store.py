@@ -37,7 +37,7 @@ class RemoteCheckpoint:
     world_size: int
     metadata: Mapping[str, Any]
     files: Mapping[str, int]  # bytes by name, without COMPLETE
-    sha256: Mapping[str, str]  # by file name; has every file of checkpoints that this module published
+    sha256: Mapping[str, str]  # digests by file name, for all files of checkpoints that wfm_ds uploaded
     marker_text: str  # the text of COMPLETE
 
 
@@ -47,7 +47,7 @@ def read_checkpoint(address: str) -> RemoteCheckpoint | None:
 
 
 def find_newest(root: str) -> RemoteCheckpoint | None:
-    """Return the complete checkpoint with the highest step in folder `root`. Read-only.
+    """Return the complete checkpoint with the highest step in folder `root`; None if there is none. Read-only.
 
     Logs a warning for each damaged or incomplete checkpoint that it skips. Raises StorageError.
     """
@@ -101,10 +101,10 @@ def _step_numbers(names: Mapping[str, int]) -> set[int]:
 def fetch_checkpoint(
     checkpoint: RemoteCheckpoint, folder: Path, *, moved: ProgressCallback = ignore_progress
 ) -> Checkpoint:
-    """Download a checkpoint to `folder` and check the SHA-256 of each file.
+    """Download a checkpoint to `folder`, replacing it, and check the SHA-256 of each file.
 
-    `folder` is complete or absent. An existing folder is replaced. moved: function that receives the number of bytes
-    transferred. Raises StorageError.
+    `folder` is complete or absent, also after an error. moved: receives the number of bytes of each transfer. Raises
+    StorageError if the download fails.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     try:
@@ -135,8 +135,8 @@ def fetch_checkpoint(
 def open_locally(path: str, near: Path) -> Iterator[Path]:
     """Yield a local path for `path`: the path itself, or a temporary copy if it is an s3:// address.
 
-    near: folder for the copy; if it does not exist, its closest existing parent is used. If the address is a
-    checkpoint, its files are compared with their digests. Raises StorageError.
+    near: folder for the copy; if it does not exist, its closest existing parent is used. Files of a checkpoint are
+    compared with their digests. Raises StorageError if the download fails.
     """
     if not is_remote(path):
         yield Path(path)
@@ -181,10 +181,11 @@ def publish_checkpoint(
     before_complete: Callable[[], None],
     moved: ProgressCallback = ignore_progress,
 ) -> dict[str, int]:
-    """Upload a local checkpoint. Returns the size of each file in bytes, by name.
+    """Upload a local checkpoint. Returns {file name: bytes}.
 
-    before_complete: function that is called when all files except COMPLETE have been uploaded. moved: function that
-    receives the number of bytes transferred. Raises StorageError, and OSError if the local files cannot be read.
+    before_complete: function that is called when all files except COMPLETE have been uploaded.
+    moved: function that receives the number of bytes of each transfer.
+    Raises StorageError if the upload fails, and OSError if the local files cannot be read.
     """
     marker = json.loads((checkpoint.path / COMPLETE).read_text(encoding="utf-8"))
     sizes: dict[str, int] = marker["files"]
@@ -202,8 +203,8 @@ def publish_checkpoint(
 def prune_checkpoints(root: str, *, newest: int, keep: int) -> None:
     """Keep the last `keep` complete checkpoints up to step `newest`, and remove the others.
 
-    newest: step of the caller's newest checkpoint. Of the later checkpoints, incomplete ones are removed and complete
-    ones are kept, because they belong to another run. Raises StorageError.
+    newest: step of the caller's newest checkpoint. Later checkpoints are removed if incomplete and kept if complete,
+    because they belong to another run. Raises StorageError if S3 fails.
     """
     names = transfer.list_objects(root)
     complete = {step for step in _step_numbers(names) if f"step_{step}/{COMPLETE}" in names}

@@ -56,13 +56,12 @@ class ShardedStates:
     def read_metadata(self, rank: int) -> dict[str, Any]:
         """Return the metadata that a rank saved with its tensors, as JSON values.
 
-        Raises UserError like `gather_states`.
+        Raises UserError if its file cannot be read.
         """
         with self._translate_errors(rank):
             return {name: json.loads(text) for name, text in self._open_file(rank).metadata().items()}
 
     def read_layout(self, rank: int) -> Layout:
-        """Return the layout of a rank's flat tensors."""
         if rank not in self._layouts:
             self._layouts[rank] = {
                 name: ShardSlice(*numbers) for name, numbers in self.read_metadata(rank)["layout"].items()
@@ -78,11 +77,10 @@ class ShardedStates:
         return sizes
 
     def gather_states(self, layout: Layout, lengths: Sequence[int], rank: int) -> dict[str, list[Tensor]]:
-        """Return every state, partitioned as in `layout`: float32 CPU tensors, one per optimizer group.
+        """Return {state: [flat float32 CPU tensor of each optimizer group]}, partitioned as in `layout`.
 
         lengths: length of each group's flat tensor; elements outside all parameters are 0.
         rank: rank of the file to read first. If its layout equals `layout`, no other file is opened.
-
         A state that is one number per group (AdamW's step) has the same value in all groups. Raises UserError if a file
         cannot be read or has different parameters.
         """
@@ -109,7 +107,7 @@ class ShardedStates:
     def read_parameter(self, state: str, name: str, shape: Sequence[int]) -> Tensor:
         """Return a state of one parameter as a float32 CPU tensor, collected from all files.
 
-        Raises UserError like `gather_states`, and if the number of elements does not match `shape`.
+        Raises UserError if a file cannot be read, or if the number of elements does not match `shape`.
         """
         tensor = torch.zeros(math.prod(shape))
         try:
@@ -125,10 +123,7 @@ class ShardedStates:
             return sorted({name.rpartition(".")[0] for name in names})
 
     def _read_elements(self, out: Tensor, state: str, name: str, start: int, ranks: Sequence[int]) -> None:
-        """Fill `out` with consecutive elements of a parameter's state, from index `start` on.
-
-        ranks: ranks of the files to read.
-        """
+        """Fill `out` with elements of a parameter's state from index `start` on. ranks: ranks of the files to read."""
         count = 0
         for rank in ranks:
             piece = self.read_layout(rank).get(name)
@@ -157,10 +152,7 @@ class ShardedStates:
         return self._files[rank]
 
     def _close_files(self) -> None:
-        """Close the files.
-
-        They are memory-mapped, and as long as they are open, the pages read count as memory of the process.
-        """
+        """Close the files, so that their memory-mapped pages no longer count as memory of this process."""
         self._files.clear()
         self._exit_stack.close()
 

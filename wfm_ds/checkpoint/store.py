@@ -61,15 +61,13 @@ class CheckpointSave:
         keep: int,
         protected_steps: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """Start writing `root/step_<step>`.
+        """Start writing `root/step_<step>`. Raises UserError on all ranks if the folder cannot be created.
 
-        write: function that is called in the thread on every rank with the folder to write to. It must not communicate.
-        It returns the files that this rank wrote in the folder, and may raise OSError and UserError. metadata: JSON
-        values to store in COMPLETE; those of rank 0 are used.
+        write: function that the thread of each rank calls with the folder to write to. It must not communicate. It
+        returns the files that this rank wrote, and may raise OSError and UserError.
+        metadata: JSON values to store in COMPLETE; those of rank 0 are used.
         keep: number of checkpoints to keep, including this one.
         protected_steps: function that returns additional steps to keep; called on rank 0.
-
-        Raises UserError on all ranks if the folder cannot be created.
         """
         self.root, self.step, self.world, self.metadata = root, step, world, metadata
         self.keep, self.protected_steps = keep, protected_steps
@@ -83,10 +81,7 @@ class CheckpointSave:
         )
 
     def is_share_written(self) -> bool:
-        """Return whether this rank has stopped writing its files, successfully or not.
-
-        Not collective: the result may differ between ranks.
-        """
+        """Return whether this rank has stopped writing, successfully or not. May differ between ranks."""
         return self._write_result.done()
 
     def commit(self) -> Path:
@@ -152,10 +147,7 @@ def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]
 
 
 def _complete_folder(making: Path, step: int, world_size: int, facts: Mapping[str, Any]) -> None:
-    """Check the files, mark the checkpoint as complete and rename its folder.
-
-    Called on rank 0, after every rank has written its list of files.
-    """
+    """Check the files of all ranks, mark the checkpoint as complete and rename its folder. Called on rank 0."""
     files: dict[str, int] = {}
     for rank in range(world_size):
         files |= json.loads((making / rank_marker_name(rank)).read_text(encoding="utf-8"))
@@ -189,10 +181,7 @@ def find_flaw(path: Path) -> str | None:
 
 
 def _examine_folder(path: Path) -> Checkpoint | str:
-    """Return the checkpoint in this folder, or the reason why it is not complete.
-
-    Reasons: COMPLETE or another file is missing, or the size of a file differs from COMPLETE.
-    """
+    """Return the checkpoint in this folder, or why it is not complete: missing files or sizes that differ."""
     try:
         marker = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
         checkpoint = Checkpoint(path, int(marker["step"]), int(marker["world_size"]), dict(marker["facts"]))
@@ -212,7 +201,7 @@ def _examine_folder(path: Path) -> Checkpoint | str:
 
 
 def find_newest(root: Path) -> Checkpoint | None:
-    """Return the complete checkpoint with the highest step in folder `root`. Read-only.
+    """Return the complete checkpoint with the highest step in folder `root`; None if there is none. Read-only.
 
     Logs a warning for each incomplete checkpoint that it skips.
     """

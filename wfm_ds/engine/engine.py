@@ -48,14 +48,27 @@ class StepResult:
 
 
 class EngineForward:
-    """The denoiser as model families use it: calls go through DeepSpeed, attributes come from the module."""
+    """The denoiser as model families use it: calls run the active policy, attributes come from the module."""
 
     # Not the DeepSpeed engine itself, because its `config` would hide diffusers' `config`.
     def __init__(self, engine: DenoiserEngine) -> None:
         self._engine = engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._engine.forward(*args, **kwargs)
+        """Run the denoiser with the active policy. Collective: equal forward passes in equal order on all ranks."""
+        LIVENESS.start_operation("a forward pass of the denoiser")
+        engine = self._engine
+        if engine.flop_counter is not None:
+            is_base = engine.uses_lora and engine.active_policy in ("ref", MERGED_POLICY)
+            engine.flop_counter.record_forward(
+                args, kwargs, with_gradient=torch.is_grad_enabled(), with_adapters=not is_base
+            )
+        if engine.graphs is not None and engine.is_replaying:
+            return engine.graphs(engine.active_policy, args, kwargs)
+        if engine.dropout is not None and engine.active_policy == "train":
+            with engine.dropout.seed_masks(engine.num_updates + engine.num_skipped, engine.world.device):
+                return engine.ds(*args, **kwargs)
+        return engine.ds(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine.module, name)
@@ -85,7 +98,7 @@ class DenoiserEngine:
         self.uses_lora = adapters is not None
         self.accumulation = int(ds.gradient_accumulation_steps())
         self.total_updates = total_updates
-        self._flop_counter = flop_counter
+        self.flop_counter = flop_counter
         self.forward_module = cast(nn.Module, EngineForward(self))
         self.active_policy = "train"
         self.num_updates = 0
@@ -98,10 +111,10 @@ class DenoiserEngine:
             set()
         )  # policies with copies that changed after their adapters were last written
         uses_graphs = recipe.rollout is not None and recipe.rollout.cuda_graph
-        self._graphs = GraphReplayer(ds, module.parameters) if uses_graphs else None
-        self._is_replaying = False
+        self.graphs = GraphReplayer(ds, module.parameters) if uses_graphs else None
+        self.is_replaying = False
         uses_dropout = recipe.lora is not None and recipe.lora.dropout > 0
-        self._dropout = AdapterDropout(module, recipe.run.seed, world.rank) if uses_dropout else None
+        self.dropout = AdapterDropout(module, recipe.run.seed, world.rank) if uses_dropout else None
         self._guard = RankGuard(world) if recipe.engine.guard else None
         self._num_backwards = 0  # since the last step
         self._expected_backwards = self.accumulation
@@ -178,39 +191,24 @@ class DenoiserEngine:
 
     # Forward passes
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the denoiser with the active policy. Collective: equal forward passes in equal order on all ranks."""
-        LIVENESS.start_operation("a forward pass of the denoiser")
-        if self._flop_counter is not None:
-            is_base = self.uses_lora and self.active_policy in ("ref", MERGED_POLICY)
-            self._flop_counter.record_forward(
-                args, kwargs, with_gradient=torch.is_grad_enabled(), with_adapters=not is_base
-            )
-        if self._is_replaying and self._graphs is not None:
-            return self._graphs(self.active_policy, args, kwargs)
-        if self._dropout is not None and self.active_policy == "train":
-            with self._dropout.seed_masks(self.num_updates + self.num_skipped, self.world.device):
-                return self.ds(*args, **kwargs)
-        return self.ds(*args, **kwargs)
-
     @contextlib.contextmanager
     def replay_graphs(self) -> Iterator[None]:
         """Use CUDA graphs for forward passes without gradient inside the context, if the recipe enables them."""
-        self._is_replaying = True
-        if self._graphs is not None:
-            self._graphs.drop_stale_recordings()
+        self.is_replaying = True
+        if self.graphs is not None:
+            self.graphs.drop_stale_recordings()
         try:
             yield
         finally:
-            self._is_replaying = False
+            self.is_replaying = False
 
     def pop_flop_count(self) -> FlopCount | None:
         """Return the FLOPs of rank 0's forward passes since the last call; None on other ranks."""
-        return None if self._flop_counter is None else self._flop_counter.pop_count()
+        return None if self.flop_counter is None else self.flop_counter.pop_count()
 
     def discard_flop_count(self) -> None:
-        if self._flop_counter is not None:
-            self._flop_counter.discard()
+        if self.flop_counter is not None:
+            self.flop_counter.discard()
 
     def check_ranks_agree(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
         """Raise on all ranks if their next forward passes differ (step_checks.py). Only with `engine.guard`."""

@@ -22,11 +22,11 @@ def family_names(family: type[DiffusionModel]) -> FamilyLoraNames:
 
 
 def read_lora(path: Path, base: Path | None) -> tuple[LoraSource, FamilyLoraNames | None]:
-    """Read a LoRA in any layout. Returns the LoRA and the layer names of its model family.
+    """Read a LoRA in any layout. Returns (LoRA, layer names of its model family).
 
-    With `base`, the family is that of the pipeline folder `base`. Without it, the family is the only one that has all
-    layers of the LoRA. If several families fit and the LoRA uses diffusers' names, None is returned instead of the
-    layer names. Raises ModelError.
+    base: pipeline folder that determines the family; None: use the only family that has all layers of the LoRA. The
+    layer names are None if no family or several families fit; the LoRA must then use diffusers' names.
+    Raises ModelError if the LoRA cannot be read or its layer names are unknown.
     """
     if base is not None:
         names = family_names(registry.find_family(base))
@@ -41,7 +41,7 @@ def read_lora(path: Path, base: Path | None) -> tuple[LoraSource, FamilyLoraName
 
 
 def _read_for_family(path: Path, family: type[DiffusionModel]) -> tuple[LoraSource, FamilyLoraNames] | None:
-    """Read the LoRA as one of this family. Returns None if the family's table does not have all of its layers."""
+    """Read a LoRA of this family. Returns None if the family's table does not have all of its layers."""
     names = family_names(family)
     try:
         source = LoraSource(path, names.table)
@@ -52,13 +52,13 @@ def _read_for_family(path: Path, family: type[DiffusionModel]) -> tuple[LoraSour
 
 
 def denoiser_parts(base: Path) -> tuple[str, ...]:
-    """Return the names of the denoiser's parts in a pipeline folder. Raises ModelError if its family is unknown."""
+    """Return the denoiser components of a pipeline folder. Raises ModelError if its family is unknown."""
     classes = pipeline_components(read_index(base))
     return tuple(part for part in registry.find_family(base).denoiser_components if classes.get(part, (None, None))[1])
 
 
 def base_weight_readers(base: Path) -> Callable[[str], WeightReader]:
-    """Return a function that maps a part of the pipeline to a `WeightReader` of its weights."""
+    """Return a function that returns the `WeightReader` of a component of the pipeline folder."""
     return lambda part: functools.partial(_read_weight, ExportTarget(base, ()).base_weights(part))
 
 

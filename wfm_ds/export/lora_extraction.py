@@ -14,7 +14,7 @@ from wfm_ds.export.target import ExportTarget
 
 @dataclass
 class LoraExtraction:
-    """The LoRA of one part, and the fraction of the weight change that it represents."""
+    """LoRA of one denoiser component, and the fraction of the weight change that it represents."""
 
     layers: LoraLayers = field(default_factory=dict)
     squares: float = 0.0  # sum of squares of all weight differences, including tensors without a LoRA
@@ -30,10 +30,10 @@ class LoraExtraction:
 def extract_lora(
     trained: ExportTarget, base: ExportTarget, part: str, rank: int | None, energy: float | None
 ) -> LoraExtraction:
-    """Approximate `trained` by `base` plus a LoRA with alpha = rank.
+    """Approximate component `part` of `trained` by that of `base` plus a LoRA with alpha = rank.
 
     rank: maximum rank per layer. energy: fraction of each layer's squared weight change to keep; it determines the rank
-    of each layer. Raises ModelError if the two models have different tensors.
+    of each layer. Raises ModelError if the two models have different tensors or equal linear layers.
     """
     extraction = LoraExtraction()
     shapes, trained_weights, base_weights = (
@@ -66,7 +66,7 @@ def extract_lora(
 
 
 def approximate_difference(difference: Tensor, rank: int | None, energy: float | None) -> tuple[LoraLayer, float]:
-    """Return the best LoRA for a weight difference [out, in], and the sum of squares that it represents.
+    """Return (best LoRA for a weight difference [out, in], sum of squares that it represents).
 
     The best approximation is the truncated SVD (Eckart-Young). The singular values are split equally between A and B.
     """

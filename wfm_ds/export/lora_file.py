@@ -44,7 +44,7 @@ WeightReader = Callable[[str], Tensor]  # reads the weight of a base layer, by i
 
 
 class LoraSource:
-    """A LoRA on disk, as a tensor source for exports. It has one file per part of the denoiser."""
+    """A LoRA on disk, as a tensor source for exports. It has one file per denoiser component."""
 
     uses_lora = True
 
@@ -54,10 +54,8 @@ class LoraSource:
         """Read a LoRA.
 
         path: a LoRA file, or a folder that contains one.
-        table: names of the layers of its model family; without it, names must be diffusers'.
-        weight: function that maps a part to a `WeightReader` of its base weights, needed if the file has a
-        `dora_scale`.
-
+        table: layer names of its model family; None: the file must use diffusers' names.
+        weight: function that returns the `WeightReader` of a denoiser component, needed if the file has a `dora_scale`.
         Raises ModelError if `path` is not a LoRA, or if the LoRA has layers that are not in the table.
         """
         self.path = path
@@ -80,7 +78,7 @@ class LoraSource:
 
     @property
     def base_model(self) -> str | None:
-        """The base model named in adapter_config.json."""
+        """Base model named in adapter_config.json, if any."""
         return None if self.config is None else self.config.get("base_model_name_or_path")
 
     @property
@@ -88,7 +86,7 @@ class LoraSource:
         return lora_settings(self.layers, self.whole_layers, self.config)
 
     def summary(self) -> str:
-        """Return the number of layers, the rank and alpha as text."""
+        """Return the number of layers, rank and alpha as text."""
         layers = [layer for part_layers in self.layers.values() for layer in part_layers.values()]
         ranks, alphas = ({getattr(layer, name) for layer in layers} for name in ("rank", "alpha"))
         rank, alpha = (f"{next(iter(v)):g}" if len(v) == 1 else f"{min(v):g} to {max(v):g}" for v in (ranks, alphas))
@@ -107,12 +105,11 @@ class LoraSource:
                 yield name if len(self.parts) == 1 else f"{part}.{name}", tensor
 
     def part_tensors(self, part: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of a part, with the names that an engine uses."""
         yield from iter_lora_tensors(self.layers[part], self.whole_layers[part])
 
 
 def iter_lora_tensors(layers: LoraLayers, whole_layers: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a LoRA with the names that an engine uses (`iter_full_tensors`)."""
+    """Yield (engine parameter name, tensor) of a LoRA, as in TensorSource.iter_full_tensors."""
     for module, layer in layers.items():
         yield f"{module}.lora_A.weight", layer.A
         yield f"{module}.lora_B.weight", layer.B
@@ -147,7 +144,7 @@ def lora_settings(
 
 
 def find_lora_files(path: Path) -> dict[str, Path]:
-    """Return the LoRA file of each part of the denoiser. Raises ModelError if there is none.
+    """Return {denoiser component: LoRA file}. Raises ModelError if there is no LoRA file.
 
     path: a LoRA folder, an export or a single file.
     """
@@ -178,15 +175,18 @@ def is_lora(path: Path) -> bool:
 
 
 def read_base_model(path: Path) -> str | None:
-    """Return the base model named in the adapter_config.json of a LoRA. Raises ModelError like LoraSource."""
+    """Return the base model named in the adapter_config.json of a LoRA; None if it names none.
+
+    Raises ModelError if the file does not contain rank and alpha.
+    """
     config = _read_config(path)
     return None if config is None else config.get("base_model_name_or_path")
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:
-    """Return the content of adapter_config.json next to the LoRA files; None if there is none.
+    """Return adapter_config.json next to the LoRA files; None if there is none, or for a file with a non-standard name.
 
-    It is ignored for a single file with a non-standard name. Raises ModelError if it does not contain rank and alpha.
+    Raises ModelError if it does not contain rank and alpha.
     """
     if path.is_file() and path.name not in (*LORA_FILES.values(), PEFT_FILE):
         return None
@@ -201,7 +201,10 @@ def _read_config(path: Path) -> dict[str, Any] | None:
 
 
 def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """Return a file's tensors and the adapter's settings from its header. Raises ModelError if it cannot be read."""
+    """Return ({name: tensor}, adapter settings in the header or None) of a LoRA file.
+
+    Raises ModelError if it cannot be read.
+    """
     try:
         with safe_open(file, "pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118, it is not a mapping
@@ -221,7 +224,10 @@ def _parse_layers(
     table: LoraNameTable | None,
     weight: WeightReader | None,
 ) -> tuple[LoraLayers, dict[str, Tensor]]:
-    """Return a file's layers by diffusers name, and the tensors of its fully trained modules (modules_to_save)."""
+    """Return (LoRA layers by diffusers name, {name: tensor} of fully trained modules (modules_to_save)) of a file.
+
+    Raises ModelError for unknown, incomplete or inconsistent layers.
+    """
     groups, whole, unknown_keys = _group_tensors(tensors, settings)
     unknown = sorted({module for module in groups if not _diffusers_layers(module, table)} | unknown_keys)
     if unknown or not groups:
@@ -259,8 +265,8 @@ def _group_tensors(
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], set[str]]:
     """Group the tensors of a file by layer.
 
-    Returns the tensors of each layer by role (A, B, alpha, ...), the tensors of fully trained modules by diffusers
-    name, and the unknown keys.
+    Returns ({layer: {role (A, B, alpha, ...): tensor}}, {diffusers name: tensor of a fully trained module}, unknown
+    keys).
     """
     saved_modules = tuple((settings or {}).get("modules_to_save") or ())
     groups: dict[str, dict[str, Tensor]] = {}
@@ -279,17 +285,13 @@ def _group_tensors(
 
 
 def _strip_prefixes(name: str) -> str:
-    """Return the key without the prefixes that tools add to the denoiser's names."""
     for prefix in DOTTED_PREFIXES:
         name = name.removeprefix(prefix)
     return name
 
 
 def _diffusers_layers(module: str, table: LoraNameTable | None) -> list[tuple[str, object]]:
-    """Return the names of the diffusers layers that a layer of the file consists of, in the order of its rows.
-
-    Returns [] if the layer is unknown.
-    """
+    """Return [(diffusers layer name, table entry or None)] of a layer of the file, in row order; [] if unknown."""
     name = _strip_prefixes(module)
     if module.startswith(FLAT_PREFIXES):
         flat = next(module.removeprefix(prefix) for prefix in FLAT_PREFIXES if module.startswith(prefix))
@@ -311,10 +313,7 @@ def _diffusers_layers(module: str, table: LoraNameTable | None) -> list[tuple[st
 
 
 def _make_layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str, Any] | None) -> LoraLayer:
-    """Build a LoRA layer from its tensors.
-
-    Alpha comes from a tensor, else from the settings, else it equals the rank.
-    """
+    """Build a LoRA layer. Alpha comes from a tensor, else from the settings, else it equals the rank."""
     A, B, rank = group["A"], group["B"], len(group["A"])
     if "alpha" in group:
         alpha = float(group["alpha"])

@@ -38,16 +38,16 @@ class LoraLayer:
 
     @property
     def weight_shape(self) -> torch.Size:
-        """The weight shape that A and B fit."""
+        """Shape of the adapted weight."""
         return torch.Size([len(self.B), *self.A.shape[1:]])
 
     def delta(self) -> Tensor:
-        """Return the weight update, without scaling by a magnitude: float32, in the weight's shape."""
+        """Return the weight update alpha / rank * B A in the weight's shape, float32, without DoRA scaling."""
         product: Tensor = self.B.float().flatten(1) @ self.A.float().flatten(1)
         return product.view(self.weight_shape) * self.scale
 
     def merge_weight(self, weight: Tensor) -> Tensor:
-        """Return the weight with the LoRA merged into it, float32."""
+        """Return the weight with the LoRA (and its DoRA magnitude) merged into it, float32."""
         merged = weight.float() + self.delta()
         return (
             merged
@@ -61,7 +61,7 @@ class LoraLayer:
 
 
 def row_norms(weight: Tensor) -> Tensor:
-    """Return the norm of the weights of each output, [out]."""
+    """Return the norm of each output row of a weight, [out] float32."""
     norms: Tensor = weight.float().flatten(1).norm(dim=1)
     return norms
 
@@ -71,10 +71,10 @@ def broadcast_rows(values: Tensor, like: Tensor) -> Tensor:
 
 
 def fuse_layers(members: Sequence[LoraLayer | None]) -> LoraLayer:
-    """Fuse layers into one layer. Each member updates an equal range of its rows: A is stacked, B is block-diagonal.
+    """Fuse layers into one layer: A is stacked, B is block-diagonal. Each member updates an equal range of output rows.
 
-    A member that is None stands for rows without an adapter. It is replaced by zero matrices, so that all members have
-    the same rank.
+    None stands for rows without an adapter; it becomes a pair of zero matrices. Raises ModelError if only some members
+    are DoRA.
     """
     first = next(member for member in members if member is not None)
     rows, scales = len(first.B), {member.scale for member in members if member is not None}
@@ -104,10 +104,10 @@ def _zero_layer(like: LoraLayer) -> LoraLayer:
 
 
 def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
-    """Split a layer into `num_parts` layers, each for an equal range of its rows. This is the inverse of `fuse_layers`.
+    """Split a layer into `num_parts` layers, each for an equal range of its output rows. Inverse of `fuse_layers`.
 
-    The layer may come from any tool. If B is block-diagonal, as after `fuse_layers`, each part gets only its own block
-    of A and B. Returns None for a range without an update.
+    The layer may come from any tool. If B is block-diagonal, each new layer gets only its own block of A and B. An
+    element is None if its rows have no update.
     """
     rows, rank = len(layer.B) // num_parts, layer.rank // num_parts
     parts = [layer.B[i * rows : (i + 1) * rows] for i in range(num_parts)]
@@ -126,14 +126,14 @@ def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
 
 
 def layer_alpha(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return a layer's alpha from PEFT's settings, such that alpha / rank is its scale also for rsLoRA."""
+    """Return a layer's alpha from PEFT's settings; for rsLoRA times sqrt(rank), so that its scale is alpha / rank."""
     patterns = settings.get("alpha_pattern") or {}
     alpha = float(patterns.get(get_pattern_key(list(patterns), module), settings["lora_alpha"]))
     return alpha * math.sqrt(rank) if settings.get("use_rslora") else alpha
 
 
 def layer_rank(settings: Mapping[str, Any], module: str) -> int:
-    """Return a layer's rank from PEFT's settings."""
+    """Return a layer's rank from PEFT's settings (r and rank_pattern)."""
     patterns = settings.get("rank_pattern") or {}
     return int(patterns.get(get_pattern_key(list(patterns), module), settings["r"]))
 

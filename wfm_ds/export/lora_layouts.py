@@ -1,4 +1,4 @@
-"""Writing of a LoRA in the layouts of other tools: kohya, ComfyUI and PEFT. export.py writes diffusers' own layout.
+"""Writing of a LoRA in the layouts of other tools: kohya, ComfyUI and PEFT. weights.py writes diffusers' own layout.
 
 docs/exports.md lists which tool reads which layout, according to the source code of the tools. Each file is read back
 and compared before it is kept.
@@ -41,10 +41,8 @@ def write_layout(
 ) -> list[Path]:
     """Write a LoRA to `out`, a .safetensors file, in the layout `kohya` or `comfyui`. Returns the files.
 
-    A LoRA with two experts is written to two files that have the experts' names in their file names.
-
-    weight: function that maps a part to a `WeightReader` of its base weights; needed for DoRA in ComfyUI.
-
+    The LoRA of a two-expert model is written to two files with the experts' names in their file names.
+    weight: function that returns the `WeightReader` of a denoiser component; needed for DoRA in ComfyUI.
     Raises ModelError for layers without a name in the layout, and for fully trained modules, which these layouts do not
     support. Raises OSError if writing fails.
     """
@@ -75,22 +73,22 @@ def write_layout(
 
 
 def _for_any_part(weight: WeightReader | None) -> Callable[[str], WeightReader] | None:
-    """Return a function that returns this reader for every part. Used for reading a single file."""
+    """Return a function that returns this reader for every component, to read a single file."""
     return None if weight is None else lambda part: weight
 
 
 def expert_files(out: Path, parts: list[str]) -> dict[str, Path]:
-    """Return the output file of each part: `out` itself, or `NAME_high_noise` and `NAME_low_noise` for two experts."""
+    """Return {component: output file}: `out`, or `NAME_high_noise` and `NAME_low_noise` for two experts."""
     if len(parts) == 1:
         return {parts[0]: out}
     return {part: out.with_name(f"{out.stem}_{EXPERT_SUFFIXES[part]}{out.suffix}") for part in parts}
 
 
 def kohya_tensors(layers: LoraLayers, names: FamilyLoraNames) -> dict[str, Tensor]:
-    """Return the tensors in kohya's layout: down, up and alpha of each layer.
+    """Return {key: tensor} in kohya's layout: down, up and alpha of each layer.
 
-    A key starts with `lora_unet_` and the original name of the layer, with underscores instead of dots. DoRA is stored
-    as in LyCORIS: the magnitude as `dora_scale` [out, 1].
+    A key starts with `lora_unet_` and the layer's name in the original (non-diffusers) model, with underscores instead
+    of dots. DoRA is stored as in LyCORIS: the magnitude as `dora_scale` [out, 1].
     """
     tensors: dict[str, Tensor] = {}
     for module, layer in original_layers(layers, names).items():
@@ -99,11 +97,10 @@ def kohya_tensors(layers: LoraLayers, names: FamilyLoraNames) -> dict[str, Tenso
 
 
 def comfyui_tensors(layers: LoraLayers, names: FamilyLoraNames, weight: WeightReader | None) -> dict[str, Tensor]:
-    """Return the tensors in ComfyUI's layout: A, B and alpha of each layer.
+    """Return {key: tensor} in ComfyUI's layout: A, B and alpha of each layer.
 
-    ComfyUI maps the names of the layers to the family's model. They are diffusers' names if ComfyUI has a table for
-    these, otherwise the original names. DoRA is stored as `dora_scale` [out, 1], which ComfyUI divides by the norms of
-    W alone.
+    Keys use diffusers' layer names if ComfyUI has a table for them, otherwise those of the original (non-diffusers)
+    model. DoRA is stored as `dora_scale` [out, 1], which ComfyUI divides by the norms of W alone.
     """
     if any(layer.magnitude is not None for layer in layers.values()):
         layers = {name: _convert_to_comfyui_scale(layer, name, weight) for name, layer in layers.items()}
@@ -117,7 +114,7 @@ def comfyui_tensors(layers: LoraLayers, names: FamilyLoraNames, weight: WeightRe
 
 
 def layer_tensors(layer: LoraLayer, key: str, matrices: tuple[str, str]) -> dict[str, Tensor]:
-    """Return the tensors of a layer for layouts that store an alpha for each layer.
+    """Return {key: tensor} of a layer for layouts that store an alpha for each layer.
 
     key: name of the layer in the layout. matrices: names of A and B in the layout.
     """
@@ -143,7 +140,7 @@ def _convert_to_comfyui_scale(layer: LoraLayer, name: str, weight: WeightReader 
 
 
 def original_layers(layers: LoraLayers, names: FamilyLoraNames) -> LoraLayers:
-    """Return the layers of the original model, some of which consist of several diffusers layers.
+    """Return the LoRA by layers of the original (non-diffusers) model, fusing those that form one layer there.
 
     Raises ModelError for layers that are not in the name table.
     """
@@ -174,7 +171,7 @@ def _require_original_names(layers: LoraLayers, names: FamilyLoraNames) -> None:
 def write_peft(source: LoraSource, folder: Path) -> None:
     """Write a folder that peft.PeftModel.from_pretrained loads onto the network.
 
-    With two experts, write one folder for each.
+    The LoRA of a two-expert model gets one subfolder per expert.
     """
     for part in source.layers:
         part_folder = folder if len(source.layers) == 1 else folder / part

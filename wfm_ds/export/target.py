@@ -1,4 +1,4 @@
-"""The target of an export: the pipeline that was trained. It is read from its folder without loading the model."""
+"""Target of an export: the pipeline that was trained. It is read from its folder without loading the model."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ WEIGHTS_STEM = "diffusion_pytorch_model"  # the file stem that diffusers expects
 
 
 class ExportInfo(Protocol):
-    """Information stored in a checkpoint from which exports can be made."""
+    """Settings of an export, stored in each checkpoint."""
 
     @property
     def base(self) -> Path:
-        """The folder of the model that was trained."""
+        """Folder of the model that was trained."""
 
     def to_json(self) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
-    """A pipeline folder, and the names of the parts that were trained."""
+    """Base pipeline folder of an export, and the names of its trained components."""
 
     base: Path
-    parts: tuple[str, ...]  # names of the denoiser's parts, as in model_index.json
+    parts: tuple[str, ...]  # denoiser components, as in model_index.json
     # entries of call.json that the base's call.json does not have
     call_arguments: Mapping[str, Any] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()  # patterns of tensors that full training leaves unchanged (models/base.py)
@@ -81,17 +81,17 @@ class ExportTarget:
         return note | ({"frozen": list(self.frozen)} if self.frozen else {})
 
     def is_frozen(self, name: str) -> bool:
-        """Return whether training left a tensor unchanged. name: name of the tensor within its part."""
+        """Return whether training left a tensor unchanged. name: name of the tensor within its component."""
         return matches_any_pattern(name, self.frozen)
 
     def read_config(self, part: str) -> dict[str, Any]:
-        """Return the config.json of a part. Raises ModelError if it cannot be read."""
+        """Return the config.json of a component. Raises ModelError if it cannot be read."""
         config = read_json(self.base / part / "config.json")
         config.pop("_name_or_path", None)  # a path on another machine
         return config
 
     def meta_network(self, part: str) -> nn.Module:
-        """Build the network of a part on the meta device. Raises ModelError if the base does not have the part."""
+        """Build a component's network on the meta device. Raises ModelError if the base folder does not have it."""
         _, class_name = pipeline_components(read_index(self.base)).get(part, (None, None))
         network_class = getattr(diffusers, str(class_name), None)
         if network_class is None:
@@ -101,9 +101,9 @@ class ExportTarget:
         return network
 
     def tensor_specs(self, part: str) -> dict[str, StoredTensorSpec]:
-        """Return the dtype and shape of each tensor in a part's state dict, by name.
+        """Return {name: dtype and shape} of a component's state dict.
 
-        The dtypes are those of a network built from its config, which is float32 for weights.
+        The dtypes are those of a network built from its config: float32 for weights.
         """
         return {
             name: StoredTensorSpec(tensor.dtype, tensor.shape)
@@ -111,23 +111,20 @@ class ExportTarget:
         }
 
     def tensor_shapes(self, part: str) -> dict[str, torch.Size]:
-        """Return the shape of each tensor in a part's state dict, by name."""
         return {name: spec.shape for name, spec in self.tensor_specs(part).items()}
 
     def tensor_prefix(self, part: str) -> str:
-        """Return the prefix of a part's tensor names in an engine. It is empty if there is only one part."""
+        """Return the prefix of a component's tensor names in an engine; empty if it is the only component."""
         return "" if len(self.parts) == 1 else f"{part}."
 
     def base_weights(self, part: str) -> FolderWeights:
-        """Return the weights of a part in the base folder."""
         return FolderWeights(self.base / part)
 
 
 class FolderWeights:
-    """The safetensors files of a network, read tensor by tensor.
+    """Reads single tensors from the safetensors files of a network.
 
-    The file is opened and closed for each tensor. It is memory-mapped, and as long as it is open, the pages read count
-    as memory of the process.
+    Each read opens and closes the file, so that its memory-mapped pages do not count as memory of this process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -138,7 +135,7 @@ class FolderWeights:
         self._file_of: dict[str, str] | None = read_json(index)["weight_map"] if index.is_file() else None
 
     def read_tensor(self, name: str) -> Tensor:
-        """Return the tensor of this name. Raises ModelError if the file or the tensor is missing or cannot be read."""
+        """Return a tensor by name. Raises ModelError if the file or the tensor is missing or cannot be read."""
         file = self._single_file if self._file_of is None else self._file_of.get(name, name)
         try:
             with safe_open(self.folder / file, "pt") as handle:

@@ -55,7 +55,7 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, specs: Mapping[str, StoredTensorSpec], metadata: Mapping[str, str]) -> None:
-        """Write the header. Raises OSError, and KeyError for a dtype that the format does not support."""
+        """Write the header. Raises OSError if that fails, and KeyError for a dtype that the format does not support."""
         self.path, self._specs = path, dict(specs)
         # The same order as save_file: the widest dtype first, so that every tensor is aligned.
         order = sorted(specs, key=lambda name: (DTYPE_ORDER[specs[name].dtype], name))
@@ -76,8 +76,8 @@ class TensorFile:
     def write(self, name: str, tensor: Tensor) -> None:
         """Write a tensor, from any device, to its position.
 
-        Raises OSError. Raises KeyError for an unknown name or one that was already written, ValueError if dtype or
-        shape differ from the specification.
+        Raises OSError if writing fails, KeyError for an unknown name or one that was already written, and ValueError if
+        dtype or shape differ from the specification.
         """
         spec = self._specs[name]
         if (tensor.dtype, tensor.shape) != (spec.dtype, spec.shape):

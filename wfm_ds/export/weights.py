@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 SHARD_BYTES = 1 << 30  # maximum bytes of one file
 SAFETY_CHECKER = "safety_checker"
 LORA_FOLDER = "lora"
-LORA_FILES = {"transformer": "model.safetensors", "transformer_2": "model_2.safetensors"}  # by part of the denoiser
+LORA_FILES = {"transformer": "model.safetensors", "transformer_2": "model_2.safetensors"}  # by denoiser component
 # Fully trained layers, in separate files: diffusers rejects a LoRA file with other tensors.
 WHOLE_LAYER_FILES = {"transformer": "modules_to_save.safetensors", "transformer_2": "modules_to_save_2.safetensors"}
 METADATA_KEY = "lora_adapter_metadata"  # key in a file's header where diffusers looks for alpha
@@ -46,7 +46,7 @@ WHOLE_LAYER_KEY = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<kind>[^.]+)"
 
 
 class TensorSource(Protocol):
-    """The part of the engine's interface that exports need."""
+    """Source of the tensors of an export, such as an engine or a checkpoint."""
 
     uses_lora: bool
 
@@ -54,11 +54,10 @@ class TensorSource(Protocol):
         """Yield the names and values of tensors. Collective: iterate to the end.
 
         Values are float32 on the CPU of rank 0, and None on other ranks.
-
         Names for LoRA: `transformer_blocks.0.attn.to_k.lora_A.weight`, without the adapter's name; for DoRA also
         `lora_magnitude_vector.weight`; for fully trained layers `proj_out.modules_to_save.weight`. Names for full
-        training: those of the denoiser's state dict, including persistent buffers. With several experts, each name
-        starts with the name of its part (`transformer_2.blocks.0...`).
+        training: those of the denoiser's state dict, including persistent buffers. In a two-expert model, each name
+        starts with its component (`transformer_2.blocks.0...`).
         """
         ...
 
@@ -87,7 +86,6 @@ def export_weights(
 
     trained_only: after full training, write only the tensors that were trained, so that `out` is not a pipeline; for
     LoRA, do not warn about an adapter without effect.
-
     Returns the LoRA folder or the pipeline folder. Raises UserError on rank 0 if the tensors do not match the target or
     are not finite, or if `out` cannot be written.
     """
@@ -123,9 +121,9 @@ def _write_call_arguments(target: ExportTarget, folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_export_folder(out: Path, base: Path) -> Iterator[Path]:
-    """Yield an empty folder, which becomes `out` when the context ends.
+    """Yield an empty folder, which becomes `out` when the context ends. `out` must not contain `base`.
 
-    `out` must not contain `base`. Raises UserError if the export cannot be written.
+    Raises UserError if the export cannot be written.
     """
     try:
         check_overwrite(out, base)
@@ -136,7 +134,7 @@ def new_export_folder(out: Path, base: Path) -> Iterator[Path]:
 
 
 def loading_lines(base: Path, exported: Path, lora: bool) -> str:
-    """Return the lines of Python that load the result of `export_weights` with diffusers alone.
+    """Return the Python code that loads the result of `export_weights` with diffusers alone.
 
     base: the pipeline folder that was trained. Raises ModelError if the folder has no readable index.
     """
@@ -231,10 +229,9 @@ def _check_tensors(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tupl
 def _group_by_part(
     tensors: Iterator[tuple[str, Tensor]], parts: Sequence[str]
 ) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
-    """Yield each part of the denoiser and its tensors, in the given order.
+    """Yield (denoiser component, its tensors with names relative to the component), in the order of the tensors.
 
-    The name of the part is removed from the names of the tensors. Raises ModelError for unknown, duplicate or missing
-    parts.
+    Raises ModelError for unknown, duplicate or missing components.
     """
     if len(parts) == 1:
         yield parts[0], tensors
@@ -267,10 +264,10 @@ def write_lora(
     shapes: Callable[[str], Mapping[str, torch.Size]] | None,
     warn_no_effect: bool = True,
 ) -> None:
-    """Write a new LoRA folder for diffusers: the tensors of each part, and adapter_config.json.
+    """Write a new LoRA folder for diffusers: the tensors of each denoiser component, and adapter_config.json.
 
-    settings: the LoraConfig as JSON.
-    shapes: function that returns the shapes of a part's state dict, which the tensors must fit; None: no check.
+    adapters: (component, [(name, tensor)]). settings: the peft.LoraConfig as JSON.
+    shapes: function that returns {name: shape} of a component's state dict, which the tensors must fit; None: no check.
     """
     # Without the prefix diffusers loads nothing, and without this metadata it uses the rank as alpha, both silently. A
     # dropout would stay enabled, because PEFT creates layers in train mode although the denoiser is not.
@@ -301,19 +298,19 @@ def adapter_settings(config: Any, base: Path | str | None) -> dict[str, Any]:
 
 
 def diffusers_name(name: str) -> str:
-    """Return the tensor name that diffusers expects: the name of a magnitude vector without `.weight`."""
+    """Return the tensor name that diffusers expects: without `.weight` for DoRA's magnitude vector."""
     return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
 
 
 def adapter_shapes(weight: torch.Size, rank: int, *, dora: bool = False) -> dict[str, list[int]]:
-    """Return the shapes of A, B and, for DoRA, the magnitude vector, for a layer with a weight of this shape."""
+    """Return {matrix: shape} of A, B and, for DoRA, magnitude_vector of a layer with this weight shape."""
     outputs, *inputs = weight  # [out, in]; for a convolution [out, in, kh, kw], with a 1 x 1 B
     pair = {"A": [rank, *inputs], "B": [outputs, rank, *[1] * (len(inputs) - 1)]}
     return pair | ({"magnitude_vector": [outputs]} if dora else {})
 
 
 def _pair_weight_shape(pair: Mapping[str, Tensor]) -> torch.Size | None:
-    """Return the weight shape that a pair of A and B fits; None if one of them is missing."""
+    """Return the weight shape that A and B fit; None if one of them is missing."""
     return torch.Size([len(pair["B"]), *pair["A"].shape[1:]]) if {"A", "B"} <= pair.keys() else None
 
 
@@ -330,7 +327,7 @@ def check_adapter(
     settings: Mapping[str, Any],
     warn_no_effect: bool,
 ) -> None:
-    """Check the tensors of a LoRA. Raises ModelError if a check fails.
+    """Raise ModelError unless the tensors form LoRA pairs that fit the denoiser.
 
     Every tensor must belong to a pair of A and B that fits a weight of the denoiser and has the rank in the settings.
     """
@@ -364,10 +361,10 @@ def _write_denoiser(
     *,
     whole: bool,
 ) -> None:
-    """Write the parts of the denoiser after full training: config, shards, and an index if there are several shards.
+    """Write the denoiser components after full training: config, shards, and an index if there are several shards.
 
-    Each tensor is written before the next one is gathered. whole: also write the tensors that were not trained, from
-    the base.
+    Each tensor is written before the next one is gathered. whole: also write the untrained tensors, from the base
+    folder.
     """
     missing: dict[str, StoredTensorSpec] = {}  # by their names in `stream`
     with contextlib.ExitStack() as stack:
@@ -401,7 +398,7 @@ def _write_denoiser(
 def _create_part_folder(
     folder: Path, config: Mapping[str, Any], shards: Mapping[str, Mapping[str, StoredTensorSpec]]
 ) -> None:
-    """Create the folder of a part, with all files except the weights."""
+    """Create the folder of a denoiser component, with all files except the weights."""
     folder.mkdir()
     atomic.write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if len(shards) > 1:
@@ -412,14 +409,14 @@ def _create_part_folder(
 
 
 def _file_dtype(dtype: torch.dtype, chosen: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tensor is stored: `chosen` for floating-point tensors, otherwise the tensor's own."""
+    """Return the dtype in which a tensor is stored: `chosen` for floating-point tensors, otherwise `dtype`."""
     return chosen if dtype.is_floating_point else dtype
 
 
 def plan_shards(
     specs: Mapping[str, StoredTensorSpec], shard_bytes: int, stem: str = WEIGHTS_STEM
 ) -> dict[str, dict[str, StoredTensorSpec]]:
-    """Distribute tensors over files. Returns the tensors of each file, by the file name that diffusers expects.
+    """Distribute tensors over files. Returns {file name that diffusers expects: {tensor name: spec}}.
 
     The order of the tensors is kept. Each file has at most `shard_bytes`; a larger tensor gets a separate file.
     """

@@ -142,15 +142,12 @@ def _predict_velocity(shadow: DiffusionModel, shape: Sequence[int], batch: int, 
 
 
 def measure_decode_bytes(shadow: DiffusionModel, shape: Sequence[int], batch: int) -> int:
-    """Return the peak memory of decoding latents [batch, *shape].
-
-    Does not count the guardrail, which runs on the CPU.
-    """
+    """Return the peak bytes of decoding latents [batch, *shape], without the guardrail, which runs on the CPU."""
     return _measure_peak(lambda: DiffusionModel.decode_latents(shadow, torch.empty(batch, *shape, device=META)))
 
 
 def measure_encode_bytes(shadow: DiffusionModel, pixels: Sequence[int], batch: int) -> int:
-    """Return the peak memory of encoding a batch of images or videos. pixels: shape of one, [3,H,W] or [3,F,H,W]."""
+    """Return the peak bytes of encoding a batch of images or videos. pixels: shape of one, [3,H,W] or [3,F,H,W]."""
     return _measure_peak(lambda: shadow.encode_pixels(torch.empty(batch, *pixels, device=META)))
 
 
@@ -161,12 +158,12 @@ def _measure_peak(work: Callable[[], object]) -> int:
 
 
 def text_bytes(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype) -> int:
-    """Return the size in bytes of the text conditioning of one prompt."""
+    """Return the bytes of one prompt's text conditioning. shapes: {name: shape} of its tensors."""
     return sum(tensor.nbytes for tensor in empty_conditioning(shapes, text_dtype, 1).values())
 
 
 def empty_conditioning(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype, batch: int) -> dict[str, Tensor]:
-    """Return conditioning tensors with these shapes and a batch dimension, on the meta device."""
+    """Return {name: empty tensor [batch, *shape]} on the meta device, int64 for masks, else `text_dtype`."""
     return {
         name: torch.empty(batch, *shape, device=META, dtype=torch.int64 if name.endswith("mask") else text_dtype)
         for name, shape in shapes.items()

@@ -10,7 +10,7 @@ GPU_SIZES_GB = (24, 32, 40, 48, 80, 141, 192)  # memory sizes of GPUs in GB
 USABLE_FRACTION = 0.92  # of GPU memory; the CUDA context, library workspaces and fragmentation use the rest
 SAFE_FRACTION = 0.8  # up to this fraction a slightly larger batch still fits
 
-# Memory parts, cheapest to reduce first. PHASES maps stopwatch phases to estimate phases.
+# Memory categories of the estimate, cheapest to reduce first.
 PARTS_BY_COST = (
     *("activations", "decoding beside it", "merged weights", "text encoders", "VAE"),
     *("optimizer states", "policies", "gradients", "weights"),
@@ -27,12 +27,12 @@ def fits_memory(needed: int, memory: int) -> bool:
 
 
 def smallest_gpu(needed: int) -> int | None:
-    """Return the memory size in GB of the smallest common GPU that is large enough for `needed` bytes, or None."""
+    """Return the size in GB of the smallest common GPU with enough memory for `needed` bytes, or None."""
     return next((size for size in GPU_SIZES_GB if fits_memory(needed, size * 10**9)), None)
 
 
 def suggest_keys(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
-    """Return the recipe keys that reduce the peak memory. Keys for the largest part come first."""
+    """Return the recipe keys that reduce the peak memory, those for the largest memory category first."""
     if recipe.algorithm.trains_language:
         return suggest_language_keys(recipe)
     phase = estimate.phases[estimate.peak_phase]
@@ -73,7 +73,7 @@ def suggest_language_keys(recipe: Recipe) -> list[str]:
 
 
 def suggest_part_keys(part: str, phase: str, recipe: Recipe) -> list[str]:
-    """Return the recipe keys that reduce the memory of this part in this phase, cheapest first."""
+    """Return the recipe keys that reduce memory category `part` in this phase, cheapest first."""
     engine, model, lora = recipe.engine, recipe.model, recipe.lora
     shorter = ["model.dtype: bfloat16"] if model.dtype == "float32" else []
     pixels = ["model.vae_dtype: bfloat16"] if model.vae_dtype == "float32" else []
@@ -111,7 +111,7 @@ def suggest_part_keys(part: str, phase: str, recipe: Recipe) -> list[str]:
 def suggest_activation_keys(phase: str, recipe: Recipe, shorter: list[str], pixels: list[str]) -> list[str]:
     """Return the recipe keys that reduce the activations in this phase, cheapest first.
 
-    shorter: keys that reduce the size of the denoiser's dtype. pixels: the same for the VAE.
+    shorter, pixels: keys that select smaller dtypes of the denoiser and of the VAE.
     """
     engine, several = recipe.engine, recipe.engine.micro_batch_size > 1
     terms = [f"engine.micro_batch_size below {engine.micro_batch_size}"] if several else []

@@ -19,7 +19,7 @@ REDUCE_BUCKET, PREFETCH_BUCKET, MAX_LIVE, MAX_REUSE_DISTANCE, SUB_GROUP = 500_00
 
 
 class EngineMemory:
-    """Computes the memory of an engine from its network on the meta device.
+    """Computes the memory of an engine on one rank from its network on the meta device.
 
     The network must have its adapters and the requires_grad flags of training.
     """
@@ -35,7 +35,7 @@ class EngineMemory:
         self.num_trained = sum(p.numel() for p in parameters if p.requires_grad)
 
     def state_parts(self) -> dict[str, int]:
-        """Return the bytes of weights, optimizer states and weight copies.
+        """Return {category: bytes} of weights, optimizer states and policy copies.
 
         With ZeRO-3, the gradients and a reduction bucket are included.
         """
@@ -59,7 +59,7 @@ class EngineMemory:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the optimizer is offloaded from the GPU to the host."""
+        """Whether the optimizer states are in host memory instead of GPU memory."""
         return self.on_cuda and bool((self.zero_config.get("offload_optimizer") or {}).get("device", "none") != "none")
 
     @property
@@ -69,15 +69,12 @@ class EngineMemory:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the gradients.
-
-        They are float32 at every ZeRO stage (engine/optimizer.py), sharded from stage 2 on.
-        """
+        """Bytes of the float32 gradients (engine/gradient_accumulation.py), sharded from ZeRO stage 2 on."""
         shared = self.world_size if self.zero_config["stage"] >= 2 else 1
         return 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // shared
 
     def gather_memory(self, *, training: bool) -> dict[str, int]:
-        """Return the bytes of weights that ZeRO-3 has gathered at a time.
+        """Return {category: bytes} of the weights that ZeRO-3 has gathered at a time; {} at other stages.
 
         These are prefetched weights and, in training, the last weights of the forward pass, which are kept for the
         backward pass.
@@ -93,7 +90,7 @@ class EngineMemory:
         return {"gathered weights": live * self.compute_bytes}
 
     def optimizer_step_parts(self) -> dict[str, int]:
-        """Return the bytes that the optimizer step uses: flattened gradients and temporaries of an unfused AdamW."""
+        """Return {category: bytes} of flattened gradients and temporaries of an unfused AdamW step."""
         share = 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // self.world_size
         if self.zero_config["stage"] == 3:
             share = min(share, int(self.zero_config.get("sub_group_size", SUB_GROUP)) * FLOAT32_BYTES)
@@ -110,10 +107,9 @@ class EngineMemory:
         return contiguous + (reduced if self.compute_bytes != FLOAT32_BYTES else 0)
 
     def checkpoint_bytes(self) -> int:
-        """Return the size of one checkpoint in bytes, over all ranks."""
+        """Return the bytes of one checkpoint, over all ranks."""
         num_states = {"adamw": 3, "adamw8bit": 5}[self.recipe.optimizer.name]  # master, moments and their scales
         return self.num_trained * FLOAT32_BYTES * (num_states + self.num_copies)
 
     def export_bytes(self) -> int:
-        """Return the size of the exported weights in bytes."""
         return self.num_trained * (FLOAT32_BYTES if self.recipe.lora is not None else self.compute_bytes)

@@ -1,7 +1,7 @@
-"""Memory estimate of a run: bytes per rank for each phase of a step and each part of the memory.
+"""Memory estimate of a run: bytes per rank for each phase of a step and each memory category.
 
-Activations are measured on the meta device (run/activation_memory.py). The other parts follow from parameter counts.
-The memory of a phase is the sum of its parts, and the peak is the largest phase. Not included: the CUDA context,
+Activations are measured on the meta device (activations.py). The other categories follow from parameter counts. The
+memory of a phase is the sum of its categories, and the peak is the largest phase. Not included: the CUDA context,
 library workspaces and fragmentation.
 """
 
@@ -49,7 +49,7 @@ def count_lora_parameters(denoiser: nn.Module, targets: Sequence[str], rank: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Memory of one rank in bytes as `phases[phase][part]`, and the counts that it was computed from."""
+    """Bytes of one rank as {phase: {category: bytes}}, and the counts that they were computed from."""
 
     phases: Mapping[str, Mapping[str, int]]
     world_size: int
@@ -64,12 +64,11 @@ class MemoryEstimate:
 
     @property
     def peak_phase(self) -> str:
-        """The phase with the largest memory."""
         return max(self.phases, key=self.phase_bytes)
 
     @property
     def peak_bytes(self) -> int:
-        """Memory of the largest phase."""
+        """Bytes of the largest phase."""
         return self.phase_bytes(self.peak_phase)
 
 
@@ -107,7 +106,7 @@ def estimate_memory(
 
 
 class _DiffusionMemory(EngineMemory):
-    """Computes the parts of the memory of a diffusion run."""
+    """Computes the memory categories of a diffusion run on one rank."""
 
     def __init__(self, recipe: Recipe, model: DiffusionModel, world_size: int, device: str) -> None:
         self.run_sizes: RunSizes = derive_run_sizes(recipe, world_size)
@@ -126,7 +125,7 @@ class _DiffusionMemory(EngineMemory):
     # Static memory
 
     def static_parts(self) -> dict[str, int]:
-        """Return the bytes of the VAE and of other frozen networks, except text encoders."""
+        """Return {category: bytes} of the VAE and other frozen networks, except text encoders."""
         encoders = {id(part) for part in self.model.text_encoders().values()}
         others = [part for part in self.shadow_model.auxiliary_modules() if id(part) not in encoders]
         vae = parameter_bytes(self.shadow_model.pipeline.vae)
@@ -142,7 +141,7 @@ class _DiffusionMemory(EngineMemory):
     # Phases
 
     def phase_parts(self) -> dict[str, dict[str, int]]:
-        """Return {phase: {part: bytes}} of the memory that each phase uses in addition to the static memory."""
+        """Return {phase: {category: bytes}} that each phase uses in addition to the static memory."""
         samples, batch = self.sampling_batch_size(), self.training_batch_size()
         sample_passes = self.measure_passes(samples, training=False)
         step_data = self.step_data_parts()
@@ -176,10 +175,7 @@ class _DiffusionMemory(EngineMemory):
         )
 
     def sampling_batch_size(self) -> int:
-        """Return the largest batch size of forward passes without gradient.
-
-        These are the passes of rollouts, validation and reference predictions.
-        """
+        """Return the largest batch size of rollouts, validation and reference predictions (no gradients)."""
         num_validated = self.recipe.validation.num_prompts * len(self.recipe.validation.seeds)
         if not self.recipe.is_rl:
             num_validated = min(num_validated, self.recipe.logging.num_samples)
@@ -199,7 +195,7 @@ class _DiffusionMemory(EngineMemory):
         return 2 * size if joined else size
 
     def step_data_parts(self) -> dict[str, int]:
-        """Return the bytes of data that stays on the device during a step: texts and, in RL, rollouts."""
+        """Return {category: bytes} that stay on the device during a step: texts and, in RL, rollouts."""
         if not self.recipe.is_rl:
             return {"texts": self.training_batch_size() * self.text_row_bytes}
         groups = math.ceil(self.run_sizes.samples_per_rank / self.recipe.rl.rollout.group_size)
@@ -225,10 +221,7 @@ class _DiffusionMemory(EngineMemory):
         return build_rl_algorithm(self.recipe, self.model.rollout_sigmas(self.recipe.sampling))
 
     def latents_per_rollout(self) -> int:
-        """Return the number of latents that a rollout stores per sample.
-
-        It is counted in a rollout of latents with one element.
-        """
+        """Count the latents that a rollout stores per sample, by running its plan on one-element latents."""
         one = torch.zeros(1, *(1 for _ in self.shape))
         trajectory: Trajectory = self.algorithm.plan(1).denoise(
             lambda latents, sigma: torch.zeros_like(latents), one, [0]
@@ -241,8 +234,8 @@ class _DiffusionMemory(EngineMemory):
     def measure_reference_passes(self, of_samples: PassMemory) -> PassMemory | None:
         """Return the memory of a forward pass for reference predictions, or None if the loss does not use any.
 
-        of_samples: memory of a rollout's forward pass. In RL, reference passes have the same batch size. In supervised
-        training they have the training batch size.
+        of_samples: memory of a rollout's forward pass. Reference passes have its batch size in RL, and the training
+        batch size in supervised training.
         """
         if self.recipe.is_rl:
             return of_samples if self.algorithm.uses_old_predictions or self.algorithm.references else None
@@ -253,22 +246,18 @@ class _DiffusionMemory(EngineMemory):
         return self.recipe.data.kind != "prompts"
 
     def encode_peak_bytes(self) -> int:
-        """Return the peak memory of encoding.
-
-        Videos are encoded one at a time, the images of a micro-batch together.
-        """
+        """Return the peak bytes of encoding: videos one at a time, images of a micro-batch together."""
         size = self.recipe.sampling
         frames = (size.num_frames,) if self.model.is_video else ()
         batch = 1 if self.model.is_video else self.encode_batch_size()
         return measure_encode_bytes(self.shadow_model, (3, *frames, size.height, size.width), batch)
 
     def encode_batch_size(self) -> int:
-        """Return the number of images that are encoded together."""
         size = self.recipe.engine.micro_batch_size
         return size if self.recipe.is_rl else size * self.recipe.supervised_settings.items_per_sample
 
     def merge_lora_parts(self) -> dict[str, int]:
-        """Return the bytes of the original weights that are kept while rollout.merge_lora has merged the LoRA."""
+        """Return {category: bytes} of the base weights that are kept while rollout.merge_lora has merged the LoRA."""
         if not self.recipe.is_rl or not self.recipe.rl.rollout.merge_lora:
             return {}
         layers = find_adapter_layers(self.shadow_model.unwrapped_denoiser)
@@ -286,7 +275,7 @@ class _DiffusionMemory(EngineMemory):
         return min(samples, sampler.decode_batch_size(self.shape))
 
     def training_parts(self, passes: PassMemory, batch: int) -> dict[str, int]:
-        """Return the bytes of a forward and backward pass with batch size `batch`.
+        """Return {category: bytes} of a forward and backward pass with batch size `batch`.
 
         With guidance in RL, one of the two predictions is computed while the activations of the other one are kept.
         """
@@ -301,7 +290,7 @@ class _DiffusionMemory(EngineMemory):
 
 
 def format_memory_table(estimate: MemoryEstimate, *, trained_part: str = "denoiser") -> list[str]:
-    """Format the estimate in GiB for `--check`, with one line per part and one column per phase.
+    """Format the estimate in GiB for `--check`, with one line per memory category and one column per phase.
 
     trained_part: name of the trained network, for the title.
     """

@@ -54,7 +54,7 @@ IsGuided = Callable[[float], bool]
 
 
 def count_batched_forwards(samples: int, batch: int, num_passes: int = 1) -> ForwardCount:
-    """Count the forward passes for `samples` samples in batches of size `batch`, with `num_passes` passes per batch."""
+    """Count the forward passes for `samples` samples in batches of size `batch`, `num_passes` per batch."""
     return ForwardCount(num_passes * math.ceil(samples / batch), num_passes * samples)
 
 
@@ -67,7 +67,7 @@ def sum_forwards(*parts: Mapping[str, ForwardCount]) -> dict[str, ForwardCount]:
 
 
 def count_sft_step(recipe: Recipe, derived: RunSizes) -> dict[str, ForwardCount]:
-    """Count the forward passes of one optimizer step of supervised training."""
+    """Count the forward passes of one optimizer step of supervised training, by purpose."""
     settings = recipe.supervised_settings
     calls = math.ceil(derived.samples_per_rank / recipe.engine.micro_batch_size)
     count = ForwardCount(calls, derived.samples_per_rank * settings.items_per_sample)
@@ -83,13 +83,13 @@ def count_rl_step(
     guided: IsGuided | None = None,
     exploration_sigmas: Sequence[float] | None = None,
 ) -> dict[str, ForwardCount]:
-    """Count the forward passes of RL step `step` (starting at 1).
+    """Count the forward passes of RL step `step` (starting at 1), by purpose.
 
     Includes the predictions of every optimizer step, and the rollout unless rollout workers generate it.
 
     guided: function that returns whether predictions at a noise level use guidance; required if only some levels do.
-    Training terms are assumed to use guidance as often as the rollout. exploration_sigmas: noise levels at which
-    candidates of sampling.explore are denoised.
+    Training terms are assumed to use guidance as often as the rollout.
+    exploration_sigmas: noise levels at which candidates of sampling.explore are denoised.
 
     The actual count is lower if samples or loss terms are dropped (failed rewards, `zero_std: drop`, no gradient), and
     higher if groups are refilled. best_of_n is assumed to select the same fraction of samples in every optimizer step.
@@ -179,7 +179,7 @@ def num_grouped_calls(sizes: Iterable[int], max_terms: int) -> int:
 
 
 def policy_forwards(policy: str, forwards: ForwardCount) -> ForwardCount:
-    """Return `forwards` as run by this policy: `ref` runs all samples without adapters."""
+    """Return the count for this policy: `ref` runs all samples of `forwards` without adapters."""
     return dataclasses.replace(forwards, without_adapters=forwards.samples) if policy == "ref" else forwards
 
 
@@ -197,7 +197,7 @@ def count_evaluation(
 
     Includes sampling and, in supervised training, the validation loss on `num_images` images or preference pairs.
 
-    guided_steps: number of denoising steps with guidance, if not all or none of the sampling.eval_steps use it.
+    guided_steps: number of denoising steps with guidance; None: all or none of the sampling.eval_steps use it.
     rollout_sigmas: noise levels of a rollout, if validation.rollout_correlation also samples rollouts. guided: as in
     count_rl_step.
     """
@@ -255,5 +255,4 @@ def guidance_predicate(recipe: Recipe, expert_of: Callable[[float], int] = lambd
 
 
 def scale_forwards(forwards: ForwardCount, fraction: float) -> ForwardCount:
-    """Multiply the numbers of a count by a fraction and round up."""
     return ForwardCount(*(math.ceil(number * fraction) for number in dataclasses.astuple(forwards)))

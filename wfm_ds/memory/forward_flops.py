@@ -16,8 +16,6 @@ from wfm_ds.models.base import DiffusionModel
 
 @dataclass(frozen=True, slots=True)
 class ForwardFlops:
-    """FLOPs of a set of forward passes."""
-
     forward: int
     backward: int = 0
     recompute: int = 0
@@ -36,9 +34,9 @@ def count_flops(
 ) -> Flops:
     """Count the denoiser's FLOPs for one sample, with its current adapters and requires_grad flags.
 
-    latent_shape: shape of the sample's latents, without batch dimension. conditioning: conditioning tensors of the
-    sample, [1, ...] each; only their shapes and dtypes are used. checkpointing: count the recomputation of block
-    activations in the backward pass.
+    latent_shape: latent shape of the sample, without batch dimension.
+    conditioning: conditioning tensors of the sample, [1, ...] each; only their shapes and dtypes are used.
+    checkpointing: count the recomputation of block activations in the backward pass.
     """
     shadow = copy.copy(model)
     shadow.denoiser = copy_to_meta(model.unwrapped_denoiser)
@@ -54,10 +52,7 @@ def count_flops(
 
 
 def flops_by_purpose(forwards: Mapping[str, ForwardCount], flops: Flops) -> dict[str, ForwardFlops]:
-    """Return the FLOPs of these forward passes by purpose. Only `policy` includes backward passes.
-
-    flops: FLOPs for one sample.
-    """
+    """Return the FLOPs of forward passes by purpose; only `policy` includes backward passes. flops: of one sample."""
     work = {}
     for purpose, f in forwards.items():
         with_adapters = f.samples - f.without_adapters

@@ -53,7 +53,7 @@ def out_of_memory_message(error: BaseException, device: torch.device, phase: str
 
 
 def describe_memory_usage(device: torch.device) -> str:
-    """Describe the peak memory of this process, the memory of the device, and how much of it other processes use."""
+    """Describe this process's peak memory, the device's memory, and on a GPU how much other processes use."""
     if device.type != "cuda":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]

@@ -300,6 +300,6 @@ def _keys_from_recipe(recipe: Recipe, accumulation: int, stage: int) -> dict[str
     }
     if recipe.model.dtype == "bfloat16":
         keys |= {"bf16": {"enabled": True}, "communication_data_type": "fp32"}
-        if stage > 1:  # at stage 1 this selects another optimizer class; see gradient_accumulation.py
+        if stage > 1:  # at stage 1 this selects another optimizer class; see engine/optimizer.py
             keys["data_types"] = {"grad_accum_dtype": "fp32"}
     return keys

@@ -64,7 +64,7 @@ class SchemaNode:
         return [leaf for member in inner for leaf in member.union_members()]
 
     def user_section(self, value: Any) -> type[BaseModel] | None:
-        """Return the settings class of the user's algorithm named in `value`, or None if there is none or its import fails."""
+        """Return the settings class of a user's algorithm, or None for other sections and failed imports."""
         try:
             return find_user_settings(value) if self.discriminator == "name" else None
         except RecipeError:

@@ -79,11 +79,17 @@ def describe_tiny_recipe(recipe: Recipe) -> str:
     if not recipe.algorithm.trains_language:
         size = recipe.sampling
         parts.append(f"{size.height} x {size.width}" + (f", {size.num_frames} frames" if size.num_frames > 1 else ""))
-    parts.append(f"data {recipe.data.path}")
+    parts.append(f"data {_short_data_path(str(recipe.data.path))}")
     if recipe.is_rl:
         parts.append("reward " + " + ".join(function.name for function in recipe.rl.reward.functions))
     parts.append(f"{recipe.run.steps} step{'s' * (recipe.run.steps != 1)}")
     return f"--tiny: {'; '.join(parts)}; output in {recipe.run.output_dir}"
+
+
+def _short_data_path(path: str) -> str:
+    """Return the name of a built-in data set, or the path of another one."""
+    roots = [root for root in (tiny_data_folder(), recipes_folder()) if Path(path).is_relative_to(root)]
+    return f"{Path(path).relative_to(roots[0])} (built in)" if roots else path
 
 
 def _model_keys(family: TinyFamily | None) -> Values:

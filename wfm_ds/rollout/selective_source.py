@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.algorithms.advantages import Rewards, combine_scores, select_best_and_worst
-from wfm_ds.algorithms.base import draw_permutation
 from wfm_ds.chunks import even_ranges
 from wfm_ds.distributed.world import World
 from wfm_ds.rollout.colocated import ColocatedSource
@@ -28,6 +27,7 @@ from wfm_ds.rollout.scores import summarize_failures
 from wfm_ds.runs.job import Job
 from wfm_ds.sampling.denoise import FlowPlan
 from wfm_ds.sampling.plan import exploration_plan
+from wfm_ds.seeds import draw_permutation
 from wfm_ds.types import Rollout, Score
 
 log = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.data.buckets import ImageSize
 from wfm_ds.data.datasets import build_buckets
 from wfm_ds.engine import attention_kernels
+from wfm_ds.engine.adapter_targets import check_lora_layers
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import RecipeError, UserError
-from wfm_ds.memory.estimate import count_lora_parameters
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.recipe.deepspeed import require_idle_expert_support
@@ -75,9 +75,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         check_shareable(model.denoiser, recipe.engine.sequence_parallel)
         check_shardable_sizes(recipe, model, [(size.height, size.width), *sizes])
     if recipe.lora is not None:
-        targets = recipe.lora.target_modules or model.default_lora_targets
-        if count_lora_parameters(model.denoiser, targets, recipe.lora.rank) == 0:
-            raise RecipeError(f"lora.target_modules: no linear layer of the denoiser ends with {', '.join(targets)}")
+        check_lora_layers(model.denoiser, recipe.lora, model.default_lora_targets)
     if settings.denoiser_init == "random":
         registry.randomize_denoiser(model, recipe.run.seed)
     return model

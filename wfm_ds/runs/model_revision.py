@@ -50,8 +50,7 @@ def find_previous_commit(recipe: Recipe) -> str | None:
 
 
 def iterate_recipe_locations(recipe: Recipe) -> Iterator[str]:
-    """Yield the folders and S3 addresses that may contain an earlier recipe: this run's, then its start checkpoint's.
-    """
+    """Yield folders and S3 addresses that may have an earlier recipe: this run's, then its start checkpoint's."""
     yield str(recipe.run.output_dir)
     if recipe.checkpoint.storage is not None:
         yield recipe.checkpoint.storage

@@ -263,8 +263,7 @@ class ResultRecorder:
 def record_run(
     ending: RunShutdown, recipe: Recipe, mirror: Mirror | None, loop: RunProgress, exporter: RunExports
 ) -> Iterator[ResultRecorder]:
-    """Record a failure of the block in result.json. If all ranks have raised the error, wait for the S3 copies first.
-    """
+    """Record a failure of the block in result.json. If all ranks raised the error, wait for the S3 copies first."""
     record = ResultRecorder(recipe, ending, mirror, loop, exporter)
     with ending.use_recorder(record.record_failure):
         try:

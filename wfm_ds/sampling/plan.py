@@ -177,15 +177,16 @@ def rollout_plan(
     sampling: SamplingRecipe,
     sigmas: Tensor,
     *,
-    run_seed: int,
-    step: int,
+    run_seed: int = 0,
+    step: int = 0,
     store_steps: bool = False,
     keep_means: bool = False,
     gaussian: bool = True,
 ) -> FlowPlan:
     """Return the sampling plan of RL step `step` for the noise levels `sigmas` [N+1].
 
-    store_steps: store the trainable steps. keep_means: also store the means of their Gaussians. gaussian: see
+    run_seed, step: without effect for deterministic solvers, whose plan is the same in every step. store_steps: store
+    the trainable steps. keep_means: also store the means of their Gaussians. gaussian: see
     stochastic_plan. Raises RecipeError as stochastic_plan does.
     """
     if not sampling.is_stochastic:

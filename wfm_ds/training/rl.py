@@ -12,13 +12,14 @@ from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.algorithms.advantages import Advantages, Rewards, combine_scores, reward_stats, reward_warnings
-from wfm_ds.algorithms.base import LossTerm, Stats, draw_permutation
+from wfm_ds.algorithms.base import LossTerm, Stats
 from wfm_ds.errors import RunError
 from wfm_ds.pinned_memory import OffloadBuffer, copy_to_device, free_memory, lists_to_device
 from wfm_ds.rollout.base import RolloutSource
 from wfm_ds.rollout.rollout_samples import StepRollouts, group_rewards
 from wfm_ds.rollout.scores import summarize_failures
 from wfm_ds.runs.job import Job
+from wfm_ds.seeds import draw_permutation
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.loop import TrainingLoop

@@ -21,7 +21,6 @@ from typing import Any
 import zmq
 
 from wfm_ds.transport.broker_clients import BrokerClients
-from wfm_ds.transport.broker_status import BrokerStatus, FinishedTask, ignore_task
 from wfm_ds.transport.broker_workers import BrokerWorkers
 from wfm_ds.transport.clock import ActiveClock
 from wfm_ds.transport.keys import BrokerKeys
@@ -30,7 +29,7 @@ from wfm_ds.transport.message_port import MessagePort
 from wfm_ds.transport.messages import CLIENT_TO_BROKER, WORKER_TO_BROKER
 from wfm_ds.transport.sockets import Mailbox, Router, start_authenticator
 from wfm_ds.transport.spool import Spool
-from wfm_ds.transport.tasks import Completion, Task, TaskPayload
+from wfm_ds.transport.tasks import BrokerStatus, Completion, FinishedTask, Task, TaskPayload, ignore_task
 
 log = logging.getLogger(__name__)
 

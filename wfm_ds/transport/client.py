@@ -22,7 +22,7 @@ from wfm_ds.chunks import split_into_chunks
 from wfm_ds.transport import wire
 from wfm_ds.transport.clock import ActiveClock
 from wfm_ds.transport.keys import ClientKeys
-from wfm_ds.transport.messages import BROKER_TO_CLIENT
+from wfm_ds.transport.messages import BROKER_TO_CLIENT, MAX_ROWS, MAX_TASKS
 from wfm_ds.transport.payload_requests import PayloadRequest, PayloadRequests
 from wfm_ds.transport.pending_submissions import RESUBMIT_INTERVAL_S, PendingSubmissions, Submission, TaskRequest
 from wfm_ds.transport.sockets import Dealer, EndpointNotAllowed, Mailbox, PipeError, SendQueueFull, check_endpoint
@@ -111,6 +111,8 @@ class PipeClient:
         tensors: one tensor per row, or an empty list. Do not modify them until the tasks have ended.
         Raises WireError if rows, tensors and tasks do not fit in one message.
         """
+        if len(rows) > MAX_ROWS or len(tasks) > MAX_TASKS:
+            raise WireError(f"{len(rows)} rows, {len(tasks)} tasks; limits: {MAX_ROWS}, {MAX_TASKS}")
         specs, frames = wire.pack_tensors(tensors)
         by_id = {task.id: task for task in tasks}
         submission = Submission(rows, specs, list(itertools.chain(*frames)), by_id, set(by_id))

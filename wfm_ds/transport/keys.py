@@ -92,7 +92,7 @@ def _read_public_keys(folder: Path) -> set[bytes]:
             try:
                 keys.add(_load_public_key(path))
             except KeyFileError as error:
-                peer_log.warning("ignored: %s", error)
+                peer_log.warning(f"ignored: {error}")  # one line a minute for each file
     except OSError as error:
         peer_log.warning("%s cannot be listed: %s", folder / "public", error)
     return keys

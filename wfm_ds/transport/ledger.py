@@ -20,9 +20,20 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from wfm_ds.transport.ledger_records import Lease, LeaseHolder, Submitter, TaskEntry
 from wfm_ds.transport.priority_queue import PriorityQueue
-from wfm_ds.transport.tasks import Admission, Completion, LeaseGrant, ReportStatus, Task, TaskRejected, TaskState
+from wfm_ds.transport.tasks import (
+    Admission,
+    Completion,
+    Lease,
+    LeaseGrant,
+    LeaseHolder,
+    ReportStatus,
+    Submitter,
+    Task,
+    TaskEntry,
+    TaskRejected,
+    TaskState,
+)
 
 MAX_ATTEMPTS = 3
 MAX_REMEMBERED_IDS = 65536  # ids of removed tasks, per owner

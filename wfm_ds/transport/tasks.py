@@ -1,13 +1,14 @@
-"""Data types of the ledger: tasks, leases granted to workers, and completions."""
+"""Data types of the broker and its ledger: tasks, leases, completions, status. TaskEntry and below: only for ledger.py."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
-from wfm_ds.transport.wire import TensorSpec
+from wfm_ds.transport.wire import Buffer, TensorSpec
 
 
 class TaskState(Enum):
@@ -76,3 +77,104 @@ class TaskRejected(ValueError):
 
     The message gives the reason. If the reason is "full", the task may be submitted again later.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerStatus:
+    """A snapshot of the broker's state."""
+
+    kinds: Mapping[str, tuple[int, int]]  # kind -> (number of waiting tasks, number of leased tasks)
+    workers: Mapping[str, float | None]  # id -> seconds since its last progress; None: idle
+    clients: Mapping[str, float]  # name -> seconds since its last message
+    counts: Mapping[str, int]  # ledger counters: submitted, done, quarantined, requeued, duplicate, ...
+    rejected: int  # number of dropped messages
+    held_bytes: int  # tensor bytes of waiting and leased tasks
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedTask:
+    """A task that is done or quarantined.
+
+    `frames` are the received tensor buffers. They are valid only while the observer runs.
+    """
+
+    kind: str
+    rows: Sequence[Mapping[str, Any]]
+    specs: Sequence[TensorSpec]
+    frames: Sequence[Any]
+    completion: Completion
+    waited_s: float  # approximate time from submission to the start of the last attempt
+
+    def first_bytes(self, count: int) -> bytes:
+        """Return up to `count` leading bytes of the first tensor."""
+        content = bytearray()
+        for frame in self.frames[: self.specs[0].num_frames if self.specs else 0]:
+            buffer: Buffer = frame.buffer
+            content += buffer[: count - len(content)]
+            if len(content) >= count:
+                break
+        return bytes(content)
+
+
+def ignore_task(ended: FinishedTask) -> None:
+    """Do nothing. Used as the default observer."""
+
+
+@dataclass(slots=True)
+class TaskEntry:
+    """A task from its submission until its completion is released."""
+
+    task: Task
+    order: int  # submission order; a requeued task keeps it and is leased before newer ones
+    state: TaskState = TaskState.WAITING
+    attempt: int = 0  # number of leases; identifies the lease in a worker's report
+    failures: int = 0
+    worker: str | None = None
+    tried_workers: set[str] = field(default_factory=set)
+    reasons: list[str] = field(default_factory=list)  # reasons of failed attempts
+    is_suspect: bool = False  # it failed, or its worker died or hung
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the task is unfinished."""
+        return self.state in (TaskState.WAITING, TaskState.LEASED)
+
+
+@dataclass(slots=True)
+class Lease:
+    attempt: int
+    rows: int
+    is_exclusive: bool
+    stall_s: float
+    progress_at_s: float
+    done: int = 0
+    is_void: bool = False
+
+
+@dataclass(slots=True)
+class LeaseHolder:
+    """A worker with its leases."""
+
+    kinds: frozenset[str]
+    credit: int
+    leases: dict[str, Lease] = field(default_factory=dict)
+
+    def can_take(self, rows: int, *, exclusive: bool) -> bool:
+        """Return whether the worker can hold another task with this number of rows.
+
+        exclusive: True for a task that may have killed a worker. A worker runs it alone, so that no other task is lost
+        if it does so again.
+        """
+        if not self.leases:
+            return True
+        exclusive = exclusive or any(lease.is_exclusive for lease in self.leases.values())
+        return not exclusive and sum(lease.rows for lease in self.leases.values()) + rows <= self.credit
+
+
+@dataclass(slots=True)
+class Submitter:
+    last_seq: int = 0
+    task_ids: dict[str, None] = field(default_factory=dict)  # ids of its TaskEntry records
+    # OrderedDict: removing from the front of a dict leaves gaps that iteration must skip.
+    completions: OrderedDict[str, Completion] = field(default_factory=OrderedDict)  # by task id, in order of seq
+    removed_ids: OrderedDict[str, None] = field(default_factory=OrderedDict)

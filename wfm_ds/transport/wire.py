@@ -8,9 +8,9 @@ pickles and no class names. messages.py defines the message types and their keys
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgpack
 import numpy as np
@@ -32,6 +32,7 @@ DTYPES = {name: np.dtype(name).newbyteorder("<") for name in ("uint8", "int32", 
 
 Array: TypeAlias = npt.NDArray[Any]
 Buffer: TypeAlias = bytes | memoryview
+T = TypeVar("T")
 
 
 class WireError(ValueError):
@@ -137,13 +138,8 @@ def decode_message(frames: Sequence[Buffer], expected: frozenset[str]) -> Messag
     if type(mid) is not int or mid < 0:
         raise WireError(f"{message_type}: mid is not an integer >= 0")
     table = header.pop("tensors", [])
-    try:
-        SCHEMAS[message_type].model_validate(header)
-        specs = _TENSOR_TABLE.validate_python(table)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = ".".join(str(key) for key in (message_type, *first["loc"]))
-        raise WireError(f"{place[:MAX_REASON_CHARS]}: {first['msg'][:MAX_REASON_CHARS]}") from error
+    _validate(SCHEMAS[message_type].model_validate, header, message_type)
+    specs = _validate(_TENSOR_TABLE.validate_python, table, f"{message_type}.tensors")
     if specs and message_type not in TYPES_WITH_TENSORS:
         raise WireError(f"{message_type} cannot have tensors")
     _check_payload_size(specs)
@@ -164,6 +160,16 @@ def _unpack_header(frame: Buffer) -> dict[Any, Any]:
     if not isinstance(header, dict):
         raise WireError("the header is not a map")
     return header
+
+
+def _validate(validate: Callable[[Any], T], value: Any, place: str) -> T:
+    """Return validate(value). Converts ValidationError to a WireError about its first error."""
+    try:
+        return validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, (place, *first["loc"])))
+        raise WireError(f"{place[:MAX_REASON_CHARS]}: {first['msg'][:MAX_REASON_CHARS]}") from error
 
 
 def _check_payload_size(specs: Sequence[TensorSpec]) -> None:

@@ -1,4 +1,4 @@
-"""CLIP models of the transformers library: normalised image and text embeddings for rewards."""
+"""Normalized image and text embeddings of transformers' CLIP models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ class ClipModel:
     """A CLIP model and its processor on one device."""
 
     def __init__(self, reward: str, model: str, processor: str, device: str, dtype: str) -> None:
-        """`model`, `processor`: folders or Hub names. Raises RewardError if they cannot be loaded."""
+        """Load the model and processor from folders or Hub names. Raises RewardError if they cannot be loaded.
+
+        reward: name of the reward, for error messages.
+        """
         from transformers import CLIPModel, CLIPProcessor
 
         weight_dtype = torch_dtype(reward, dtype)
@@ -36,10 +39,7 @@ class ClipModel:
         return float(self.model.logit_scale.float().exp())
 
     def embed_images(self, media: npt.NDArray[np.uint8] | Sequence[Any]) -> Tensor:
-        """Embed images, uint8 [B,H,W,3] or PIL. Returns unit vectors float32 [B,D].
-
-        The processor resizes and crops the images.
-        """
+        """Return unit vectors float32 [B,D] of images, uint8 [B,H,W,3] or PIL. The processor resizes and crops them."""
         import torch
 
         images = to_pil_images(media) if isinstance(media, np.ndarray) else list(media)
@@ -49,7 +49,7 @@ class ClipModel:
             return _normalize_rows(self.model.visual_projection(pooled))
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
-        """Embed texts, truncated to the context length. Returns unit vectors float32 [B,D]."""
+        """Return unit vectors float32 [B,D] of texts, truncated to the context length."""
         import torch
 
         max_length = self.model.config.text_config.max_position_embeddings
@@ -62,7 +62,7 @@ class ClipModel:
             return _normalize_rows(self.model.text_projection(pooled))
 
     def image_text_cosines(self, media: npt.NDArray[np.uint8] | Sequence[Any], texts: Sequence[str]) -> list[float]:
-        """Return the cosine similarity of each image and its text."""
+        """Return the cosine similarity of each image (see `embed_images`) and its text."""
         values: list[float] = (self.embed_images(media) * self.embed_texts(texts)).sum(dim=-1).tolist()
         return values
 

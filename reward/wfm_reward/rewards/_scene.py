@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-POSITION_MARGIN = 0.1  # minimum distance of centres along an axis / sum of both sizes
+POSITION_MARGIN = 0.1  # minimum distance of centres / sum of both sizes, along an axis
 MIN_AXIS_SHARE = 0.5  # minimum component of the normalised offset along an axis
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 
 
 @dataclass(frozen=True, slots=True)
 class DetectedObject:
-    """An object found by a detector."""
-
     name: str
     box: tuple[float, float, float, float]  # x0, y0, x1, y1 in pixels
     confidence: float
@@ -29,9 +27,8 @@ class DetectedObject:
 class SceneScore:
     """Scores of one image.
 
-    `soft`: mean over the clauses of `include`.
-    `correct`: whether GenEval's test passes: at least the required counts.
-    `strict`: whether the counts are exact.
+    soft: mean partial score over the clauses of `include`. correct: GenEval's own test passes, which accepts additional
+    objects. strict: all clauses hold with exact counts.
     """
 
     soft: float
@@ -47,10 +44,10 @@ def score_scene(
 ) -> SceneScore:
     """Score detected objects against the clauses of a prompt.
 
-    `objects`: by class, most confident first.
-    `include`: [{class, count, color?, position?: [relation, index]}]. A position is relative to the clause with that
-    index. `exclude`: [{class, count}]; the image must contain fewer than `count` of them.
-    `classify_colors`: function that receives a class name and objects, and returns the colour of each object.
+    objects: {class: detected objects, most confident first}.
+    include: [{class, count, color?, position?: [relation, index]}]. A position is relative to the clause with that
+    index. exclude: [{class, count}]; the image must contain fewer than `count` of them.
+    classify_colors: returns the colour of each object, given a class name and objects.
     """
     strict, shares = _check_clauses(objects, include, classify_colors, exact=True)
     correct, _ = _check_clauses(objects, include, classify_colors, exact=False)
@@ -65,9 +62,9 @@ def _check_clauses(
     *,
     exact: bool,
 ) -> tuple[bool, list[float]]:
-    """Return whether all clauses hold, and the partial scores of the clauses.
+    """Return (whether all clauses hold, partial scores of counts, colours and positions).
 
-    `exact`: a clause fails if there are more objects than required.
+    exact: a clause fails if there are more objects than required.
     """
     shares: list[float] = []
     matched: list[Sequence[DetectedObject] | None] = []
@@ -93,10 +90,7 @@ def _check_clauses(
 
 
 def spatial_relations(a: DetectedObject, b: DetectedObject) -> set[str]:
-    """Return the positions of a relative to b: left of, right of, above, below.
-
-    The set is empty if the objects are too close.
-    """
+    """Return where `a` is relative to `b`: a subset of {left of, right of, above, below}, empty if they are too close."""
     centre = [((box[0] + box[2]) / 2, (box[1] + box[3]) / 2) for box in (a.box, b.box)]
     size = [(abs(box[2] - box[0]), abs(box[3] - box[1])) for box in (a.box, b.box)]
     offset = [centre[0][axis] - centre[1][axis] for axis in (0, 1)]
@@ -117,7 +111,7 @@ def spatial_relations(a: DetectedObject, b: DetectedObject) -> set[str]:
 
 
 def find_metadata_problem(metadata: Mapping[str, Any]) -> str:
-    """Return an error message for invalid clauses in an item's metadata; an empty string if all are valid."""
+    """Return an error message for invalid clauses in an item's metadata, or "" if all are valid."""
     for key in ("include", "exclude"):
         clauses = metadata.get(key, [])
         if not isinstance(clauses, list) or (key == "include" and not clauses):

@@ -23,10 +23,7 @@ VIDEO_CRF = "12"  # H.264 quality, nearly lossless
 
 
 class VlmReward(Reward):
-    """Base class of rewards that send one request per item to a VLM, several at a time.
-
-    A reply without a score is a failure.
-    """
+    """Base class of rewards that ask a VLM for the score of each item, with concurrent requests."""
 
     stall_s = 660.0
 
@@ -41,10 +38,10 @@ class VlmReward(Reward):
         concurrency: int = 8,
         **options: Any,
     ) -> None:
-        """`endpoint`: URL without /chat/completions, such as http://127.0.0.1:8000/v1.
-        `api_key_env`: name of the environment variable with the API key.
+        """Store the options. Raises RewardError if they are invalid.
 
-        Raises RewardError for invalid options.
+        endpoint: URL without /chat/completions, such as http://127.0.0.1:8000/v1. model: its name at the endpoint.
+        api_key_env: name of the environment variable with the API key. concurrency: number of requests at a time.
         """
         super().__init__(device, **options)
         if not 0 < timeout_s <= 600 or not isinstance(concurrency, int) or concurrency < 1:
@@ -53,7 +50,7 @@ class VlmReward(Reward):
         self.model, self.api_key_env, self.timeout_s, self.concurrency = model, api_key_env, timeout_s, concurrency
 
     def load(self) -> None:
-        """Open the client. Raises RewardError if the API key is not set."""
+        """Create the HTTP client. Raises RewardError if the environment variable of the API key is not set."""
         key = None if self.api_key_env is None else os.environ.get(self.api_key_env)
         if self.api_key_env is not None and not key:
             raise RewardError(f"reward {self.name}: the environment variable {self.api_key_env} is not set")
@@ -65,13 +62,13 @@ class VlmReward(Reward):
 
     @abstractmethod
     def request_fields(self, item: MediaItem) -> Mapping[str, Any]:
-        """Return the fields of the request, except `model`: messages and sampling parameters."""
+        """Return the fields of the chat completions request, except `model`: messages and sampling parameters."""
 
     @abstractmethod
     def parse_score(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
-        """Read the score from the first choice of a reply.
+        """Read the score from the first choice of a chat completions reply.
 
-        Raises KeyError, TypeError or ValueError if there is no score.
+        Raises KeyError, IndexError, TypeError or ValueError if there is no score: the item then fails.
         """
 
     def _score_item(self, item: MediaItem) -> Score:

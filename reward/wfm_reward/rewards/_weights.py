@@ -15,9 +15,9 @@ T = TypeVar("T")
 
 
 def load_pretrained(reward: str, label: str, address: str, load: Callable[[str], T]) -> T:
-    """Load a model from a local path or from the Hub. Raises RewardError with a hint if loading fails.
+    """Load a model from a local path or the Hub. Raises RewardError if a package is missing or loading fails.
 
-    `label`: what is loaded, for the error message. `load`: function that loads the model, given the path or Hub name.
+    label: name of what is loaded, for the error message. load: called with the path or Hub name.
     """
     path = Path(address).expanduser()
     try:
@@ -33,7 +33,10 @@ def load_pretrained(reward: str, label: str, address: str, load: Callable[[str],
 
 
 def resolve_file(address: str) -> str:
-    """Return a local path: the file itself, or a downloaded `OWNER/REPOSITORY:FILE`. Raises OSError or ValueError."""
+    """Return a local path: `address` itself, or the downloaded file OWNER/REPOSITORY:FILE.
+
+    Raises OSError or ValueError if there is no such file.
+    """
     path = Path(address).expanduser()
     if path.is_file():
         return str(path)
@@ -46,7 +49,7 @@ def resolve_file(address: str) -> str:
 
 
 def to_pil_images(media: npt.NDArray[np.uint8]) -> list[Any]:
-    """Convert uint8 [B,H,W,3] to PIL images."""
+    """Convert images uint8 [B,H,W,3] to a list of B PIL images."""
     from PIL import Image
 
     return [Image.fromarray(image) for image in media]

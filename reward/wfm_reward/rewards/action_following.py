@@ -44,11 +44,10 @@ class ActionFollowing(Reward):
         resolution_tier: int = 256,
         dtype: str = "bfloat16",
     ) -> None:
-        """`model`: folder or Hub name of a Cosmos3 pipeline, preferably the initial model of the run.
-        `domain`: name of the embodiment in diffusers, which defines the action size.
-        `steps`, `resolution_tier`: inference settings.
+        """Store the options. Raises RewardError unless `temperature` and `steps` are positive.
 
-        Raises RewardError unless `temperature` and `steps` are positive.
+        model: folder or Hub name of a Cosmos3 pipeline, preferably the initial model of the run. domain: name of the
+        embodiment in diffusers, which defines the action size. steps, resolution_tier: inference settings.
         """
         super().__init__(device)
         if not temperature > 0 or steps < 1:
@@ -87,7 +86,7 @@ class ActionFollowing(Reward):
         return item.score(**following_scores(predicted, target, self.temperature))
 
     def _predict_actions(self, item: MediaItem) -> Actions:
-        """Predict the actions [F-1,D] from the frames. Deterministic."""
+        """Predict the actions [F-1,D] from a video's frames. Deterministic."""
         import torch
         from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import CosmosActionCondition
 
@@ -114,7 +113,7 @@ class ActionFollowing(Reward):
 
 
 def following_scores(predicted: Actions, target: Actions, temperature: float) -> dict[str, float]:
-    """Return `value` and the parts for predicted and target actions [F-1,D]."""
+    """Compare predicted with target actions [F-1,D]. Returns {"value", "mse", and "following_moving" if defined}."""
     errors = np.square(predicted - target).mean(axis=1)
     scores = np.exp(-errors / temperature)
     sizes = np.linalg.norm(target, axis=1)

@@ -30,7 +30,7 @@ class Aesthetic(Reward):
         dtype: str = "float32",
         **options: Any,
     ) -> None:
-        """`head`: sac+logos+ava1-l14-linearMSE.pth as a file or OWNER/REPOSITORY:FILE on the Hub."""
+        """head: sac+logos+ava1-l14-linearMSE.pth, as a local file or OWNER/REPOSITORY:FILE on the Hub."""
         super().__init__(device, **options)
         self.model, self.head, self.dtype = model, head, dtype
 

@@ -15,7 +15,7 @@ from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, S
 
 Poses = npt.NDArray[np.float64]
 ROTATION_TOLERANCE = 1e-2  # tolerance for the orthonormality of estimated rotations
-MIN_LENGTH = 1e-6  # path length below which no direction is defined
+MIN_LENGTH = 1e-6  # of a translation; shorter ones have no direction
 
 
 class CameraFollowing(Reward):
@@ -41,9 +41,9 @@ class CameraFollowing(Reward):
     stall_s = 660.0
 
     def __init__(self, device: str = "cpu", *, url: str = "", degrees: float = 10.0, timeout_s: float = 120.0) -> None:
-        """`url`: address of the pose service. `degrees`: rotation error at which `rotation` is 1/e.
+        """Store the options. Raises RewardError if they are invalid.
 
-        Raises RewardError for invalid values.
+        url: address of the pose service. degrees: rotation error at which `rotation` is 1/e.
         """
         super().__init__(device)
         if not url.startswith(("http://", "https://")) or not degrees > 0:
@@ -66,7 +66,7 @@ class CameraFollowing(Reward):
         return item.score(**camera_scores(estimated, target, self.degrees))
 
     def _request_poses(self, item: MediaItem) -> Poses:
-        """Estimate the poses of the frames. Raises RewardError if the service does not return poses."""
+        """Return the camera poses [F,4,4] that the pose service estimates. Raises RewardError if it returns none."""
         body = io.BytesIO()
         np.save(body, item.frames)
         request = urllib.request.Request(
@@ -81,7 +81,7 @@ class CameraFollowing(Reward):
 
 
 def camera_scores(estimated: Poses, target: Poses, degrees: float) -> dict[str, float]:
-    """Return `value` and the parts for estimated and target poses [F,4,4]."""
+    """Compare estimated with target poses [F,4,4]. Returns "value", "rotation", "degrees" and, for moving paths, "direction"."""
     poses, target_poses = relative_to_first(estimated), relative_to_first(target)
     turns = np.einsum("fji,fjk->fik", poses[1:, :3, :3], target_poses[1:, :3, :3])
     cosines = (np.trace(turns, axis1=1, axis2=2) - 1) / 2
@@ -99,13 +99,13 @@ def camera_scores(estimated: Poses, target: Poses, degrees: float) -> dict[str, 
 
 
 def is_rigid(poses: Poses) -> bool:
-    """Return whether the 3 x 3 part of each pose [F,4,4] is a rotation within ROTATION_TOLERANCE."""
+    """Return True if the 3 x 3 matrix of each pose [F,4,4] is a rotation within ROTATION_TOLERANCE."""
     turns = poses[:, :3, :3]
     products = np.einsum("fji,fjk->fik", turns, turns)
     return bool((np.abs(products - np.eye(3)) <= ROTATION_TOLERANCE).all() and (np.linalg.det(turns) > 0).all())
 
 
 def relative_to_first(poses: Poses) -> Poses:
-    """Express poses [F,4,4] relative to the first one."""
+    """Return poses [F,4,4] relative to the first one."""
     relative: Poses = np.linalg.inv(poses[0]) @ poses
     return relative

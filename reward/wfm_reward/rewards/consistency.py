@@ -11,7 +11,7 @@ from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
 
 FULL_SCORE_DB = 40.0  # PSNR at which the second frame continues the first without a visible jump
 MAX_DB = 60.0
-NEGLIGIBLE = 1e-4  # brightness difference in 0..1 that counts as zero
+NEGLIGIBLE = 1e-4  # brightness differences (0..1) below this count as zero
 
 
 class Consistency(Reward):
@@ -48,15 +48,15 @@ class Consistency(Reward):
 
 
 def psnr_db(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
-    """Return the PSNR of two images in 0..1, in dB, at most 60."""
+    """Return the PSNR in dB, at most 60, of two images with pixels in 0..1."""
     error = float(np.square(a - b).mean())
     return float(min(MAX_DB, -10 * np.log10(max(error, 1e-12))))
 
 
 def motion_steadiness(frames: npt.NDArray[np.float32]) -> float:
-    """Return 1 - |second differences| / (2 |first differences|) over frames [T,H,W,3], T > 2.
+    """Return 1 - |second differences| / (2 |first differences|) over time, for frames [T,H,W,3] with T > 2.
 
-    The result is 1 for steady or no motion, and 0 for alternating frames.
+    The value is 1 for steady or no motion, and 0 for frames that alternate.
     """
     first = float(np.abs(np.diff(frames, axis=0)).mean())
     second = float(np.abs(np.diff(frames, n=2, axis=0)).mean())
@@ -64,7 +64,7 @@ def motion_steadiness(frames: npt.NDArray[np.float32]) -> float:
 
 
 def sharpness_ratio(frames: npt.NDArray[np.float32]) -> float:
-    """Return the ratio (at most 1) of the mean gradients of the first and last third of frames [T,H,W,3]."""
+    """Return mean gradient of the last third of frames [T,H,W,3] / that of the first third, at most 1."""
     third = max(1, len(frames) // 3)
     first, last = mean_gradient(frames[:third]), mean_gradient(frames[-third:])
     if max(first, last) < NEGLIGIBLE:
@@ -73,6 +73,6 @@ def sharpness_ratio(frames: npt.NDArray[np.float32]) -> float:
 
 
 def mean_gradient(frames: npt.NDArray[np.float32]) -> float:
-    """Return the mean absolute difference of vertically and horizontally neighbouring pixels in frames [T,H,W,3]."""
+    """Return the mean absolute difference of neighbouring pixels in frames [T,H,W,3]."""
     gradients = [np.abs(np.diff(frames, axis=axis)) for axis in (1, 2) if frames.shape[axis] > 1]
     return float(np.mean([gradient.mean() for gradient in gradients])) if gradients else 0.0

@@ -48,7 +48,6 @@ class CosmosReason1(VlmReward):
     primary_output = "no_score"
 
     def __init__(self, device: str = "cpu", *, model: str = "nvidia/Cosmos-Reason1-7B-Reward", **options: Any) -> None:
-        """Accepts the options of VlmReward. `model`: name of the model at the endpoint."""
         super().__init__(device, model=model, **options)
 
     def request_fields(self, item: MediaItem) -> Mapping[str, Any]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
 
 IMAGE_SIZE = 8
-MAX_GREY = 16  # grey levels of scikit-learn's digits are 0 to 16
+MAX_GREY = 16  # scikit-learn's digits have grey levels 0 to 16
 
 
 class DigitsReward(Reward):
@@ -56,12 +56,12 @@ class DigitsReward(Reward):
 
 
 def classifier_input(grey: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
-    """Convert a grey image [8,8] in 0..255 to classifier inputs float64 [64] in -1..1."""
+    """Convert a grey image [8,8] (0..255) to classifier inputs float64 [64] (-1..1)."""
     return (2.0 * np.asarray(grey, np.float64) / 255.0 - 1.0).reshape(-1)
 
 
 def average_to_8x8(image: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Convert an image [H,W,3] to grey and average it to float32 [8,8] in 0..255."""
+    """Convert an RGB image [H,W,3] to grey and average it to float32 [8,8] (0..255)."""
     from PIL import Image
 
     grey = image.mean(axis=2, dtype=np.float32)

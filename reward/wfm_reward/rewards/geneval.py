@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CONFIDENCE = 0.3
-COUNTING_CONFIDENCE = 0.9  # minimum confidence for prompts with the tag `counting`
+COUNTING_CONFIDENCE = 0.9  # minimum confidence of objects for prompts with tag `counting`
 MAX_OBJECTS = 16  # maximum number of objects per class
-BACKGROUND_GREY = (153, 153, 153)  # replaces the background when the colour of an object is classified
+BACKGROUND_GREY = (153, 153, 153)  # replaces an object's background when CLIP classifies its colour
 COLOR_TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored {name}", "a photo of a {color} object")
 
 
 class Detector(ABC):
-    """Base class of object detectors for the 80 COCO classes. Use another one with the option `detector`."""
+    """Base class of object detectors for the 80 COCO classes. The option `detector` selects a subclass."""
 
     def __init__(self, model: str, device: str) -> None:
         self.model, self.device = model, device
 
     @abstractmethod
     def load(self) -> None:
-        """Load the model. Called once before the first detection. Raises RewardError."""
+        """Load the model. Called once before the first detection. Raises RewardError if it cannot be loaded."""
 
     @abstractmethod
     def detect_objects(self, image: npt.NDArray[np.uint8]) -> list[DetectedObject]:
-        """Return all objects detected in an image [H,W,3], whatever their confidence."""
+        """Return all objects detected in an RGB image [H,W,3], at any confidence."""
 
 
 class Mask2Former(Detector):
@@ -102,9 +102,9 @@ class GenEval(Reward):
         clip: str = "openai/clip-vit-large-patch14",
         **options: Any,
     ) -> None:
-        """`detector`: `package.module:Class` of a Detector. `detector_model`, `clip`: folders or Hub names.
+        """Store the options. Raises RewardError for an invalid detector.
 
-        Raises RewardError for an invalid detector.
+        detector: `package.module:Class` of a Detector. detector_model, clip: folders or Hub names.
         """
         super().__init__(device, **options)
         module, _, name = detector.partition(":")
@@ -146,7 +146,7 @@ class GenEval(Reward):
         return item.score(score.soft, gen_eval_score=float(score.correct), gen_eval_strict=float(score.strict))
 
     def _classify_colors(self, image: npt.NDArray[np.uint8], name: str, objects: Sequence[DetectedObject]) -> list[str]:
-        """Return the most likely colour in COLORS for each object, by CLIP."""
+        """Return the most likely colour in COLORS of each object, according to CLIP."""
         if not objects:
             return []
         if name not in self._color_texts:
@@ -156,7 +156,7 @@ class GenEval(Reward):
         return [COLORS[index] for index in indices.tolist()]
 
     def _embed_color_texts(self, name: str) -> Tensor:
-        """Return one unit vector per colour, [number of colours, D]: the mean over COLOR_TEMPLATES."""
+        """Return CLIP text embeddings [len(COLORS), D] of unit length, averaged over COLOR_TEMPLATES."""
         import torch
 
         texts = [template.format(color=color, name=name) for color in COLORS for template in COLOR_TEMPLATES]
@@ -171,7 +171,7 @@ def _object_from_mask(name: str, confidence: float, mask: npt.NDArray[np.bool_])
 
 
 def _crop_object(image: npt.NDArray[np.uint8], detected: DetectedObject) -> Any:
-    """Crop an object as a PIL image. If the object has a mask, the background becomes grey."""
+    """Crop an object as a PIL image, with a grey background if the object has a mask."""
     from PIL import Image
 
     pixels = (

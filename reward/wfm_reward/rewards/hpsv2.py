@@ -32,13 +32,16 @@ class HpsV2(Reward):
         dtype: str = "float32",
         **options: Any,
     ) -> None:
-        """`model`: the published file, or OWNER/REPOSITORY:FILE on the Hub.
-        `base`: folder or Hub name of the base CLIP. Only its configuration and processor are used."""
+        """Store the options.
+
+        model: published weights, as a local file or OWNER/REPOSITORY:FILE on the Hub. base: folder or Hub name of the
+        base CLIP model, of which only the configuration and processor are used.
+        """
         super().__init__(device, **options)
         self.model, self.base, self.dtype = model, base, dtype
 
     def load(self) -> None:
-        """Load the weights. Raises RewardError if they do not fit the base CLIP."""
+        """Load the weights. Raises RewardError if they do not fit the base CLIP model."""
         self._clip = _OpenClipModel(self.name, self.model, self.base, self.device, self.dtype)
         self._size = self._clip.model.config.vision_config.image_size
 
@@ -68,7 +71,7 @@ class _OpenClipModel(ClipModel):
 
 
 def letterbox_images(media: npt.NDArray[np.uint8], size: int) -> Sequence[Any]:
-    """Resize images to fit size x size and pad with black, as in the training of HPS v2. Return PIL images."""
+    """Resize images to fit `size` x `size` and pad with black, as in the training of HPS v2. Returns PIL images."""
     from PIL import Image
 
     _, height, width, _ = media.shape

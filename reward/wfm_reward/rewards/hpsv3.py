@@ -26,7 +26,7 @@ class HpsV3(Reward):
     def __init__(
         self, device: str = "cpu", *, checkpoint: str | None = None, config: str | None = None, **options: Any
     ) -> None:
-        """`checkpoint`: HPSv3.safetensors; unset: the package downloads it. `config`: YAML file of the package."""
+        """checkpoint: HPSv3.safetensors, by default downloaded by the package. config: YAML file of the package."""
         super().__init__(device, **options)
         self.checkpoint, self.config = checkpoint, config
 
@@ -40,8 +40,8 @@ class HpsV3(Reward):
         self._model = load_pretrained(self.name, "the model", self.checkpoint or "MizzenAI/HPSv3", load_model)
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        """Score a batch. Raises RewardError unless the package returns two numbers per image."""
-        # Keyword arguments: releases of the package differ in the order.
+        """Score images. Raises RewardError unless the package returns two numbers per image."""
+        # Keyword arguments, because releases of the package differ in the order.
         rows = self._model.reward(prompts=list(batch.prompts), image_paths=to_pil_images(batch.media)).float().tolist()
         if len(rows) != len(batch) or not all(len(row) == 2 for row in rows):
             raise RewardError(f"hpsv3 returned {str(rows)[:80]} for {len(batch)} images, not two numbers per image")

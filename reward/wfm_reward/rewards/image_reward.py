@@ -23,7 +23,7 @@ class ImageReward(Reward):
     def __init__(
         self, device: str = "cpu", *, model: str = "ImageReward-v1.0", med_config: str | None = None, **options: Any
     ) -> None:
-        """`model`: ImageReward.pt, together with `med_config`; or the name of a model that the package downloads."""
+        """model: path of ImageReward.pt (then also set `med_config`), or the name of a model that the package downloads."""
         super().__init__(device, **options)
         self.model, self.med_config = model, med_config
 

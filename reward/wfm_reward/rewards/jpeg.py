@@ -13,7 +13,7 @@ UNBOUNDED = float("inf")
 
 
 def jpeg_kb(item: MediaItem) -> float:
-    """Return the size of the first frame as a JPEG of quality 95, in units of 1000 bytes."""
+    """Return the size in kB (1000 bytes) of the first frame as a JPEG of quality 95."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -22,7 +22,7 @@ def jpeg_kb(item: MediaItem) -> float:
 
 
 class JpegReward(Reward):
-    """Base class: a function of the JPEG size."""
+    """Base class of rewards that are a function of the JPEG size."""
 
     media_types = frozenset({"image"})
     backbone = "JPEG"

@@ -28,6 +28,6 @@ class Motion(Reward):
         frames = item.frames
         if len(frames) < 2:
             return item.fail("a video of one frame has no motion")
-        # One pair at a time: differences of the whole clip would need several times its memory.
+        # One pair at a time, to not use several times the memory of the clip.
         steps = [np.abs(after.astype(np.int16) - before).mean() for before, after in itertools.pairwise(frames)]
         return item.score(float(np.mean(steps)) / 255.0)

@@ -10,7 +10,7 @@ from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
 from wfm_reward.moving_demo import DIRECTIONS, GRID_SIZE, NUM_FRAMES, SHAPES, Cells, measure_cells, shape_mask
 
 CLIP_DISTANCE = NUM_FRAMES - 1  # cells moved from the first to the last frame
-FULL_LIGHT_CELLS = 16  # bright cells that give full `light`; the shapes have 4 to 9
+FULL_LIGHT_CELLS = 16  # bright cells for `light` = 1; the shapes have 4 to 9
 
 
 class MovingReward(Reward):
@@ -28,7 +28,7 @@ class MovingReward(Reward):
     required_metadata = ("shape", "direction")
 
     def __init__(self, device: str = "cpu", *, what: str = "shape") -> None:
-        """`what`: shape or light. Raises ValueError for other values."""
+        """Raises ValueError unless `what` is "shape" or "light"."""
         super().__init__(device)
         if what not in ("shape", "light"):
             raise ValueError(f"what is {what!r}; it must be shape or light")
@@ -55,9 +55,9 @@ class MovingReward(Reward):
 
 
 def motion_share(cells: Cells, direction: str) -> float:
-    """Return how far the centre of brightness moves in a direction from the first to the last frame.
+    """Return how far the centre of brightness moves in `direction` from the first to the last frame, 0 to 1.
 
-    The unit is the distance in a real clip. Sideways motion is subtracted; the result is at least 0.
+    1 is the distance in a real clip. Sideways motion is subtracted.
     """
     positions = np.arange(GRID_SIZE, dtype=np.float32)
     weights = cells.sum(axis=(1, 2)) + 1e-6
@@ -70,18 +70,15 @@ def motion_share(cells: Cells, direction: str) -> float:
 
 
 def shape_similarity(cells: Cells, shape: str) -> float:
-    """Return the mean over frames of max(0, 1 - |frame - shape|^2 / |shape|^2).
-
-    In each frame, the shape is placed at its best position.
-    """
+    """Return the mean over frames of max(0, 1 - |frame - shape|^2 / |shape|^2), with the shape at its best position."""
     template = shape_mask(shape)
     windows = np.lib.stride_tricks.sliding_window_view(cells, template.shape, axis=(1, 2))  # [T,6,6,3,3]
     energy = np.square(cells).sum(axis=(1, 2))
     overlap = np.einsum("tyxij,ij->tyx", windows, template).max(axis=(1, 2))
-    errors = energy - 2 * overlap + np.square(template).sum()  # of each frame, with the shape at its best position
+    errors = energy - 2 * overlap + np.square(template).sum()  # per frame, with the shape at its best position
     return float(np.clip(1 - errors / np.square(template).sum(), 0, 1).mean())
 
 
 def light_share(cells: Cells) -> float:
-    """Return the mean number of bright cells per frame / FULL_LIGHT_CELLS, at most 1."""
+    """Return total cell brightness per frame / FULL_LIGHT_CELLS, averaged over frames, at most 1."""
     return float(min(1.0, cells.sum(axis=(1, 2)).mean() / FULL_LIGHT_CELLS))

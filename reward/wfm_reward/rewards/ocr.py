@@ -27,7 +27,7 @@ class Ocr(Reward):
     primary_output = "ocr_reward"
 
     def __init__(self, device: str = "cpu", *, threads: int = 1, **options: Any) -> None:
-        """`threads`: CPU threads per worker. Raises RewardError for devices other than cpu."""
+        """threads: CPU threads per worker process. Raises RewardError for devices other than cpu."""
         super().__init__(device, **options)
         if device != "cpu":
             raise RewardError(f"reward ocr runs on the CPU, not on {device}: set device to cpu and add workers instead")
@@ -59,13 +59,13 @@ class Ocr(Reward):
         return item.score(1.0 - distance / len(target))
 
     def _read_text(self, image: npt.NDArray[np.uint8]) -> str:
-        """Return the recognised lines, joined from top to bottom. RapidOCR drops lines with a confidence below .5."""
+        """Return the recognized lines of text, joined from top to bottom. RapidOCR drops lines with confidence below 0.5."""
         lines, _ = self._reader(np.ascontiguousarray(image[..., ::-1]))  # RapidOCR expects BGR
         return "".join(text for _box, text, _confidence in lines or ())
 
 
 def ocr_target(item: MediaItem) -> str:
-    """Return the normalised target text; an empty string if there is none."""
+    """Return the normalized text that the image should show, or "" if none is given."""
     target = item.metadata.get("ocr_target")
     if target is None:
         quoted = QUOTED_TEXT.search(item.prompt)

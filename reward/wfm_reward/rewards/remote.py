@@ -20,7 +20,7 @@ VARIABLE_PREFIXES = (
     "REMOTE_REWARD",
     "WFM_REWARD",
     "DIFFUSION_REWARD",
-)  # prefixes of environment variables; the last two are older names
+)  # prefixes of environment variables; the last two are old names
 IGNORE_REPLICA_VARIABLE = "COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA"
 POLL_S = 0.5
 FORM_HEADERS = {"Content-Type": "application/x-www-form-urlencoded"}
@@ -45,10 +45,10 @@ class Remote(Reward):
     def __init__(
         self, device: str = "cpu", *, reward: str, output: str | None = None, timeout_s: float = 600.0, **options: Any
     ) -> None:
-        """`output`: an output of the other service, or a sum such as vq_reward+mq_reward; unset if it has only one
-        output. `timeout_s`: timeout per batch, at most 600.
+        """Store the options. Raises RewardError if they are invalid.
 
-        Raises RewardError for invalid values.
+        output: an output of the other service, or a sum such as vq_reward+mq_reward; None if it has only one.
+        timeout_s: per batch, at most 600.
         """
         super().__init__(device, **options)
         if not 0 < timeout_s <= 600:
@@ -56,13 +56,13 @@ class Remote(Reward):
         self.reward, self.output, self.timeout_s = reward, output, timeout_s
 
     def load(self) -> None:
-        """Read the addresses. Raises RewardError if they are not set, or differ between prefixes."""
+        """Read the addresses from environment variables. Raises RewardError if they are unset or differ between prefixes."""
         self._enqueue_url, self._fetch_url, token = read_service_addresses(os.environ)
         self._client = HttpClient(token)
         self._keep_replica = os.environ.get(IGNORE_REPLICA_VARIABLE, "").lower() not in ("1", "true")
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        """Send the batch in one request. Raises RewardError if the token is rejected or the output is missing."""
+        """Send the batch in one request. Raises RewardError if the token is rejected, or for unusable scores."""
         deadline_s = time.monotonic() + self.timeout_s
         try:
             reply = self._request_scores(enqueue_body(self.reward, batch), deadline_s)
@@ -71,7 +71,7 @@ class Remote(Reward):
         return list(self._parse_scores(reply, batch))
 
     def _request_scores(self, body: bytes, deadline_s: float) -> Mapping[str, Any]:
-        """Enqueue the batch and poll for its scores. Raises HttpRequestError."""
+        """Enqueue the batch, poll for its scores and return the reply. Raises HttpRequestError if they do not arrive in time."""
         accepted = _require_ok(self._client.post(self._enqueue_url, body, BINARY_HEADERS, deadline_s))
         uuid, replica = accepted.get("uuid"), accepted.get("replica_id")
         if not isinstance(uuid, str):
@@ -110,7 +110,7 @@ class Remote(Reward):
         ]
 
     def _select_outputs(self, numbers: Mapping[str, Sequence[Any]]) -> list[str]:
-        """Return the names of the outputs to add. Raises RewardError if they are missing or ambiguous."""
+        """Return the names of the outputs whose sum is the score. Raises RewardError if they are missing or ambiguous."""
         outputs = list(numbers) if self.output is None else [part.strip() for part in self.output.split("+")]
         if (self.output is None and len(outputs) != 1) or not set(outputs) <= numbers.keys():
             raise RewardError(
@@ -121,10 +121,9 @@ class Remote(Reward):
 
 
 def read_service_addresses(environment: Mapping[str, str]) -> tuple[str, str, str | None]:
-    """Return (enqueue URL, fetch URL, token) from the environment variables of one prefix.
+    """Return (enqueue URL, fetch URL, token or None) from PREFIX_ENQUEUE_URL, PREFIX_FETCH_URL and PREFIX_TOKEN.
 
-    The first prefix with both URLs is used. Raises RewardError if no prefix has both, or if another prefix has
-    different values.
+    Raises RewardError if no prefix has both URLs, if one has only a single URL, or if prefixes have different values.
     """
     addresses = {}
     for family in VARIABLE_PREFIXES:
@@ -148,7 +147,7 @@ def read_service_addresses(environment: Mapping[str, str]) -> tuple[str, str, st
 
 
 def enqueue_body(reward: str, batch: MediaBatch) -> bytes:
-    """Return the request body: a line of JSON, then images [B,H,W,3] or videos [B,3,T,H,W] in .npy format."""
+    """Return the body of the enqueue request: a line of JSON, then images [B,H,W,3] or videos [B,3,T,H,W] as .npy."""
     video = batch.media.ndim == 5
     fields: dict[str, Any] = {
         "prompts": list(batch.prompts),

@@ -22,7 +22,7 @@ from wfm_reward.brightness_demo import (
 
 NUM_CLIPS = 400
 NEIGHBOURS = 5
-MAX_NEIGHBOUR_DISTANCE = 0.15  # maximum RMS distance to a neighbour, for brightness in -1..1
+MAX_NEIGHBOUR_DISTANCE = 0.15  # maximum RMS distance to a neighbour, with brightness in -1..1
 
 
 class SeenAction(Reward):
@@ -66,10 +66,7 @@ class SeenAction(Reward):
 
 
 def move_features(frames: Frames) -> npt.NDArray[np.float32]:
-    """Return the features of each move, [2, 5 * 8 * 16].
-
-    They are the grey frame before the move (-1..1) and the changes from it to the move's four frames.
-    """
+    """Return features [2, 5 * 8 * 16] of each move: the grey frame before it (-1..1) and four frames relative to that."""
     grey = frames.mean(axis=3, dtype=np.float32).reshape(len(frames), -1) / 127.5 - 1
     before = grey[:-1:FRAMES_PER_MOVE, None]
     return np.concatenate([before, grey[1:].reshape(NUM_MOVES, FRAMES_PER_MOVE, -1) - before], axis=1).reshape(

@@ -32,7 +32,6 @@ class UnifiedReward(VlmReward):
     primary_output = "unified_reward"
 
     def __init__(self, device: str = "cpu", *, model: str = "UnifiedReward-7b-v1.5", **options: Any) -> None:
-        """Accepts the options of VlmReward. `model`: name of the model at the endpoint."""
         super().__init__(device, model=model, **options)
 
     def request_fields(self, item: MediaItem) -> Mapping[str, Any]:

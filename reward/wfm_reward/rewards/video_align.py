@@ -43,11 +43,10 @@ class VideoAlign(Reward):
         dtype: str = "bfloat16",
         **options: Any,
     ) -> None:
-        """`model`: folder of the checkpoint.
-        `code`: a checkout of VideoAlign; unset: the copy in FastVideo.
-        `output`: the output to use as score, overall_reward or a sum such as vq_reward+mq_reward.
+        """Store the options. Raises RewardError for an unknown `output`.
 
-        Raises RewardError for other outputs.
+        model: folder of the checkpoint. code: a checkout of VideoAlign; None for the copy in FastVideo. output: the
+        output to use as score, overall_reward or a sum such as vq_reward+mq_reward.
         """
         super().__init__(device, **options)
         self.score_outputs = [part.strip() for part in output.split("+")]
@@ -64,7 +63,6 @@ class VideoAlign(Reward):
         self._model = load_pretrained(self.name, "the model", self.model, load_model)
 
     def _import_inference_class(self) -> Any:
-        """Import the class VideoVLMRewardInference."""
         if self.code is None:
             from fastvideo.models.videoalign.inference import VideoVLMRewardInference
         else:
@@ -73,10 +71,7 @@ class VideoAlign(Reward):
         return VideoVLMRewardInference
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        """Score a batch.
-
-        Raises RewardError if the videos have no fps, or if the model does not return its four numbers.
-        """
+        """Score videos. Raises RewardError if they have no fps, or if the model does not return its four numbers."""
         if batch.fps is None:
             raise RewardError(f"{self.name} needs the frames per second of the videos; clients must send them")
         with tempfile.TemporaryDirectory(prefix="wfm-videos-") as folder:

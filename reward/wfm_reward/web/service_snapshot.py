@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from wfm_ds.transport.broker_status import BrokerStatus
+from wfm_ds.transport.tasks import BrokerStatus
 from wfm_reward.stats import RewardStats
 from wfm_reward.worker_pool import WorkerState
 

@@ -29,9 +29,9 @@ def recipe(tmp_path, root, tiny_pipelines):
         settings = [
             f"run.output_dir={tmp_path / 'out'}",
             f"model.path={tiny_pipelines(family)}",
-            f"data.path={root / 'recipes' / 'tiny' / 'prompts' / 'colors'}",
+            f"data.path={root / 'recipes' / 'prompts' / 'colors'}",
         ]
-        return recipe_file.load_recipe(root / "recipes" / "tiny" / f"{name}.yaml", [*settings, *overrides])
+        return recipe_file.load_recipe(root / "tests" / "recipes" / f"{name}.yaml", [*settings, *overrides])
 
     return load
 
@@ -223,7 +223,7 @@ def test_more_ranks_than_gpus_are_a_warning_about_the_reward_service(recipe, mon
 
 
 def test_json_lists_the_findings_and_errors_make_the_exit_code_2(root, tmp_path, capsys):
-    arguments = [str(root / "recipes" / "tiny" / "sd3_sft.yaml"), f"model.path={tmp_path}", "--json"]
+    arguments = [str(root / "tests" / "recipes" / "sd3_sft.yaml"), f"model.path={tmp_path}", "--json"]
     assert doctor.main([*arguments, f"data.path={tmp_path}", f"run.output_dir={tmp_path / 'out'}"]) == 2
     told = json.loads(capsys.readouterr().out)
     levels = {f["name"]: f["level"] for f in told["findings"]}

@@ -147,8 +147,8 @@ class RlSettings(AlgorithmSettings):
     uses_edm_solvers: ClassVar[bool] = False
     """Its rollouts use the EDM solvers. Other algorithms cannot use them."""
     compares_log_probs: ClassVar[bool] = True
-    """May compare log-probabilities of rollouts and training, so both must round identically. If False, rollouts may use
-    faster, slightly different kernels and weights."""
+    """May compare log-probabilities of rollouts and training, so both must round identically. If False, rollouts may
+    use faster, slightly different kernels and weights."""
     reads_rollout_policy: ClassVar[bool] = False
     """Reads the recipe key `rollout.policy`."""
 

@@ -72,7 +72,7 @@ _ChunkTensors = Mapping[str, Tensor]
 
 
 def _payload_tensors(payload: Message) -> _ChunkTensors:
-    """Return {name: CPU tensor} of a message payload. Raises WireError if it is corrupt."""
+    """Return {name: CPU tensor} of a message payload."""
     tensors = zip(payload.specs, payload.read_tensors(), strict=True)
     return {spec.name: torch.from_numpy(array) for spec, array in tensors}
 
@@ -165,7 +165,7 @@ class AsyncSource:
         try:
             if job.world.is_leader:
                 tensors = self._fetch_chunks(local_chunks, step)
-        except (PipeError, WireError, KeyError, IndexError, TypeError, ValueError) as raised:
+        except (PipeError, KeyError, IndexError, TypeError, ValueError) as raised:
             error = f"rank {job.world.rank} cannot get the samples of step {step}: {type(raised).__name__} {raised}"
         errors = [e for e in job.world.gather(error) if e]
         if errors:  # raised on all ranks, before the next collective

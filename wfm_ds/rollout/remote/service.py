@@ -27,7 +27,7 @@ from wfm_ds.rollout import TASK_KIND
 from wfm_ds.runs.layout import ROLLOUT
 from wfm_ds.storage import atomic
 from wfm_ds.transport.broker import Broker, TaskKind
-from wfm_ds.transport.broker_status import FinishedTask
+from wfm_ds.transport.tasks import FinishedTask
 from wfm_ds.transport.keys import BrokerKeys, load_broker_keys
 from wfm_ds.transport.socket_folders import SocketFolder
 

@@ -22,7 +22,6 @@ from wfm_ds.models.base import DiffusionModel, matches_any_pattern
 from wfm_ds.rollout.remote.publisher import PolicyFile, PolicyManifest, has_files
 from wfm_ds.transport.client import PipeClient
 from wfm_ds.transport.sockets import PipeError
-from wfm_ds.transport.wire import WireError
 from wfm_ds.transport.worker import TaskFailed
 
 log = logging.getLogger(__name__)
@@ -84,7 +83,7 @@ class PolicyWeights:
             try:
                 for file in manifest.files:
                     self._fetch_file(manifest, file, folder / file.name)
-            except (PipeError, WireError, OSError) as error:
+            except (PipeError, OSError) as error:
                 raise TaskFailed(
                     f"publication {manifest.publication} cannot be downloaded: {error}", fatal=False
                 ) from error
