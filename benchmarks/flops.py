@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks.released import RELEASED, Released
 from benchmarks.report import format_table
 from wfm_ds.algorithms import build_rl_algorithm
-from wfm_ds.engine.flops import Flops
+from wfm_ds.engine.flop_counter import Flops
 from wfm_ds.engine.policies import add_adapters, set_trainable
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.memory.forward_counts import (

@@ -131,10 +131,10 @@ algorithm: {name: diffusion_nft}
 1. A block in a list:
 
     ```bash
-    wfm recipes copy tiny/sd3_nft mine.yaml > log.txt && cd outputs   # a comment
+    wfm recipes copy sd3_nft mine.yaml > log.txt && cd outputs   # a comment
     PORT=1 deepspeed --num_gpus 2 -m wfm_ds.train mine.yaml rollout.spawn=1 \\
         algorithm.kl_beta=0 'lora={rank: 8}'
-    wfm train tiny/sd3_nft run.steps=4 --gpus 2
+    wfm train sd3_nft --tiny run.steps=4 --gpus 2
     make test ARGS="tests/recipe -k defaults"
     ```
 
@@ -191,7 +191,7 @@ BAD_PAGES = {
     ),
     "a recipe to copy": ("```bash\nwfm recipes copy sd3_ntf\n```", "2: unknown shipped recipe 'sd3_ntf'"),
     "a wrong override": (
-        "```bash\nwfm train tiny/sd3_nft run.step=4\n```",
+        "```bash\nwfm train sd3_nft run.step=4\n```",
         "2: override run.step=4: run.step is not a key",
     ),
     "a wrong override of an own recipe": (

@@ -2,8 +2,10 @@
 
 
 class UserError(ValueError):
-    """An error that the user can fix. The message states the problem, its location and the fix. Commands print it as one line
-    and exit with code 2."""
+    """An error that the user can fix. The message states the problem, its location and the fix.
+
+    Commands print it as one line and exit with code 2.
+    """
 
     agreed = False
     """True if all ranks raise this error, so that collectives still work. Set by World.run_checked."""
@@ -32,7 +34,7 @@ class RewardError(UserError):
 class RunError(RuntimeError):
     """A run failed although its recipe and data are valid. Commands print it as one line and exit with code 1."""
 
-    agreed = True  # all ranks raise it
+    agreed = True  # all ranks know its cause
 
 
 # Lower-case texts in RuntimeErrors of torch, cuBLAS, NCCL and C++.

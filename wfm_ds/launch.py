@@ -2,7 +2,7 @@
 
     deepspeed --num_gpus 8 -m wfm_ds.train recipes/mine.yaml
 
-It starts DeepSpeed's runner as a child in a new process group and passes its arguments on. Exception: --num_gpus together
+It starts DeepSpeed's runner as a child in a new process group and passes its arguments on, except --num_gpus together
 with CUDA_VISIBLE_DEVICES, which the runner would ignore. `python -m wfm_ds.launch ...` does the same.
 distributed/lifecycle.py reads the environment variables that are set here.
 
@@ -148,7 +148,7 @@ def print_message(text: str) -> None:
 
 
 class Supervisor:
-    """Runs DeepSpeed's runner in a new process group, and ends with its exit.
+    """Runs DeepSpeed's runner in a new process group and passes signals on to the ranks.
 
     A stop signal is first passed to the ranks (stage `signaled`). After `grace_s` seconds the process group receives
     SIGTERM (`ending`), and TERM_WAIT_S seconds later SIGKILL (`killed`). Another signal, at least SIGNAL_REPEAT_S
@@ -240,7 +240,7 @@ class Supervisor:
             self.stage = "lost"
 
     def rank_pids(self) -> list[int]:
-        """Return the process ids of the ranks: the children of DeepSpeed's inner launcher. [] if they run on other machines."""
+        """Return the process ids of local ranks, the children of DeepSpeed's inner launcher. [] for a remote job."""
         if not self.is_local:
             return []
         import psutil
@@ -302,7 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_launcher(argv: Sequence[str]) -> int:
-    """Start DeepSpeed's runner with these arguments and return its exit code. The runner parses most options itself."""
+    """Start DeepSpeed's runner with these arguments and return its exit code."""
     if list(argv[:1]) == [VERSION_OPTION]:
         sys.stdout.write(f"wfm_ds {wfm_ds.__version__}\n")
         return 0

@@ -1,4 +1,4 @@
-"""Seeds and orders derived from keys, not from global state. A recipe gives the same run at any world size."""
+"""Derive seeds and orders from keys instead of global state, so that a run does not depend on the world size."""
 
 from __future__ import annotations
 

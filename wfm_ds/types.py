@@ -34,7 +34,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class ConditioningFrames:
-    """Clean latent frames that condition samples: sample i is conditioned on the first counts[i] frames of latents[i]."""
+    """Clean latent frames that condition samples: the first counts[i] frames of latents[i] for sample i."""
 
     latents: Tensor  # [B,C,T,h,w] float32
     counts: Tensor  # [B] int64
@@ -113,7 +113,7 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaBatch:
-    """A batch of uint8 images [B,H,W,3] or videos [B,T,H,W,3] with prompts and metadata. Iterating yields MediaItems."""
+    """A batch of uint8 images [B,H,W,3] or videos [B,T,H,W,3] with their prompts. Iterating yields MediaItems."""
 
     media: npt.NDArray[np.uint8]
     sample_ids: Sequence[str]

@@ -33,7 +33,7 @@ class Range:
 class Reward(ABC):
     """Base class of rewards. Subclasses are in `wfm_reward/rewards/` or any importable module (`package.module:Class`).
 
-    The module of a reward must be cheap to import. Import and load models in `load()`, which runs in the worker process.
+    The module of a reward must be cheap to import. Import and load models in `load()`, which runs in the worker.
 
     The options of a reward are the keyword parameters of its `__init__`, plus `frames` for rewards that accept only
     images. A parameter named `device` receives the device. An `__init__` that accepts `**options` should pass them on
@@ -113,7 +113,7 @@ class Reward(ABC):
             raise RewardError(f"reward {cls.name}: {error}") from error
 
     def load(self) -> None:  # noqa: B027  (rewards without a model need not override it)
-        """Import and load models. Called once before the first `score`. Raises RewardError if a package or file is missing."""
+        """Import and load models. Called once before `score`. Raises RewardError if a package or file is missing."""
 
     @abstractmethod
     def score(self, batch: MediaBatch) -> list[Score]:

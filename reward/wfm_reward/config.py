@@ -33,8 +33,8 @@ class PipesConfig(ConfigSection):
     """`ipc` (a socket in `folder`), `ipc:///PATH` or a loopback address `tcp://127.0.0.1:PORT` (port 0: any free port).
     Other addresses of this machine, such as `tcp://10.0.0.5:6100`, require `keys`."""
     keys: Path | None = None
-    """Key folder of the service (wfm keys new DIR hub). Only clients with a public key in its folder public/ may connect.
-    Relative to the configuration file."""
+    """Key folder of the service (wfm keys new DIR hub). Only clients with a public key in its folder public/ may
+    connect. Relative to the configuration file."""
     workers: str = "ipc"
     """Address for the service's own workers, in the format of `clients`."""
     folder: Path | None = None

@@ -29,7 +29,7 @@ class FrameRule:
             raise RewardError(f"frames is {self.text!r}; it must be {FRAME_RULE_FORMS}")
 
     def frame_indices(self, num_frames: int) -> list[int]:
-        """Return the selected frame indices, distinct and ascending. `uniform:N` selects all frames of shorter videos."""
+        """Return distinct frame indices, ascending. `uniform:N` selects all frames of videos with fewer than N."""
         match self.text:
             case "first":
                 return [0]

@@ -133,7 +133,7 @@ def _task_scores(ended: FinishedTask) -> list[Any]:
 
 
 def _failure_class(reason: str, known: Mapping[str, int]) -> str:
-    """Return the failure class of a reason: its text up to the first colon, with numbers and quoted names replaced by N.
+    """Return the failure class of a reason: its text up to the first colon, with N for numbers and quoted names.
 
     Returns "other" for a new class if `known` already has MAX_REASONS.
     """

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from wfm_ds.cli import convert
-from wfm_ds.engine.adapter_targets import match_linear_layers
+from wfm_ds.engine.adapter_layers import match_linear_layers
 from wfm_ds.export.lora_base import base_weight_readers, denoiser_parts, family_names, read_lora
 from wfm_ds.export.lora_extraction import approximate_difference
 from wfm_ds.export.lora_file import LoraSource, iter_lora_tensors, lora_settings

@@ -1,4 +1,5 @@
 import json
+import shutil
 
 import pytest
 import torch
@@ -27,5 +28,24 @@ def test_what_the_base_does_not_hold_is_named(tiny_pipelines):
     stored = target.base_weights("transformer")
     with pytest.raises(ModelError, match=r"nothing\.weight cannot be read from"):
         stored.read_tensor("nothing.weight")
-    with pytest.raises(ModelError, match="has no transformer_2 with a diffusers class"):
+    with pytest.raises(ModelError, match="has no transformer_2; name the pipeline"):
         target.tensor_shapes("transformer_2")
+
+
+def test_a_network_may_have_a_class_of_another_library(tiny_pipelines, tmp_path, monkeypatch):
+    base = tmp_path / "base"
+    shutil.copytree(tiny_pipelines("sd3"), base)
+    module = "from diffusers import SD3Transformer2DModel\n\nclass MyNetwork(SD3Transformer2DModel):\n    pass\n"
+    (tmp_path / "my_networks.py").write_text(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    index = json.loads((base / "model_index.json").read_text())
+    for name, message in (("MyNetwork", None), ("Missing", r"class my_networks\.Missing: module .* has no attribute")):
+        (base / "model_index.json").write_text(json.dumps(index | {"transformer": ["my_networks", name]}))
+        target = ExportTarget(base, ("transformer",))
+        if message is None:
+            expected = ExportTarget(tiny_pipelines("sd3"), ("transformer",)).tensor_shapes("transformer")
+            assert type(target.meta_network("transformer")).__name__ == name
+            assert target.tensor_shapes("transformer") == expected
+        else:
+            with pytest.raises(ModelError, match=message):
+                target.meta_network("transformer")

@@ -49,8 +49,9 @@ def test_a_mistake_is_said_at_once(tmp_path):
     with pytest.raises(RecipeError, match="algorithm"):
         Run.from_recipe({"algorithm": {"name": "nothing"}})
     with pytest.raises(RecipeError, match=r"run\.stepz"):
-        Run.from_recipe("tiny/sd3_sft", {"run.stepz": 1})
-    run = Run.from_recipe("tiny/sd3_sft", {"run.output_dir": tmp_path / "none"})
+        Run.from_recipe("sd3_image_sft", {"run.stepz": 1})
+    run = Run.from_recipe("sd3_image_sft", {"run.output_dir": tmp_path / "none"}, tiny=True)
+    assert (run.recipe.model.path, run.output_dir) == ("tiny:sd3", tmp_path / "none")
     assert (run.samples(), run.metrics()) == ([], [])
     with pytest.raises(UserError, match="has not finished, or not started"):
         run.result()

@@ -12,7 +12,6 @@ import pytest
 from wfm_ds import __version__
 from wfm_ds.cli import check, models, recipes, rewards, train
 from wfm_ds.cli.main import COMMANDS, main
-from wfm_ds.demos.squares_data import write_squares
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe import shipped_recipes
 
@@ -66,12 +65,12 @@ def test_python_m_is_the_same_command():
         ("data digits/none", "digits/none not found. Create it: wfm data digits digits"),
         ("data digit", "digit not found. For a dataset of the Hugging Face Hub set data.kind: hf"),
         ("train", "the following arguments are required: recipe, section.key=value (see wfm train --help"),
-        ("train tiny/sd3_nft --gpu 2 --colour", "unrecognized arguments: --colour (see wfm train --help"),
-        ("train tiny/sd3_nft --gpus 0", "argument --gpus: '0' is not a positive integer"),
-        ("train tiny/sd3_nft --nodes 2", "--nodes requires --hostfile"),
-        ("train tiny/sd3_nft --hostfile none", "--hostfile: file none not found"),
-        ("train tiny/sd3_nftt", "tiny/sd3_nftt: recipe file not found; did you mean tiny/sd3_nft"),
-        ("train tiny/sd3_nft run.stepz=2", "override run.stepz=2: run.stepz is not a key"),
+        ("train sd3_nft --gpu 2 --colour", "unrecognized arguments: --colour (see wfm train --help"),
+        ("train sd3_nft --gpus 0", "argument --gpus: '0' is not a positive integer"),
+        ("train sd3_nft --nodes 2", "--nodes requires --hostfile"),
+        ("train sd3_nft --hostfile none", "--hostfile: file none not found"),
+        ("train digits/nftt", "digits/nftt: recipe file not found; did you mean digits/nft"),
+        ("train sd3_nft run.stepz=2", "override run.stepz=2: run.stepz is not a key"),
         ("check none.yaml", "none.yaml: recipe file not found"),
         ("recipes show sd3_nf", "unknown shipped recipe 'sd3_nf'; did you mean sd3_nft"),
         ("recipes copy", "usage: wfm recipes copy NAME [FILE]"),
@@ -102,15 +101,15 @@ def dry(words, capsys, monkeypatch, *, gpus=False):
 def test_training_is_a_line_of_the_deepspeed_command(capsys, monkeypatch, tmp_path):
     (tmp_path / "hosts").write_text("node1 slots=8\n")
     assert (
-        dry("tiny/sd3_nft run.steps=4 --gpus 2 --overwrite", capsys, monkeypatch)
-        == "deepspeed --quiet --num_gpus 2 --module wfm_ds.train tiny/sd3_nft run.steps=4 --overwrite"
+        dry("sd3_nft --tiny run.steps=4 --gpus 2 --overwrite", capsys, monkeypatch)
+        == "deepspeed --quiet --num_gpus 2 --module wfm_ds.train sd3_nft run.steps=4 --tiny --overwrite"
     )
-    assert dry("tiny/sd3_nft", capsys, monkeypatch).endswith(" --num_gpus 1 --module wfm_ds.train tiny/sd3_nft")
-    assert dry("tiny/sd3_nft -v", capsys, monkeypatch, gpus=True) == "deepspeed --module wfm_ds.train tiny/sd3_nft"
+    assert dry("sd3_nft", capsys, monkeypatch).endswith(" --num_gpus 1 --module wfm_ds.train sd3_nft")
+    assert dry("sd3_nft -v", capsys, monkeypatch, gpus=True) == "deepspeed --module wfm_ds.train sd3_nft"
     hosts = f"--hostfile {tmp_path / 'hosts'}"
     assert (
-        dry(f"tiny/sd3_nft {hosts} --nodes 1 --gpus 8", capsys, monkeypatch)
-        == f"deepspeed --quiet {hosts} --num_nodes 1 --num_gpus 8 --module wfm_ds.train tiny/sd3_nft"
+        dry(f"sd3_nft {hosts} --nodes 1 --gpus 8", capsys, monkeypatch)
+        == f"deepspeed --quiet {hosts} --num_nodes 1 --num_gpus 8 --module wfm_ds.train sd3_nft"
     )
 
 
@@ -119,10 +118,10 @@ def test_training_is_a_line_of_the_deepspeed_command(capsys, monkeypatch, tmp_pa
 
 def test_shipped_recipes_are_found_by_name_and_by_the_path_of_the_repository(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    by_name = recipe_file.load_recipe(shipped_recipes.require_recipe("tiny/sd3_nft"))
-    for written in ("tiny/sd3_nft", "tiny/sd3_nft.yaml", "tests/recipes/sd3_nft.yaml"):
+    by_name = recipe_file.load_recipe(shipped_recipes.require_recipe("cp_mock"))
+    for written in ("cp_mock", "cp_mock.yaml", "recipes/cp_mock.yaml"):
         assert recipe_file.load_recipe(Path(written)) == by_name
-    assert by_name.data.path == str(shipped_recipes.recipes_folder() / "tiny" / "prompts" / "colors")
+    assert by_name.data.path == str(shipped_recipes.recipes_folder() / "prompts" / "colors")
     (tmp_path / "sd3_nft").write_text("mine")
     assert recipe_file.resolve_recipe_path(Path("sd3_nft")).read_text() == "mine"  # what is here comes first
 
@@ -138,7 +137,7 @@ def test_list_has_a_line_for_each_recipe_and_words_choose(capsys):
     ]
 
 
-@pytest.mark.parametrize("name", ["tiny/sd3_nft", "tiny/sd3_sft_lora", "cp_mock"])
+@pytest.mark.parametrize("name", ["sd3_nft", "digits/flow_grpo_fast", "cp_mock"])
 def test_a_copy_elsewhere_is_the_same_recipe(name, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["recipes", "copy", name, "mine.yaml"]) == 0
@@ -182,7 +181,7 @@ def test_a_folder_is_told_of(tiny_pipelines, capsys):
 
 def test_a_shipped_recipe_is_checked_in_an_empty_folder(tmp_path):
     told = subprocess.run(
-        [sys.executable, "-m", "wfm_ds", "check", "tiny/sd3_nft", "--gpus", "2"],
+        [sys.executable, "-m", "wfm_ds", "check", "sd3_nft", "--tiny", "--gpus", "2"],
         cwd=tmp_path,
         env=os.environ | {"DS_ACCELERATOR": "cpu"},
         capture_output=True,
@@ -190,14 +189,13 @@ def test_a_shipped_recipe_is_checked_in_an_empty_folder(tmp_path):
         timeout=240,
     )
     assert told.returncode == 0, told.stderr
-    assert told.stdout.endswith("ready: 2 processes, 2 steps; next: wfm train tiny/sd3_nft --gpus 2\n")
+    assert told.stdout.endswith("ready: 2 processes, 2 steps; next: wfm train sd3_nft --tiny --gpus 2\n")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_check_of_a_language_recipe_is_one_object_for_programs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    write_squares(tmp_path / "outputs" / "squares")
-    assert main(["check", "tiny/reason_llava_sft", "--gpus", "2", "--json"]) == 0
+    assert main(["check", "reason_llava_sft", "--tiny", "--gpus", "2", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["facts"]["recipe"] == "vlm_sft, all weights"
     assert told["derived"]["world_size"] == 2

@@ -75,7 +75,7 @@ def test_an_installation_works_in_an_empty_folder_and_leaves_deepspeed_whole(opt
         cwd=empty,
     )
     assert Path(shipped.strip()).is_relative_to(packages if not options else tmp_path / "sources")
-    run(wfm, "recipes", "copy", "tiny/sd3_nft", "mine.yaml", cwd=empty)
+    run(wfm, "recipes", "copy", "sd3_nft", "mine.yaml", cwd=empty)
     assert "--module wfm_ds.train mine.yaml" in run(wfm, "train", "mine.yaml", "--dry-run", cwd=empty)
 
     write_stock(folder)  # DeepSpeed installed once more, last

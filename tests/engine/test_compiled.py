@@ -9,10 +9,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from multi_rank.sharing import CASES, built, forwards, run
-from wfm_ds.engine.adapter_merge import AdapterMerge
+from wfm_ds.engine.adapter_layers import AdapterMerge, find_adapter_layers
 from wfm_ds.engine.base_precision import quantise_base
 from wfm_ds.engine.block_compilation import MAX_GRAPHS, compile_blocks
-from wfm_ds.engine.flops import find_adapter_layers
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.models.registry import model_families
 from wfm_ds.recipe import file as recipe_file

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from multi_rank.training import TARGETS, inputs, small_sd3
-from wfm_ds.engine.adapter_merge import use_merged_weights
+from wfm_ds.engine.adapter_layers import use_merged_weights
 from wfm_ds.engine.policies import add_adapters
 from wfm_ds.recipe.sections import LoraRecipe
 

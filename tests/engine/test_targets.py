@@ -4,7 +4,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from wfm_ds.engine.adapter_targets import match_linear_layers, peft_targets
+from wfm_ds.engine.adapter_layers import match_linear_layers, peft_targets
 
 
 def network():

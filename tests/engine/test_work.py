@@ -3,8 +3,7 @@ import logging
 import torch
 from torch import nn
 
-from wfm_ds.engine.flop_counter import FlopCount, FlopCounter
-from wfm_ds.engine.flops import copy_to_meta
+from wfm_ds.engine.flop_counter import FlopCount, FlopCounter, copy_to_meta
 
 
 class Network(nn.Module):

@@ -7,12 +7,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from wfm_ds.evaluation.benchmark_scores import benchmark_scores, geneval_score, ocr_score
 from wfm_ds.evaluation.diversity import PixelEmbedder, load_embedder, prompt_diversity
 from wfm_ds.evaluation.html_page import render_page
 from wfm_ds.evaluation.report import format_csv, format_json, format_text
 from wfm_ds.evaluation.results import ModelResults, TrainedRewards, compare_models
-from wfm_ds.evaluation.score_arrays import scores_by_reward, total_rewards, unit_std_reward_recipe
+from wfm_ds.evaluation.score_arrays import (
+    benchmark_scores,
+    geneval_score,
+    ocr_score,
+    scores_by_reward,
+    total_rewards,
+    unit_std_reward_recipe,
+)
 from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
 from wfm_ds.types import Prompt, Score
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from wfm_ds.demos.squares_data import write_squares
-from wfm_ds.engine.flops import make_flop_counter
+from wfm_ds.engine.flop_counter import make_flop_counter
 from wfm_ds.engine.policies import add_adapters
 from wfm_ds.language import attention
 from wfm_ds.language import model as language_model

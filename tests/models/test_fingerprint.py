@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from wfm_ds.models.assets.fingerprint import END_BYTES, fingerprint_folders
+from wfm_ds.models.assets.weight_files import END_BYTES, fingerprint_folders
 
 PARTS = ("text_encoder", "tokenizer")
 

@@ -10,9 +10,8 @@ from wfm_ds.errors import ModelError
 from wfm_ds.export.target import FolderWeights
 from wfm_ds.export.weights import loading_lines
 from wfm_ds.models import registry
-from wfm_ds.models.assets.fingerprint import fingerprint_folders
 from wfm_ds.models.assets.loading import weights_dtype
-from wfm_ds.models.assets.weight_variants import parse_variant, pipeline_variant, select_variant
+from wfm_ds.models.assets.weight_files import fingerprint_folders, parse_variant, pipeline_variant, select_variant
 
 BASE = "diffusion_pytorch_model"
 

@@ -18,7 +18,7 @@ from wfm_ds.data.inputs import load_first_frame
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing
 from wfm_ds.data.samples import LocalFile
-from wfm_ds.engine.adapter_targets import match_linear_layers
+from wfm_ds.engine.adapter_layers import match_linear_layers
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry, vae
 from wfm_ds.models.tiny.wan21 import TRANSFORMER

@@ -14,8 +14,8 @@ from multi_rank.resuming import train_on_rank
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
-from wfm_ds.models.tiny import FAMILIES
 from wfm_ds.models.registry import get_tiny_folder
+from wfm_ds.models.tiny import FAMILIES
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe import shipped_recipes
 from wfm_ds.recipe.run_sizes import derive_run_sizes
@@ -41,7 +41,7 @@ SHORT = [
     "validation.num_prompts=1",
     "logging.console=false",
 ]
-# algorithm: the recipe in tests/recipes whose settings it has on every family. AWM and RAM are nft with a loss of their own.
+# algorithm: the recipe in tests/recipes whose settings it has on every family. AWM and RAM are nft with another loss.
 BASE = {"sft": "wan_sft_lora", "dpo": "sd3_dpo", "nft": "sd3_nft", "flow_grpo": "sd3_flow_grpo", "ddrl": "sd3_ddrl"}
 PAIRED = {"sft", "ddrl"}
 KINDS = [

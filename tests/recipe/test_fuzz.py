@@ -23,7 +23,7 @@ DEADLINE_S = 120  # of one recipe; a hang ends here
 ODD = [
     *("null", "true", "yes", "0", "-1", "1e30", "-1e-30", ".inf", "-.inf", ".nan", "1_000", "0x10", "99999999999"),
     *("''", "[]", "{}", "[1, 2]", "{a: 1}", "{name: sft}", "[[[]]]", "&a [*a]", "*a", "!!python/name:os.system x"),
-    *('"a\\0b"', '"\\ud800"', "/", "..", "~nobody_here/x", "s3://", "tcp://x", "color/", "tiny:", "tiny:none"),
+    *("/", "..", "~nobody_here/x", "s3://", "tcp://x", "color/", "tiny:", "tiny:none"),
     *("2024-01-01", "\u202e", "'unclosed", "@at", "%tag", "`tick", "a: b: c", "!!binary aa"),
     *("9" * 99, "a" * 300, "a/" * 5000, "x" * 100_000, "[" * 40),
 ]

@@ -1,4 +1,4 @@
-"""Recipes that are small to write and large to read, and values that no run can have."""
+"""Recipes that are too long or nested too deeply, and values that no run can have."""
 
 import os
 import time
@@ -7,7 +7,6 @@ import pytest
 
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.yaml_text import MAX_DEPTH, MAX_NODES
 
 GOOD = """\
 run: {output_dir: out, steps: 3}
@@ -21,9 +20,6 @@ reward:
   functions:
   - {name: ocr, options: {}}
 """
-ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
-)
 NESTED = "run: " + "[" * 5000 + "]" * 5000
 MOMENT_S = 60.0  # a hang ends here; it takes a second or two
 
@@ -53,33 +49,20 @@ def refused(load, *args):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (ALIASES, "more than 10,000 keys and values, with expanded aliases"),
-        ("run: [" + "1, " * 700_000 + "]", "more than 1,048,576 characters"),
-        ("run: [" + "1, " * 300_000 + "]", "more than 10,000 keys and values"),
-        ("".join(f"k{i}: 1\n" for i in range(100_000)), "more than 10,000 keys and values"),
-        (NESTED, "nested more than 32 levels deep"),
-        ("".join(" " * i + "a:\n" for i in range(500)), "nested more than 32 levels deep"),
-        ("{" * 5000, "nested more than 32 levels deep"),
+        ("run: [" + "1, " * 700_000 + "]", "r.yaml: a recipe has at most 1,048,576 characters"),
+        (NESTED, "r.yaml: nested too deeply"),
+        ("{" * 5000, "r.yaml: nested too deeply"),
+        ("run: &a {steps: *a}", "r.yaml:1: an alias contains itself"),
     ],
 )
 def test_a_recipe_beyond_the_limits_is_refused_in_a_moment(load, text, message):
-    line = refused(load, text)
-    assert line.startswith("r.yaml")
-    assert message in line
-    assert "a recipe has at most" in line
-
-
-def test_a_bomb_of_480_bytes_is_refused():
-    assert len(ALIASES) < 520
+    assert refused(load, text) == message
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("run.steps=" + "[" * 5000, "nested more than 32 levels deep"),
-        ("run.steps=[" + "1," * 100_000 + "]", "more than 10,000 keys and values"),
-        ("run.steps={a: &a [1,1,1,1,1,1,1,1,1,1], b: &b [" + "*a," * 100 + "], c: [" + "*b," * 100 + "]}", "aliases"),
-        ("reward.functions.0.options" + ".a" * 5000 + "=1", "nested more than 32 levels deep"),
+        ("run.steps=" + "[" * 5000, "nested too deeply"),
         ("run." + "s" * 100_000 + "=1", "is not a key of run"),
         ("run.steps=" + "9" * 99, "expected a whole number > 0, at most 2**63 - 1"),
         ("run.steps=1e30", "expected a whole number > 0, at most 2**63 - 1"),
@@ -97,10 +80,6 @@ def test_a_bomb_of_480_bytes_is_refused():
         ("reward.functions.0.name=color/", "expected NAME, NAME/LABEL or package.module:Class, got 'color/'"),
         ("reward.functions.0.name=/color", "expected NAME, NAME/LABEL or package.module:Class"),
         ("reward.functions.0.name=''", "expected NAME, NAME/LABEL or package.module:Class"),
-        ('run.output_dir="a\\0b"', "contains a NUL character"),
-        ('data.path="a\\0b"', "contains a NUL character"),
-        ('model.path="\\ud800"', "contains half of a surrogate pair"),
-        ('reward.functions.0.options={"a\\0": 1}', "contains a NUL character"),
         ("model.path=" + "a/" * 50_000, "a path has at most 3500 bytes"),
         ("model.path=" + "a" * 300, "a file or folder name has at most 255 bytes"),
         ("run.output_dir=" + "a/" * 50_000, "a path has at most"),
@@ -112,18 +91,12 @@ def test_a_value_that_no_run_can_have_is_refused(load, word, message):
     assert message in refused(load, GOOD, word)
 
 
-def test_overrides_are_counted(load):
-    assert "1,001 overrides, at most 1,000" in refused(load, GOOD, *["run.steps=3"] * 1001)
-
-
 def test_an_over_long_defaults_is_a_file_that_is_not_there(load):
     assert "not found (relative to the including file)" in refused(load, f"defaults: {'a' * 100_000}\n" + GOOD)
     assert "not found (relative to the including file)" in refused(load, f"defaults: {'a/' * 50_000}\n" + GOOD)
 
 
-def test_defaults_and_a_device_without_end_count_too(load, tmp_path):
-    (tmp_path / "base.yaml").write_text(ALIASES)
-    assert refused(load, "defaults: base.yaml\n" + GOOD).startswith("base.yaml")
+def test_a_device_without_end_is_refused(load, tmp_path):
     os.symlink("/dev/zero", tmp_path / "endless.yaml")
     with pytest.raises(RecipeError):
         recipe_file.load_recipe(tmp_path / "endless.yaml")
@@ -135,11 +108,3 @@ def test_many_problems_are_cut_short(load):
     lines = str(caught.value).split("\n")
     assert len(lines) == 41
     assert lines[-1] == "and 260 more problems: fix these first"
-
-
-def test_what_is_within_the_limits_loads(load):
-    deep = "[" * (MAX_DEPTH - 5) + "]" * (MAX_DEPTH - 5)
-    many = "[" + "1, " * (MAX_NODES - 100) + "]"
-    for value in (deep, many):
-        recipe = load(GOOD.replace("options: {}", f"options: {{a: {value}}}"))
-        assert recipe.reward.functions[0].options

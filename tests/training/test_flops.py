@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from wfm_ds.engine.flops import Flops, copy_to_meta, make_flop_counter
+from wfm_ds.engine.flop_counter import Flops, copy_to_meta, make_flop_counter
 from wfm_ds.engine.policies import add_adapters
 from wfm_ds.memory.forward_counts import ForwardCount
 from wfm_ds.memory.forward_flops import ForwardFlops, count_flops, flops_by_purpose

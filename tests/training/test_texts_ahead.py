@@ -10,7 +10,7 @@ import torch
 from wfm_ds.data.datasets import load_data
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError
-from wfm_ds.models.assets import text_store
+from wfm_ds.models.assets import text_cache
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.run_sizes import derive_run_sizes
@@ -121,8 +121,8 @@ def test_folders_that_no_run_opens_are_removed(cache):
         folder = cache / "text" / name
         folder.mkdir(parents=True)
         (folder / "entry").touch()
-        (folder / text_store.LAST_USE_FILE).touch()
+        (folder / text_cache.LAST_USE_FILE).touch()
         then = time.time() - age_days * 86400
-        os.utime(folder / text_store.LAST_USE_FILE, (then, then))
-    text_store.remove_unused_folders(time.time())
+        os.utime(folder / text_cache.LAST_USE_FILE, (then, then))
+    text_cache.remove_unused_folders(time.time())
     assert [folder.name for folder in (cache / "text").iterdir()] == ["young"]

@@ -82,10 +82,7 @@ def find_adapter_file(folder: Path, part: str = LORA_PREFIX) -> Path:
 
 
 def read_adapter_names(path: Path) -> set[str]:
-    """Return the names of the tensors in a LoRA file.
-
-    Raises ModelError if the file cannot be read or does not contain its alpha.
-    """
+    """Return the tensor names of a LoRA file. Raises ModelError if it cannot be read or does not contain its alpha."""
     try:
         with safe_open(path, framework="pt") as file:
             names, metadata = set(file.keys()), file.metadata() or {}

@@ -98,7 +98,7 @@ class MergedAdapter:
     uses_lora = False
 
     def __init__(self, adapter: TensorSource, settings: Mapping[str, Any], target: ExportTarget) -> None:
-        """Raises ModelError for a LoRA variant that cannot be merged."""
+        """Raise ModelError for a LoRA variant that cannot be merged."""
         if unsupported := [name for name in UNSUPPORTED_OPTIONS if settings.get(name)]:
             raise ModelError(f"a LoRA with {', '.join(unsupported)} cannot be merged; remove --merge")
         self.adapter, self.target, self.settings = adapter, target, settings

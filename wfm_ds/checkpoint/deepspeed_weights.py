@@ -27,10 +27,7 @@ class DeepSpeedWeights:
     uses_lora = False
 
     def __init__(self, folder: Path, target: ExportTarget) -> None:
-        """Read the whole checkpoint into memory. Raises UserError if reading fails.
-
-        The files are pickles and can execute code.
-        """
+        """Read the checkpoint into memory. Its pickles can execute code. Raises UserError if reading fails."""
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         root, tag = (folder, None) if (folder / "latest").is_file() else (folder.parent, folder.name)

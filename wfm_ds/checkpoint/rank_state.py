@@ -59,8 +59,7 @@ class RankState:
 def capture_state(engine: DenoiserEngine, loop: Mapping[str, Any], target: ExportInfo, dtype: torch.dtype) -> RankState:
     """Copy this rank's state to host memory.
 
-    loop: state of the training loop as JSON. target, dtype: settings of the run's exports, stored so that `wfm convert`
-    needs nothing else.
+    loop: state of the training loop as JSON. target, dtype: export settings, stored for `wfm convert`.
     """
     tensors = {
         flat_name(name, group): flat.to("cpu", copy=True)

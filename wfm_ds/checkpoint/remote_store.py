@@ -47,10 +47,7 @@ def read_checkpoint(address: str) -> RemoteCheckpoint | None:
 
 
 def find_newest(root: str) -> RemoteCheckpoint | None:
-    """Return the complete checkpoint with the highest step in folder `root`; None if there is none. Read-only.
-
-    Logs a warning for each damaged or incomplete checkpoint that it skips. Raises StorageError.
-    """
+    """Return the newest complete checkpoint in `root` or None. Logs newer, incomplete ones. Raises StorageError."""
     names = transfer.list_objects(root)
     for step in sorted(_step_numbers(names), reverse=True):
         checkpoint = _read_step(root, step, names)

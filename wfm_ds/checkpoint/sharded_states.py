@@ -54,10 +54,7 @@ class ShardedStates:
         self._exit_stack.close()
 
     def read_metadata(self, rank: int) -> dict[str, Any]:
-        """Return the metadata that a rank saved with its tensors, as JSON values.
-
-        Raises UserError if its file cannot be read.
-        """
+        """Return the metadata of a rank's file as JSON values. Raises UserError if it cannot be read."""
         with self._translate_errors(rank):
             return {name: json.loads(text) for name, text in self._open_file(rank).metadata().items()}
 

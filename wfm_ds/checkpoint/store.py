@@ -45,10 +45,7 @@ class Checkpoint:
 
 
 class CheckpointSave:
-    """A checkpoint that a thread on each rank writes while training continues.
-
-    All methods are collective, except `is_share_written`.
-    """
+    """A checkpoint that a thread on each rank writes. Methods except `is_share_written` are collective."""
 
     def __init__(
         self,
@@ -201,10 +198,7 @@ def _examine_folder(path: Path) -> Checkpoint | str:
 
 
 def find_newest(root: Path) -> Checkpoint | None:
-    """Return the complete checkpoint with the highest step in folder `root`; None if there is none. Read-only.
-
-    Logs a warning for each incomplete checkpoint that it skips.
-    """
+    """Return the newest complete checkpoint in `root` or None. Logs a warning for each newer, incomplete one."""
     for step in sorted(list_steps(root), reverse=True):
         checkpoint = read_checkpoint(root / f"step_{step}")
         if checkpoint is not None:

@@ -1,4 +1,4 @@
-"""Python API for runs, for notebooks: `wfm_ds.Run.from_recipe("tiny/sd3_sft").train().samples()`.
+"""Python API for runs, for notebooks: `wfm_ds.Run.from_recipe("sd3_nft", tiny=True).train().samples()`.
 
 Training starts `wfm train` in a separate process. Results are read from the output folder of the run.
 """
@@ -50,17 +50,27 @@ class Run:
         self.recipe, self._train_arguments = recipe, train_arguments
 
     @classmethod
-    def from_recipe(cls, recipe: str | Path | Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> Run:
+    def from_recipe(
+        cls,
+        recipe: str | Path | Mapping[str, Any],
+        overrides: Mapping[str, Any] | None = None,
+        *,
+        tiny: bool = False,
+    ) -> Run:
         """Create a run from a recipe: a YAML file, the name of a shipped recipe, or a mapping of sections.
 
-        overrides: {"section.key": value}, replacing values of the recipe. Raises RecipeError for an invalid recipe.
+        overrides: {"section.key": value}, replacing values of the recipe. tiny: run it on a CPU like `wfm train
+        --tiny`, with a tiny model and built-in data. Raises RecipeError for an invalid recipe.
         """
         arguments = [f"{key}={_override_value(value)}" for key, value in (overrides or {}).items()]
         if isinstance(recipe, Mapping):
+            if tiny:
+                raise UserError("tiny=True needs a recipe file or name, not a mapping")
             with _temporary_recipe(recipe) as path:
                 resolved = recipe_file.load_recipe(path, arguments)
             return cls(resolved, [])
-        return cls(recipe_file.load_recipe(Path(recipe), arguments), [str(recipe), *arguments])
+        load = recipe_file.load_tiny_recipe if tiny else recipe_file.load_recipe
+        return cls(load(Path(recipe), arguments), [str(recipe), *arguments, *(["--tiny"] if tiny else [])])
 
     @classmethod
     def open(cls, output_dir: str | Path) -> Run:

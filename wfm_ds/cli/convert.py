@@ -256,7 +256,7 @@ def convert_lora(path: Path, args: argparse.Namespace) -> str:
 
 
 def is_intermediate_file(path: Path, args: argparse.Namespace) -> bool:
-    """Return True unless `path` is the checkpoint that the user named: then it is an intermediate result."""
+    """Return True if `path` is an intermediate result, not the checkpoint that the user named."""
     return path.resolve() != Path(args.checkpoint).resolve()
 
 

@@ -1,7 +1,7 @@
 """`wfm generate`: generate images or videos for prompts, from a pipeline or an export of a run.
 
-With the seeds, steps and guidance of a run's validation, it reproduces the validation samples. Exit codes: 0 success,
-2 invalid arguments, prompt file, model or folder (one message), 1 any other error.
+With the seeds, steps and guidance of a run's validation, it samples from the same noise and in the same way as the
+validation. Exit codes: 0 success, 2 invalid arguments, prompt file, model or folder (one message), 1 any other error.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ COMMANDS = {
     "data brightness": ("wfm_ds.demos.actions_data", "write the clips with actions of the action quickstart"),
 }
 """{command: (module, description)} in the order of the help."""
-EXAMPLE = "wfm train tiny/sd3_nft --gpus 2"
+EXAMPLE = "wfm train cp_nft --tiny"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from wfm_ds.errors import UserError
 from wfm_ds.program import CommandParser
 from wfm_ds.recipe import shipped_recipes
+from wfm_ds.recipe.annotated_text import annotate_recipe
 
 LINE_WIDTH = 120
 
@@ -17,7 +18,7 @@ def parser() -> CommandParser:
     p = CommandParser(
         prog="wfm recipes",
         description="List the shipped recipes (only those that match all WORDs), show one, or copy one to a file.",
-        epilog="Example: %(prog)s copy tiny/sd3_nft mine.yaml",
+        epilog="Example: %(prog)s copy sd3_nft mine.yaml",
         usage="%(prog)s [list [WORD ...] | show NAME | copy NAME [FILE]]",
     )
     p.add_argument("action", nargs="?", choices=["list", "show", "copy"], default="list", help=argparse.SUPPRESS)
@@ -34,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"usage: wfm recipes {args.action} NAME{' [FILE]' if most == 2 else ''}; wfm recipes lists all")
     path = shipped_recipes.require_recipe(args.words[0])
     if args.action == "show":
-        sys.stdout.write(path.read_text("utf-8"))
+        sys.stdout.write(annotate_recipe(path))
         return
     out = Path(args.words[1] if len(args.words) == 2 else path.name)
     copy_recipe(path, out)

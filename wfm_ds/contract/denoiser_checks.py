@@ -12,7 +12,7 @@ from torch import Tensor
 from wfm_ds.contract.case import PROMPTS
 from wfm_ds.contract.family_under_test import FamilyUnderTest, fail_unless, require_close
 from wfm_ds.contract.pixel_checks import require_value_error
-from wfm_ds.engine.adapter_targets import match_linear_layers, peft_targets
+from wfm_ds.engine.adapter_layers import match_linear_layers, peft_targets
 from wfm_ds.models.base import temporary_seed
 from wfm_ds.models.conditioning_frames import MASK_KEY
 

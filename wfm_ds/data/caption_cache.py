@@ -18,7 +18,7 @@ from typing import Any
 
 from wfm_ds.data.samples import to_printable
 from wfm_ds.storage import atomic
-from wfm_ds.storage.regular_files import read_regular
+from wfm_ds.storage.filesystem import read_regular
 
 log = logging.getLogger(__name__)
 

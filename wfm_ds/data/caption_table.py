@@ -17,7 +17,7 @@ from wfm_ds.data.preference_pairs import list_folder
 from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Sample, SampleSet, is_encodable, to_printable
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
-from wfm_ds.storage.regular_files import open_regular
+from wfm_ds.storage.filesystem import open_regular
 from wfm_ds.types import Prompt
 
 FILE_COLUMNS = ("file_name", "file", "image_path", "video_path", "image")

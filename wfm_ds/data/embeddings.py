@@ -22,7 +22,7 @@ from wfm_ds.data.cosmos import EMBEDDING_FOLDERS, PICKLE_SUFFIXES, SAFE_SUFFIX, 
 from wfm_ds.errors import DataError
 from wfm_ds.program import print_error, run_command
 from wfm_ds.storage import atomic
-from wfm_ds.storage.regular_files import read_regular
+from wfm_ds.storage.filesystem import read_regular
 
 EMBEDDING_KEY = "prompt_embeds"  # name of the tensor in the safetensors file
 # Functions and classes in pickled numpy arrays, before and since numpy 2, protocols 3 to 5.

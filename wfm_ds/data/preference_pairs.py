@@ -14,7 +14,7 @@ from wfm_ds.data.tar_index import IndexEntry, TarIndex
 from wfm_ds.data.webdataset import TarMember, TarShards, parse_prompt
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
-from wfm_ds.storage.regular_files import read_regular
+from wfm_ds.storage.filesystem import read_regular
 
 TABLE_SUFFIX = ".jsonl"
 ROLES = ("chosen", "rejected")

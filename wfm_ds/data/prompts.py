@@ -16,7 +16,7 @@ from wfm_ds.data.order import sample_index
 from wfm_ds.data.samples import is_encodable, to_printable
 from wfm_ds.errors import DataError
 from wfm_ds.seeds import derive_seed
-from wfm_ds.storage.regular_files import read_regular
+from wfm_ds.storage.filesystem import read_regular
 from wfm_ds.types import Prompt
 
 QUOTED = re.compile(r'"([^"]*)"')

@@ -11,9 +11,7 @@ from typing import Any, BinaryIO, Protocol
 
 from wfm_ds.errors import DataError
 from wfm_ds.seeds import draw_uniform
-from wfm_ds.storage.filesystem import file_version, is_remote
-from wfm_ds.storage.regular_files import open_regular
-from wfm_ds.storage.storage_stream import open_stream
+from wfm_ds.storage.filesystem import file_version, is_remote, open_regular, open_stream
 from wfm_ds.transport.arrays import pack_arrays, unpack_arrays
 from wfm_ds.types import Prompt
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World, ranks_per_node
-from wfm_ds.engine.adapter_merge import use_merged_weights
+from wfm_ds.engine.adapter_layers import use_merged_weights
 from wfm_ds.engine.cuda_graphs import GraphReplayer
 from wfm_ds.engine.flop_counter import FlopCount, FlopCounter
 from wfm_ds.engine.optimizer import accumulate_in_float32, build_optimizer, ema_decay, learning_rate

@@ -21,8 +21,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
-from wfm_ds.engine.adapter_targets import peft_targets
-from wfm_ds.engine.flops import find_adapter_layers
+from wfm_ds.engine.adapter_layers import find_adapter_layers, peft_targets
 from wfm_ds.engine.optimizer import read_states, write_states
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sections import LoraRecipe

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from wfm_ds.evaluation.benchmark_scores import BenchmarkScore, benchmark_scores
 from wfm_ds.evaluation.paired_statistics import (
     Array,
     Difference,
@@ -15,7 +14,13 @@ from wfm_ds.evaluation.paired_statistics import (
     estimate_mean,
     estimate_ratio,
 )
-from wfm_ds.evaluation.score_arrays import SampleScores, scores_by_reward, total_rewards
+from wfm_ds.evaluation.score_arrays import (
+    BenchmarkScore,
+    SampleScores,
+    benchmark_scores,
+    scores_by_reward,
+    total_rewards,
+)
 from wfm_ds.evaluation.verdict import Verdict, decide_verdict
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.types import Prompt

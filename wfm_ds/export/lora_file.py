@@ -144,10 +144,7 @@ def lora_settings(
 
 
 def find_lora_files(path: Path) -> dict[str, Path]:
-    """Return {denoiser component: LoRA file}. Raises ModelError if there is no LoRA file.
-
-    path: a LoRA folder, an export or a single file.
-    """
+    """Return {denoiser component: LoRA file} of a LoRA folder, export or file. Raises ModelError if there is none."""
     if path.is_file():
         return {LORA_PREFIX: path}
     for folder in (path, path / LORA_FOLDER):
@@ -175,10 +172,7 @@ def is_lora(path: Path) -> bool:
 
 
 def read_base_model(path: Path) -> str | None:
-    """Return the base model named in the adapter_config.json of a LoRA; None if it names none.
-
-    Raises ModelError if the file does not contain rank and alpha.
-    """
+    """Return the base model in adapter_config.json or None. Raises ModelError if it has no rank or alpha."""
     config = _read_config(path)
     return None if config is None else config.get("base_model_name_or_path")
 
@@ -201,10 +195,7 @@ def _read_config(path: Path) -> dict[str, Any] | None:
 
 
 def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """Return ({name: tensor}, adapter settings in the header or None) of a LoRA file.
-
-    Raises ModelError if it cannot be read.
-    """
+    """Return ({name: tensor}, adapter settings in the header or None). Raises ModelError if it cannot be read."""
     try:
         with safe_open(file, "pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118, it is not a mapping
@@ -265,8 +256,7 @@ def _group_tensors(
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], set[str]]:
     """Group the tensors of a file by layer.
 
-    Returns ({layer: {role (A, B, alpha, ...): tensor}}, {diffusers name: tensor of a fully trained module}, unknown
-    keys).
+    Returns ({layer: {role (A, B, alpha, ...): tensor}}, {name: tensor of a fully trained module}, unknown keys).
     """
     saved_modules = tuple((settings or {}).get("modules_to_save") or ())
     groups: dict[str, dict[str, Tensor]] = {}

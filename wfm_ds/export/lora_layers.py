@@ -73,8 +73,7 @@ def broadcast_rows(values: Tensor, like: Tensor) -> Tensor:
 def fuse_layers(members: Sequence[LoraLayer | None]) -> LoraLayer:
     """Fuse layers into one layer: A is stacked, B is block-diagonal. Each member updates an equal range of output rows.
 
-    None stands for rows without an adapter; it becomes a pair of zero matrices. Raises ModelError if only some members
-    are DoRA.
+    None: rows without an adapter, filled with zero matrices. Raises ModelError if only some members are DoRA.
     """
     first = next(member for member in members if member is not None)
     rows, scales = len(first.B), {member.scale for member in members if member is not None}
@@ -139,10 +138,7 @@ def layer_rank(settings: Mapping[str, Any], module: str) -> int:
 
 
 def is_same_update(ours: LoraLayers, theirs: LoraLayers, tolerance: float = 1e-6) -> bool:
-    """Return whether two LoRAs have the same update for every layer.
-
-    tolerance: maximum norm of the difference of two updates, relative to the norm of the update.
-    """
+    """Return whether two LoRAs have equal updates. tolerance: maximum norm of a difference, relative to the update."""
     if ours.keys() != theirs.keys():
         return False
     for name, layer in ours.items():

@@ -73,7 +73,6 @@ def write_layout(
 
 
 def _for_any_part(weight: WeightReader | None) -> Callable[[str], WeightReader] | None:
-    """Return a function that returns this reader for every component, to read a single file."""
     return None if weight is None else lambda part: weight
 
 
@@ -169,10 +168,7 @@ def _require_original_names(layers: LoraLayers, names: FamilyLoraNames) -> None:
 
 
 def write_peft(source: LoraSource, folder: Path) -> None:
-    """Write a folder that peft.PeftModel.from_pretrained loads onto the network.
-
-    The LoRA of a two-expert model gets one subfolder per expert.
-    """
+    """Write a folder for peft.PeftModel.from_pretrained, with one subfolder per expert of a two-expert model."""
     for part in source.layers:
         part_folder = folder if len(source.layers) == 1 else folder / part
         part_folder.mkdir(parents=True, exist_ok=True)

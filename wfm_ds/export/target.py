@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-import diffusers
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from wfm_ds.errors import ModelError
 from wfm_ds.export.pipeline_folder import CALL_FILE, pipeline_components, read_index
 from wfm_ds.export.tensor_file import StoredTensorSpec
 from wfm_ds.models.assets.loading import read_json
-from wfm_ds.models.assets.weight_variants import select_variant, shard_index_path
+from wfm_ds.models.assets.weight_files import select_variant, shard_index_path
 from wfm_ds.models.base import matches_any_pattern, pipeline_call_default
 
 if TYPE_CHECKING:
@@ -91,20 +91,23 @@ class ExportTarget:
         return config
 
     def meta_network(self, part: str) -> nn.Module:
-        """Build a component's network on the meta device. Raises ModelError if the base folder does not have it."""
-        _, class_name = pipeline_components(read_index(self.base)).get(part, (None, None))
-        network_class = getattr(diffusers, str(class_name), None)
-        if network_class is None:
-            raise ModelError(f"{self.base} has no {part} with a diffusers class; name the pipeline that was trained")
+        """Build a component's network on the meta device, with the class that model_index.json names.
+
+        Raises ModelError if the base folder does not have the component, or its class cannot be imported.
+        """
+        library, class_name = pipeline_components(read_index(self.base)).get(part, (None, None))
+        if library is None or class_name is None:
+            raise ModelError(f"{self.base} has no {part}; name the pipeline that was trained")
+        try:
+            network_class = getattr(importlib.import_module(library), class_name)
+        except (ImportError, AttributeError) as error:
+            raise ModelError(f"{self.base}: {part} has the class {library}.{class_name}: {error}") from error
         with torch.device("meta"):
             network: nn.Module = network_class.from_config(self.read_config(part))
         return network
 
     def tensor_specs(self, part: str) -> dict[str, StoredTensorSpec]:
-        """Return {name: dtype and shape} of a component's state dict.
-
-        The dtypes are those of a network built from its config: float32 for weights.
-        """
+        """Return {name: dtype and shape} of a component built from its config; its weights are float32."""
         return {
             name: StoredTensorSpec(tensor.dtype, tensor.shape)
             for name, tensor in self.meta_network(part).state_dict().items()

@@ -28,7 +28,7 @@ from wfm_ds.export.pipeline_folder import CALL_FILE, link_unchanged_files, pipel
 from wfm_ds.export.target import WEIGHTS_STEM, ExportTarget, call_json
 from wfm_ds.export.tensor_file import StoredTensorSpec, TensorFile
 from wfm_ds.models.assets.hub import snapshot_origin
-from wfm_ds.models.assets.weight_variants import pipeline_variant
+from wfm_ds.models.assets.weight_files import pipeline_variant
 from wfm_ds.storage import atomic
 
 log = logging.getLogger(__name__)
@@ -121,10 +121,7 @@ def _write_call_arguments(target: ExportTarget, folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_export_folder(out: Path, base: Path) -> Iterator[Path]:
-    """Yield an empty folder, which becomes `out` when the context ends. `out` must not contain `base`.
-
-    Raises UserError if the export cannot be written.
-    """
+    """Yield an empty folder that becomes `out`, which must not contain `base`. Raises UserError if writing fails."""
     try:
         check_overwrite(out, base)
         with atomic.new_folder(out) as temporary:
@@ -212,10 +209,7 @@ def _exhaust_stream(stream: Iterator[tuple[str, Tensor | None]]) -> None:
 
 
 def _check_tensors(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield rank 0's tensors after checking each.
-
-    Raises ModelError for an empty tensor, because it was not gathered, and for a tensor with NaN or infinity.
-    """
+    """Yield rank 0's tensors. Raises ModelError if one is empty (not gathered) or contains NaN or infinity."""
     for name, tensor in stream:
         assert tensor is not None, f"rank 0 received no tensor for {name}"
         if tensor.numel() == 0:
@@ -327,10 +321,7 @@ def check_adapter(
     settings: Mapping[str, Any],
     warn_no_effect: bool,
 ) -> None:
-    """Raise ModelError unless the tensors form LoRA pairs that fit the denoiser.
-
-    Every tensor must belong to a pair of A and B that fits a weight of the denoiser and has the rank in the settings.
-    """
+    """Raise ModelError unless all tensors form A, B pairs that fit the denoiser's weights and the configured rank."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapter.items():
         match = LORA_KEY.fullmatch(name)
@@ -363,8 +354,7 @@ def _write_denoiser(
 ) -> None:
     """Write the denoiser components after full training: config, shards, and an index if there are several shards.
 
-    Each tensor is written before the next one is gathered. whole: also write the untrained tensors, from the base
-    folder.
+    Each tensor is written before the next one is gathered. whole: add the untrained tensors from the base folder.
     """
     missing: dict[str, StoredTensorSpec] = {}  # by their names in `stream`
     with contextlib.ExitStack() as stack:
@@ -409,7 +399,6 @@ def _create_part_folder(
 
 
 def _file_dtype(dtype: torch.dtype, chosen: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a tensor is stored: `chosen` for floating-point tensors, otherwise `dtype`."""
     return chosen if dtype.is_floating_point else dtype
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from wfm_ds.engine.base_precision import quantise_base
-from wfm_ds.engine.flop_counter import make_trainable
-from wfm_ds.engine.flops import copy_to_meta
+from wfm_ds.engine.flop_counter import copy_to_meta, make_trainable
 from wfm_ds.engine.live_bytes import LiveByteCounter, emulate_gpu_attention
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.models.assets.loading import cast_persistent_buffers

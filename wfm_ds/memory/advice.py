@@ -45,8 +45,7 @@ def suggest_keys(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
 def suggest_keys_after_oom(recipe: Recipe, phase: str, num_ranks: int) -> list[str]:
     """Return the recipe keys that reduce the memory of a run that was out of memory, cheapest first.
 
-    Keys that cannot be changed further are omitted. phase: phase of the run's stopwatch in which the error occurred, ""
-    for none. num_ranks: ranks per machine.
+    Exhausted keys are omitted. phase: stopwatch phase of the error, "" for none. num_ranks: ranks per machine.
     """
     keys: list[str] = []
     if recipe.algorithm.trains_language:
@@ -109,10 +108,7 @@ def suggest_part_keys(part: str, phase: str, recipe: Recipe) -> list[str]:
 
 
 def suggest_activation_keys(phase: str, recipe: Recipe, shorter: list[str], pixels: list[str]) -> list[str]:
-    """Return the recipe keys that reduce the activations in this phase, cheapest first.
-
-    shorter, pixels: keys that select smaller dtypes of the denoiser and of the VAE.
-    """
+    """Return recipe keys that reduce activations. shorter, pixels: keys for smaller denoiser and VAE dtypes."""
     engine, several = recipe.engine, recipe.engine.micro_batch_size > 1
     terms = [f"engine.micro_batch_size below {engine.micro_batch_size}"] if several else []
     if phase == "train":
@@ -131,10 +127,7 @@ def suggest_activation_keys(phase: str, recipe: Recipe, shorter: list[str], pixe
 
 
 def memory_verdict(recipe: Recipe, estimate: MemoryEstimate, memory: int | None) -> str:
-    """Return a line for `--check` that says whether the peak fits into `memory` bytes.
-
-    memory: None: the line says which GPU is large enough.
-    """
+    """Return a line for `--check`: whether the peak fits into `memory` bytes, or (None) into which GPU it fits."""
     if memory is None:
         size = smallest_gpu(estimate.peak_bytes)
         if size is not None:

@@ -19,10 +19,7 @@ REDUCE_BUCKET, PREFETCH_BUCKET, MAX_LIVE, MAX_REUSE_DISTANCE, SUB_GROUP = 500_00
 
 
 class EngineMemory:
-    """Computes the memory of an engine on one rank from its network on the meta device.
-
-    The network must have its adapters and the requires_grad flags of training.
-    """
+    """Memory of an engine on one rank. network: on the meta device, with the adapters and requires_grad of training."""
 
     def __init__(self, recipe: Recipe, network: nn.Module, world_size: int, device: str) -> None:
         self.recipe, self.network, self.world_size, self.on_cuda = recipe, network, world_size, device == "cuda"
@@ -35,10 +32,7 @@ class EngineMemory:
         self.num_trained = sum(p.numel() for p in parameters if p.requires_grad)
 
     def state_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of weights, optimizer states and policy copies.
-
-        With ZeRO-3, the gradients and a reduction bucket are included.
-        """
+        """Return {category: bytes} of weights, optimizer states, policy copies, and with ZeRO-3 gradients."""
         shared = self.world_size if self.zero_config["stage"] == 3 else 1
         # Buffers (position tables, a quantized base) are not sharded.
         tables = sum(buffer.nbytes for buffer in self.network.buffers())
@@ -64,7 +58,6 @@ class EngineMemory:
 
     @property
     def bucket_elements(self) -> int:
-        """Number of elements in a reduction bucket of DeepSpeed."""
         return int(self.zero_config.get("reduce_bucket_size", REDUCE_BUCKET))
 
     @property
@@ -74,16 +67,13 @@ class EngineMemory:
         return 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // shared
 
     def gather_memory(self, *, training: bool) -> dict[str, int]:
-        """Return {category: bytes} of the weights that ZeRO-3 has gathered at a time; {} at other stages.
-
-        These are prefetched weights and, in training, the last weights of the forward pass, which are kept for the
-        backward pass.
-        """
+        """Return {category: bytes} of weights that ZeRO-3 has gathered at a time; {} at other stages."""
         if self.zero_config["stage"] != 3:
             return {}
         ahead = int(self.zero_config.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
         largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in self.network.modules())
         reused = int(self.zero_config.get("stage3_max_reuse_distance", MAX_REUSE_DISTANCE)) // 2 if training else 0
+        # Prefetched weights and, in training, the last weights of the forward pass, kept for the backward pass.
         live = min(
             self.numel, int(self.zero_config.get("stage3_max_live_parameters", MAX_LIVE)), ahead + largest + reused
         )

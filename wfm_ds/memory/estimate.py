@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from wfm_ds.algorithms import RlAlgorithm, build_rl_algorithm, engine_policy_copies
-from wfm_ds.engine.adapter_targets import match_linear_layers
+from wfm_ds.engine.adapter_layers import find_adapter_layers, match_linear_layers
 from wfm_ds.engine.denoiser_forward import CountingForward
-from wfm_ds.engine.flops import find_adapter_layers
 from wfm_ds.engine.frozen_linear import FrozenLinear
 from wfm_ds.memory.activations import (
     PassMemory,
@@ -106,8 +105,6 @@ def estimate_memory(
 
 
 class _DiffusionMemory(EngineMemory):
-    """Computes the memory categories of a diffusion run on one rank."""
-
     def __init__(self, recipe: Recipe, model: DiffusionModel, world_size: int, device: str) -> None:
         self.run_sizes: RunSizes = derive_run_sizes(recipe, world_size)
         self.model, self.shadow_model = model, build_shadow_model(model, recipe, engine_policy_copies(recipe))
@@ -234,8 +231,7 @@ class _DiffusionMemory(EngineMemory):
     def measure_reference_passes(self, of_samples: PassMemory) -> PassMemory | None:
         """Return the memory of a forward pass for reference predictions, or None if the loss does not use any.
 
-        of_samples: memory of a rollout's forward pass. Reference passes have its batch size in RL, and the training
-        batch size in supervised training.
+        of_samples: memory of a rollout's forward pass. In RL, reference passes have the same batch size as the rollout.
         """
         if self.recipe.is_rl:
             return of_samples if self.algorithm.uses_old_predictions or self.algorithm.references else None
@@ -290,10 +286,7 @@ class _DiffusionMemory(EngineMemory):
 
 
 def format_memory_table(estimate: MemoryEstimate, *, trained_part: str = "denoiser") -> list[str]:
-    """Format the estimate in GiB for `--check`, with one line per memory category and one column per phase.
-
-    trained_part: name of the trained network, for the title.
-    """
+    """Format the estimate in GiB: a line per memory category, a column per phase. trained_part: network name."""
     names = list(estimate.phases)
     parts = list(dict.fromkeys(part for of_phase in estimate.phases.values() for part in of_phase))
     rows = [(part, [estimate.phases[name].get(part, 0) for name in names]) for part in parts]

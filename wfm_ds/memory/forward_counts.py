@@ -136,10 +136,7 @@ def count_rl_step(
 
 
 def equal_policies(algorithm: RlAlgorithm, derived: RunSizes, step: int) -> set[str]:
-    """Return the names of the policies that equal the trained policy at the start of RL step `step`.
-
-    Their forward passes are skipped.
-    """
+    """Return the policies that equal the trained one at the start of RL step `step`; their passes are skipped."""
     if step == 1:
         return {algorithm.rollout_policy}
     decays = algorithm.policy_decays(step - 1, (step - 1) * derived.updates_per_step)
@@ -222,10 +219,7 @@ def count_evaluation(
 
 
 def count_validation_loss(recipe: Recipe, num_replicas: int, num_images: int) -> ForwardCount:
-    """Count the forward passes of the validation loss on `num_images` held-out samples.
-
-    Includes the evaluation weights and each reference policy.
-    """
+    """Count the forward passes of the validation loss on `num_images` held-out samples, including references."""
     settings, size = recipe.supervised_settings, recipe.engine.max_forward_batch
     terms = math.ceil(num_images * NUM_BUCKETS / num_replicas)
     count = ForwardCount(
@@ -247,10 +241,7 @@ def count_sampling(recipe: Recipe, purpose: str, samples: int, steps: int, guide
 
 
 def guidance_predicate(recipe: Recipe, expert_of: Callable[[float], int] = lambda sigma: 0) -> IsGuided:
-    """Return a function that returns whether predictions at a noise level use guidance.
-
-    expert_of: function that maps a noise level to the index of its expert.
-    """
+    """Return a function: noise level -> whether it uses guidance. expert_of: noise level -> expert index."""
     return lambda sigma: recipe.sampling.uses_guidance(expert_of(sigma))
 
 

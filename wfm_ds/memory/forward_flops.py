@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wfm_ds.engine.flops import Flops, copy_to_meta, measure_flops
+from wfm_ds.engine.flop_counter import Flops, copy_to_meta, measure_flops
 from wfm_ds.memory.forward_counts import ForwardCount
 from wfm_ds.models.base import DiffusionModel
 

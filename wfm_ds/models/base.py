@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models import vae
-from wfm_ds.models.assets.fingerprint import fingerprint_folders
+from wfm_ds.models.assets.weight_files import fingerprint_folders
 from wfm_ds.models.conditioning_frames import CONDITIONING_FRAME_KEYS
 from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.recipe.shared_defaults import DEFAULT_FPS

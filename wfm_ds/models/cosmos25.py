@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wfm_ds.models.assets import guardrail
-from wfm_ds.models.assets.fingerprint import fingerprint_folders
 from wfm_ds.models.assets.guardrail import Guardrail
+from wfm_ds.models.assets.weight_files import fingerprint_folders
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditioning_frames import get_clean_frames
 from wfm_ds.models.lora_layer_names import map_layers

@@ -23,7 +23,7 @@ class DataSetRecipe(Section):
     kind: Literal["folder", "hf", "paired", "cosmos", "webdataset"] = "folder"
     """Like `data.kind`."""
     name: Annotated[str, Field(pattern=r"^[^/#\s]+$")] | None = None
-    """Prefix of the sample ids. Unset: the last part of `path`."""
+    """Prefix of the sample ids. Unset: the last component of `path`."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
     """Like `data.prompt`."""
     caption_column: str | None = None
@@ -35,7 +35,7 @@ class DataSetRecipe(Section):
 
 
 class PixelsRecipe(Section):
-    """Image sizes for a vision-language model."""
+    """Range of image sizes for a vision-language model."""
 
     min: PositiveInt = 3136
     """Images with fewer pixels are enlarged to this number of pixels."""
@@ -50,7 +50,7 @@ class PixelsRecipe(Section):
 
 
 class VideoRecipe(Section):
-    """Video frames for a vision-language model."""
+    """Sampling of video frames for a vision-language model."""
 
     fps: PositiveFloat = 1.0
     """Frames sampled per second."""
@@ -61,7 +61,7 @@ class VideoRecipe(Section):
 
 
 class ActionsRecipe(Section):
-    """Actions. Read if `data.inputs` contains `actions`."""
+    """Width, normalization and composition of actions. Read if `data.inputs` contains `actions`."""
 
     width: PositiveInt | None = None
     """Numbers per action. Samples with a different width are invalid. Unset: the width of `stats`, else the most common
@@ -99,7 +99,7 @@ class DataRecipe(Section):
         Annotated[UserAddress, Tag("scalar")] | Annotated[list[UserAddress], Field(min_length=1), Tag("list")],
         Discriminator(value_form),
     ]
-    """Location of the data: usually a folder. sets: the folder that relative paths of the sets start from. hf:
+    """Location of the data: usually a folder. sets: the folder that paths of the sets are relative to. hf:
     `owner/name` or a folder. webdataset: tar files (a path, a glob, a range {000..123} or a list of these), local or
     s3://. pairs: the same, or a .jsonl file. llava: annotations (a .json or .jsonl file, a folder or a list of these;
     s3:// folders end with a slash)."""

@@ -55,7 +55,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     overrides: `section.key=value` arguments, applied last.
     Raises RecipeError with one line per problem: file and line (or override), key and expected value.
     """
-    return _resolve_recipe(_read_with_defaults(resolve_recipe_path(path)), overrides)
+    return _resolve_recipe(read_recipe_tree(resolve_recipe_path(path)), overrides)
 
 
 def load_tiny_recipe(path: Path, overrides: Sequence[str] = (), *, world_size: int = 1) -> Recipe:
@@ -66,7 +66,7 @@ def load_tiny_recipe(path: Path, overrides: Sequence[str] = (), *, world_size: i
     Raises RecipeError like `load_recipe`, and if the model family is unknown.
     """
     path = resolve_recipe_path(path)
-    recipe = _resolve_recipe(_read_with_defaults(path), ())
+    recipe = _resolve_recipe(read_recipe_tree(path), ())
     replaces_model = any(word.startswith("model.path=") for word in overrides)
     family = match_released_name(recipe.model.path) if replaces_model else find_tiny_family(recipe.model.path)
     values = shrink_recipe(recipe, shipped_recipes.recipe_name(path), family, world_size=world_size)
@@ -78,7 +78,7 @@ def load_stored_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
     Raises RecipeError like load_recipe.
     """
-    tree = _read_with_defaults(path)
+    tree = read_recipe_tree(path)
     convert_old_names(tree)
     return _resolve_recipe(tree, overrides)
 
@@ -98,7 +98,8 @@ def resolve_recipe_path(path: Path) -> Path:
     return path if os.path.lexists(path) else shipped_recipes.find_recipe(str(path)) or path
 
 
-def _read_with_defaults(path: Path) -> RecipeTree:
+def read_recipe_tree(path: Path) -> RecipeTree:
+    """Read a recipe file, merged with the file named by `defaults`, without validating it. Raises RecipeError."""
     variant = _read_tree(path)
     if "defaults" not in variant.values:
         return variant
@@ -152,10 +153,11 @@ def _resolve_recipe(tree: RecipeTree, overrides: Sequence[str]) -> Recipe:
     for name in Recipe.model_fields:
         if name in tree.values and tree.values[name] is None:
             del tree.values[name]  # its location is kept for the error if the section is required
-    return _validate_tree(tree)
+    return validate_tree(tree)
 
 
-def _validate_tree(tree: RecipeTree) -> Recipe:
+def validate_tree(tree: RecipeTree) -> Recipe:
+    """Validate a recipe. Raises RecipeError with one line per problem."""
     explained = [*find_old_names(tree), *_find_misread_values(SCHEMA_ROOT, tree.values, ())]
     problems = [RecipeProblem(tree.locate(path), text) for path, text in explained]
     recipe = None

@@ -42,8 +42,8 @@ class ValidationRecipe(Section):
     at_start: bool = True
     """Also evaluate before the first step."""
     prompts: UserPath | None = None
-    """.txt or .jsonl file with prompts for samples and rewards. Unset: the training prompts; for samples conditioned on
-    frames, captions and first frames from `path`, else from the held-out data, else from the training data."""
+    """.txt or .jsonl file with prompts for samples and rewards. Unset: the training prompts. For samples conditioned on
+    frames: captions and first frames from `path`, else from the held-out data, else from the training data."""
     num_prompts: PositiveInt = 16
     """Number of prompts, from the start of the list. SFT and DPO without `held_out_rewards` generate at most
     `logging.num_samples` samples."""
@@ -77,7 +77,7 @@ class LoggingRecipe(Section):
     project: Annotated[str, Field(min_length=1, max_length=100)] = "wfm_ds"
     """Project (wandb, trackio) or experiment (mlflow) of the run."""
     run_name: Annotated[str, Field(min_length=1, max_length=100)] | None = None
-    """Name of the run in the trackers. Unset: the last part of `run.output_dir`."""
+    """Name of the run in the trackers. Unset: the last component of `run.output_dir`."""
     wandb: dict[str, Any] = Field(default_factory=dict)
     """Additional arguments of wandb.init, such as entity, group, tags or mode."""
     mlflow: dict[str, Any] = Field(default_factory=dict)

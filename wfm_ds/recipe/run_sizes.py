@@ -18,7 +18,7 @@ class RunSizes:
 
     world_size: int
     sequence_parallel: int  # ranks per replica
-    samples_per_step: int  # SFT: global batch size; RL: samples trained on per RL step
+    samples_per_step: int  # SFT: global batch size; RL: prompts_per_step * group_size
     samples_per_rank: int
     candidates_per_step: int = 0  # generated candidates with sampling.explore, without refills
     terms_per_rank: int  # loss terms ((sample, timestep) pairs) per optimizer step and rank

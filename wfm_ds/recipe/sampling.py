@@ -103,8 +103,8 @@ class ExploreRecipe(Section):
     """Denoising steps per candidate, at most `sampling.steps`. With fewer steps and a stochastic solver, candidates are
     generated with `ode`, so that they depend only on their initial noise."""
     regenerate: bool = True
-    """True: generate the selected samples again from the same seeds with `sampling.steps` steps, score and train these.
-    False: train on the candidates; only for algorithms that read only the clean latents of a rollout."""
+    """True: generate the selected samples again from their seeds with `sampling.steps` steps, then score and train on
+    these. False: train on the candidates; only for algorithms that read only the clean latents of a rollout."""
 
 
 class SamplingRecipe(Section):
@@ -162,7 +162,7 @@ class SamplingRecipe(Section):
     guidance_batch: Literal["separate", "joint"] = "separate"
     """Forward passes for guidance. `separate`: one for the conditional and one for the unconditional prediction.
     `joint`: a single one, if twice the number of samples fits into `engine.max_forward_batch`; in rollouts only for
-    algorithms that do not compare log-probabilities. Results agree up to rounding."""
+    algorithms that do not compare log-probabilities. The results differ only in rounding."""
     negative_prompt: str | None = None
     """Text of the unconditional pass if `guidance_scale` is above 1. Unset: the model family's default."""
 

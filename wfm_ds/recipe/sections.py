@@ -290,7 +290,7 @@ Bounds = Annotated[tuple[float, float], AfterValidator(_require_ordered_bounds)]
 
 
 class RewardFunction(Section):
-    """One weighted reward."""
+    """A reward with its weight, options and worker processes."""
 
     name: RewardName
     """A reward of wfm_reward, or `package.module:Class`."""

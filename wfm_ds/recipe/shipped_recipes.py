@@ -1,7 +1,7 @@
 """Recipes shipped with the package: the folder recipes/ of a checkout, or its copy inside an installed wheel.
 
-A recipe argument is a path or the name of a shipped recipe. Shipped recipes refer to files as `recipes/...`. Such a path
-that does not exist in the working directory is resolved in the folder of the shipped recipes.
+A recipe argument is a path or the name of a shipped recipe. Shipped recipes refer to files as `recipes/...`; if such a
+path does not exist in the working directory, it is resolved in the folder of the shipped recipes.
 """
 
 from __future__ import annotations

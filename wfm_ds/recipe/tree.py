@@ -12,21 +12,11 @@ from typing import Any, TypeAlias
 import yaml
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe.yaml_text import (
-    LIMITS,
-    MAX_DEPTH,
-    SCALAR_PATTERNS,
-    YAML_TAG,
-    TooLarge,
-    compose_yaml,
-    parse_scalar,
-    require_within_limits,
-)
+from wfm_ds.recipe.yaml_text import SCALAR_PATTERNS, YAML_TAG, compose_yaml, parse_scalar
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
 MAX_PROBLEMS = 40  # shown at once
-MAX_OVERRIDES = 1000
 MAX_SHOWN_CHARACTERS = 200
 
 
@@ -100,7 +90,7 @@ def parse_yaml(text: str, source: str) -> RecipeTree:
     """Parse one YAML document. An empty one has the value None. Raises RecipeError with line numbers if invalid."""
     try:
         node = compose_yaml(text)
-    except TooLarge as error:
+    except RecipeError as error:
         raise RecipeError(f"{source}: {error}") from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -121,7 +111,7 @@ def parse_override_value(text: str, place: SourceLocation) -> Any:
     """Parse the YAML value of a `section.key=value` override. Raises RecipeError if it is not valid YAML."""
     try:
         node = compose_yaml(text)
-    except TooLarge as error:
+    except RecipeError as error:
         raise RecipeError(f"{place}: {error}") from error
     except yaml.YAMLError as error:
         raise RecipeError(f"{place}: the value is not YAML: put text with special characters in quotes") from error
@@ -137,45 +127,33 @@ class _NodeReader:
     def __init__(self, tree: RecipeTree, at_line: Callable[[int], SourceLocation]) -> None:
         self.tree, self.locate_line = tree, at_line
         self.problems: list[RecipeProblem] = []
-        self._open_nodes: list[yaml.Node] = []  # ancestors of the current node, to detect recursive aliases
-        self._num_nodes = 0  # nodes read so far; an alias counts each time it is used
 
     def read_document(self, node: yaml.Node) -> list[RecipeProblem]:
-        """Fill the tree's values and locations, and return the problems found.
+        """Store the values and locations in the tree, and return the problems.
 
-        Raises RecipeError if the document with expanded aliases exceeds the limits.
+        Raises RecipeError if an alias contains itself.
         """
         try:
             self.tree.values = self.read_node(node, (), node)
-        except TooLarge as error:
-            raise RecipeError(f"{self._locate_node(node)}: {error}") from error
+        except RecursionError as error:
+            raise RecipeError(f"{self._locate_node(node)}: an alias contains itself") from error
         return self.problems
 
     def read_node(self, node: yaml.Node, path: KeyPath, key: yaml.Node) -> Any:
         if path:
             self.tree.locations[path] = self._locate_node(key)
-        if any(node is outer for outer in self._open_nodes):
-            return self._add_problem(key, f"{join_key_path(path)} contains itself")
-        self._num_nodes += 1
-        require_within_limits(self._num_nodes, len(path))
-        self._open_nodes.append(node)
-        try:
-            if isinstance(node, yaml.MappingNode) and node.tag == YAML_TAG + "map":
-                pairs = self._read_pairs(node, path).items()
-                return {name: self.read_node(value, (*path, name), k) for name, (k, value) in pairs}
-            if isinstance(node, yaml.SequenceNode) and node.tag == YAML_TAG + "seq":
-                return [self.read_node(value, (*path, i), value) for i, value in enumerate(node.value)]
-            return self._read_scalar(node)
-        finally:
-            self._open_nodes.pop()
+        if isinstance(node, yaml.MappingNode) and node.tag == YAML_TAG + "map":
+            pairs = self._read_pairs(node, path).items()
+            return {name: self.read_node(value, (*path, name), k) for name, (k, value) in pairs}
+        if isinstance(node, yaml.SequenceNode) and node.tag == YAML_TAG + "seq":
+            return [self.read_node(value, (*path, i), value) for i, value in enumerate(node.value)]
+        return self._read_scalar(node)
 
     def _read_pairs(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, tuple[yaml.Node, yaml.Node]]:
         pairs: dict[str, tuple[yaml.Node, yaml.Node]] = {}
         for key, value in node.value:
             if key.tag != YAML_TAG + "str" or not isinstance(key, yaml.ScalarNode):
                 self._add_problem(key, f"a key must be text, got {_describe_key(key)}: put it in quotes")
-            elif unfit := find_unfit_character(key.value):
-                self._add_problem(key, f"the key {shorten_text(key.value)!r} contains {unfit}: remove it")
             elif key.value in pairs:
                 self._add_problem(
                     key,
@@ -196,8 +174,6 @@ class _NodeReader:
             return self._add_problem(node, f"{shorten_text(node.value)!r} is not of the YAML type {kind}")
         if value != value:
             return self._add_problem(node, "nan is not allowed")
-        if isinstance(value, str) and (unfit := find_unfit_character(value)):
-            return self._add_problem(node, f"the text {shorten_text(value)!r} contains {unfit}: remove it")
         return value
 
     def _locate_node(self, node: yaml.Node) -> SourceLocation:
@@ -209,16 +185,6 @@ class _NodeReader:
 
 def _describe_key(node: yaml.Node) -> str:
     return shorten_text(str(node.value)) if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-
-
-def find_unfit_character(text: str) -> str:
-    """Describe a NUL or surrogate character in `text`, or return "" if it has none. Files cannot store them.
-
-    YAML rejects them in plain text but allows them as escapes in quotes.
-    """
-    if "\0" in text:
-        return "a NUL character"
-    return "half of a surrogate pair" if any("\ud800" <= c <= "\udfff" for c in text) else ""
 
 
 # ---- from several sources
@@ -254,8 +220,6 @@ def apply_overrides(tree: RecipeTree, words: Sequence[str]) -> None:
     Values are YAML. A number in the path is a list index. Raises RecipeError for malformed overrides, values that are
     not YAML, and list indices out of range.
     """
-    if len(words) > MAX_OVERRIDES:
-        raise RecipeError(f"{len(words):,} overrides, at most {MAX_OVERRIDES:,} are allowed: use a file")
     parsed = [_parse_override(word) for word in words]
     # A new algorithm drops the keys of the old one, so it is applied first, regardless of the order.
     for path, value, place in sorted(parsed, key=lambda item: item[0] != ("algorithm", "name")):
@@ -270,10 +234,6 @@ def _parse_override(word: str) -> tuple[KeyPath, Any, SourceLocation]:
     place = SourceLocation(f"override {shorten_text(word)}")
     key, equals, text = word.partition("=")
     path = tuple(key.split("."))
-    if len(path) > MAX_DEPTH:
-        raise RecipeError(f"{place}: nested more than {MAX_DEPTH} levels deep; {LIMITS}")
-    if unfit := find_unfit_character(key):
-        raise RecipeError(f"{place}: the key contains {unfit}: remove it")
     if not equals or not all(path):
         raise RecipeError(f"{place}: expected section.key=value")
     if not text.strip():

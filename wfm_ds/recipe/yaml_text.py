@@ -6,6 +6,7 @@ Limits on length, nesting and expanded aliases keep parsing fast for any input.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -14,11 +15,6 @@ import yaml
 from wfm_ds.errors import RecipeError
 
 MAX_CHARACTERS = 1 << 20
-MAX_NODES = 10_000
-"""Maximum number of keys and values in a file or override. An alias counts as all values it expands to."""
-MAX_DEPTH = 32
-LIMITS = f"a recipe has at most {MAX_CHARACTERS:,} characters, {MAX_NODES:,} keys and values and {MAX_DEPTH} levels"
-
 YAML_TAG = "tag:yaml.org,2002:"
 SCALAR_PATTERNS = {  # {YAML type: (pattern of unquoted scalars, their possible first characters)}
     "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
@@ -34,22 +30,9 @@ SCALAR_PATTERNS = {  # {YAML type: (pattern of unquoted scalars, their possible 
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """YAML loader that enforces MAX_NODES and MAX_DEPTH."""
+    """YAML loader with the scalar rules of YAML 1.2."""
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 -- PyYAML's interface
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._nodes = self._depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Compose the next node. PyYAML calls this for each key and value. Raises TooLarge above the limits."""
-        self._nodes, self._depth = self._nodes + 1, self._depth + 1
-        require_within_limits(self._nodes, self._depth)
-        try:
-            return super().compose_node(parent, index)
-        finally:
-            self._depth -= 1
 
 
 class _Dumper(yaml.SafeDumper):
@@ -76,28 +59,18 @@ _Dumper.add_representer(list, _represent_list)
 _Dumper.add_representer(str, _represent_text)
 
 
-class TooLarge(RecipeError):
-    """A YAML text exceeds the limits on characters, nodes (aliases expanded) or nesting depth."""
-
-
-def require_within_limits(nodes: int, depth: int) -> None:
-    """Raise TooLarge if `nodes` exceeds MAX_NODES or `depth` exceeds MAX_DEPTH."""
-    if nodes > MAX_NODES:
-        raise TooLarge(f"more than {MAX_NODES:,} keys and values, with expanded aliases; {LIMITS}")
-    if depth > MAX_DEPTH:
-        raise TooLarge(f"nested more than {MAX_DEPTH} levels deep; {LIMITS}")
-
-
 def compose_yaml(text: str) -> yaml.Node | None:
     """Return the root node of a YAML document, or None if the text is empty.
 
-    Raises TooLarge if the text exceeds the limits, and yaml.YAMLError if it is not one valid document.
+    Raises RecipeError if the text is too long or nested too deeply, and yaml.YAMLError if it is not one valid document.
     """
     if len(text) > MAX_CHARACTERS:
-        raise TooLarge(f"more than {MAX_CHARACTERS:,} characters; {LIMITS}")
+        raise RecipeError(f"a recipe has at most {MAX_CHARACTERS:,} characters")
     loader = _RecipeLoader(text)
     try:
         return loader.get_single_node()
+    except RecursionError as error:
+        raise RecipeError("nested too deeply") from error
     finally:
         loader.dispose()
 
@@ -119,3 +92,16 @@ def parse_scalar(text: str, kind: str) -> str | bool | int | float | None:
 def to_yaml(values: Any) -> str:
     """Serialize `values` as YAML that parse_yaml reads back unchanged."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+class _InlineDumper(_Dumper):
+    """YAML dumper that writes everything on one line."""
+
+
+_InlineDumper.add_representer(list, lambda dumper, items: dumper.represent_sequence(YAML_TAG + "seq", items))
+
+
+def to_inline_yaml(value: Any) -> str:
+    """Return a value as YAML on one line, to be written after a key."""
+    options = {"sort_keys": False, "allow_unicode": True, "width": math.inf, "default_flow_style": True}
+    return yaml.dump(value, Dumper=_InlineDumper, **options).removesuffix("...\n").strip()

@@ -15,10 +15,7 @@ class RolloutSource(Protocol):
     groups: GroupSource
 
     def publish_policy(self, step: int) -> None:
-        """Make the policy after RL step `step` available for rollouts.
-
-        Called after every step, and once before the first step with the number of the last finished step.
-        """
+        """Make the policy after RL step `step` available for rollouts. Also called once before the first step."""
 
     def wait_until_ready(self, step: int) -> bool:
         """Wait until the samples of this RL step are available. Return False if any rank should stop first."""

@@ -54,8 +54,7 @@ class ColocatedSource:
         )
 
     def generate_samples(self, samples: Sequence[RolloutSample], plan: SamplingPlan) -> StepRollouts:
-        """Denoise this replica's shard of the samples with the rollout policy and send it to the reward service.
-        Collective.
+        """Denoise this replica's shard of the samples with the rollout policy and send it for scoring. Collective.
 
         A chunk is decoded and sent while the next one is denoised. Replicas with a smaller shard repeat the first
         sample as padding, so that all replicas run the same forward passes.

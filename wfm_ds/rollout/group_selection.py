@@ -31,10 +31,7 @@ class GroupSelection:
         return self.num_groups - len(self._informative_groups)
 
     def add_round(self, samples: Sequence[RolloutSample], informative: Collection[str]) -> None:
-        """Add the samples of one round's groups, at most `num_missing` groups.
-
-        informative: ids of the groups with unequal rewards.
-        """
+        """Add the samples of at most `num_missing` groups. informative: ids of the groups with unequal rewards."""
         groups: dict[str, list[RolloutSample]] = {}
         for member in samples:
             groups.setdefault(member.group_id, []).append(member)

@@ -56,10 +56,7 @@ class GroupSource(Protocol):
     """Source of the groups of each RL step. All methods are collective."""
 
     def step_groups(self, step: int) -> list[Group]:
-        """Return the groups of RL step `step` for all ranks. Identical on every rank except for `Group.data`.
-
-        Repeated calls return the same groups.
-        """
+        """Return the groups of RL step `step`. Identical on repeated calls, and on every rank except for `data`."""
 
     def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
         """Record the rewards of all samples generated in RL step `step`. Identical on every rank.
@@ -67,8 +64,7 @@ class GroupSource(Protocol):
         Call once per step, in the order of the steps, before the policy after the step is published.
         """
 
-    def data_metrics(self) -> dict[str, float]:
-        """Return the `data/*` metrics."""
+    def data_metrics(self) -> dict[str, float]: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Return the checkpoint state as JSON. Together with the step it determines all later groups."""
@@ -82,8 +78,7 @@ class RefillableGroups(GroupSource, Protocol):
     def refill_groups(self, step: int, attempt: int) -> list[Group]:
         """Return as many additional groups for RL step `step` as `step_groups` returns. Identical on every rank.
 
-        attempt: number of the refill round, starting at 1. The result depends only on step, attempt and checkpoint
-        state.
+        attempt: number of the refill round, starting at 1. The result depends only on step, attempt and state.
         """
 
 
@@ -188,8 +183,8 @@ class CaptionedGroups:
         num_conditioning_frames: tuple[int, int] = (0, 0),
         trajectories: CounterfactualTrajectories | None = None,
     ) -> None:
-        """encode: collective function that encodes samples to clean latents [B, ...] float32; None: groups have no
-        `data`.
+        """encode: collective function that encodes samples to clean latents [B, ...] float32; None to leave `data`
+        unset.
 
         num_conditioning_frames: smallest and largest number of conditioning frames (latent frames) of a group.
         trajectories: replaces the recorded trajectories; None to use the recorded ones.

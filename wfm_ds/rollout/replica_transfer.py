@@ -22,8 +22,8 @@ def transfer_to_replicas(
     """Send samples between replicas and return this replica's equal share of `samples`, in order. Collective.
 
     samples: samples of all replicas; their number is a multiple of the number of replicas.
-    owners: {sample id: index of the replica that has it}, identical on all ranks. local: this replica's rollouts by
-    sample id.
+    owners: {sample id: index of the replica that has it}, identical on all ranks.
+    local: {sample id: rollout} of this replica.
     template: any rollout with the same sampling plan and latent shape as the samples, without data latents.
     """
     count = len(samples) // world.dp_size

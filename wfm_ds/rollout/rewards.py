@@ -158,10 +158,7 @@ class RewardService:
 
 
 def build_service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
-    """Return the content of reward_service.yaml. Imports user-defined rewards.
-
-    sockets: folder of the service's sockets. Raises RewardError for an unknown reward.
-    """
+    """Return the content of reward_service.yaml. Raises RewardError for an unknown reward."""
     from wfm_reward import registry
 
     rewards = {
@@ -211,8 +208,7 @@ class RewardClient:
     ) -> None:
         """Connect to the reward service.
 
-        endpoint: path of a pipes.json, or an ipc:// or tcp:// address. run, client: names of the run and of this
-        client.
+        endpoint: path of a pipes.json, or an ipc:// or tcp:// address. run, client: names in the service's log.
         lost_after_s: submitted tasks fail if the service is silent for this many seconds.
         Raises RewardError if the keys are unusable, if the service does not answer within reward.start_timeout_s, or if
         the service lacks a reward of the recipe or computes it with different options.
@@ -280,10 +276,7 @@ class RewardClient:
         self._pipe.close()
 
     def _require_reward(self, function: RewardFunction) -> int:
-        """Return the largest batch that the service accepts for a reward.
-
-        Raises RewardError if the service does not offer the reward or uses different options.
-        """
+        """Return a reward's maximum batch. Raises RewardError if the service lacks it or has different options."""
         info = self._pipe.kinds.get(f"score:{function.name}")
         if info is None:
             offers = ", ".join(sorted(kind.removeprefix("score:") for kind in self._pipe.kinds))
@@ -345,10 +338,7 @@ class RewardClient:
 
 
 def _parse_scores(task: _RewardTask, outcome: TaskOutcome) -> Iterator[Score]:
-    """Yield the scores in the reply to a task.
-
-    Raises KeyError, TypeError or ValueError if the reply is malformed or does not have one row per sample.
-    """
+    """Yield the scores in a reply. Raises KeyError, TypeError or ValueError unless it has a valid row per sample."""
     rows = outcome.meta["scores"]
     seconds = outcome.seconds / len(task.sample_ids)
     for sample_id, (value, failure, parts) in zip(task.sample_ids, rows, strict=True):

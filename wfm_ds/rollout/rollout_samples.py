@@ -17,10 +17,7 @@ from wfm_ds.types import Prompt, Rollout, Transition
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSample:
-    """One sample to generate.
-
-    Ids and seeds depend on run seed, step, group and index of the sample in the group, but not on the rank.
-    """
+    """One sample to generate. Ids and seeds depend on run seed, step, group and index in the group, not on the rank."""
 
     sample_id: str
     group_id: str

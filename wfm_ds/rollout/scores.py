@@ -108,8 +108,6 @@ class ScoringQueue:
 
 @dataclass(frozen=True, slots=True)
 class DenoisedChunk:
-    """Denoised samples that are not decoded yet."""
-
     latents: Tensor  # [B, ...]
     sample_ids: Sequence[str]
     prompts: Sequence[Prompt]
@@ -171,10 +169,7 @@ def drop_first_frame(inputs: Mapping[str, npt.NDArray[np.float32]]) -> dict[str,
 
 
 def gather_scores(world: World, local_scores: Mapping[str, Mapping[str, Score]]) -> Scores:
-    """Return the scores of all replicas, ordered by replica. Collective.
-
-    local_scores: scores of this replica; only the replica leader's are used.
-    """
+    """Return the scores of all replicas, in replica order; only the leaders' `local_scores` count. Collective."""
     parts = world.gather_from_leaders(pack_scores(local_scores))
     return {sample_id: scores for part in parts for sample_id, scores in unpack_scores(part).items()}
 

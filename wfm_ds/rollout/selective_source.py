@@ -120,8 +120,6 @@ class SelectiveSource(ColocatedSource):
 
 @dataclass(frozen=True, slots=True)
 class CandidateScores:
-    """The scores and the total reward of one candidate."""
-
     scores: dict[str, Score]
     total: float | None
 
@@ -136,10 +134,7 @@ class SelectedRollouts:
         self._template: Rollout | None = None  # any sample: all rounds have the same plan and shape
 
     def keep_selected(self, generated: StepRollouts, selected: Sequence[RolloutSample]) -> None:
-        """Add the selected rollouts of a round and drop rollouts that are no longer selected.
-
-        In the first round every replica must have generated a sample.
-        """
+        """Add a round's selected rollouts and drop others. In round 0 each replica must have generated a sample."""
         for replica, shard in enumerate(even_ranges(len(generated.samples), self.world.dp_size)):
             self._owner_replicas |= {generated.samples[i].sample_id: replica for i in shard}
         available = self._local_rollouts | {rollout.sample_id: rollout for rollout in generated.local_rollouts}

@@ -74,10 +74,7 @@ def shuffle_trajectories(prompts: Sequence[Prompt], *, seed: int, step: int) -> 
 
 
 def transplant_trajectory(target: Mapping[str, Floats], source: Mapping[str, Floats]) -> dict[str, Floats]:
-    """Return a copy of `target` with the actions and the camera path of `source`.
-
-    The camera path is moved so that it starts at the start pose of `target`.
-    """
+    """Return `target` with the actions and camera path of `source`, moved to the start pose of `target`."""
     inputs = dict(target)
     if ACTIONS in target:
         inputs[ACTIONS] = source[ACTIONS]

@@ -39,11 +39,10 @@ def list_option_inputs(args: argparse.Namespace) -> list[str]:
 
 
 def encode_first_frame(sampler: Sampler, file: Path | None) -> Tensor | None:
-    """Encode the first frame as latents [C,T,h,w]. Return None without a file, or if the model takes the frame as
-    pixels.
+    """Return latents [C,T,h,w] of the first frame; None without a file, or if the model takes the frame as pixels.
 
-    Raises UserError if the model does not support a first frame or requires one that is missing, or if the file is not
-    an image.
+    Raises UserError if the model does not support a first frame or requires a missing one, or if the file is not an
+    image.
     """
     model = sampler.model
     if file is None:

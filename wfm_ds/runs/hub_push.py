@@ -95,10 +95,7 @@ def base_model_id(path: str, folder: Path) -> str | None:
 
 
 def hub_loading_lines(lines: str, folder: Path, base: Path, repo: str) -> str:
-    """Return the code that loads the export, changed for other users.
-
-    The export folder is replaced by the repository, and a local base model by its folder name.
-    """
+    """Return the loading code for other users, with `repo` and the base model's folder name instead of local paths."""
     from_repo = lines.replace(f'load_file("{folder}/', f'load_file(hf_hub_download("{repo}", "').replace(
         '.safetensors"), strict', '.safetensors")), strict'
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from wfm_ds.engine.adapter_targets import match_linear_layers
+from wfm_ds.engine.adapter_layers import match_linear_layers
 from wfm_ds.errors import ModelError, RecipeError
 from wfm_ds.export.lora_base import base_weight_readers
 from wfm_ds.export.lora_file import LoraSource, iter_lora_tensors

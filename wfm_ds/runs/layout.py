@@ -52,10 +52,7 @@ class RunContents:
     finished_step: int | None  # last step of a finished run
 
     def newest_recipe(self) -> tuple[str, Recipe | None]:
-        """Return (path, recipe) of the newest checkpoint, or of the run itself if it has no checkpoint.
-
-        The recipe is None if the file is missing. Raises like `read_run_recipe`.
-        """
+        """Return `read_run_recipe` of the newest checkpoint, or of the run itself if it has no checkpoint."""
         return read_run_recipe(self.location if self.checkpoint is None else str(self.checkpoint.path))
 
 
@@ -79,10 +76,7 @@ def read_folder_contents(folder: Path) -> RunContents:
 
 
 def read_storage_contents(address: str) -> RunContents:
-    """Read the contents of a run's S3 storage.
-
-    Raises StorageError if S3 cannot be read, and RecipeError if result.json is invalid.
-    """
+    """Read a run's S3 storage. Raises StorageError if that fails, and RecipeError if result.json is invalid."""
     names = {name.partition("/")[0] for name in transfer.list_objects(address)}
     files = tuple(name for name in RUN_FILES if name in names)
     newest = remote_store.find_newest(f"{address}/{CHECKPOINTS}") if files else None
@@ -133,15 +127,13 @@ def parse_record(text: str) -> frozenset[str]:
 
 
 def format_record(names: Collection[str]) -> str:
-    """Return the content of a record file that lists these names."""
     return json.dumps({"wrote": sorted(names)}) + "\n"
 
 
 def read_run_recipe(place: str) -> tuple[str, Recipe | None]:
-    """Read recipe.yaml in a folder or at an s3:// address. Returns (path of the file, recipe).
+    """Return (path, recipe) of recipe.yaml in a folder or at an s3:// address; recipe None if it is missing.
 
-    The recipe is None if the file is missing. Raises RecipeError if it is invalid and StorageError if S3 cannot be
-    read.
+    Raises RecipeError if it is invalid and StorageError if S3 cannot be read.
     """
     if not is_remote(place):
         path = Path(place) / RECIPE_FILE
@@ -158,10 +150,7 @@ def read_run_recipe(place: str) -> tuple[str, Recipe | None]:
 
 
 def parse_finished_step(text: str, place: str) -> int | None:
-    """Return the last step from the text of a result.json, or None if the run has not finished.
-
-    Raises RecipeError if the text is invalid.
-    """
+    """Return the last step in a result.json; None if the run has not finished. Raises RecipeError if it is invalid."""
     try:
         result = json.loads(text)
         return int(result["step"]) if result["status"] == "finished" else None

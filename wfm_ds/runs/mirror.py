@@ -106,10 +106,7 @@ class Mirror:
         self._sent = {}
 
     def fetch_metrics(self) -> None:
-        """Download the metrics of attempts that ended without a checkpoint, unless the folder already has them.
-
-        Raises StorageError if the download fails.
-        """
+        """Download missing metrics of attempts without a checkpoint. Raises StorageError if that fails."""
         for name, size in transfer.list_objects(self.address).items():
             path = self.folder / name
             if (name == METRICS_FILE or name.partition("/")[0] == EARLIER) and not path.exists():
@@ -117,10 +114,7 @@ class Mirror:
                 transfer.download_file(f"{self.address}/{name}", path, size=size)
 
     def fetch_checkpoint(self, address: str) -> Path:
-        """Download a checkpoint and its metrics into the folder. Returns the checkpoint's folder.
-
-        Raises StorageError if the download fails.
-        """
+        """Download a checkpoint and its metrics. Returns its folder. Raises StorageError if that fails."""
         checkpoint = remote_store.read_checkpoint(address)
         stored = transfer.list_objects(self.address)
         if checkpoint is None or METRICS_FILE not in stored:
@@ -134,18 +128,12 @@ class Mirror:
         return folder
 
     def newer_step(self) -> int | None:
-        """Return the newest complete step in S3 if it is newer than all local checkpoints, else None.
-
-        Raises StorageError if S3 cannot be read.
-        """
+        """Return the newest checkpoint step in S3 if newer than all local ones, else None. Raises StorageError."""
         newest = remote_store.find_newest(f"{self.address}/{CHECKPOINTS}")
         return None if newest is None or newest.step <= max(self._complete_steps(), default=-1) else newest.step
 
     def start(self) -> None:
-        """Remove result.json from S3 and start uploading.
-
-        Raises StorageError if S3 fails or has a newer checkpoint than the folder.
-        """
+        """Remove result.json from S3 and start uploading. Raises StorageError if S3 fails or has a newer checkpoint."""
         newer = self.newer_step()
         if newer is not None:
             raise StorageError(
@@ -200,10 +188,7 @@ class Mirror:
         return [*(f"{CHECKPOINTS}/step_{step}" for step in self._unsent_steps()), *self._unsent_files()]
 
     def send_result(self) -> None:
-        """Upload the final data of the run page, then result.json. Call it after all other files.
-
-        Raises StorageError if the upload fails.
-        """
+        """Upload the run page's final data, then result.json. Call it last. Raises StorageError if that fails."""
         if (self.folder / DATA_FILE).exists():
             transfer.upload_file(self.folder / DATA_FILE, f"{self.address}/{DATA_FILE}")
         transfer.upload_file(self.folder / RESULT_FILE, f"{self.address}/{RESULT_FILE}")
@@ -324,10 +309,7 @@ class Mirror:
         self._sent[name] = SentFile(local.st_size, local.st_mtime_ns, stored)
 
     def _byte_counter(self, name: str) -> ProgressCallback:
-        """Return a function to call with the byte count of each uploaded part of a file.
-
-        It aborts the upload if `finish` no longer waits for it.
-        """
+        """Return a function that counts uploaded bytes, and aborts the upload once `finish` stops waiting."""
         count_bytes = self._progress.start_attempt(name)
 
         def count_or_abort(num_bytes: int) -> None:

@@ -10,9 +10,10 @@ from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.data.buckets import ImageSize
 from wfm_ds.data.datasets import build_buckets
 from wfm_ds.engine import attention_kernels
-from wfm_ds.engine.adapter_targets import check_lora_layers
+from wfm_ds.engine.adapter_layers import check_lora_layers
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.export.target import ExportTarget
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.recipe.deepspeed import require_idle_expert_support
@@ -76,6 +77,9 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         check_shardable_sizes(recipe, model, [(size.height, size.width), *sizes])
     if recipe.lora is not None:
         check_lora_layers(model.denoiser, recipe.lora, model.default_lora_targets)
+    target = ExportTarget.from_model(model)
+    for component in target.parts:
+        target.meta_network(component)  # an export at the end needs it, so a missing class is an error now
     if settings.denoiser_init == "random":
         registry.randomize_denoiser(model, recipe.run.seed)
     return model

@@ -77,10 +77,7 @@ def fetch_model(recipe: Recipe, world: World) -> None:
 
 
 def locate_model(recipe: Recipe) -> Path:
-    """Return the folder of a model, downloading only the files needed to determine its commit.
-
-    Raises ModelError if it cannot be found.
-    """
+    """Return a model's folder, downloading only what determines its commit. Raises ModelError if it is not found."""
     model = recipe.model
     if recipe.algorithm.trains_language:
         return language_folders.locate_language_model(model.path, model.revision)

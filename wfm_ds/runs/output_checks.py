@@ -29,10 +29,7 @@ def require_usable_folder(folder: Path) -> None:
 
 
 def find_existing_parent(folder: Path) -> Path:
-    """Return the folder if it exists, else its nearest existing parent.
-
-    Raises RecipeError for invalid paths and broken links.
-    """
+    """Return the folder or its nearest existing parent. Raises RecipeError for invalid paths and broken links."""
     for path in (folder, *folder.absolute().parents):
         try:
             path.stat()

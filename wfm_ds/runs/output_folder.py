@@ -130,10 +130,7 @@ def suggest_fix(place: RunContents) -> str:
 
 
 def require_restartable(held: Sequence[RunContents], done: int | None) -> None:
-    """Raise RecipeError if a run without a complete checkpoint must not restart from step 0.
-
-    This is the case if it has finished, or if a damaged checkpoint could be repaired.
-    """
+    """Raise RecipeError if a run without a complete checkpoint has finished, or has damaged ones to repair."""
     if done is not None:
         raise RecipeError(
             f"{held[0].key} contains a run that finished at step {done} without a checkpoint (checkpoint.every was 0): "
@@ -237,8 +234,7 @@ def list_recipe_changes(there: Recipe, here: Recipe) -> list[str]:
 def require_same_batch_size(found: Checkpoint | RemoteCheckpoint, recipe: Recipe, world_size: int) -> None:
     """Raise RecipeError if the global batch size, which determines the next samples, differs from the checkpoint's.
 
-    For SFT of a two-expert model, the number of micro-batches must match too, because it determines which expert is
-    trained when.
+    For SFT of a two-expert model the number of micro-batches must match too: it determines which expert trains when.
     """
     derived = derive_run_sizes(recipe, world_size)
     here, there = derived.samples_per_step, found.metadata["samples_per_step"]
@@ -260,8 +256,7 @@ def require_same_batch_size(found: Checkpoint | RemoteCheckpoint, recipe: Recipe
 def claim_folder(folder: Path) -> None:
     """Write the record file, which lists the names in this folder that belong to a run.
 
-    Call it with the folder locked, after find_run_start has found no third-party files and before other files are
-    written.
+    Call it with the folder locked and before other files are written, after find_run_start found no third-party files.
     """
     with explain_write_errors(folder):
         atomic.write_text(folder / RECORD_FILE, layout.format_record(layout.RUN_NAMES))

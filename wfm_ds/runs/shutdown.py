@@ -46,8 +46,6 @@ class RunProgress(Protocol):
 
 
 class RunExports(Protocol):
-    """Interface of the exporter of a run."""
-
     @property
     def artifacts(self) -> Mapping[str, str]:
         """Exported paths as {kind: path}."""
@@ -177,10 +175,7 @@ def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
 
 
 def discard_new_run(folder: Path, start: RunStart) -> Callable[[str], None]:
-    """Return a recorder for failures before the first step.
-
-    It clears the folder of a new run, so that the run can start again with a corrected recipe.
-    """
+    """Return a function that clears a new run's folder after a failure before the first step, for a fresh start."""
 
     def record(message: str) -> None:
         from wfm_ds.runs.layout import REWARD, ROLLOUT

@@ -31,7 +31,7 @@ NUM_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageCopies:
-    """Which files of a run are missing in S3 when the run ends, for result.json."""
+    """Files of a run that are missing in S3 when the run ends, for result.json."""
 
     address: str
     missing: list[str]  # names in the run folder that are missing or outdated in the storage
@@ -112,10 +112,7 @@ def discard_fetched_checkpoint(recipe: Recipe, world: World) -> None:
 
 
 def finish_copies(recipe: Recipe, world: World, mirror: Mirror | None) -> StorageCopies | None:
-    """Wait for the uploads and return which files are missing, or None without checkpoint.storage.
-
-    Collective. Identical on every rank.
-    """
+    """Wait for uploads and return what is missing; None without checkpoint.storage. Collective, same on every rank."""
     settings, root = recipe.checkpoint, recipe.run.output_dir / CHECKPOINTS
     if settings.storage is None:
         return None

@@ -1,15 +1,21 @@
-"""Access to local files and s3:// addresses. Only this module opens remote storage and reads its credentials."""
+"""Access to local files and s3:// addresses. Only this module opens remote storage and reads its credentials.
+
+`open_regular` opens only regular files, so that a pipe or device in a user's folder cannot block the reader.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
+import io
 import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import fsspec
 
@@ -24,6 +30,8 @@ SECRET_KEY = "PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY"
 ENDPOINT = "PROD_S3_CHECKPOINT_ENDPOINT_URL"
 REGION = "PROD_S3_CHECKPOINT_REGION_NAME"
 RANGE_PATTERN = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+BUFFER_BYTES = 256 * 1024  # per request; enough for the headers of most images
 
 
 def is_remote(address: str) -> bool:
@@ -157,3 +165,56 @@ def expand_glob(pattern: str) -> list[str]:
     if not names:
         raise DataError(f"{pattern}: no matching files")
     return [f"s3://{name}" if is_remote(pattern) else name for name in names]
+
+
+def open_regular(path: Path | str) -> BinaryIO:
+    """Open a regular file for reading. Raises OSError, also if it is a pipe, a socket, a device or a folder."""
+    # Without O_NONBLOCK, opening a pipe waits for a writer. The flag has no effect on regular files.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "is not a regular file", str(path))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_regular(path: Path | str) -> bytes:
+    """Return the bytes of a regular file. Raises OSError like `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
+
+
+class StorageStream(io.RawIOBase):
+    """Unbuffered stream over a path or s3:// address. Opening and reading raise FileNotFoundError and StorageError."""
+
+    def __init__(self, address: str) -> None:
+        self._address, self._position = address, 0
+        self._size = int(file_version(address)[1])
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        count = max(0, min(len(buffer), self._size - self._position))
+        if count:
+            buffer[:count] = read_range(self._address, self._position, count)
+        self._position += count
+        return count
+
+
+def open_stream(address: str) -> BinaryIO:
+    """Open a path or s3:// address for buffered reading. Raises FileNotFoundError and StorageError."""
+    return cast(BinaryIO, io.BufferedReader(StorageStream(address), BUFFER_BYTES))

@@ -31,8 +31,7 @@ from wfm_ds.data.samples import Media, Sample, file_identity
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 from wfm_ds.models.assets.latent_cache import LatentCache
-from wfm_ds.models.assets.text_cache import Text, TextCache, format_prompts
-from wfm_ds.models.assets.text_store import create_text_store
+from wfm_ds.models.assets.text_cache import Text, TextCache, create_text_store, format_prompts
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.sampler import negative_texts
 from wfm_ds.recipe.schema import Recipe

@@ -16,8 +16,7 @@ from wfm_ds.algorithms import engine_policy_copies
 from wfm_ds.distributed.lifecycle import StopFlag, seconds_since_start
 from wfm_ds.distributed.world import World, ranks_per_node
 from wfm_ds.engine.engine import DenoiserEngine
-from wfm_ds.engine.flop_counter import make_trainable
-from wfm_ds.engine.flops import copy_to_meta
+from wfm_ds.engine.flop_counter import copy_to_meta, make_trainable
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import RecipeError
 from wfm_ds.language import attention, sequence_parallel

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from wfm_ds.distributed.lifecycle import seconds_since_start
-from wfm_ds.errors import RunError
+from wfm_ds.errors import RunError, UserError
 from wfm_ds.monitoring.meter import Meter
 from wfm_ds.runs.job import CommonJob
 from wfm_ds.runs.result import RunOutcome
@@ -64,7 +64,11 @@ class TrainingLoop(ABC):
     def save_results(self) -> None:
         """Complete a pending checkpoint and export the current weights."""
         self.checkpoints.wait_for_save()
-        self.exporter.export_at_end(self.step)
+        try:
+            self.exporter.export_at_end(self.step)
+        except UserError:  # raised on all ranks
+            self.checkpoints.save_at_stop(self)
+            raise
 
     def train_steps(self) -> RunOutcome:
         """Train until the last step (status `finished`), or save a checkpoint at a stop request (`preempted`)."""
@@ -86,11 +90,22 @@ class TrainingLoop(ABC):
         self.step += 1
         report = self.train_step(self.step)
         self.validator.after_step(self.step)
-        self.exporter.after_step(self.step)
+        export_error = self.try_export()
         agreed = finish_step(self.job, self.step, report, writing=self.checkpoints.is_writing)
         self.metrics = report.last_metrics
         self.checkpoints.after_step(self, agreed)  # last, because a checkpoint includes the metrics of the step
+        if export_error is not None:
+            self.checkpoints.save_at_stop(self)
+            raise export_error
         return agreed.stop
+
+    def try_export(self) -> UserError | None:
+        """Export the weights if scheduled. Returns the error of a failed export, the same on all ranks."""
+        try:
+            self.exporter.after_step(self.step)
+        except UserError as error:
+            return error
+        return None
 
     def start(self) -> None:
         """Evaluate if validation.at_start is set, then start the progress display."""

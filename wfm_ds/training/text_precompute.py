@@ -11,8 +11,7 @@ from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World, ranks_per_node
 from wfm_ds.errors import DataError
 from wfm_ds.memory.activations import text_bytes
-from wfm_ds.models.assets.text_cache import Text, TextCache
-from wfm_ds.models.assets.text_store import remove_unused_folders
+from wfm_ds.models.assets.text_cache import Text, TextCache, remove_unused_folders
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
 from wfm_ds.recipe.schema import Recipe

@@ -1,4 +1,4 @@
-"""Data types of the broker and its ledger: tasks, leases, completions, status. TaskEntry and below: only for ledger.py."""
+"""Data types of the broker and its ledger: tasks, leases, completions, status. Only ledger.py changes TaskEntry."""
 
 from __future__ import annotations
 

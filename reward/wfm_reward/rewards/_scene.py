@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 POSITION_MARGIN = 0.1  # minimum distance of centres / sum of both sizes, along an axis
-MIN_AXIS_SHARE = 0.5  # minimum component of the normalised offset along an axis
+MIN_AXIS_SHARE = 0.5  # minimum component of the normalized offset along an axis
 COLORS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
 
 
@@ -27,8 +27,8 @@ class DetectedObject:
 class SceneScore:
     """Scores of one image.
 
-    soft: mean partial score over the clauses of `include`. correct: GenEval's own test passes, which accepts additional
-    objects. strict: all clauses hold with exact counts.
+    soft: mean partial score over the clauses of `include`. correct: GenEval's own test passes: at least the
+    required objects, none of the excluded ones. strict: all clauses of `include` hold with exact counts.
     """
 
     soft: float
@@ -90,7 +90,7 @@ def _check_clauses(
 
 
 def spatial_relations(a: DetectedObject, b: DetectedObject) -> set[str]:
-    """Return where `a` is relative to `b`: a subset of {left of, right of, above, below}, empty if they are too close."""
+    """Return where `a` is relative to `b`: a subset of {left of, right of, above, below}, empty if too close."""
     centre = [((box[0] + box[2]) / 2, (box[1] + box[3]) / 2) for box in (a.box, b.box)]
     size = [(abs(box[2] - box[0]), abs(box[3] - box[1])) for box in (a.box, b.box)]
     offset = [centre[0][axis] - centre[1][axis] for axis in (0, 1)]

@@ -86,7 +86,7 @@ class VlmReward(Reward):
 
 
 def png_data_url(image: npt.NDArray[np.uint8]) -> str:
-    """Encode an image [H,W,3] as a PNG data URL."""
+    """Encode an image uint8 [H,W,3] as a PNG data URL."""
     from PIL import Image
 
     buffer = io.BytesIO()

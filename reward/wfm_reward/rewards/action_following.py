@@ -16,7 +16,7 @@ Actions = npt.NDArray[np.float32]
 class ActionFollowing(Reward):
     """Mean over transitions of exp(-MSE / temperature) between the predicted and the conditioning actions.
 
-    `temperature` has the unit of squared actions, which are normalised if the run normalises actions (data.actions). To
+    `temperature` has the unit of squared actions, which are normalized if the run normalizes actions (data.actions). To
     find the noise floor, first score real clips with their own actions. Parts: `mse`, and `following_moving`, the mean
     over those transitions with larger actions than the median.
     """

@@ -19,8 +19,9 @@ class Consistency(Reward):
 
     Parts: `start`, the PSNR between the first two frames / 40 dB (the first frame is often a conditioning frame);
     `start_db`, this PSNR; `steadiness`, which is 1 - |second temporal differences| / (2 |first differences|) and low
-    for flicker; `sharpness`, the ratio (at most 1) of the mean spatial gradients of the last and the first third of the
-    frames. `sharpness` is low for videos that drift into blur or noise, which inverse dynamics does not penalize.
+    for flicker; `sharpness`, which compares the mean spatial gradients of the first and last third of the frames (the
+    smaller divided by the larger). It is low for videos that drift into blur or noise, which inverse dynamics does not
+    penalize.
     """
 
     name = "consistency"
@@ -64,7 +65,7 @@ def motion_steadiness(frames: npt.NDArray[np.float32]) -> float:
 
 
 def sharpness_ratio(frames: npt.NDArray[np.float32]) -> float:
-    """Return mean gradient of the last third of frames [T,H,W,3] / that of the first third, at most 1."""
+    """Return the smaller / the larger of the mean gradients of the first and last third of frames [T,H,W,3]."""
     third = max(1, len(frames) // 3)
     first, last = mean_gradient(frames[:third]), mean_gradient(frames[-third:])
     if max(first, last) < NEGLIGIBLE:

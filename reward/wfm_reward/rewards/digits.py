@@ -1,4 +1,4 @@
-"""Reward of the image quickstart: does a held-out classifier recognise the requested digit?"""
+"""Reward of the image quickstart: does a held-out classifier recognize the requested digit?"""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from wfm_reward.rewards._weights import load_pretrained, to_pil_images
 
 
 class HpsV3(Reward):
-    """HPS v3: mean of the predicted preference, unbounded and not normalised.
+    """HPS v3: mean of the predicted preference, unbounded and not normalized.
 
     The values in Cosmos-RL's example are 7 to 11, so make sure that a `clip` in the recipe allows them. Part `sigma`:
     the predicted standard deviation. Needs the package hpsv3 (github.com/MizzenAI/HPSv3). It has its own requirements:

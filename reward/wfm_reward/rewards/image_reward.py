@@ -10,7 +10,7 @@ from wfm_reward.rewards._weights import load_pretrained, to_pil_images
 
 
 class ImageReward(Reward):
-    """ImageReward: standardised on the authors' validation set (mean 0, std 1), usually -2.3 to 2.
+    """ImageReward: standardized on the authors' validation set (mean 0, std 1), usually -2.3 to 2.
 
     Needs the package image-reward; the weights are ImageReward-v1.0.
     """
@@ -23,7 +23,7 @@ class ImageReward(Reward):
     def __init__(
         self, device: str = "cpu", *, model: str = "ImageReward-v1.0", med_config: str | None = None, **options: Any
     ) -> None:
-        """model: path of ImageReward.pt (then also set `med_config`), or the name of a model that the package downloads."""
+        """model: ImageReward.pt (then also set `med_config`), or the name of a model that the package downloads."""
         super().__init__(device, **options)
         self.model, self.med_config = model, med_config
 

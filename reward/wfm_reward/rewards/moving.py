@@ -28,7 +28,7 @@ class MovingReward(Reward):
     required_metadata = ("shape", "direction")
 
     def __init__(self, device: str = "cpu", *, what: str = "shape") -> None:
-        """Raises ValueError unless `what` is "shape" or "light"."""
+        """Raise ValueError unless `what` is "shape" or "light"."""
         super().__init__(device)
         if what not in ("shape", "light"):
             raise ValueError(f"what is {what!r}; it must be shape or light")

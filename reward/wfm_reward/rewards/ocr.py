@@ -14,7 +14,7 @@ QUOTED_TEXT = re.compile(r'"([^"]*)"')
 
 
 class Ocr(Reward):
-    """1 - d / len(target), 0 to 1: d is 0 if the recognised text contains the target, else the edit distance.
+    """1 - d / len(target), 0 to 1: d is 0 if the recognized text contains the target, else the edit distance.
 
     d is at most len(target). The target is the metadata `ocr_target`. Without it, the target is the first text in
     double quotes in the prompt. Case and whitespace are ignored. The models are part of the package
@@ -59,7 +59,7 @@ class Ocr(Reward):
         return item.score(1.0 - distance / len(target))
 
     def _read_text(self, image: npt.NDArray[np.uint8]) -> str:
-        """Return the recognized lines of text, joined from top to bottom. RapidOCR drops lines with confidence below 0.5."""
+        """Return the recognized lines, joined from top to bottom. RapidOCR drops lines with confidence below 0.5."""
         lines, _ = self._reader(np.ascontiguousarray(image[..., ::-1]))  # RapidOCR expects BGR
         return "".join(text for _box, text, _confidence in lines or ())
 

@@ -56,7 +56,7 @@ class Remote(Reward):
         self.reward, self.output, self.timeout_s = reward, output, timeout_s
 
     def load(self) -> None:
-        """Read the addresses from environment variables. Raises RewardError if they are unset or differ between prefixes."""
+        """Read the addresses from environment variables. Raises RewardError if they are unset or contradictory."""
         self._enqueue_url, self._fetch_url, token = read_service_addresses(os.environ)
         self._client = HttpClient(token)
         self._keep_replica = os.environ.get(IGNORE_REPLICA_VARIABLE, "").lower() not in ("1", "true")
@@ -71,7 +71,7 @@ class Remote(Reward):
         return list(self._parse_scores(reply, batch))
 
     def _request_scores(self, body: bytes, deadline_s: float) -> Mapping[str, Any]:
-        """Enqueue the batch, poll for its scores and return the reply. Raises HttpRequestError if they do not arrive in time."""
+        """Enqueue the batch and poll for its scores. Raises HttpRequestError if none arrive in time."""
         accepted = _require_ok(self._client.post(self._enqueue_url, body, BINARY_HEADERS, deadline_s))
         uuid, replica = accepted.get("uuid"), accepted.get("replica_id")
         if not isinstance(uuid, str):
@@ -110,7 +110,7 @@ class Remote(Reward):
         ]
 
     def _select_outputs(self, numbers: Mapping[str, Sequence[Any]]) -> list[str]:
-        """Return the names of the outputs whose sum is the score. Raises RewardError if they are missing or ambiguous."""
+        """Return the names of the outputs to sum to the score. Raises RewardError if they are missing or ambiguous."""
         outputs = list(numbers) if self.output is None else [part.strip() for part in self.output.split("+")]
         if (self.output is None and len(outputs) != 1) or not set(outputs) <= numbers.keys():
             raise RewardError(

@@ -26,9 +26,9 @@ MAX_NEIGHBOUR_DISTANCE = 0.15  # maximum RMS distance to a neighbour, with brigh
 
 
 class SeenAction(Reward):
-    """Fraction of moves that a nearest-neighbour classifier recognises from their five frames.
+    """Fraction of moves that a nearest-neighbour classifier recognizes from their five frames.
 
-    The classifier is fitted on real clips. A move counts as not recognised if its nearest neighbour is farther away
+    The classifier is fitted on real clips. A move counts as not recognized if its nearest neighbour is farther away
     than MAX_NEIGHBOUR_DISTANCE. The reward `brightness` measures changes, whereas this one compares with the look of
     real clips.
     """
@@ -66,7 +66,7 @@ class SeenAction(Reward):
 
 
 def move_features(frames: Frames) -> npt.NDArray[np.float32]:
-    """Return features [2, 5 * 8 * 16] of each move: the grey frame before it (-1..1) and four frames relative to that."""
+    """Return features [2, 5 * 8 * 16] per move: the grey frame before it (-1..1) and four frames relative to that."""
     grey = frames.mean(axis=3, dtype=np.float32).reshape(len(frames), -1) / 127.5 - 1
     before = grey[:-1:FRAMES_PER_MOVE, None]
     return np.concatenate([before, grey[1:].reshape(NUM_MOVES, FRAMES_PER_MOVE, -1) - before], axis=1).reshape(

@@ -22,7 +22,7 @@ UNBOUNDED = Range(-math.inf, math.inf)
 
 
 class VideoAlign(Reward):
-    """VideoReward: sum of VQ, MQ and TA, each standardised on the authors' videos; unbounded.
+    """VideoReward: sum of VQ, MQ and TA, each standardized on the authors' videos; unbounded.
 
     The output `overall_reward` is this sum. The model reads video files, so clips are passed as nearly lossless H.264.
     """

@@ -5,65 +5,114 @@ The body of an enqueue request is one line of JSON, a newline, and an array in .
 
 from __future__ import annotations
 
+import io
 import json
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, Field
 
-from wfm_reward.web.http_problem import check_encodable, invalid_request
-from wfm_reward.web.npy import read_npy
+from wfm_reward.web.http_problem import HttpProblem, check_length, invalid_request, parse_fields
 from wfm_reward.web.score_request import ScoreRequest
 
 MAX_LINE_BYTES = 4 * 2**20
 MAX_ITEMS = 4096
 LATENT_TYPE = "latent"
+NPY_MAGIC = b"\x93NUMPY"
+NPY_HEADER_BYTES = 4096
+MAX_DIMENSIONS = 6
+DTYPES = ("uint8", "float16", "float32")
+
+
+FramesPerSecond = Annotated[float, Field(gt=0, lt=1e6)]
+
+
+class VideoInfo(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    video_fps: FramesPerSecond | None = None
+    fps: FramesPerSecond | None = None
+
+
+class EnqueueFields(BaseModel):
+    """The JSON line of an enqueue request. Lists have one value per item."""
+
+    model_config = ConfigDict(strict=True)
+
+    prompts: list[str]
+    reward_fn: dict[str, float]
+    """{reward name: weight}; only rewards with a positive weight are computed."""
+    media_type: str = LATENT_TYPE
+    """image: uint8 [B,H,W,3]. video: uint8 [B,3,T,H,W]. latent: float16, float32, or bfloat16 viewed as uint8 with a
+    doubled last axis, [B,C,T,h,w]."""
+    metadata: list[dict[str, Any]] | None = None
+    video_infos: list[VideoInfo] | None = None
+    geneval_tags: list[Any] | None = None
+    geneval_includes: list[Any] | None = None
 
 
 def parse_enqueue(body: memoryview) -> ScoreRequest:
-    """Parse and validate an enqueue request. Raises HttpProblem.
-
-    The key `media_type` is image for uint8 [B,H,W,3], video for uint8 [B,3,T,H,W], or latent (the default) for
-    [B,C,T,h,w] in float16, float32, or bfloat16 viewed as uint8 with a doubled last axis. Other keys: prompts,
-    reward_fn {name: weight} (only positive weights count), video_infos [{video_fps or fps}], geneval_tags,
-    geneval_includes, and metadata, a map per item.
-    """
-    fields, rest = _split_first_line(body)
-    array = read_npy(rest)
-    kind = fields.get("media_type", LATENT_TYPE)
-    media = _split_items(kind, array)
-    prompts = fields.get("prompts")
-    if not isinstance(prompts, list) or not all(isinstance(p, str) for p in prompts):
-        raise invalid_request("`prompts` must be a list of strings")
-    if len(prompts) != len(media):
-        raise invalid_request(f"{len(prompts)} prompts for {len(media)} items")
-    return ScoreRequest(
-        rewards=_parse_reward_names(fields.get("reward_fn")),
-        prompts=prompts,
-        metadata=_parse_metadata(fields, len(media)),
-        fps=_parse_fps(fields.get("video_infos"), len(media), kind),
-        media=media,
-        latents=kind == LATENT_TYPE,
-        info=_input_info(array, fields),
-    )
-
-
-def _split_first_line(body: memoryview) -> tuple[dict[str, Any], memoryview]:
+    """Parse and validate an enqueue request. Raises HttpProblem."""
     line = bytes(body[:MAX_LINE_BYTES]).partition(b"\n")[0]
     if len(line) >= min(len(body), MAX_LINE_BYTES):
         raise invalid_request(f"no newline after the JSON within {MAX_LINE_BYTES} bytes")
     try:
-        fields = json.loads(line)
+        content = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise invalid_request(f"the first line is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise invalid_request("the first line is not a JSON object")
-    check_encodable(fields)
-    return fields, body[len(line) + 1 :]
+    fields = parse_fields(EnqueueFields, content)
+    array = read_npy(body[len(line) + 1 :])
+    media = _split_items(fields.media_type, array)
+    check_length("prompts", fields.prompts, len(media))
+    rewards = tuple(name for name, weight in fields.reward_fn.items() if weight > 0)
+    if not rewards:
+        raise invalid_request("`reward_fn` has no reward with a weight above 0")
+    infos = fields.video_infos if fields.media_type != "image" and fields.video_infos is not None else None
+    if infos is not None:
+        check_length("video_infos", infos, len(media))
+    return ScoreRequest(
+        rewards=rewards,
+        prompts=fields.prompts,
+        metadata=_parse_metadata(fields, len(media)),
+        fps=[None] * len(media) if infos is None else [info.video_fps or info.fps for info in infos],
+        media=media,
+        latents=fields.media_type == LATENT_TYPE,
+        info=_input_info(array, content),
+    )
 
 
-def _split_items(kind: Any, array: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
+def read_npy(data: memoryview) -> npt.NDArray[Any]:
+    """Return the array in .npy data from a client, as a view. Does not trust the header, and reads no pickles.
+
+    Raises HttpProblem: 415 if the data is not .npy; 422 for object arrays, dtypes outside DTYPES, Fortran order, or a
+    size that does not match the header.
+    """
+    if bytes(data[: len(NPY_MAGIC)]) != NPY_MAGIC:
+        hint = " (this looks like torch.save)" if bytes(data[:2]) in (b"PK", b"\x80\x02") else ""
+        raise HttpProblem(415, "not_npy", f"the body after the first line is not .npy{hint}: write it with numpy.save")
+    head = io.BytesIO(data[: NPY_HEADER_BYTES + 16])
+    try:
+        version = np.lib.format.read_magic(head)
+        read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, fortran, dtype = read(head, max_header_size=NPY_HEADER_BYTES)
+    except Exception as error:
+        raise invalid_request(f"the .npy header cannot be read: {' '.join(str(error).split())[:100]}") from error
+    if dtype.hasobject or dtype.name not in DTYPES or not dtype.isnative:
+        raise invalid_request(f"an array of {str(dtype)[:40]}; send one of {', '.join(DTYPES)}, little endian")
+    if fortran or len(shape) > MAX_DIMENSIONS or not all(0 < n < 2**31 for n in shape):
+        raise invalid_request(f"an array of shape {str(shape)[:80]}; send C order and at most {MAX_DIMENSIONS} axes")
+    expected, actual = math.prod(shape) * dtype.itemsize, len(data) - head.tell()
+    if expected != actual:
+        raise invalid_request(
+            f"{actual} bytes of data, but {dtype.name} {list(shape)} has {expected}: the body is cut off or too long"
+        )
+    return np.frombuffer(data[head.tell() :], dtype=dtype).reshape(shape)
+
+
+def _split_items(kind: str, array: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
     """Split the array into one array per item, in the layout of ScoreRequest."""
     if len(array.shape) > 0 and array.shape[0] > MAX_ITEMS:
         raise invalid_request(f"{array.shape[0]} items; send at most {MAX_ITEMS}")
@@ -74,7 +123,7 @@ def _split_items(kind: Any, array: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
     if kind == LATENT_TYPE and array.ndim == 5:
         return [widen_bfloat16(item) for item in array]
     shapes = "image uint8 [B,H,W,3], video uint8 [B,3,T,H,W], latent float16 or float32 [B,C,T,h,w]"
-    raise invalid_request(f"media_type {str(kind)[:40]!r} with {array.dtype} {list(array.shape)}; send {shapes}")
+    raise invalid_request(f"media_type {kind[:40]!r} with {array.dtype} {list(array.shape)}; send {shapes}")
 
 
 def widen_bfloat16(latents: npt.NDArray[Any]) -> npt.NDArray[Any]:
@@ -87,30 +136,16 @@ def widen_bfloat16(latents: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return (halves << 16).view(np.float32)
 
 
-def _parse_reward_names(weights: Any) -> tuple[str, ...]:
-    if not isinstance(weights, dict) or not all(_is_number(w) for w in weights.values()):
-        raise invalid_request("`reward_fn` must be a map from reward names to weights")
-    names = tuple(name for name, weight in weights.items() if weight > 0)
-    if not names:
-        raise invalid_request("`reward_fn` has no reward with a weight above 0")
-    return names
-
-
-def _parse_metadata(fields: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    maps = fields.get("metadata", [{}] * count)
-    if not isinstance(maps, list) or len(maps) != count or not all(isinstance(m, dict) for m in maps):
-        raise invalid_request(f"`metadata` must be a list of {count} maps")
-    metadata = [dict(m) for m in maps]
-    for key, name in (("geneval_tags", "tag"), ("geneval_includes", "include")):
-        values = fields.get(key)
+def _parse_metadata(fields: EnqueueFields, count: int) -> list[dict[str, Any]]:
+    metadata = [{} for _ in range(count)] if fields.metadata is None else fields.metadata
+    check_length("metadata", metadata, count)
+    for name, values in (("tag", fields.geneval_tags), ("include", fields.geneval_includes)):
         if values is None:
             continue
-        if not isinstance(values, list) or len(values) != count:
-            raise invalid_request(f"`{key}` must be a list of {count} values")
+        check_length(f"geneval_{name}s", values, count)
         for item_metadata, value in zip(metadata, values, strict=True):
-            item_metadata.setdefault(
-                name, _parse_include(value) if name == "include" and isinstance(value, str) else value
-            )
+            is_text = name == "include" and isinstance(value, str)
+            item_metadata.setdefault(name, _parse_include(value) if is_text else value)
     return metadata
 
 
@@ -119,21 +154,6 @@ def _parse_include(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise invalid_request(f"`geneval_includes` is not JSON: {error}") from error
-
-
-def _parse_fps(infos: Any, count: int, kind: str) -> list[float | None]:
-    if infos is None or kind == "image":
-        return [None] * count
-    if not isinstance(infos, list) or len(infos) != count or not all(isinstance(i, dict) for i in infos):
-        raise invalid_request(f"`video_infos` must be a list of {count} maps")
-    rates = [info.get("video_fps", info.get("fps")) for info in infos]
-    if not all(fps is None or (_is_number(fps) and 0 < fps < 1e6) for fps in rates):
-        raise invalid_request("`video_infos`: video_fps must be frames per second")
-    return [None if fps is None else float(fps) for fps in rates]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _input_info(array: npt.NDArray[Any], fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Sized
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+MAX_PLACE_CHARS = 100
+Fields = TypeVar("Fields", bound=BaseModel)
 
 
 class HttpProblem(Exception):
@@ -20,13 +26,25 @@ def invalid_request(detail: str) -> HttpProblem:
     return HttpProblem(422, "malformed", detail)
 
 
-def check_encodable(*values: Any) -> None:
-    """Raise HttpProblem for strings that UTF-8 cannot encode.
+def parse_fields(model: type[Fields], content: Any) -> Fields:
+    """Validate the decoded JSON of a request. Raises HttpProblem about the first invalid field.
 
-    Messages, pages and logs cannot contain such strings.
+    Also rejects strings that UTF-8 cannot encode, because messages, pages and logs cannot contain them.
     """
     try:
-        json.dumps(values, ensure_ascii=False).encode()
+        fields = model.model_validate(content)
+        json.dumps(content, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         detail = f"a string has a lone surrogate ({error.object[error.start]!a}), which UTF-8 cannot encode"
         raise invalid_request(detail) from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"]))[:MAX_PLACE_CHARS]
+        raise invalid_request(f"`{place}`: {first['msg']}" if place else first["msg"]) from error
+    return fields
+
+
+def check_length(name: str, values: Sized, count: int) -> None:
+    """Raise HttpProblem unless a field has one value per item."""
+    if len(values) != count:
+        raise invalid_request(f"`{name}` has {len(values)} values for {count} items")

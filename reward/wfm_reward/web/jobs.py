@@ -24,7 +24,7 @@ from wfm_ds.transport.keys import ClientKeys
 from wfm_ds.transport.submission import SubmittedTask, submit_rows
 from wfm_ds.transport.wire import Array
 from wfm_reward.web.http_problem import HttpProblem
-from wfm_reward.web.memory_budget import Reservation
+from wfm_reward.web.request_body import Reservation
 from wfm_reward.web.score_request import ScoreRequest
 
 log = logging.getLogger(__name__)

@@ -1,9 +1,10 @@
-"""Reading of request bodies with a deadline and a memory reservation. Compressed bodies are rejected."""
+"""Reading of request bodies with a deadline and a memory limit. Compressed bodies are rejected."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -11,9 +12,62 @@ from aiohttp import ClientPayloadError, web
 from multidict import MultiDictProxy
 
 from wfm_reward.web.http_problem import HttpProblem, invalid_request
-from wfm_reward.web.memory_budget import MemoryBudget, Reservation
 
 CHUNK_BYTES = 256 * 1024
+
+
+class MemoryBudget:
+    """Limit on the bytes of all requests of one server: arriving bodies and unscored images and videos. Thread-safe."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.reserved_bytes = 0
+        self.lock = threading.Lock()
+
+    def check_fits(self, num_bytes: int, held: int = 0) -> None:
+        """Raise HttpProblem if a request of `num_bytes` can never fit (413) or does not fit now (429).
+
+        held: bytes that this request has reserved.
+        """
+        if num_bytes > self.max_bytes:
+            detail = (
+                f"this request needs {num_bytes} bytes; the limit is {self.max_bytes}: send fewer items per request"
+            )
+            raise HttpProblem(413, "too_large", detail)
+        if self.reserved_bytes - held + num_bytes > self.max_bytes:
+            detail = f"more than {self.max_bytes} bytes are waiting to be scored"
+            raise HttpProblem(429, "full", detail, retry_after_s=5)
+
+
+class Reservation:
+    """Bytes of the budget that one request has reserved. Call `release` when done. Thread-safe."""
+
+    def __init__(self, budget: MemoryBudget) -> None:
+        self._budget = budget
+        self._num_bytes = 0
+
+    def resize(self, num_bytes: int) -> None:
+        """Change the reservation to `num_bytes`. Raises HttpProblem like MemoryBudget.check_fits."""
+        with self._budget.lock:
+            if num_bytes > self._num_bytes:
+                self._budget.check_fits(num_bytes, self._num_bytes)
+            self._budget.reserved_bytes += num_bytes - self._num_bytes
+            self._num_bytes = num_bytes
+
+    def grow(self, num_bytes: int) -> None:
+        """Reserve more bytes, before they are allocated. Raises HttpProblem like MemoryBudget.check_fits."""
+        self.resize(self._num_bytes + num_bytes)
+
+    def transfer(self, num_bytes: int) -> Reservation:
+        """Return a new reservation of `num_bytes` that replaces this one. Raises HttpProblem if they do not fit."""
+        self.resize(num_bytes)
+        successor = Reservation(self._budget)
+        successor._num_bytes, self._num_bytes = num_bytes, 0
+        return successor
+
+    def release(self) -> None:
+        """Release all bytes. Idempotent."""
+        self.resize(0)
 
 
 def check_encoding(request: web.Request) -> None:
@@ -39,7 +93,7 @@ async def receive_body(
     if size > max_bytes:
         raise HttpProblem(413, "too_large", f"a body of {size} bytes; at most {max_bytes} are allowed")
     budget.check_fits(size)
-    reservation = budget.reserve(0)
+    reservation = Reservation(budget)
     try:
         yield memoryview(await _read_body(request, reservation, timeout_s)), reservation
     finally:

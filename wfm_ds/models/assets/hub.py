@@ -37,7 +37,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import ModelError
-from wfm_ds.models.assets.weight_variants import parse_variant
+from wfm_ds.models.assets.weight_files import parse_variant
 
 log = logging.getLogger(__name__)
 

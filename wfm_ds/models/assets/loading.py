@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from wfm_ds.distributed.accelerator import uses_cuda
 from wfm_ds.errors import ModelError, UserError
-from wfm_ds.models.assets.weight_variants import list_weight_files, select_variant
+from wfm_ds.models.assets.weight_files import list_weight_files, select_variant
 from wfm_ds.models.base import hide_progress_bars
 
 LIBRARIES = ("diffusers", "transformers")

@@ -131,8 +131,7 @@ class RlSettings(AlgorithmSettings):
     `one_only`: 1 for positive advantages, 0 for the others. `binary`: only the sign."""
     zero_std: Literal["keep", "drop"] | None = None
     """Groups whose samples all have the same reward, so that the advantages are 0. `keep`: train on them. `drop`: do
-    not. Unset: `drop` if the reward is the only term of the loss (such as diffusion_nft with `kl_beta: 0`), else
-    `keep`."""
+    not. Unset: `drop` if the loss depends only on the reward (such as diffusion_nft with `kl_beta: 0`), else `keep`."""
     best_of_n: PositiveInt | None = None
     """Train only on this many samples per group: half of them the best, half the worst. Unset: all."""
     updates_per_rollout: PositiveInt = 1

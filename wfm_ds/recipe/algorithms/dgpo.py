@@ -19,8 +19,8 @@ class DgpoAlgorithm(ForwardProcessSettings):
     updates_per_rollout: Literal[1] = 1
     """Optimizer steps per RL step. Always 1, so that every update contains whole groups."""
     beta: PositiveFloat = 100.0
-    """Strength of the group weighting. With a larger value, groups that the policy already ranks better than the
-    reference policy lose weight faster."""
+    """Strength of the group weighting. Larger values reduce a group's weight faster once the policy ranks its samples
+    better than the reference policy does."""
 
     implementation = "wfm_ds.algorithms.dgpo:Dgpo"
 

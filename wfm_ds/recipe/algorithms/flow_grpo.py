@@ -44,10 +44,10 @@ class FlowGrpoAlgorithm(ConditioningFramesSettings):
     """Fraction of the noisy rollout steps that each sample is trained on, at least one, chosen at random. DanceGRPO:
     .6."""
     old_log_prob: Literal["auto", "rollout", "recompute"] = "auto"
-    """Source of the old log-probabilities in the ratios. `rollout`: the rollout. `recompute`: one additional forward
-    pass per trained step before the first update. `auto`: the current ones in the first update, since the weights are
-    the same, then the rollout; with `rollout.max_staleness` above 0 like `recompute`. Then both drop steps that exceed
-    `max_drift`; `rollout` does not."""
+    """Source of the old log-probabilities in the ratios. `rollout`: stored during the rollout. `recompute`: one more
+    forward pass per trained step before the first update. `auto`: the current policy in the first update (its weights
+    are the same), the rollout in later updates; with `rollout.max_staleness` above 0 like `recompute`. With
+    `max_staleness` above 0, `auto` and `recompute` also drop denoising steps that exceed `max_drift`."""
     max_drift: PositiveFloat = 10.0
     """With `rollout.max_staleness` above 0: drop denoising steps for which the log-probabilities of the rollout policy
     and of the weights at the start of the RL step differ by more than this many clip ranges (with `trust_region:

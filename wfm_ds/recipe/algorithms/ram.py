@@ -24,7 +24,7 @@ class RamAlgorithm(ForwardProcessSettings):
     """Strength of the reward relative to the reference policy: tilt = multiplier * advantage."""
     tilt: Literal["linear", "exp"] = "linear"
     """Factor of a sample's velocity error in the target. `linear`: tilt. `exp`: exp(tilt) - 1 (tilt matching, arXiv
-    2512.21829), of which `linear` is the first-order approximation. `exp` needs a small `multiplier`."""
+    2512.21829); needs a small `multiplier`. `linear` approximates `exp` to first order."""
 
     implementation = "wfm_ds.algorithms.ram:Ram"
 

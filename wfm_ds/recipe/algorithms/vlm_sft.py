@@ -19,8 +19,8 @@ class VlmSftAlgorithm(AlgorithmSettings):
     """Tokens in the loss. `answers`: all answers with their end tokens. `last_answer`: only the last answer. `all`: the
     whole conversation. Image and video tokens are always excluded."""
     freeze: list[Literal["vision", "merger", "language"]] = Field(default=[])
-    """Parts to freeze: the vision tower (`vision`), the patch merger (`merger`), the language model (`language`). Not
-    with `lora`, which freezes all parts."""
+    """Model components to freeze: the vision tower (`vision`), the patch merger (`merger`), the language model
+    (`language`). Not with `lora`, which freezes all of them."""
     loss_scale: Literal["tokens", "samples"] = "tokens"
     """How the loss of a step is averaged over all sequences and ranks. `tokens`: all tokens have equal weight.
     `samples`: all conversations have equal weight."""

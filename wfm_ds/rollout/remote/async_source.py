@@ -278,10 +278,7 @@ class _Scheduler:
         return self._coordinator
 
     def admit_steps(self, step: int) -> list[int]:
-        """Record that the policy after `step` is published and return the steps that may be generated now.
-
-        Call `submit_step` for each of them.
-        """
+        """Record that the policy after `step` is published. Returns the steps to pass to `submit_step`."""
         recipe = self.job.recipe
         if self._coordinator is None:  # at the start of the session
             self._coordinator = Coordinator(
@@ -316,7 +313,7 @@ class _Scheduler:
     def wait_for_step(self, step: int, timeout_s: float) -> tuple[bool, str]:
         """Record results until the step is complete or the timeout expires.
 
-        Returns (whether the step is complete, reason why the run cannot continue, else "").
+        Returns (whether the step is complete, reason why the run cannot continue or "").
         """
         until_s = self.client.now_s() + timeout_s
         while True:
@@ -350,7 +347,6 @@ class _Scheduler:
         )
 
     def _failure_reason(self, step: int, now_s: float) -> str:
-        """Return the reason why the step cannot be completed, or ""."""
         limit_s, workers = self.job.recipe.rl.rollout.timeout_s, self.broker.worker_ids()
         if reason := self.service.failure_reason():
             return reason

@@ -76,10 +76,7 @@ class Coordinator:
         self._retries: dict[GroupChunk, int] = {}
 
     def record_publication(self, publication: int) -> None:
-        """Record that the policy after RL step `publication` is available.
-
-        Raises ValueError unless it follows the last recorded publication.
-        """
+        """Record the policy after RL step `publication`. Raises ValueError unless it follows the last recorded one."""
         if publication != self.last_publication + 1:
             raise ValueError(f"expected publication {self.last_publication + 1}, got {publication}")
         self.last_publication = publication
@@ -118,10 +115,7 @@ class Coordinator:
         return chunks is not None and not chunks.waiting
 
     def pop_step(self, step: int) -> list[ClosedChunk]:
-        """Remove a complete step and return its chunks in the order of the samples.
-
-        Raises ValueError if the step is not complete or was already removed.
-        """
+        """Remove a complete step and return its chunks in sample order. Raises ValueError if it is not complete."""
         if not self.is_complete(step):
             raise ValueError(f"step {step} is not complete")
         return [closed for _, closed in sorted(self._steps.pop(step).closed.items())]

@@ -66,10 +66,7 @@ class ChunkGenerator:
 
     @torch.no_grad()
     def generate_chunk(self, task: ChunkTask, manifest: PolicyManifest, progress: ReportProgress) -> GeneratedChunk:
-        """Denoise and decode all samples of a task as one batch with one set of weights.
-
-        progress: function to which the number of forward passes is reported.
-        """
+        """Denoise and decode a task's samples as one batch. progress: called with the number of forward passes."""
         with self._lock:
             self._progress = progress
             self._forward.reset_counts()

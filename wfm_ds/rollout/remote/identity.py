@@ -9,7 +9,7 @@ from typing import Any
 
 from wfm_ds.engine.attention_kernels import current_kernel
 from wfm_ds.errors import RecipeError
-from wfm_ds.models.assets.fingerprint import fingerprint_folders
+from wfm_ds.models.assets.weight_files import fingerprint_folders
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.user_class import import_class, is_user_class, source_file
@@ -44,10 +44,7 @@ def compute_identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
 
 
 def hash_user_classes(recipe: Recipe) -> dict[str, str]:
-    """Return {class path: SHA-256 of its source file} of the user's algorithm and model family.
-
-    Detects workers that run a different version of the code.
-    """
+    """Return {class path: SHA-256 of its source file} of user classes, to detect workers with different code."""
     paths = {"algorithm.name": recipe.algorithm.name, "model.family": recipe.model.family or ""}
     classes = {
         path: import_class(path, object, key=key, error=RecipeError)

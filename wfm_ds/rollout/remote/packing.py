@@ -56,10 +56,7 @@ class ChunkTask:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]], arrays: Sequence[npt.NDArray[Any]] = ()) -> ChunkTask:
-        """Create the task from the results of `to_rows` and `to_arrays`.
-
-        Raises KeyError, TypeError or ValueError for malformed input.
-        """
+        """Create the task from `to_rows` and `to_arrays`. Raises KeyError, TypeError or ValueError if malformed."""
         row, *input_rows = rows
         if input_rows and len(arrays) != len(rows):
             raise ValueError(f"{len(arrays)} arrays for {len(rows)} rows")
@@ -113,10 +110,7 @@ def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], NamedArrays
 
 
 def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Trajectory:
-    """Create the trajectory from the result of `pack_trajectory`.
-
-    Raises KeyError, IndexError or ValueError for malformed input.
-    """
+    """Return the trajectory that `pack_trajectory` packed. Raises KeyError, IndexError or ValueError if malformed."""
     stored = [
         StoredStep(
             index,
@@ -153,10 +147,7 @@ def validate_trajectory(trajectory: Trajectory, count: int, plan: SamplingPlan, 
 
 
 def empty_rollout(sample: RolloutSample, plan: SamplingPlan, shape: Sequence[int], device: torch.device) -> Rollout:
-    """Return a rollout of zeros in place of a sample that could not be generated.
-
-    It keeps tensor shapes equal on all ranks. It has no reward, so its loss weight is 0.
-    """
+    """Return zeros as the rollout of a sample that could not be generated. It gets no reward and loss weight 0."""
     zeros, zero = torch.zeros(tuple(shape), device=device), torch.zeros((), device=device)
     mean = zeros if plan.keep_means else None
     return Rollout(

@@ -47,10 +47,7 @@ class PolicyManifest:
 
     @classmethod
     def from_json(cls, note: Mapping[str, Any]) -> PolicyManifest:
-        """Create the manifest from the result of `to_json`.
-
-        Raises KeyError, TypeError or ValueError for malformed input.
-        """
+        """Create the manifest from `to_json`. Raises KeyError, TypeError or ValueError if malformed."""
         files = tuple(PolicyFile(name, num_bytes, sha256) for name, num_bytes, sha256 in note["files"])
         return cls(note["life"], note["publication"], note["folder"], files)
 

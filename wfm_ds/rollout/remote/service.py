@@ -27,9 +27,9 @@ from wfm_ds.rollout import TASK_KIND
 from wfm_ds.runs.layout import ROLLOUT
 from wfm_ds.storage import atomic
 from wfm_ds.transport.broker import Broker, TaskKind
-from wfm_ds.transport.tasks import FinishedTask
 from wfm_ds.transport.keys import BrokerKeys, load_broker_keys
 from wfm_ds.transport.socket_folders import SocketFolder
+from wfm_ds.transport.tasks import FinishedTask
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +98,7 @@ class RolloutService:
         return [sys.executable, "-m", "wfm_ds", "rollout", recipe, *arguments, "--stop-on-eof"]
 
     def worker_environment(self, gpu: str | None) -> dict[str, str]:
-        """Return this process's environment variables for a worker, without the launcher's variables.
-
-        gpu: the only GPU that the worker may see; None leaves the visible GPUs unchanged.
-        """
+        """Return a worker's environment variables. gpu: the only visible GPU; None: those visible to this process."""
         inherited = {name: value for name, value in os.environ.items() if not RANK_VARIABLES.fullmatch(name)}
         variables = {"OMP_NUM_THREADS": str(self.num_threads), **inherited}
         return variables if gpu is None else gpu_environment(variables, gpu)
@@ -163,7 +160,6 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id. Changes after a restart."""
         return self._process.pid
 
     @property
@@ -231,10 +227,7 @@ class WorkerProcess:
 
 
 def chunk_stall_s(rollout: RolloutRecipe, reward: RewardRecipe) -> float:
-    """Return the seconds without progress after which a chunk counts as stalled.
-
-    They include the time that a chunk waits for the worker's other chunks and for its scores.
-    """
+    """Return the seconds without progress, including waits for scores, after which a chunk counts as stalled."""
     return max(1, rollout.in_flight - 1) * rollout.timeout_s + reward.timeout_s
 
 
@@ -280,18 +273,14 @@ def spawn_device_names(devices: list[str] | None, spawn: int) -> list[str]:
 
 
 def load_trainer_keys(settings: RolloutRecipe) -> BrokerKeys | None:
-    """Load the broker's keys. Returns None without rollout.keys. Raises KeyFileError if the keys are unusable.
-
-    Ranks and the workers that the trainer starts connect with the broker's `local_client_keys`.
-    """
+    """Load the broker's keys; None without rollout.keys. Raises KeyFileError if they are unusable."""
     return None if settings.keys is None else load_broker_keys(settings.keys)
 
 
 def broker_endpoints(bind: str, folder: Path | None) -> tuple[str, str]:
-    """Return the broker's addresses (for ranks and workers that connect, for leases of chunks).
+    """Return the broker's addresses: (for ranks and connecting workers, for leases of chunks).
 
-    folder: folder for ipc sockets; None for TCP, with leases on port + 1. Raises RecipeError for an invalid
-    rollout.bind.
+    folder: folder of ipc sockets; None: TCP, leases on port + 1. Raises RecipeError for an invalid rollout.bind.
     """
     if folder is not None:
         return f"ipc://{folder}/clients", f"ipc://{folder}/workers"

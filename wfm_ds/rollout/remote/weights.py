@@ -14,8 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from wfm_ds.checkpoint.adapter_loading import adapter_tensor_names, load_adapter, load_whole_layers
-from wfm_ds.engine.adapter_merge import AdapterMerge
-from wfm_ds.engine.flops import find_adapter_layers
+from wfm_ds.engine.adapter_layers import AdapterMerge, find_adapter_layers
 from wfm_ds.errors import UserError
 from wfm_ds.export.weights import LORA_FILES, LORA_FOLDER, LORA_PREFIX, WHOLE_LAYER_FILES, diffusers_name
 from wfm_ds.models.base import DiffusionModel, matches_any_pattern

@@ -138,10 +138,7 @@ def serve_chunks(recipe: Recipe, args: argparse.Namespace, stop: threading.Event
 
 
 def load_worker_keys(recipe: Recipe, folder: Path | None) -> ClientKeys | None:
-    """Load the keys from `folder`, or from rollout.keys if `folder` is None.
-
-    Returns None if the run does not use keys. Raises KeyFileError if the keys are unusable.
-    """
+    """Load the keys in `folder`, else rollout.keys; None without keys. Raises KeyFileError if they are unusable."""
     trainer_folder = recipe.rl.rollout.keys
     if folder is not None:
         return load_client_keys(folder)
@@ -168,8 +165,7 @@ def build_generator(
     from wfm_ds.engine.fp8_training import train_in_float8
     from wfm_ds.engine.weight_placement import move_weights
     from wfm_ds.models.assets.loading import select_device
-    from wfm_ds.models.assets.text_cache import TextCache
-    from wfm_ds.models.assets.text_store import create_text_store, open_store_folder
+    from wfm_ds.models.assets.text_cache import TextCache, create_text_store, open_store_folder
     from wfm_ds.rollout.remote.generator import ChunkGenerator
     from wfm_ds.rollout.remote.identity import compute_identity, require_same_identity
     from wfm_ds.rollout.remote.weights import PolicyWeights
@@ -207,10 +203,7 @@ def build_generator(
 
 
 class WorkerLanes:
-    """Lanes of a rollout worker: threads that lease a chunk, generate it, and wait for its scores.
-
-    With several lanes, one lane generates a chunk while others wait for scores.
-    """
+    """Threads of a worker that lease chunks: while one generates a chunk, the others wait for scores."""
 
     def __init__(
         self,
@@ -286,7 +279,6 @@ class WorkerLanes:
 
     @property
     def memory_advice(self) -> list[str]:
-        """Recipe keys to change if a chunk does not fit into memory."""
         from wfm_ds.memory.advice import suggest_keys_after_oom
 
         return suggest_keys_after_oom(self.recipe, "rollout", num_ranks=1)

@@ -1,4 +1,4 @@
-"""Select which safetensors files of a network to load, by name.
+"""The safetensors files of a network: which of them to load, and fingerprints of their content.
 
 diffusers and transformers call an alternative set of weights a variant: `model.bf16.safetensors`, with shards
 `model.bf16-00001-of-00002.safetensors` or (older releases) `model-00001-of-00002.bf16.safetensors`. Some folders only
@@ -7,7 +7,9 @@ contain a variant, such as SANA's BF16 repositories.
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from wfm_ds.errors import ModelError
@@ -15,6 +17,8 @@ from wfm_ds.errors import ModelError
 WEIGHTS_SUFFIX = ".safetensors"
 WEIGHT_FILE_NAME = re.compile(r"[^.]+?(?:\.(?P<new>\w+))?(?:-\d+-of-\d+)?(?:\.(?P<old>\w+))?\.safetensors")
 PREFERRED_VARIANT = "bf16"
+END_BYTES = 1 << 20
+UNUSED_WEIGHT_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".msgpack", ".h5", ".onnx"})  # never loaded
 
 
 def parse_variant(name: str) -> str | None:
@@ -59,3 +63,36 @@ def pipeline_variant(folder: Path) -> str | None:
             f"{folder}: components have different variants ({', '.join(sorted(variants))}); diffusers can load only one"
         )
     return variants.pop() if variants else None
+
+
+def fingerprint_folders(folder: Path, parts: Iterable[str]) -> str:
+    """Return a SHA-256 hex digest of the pipeline subfolders in `parts`, such as "vae".
+
+    Configs and tokenizer files are hashed completely. For weight files, only size, header, first MiB and last MiB are
+    hashed; files that would not be loaded are skipped. Raises ModelError if a file cannot be read.
+    """
+    digest = hashlib.sha256()
+    for part in sorted(parts):
+        weights = set(list_weight_files(folder / part))
+        for path in sorted(
+            p for p in (folder / part).rglob("*") if p.is_file() and p.suffix not in UNUSED_WEIGHT_SUFFIXES
+        ):
+            if path.suffix == WEIGHTS_SUFFIX and path.parent == folder / part and path not in weights:
+                continue
+            digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
+            try:
+                digest.update(read_file_ends(path) if path.suffix == WEIGHTS_SUFFIX else path.read_bytes())
+            except OSError as error:
+                raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def read_file_ends(path: Path) -> bytes:
+    """Return the size (8 bytes), header, first MiB and last MiB of a safetensors file."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header = 8 + int.from_bytes(file.read(8), "little")
+        file.seek(0)
+        first = file.read(min(size, header + END_BYTES))
+        file.seek(max(len(first), size - END_BYTES))
+        return size.to_bytes(8, "little") + first + file.read()

@@ -1,11 +1,20 @@
-"""Selection of the layers that get LoRA adapters, by the target names of a recipe or a model family."""
+"""The layers of a denoiser that have LoRA adapters: their selection, and merging adapters into their weights.
+
+Layers are selected by the target names of a recipe or a model family. Merged weights are restored bit for bit from
+copies on the same device; PEFT's unmerge would subtract the update and round. Weights are changed in place, so captured
+CUDA graphs stay valid.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from torch import nn
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor, nn
 
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sections import LoraRecipe
@@ -58,7 +67,52 @@ def check_lora_layers(network: nn.Module, lora: LoraRecipe, default_targets: Seq
                 raise RecipeError(f"lora.modules_to_save: {name} contains other layers; name these instead: {names}")
 
 
+def find_adapter_layers(denoiser: nn.Module) -> list[Any]:
+    """Return the layers that have LoRA adapters, in the order of denoiser.modules()."""
+    return [part for part in denoiser.modules() if isinstance(part, BaseTunerLayer)]
+
+
 def _match_modules(network: nn.Module, targets: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
     names = "|".join(re.escape(target).replace(re.escape(BLOCK_NUMBER), r"\d+") for target in targets)
     pattern = re.compile(rf"(?:.*\.)?(?:{names})")
     return ((name, part) for name, part in network.named_modules() if pattern.fullmatch(name))
+
+
+class AdapterMerge:
+    """Merges a LoRA adapter into the weights of its layers, and restores these weights.
+
+    layers: the adapted layers of a denoiser (`find_adapter_layers`), not partitioned (no ZeRO-3). The caller must
+    disable all adapters while one is merged.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = layers
+        self._original_weights: list[Tensor] = []  # empty if no adapter is merged
+
+    @torch.no_grad()
+    def merge(self, adapter: str) -> None:
+        """Set each weight to its unmerged value plus this adapter's LoRA update, summed in float32 and rounded once."""
+        if not self._original_weights:
+            self._original_weights = [layer.get_base_layer().weight.detach().clone() for layer in self._layers]
+        for layer, original in zip(self._layers, self._original_weights, strict=True):
+            merged = original.float() + layer.get_delta_weight(adapter).float()
+            layer.get_base_layer().weight.copy_(merged)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the unmerged weights and free their copies. Does nothing if no adapter is merged."""
+        originals, self._original_weights = self._original_weights, []
+        if originals:
+            for layer, original in zip(self._layers, originals, strict=True):
+                layer.get_base_layer().weight.copy_(original)
+
+
+@contextlib.contextmanager
+def use_merged_weights(layers: Sequence[Any], adapter: str) -> Iterator[None]:
+    """Merge `adapter` into the weights of these layers inside the context."""
+    merge = AdapterMerge(layers)
+    try:
+        merge.merge(adapter)
+        yield
+    finally:
+        merge.restore()

@@ -1,0 +1,52 @@
+"""A run whose export fails keeps its work: a checkpoint of the last step, from which the run continues."""
+
+import shutil
+
+import pytest
+
+from multi_rank.resuming import tiny_recipe, train_on_rank
+from wfm_ds.errors import UserError
+
+
+def train_while_the_base_disappears(recipe, overrides, index):
+    """Train, but delete model_index.json of the base model, which exports need, in the first step."""
+    from pathlib import Path
+
+    from wfm_ds.training.rl import RlLoop
+
+    train_step = RlLoop.train_step
+
+    def delete_and_train(self, step):
+        Path(index).unlink(missing_ok=True)
+        return train_step(self, step)
+
+    RlLoop.train_step = delete_and_train
+    try:
+        train_on_rank(recipe, overrides)
+    except UserError as error:
+        return str(error)
+    finally:
+        RlLoop.train_step = train_step
+
+
+@pytest.mark.parametrize("export_every", [0, 1])
+def test_a_checkpoint_is_saved_before_the_error_of_an_export(one_rank, tiny_pipelines, tmp_path, export_every):
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(tiny_pipelines("sd3"), model)
+    index = (model / "model_index.json").read_text()
+    overrides = [
+        "lora=null",
+        "engine.deepspeed=zero1",
+        "run.steps=1",
+        "validation.every=0",
+        "validation.at_start=false",
+    ]
+    checkpoints = ["checkpoint.every=0", f"checkpoint.export_every={export_every}"]
+    run = tiny_recipe("sd3_nft", out, model, *overrides, *checkpoints)
+    (message,) = one_rank.run(train_while_the_base_disappears, **run, index=str(model / "model_index.json"))
+    assert "model_index.json" in message
+    assert (out / "checkpoints" / "step_1" / "COMPLETE").exists()
+    (model / "model_index.json").write_text(index)
+    (outcome,) = one_rank.run(train_on_rank, **run)
+    assert (outcome["status"], outcome["step"]) == ("finished", 1)
+    assert (out / "safetensors" / "step_1" / "transformer" / "config.json").exists()
