@@ -71,13 +71,25 @@ def tiny_pipelines(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory: pytest.TempPathFactory):
-    """Two processes of one gloo group, for the tests of a file: `two_ranks.run(function, **kwargs)` (ranks.py)."""
-    from ranks import started
+def create_rank_fixture(name: str, num_ranks: int):
+    """Processes that form one gloo group: `two_ranks.run(function, **kwargs)` (ranks.py). The first test that needs them
+    starts them, and they stay for the session: importing torch, DeepSpeed and diffusers takes longer than most of these
+    tests."""
 
-    with started(2, tmp_path_factory.mktemp("two_ranks")) as ranks:
-        yield ranks
+    @pytest.fixture(scope="session", name=name)
+    def ranks(tmp_path_factory: pytest.TempPathFactory):
+        from ranks import started
+
+        with started(num_ranks, tmp_path_factory.mktemp(name)) as pool:
+            yield pool
+
+    return ranks
+
+
+one_rank = create_rank_fixture("one_rank", 1)
+two_ranks = create_rank_fixture("two_ranks", 2)
+three_ranks = create_rank_fixture("three_ranks", 3)
+four_ranks = create_rank_fixture("four_ranks", 4)
 
 
 @pytest.fixture(scope="module")

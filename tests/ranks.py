@@ -2,7 +2,7 @@
 With an environment of its own a single process joins what it likes (tests/gpu).
 
 The function is sent as file and name, never by import path, its arguments and results as torch files without pickled
-code. Started once per test file. This file is both sides: the test imports it, a rank is `python ranks.py ...`.
+code. This file is both sides: the test imports it, a rank is `python ranks.py ...`.
 """
 
 import contextlib
@@ -123,17 +123,37 @@ def main():
         call = json.loads(line)
         faulthandler.dump_traceback_later(call["deadline_s"], exit=True)
         try:
-            if call["file"] not in modules:
-                modules[call["file"]] = load(call["file"])
-            arguments = torch.load(call["arguments"], weights_only=True)
             result = f"{store}_result_{number}_{rank}.pt"
-            torch.save(getattr(modules[call["file"]], call["name"])(**arguments), result)
+            with unchanged_process():
+                if call["file"] not in modules:
+                    modules[call["file"]] = load(call["file"])
+                arguments = torch.load(call["arguments"], weights_only=True)
+                torch.save(getattr(modules[call["file"]], call["name"])(**arguments), result)
             answer = {"result": result}
         except Exception:  # noqa: BLE001, the border of the process: the test raises it
             answer = {"error": traceback.format_exc()}
         faulthandler.cancel_dump_traceback_later()
         channel.write(json.dumps(answer) + "\n")
         channel.flush()
+
+
+@contextlib.contextmanager
+def unchanged_process():
+    """Restore what a call changes of its process: calls of many test files follow each other in it."""
+    import torch
+
+    environment, folder, path = dict(os.environ), os.getcwd(), list(sys.path)
+    torch.manual_seed(0)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        sys.path[:] = path
+        torch.use_deterministic_algorithms(False)
+        torch.set_grad_enabled(True)
+        torch.set_default_dtype(torch.float32)
 
 
 def join(rank, num_ranks, store):
@@ -148,8 +168,9 @@ def join(rank, num_ranks, store):
 
 
 def load(file):
-    """The module in a file, by path."""
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    """The module in a file, by path. Files of several folders may have the same name."""
+    name = f"{Path(file).parent.name}_{Path(file).stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up by name
     spec.loader.exec_module(module)

@@ -1,6 +1,7 @@
 """The processes behind `two_ranks`: results by rank, errors and hangs that say what happened, an end."""
 
 import os
+import sys
 import threading
 
 import pytest
@@ -34,6 +35,29 @@ def test_results_come_by_rank_from_processes_that_stay(two_ranks):
         assert [part["rank"] for part in parts] == [0, 1]
         assert [int(part["total"]) for part in parts] == [2 * start + 1] * 2
     assert [part["pid"] for part in parts] == [process.pid for process in two_ranks._processes]
+
+
+def change_process(folder):
+    os.environ["OF_ANOTHER_TEST"] = os.environ["LOCAL_RANK"] = "7"
+    os.chdir(folder)
+    sys.path.insert(0, folder)
+    torch.use_deterministic_algorithms(True)
+    torch.set_default_dtype(torch.float64)
+
+
+def describe_process():
+    return {
+        "environment": [os.environ.get("OF_ANOTHER_TEST"), int(os.environ["LOCAL_RANK"])],
+        "folders": [os.getcwd(), sys.path[0]],
+        "torch": [torch.are_deterministic_algorithms_enabled(), str(torch.get_default_dtype()), float(torch.rand(1))],
+    }
+
+
+def test_a_call_leaves_nothing_to_the_next(two_ranks, tmp_path):
+    before = two_ranks.run(describe_process)
+    two_ranks.run(change_process, folder=str(tmp_path))
+    assert two_ranks.run(describe_process) == before
+    assert [part["environment"] for part in before] == [[None, 0], [None, 1]]
 
 
 def test_a_traceback_of_a_rank_is_raised_here(two_ranks):

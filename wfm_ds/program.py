@@ -39,25 +39,34 @@ def run_command(
     """Parse `argv` (default: sys.argv), run `work` with the arguments, and return the exit code.
 
     Options may appear before, between and after positional arguments. work: returns an exit code, or None for 0.
-    fail: see `run_with_exit_code`.
+    fail: see `report_error`.
     """
-    return run_with_exit_code(lambda: work(parser.parse_intermixed_args(argv)), fail=fail)
+    try:
+        return work(parser.parse_intermixed_args(argv)) or 0
+    except (UserError, OSError) as error:
+        return report_error(error, fail)
 
 
 def run_with_exit_code(work: Callable[[], int | None], *, fail: FailHandler | None = None) -> int:
-    """Run `work` and return its exit code, or 0 for None.
-
-    fail: called with the message of a UserError, returns the exit code. Default: print_error.
-    Without `fail`, an OSError with a file name is also a user error. With `fail` (ranks of a run), it is raised.
-    """
+    """Run `work` and return its exit code. fail: function called with the message of a user error; see report_error."""
     try:
         return work() or 0
-    except UserError as error:
+    except (UserError, OSError) as error:
+        return report_error(error, fail)
+
+
+def report_error(error: UserError | OSError, fail: FailHandler | None) -> int:
+    """Return the exit code of a user error and print its message, or raise an OSError that is not one.
+
+    fail: function called with the message. It returns the exit code. Default: print_error.
+    Without `fail`, an OSError with a file name counts as a user error. With `fail`, it is raised: on a single rank of a
+    run it is an unexpected error.
+    """
+    if isinstance(error, UserError):
         return (fail or print_error)(str(error))
-    except OSError as error:
-        if fail is not None or error.filename is None:  # for example a connection error
-            raise
-        return print_error(f"{error.filename}: {error.strerror}")
+    if fail is not None or error.filename is None:  # without a file: e.g. a connection error
+        raise error
+    return print_error(f"{error.filename}: {error.strerror}")
 
 
 def print_error(message: str) -> int:

@@ -16,7 +16,7 @@ FRAME_RULE_FORMS = "first, middle, last or uniform:N"
 
 @dataclass(frozen=True, slots=True)
 class FrameRule:
-    """Selects the frames of a video to score.
+    """Selects the frames of a video to score. Raises RewardError for an invalid `text`.
 
     text: `first`, `middle`, `last`, or `uniform:N` for the middle frames of N equal segments.
     """
@@ -24,7 +24,6 @@ class FrameRule:
     text: str = "first"
 
     def __post_init__(self) -> None:
-        """Raise RewardError if `text` has another form."""
         if not isinstance(self.text, str) or not re.fullmatch(r"first|middle|last|uniform:[1-9][0-9]{0,3}", self.text):
             raise RewardError(f"frames is {self.text!r}; it must be {FRAME_RULE_FORMS}")
 

@@ -37,8 +37,6 @@ NUM_VARIANTS = len(LANES) * len(START_OFFSETS)
 
 @dataclass(frozen=True, slots=True)
 class MovingClip:
-    """One of the 48 clips."""
-
     shape: str
     direction: str
     variant: int  # index of the (lane, start offset) pair

@@ -64,8 +64,6 @@ class ScoredSample:
 
 @dataclass(slots=True)
 class RewardStats:
-    """Statistics of one reward since the service started."""
-
     scored: int = 0
     failed: Counter[str] = field(default_factory=Counter)  # {failure class: items}
     score_s: TimeHistogram = field(default_factory=TimeHistogram)  # per item: batch time / batch size

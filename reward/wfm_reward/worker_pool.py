@@ -39,7 +39,7 @@ STOP_S = 3.0  # seconds for an idle process to exit after its stdin is closed
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgram:
-    """How to start the worker processes of a reward or latent decoder: `python -m MODULE`, with settings on stdin."""
+    """Command of the worker processes of a reward or latent decoder: `python -m MODULE`, with settings on stdin."""
 
     title: str  # for messages, such as "reward ocr"
     kind: str  # kind of the tasks that it processes
@@ -139,7 +139,6 @@ class WorkerPool:
         ]
 
     def unready_rewards(self) -> list[str]:
-        """Return the names of rewards with a worker process that is not ready."""
         return sorted({slot.reward for slot in self._slots if not slot.ready})
 
     def supervise(self, now_s: float) -> None:

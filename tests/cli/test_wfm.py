@@ -14,6 +14,7 @@ from wfm_ds.cli import check, models, recipes, rewards, train
 from wfm_ds.cli.main import COMMANDS, main
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe import shipped_recipes
+from wfm_ds.recipe.annotated_text import annotate_recipe
 
 HELP_S = 0.3  # of processor time: what it takes on a free core
 HEAVY = ("torch", "deepspeed", "diffusers", "transformers", "sklearn")
@@ -148,9 +149,23 @@ def test_a_copy_elsewhere_is_the_same_recipe(name, monkeypatch, tmp_path, capsys
     assert "mine.yaml exists" in capsys.readouterr().err
 
 
-def test_show_prints_the_file(capsys):
-    assert main(["recipes", "show", "sd3_nft"]) == 0
-    assert capsys.readouterr().out == shipped_recipes.require_recipe("sd3_nft").read_text()
+def test_show_prints_a_recipe_with_the_values_of_its_defaults_and_their_files(capsys, tmp_path):
+    path = shipped_recipes.require_recipe("cp_flow_grpo")
+    assert main(["recipes", "show", "cp_flow_grpo"]) == 0
+    shown = capsys.readouterr().out
+    (tmp_path / "shown.yaml").write_text(shown)
+    assert recipe_file.load_recipe(tmp_path / "shown.yaml") == recipe_file.load_recipe(path)
+    assert shown.startswith(path.read_text().partition("defaults")[0])
+    assert "\n  path: models/Cosmos-Predict2.5-2B  # cp_nft.yaml\n" in shown
+    assert "\n  max_forward_batch: 1  # as in training: other batch sizes" in shown  # the file's own comment
+    assert "micro_batch_size" not in shown  # cp_nft.yaml has the default
+
+
+@pytest.mark.parametrize("name", shipped_recipes.list_recipe_names())
+def test_every_shown_recipe_is_the_recipe(name, capsys, tmp_path):
+    path = shipped_recipes.require_recipe(name)
+    (tmp_path / "shown.yaml").write_text(annotate_recipe(path))
+    assert recipe_file.load_recipe(tmp_path / "shown.yaml") == recipe_file.load_recipe(path)
 
 
 # ---- models and rewards

@@ -55,14 +55,6 @@ def train_while_another_start_finishes(recipe, overrides):
         diffusion_builder.load_model = load
 
 
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory):
-    from ranks import started
-
-    with started(1, tmp_path_factory.mktemp("one_rank")) as ranks:
-        yield ranks
-
-
 @pytest.mark.slow
 def test_a_second_start_leaves_a_run_alone_that_has_finished_meanwhile(one_rank, run, tmp_path):
     one_rank.run(train_on_rank, **run, stop_at=2)

@@ -6,15 +6,8 @@ import pytest
 import torch
 
 from multi_rank.training import ROOT, build, follow, full_tensors, predict, train_step
-from ranks import started
 
 NODE = 2  # ranks that share a copy, of four
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    with started(4, tmp_path_factory.mktemp("four_ranks")) as ranks:
-        yield ranks
 
 
 def zero3(folder, **keys):

@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import started
 from wfm_ds.ulysses.exchange import exchange_halo, gather_shards, local_shard, reshard, shard_sizes, sum_over_ranks
 
 TOKENS, HEADS = (6, 7, 11), (6, 5, 4)
@@ -82,6 +81,5 @@ def test_one_rank_exchanges_with_itself(one_rank):
 
 
 @pytest.mark.slow
-def test_three_ranks(tmp_path):
-    with started(3, tmp_path) as ranks:
-        assert ranks.run(everything_on_rank) == [True] * 3
+def test_three_ranks(three_ranks):
+    assert three_ranks.run(everything_on_rank) == [True] * 3

@@ -34,13 +34,7 @@ def test_a_checkpoint_is_saved_before_the_error_of_an_export(one_rank, tiny_pipe
     model, out = tmp_path / "model", tmp_path / "out"
     shutil.copytree(tiny_pipelines("sd3"), model)
     index = (model / "model_index.json").read_text()
-    overrides = [
-        "lora=null",
-        "engine.deepspeed=zero1",
-        "run.steps=1",
-        "validation.every=0",
-        "validation.at_start=false",
-    ]
+    overrides = ["lora=null", "engine.deepspeed=zero1", "run.steps=1", "validation.every=0"]
     checkpoints = ["checkpoint.every=0", f"checkpoint.export_every={export_every}"]
     run = tiny_recipe("sd3_nft", out, model, *overrides, *checkpoints)
     (message,) = one_rank.run(train_while_the_base_disappears, **run, index=str(model / "model_index.json"))

@@ -4,17 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from ranks import started
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.step_checks import RankGuard
 from wfm_ds.errors import DataError, UserError
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    with started(4, tmp_path_factory.mktemp("four_ranks")) as ranks:
-        yield ranks
 
 
 def places(sp):

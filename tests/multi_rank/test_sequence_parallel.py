@@ -5,17 +5,10 @@ import functools
 import pytest
 
 from multi_rank.sequence_sharing import assert_same_training, train_alone, train_on_ranks
-from ranks import started
 
 SLOW = pytest.mark.slow
 LORA = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 FAMILIES = ("sana", "sana_video", "wan21", "wan22_ti2v", "cosmos25")
-
-
-@pytest.fixture(scope="module")
-def four_ranks(tmp_path_factory):
-    with started(4, tmp_path_factory.mktemp("four_ranks")) as ranks:
-        yield ranks
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from diffusers import ContextParallelConfig
 
 from multi_rank.sharing import CASES, built, difference, errors, forwards, run
-from ranks import started
 from wfm_ds.errors import UserError
 from wfm_ds.models.wan import Experts
 from wfm_ds.ulysses import cosmos25, exchange, hooks, sana, sana_video, wan
@@ -26,12 +25,6 @@ VARIANTS = {
 }
 MAIN = ("sd3", "wan, times of tokens", "cosmos25", "cosmos3", "sana", "sana_video, times of tokens")
 NAMES = [name if name in MAIN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
-
-
-@pytest.fixture(scope="module")
-def three_ranks(tmp_path_factory):
-    with started(3, tmp_path_factory.mktemp("three_ranks")) as ranks:
-        yield ranks
 
 
 def variants_on_rank(name):

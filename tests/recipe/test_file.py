@@ -216,7 +216,7 @@ def test_a_key_named_like_its_algorithm_is_an_unknown_key(errors):
         ("run:\n  steps: \x01\n", ":2: this is not YAML: it contains a control character"),
         ("run:\n  a: 1\n  a: 2\n", ":3: duplicate key run.a; first at recipes/mine.yaml:2"),
         ("run: *a\n", ":1: this is not YAML: found undefined alias 'a'"),
-        ("run: &a\n  b: *a\n", ":2: run.b contains itself"),
+        ("run: &a\n  b: *a\n", ":1: an alias contains itself"),
         ("run: !!python/object:os.x {}\n", ":1: the YAML type tag:yaml.org,2002:python/object:os.x"),
         ("run: !!int x\n", ":1: 'x' is not of the YAML type int"),
         ("1: a\n", ":1: a key must be text, got 1"),

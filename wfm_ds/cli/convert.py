@@ -141,7 +141,7 @@ def convert_run_lora(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def temporary_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`, hence on the same disk."""
+    """Yield a temporary folder next to `out`, so that it is on the same disk."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=".wfm-convert-") as folder:
         yield Path(folder)

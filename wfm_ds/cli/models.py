@@ -69,5 +69,4 @@ def describe_model(path: str, revision: str | None = None, *, weights: bool = Fa
 
 
 def weight_bytes(folder: Path) -> int:
-    """Return the total size in bytes of the safetensors files in a folder."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

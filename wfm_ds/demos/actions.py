@@ -24,8 +24,6 @@ SCALE = 3
 
 
 class ActionsDemo(Demo):
-    """A grey wall that brightens and darkens."""
-
     name = "world"
     description = "a grey wall that follows actions"
     sft_data = "clips"

@@ -21,8 +21,6 @@ METRICS = {
 
 
 class DigitsDemo(Demo):
-    """Handwritten digits from scikit-learn."""
-
     name = "digits"
     description = "handwritten digits"
     sft_data = "images"

@@ -35,8 +35,6 @@ FPS = 4  # of the animation; slow because it has only five frames
 
 
 class ShapesDemo(Demo):
-    """Bright shapes that move across a dark background."""
-
     name = "moving"
     description = "moving shapes"
     sft_data = "videos"

@@ -221,7 +221,7 @@ class DenoiserEngine:
 
         Gradients are disabled, except for `train` without `merge`. Each change of policy exchanges weights or, at
         ZeRO-3, resets the prefetch order, so group forward passes by policy. merge: merge the policy's adapter into the
-        weights (adapter_merge.py); not for LoRA at ZeRO-3.
+        weights (adapter_layers.py); not for LoRA at ZeRO-3.
         """
         self._require_trained_policy(f"use_policy({name!r})")
         if name == "train" and not merge:

@@ -1,4 +1,4 @@
-"""Scores of one model as arrays [prompts, seeds] with NaN for missing scores, and as published benchmarks define them."""
+"""Scores of one model: arrays [prompts, seeds] with NaN for missing scores, and the scores of published benchmarks."""
 
 from __future__ import annotations
 

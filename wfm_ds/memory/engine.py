@@ -62,7 +62,7 @@ class EngineMemory:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the float32 gradients (engine/gradient_accumulation.py), sharded from ZeRO stage 2 on."""
+        """Bytes of the float32 gradients (engine/optimizer.py), sharded from ZeRO stage 2 on."""
         shared = self.world_size if self.zero_config["stage"] >= 2 else 1
         return 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // shared
 

@@ -67,6 +67,5 @@ def remove_old_batch_sizes(tree: RecipeTree) -> None:
 
 
 def section_values(tree: RecipeTree, section: str) -> dict[str, Any]:
-    """Return the values of a section, or {} if the recipe does not have it."""
     values = tree.values.get(section)
     return values if isinstance(values, dict) else {}

@@ -22,7 +22,7 @@ MAX_SHOWN_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """Where a recipe value comes from: a line of a file, or a command-line override."""
+    """Source of a recipe value: a line of a file, or a command-line override."""
 
     source: str
     line: int | None = None

@@ -46,12 +46,20 @@ class TrainingLoop(ABC):
         self.metrics: Mapping[str, float] = {}  # metrics of the last completed step
 
     def run_to_end(self) -> RunOutcome:
-        """Train until the last step or a stop request and export the weights. Evaluates them if all steps are done."""
+        """Train until the last step or a stop request and export the weights. Evaluates them if all steps are done.
+
+        Raises RunError, without an export, if no optimizer step was applied.
+        """
         try:
             outcome = self.train_steps()
         except RunError:  # raised on all ranks; the weights of the last good step are still valid
             self.save_results()
             raise
+        if outcome.status == "finished" and self.job.engine.num_updates == 0:
+            raise RunError(
+                f"nothing was trained and nothing is exported: no optimizer step was applied in {outcome.step} steps. "
+                f"The warnings in {self.job.recipe.run.output_dir / 'logs' / 'rank_0.log'} say why"
+            )
         self.save_results()
         # Do not delay a requested stop by an evaluation.
         evaluation = self.validator.evaluate_at_end(outcome.step) if outcome.status == "finished" else {}

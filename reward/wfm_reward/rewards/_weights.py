@@ -49,7 +49,6 @@ def resolve_file(address: str) -> str:
 
 
 def to_pil_images(media: npt.NDArray[np.uint8]) -> list[Any]:
-    """Convert images uint8 [B,H,W,3] to a list of B PIL images."""
     from PIL import Image
 
     return [Image.fromarray(image) for image in media]

@@ -78,7 +78,6 @@ def normalize_text(text: str) -> str:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Return the Levenshtein distance of two strings."""
     row = list(range(len(b) + 1))  # distances of the processed part of a to all prefixes of b
     for i, char_a in enumerate(a, start=1):
         diagonal, row[0] = row[0], i

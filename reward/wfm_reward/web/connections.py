@@ -8,18 +8,19 @@ import json
 import logging
 import math
 import resource
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 from aiohttp.web import Server
 
-TICK_S = 1.0  # seconds between checks for idle connections
-REFUSAL_S = 0.05  # seconds to read what a rejected client sends; unread bytes would reset the connection
+TICK_S = 1.0  # seconds between checks for idle connections, and before accepting again after an error
 DESCRIPTOR_SHARE = 4  # 1 / fraction of descriptors for HTTP; trainers and workers need the rest
+BACKLOG = 128
 
 
-class ConnectionLimits:
-    """Create the protocols of new connections, and close idle ones. Use it within the server's event loop.
+class ConnectionAcceptor:
+    """Accepts connections for an aiohttp server. Use it within the server's event loop.
 
     A connection without a current request for `idle_s` seconds is closed, for example if its client is silent, sends a
     header byte by byte, or does not read the reply. Current requests have separate deadlines (see `request_body.py`).
@@ -31,47 +32,72 @@ class ConnectionLimits:
         self._idle_s = idle_s
         self._log = log
         self._idle_since_s: dict[Any, float] = {}  # by aiohttp protocol; inf during a request
+        self._loop = asyncio.get_running_loop()
 
-    def create_protocol(self) -> asyncio.BaseProtocol:
-        """Return the protocol of a new connection: aiohttp's, or one that replies 503 above the limit."""
-        if len(self._server.connections) < self._max:
-            return self._server()
-        self._log.warning("rejecting an HTTP connection: %d are open (http.max_connections)", self._max)
-        return _Refusal()
+    async def serve(self, listener: socket.socket) -> None:
+        """Accept connections until cancelled. The aiohttp server keeps the connections that are then open."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._close_idle_connections())
+            tasks.create_task(self._accept_connections(listener))
 
     @contextlib.contextmanager
     def track_request(self, protocol: Any) -> Iterator[None]:
-        """Exempt the connection from the idle timeout, which starts again when the block ends."""
+        """Exempt a connection from the idle timeout, which starts again when the block ends."""
         self._idle_since_s[protocol] = math.inf
         try:
             yield
         finally:
-            self._idle_since_s[protocol] = asyncio.get_running_loop().time()
+            self._idle_since_s[protocol] = self._loop.time()
 
-    async def close_idle_connections(self) -> None:
-        """Close idle connections until cancelled."""
+    async def _accept_connections(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(listener)
+            except ConnectionAbortedError:
+                continue
+            except OSError as error:  # out of descriptors or memory; try again later
+                self._log.warning("cannot accept HTTP connections at the moment: %s", error)
+                await asyncio.sleep(TICK_S)
+                continue
+            if len(self._server.connections) >= self._max:
+                self._log.warning("rejecting an HTTP connection: %d are open (http.max_connections)", self._max)
+                _refuse_connection(connection)
+                continue
+            try:
+                await self._loop.connect_accepted_socket(self._server, connection)
+            except OSError:  # the client has disconnected
+                connection.close()
+
+    async def _close_idle_connections(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            now_s = asyncio.get_running_loop().time()
+            now_s = self._loop.time()
             self._idle_since_s = {p: self._idle_since_s.get(p, now_s) for p in self._server.connections}
             for protocol, since_s in self._idle_since_s.items():
                 if now_s - since_s > self._idle_s and protocol.transport is not None:
                     protocol.transport.abort()  # `close` would wait until the client reads the reply
 
 
-class _Refusal(asyncio.Protocol):
-    """Reply 503 without waiting for a request, then close the connection."""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        detail = "too many open connections: try again later"
-        body = json.dumps({"message": detail, "error": {"code": "connections", "detail": detail}})
-        head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nRetry-After: 5\r\nConnection: close"
-        transport.write(f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n\r\n{body}".encode())
-        transport.write_eof()
-        asyncio.get_running_loop().call_later(REFUSAL_S, transport.abort)
+def open_listener(host: str, port: int) -> socket.socket:
+    """Listen at the first address of `host`. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    listener = socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
+    listener.setblocking(False)
+    return listener
 
 
 def _descriptor_limit() -> int:
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 2**20 if soft == resource.RLIM_INFINITY else soft
+
+
+def _refuse_connection(connection: socket.socket) -> None:
+    """Reply 503 without waiting for the request, and close the connection."""
+    detail = "too many open connections: try again later"
+    body = json.dumps({"message": detail, "error": {"code": "connections", "detail": detail}})
+    head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nRetry-After: 5\r\nConnection: close"
+    with connection, contextlib.suppress(OSError):  # the client may have disconnected
+        connection.setblocking(False)
+        connection.send(f"HTTP/1.1 503 Service Unavailable\r\n{head}\r\n\r\n{body}".encode())
+        connection.shutdown(socket.SHUT_WR)
+        connection.recv(2**16)  # unread bytes would reset the connection and lose the reply

@@ -33,7 +33,7 @@ from wfm_reward.config import ServiceConfig
 from wfm_reward.decoder import VaeScale
 from wfm_reward.stats import ServiceStats
 from wfm_reward.web.access import check_token, read_service_token
-from wfm_reward.web.connections import ConnectionLimits
+from wfm_reward.web.connections import ConnectionAcceptor, open_listener
 from wfm_reward.web.cosmos_protocol import parse_enqueue, pull_reply
 from wfm_reward.web.http_problem import HttpProblem
 from wfm_reward.web.jobs import ItemResults, ScoreJob, ScoreJobs
@@ -50,7 +50,6 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0
 BROKER_TIMEOUT_S = 5.0  # seconds for the broker to report its status
 FORM_BYTES = 64 * 1024
-BACKLOG = 128
 MAX_ERROR_CHARS = 200
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -127,35 +126,21 @@ class HttpServer:
         )
         await runner.setup()
         assert runner.server is not None
-        self._connections = ConnectionLimits(
+        self._connections = ConnectionAcceptor(
             runner.server, self.config.max_connections, self.config.idle_timeout_s, self._client_log
         )
-        self._loop.set_exception_handler(self._log_loop_error)
         try:
-            server = await self._loop.create_server(
-                self._connections.create_protocol, host.strip("[]"), int(port), backlog=BACKLOG
-            )
-            bound, port_number = server.sockets[0].getsockname()[:2]
-            self.url = f"http://[{bound}]:{port_number}" if ":" in bound else f"http://{bound}:{port_number}"
-            self._ready.set()
-            try:
-                await self._serve_until_stopped(self._connections.close_idle_connections())
-            finally:
-                server.close()  # aiohttp closes the open connections
+            with open_listener(host.strip("[]"), int(port)) as listener:
+                bound, port_number = listener.getsockname()[:2]
+                self.url = f"http://[{bound}]:{port_number}" if ":" in bound else f"http://{bound}:{port_number}"
+                self._ready.set()
+                await self._serve_until_stopped(self._connections.serve(listener))
         finally:
             await runner.cleanup()
 
-    def _log_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log an error that asyncio handles itself, such as too many open descriptors, in one line."""
-        error = context.get("exception")
-        if isinstance(error, OSError):
-            self._client_log.warning("cannot accept HTTP connections at the moment: %s", error)
-        else:
-            loop.default_exception_handler(context)
-
-    async def _serve_until_stopped(self, watch: Coroutine[Any, Any, None]) -> None:
-        """Run the coroutine `watch` until `stop` is called. Raises its exceptions."""
-        tasks = [self._loop.create_task(watch), self._loop.create_task(self._stopping.wait())]
+    async def _serve_until_stopped(self, serving: Coroutine[Any, Any, None]) -> None:
+        """Serve until `stop` is called. Raises any exception of the coroutine `serving`."""
+        tasks = [self._loop.create_task(serving), self._loop.create_task(self._stopping.wait())]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in tasks:
             task.cancel()

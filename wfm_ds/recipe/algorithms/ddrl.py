@@ -37,8 +37,8 @@ class DdrlAlgorithm(ConditioningFramesSettings):
     kl_beta: NonNegativeFloat = 0.01
     """Weight of the distance to the reference policy on rollout samples. 0: no reference forward pass."""
     update_ref_every: NonNegativeInt = 0
-    """Copy the trained weights to the reference policy every this many RL steps. Before the first copy, the policy has
-    its initial weights. 0: never."""
+    """RL steps between copies of the trained weights to the reference policy, which starts with the initial weights.
+    0: never copy."""
     data_beta: NonNegativeFloat = 0.0
     """Weight of the diffusion loss on data. If above 0, the data must be captioned images or videos, and their captions
     are the prompts."""
