@@ -72,9 +72,9 @@ def tiny_pipelines(tmp_path_factory: pytest.TempPathFactory):
 
 
 def create_rank_fixture(name: str, num_ranks: int):
-    """Processes that form one gloo group: `two_ranks.run(function, **kwargs)` (ranks.py). The first test that needs them
-    starts them, and they stay for the session: importing torch, DeepSpeed and diffusers takes longer than most of these
-    tests."""
+    """Processes of one gloo group: `two_ranks.run(function, **kwargs)` (ranks.py). The first test that needs them
+    starts them, and they stay for the session: importing torch and DeepSpeed takes longer than most of these tests.
+    """
 
     @pytest.fixture(scope="session", name=name)
     def ranks(tmp_path_factory: pytest.TempPathFactory):

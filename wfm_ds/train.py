@@ -176,10 +176,7 @@ def prepare_and_train(
 
 
 def prepare_loop(recipe: Recipe, world: World, stop: StopFlag) -> LoopBuilder:
-    """Load the recipe's data and model, and return a function that builds the training loop. Collective.
-
-    Writes nothing to the output folder.
-    """
+    """Load data and model, and return a builder of the training loop. The output folder is not changed. Collective."""
     from wfm_ds.training import diffusion_builder, language_builder
 
     advised = memory_advice_context(recipe, world)
@@ -203,10 +200,7 @@ def memory_advice(recipe: Recipe, world: World) -> Callable[[str], list[str]]:
 
 
 def report_finished_run(recipe: Recipe, world: World, start: RunStart) -> tuple[RunOutcome, StorageCopies | None]:
-    """Log that the run has already finished, and upload files missing in checkpoint.storage.
-
-    The caller must not have locked the output folder.
-    """
+    """Log that the run has finished, and upload missing files. The caller must not have locked the output folder."""
     from wfm_ds.runs.result import RunOutcome
     from wfm_ds.runs.storage_copies import send_missing_copies
 

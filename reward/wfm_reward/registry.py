@@ -85,10 +85,7 @@ def check_reward(name: str, device: str, options: Mapping[str, Any], max_batch: 
 
 
 def resolve_max_batch(name: str, max_batch: int | None) -> int:
-    """Return `max_batch`, or the default batch size of the reward if it is None.
-
-    Raises RewardError if the reward accepts only smaller batches.
-    """
+    """Return `max_batch`, or the reward's default if None. Raises RewardError if it exceeds the reward's maximum."""
     largest = get_reward_class(name).max_batch
     if max_batch is None:
         return min(DEFAULT_MAX_BATCH, largest)

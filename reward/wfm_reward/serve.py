@@ -226,10 +226,7 @@ class RewardServer:
 
 
 def worker_programs(config: ServiceConfig, folder: Path) -> dict[str, WorkerProgram]:
-    """Return {name of the reward or decoder: start command of its worker processes}.
-
-    folder: folder to which latent decoders write videos.
-    """
+    """Return {reward or decoder: start command of its workers}. folder: where latent decoders write videos."""
     scorers = {name: reward_program(name, reward) for name, reward in config.rewards.items()}
     return scorers | {
         f"decode:{n}": decoder_program(n, decoder_config, folder)

@@ -183,10 +183,7 @@ class WorkerPool:
                     self._productive_rewards.add(slot.reward)
 
     def read_status(self, slot: _WorkerSlot) -> None:
-        """Read the status line that a process has written.
-
-        Raises RewardError if it reports a load error before the service has been ready.
-        """
+        """Read the status line of a process. Raises RewardError for load errors before the service has been ready."""
         assert slot.process is not None
         assert slot.process.stdout is not None
         line = slot.process.stdout.readline()

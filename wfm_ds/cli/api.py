@@ -37,16 +37,10 @@ class ValidationSample:
 
 
 class Run:
-    """A training run: a recipe and its output folder.
-
-    Any number of `Run` objects may read the same folder, but only one may train.
-    """
+    """A training run: a recipe and its output folder. Any number of objects may read it, but only one may train."""
 
     def __init__(self, recipe: Recipe, train_arguments: list[str] | None = None) -> None:
-        """Use `from_recipe` or `open` instead.
-
-        train_arguments: recipe and overrides for `wfm train`; None for a run that is only read.
-        """
+        """Use `from_recipe` or `open` instead. train_arguments: of `wfm train`; None for a run that is only read."""
         self.recipe, self._train_arguments = recipe, train_arguments
 
     @classmethod

@@ -168,10 +168,7 @@ def export_run(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
 
 
 def read_export_settings(cuts: ShardedStates) -> dict[str, Any]:
-    """Return the export settings of a checkpoint, with the keys base, parts, call, dtype and lora.
-
-    Raises UserError if one is missing.
-    """
+    """Return {"base", "parts", "call", "dtype", "lora"} of a checkpoint. Raises UserError if a key is missing."""
     from wfm_ds.checkpoint.rank_state import EXPORT_KEY
 
     settings: dict[str, Any] = cuts.read_metadata(0).get(EXPORT_KEY, {})

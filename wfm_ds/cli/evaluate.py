@@ -336,10 +336,7 @@ class ModelEvaluator:
         self.failures: dict[str, dict[str, Score]] = {}
 
     def measure_model(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> ModelResults:
-        """Generate, write and score one sample per prompt and seed, and return the results.
-
-        Raises UserError if the files cannot be written.
-        """
+        """Generate, write and score one sample per prompt and seed. Raises UserError if files cannot be written."""
         from wfm_ds.evaluation.diversity import prompt_diversity
         from wfm_ds.evaluation.results import ModelResults
         from wfm_ds.monitoring.samples import write_sample_file, write_table

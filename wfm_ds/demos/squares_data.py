@@ -49,10 +49,7 @@ def annotation_row(number: int, names: Sequence[str]) -> dict[str, Any]:
 
 
 def write_squares(out: Path) -> int:
-    """Write images/NNN.png and annotations.json, bitwise reproducible. Return the number of images.
-
-    Raises DataError if `out` is not empty.
-    """
+    """Write images and annotations.json, and return the number of images. Raises DataError if `out` is not empty."""
     require_new_folder(out)
     (out / "images").mkdir(parents=True)
     colours = list(COLOURS)

@@ -84,10 +84,7 @@ class Recipe(Section):
 
     @property
     def language_settings(self) -> VlmSftAlgorithm:
-        """`algorithm`, typed as a language model algorithm.
-
-        Raises TypeError for other algorithms, so check `algorithm.trains_language` first.
-        """
+        """`algorithm` of a language model recipe. Raises TypeError for others: check `trains_language` first."""
         if not isinstance(self.algorithm, VlmSftAlgorithm):
             raise TypeError(f"algorithm {self.algorithm.name} trains no language model: check trains_language first")
         return self.algorithm

@@ -30,10 +30,7 @@ def require_possible_path(address: str) -> str:
 
 
 def expand_user(address: str) -> str:
-    """Expand a leading ~ or ~NAME. URLs are returned unchanged.
-
-    Raises ValueError if the user does not exist or the path is too long.
-    """
+    """Expand a leading ~ in a path, not in a URL. Raises ValueError for an unknown user or a too long path."""
     require_possible_path(address)
     try:
         return address if "://" in address else str(Path(address).expanduser())
@@ -42,10 +39,7 @@ def expand_user(address: str) -> str:
 
 
 def require_local_path(path: Path) -> Path:
-    """Expand a leading ~ in a local path.
-
-    Raises ValueError for a URL: Path turns s3://bucket/run into the local folder s3:/bucket/run.
-    """
+    """Expand a leading ~. Raises ValueError for a URL, which Path would turn into a local folder such as s3:/bucket."""
     if len(path.parts) > 1 and path.parts[0].endswith(":"):
         raise ValueError("expected a local path, got an address; only checkpoint.storage takes an s3:// address")
     return Path(expand_user(str(path)))
@@ -119,9 +113,6 @@ class Section(BaseModel):
         return [key for key in keys if getattr(self, key) != fields[key].get_default(call_default_factory=True)]
 
     def require_defaults(self, *keys: str, unless: str) -> None:
-        """Raise ValueError if one of `keys` has a non-default value.
-
-        unless: text for the message, saying when these keys are read.
-        """
+        """Raise ValueError if one of `keys` has a non-default value. unless: when they are read, for the message."""
         if unread := self.non_default_keys(*keys):
             raise ValueError(f"{' and '.join(unread)}: only read with {unless}; remove it")

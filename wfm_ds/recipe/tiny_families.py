@@ -36,7 +36,7 @@ TINY_FAMILIES = (
     TinyFamily("z_image", ("z-image",)),
     TinyFamily("sana_video", ("sana-video",)),
     TinyFamily("sana_wm", ("sana-wm",)),
-    TinyFamily("sana", ("sana1.5", "sana_")),
+    TinyFamily("sana", ("sana1.5", "sana_1600m", "sana_600m")),
     TinyFamily("cosmos25", ("cosmos-predict2.5",), has_guardrail=True),
     TinyFamily("cosmos3", ("cosmos3",), has_guardrail=True),
     TinyFamily("wan21_i2v", ("wan2.1-i2v", "wan2.1-flf2v")),
@@ -74,7 +74,7 @@ def find_tiny_family(model_path: str) -> TinyFamily:
 
     Raises RecipeError if the family is unknown.
     """
-    family = match_released_name(model_path) or _BY_NAME.get(_read_family(Path(model_path).expanduser()))
+    family = _BY_NAME.get(_read_family(Path(model_path).expanduser())) or match_released_name(model_path)
     if family is None:
         raise RecipeError(
             f"model.path {model_path}: --tiny cannot tell the model family from this path: add model.path=tiny:FAMILY "

@@ -33,10 +33,7 @@ def load_pretrained(reward: str, label: str, address: str, load: Callable[[str],
 
 
 def resolve_file(address: str) -> str:
-    """Return a local path: `address` itself, or the downloaded file OWNER/REPOSITORY:FILE.
-
-    Raises OSError or ValueError if there is no such file.
-    """
+    """Return a local file, or download OWNER/REPOSITORY:FILE. Raises OSError or ValueError if there is none."""
     path = Path(address).expanduser()
     if path.is_file():
         return str(path)

@@ -81,10 +81,7 @@ class CameraFollowing(Reward):
 
 
 def camera_scores(estimated: Poses, target: Poses, degrees: float) -> dict[str, float]:
-    """Compare estimated with target poses [F,4,4].
-
-    Returns {"value", "rotation", "degrees", and "direction" if the target path moves}.
-    """
+    """Compare poses [F,4,4]. Returns {"value", "rotation", "degrees", and "direction" if the target path moves}."""
     poses, target_poses = relative_to_first(estimated), relative_to_first(target)
     turns = np.einsum("fji,fjk->fik", poses[1:, :3, :3], target_poses[1:, :3, :3])
     cosines = (np.trace(turns, axis1=1, axis2=2) - 1) / 2

@@ -177,10 +177,7 @@ def host_findings(hostfile: Path) -> list[DoctorFinding]:
 
 
 def read_hosts(hostfile: Path) -> list[str]:
-    """Return the host names in a DeepSpeed hostfile (lines `NAME slots=N`).
-
-    Raises RecipeError if the file cannot be read or is invalid.
-    """
+    """Return the host names in a DeepSpeed hostfile. Raises RecipeError if it is unreadable or invalid."""
     try:
         text = hostfile.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

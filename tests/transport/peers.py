@@ -1,0 +1,134 @@
+"""A broker, clients and workers in threads of this process, and bare peers that say what a test makes them say."""
+
+import itertools
+import threading
+import time
+
+import zmq
+
+from wfm_ds.transport import wire
+from wfm_ds.transport.broker import Broker, TaskKind
+from wfm_ds.transport.client import PipeClient
+from wfm_ds.transport.messages import BROKER_TO_CLIENT, BROKER_TO_WORKER, CLIENT_TO_BROKER, WORKER_TO_BROKER
+from wfm_ds.transport.pending_submissions import TaskRequest
+from wfm_ds.transport.sockets import Dealer, Router, SendQueueFull
+from wfm_ds.transport.worker import LeaseWorker
+
+KIND = "work"
+DEADLINE_S = 20.0
+
+
+def until(condition):
+    deadline_s = time.monotonic() + DEADLINE_S
+    tick = threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        tick.wait(0.02)
+
+
+def a_hub(stack, folder=None, *, clients=None, workers=None, stall_s=60.0, **options):
+    """A broker with sockets in `folder`, where no other addresses are given."""
+    clients, workers = clients or f"ipc://{folder}/c", workers or f"ipc://{folder}/w"
+    hub = Broker(clients=clients, workers=workers, kinds={KIND: TaskKind(stall_s, {"x": 1})}, **options)
+    hub.start()
+    stack.callback(hub.stop, 0.0)
+    return hub
+
+
+def a_client(stack, hub, *, run="run", name="ann", keys=None, attach=True):
+    client = PipeClient(getattr(hub, "client_endpoint", hub), run=run, client=name, keys=keys)
+    stack.callback(client.close)
+    if attach:
+        client.attach(DEADLINE_S)
+    return client
+
+
+def a_worker(stack, hub, handle, name="w", **options):
+    """A worker and its thread."""
+    endpoint = getattr(hub, "worker_endpoint", hub)
+    worker = LeaseWorker(endpoint, worker=name, name=name, kinds=[KIND], **options)
+    thread = threading.Thread(target=worker.run, args=[handle], daemon=True)
+    thread.start()
+    stack.callback(lambda: (worker.stop(), thread.join(DEADLINE_S)))
+    return worker, thread
+
+
+def submit(client, task_id, rows=({},), tensors=(), kind=KIND):
+    tensors = [("media", tensor) for tensor in tensors]
+    client.submit(list(rows), tensors, [TaskRequest(task_id, kind, 0, len(rows), client.now_s() + 600)])
+
+
+def collect(client, count=1):
+    """The outcomes by task id, each of which came once."""
+    outcomes = {}
+    deadline_s = time.monotonic() + DEADLINE_S
+    while len(outcomes) < count and time.monotonic() < deadline_s:
+        for outcome in client.take_outcomes(0.5):
+            assert outcome.id not in outcomes, "every task has one outcome"
+            outcomes[outcome.id] = outcome
+    assert len(outcomes) == count
+    return outcomes
+
+
+class RawPeer:
+    """A bare client or worker, to do what ours would not."""
+
+    def __init__(self, stack, endpoint):
+        self.context, self.mids = zmq.Context(), itertools.count(1)
+        self.dealer = Dealer(self.context, endpoint)
+        stack.callback(lambda: (self.dealer.close(), self.context.term()))
+
+    def say(self, message_type, **fields):
+        self.send(wire.encode_header(message_type, next(self.mids), fields))
+
+    def send(self, header, *payload):
+        deadline_s = time.monotonic() + DEADLINE_S
+        while True:
+            try:
+                return self.dealer.send(header, payload)
+            except SendQueueFull:  # not connected yet
+                assert time.monotonic() < deadline_s
+                self.dealer.socket.poll(10)
+
+    def hear(self, message_type):
+        return hear(self.dealer.socket, self.dealer.receive, BROKER_TO_WORKER | BROKER_TO_CLIENT, message_type)
+
+
+class RawWorker(RawPeer):
+    def __init__(self, stack, hub, name="raw", life="1", held=()):
+        super().__init__(stack, hub.worker_endpoint)
+        self.say("hello", worker=name, life=life, name=name, kinds=[KIND], credit=1, held=list(held))
+        self.hear("welcome")
+
+    def finish(self, task, meta=None):
+        self.say("result", id=task["id"], attempt=task["attempt"], seconds=0.1, meta=meta or {"by": "raw"})
+
+
+class RawHub:
+    """A bare broker, of clients or of workers."""
+
+    def __init__(self, stack, folder):
+        context = zmq.Context()
+        self.router, self.route = Router(context, f"ipc://{folder}/raw"), b""
+        stack.callback(lambda: (self.router.close(), context.term(), self.router.remove_files()))
+
+    def hear(self, message_type):
+        return hear(self.router.socket, self._receive, CLIENT_TO_BROKER | WORKER_TO_BROKER, message_type)
+
+    def _receive(self):
+        self.route, frames = self.router.receive()
+        return frames
+
+    def say(self, message_type, **fields):
+        self.router.send(self.route, wire.encode_header(message_type, 1, fields))
+
+
+def hear(socket, receive, types, message_type):
+    """The fields of the next message of this type; others are dropped."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline_s:
+        if socket.poll(50):
+            message = wire.decode_message([frame.buffer for frame in receive()], types)
+            if message.type == message_type:
+                return message.fields
+    raise AssertionError(f"no {message_type} within {DEADLINE_S:g} s")
