@@ -21,7 +21,7 @@ from benchmarks.released import RELEASED
 from wfm_ds.errors import RecipeError
 from wfm_ds.memory.advice import fits_memory, memory_verdict
 from wfm_ds.memory.estimate import MemoryEstimate, estimate_memory, format_memory_table
-from wfm_ds.monitoring.stopwatch import GIB
+from wfm_ds.monitoring.meters import GIB
 from wfm_ds.program import run_command
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe

@@ -25,9 +25,17 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(Path(__file__).parent))  # for ranks.py and the helpers beside tests: tests/ is no package
 
 
+RANKS = {"one_rank", "two_ranks", "three_ranks", "four_ranks"}
+SLOW_FOLDERS = {"benchmarks", "faults", "kernels", "rehearsal"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.parent.name
+        if (folder in SLOW_FOLDERS or RANKS & set(getattr(item, "fixturenames", ()))) and not item.get_closest_marker(
+            "unit"
+        ):
+            item.add_marker("slow")
         if folder == "multi_rank":
             item.add_marker("dist")
         if folder == "faults":

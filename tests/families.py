@@ -1,6 +1,7 @@
 """What the contract's checks must know of each family. A new one adds a line to CASES."""
 
 import numpy as np
+import pytest
 import torch
 from diffusers import SanaImageToVideoPipeline, WanImageToVideoPipeline
 from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import CosmosActionCondition
@@ -180,3 +181,10 @@ CASES = {
     ),
     "sana_video": Case(size=(32, 64, 5), conditioning_frames_call=sana_video_given, block_lists=JOINT),
 }
+DEFAULT_FAMILIES = ("sd3", "wan21")  # one of images and one of videos
+
+
+def each_family(families=CASES):
+    """Parametrize a test by `family`. All but two families are slow."""
+    cases = [name if name in DEFAULT_FAMILIES else pytest.param(name, marks=pytest.mark.slow) for name in families]
+    return pytest.mark.parametrize("family", cases)

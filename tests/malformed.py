@@ -1,18 +1,13 @@
-"""Malformed requests and damaged media, drawn from a seed, for the tests of the HTTP port.
-
-`python tests/malformed.py URL COUNT [SEED]` sends them to a service that runs, with WFM_REWARD_TOKEN's token.
-"""
+"""Malformed requests and damaged media, drawn from a seed, for the tests of the HTTP port."""
 
 import base64
 import contextlib
 import gzip
 import io
 import json
-import os
 import random
 import socket
 import struct
-import sys
 import tempfile
 import zlib
 from collections import Counter
@@ -24,7 +19,6 @@ from PIL import Image, PngImagePlugin
 
 ANSWER_S = 60.0
 FORM = "application/x-www-form-urlencoded"
-PART = b"--x\r\nContent-Disposition: form-data; "
 TEXTS = ["", "a cat", "\ud800", "\udfff\ud800", "\x00", "a" * 5000, "\U0001f600", "../../etc/passwd", "%00", "'\"<b>"]
 NUMBERS = [0, -1, 1, 2**31, 2**63, 2**64, 10**400, 1e308, -1e308, float("nan"), float("inf"), True, 0.5]
 
@@ -102,29 +96,14 @@ def spoilt(draw, data):
 
 
 NPY_HEADERS = [
-    b"{'descr': oops }",
-    b"'",
-    b'"""',
-    b"(",
-    b"{'descr': '|u1', 'shape': (1,8,8,3)}",
-    b"\xff\xfe",
-    b"[" * 3000,
-    b"\t\n  x",
-    b"{'descr': '|u1', 'fortran_order': False, 'shape': (1L,8,8,3), }",
-    b"{'descr': '|u1', 'fortran_order': 3, 'shape': 5}",
-    b"{'descr': [('a','|u1')], 'fortran_order': False, 'shape': (1,), }",
-    b"{'descr': '|O', 'fortran_order': False, 'shape': (1,)}",
-    b"{'descr': '|u1', 'fortran_order': False, 'shape': (True,8,8,3), }",
-    b"if True:\n  x\n y",
-    b"0777L",
-    b"-" * 3000 + b"1",
-    b"{'descr': '|u1', 'fortran_order': False, 'shape': (-1,8,8,3), }",
-    b"{'descr': ',,,', 'fortran_order': False, 'shape': (1,)}",
-    b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999999999999,8,8,3), }",
-    b"{'descr': ('f4', -1)}",
-    b"{1: 2, 'a': 3}",
-    b"{'descr': '<M8[zz]', 'fortran_order': False, 'shape': (1,)}",
-    b"{'descr': ('|u1', (2**40,)), 'fortran_order': False, 'shape': ()}",
+    *(b"", b"'", b"(", b"\xff\xfe", b"[" * 3000, b"-" * 3000 + b"1", b"if True:\n  x\n y", b"{1: 2, 'a': 3}"),
+    *(b"{'descr': oops }", b"{'descr': '|u1', 'shape': (1,8,8,3)}", b"{'descr': ('f4', -1)}", b"{'descr': ',,,'}"),
+    *(
+        b"{'descr': '|u1', 'fortran_order': False, 'shape': (%s,8,8,3), }" % n
+        for n in (b"1L", b"True", b"-1", b"9" * 20)
+    ),
+    *(b"{'descr': %s, 'fortran_order': False, 'shape': (1,), }" % d for d in (b"'|O'", b"'<M8[zz]'", b"[('a','|u1')]")),
+    b"{'descr': ('|u1', (2**40,)), 'fortran_order': 3, 'shape': ()}",
 ]
 
 
@@ -186,47 +165,21 @@ def mutated_plain(draw, reward):
 
 def forms(draw, _):
     """A pull whose form cannot be read, or asks for nothing."""
-    kind = draw.choice(
-        [
-            FORM,
-            f"{FORM}; charset=utf-7",
-            f"{FORM}; charset=klingon",
-            f"{FORM}; charset=rot13",
-            f"{FORM}; charset=idna",
-            f"{FORM}; charset=base64",
-            f"{FORM}; charset=\x7f",
-            "multipart/form-data",
-            "multipart/form-data; boundary=",
-            "multipart/form-data; boundary=x",
-            f"multipart/form-data; boundary={'y' * 90}",
-            "text/plain",
-            "application/json",
-            'multipart/form-data; boundary="x',
-            "multipart/mixed; boundary=x",
-            "/",
-            ";;;",
-            "a/b/c; charset",
-        ]
-    )
-    body = draw.choice(
-        [
-            b"",
-            b"uuid=x&type=y",
-            b"uuid=%ff%fe",
-            b"\xff\xfe\xfd",
-            b"&" * 2000,
-            b"uuid" * 20000,
-            b"=" * 5000,
-            b"--x--\r\n",
-            b'--x\r\nContent-Disposition: form-data; name="uuid"\r\n\r\nv\r\n--x--\r\n',
-            b"--x\r\n\r\nno name\r\n--x--\r\n",
-            PART + b'name="u"\r\nContent-Type: text/plain; charset=klingon\r\n\r\nv\r\n--x--\r\n',
-            b'--x\r\nContent-Disposition: form-data; name="u"\r\nContent-Transfer-Encoding: odd\r\n\r\nv\r\n--x--\r\n',
-            b"--x\r\nContent-Type: multipart/mixed; boundary=z\r\n\r\n--z\r\n\r\n--z--\r\n--x--\r\n",
-            b"--x\r\nbad header\r\n",
-            PART + b'name="f"; filename="g"\r\nContent-Encoding: gzip\r\n\r\nv\r\n--x--\r\n',
-        ]
-    )
+    charsets = [f"{FORM}; charset={name}" for name in ("utf-7", "klingon", "rot13", "idna", "base64", "\x7f")]
+    multipart = [f"multipart/form-data{end}" for end in ("", "; boundary=", "; boundary=x", '; boundary="x')]
+    odd = ["multipart/mixed; boundary=x", "text/plain", "application/json", "/", ";;;", "a/b/c; charset"]
+    kind = draw.choice([FORM, *charsets, *multipart, *odd])
+    plain = [b"", b"uuid=x&type=y", b"uuid=%ff%fe", b"\xff\xfe\xfd", b"&" * 2000, b"uuid" * 20000, b"=" * 5000]
+    heads = [
+        b'Content-Disposition: form-data; name="uuid"',
+        b"",
+        b'Content-Disposition: form-data; name="u"\r\nContent-Type: text/plain; charset=klingon',
+        b'Content-Disposition: form-data; name="u"\r\nContent-Transfer-Encoding: odd',
+        b"Content-Type: multipart/mixed; boundary=z",
+        b'Content-Disposition: form-data; name="f"; filename="g"\r\nContent-Encoding: gzip',
+        b"bad header",
+    ]
+    body = draw.choice([*plain, *(b"--x\r\n%s\r\n\r\nv\r\n--x--\r\n" % head for head in heads)])
     return "POST", "/api/reward/pull", {"Content-Type": kind}, body
 
 
@@ -244,41 +197,15 @@ def encoded(draw, reward):
 def headers_of(draw, _):
     """Methods, paths and headers that nobody expects."""
     method = draw.choice(["GET", "POST", "PUT", "HEAD", "OPTIONS", "DELETE", "TRACE", "BREW", "get"])
-    path = draw.choice(
-        [
-            "/",
-            "/metrics",
-            "/compute",
-            "/%ff",
-            "/%00",
-            "//",
-            "/a" * 3000,
-            "/health?x=%zz",
-            "/../..",
-            "*",
-            "/api/rewards?\xff",
-        ]
-    )
-    headers = draw.choice(
-        [
-            {},
-            {"Authorization": "Basic =="},
-            {"Content-Length": "-1"},
-            {"Content-Length": "1e9"},
-            {"Expect": "100-continue"},
-            {"Expect": "magic"},
-            {"Transfer-Encoding": "chunked"},
-            {"Transfer-Encoding": "gzip, chunked"},
-            {"Range": "bytes=-"},
-            {"Upgrade": "websocket", "Connection": "Upgrade"},
-            {"Content-Type": "\xff"},
-            {"Cookie": "a=" + "b" * 4000},
-            {"If-Modified-Since": "yesterday"},
-            {"Content-Length": "99999999999999999999"},
-            {"Host": "\x00"},
-        ]
-    )
-    return method, path, headers, draw.choice([b"", b"x" * 100])
+    paths = ["/", "/metrics", "/compute", "/%ff", "/%00", "//", "/a" * 3000, "/health?x=%zz", "/../..", "*", "/?\xff"]
+    headers = draw.choice([
+        {}, {"Authorization": "Basic =="}, {"Content-Length": "-1"}, {"Content-Length": "1e9"},
+        {"Content-Length": "9" * 20}, {"Expect": "100-continue"}, {"Expect": "magic"}, {"Range": "bytes=-"},
+        {"Transfer-Encoding": "chunked"},
+        {"Transfer-Encoding": "gzip, chunked"}, {"Upgrade": "websocket", "Connection": "Upgrade"}, {"Host": "\x00"},
+        {"Content-Type": "\xff"}, {"Cookie": "a=" + "b" * 4000}, {"If-Modified-Since": "yesterday"},
+    ])  # fmt: skip
+    return method, draw.choice(paths), headers, draw.choice([b"", b"x" * 100])
 
 
 def send(address, token, request):
@@ -322,23 +249,17 @@ def originals():
     """A small file of each format that is read, by whether it is a video."""
     from wfm_ds.monitoring.videos import encode_gif, save_mp4
 
+    def saved(image, kind="PNG", **options):
+        buffer = io.BytesIO()
+        image.save(buffer, kind, **options)
+        return False, buffer.getvalue()
+
     frames = np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3), dtype=np.uint8)
     texts = [b"text" * 100, b"text" * 2**20]  # the second is more than PIL unpacks
     made = [(False, png(b"a\0b")), *((False, png(b"a\0\0" + zlib.compress(text), b"zTXt")) for text in texts)]
-    for kind, options in [
-        ("PNG", {}),
-        ("JPEG", {}),
-        ("JPEG", {"progressive": True}),
-        ("WEBP", {}),
-        ("WEBP", {"lossless": True}),
-    ]:
-        buffer = io.BytesIO()
-        Image.fromarray(frames[0]).save(buffer, kind, **options)
-        made.append((False, buffer.getvalue()))
-    for mode in ("1", "L", "P", "RGBA", "I;16", "LA"):
-        buffer = io.BytesIO()
-        Image.new(mode, (9, 7)).save(buffer, "PNG")
-        made.append((False, buffer.getvalue()))
+    kinds = [("PNG", {}), ("JPEG", {}), ("JPEG", {"progressive": True}), ("WEBP", {}), ("WEBP", {"lossless": True})]
+    made += [saved(Image.fromarray(frames[0]), kind, **options) for kind, options in kinds]
+    made += [saved(Image.new(mode, (9, 7))) for mode in ("1", "L", "P", "RGBA", "I;16", "LA")]
     with tempfile.TemporaryDirectory() as folder:
         save_mp4(Path(folder) / "v.mp4", frames, 8)
         made.append((True, (Path(folder) / "v.mp4").read_bytes()))
@@ -351,11 +272,3 @@ def media(seed, count):
     for number in range(count):
         video, data = whole[number % len(whole)]
         yield video, spoilt(draw, data)
-
-
-if __name__ == "__main__":
-    target, number = sys.argv[1], int(sys.argv[2])
-    seed = int(sys.argv[3]) if len(sys.argv) > 3 else 0
-    offered = sys.argv[4] if len(sys.argv) > 4 else "jpeg_incompressibility"
-    found, worst = statuses(target, os.environ.get("WFM_REWARD_TOKEN", ""), requests(seed, number, offered))
-    sys.stdout.write(f"{dict(found)}\n" + "".join(f"{one!r:.300}\n" for one in worst))

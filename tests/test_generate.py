@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
+from each_case import check_each
 from wfm_ds.cli.generate import main
 from wfm_ds.demos.room_data import write_room
 from wfm_ds.engine.denoiser_forward import CountingForward
@@ -268,7 +269,7 @@ def test_folder_that_holds_something_is_left_alone(pipeline, prompts, tmp_path, 
     assert [f.name for f in tmp_path.iterdir()] == ["precious.txt"]
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("arguments", "message"),
     [
         (["--guidance", "0.5"], "'0.5' is not a number >= 1"),

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from each_case import check_each
 from wfm_ds import __version__, launch
 from wfm_ds.distributed import runner_arguments
 from wfm_ds.errors import UserError
@@ -86,7 +87,7 @@ LINES = [
 ]
 
 
-@pytest.mark.parametrize("line", LINES)
+@check_each("line", LINES)
 def test_the_runner_finds_the_name_where_rewrite_finds_it(runner_parser, line):
     argv = line.split()
     out, at = launch.normalize_arguments(argv)
@@ -122,7 +123,7 @@ def on_gpus(line, visible=None, **facts):
     return " ".join(job.argv[2:] if job.argv[0] == "--master_port" else job.argv), job.env
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("line", "visible", "note"),
     [
         ("--num_gpus 6 -m wfm_ds.train", None, "all"),
@@ -140,7 +141,7 @@ def test_the_ranks_are_told_which_gpus_there_were_for_the_run(line, visible, not
     assert env == {"WFM_LAUNCH_GPUS": note}
 
 
-@pytest.mark.parametrize("option", ["--num_gpus 2", "--num_gpus=2", "--num_accelerators 2", "--num_g 2"])
+@check_each("option", ["--num_gpus 2", "--num_gpus=2", "--num_accelerators 2", "--num_g 2"])
 def test_a_number_of_gpus_is_taken_from_those_that_the_user_allows(runner_parser, option):
     said, env = on_gpus(f"-q {option} --module wfm_ds.train --num_gpus 5", "2, 3,4")
     assert said == "-q --module wfm_ds.train --num_gpus 5"
@@ -171,7 +172,7 @@ def test_only_a_single_node_gets_a_port_of_its_own():
     assert plan("a.py", has_hostfile=True).argv == ("a.py",)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("line", "is_local", "must_report"),
     [
         ("-m wfm_ds.train r.yaml", True, True),
@@ -196,7 +197,7 @@ def test_device_nodes_are_found(tmp_path):
     assert launch.is_accelerator_present(tmp_path)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("text", "want"),
     [
         ('{"status": "finished", "step": 3}', True),
@@ -366,6 +367,7 @@ def test_ranks_get_their_arguments_and_environment_and_a_failed_one_decides_the_
     job.all_gone(facts)
 
 
+@pytest.mark.slow
 def test_sigusr1_asks_all_ranks_for_a_checkpoint_and_sigterm_lets_them_save_at_the_same_time(launched):
     job = launched("-c", DRIVER, mode="save")
     facts = job.facts()
@@ -380,6 +382,7 @@ def test_sigusr1_asks_all_ranks_for_a_checkpoint_and_sigterm_lets_them_save_at_t
     job.all_gone(facts)
 
 
+@pytest.mark.slow
 def test_a_module_of_ours_without_a_final_status_has_failed():
     result = run(sys.executable, "-m", "wfm_ds.launch", "--num_gpus", "1", "-m", "wfm_ds.seeds")
     assert result.returncode == 1

@@ -6,8 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
+from each_case import check_each
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.deepspeed import build_deepspeed_config, policy_copies
 from wfm_ds.recipe.schema_description import iterate_sections
@@ -73,7 +72,7 @@ def test_kernels_import_nothing_but_torch_triton_and_numpy():
     assert wrong == []
 
 
-@pytest.mark.parametrize("module", [m for m in SOURCES if inside(m, "wfm_kernels")])
+@check_each("module", [m for m in SOURCES if inside(m, "wfm_kernels")])
 def test_only_the_modules_about_triton_need_it(module):
     """On a machine without Triton everything else works; what needs it is imported within functions."""
     about_triton = {"wfm_kernels.triton_backend", "wfm_kernels.triton_kernels"}
@@ -93,7 +92,7 @@ def imported_by(node):
     return {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
 
 
-@pytest.mark.parametrize("package", FOREIGN_FORBIDDEN)
+@check_each("package", FOREIGN_FORBIDDEN)
 def test_package_stays_free_of_heavy_libraries(package):
     wrong = [
         f"{module} imports {name}"
@@ -167,7 +166,7 @@ def test_code_asks_no_algorithm_and_no_family_for_its_kind():
     assert wrong == []
 
 
-@pytest.mark.parametrize(
+@check_each(
     "text",
     [
         "if isinstance(recipe.algorithm, DdrlAlgorithm): pass",
@@ -189,7 +188,7 @@ def test_a_question_of_kind_is_seen(text):
     assert list(questions_of_kind(text)) != []
 
 
-@pytest.mark.parametrize(
+@check_each(
     "text",
     [
         "if recipe.is_rl and recipe.algorithm.num_conditional_frames: pass",
@@ -203,7 +202,7 @@ def test_other_code_is_left_alone(text):
     assert list(questions_of_kind(text)) == []
 
 
-@pytest.mark.parametrize(
+@check_each(
     "statement",
     [
         "import wfm_ds",
@@ -230,7 +229,7 @@ def test_light_modules_load_nothing_heavy(statement):
     assert loaded.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda p: str(p.relative_to(ROOT / "recipes")))
+@check_each("path", RECIPES)
 def test_every_recipe_resolves_and_its_dump_loads_to_the_same(path, tmp_path):
     recipe = recipe_file.load_recipe(path)
     (tmp_path / "resolved.yaml").write_text(recipe_file.dump_recipe(recipe), encoding="utf-8")
@@ -245,7 +244,7 @@ def test_every_recipe_on_a_page_is_one(tmp_path):
         recipe_file.load_recipe(tmp_path / "mine.yaml")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "ds_configs").glob("*.json")), ids=lambda p: p.stem)
+@check_each("path", sorted((ROOT / "ds_configs").glob("*.json")))
 def test_every_deepspeed_json_merges_with_a_recipe(path):
     sft = recipe_file.load_recipe(
         ROOT / "recipes" / "sd3_image_sft.yaml", [f"engine.deepspeed={path.stem}", "ema=null"]
@@ -260,13 +259,13 @@ def test_roots_of_packages_are_no_packages():
         assert not (ROOT / folder / "__init__.py").exists()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@check_each("page", PAGES)
 def test_links_of_the_docs_resolve(page):
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text())
     assert [t for t in targets if not t.startswith("http") and not (page.parent / t).exists()] == []
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@check_each("page", PAGES)
 def test_files_that_the_docs_name_exist(page):
     named = re.findall(
         r"`((?:wfm_ds|kernels|reward|recipes|tests|benchmarks|ds_configs|docs)/[\w./]*(?:\.\w+|/))`", page.read_text()

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from each_case import check_each
 from wfm_ds.types import MediaBatch, MediaItem, Score
 
 
@@ -20,7 +21,7 @@ def test_batch_of_videos_iterates_clips():
     assert next(iter(batch(np.zeros((2, 7, 4, 5, 3), np.uint8)))).frames.shape == (7, 4, 5, 3)
 
 
-@pytest.mark.parametrize(
+@check_each(
     "media", [np.zeros((2, 4, 4, 3), np.float32), np.zeros((2, 4, 4), np.uint8), np.zeros((2, 3, 4, 4), np.uint8)]
 )
 def test_media_of_another_form_are_refused(media):

@@ -70,8 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def load_and_run(args: argparse.Namespace) -> int:
     from wfm_ds.distributed import lifecycle
-    from wfm_ds.distributed.accelerator import choose_accelerator
-    from wfm_ds.distributed.determinism import deterministic_kernels
+    from wfm_ds.distributed.accelerator import choose_accelerator, deterministic_kernels
     from wfm_ds.distributed.logs import quiet_libraries
     from wfm_ds.recipe import file as recipe_file
 

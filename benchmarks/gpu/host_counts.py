@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from wfm_ds.monitoring.stopwatch import GIB
+from wfm_ds.monitoring.meters import GIB
 
 LAUNCHES = {"cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx"}
 GRAPHS = {"cudaGraphLaunch"}

@@ -20,8 +20,8 @@ from benchmarks.gpu.variants import RecipeVariant, select_variants
 from wfm_ds.engine.device_peaks import peak_tflops
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import UserError
-from wfm_ds.monitoring.stopwatch import GIB, MEMORY_TAG
-from wfm_ds.training.speed import TERA
+from wfm_ds.monitoring.meters import GIB, MEMORY_TAG
+from wfm_ds.training.step_report import TERA
 
 TIME = "time/"
 

@@ -47,7 +47,7 @@ def open_loop(record: Record, recipe_name: str, overrides: Sequence[str], folder
     from wfm_ds.rollout.groups import CaptionedGroups
     from wfm_ds.runs.model_loading import load_model
     from wfm_ds.runs.output_folder import RunStart
-    from wfm_ds.training import diffusion_builder, text_precompute
+    from wfm_ds.training import caches, diffusion_builder
     from wfm_ds.training.checkpoints import Checkpoints
     from wfm_ds.training.exporter import Exporter
     from wfm_ds.training.preflight import check_and_load_data
@@ -62,7 +62,7 @@ def open_loop(record: Record, recipe_name: str, overrides: Sequence[str], folder
         # ZeRO-3 compares the order of its gathers with rank 0's by values that it reads back from the device.
         held.enter_context(mock.patch.object(zero3, "assert_ints_same_as_other_ranks"))
         # The texts that other ranks encode are missing.
-        held.enter_context(mock.patch.object(text_precompute, "ranks_per_node", return_value=1))
+        held.enter_context(mock.patch.object(caches, "ranks_per_node", return_value=1))
         data, model = check_and_load_data(recipe, world.size), load_model(recipe, world.device)
         algorithm = diffusion_builder.make_rl_algorithm(recipe, model)
         job = diffusion_builder.build_job(recipe, world, StopFlag(), model, data, RunStart(), None, held)

@@ -19,9 +19,9 @@ from torch import Tensor
 from wfm_kernels import library
 from wfm_kernels.torch_backend import EXACT_DTYPE, working_dtype
 
-LATENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 log = logging.getLogger(__name__)
 
+LATENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Backend: TypeAlias = Literal["auto", "triton", "torch"]
 BACKEND_NAMES = ("auto", "triton", "torch")
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None

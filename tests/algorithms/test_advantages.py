@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.algorithms.advantages import (
     Rewards,
     combine_scores,
@@ -42,7 +43,7 @@ def scored(sample_id="s", seconds=0.0, **values):
     }
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("std", "want"),
     [
         ("group", [-1.135495, -0.999933, -0.162214, None, 0.999933, 1.297708]),
@@ -56,7 +57,7 @@ def test_known_advantages(std, want):
     assert [a for a in got if a is not None] == pytest.approx([a for a in want if a is not None], abs=1e-6)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("mode", "want"),
     [
         ("all", [-1.0, -1.0, 0.4, 1.0]),
@@ -208,7 +209,7 @@ def test_a_sum_hides_what_gdpo_shows():
     assert scaled.values[0] > 0
 
 
-@pytest.mark.parametrize("combine", ["sum", "mean", "gdpo"])
+@check_each("combine", ["sum", "mean", "gdpo"])
 def test_groups_that_are_constant_throughout_are_zero_or_dropped(combine):
     rewards = [(1.0, 2.0), (1.0, 2.0), (0.0, 1.0), (1.0, 4.0), None]
     kept = advantages(rewards, list("aabbb"), weights=(1.0, 1.0), combine=combine)
@@ -387,7 +388,7 @@ def test_a_sample_without_a_reward_is_kept_only_where_there_are_too_few_others()
     assert teaching == ["a"]  # one reward alone is compared with nothing
 
 
-@pytest.mark.parametrize("size", [2, 5, 8])
+@check_each("size", [2, 5, 8])
 def test_the_mean_variance_of_a_judges_groups_is_that_of_its_judgement(size):
     """Over all groups that a judge of p = 0.3 can see, each with its probability."""
     p = 0.3

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.algorithms.awm import matching_log_prob
 from wfm_ds.algorithms.supervised import velocity_errors
@@ -85,8 +86,8 @@ def published(rl, batch, velocity, others):
     return loss.detach(), torch.autograd.grad(loss.sum(), v)[0]
 
 
-@pytest.mark.parametrize("later", [False, True])
-@pytest.mark.parametrize(
+@check_each("later", [False, True])
+@check_each(
     "keys",
     [
         {},
@@ -110,7 +111,7 @@ def test_loss_and_gradient_are_the_published_ones_in_float64(keys, later):
     assert stats["kl/ref" if rl.settings.kl_beta else "loss/policy"].shape == batch.sigma.shape
 
 
-@pytest.mark.parametrize("weighting", ["uniform", "sigma", "sigma_squared", "ghuber"])
+@check_each("weighting", ["uniform", "sigma", "sigma_squared", "ghuber"])
 def test_before_the_first_update_the_ratio_is_one_and_the_gradient_that_of_the_log_probability(weighting):
     rl = algorithm(weighting=weighting, kl_beta=0)
     batch = batch_of(rl)
@@ -171,7 +172,7 @@ def test_only_the_policies_that_count_are_asked():
     assert algorithm().settings.list_policies(None) == {"ref"}
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("keys", "message"),
     [
         (

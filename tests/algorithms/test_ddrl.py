@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.algorithms import rl_policy_copies
 from wfm_ds.algorithms.advantages import Rewards
 from wfm_ds.algorithms.ddrl import Ddrl
@@ -82,7 +83,7 @@ def total(algorithm, denoiser, batch, references=None):
     return (loss_B * batch.weight).sum() / batch.weight.sum()
 
 
-@pytest.mark.parametrize("norm", ["gaussian", "literal", "std_scaled"])
+@check_each("norm", ["gaussian", "literal", "std_scaled"])
 def test_without_data_and_reference_it_is_the_policy_gradient_of_the_rollouts_transitions(norm):
     algorithm, denoiser = ddrl(*PURE, f"algorithm.ratio_norm={norm}"), Denoiser()
     num_steps = algorithm.sampling.steps
@@ -145,7 +146,7 @@ def test_the_data_counts_once_for_each_trained_step_or_with_the_first_only():
     assert rows["[0,1,2]", False] == list(range(12))
 
 
-@pytest.mark.parametrize("overrides", [[], ["algorithm.data_on_first_only=true"], PURE])
+@check_each("overrides", [[], ["algorithm.data_on_first_only=true"], PURE])
 def test_how_terms_are_cut_into_micro_batches_changes_no_gradient(overrides):
     algorithm, denoiser = ddrl(*overrides), Denoiser()
     samples = rolled_out(algorithm, denoiser)
@@ -168,7 +169,7 @@ FIRST_ONLY = ["algorithm.data_on_first_only=true"]
 GIVEN = ["algorithm.min_num_conditional_frames=1", "algorithm.max_num_conditional_frames=2"]
 
 
-@pytest.mark.parametrize("overrides", [[], FIRST_ONLY, OWN_NOISE, GIVEN])
+@check_each("overrides", [[], FIRST_ONLY, OWN_NOISE, GIVEN])
 def test_the_parts_of_divided_terms_have_their_loss_their_gradient_and_their_statistics(overrides):
     kept = ["algorithm.kl_beta=0.5", "algorithm.data_beta=0.3", "rollout.policy=reference", *overrides]
     joint, separate = ddrl(*kept), ddrl(*kept, "algorithm.data_forward=separate")
@@ -292,7 +293,7 @@ def test_an_extra_step_is_drawn_from_all_others_that_have_noise():
     assert algorithm.plan(3).stored_steps == tuple(algorithm.training_steps(3))
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("overrides", "message"),
     [
         (["sampling.s_churn=0"], r"steps \[0, 1, 2\] add no noise, only \[\] do"),
@@ -315,7 +316,7 @@ def test_steps_without_usable_noise_are_refused(overrides, message):
         ddrl(*overrides)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("overrides", "message"),
     [
         (["algorithm.train_on=[3,4]"], "must be at most 3 with sampling.steps 5"),
@@ -339,7 +340,7 @@ def test_combinations_that_cannot_be_are_recipe_errors(overrides, message):
         recipe_file.load_recipe(RECIPE, overrides)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("override", "message"),
     [
         ("sampling.solver=edm_2ab", "is only for algorithm ddrl"),

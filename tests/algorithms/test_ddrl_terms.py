@@ -4,6 +4,7 @@ from statistics import NormalDist
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.algorithms.ddrl_losses import RATIO_NORMS, data_loss, draw_data_sigma, log_ratio, reference_kl
 from wfm_ds.sampling.edm import Churn, make_edm_plan
 
@@ -61,7 +62,7 @@ def test_log_ratios_are_those_of_the_means_and_outcomes(shape):
     torch.testing.assert_close(case.log_ratio("std_scaled"), -q / (2 * case.std))
 
 
-@pytest.mark.parametrize("norm", RATIO_NORMS)
+@check_each("norm", RATIO_NORMS)
 def test_float32_loses_nothing_that_matters(norm):
     case = Transitions((3, 4, 16, 16))
     near = case.old + 1e-3 * case.velocity  # the difference of the squares of the means would have no digit left
@@ -71,7 +72,7 @@ def test_float32_loses_nothing_that_matters(norm):
     torch.testing.assert_close(single.double(), case.log_ratio(norm, velocity=near), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("norm", RATIO_NORMS)
+@check_each("norm", RATIO_NORMS)
 def test_the_ratio_is_exactly_one_when_the_policies_agree(norm):
     case = Transitions((3, 2, 5, 4))
     velocity = case.old.clone().requires_grad_()

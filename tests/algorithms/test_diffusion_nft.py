@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.algorithms.base import draw_training_steps
 from wfm_ds.algorithms.diffusion_nft import nft_loss, old_decay, reward_weights
 from wfm_ds.recipe.algorithms import DecaySchedule
@@ -68,8 +69,8 @@ def assert_close(got, want, relative):
     assert (got.double() - want).abs().max() <= relative * want.abs().max()
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("shape", SHAPES)
+@check_each("setting", SETTINGS)
+@check_each("shape", SHAPES)
 def test_value_and_gradient_equal_the_published_form_in_float64(shape, setting):
     inputs = case(shape, kl=setting["kl_beta"] > 0)
     loss_B, stats = nft_loss(**inputs, **setting)
@@ -152,7 +153,7 @@ def test_a_step_away_from_old_and_its_opposite_swap_with_the_sign_of_the_advanta
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["reward_weight", "sigma", "velocity", "old_velocity", "noise", "ref_velocity"])
+@check_each("name", ["reward_weight", "sigma", "velocity", "old_velocity", "noise", "ref_velocity"])
 def test_what_happens_to_one_sample_changes_no_other(name):
     setting, inputs = SETTINGS[2], case((3, 4, 7, 5))
     loss_B, _ = nft_loss(**inputs, **setting)
@@ -245,7 +246,7 @@ def test_the_trained_velocity_itself_stands_in_for_an_equal_old_one():
     assert torch.equal(gradient_of(inputs, **setting), with_copy)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("changes", "message"),
     [
         ({"reward_weight": torch.zeros(3, 1)}, r"reward_weight must be \[3\]"),
@@ -276,13 +277,13 @@ def test_reward_weights_of_known_advantages():
     assert reward_weights([0.1], 5.0).dtype == torch.float32
 
 
-@pytest.mark.parametrize("advantages", [[float("nan")], [float("inf")], [[0.1], [0.2]]])
+@check_each("advantages", [[float("nan")], [float("inf")], [[0.1], [0.2]]])
 def test_reward_weights_need_one_finite_advantage_per_sample(advantages):
     with pytest.raises(ValueError, match="finite, one per sample"):
         reward_weights(advantages, 5.0)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("setting", "decays"),
     [
         ("copy", {0: 0.0, 1: 0.0, 1000: 0.0}),
@@ -329,7 +330,7 @@ def test_samples_of_one_batch_are_trained_on_independent_steps():
     assert ((counts - num_draws / 25) ** 2 / (num_draws / 25)).sum() < 51.2  # 99.9 % quantile, 24 degrees of freedom
 
 
-@pytest.mark.parametrize(("num_steps", "fraction"), [(0, 0.5), (10, 0.0), (10, 1.1), (10, float("nan"))])
+@check_each(("num_steps", "fraction"), [(0, 0.5), (10, 0.0), (10, 1.1), (10, float("nan"))])
 def test_an_impossible_share_is_refused(num_steps, fraction):
     with pytest.raises(ValueError, match="cannot train on fraction"):
         draw_training_steps(num_steps, fraction, 0)

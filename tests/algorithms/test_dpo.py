@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.algorithms.dpo import Dpo, implicit_rewards, preference_loss
 from wfm_ds.algorithms.supervised import velocity_errors
 from wfm_ds.recipe.algorithms import DpoAlgorithm
@@ -99,7 +100,7 @@ def test_a_held_out_pair_is_judged_by_its_mean_over_the_noise_levels():
     assert stats["accuracy"].tolist() == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [((2, 3), (2, 1)), ((1, 3), (1, 3)), ((3, 2), (3, 2)), ((2,), (2,))])
+@check_each(("ours", "theirs"), [((2, 3), (2, 1)), ((1, 3), (1, 3)), ((3, 2), (3, 2)), ((2,), (2,))])
 def test_errors_that_are_no_pairs_are_refused(ours, theirs):
     with pytest.raises(ValueError, match=r"must both be \[2, ...\]"):
         implicit_rewards(torch.zeros(ours), torch.zeros(theirs), 1.0)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.algorithms.flow_grpo import grpo_guard_log_ratio, kl_scale, policy_drift
 from wfm_ds.algorithms.policy_ratio import divergence_policy_loss, ppo_clip_loss, step_divergence
@@ -167,7 +168,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@check_each("name", VARIANTS)
 def test_loss_and_gradient_are_the_published_ones_in_float64(name):
     keys = {"updates_per_rollout": 2, "old_log_prob": "rollout"} | VARIANTS[name]
     if not keys.keys() & {"clip_ratio_low", "trust_region"}:
@@ -187,8 +188,8 @@ def test_loss_and_gradient_are_the_published_ones_in_float64(name):
     torch.testing.assert_close(gradient.double(), want_gradient, rtol=0, atol=2e-4 * want_gradient.abs().max().item())
 
 
-@pytest.mark.parametrize("old_log_prob", ["auto", "recompute"])
-@pytest.mark.parametrize("variant", ["flow_sde", "guard", "divergence", "divergence, guard"])
+@check_each("old_log_prob", ["auto", "recompute"])
+@check_each("variant", ["flow_sde", "guard", "divergence", "divergence, guard"])
 def test_later_updates_compare_with_the_weights_of_the_rollout_however_these_are_known(old_log_prob, variant):
     keys = {"updates_per_rollout": 2} | VARIANTS[variant]
     if "trust_region" not in keys:
@@ -204,9 +205,9 @@ def test_later_updates_compare_with_the_weights_of_the_rollout_however_these_are
     torch.testing.assert_close(results[0][2], results[1][2], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [1, 3, 1000])
-@pytest.mark.parametrize("old_log_prob", ["auto", "rollout", "recompute"])
-@pytest.mark.parametrize("name", VARIANTS)
+@check_each("size", [1, 3, 1000])
+@check_each("old_log_prob", ["auto", "rollout", "recompute"])
+@check_each("name", VARIANTS)
 def test_before_the_first_update_every_ratio_is_exactly_one(name, old_log_prob, size):
     keys = {"updates_per_rollout": 2, "old_log_prob": old_log_prob} | VARIANTS[name]
     rl, denoiser = algorithm(sampling={"window": {"kind": "random", "size": 4}}, **keys), Denoiser()
@@ -461,7 +462,7 @@ def test_what_a_rollout_stored_and_the_first_update_finds_differ_by_a_divergence
     assert "policy/divergence_start" not in evaluated(rl, later, other)[1]
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("keys", "message"),
     [
         ({"solver": "ode"}, r"sampling\.solver ode has none: set it to flow_sde or dance or cps"),
@@ -512,8 +513,8 @@ REGIONS = {
 }
 
 
-@pytest.mark.parametrize("old_log_prob", ["auto", "recompute"])
-@pytest.mark.parametrize("region", REGIONS)
+@check_each("old_log_prob", ["auto", "recompute"])
+@check_each("region", REGIONS)
 def test_steps_that_the_weights_have_moved_away_from_are_dropped(old_log_prob, region):
     (bounds, most), sampler = REGIONS[region], Denoiser()
     keys = {**bounds, "updates_per_rollout": 2}

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from each_case import check_each
 from wfm_ds.algorithms.advantages import Rewards, compute_advantages
 from wfm_ds.algorithms.base import draw_stratified_sigmas
 from wfm_ds.algorithms.diffusion_nft import DiffusionNft
@@ -102,7 +103,7 @@ def test_a_number_of_levels_is_the_same_draw_as_the_share_that_makes_as_many():
     assert terms_of(algorithm(num_levels=5)) == terms_of(algorithm(timestep_fraction=0.5))
 
 
-@pytest.mark.parametrize("keys", [{}, {"num_levels": 2}, STRATIFIED, {"timestep_fraction": 0.01}])
+@check_each("keys", [{}, {"num_levels": 2}, STRATIFIED, {"timestep_fraction": 0.01}])
 def test_the_settings_know_how_many_terms_a_sample_has(keys):
     rl = algorithm(**keys)
     terms = terms_of(rl)
@@ -148,8 +149,8 @@ def test_noisy_latents_are_made_of_the_noise_and_level_of_the_term():
     assert torch.equal(again.noise, batch.noise[3:5])
 
 
-@pytest.mark.parametrize("beta", [1.0, 0.3])
-@pytest.mark.parametrize("moved", [0.0, 0.1])
+@check_each("beta", [1.0, 0.3])
+@check_each("moved", [0.0, 0.1])
 def test_terms_are_said_to_have_no_gradient_just_where_it_is_zero(beta, moved):
     rl, rollouts = algorithm(kl_beta=0, beta=beta), samples()
     advantages = [0.5, 1e-30, 0.0, -2.0]  # the second one has no effect on r in float32
@@ -172,7 +173,7 @@ def test_a_distance_to_the_reference_gives_every_term_a_gradient():
     assert all(rl.has_gradient(t, {"old"}) for t in terms_of(rl))
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("section", "drops"),
     [
         (NftAlgorithm(name="diffusion_nft"), False),
@@ -190,7 +191,7 @@ def test_groups_of_equal_rewards_are_dropped_where_only_the_reward_teaches(secti
     assert None not in values[2:]
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("keys", "message"),
     [
         ({"levels": "stratified"}, "stratified needs num_levels"),

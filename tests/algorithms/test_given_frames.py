@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.errors import RecipeError
 from wfm_ds.models.conditioning_frames import add_clean_frames, get_clean_frames
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.rollout.rollout_samples import extract_transitions
+from wfm_ds.rollout.groups import extract_transitions
 from wfm_ds.types import ConditioningFrames, Prompt, Rollout
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "cosmos25_i2v_nft.yaml"
@@ -102,7 +103,7 @@ def alone(batch, row, count):
     )
 
 
-@pytest.mark.parametrize("case", CASES)
+@check_each("case", CASES)
 def test_loss_and_gradient_are_those_of_the_other_frames(case):
     rl = algorithm(**CASES[case])
     samples, _ = rolled_out(rl)
@@ -158,7 +159,7 @@ def test_given_frames_hold_still_and_are_no_part_of_log_probabilities():
         )
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("overrides", "message"),
     [
         (

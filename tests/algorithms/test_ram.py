@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.algorithms import build_rl_algorithm, rl_policy_copies
 from wfm_ds.algorithms.ram import ram_loss
 from wfm_ds.recipe.schema import Recipe
@@ -26,7 +27,7 @@ def gradient_of(velocity, *inputs):
     return torch.autograd.grad(ram_loss(velocity, *inputs).sum(), velocity)[0]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@check_each("shape", SHAPES)
 def test_value_and_gradient_are_the_published_ones_in_float64(shape):
     inputs = case(shape)
     v, ref, x0, eps, r = (tensor.detach().double() for tensor in inputs)

@@ -1,14 +1,13 @@
 """Each algorithm of reinforcement learning: its settings in recipe/ and its class in algorithms/ name each other."""
 
-import pytest
-
+from each_case import check_each
 from wfm_ds.algorithms.base import RlAlgorithm
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.algorithms import DdrlAlgorithm, FlowGrpoAlgorithm, NftAlgorithm
 from wfm_ds.user_class import import_class
 
 
-@pytest.mark.parametrize("settings", [DdrlAlgorithm, FlowGrpoAlgorithm, NftAlgorithm])
+@check_each("settings", [DdrlAlgorithm, FlowGrpoAlgorithm, NftAlgorithm])
 def test_settings_and_class_name_each_other(settings):
     found = import_class(settings.implementation, RlAlgorithm, key="algorithm.name", error=RecipeError)
     assert found.Settings is settings

@@ -7,6 +7,7 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.algorithms.sft import (
     FULL_BAND,
     Sft,
@@ -74,7 +75,7 @@ def test_mode_quantile_is_the_published_formula_at_one_minus_a(a, scale):
     assert got == pytest.approx(published, abs=1e-12)
 
 
-@pytest.mark.parametrize("keys", DENSITIES)
+@check_each("keys", DENSITIES)
 def test_quantiles_rise_from_no_noise_to_all_noise(keys):
     a = torch.linspace(1e-6, 1 - 1e-6, 2001, dtype=FP64)
     q = density_quantile(sft(**keys), a)
@@ -83,7 +84,7 @@ def test_quantiles_rise_from_no_noise_to_all_noise(keys):
     assert 0.8 < q[-1] < 1
 
 
-@pytest.mark.parametrize("keys", DENSITIES)
+@check_each("keys", DENSITIES)
 def test_drawn_levels_follow_the_density(keys):
     algorithm, count = sft(**keys), 3000
     q = invert_shift(sigmas(algorithm, range(count)).double(), 3.0)
@@ -115,7 +116,7 @@ def test_a_level_follows_from_seed_and_position_alone(stratified):
     assert not torch.equal(sigmas(algorithm, range(32, 48)), whole)
 
 
-@pytest.mark.parametrize("keys", DENSITIES)
+@check_each("keys", DENSITIES)
 def test_stratified_levels_cover_the_density_evenly_in_every_global_batch(keys):
     algorithm, orders = sft(stratified=True, **keys), []
     for step in range(3):
@@ -147,7 +148,7 @@ def test_edm_and_min_snr_weights_are_x0_weights_times_sigma_squared():
     torch.testing.assert_close(loss_weight("min_snr", sigma), snr.clamp_max(5) * sigma**2)
 
 
-@pytest.mark.parametrize("kind", ["none", "sigma_sqrt", "cosmap", "edm", "min_snr"])
+@check_each("kind", ["none", "sigma_sqrt", "cosmap", "edm", "min_snr"])
 def test_weights_are_finite_over_the_whole_range(kind):
     weight = loss_weight(kind, torch.tensor([0.0, 1e-6, 0.5, 1.0]))
     assert weight.isfinite().all()
@@ -160,8 +161,8 @@ def test_an_unknown_weight_is_refused():
         loss_weight("snr", torch.zeros(1))
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 4, 7, 5), (2, 3, 3, 5, 2)])
-@pytest.mark.parametrize("weighting", ["none", "cosmap"])
+@check_each("shape", [(1, 1, 1, 1), (3, 4, 7, 5), (2, 3, 3, 5, 2)])
+@check_each("weighting", ["none", "cosmap"])
 def test_loss_and_gradient_equal_float64(shape, weighting):
     generator = torch.Generator().manual_seed(0)
     velocity, clean, noise = (torch.randn(shape, generator=generator) for _ in range(3))
@@ -181,7 +182,7 @@ def test_loss_and_gradient_equal_float64(shape, weighting):
     torch.testing.assert_close(gradient.double(), want_gradient, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("cuts", [[8], [1] * 8, [3, 5], [5, 3]])
+@check_each("cuts", [[8], [1] * 8, [3, 5], [5, 3]])
 def test_micro_batches_do_not_change_the_gradient(cuts):
     generator = torch.Generator().manual_seed(1)
     features, clean, noise = (torch.randn((8, 2, 3, 4), generator=generator) for _ in range(3))
@@ -197,7 +198,7 @@ def test_micro_batches_do_not_change_the_gradient(cuts):
     torch.testing.assert_close(gradient(cuts), gradient([8]), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("velocity", "sigma", "message"),
     [
         (torch.zeros(2, 1, 3, 3), torch.zeros(2, 1), r"sigma must be \[2\]"),
@@ -212,7 +213,7 @@ def test_wrong_shapes_and_types_are_refused(velocity, sigma, message):
         flow_loss(velocity, torch.zeros(2, 1, 3, 3), torch.zeros(2, 1, 3, 3), sigma)
 
 
-@pytest.mark.parametrize("num_conditional_frames", [0, 1, 2])
+@check_each("num_conditional_frames", [0, 1, 2])
 def test_given_frames_are_left_out_of_the_mean(num_conditional_frames):
     velocity, clean, noise = (torch.randn(2, 3, 4, 2, 2, dtype=FP64) for _ in range(3))
     sigma, counts = torch.tensor([0.3, 0.8], dtype=FP64), (0, num_conditional_frames)
@@ -271,13 +272,13 @@ def bands_of(algorithm, ranges):
     return density_bands(algorithm, 3.0, ranges)
 
 
-@pytest.mark.parametrize("keys", DENSITIES)
+@check_each("keys", DENSITIES)
 def test_one_expert_has_the_whole_density(keys):
     assert bands_of(sft(**keys), ((0.0, 1.0),)) == [FULL_BAND]
 
 
-@pytest.mark.parametrize("keys", DENSITIES)
-@pytest.mark.parametrize("ranges", TWO_EXPERTS)
+@check_each("keys", DENSITIES)
+@check_each("ranges", TWO_EXPERTS)
 def test_two_experts_share_the_density_at_their_boundary(keys, ranges):
     algorithm = sft(**keys)
     high, low = bands_of(algorithm, ranges)
@@ -287,9 +288,9 @@ def test_two_experts_share_the_density_at_their_boundary(keys, ranges):
     assert invert_shift(torch.tensor(ranges[0][0], dtype=FP64), 3.0).item() == pytest.approx(boundary.item(), abs=1e-12)
 
 
-@pytest.mark.parametrize("keys", DENSITIES)
-@pytest.mark.parametrize("ranges", TWO_EXPERTS)
-@pytest.mark.parametrize("stratified", [False, True])
+@check_each("keys", DENSITIES)
+@check_each("ranges", TWO_EXPERTS)
+@check_each("stratified", [False, True])
 def test_levels_of_an_expert_are_its_own_and_follow_its_part_of_the_density(keys, ranges, stratified):
     algorithm, count = sft(**keys, stratified=stratified), 1500
     for band in bands_of(algorithm, ranges):
@@ -302,7 +303,7 @@ def test_levels_of_an_expert_are_its_own_and_follow_its_part_of_the_density(keys
         assert distance * math.sqrt(count) < 1.95  # Kolmogorov-Smirnov, 99.9 % quantile
 
 
-@pytest.mark.parametrize(("low", "high"), [(0.0, 0.9), (0.9, 1.0), (0.0, 0.875), (0.875, 1.0)])
+@check_each(("low", "high"), [(0.0, 0.9), (0.9, 1.0), (0.0, 0.875), (0.875, 1.0)])
 def test_rounding_leaves_no_level_to_the_other_expert(low, high):
     (band,) = density_bands(sft(timestep_density="uniform"), 1.0, ((low, high),))
     edges = torch.tensor([low, high], dtype=FP64).float()
@@ -312,7 +313,7 @@ def test_rounding_leaves_no_level_to_the_other_expert(low, high):
     torch.testing.assert_close(kept.float(), edges, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("num_micro_steps", [1, 3, 4])
+@check_each("num_micro_steps", [1, 3, 4])
 def test_an_expert_is_drawn_as_often_as_its_levels(num_micro_steps):
     bands, steps = bands_of(sft(), TWO_EXPERTS[0]), 1000
     share = bands[1].density_below_high - bands[1].density_below_low

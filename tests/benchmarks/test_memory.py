@@ -5,7 +5,7 @@ import pytest
 from benchmarks import memory
 from wfm_ds.errors import RecipeError
 from wfm_ds.memory.advice import fits_memory
-from wfm_ds.monitoring.stopwatch import GIB
+from wfm_ds.monitoring.meters import GIB
 from wfm_ds.recipe import file as recipe_file
 
 RECIPES = memory.list_shipped_recipes()
@@ -26,7 +26,7 @@ def test_every_recipe_states_memory_that_fits(path):
 
 def choose_marks(path):
     """Each takes seconds: one runs always, one for each family and length in slow runs, the others by hand."""
-    if path.stem == "sana_image_sft_lora":
+    if path.stem == "sd3_image_sft_lora":
         return []
     often = path.stem in ("sd3_nft", "cp_ddrl_14b", "wan22_sft_lora", "sana_video_nft")
     return [pytest.mark.slow] if often else [pytest.mark.slow, pytest.mark.long]

@@ -5,6 +5,7 @@ import torch
 from peft import LoraConfig, get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
+from each_case import check_each
 from wfm_ds.checkpoint.adapter_loading import find_adapter_file, load_adapter
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
@@ -79,7 +80,7 @@ def test_file_that_does_not_name_its_alpha_is_refused(adapted, tmp_path):
         load_adapter(loaded(adapted.path), folder)
 
 
-@pytest.mark.parametrize("edit", ["other layer", "other rank", "no prefix"])
+@check_each("edit", ["other layer", "other rank", "no prefix"])
 def test_adapter_of_another_model_is_refused_and_not_loaded_in_part(adapted, tmp_path, edit):
     folder = saved(adapted, tmp_path / "lora")
     path = folder / "model.safetensors"

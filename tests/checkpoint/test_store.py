@@ -2,10 +2,10 @@
 
 import json
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.checkpoint import store
 
 
@@ -53,7 +53,7 @@ def misshape_the_marker(folder):
     (folder / store.COMPLETE).write_text('{"step": 3, "world_size": 2, "facts": {}, "files": ["a"]}')
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("damage", "reason"),
     [
         (truncate, "zero/optimizer_1.pt has 40 bytes instead of 101"),

@@ -4,12 +4,13 @@ import shutil
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.errors import ModelError
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.models import registry
 
 
-@pytest.mark.parametrize("family", ["sd3", "wan21", "wan22", "sana", "cosmos25"])
+@check_each("family", ["sd3", "wan21", "wan22", "sana", "cosmos25"])
 def test_a_target_is_its_model_without_loading_it(family, tiny_pipelines):
     options = {"guardrail": "off"} if family == "cosmos25" else {}
     model = registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu", **options)

@@ -7,6 +7,7 @@ import yaml
 from PIL import Image
 
 from clips import write_clip
+from each_case import check_each
 from wfm_ds.cli import init as command
 from wfm_ds.cli.main import main
 from wfm_ds.demos.room_data import write_room
@@ -78,7 +79,7 @@ def test_media_that_are_too_small_get_a_size_that_they_fill(init, pictures, tmp_
     assert recipe.sampling.guidance_scale == 3.0
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("family", "more", "guidance"),
     [
         ("flux2", {}, 4.0),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clips import write_clip
+from each_case import check_each
 from wfm_ds.data import order as order_module
 from wfm_ds.data.buckets import Buckets, automatic_sizes, nearest_size
 from wfm_ds.data.captioned_folder import CaptionedFolder
@@ -37,7 +38,7 @@ def test_the_nearest_size_has_the_nearest_shape_whatever_the_scale(sizes, height
     assert scaled[0] * chosen[1] == scaled[1] * chosen[0]
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("height", "width", "size"),
     [(512, 512, (512, 512)), (1500, 1400, (1024, 1024)), (900, 1000, (512, 512)), (100, 100, (512, 512))],
 )

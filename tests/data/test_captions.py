@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.cli.captions import main, read_caption_table
 from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.errors import DataError
@@ -95,7 +96,7 @@ def test_a_table_that_does_not_fit_is_refused_and_nothing_written(folder, tmp_pa
     assert list(folder.rglob("*.json")) == []
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"file": "a.mp4"}', '{"file": 3, "prompt": "x"}', "[" * 99999])
+@check_each("line", ["{", "[]", '{"file": "a.mp4"}', '{"file": 3, "prompt": "x"}', "[" * 99999])
 def test_a_bad_json_line_is_named(tmp_path, line):
     (tmp_path / "t.jsonl").write_text(f'{{"file": "b", "prompt": "x"}}\n{line}\n')
     with pytest.raises(DataError, match=r"t\.jsonl: line 2"):

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from each_case import check_each
 from wfm_ds.data.cosmos import CosmosFolder
 from wfm_ds.errors import DataError
 
@@ -84,7 +85,7 @@ def test_embeddings_are_found_in_both_folders_and_pickles_only_if_allowed(tmp_pa
     assert embeddings(allow_pickle=True) == ["text_embedding/a.safetensors", "t5_xxl/b.pickle", None]
 
 
-@pytest.mark.parametrize("made", [[], ["videos/a.mp4"], ["metas/a.txt"]])
+@check_each("made", [[], ["videos/a.mp4"], ["metas/a.txt"]])
 def test_another_folder_is_refused_by_name(tmp_path, made):
     put(tmp_path, *made)
     with pytest.raises(DataError, match=r"is not a Cosmos folder: it must contain metas/ and videos/"):

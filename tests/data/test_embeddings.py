@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
+from each_case import check_each
 from wfm_ds.data.embeddings import EMBEDDING_KEY, main, read_pickle
 from wfm_ds.errors import DataError
 
@@ -18,9 +19,9 @@ def array(seed=0, shape=(5, 8), dtype=np.float32):
     return np.random.default_rng(seed).normal(size=shape).astype(dtype)
 
 
-@pytest.mark.parametrize("protocol", [3, 4, 5])
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-@pytest.mark.parametrize("wrap", [list, tuple, np.asarray, lambda items: items[0][None]])
+@check_each("protocol", [3, 4, 5])
+@check_each("dtype", [np.float16, np.float32, np.float64])
+@check_each("wrap", [list, tuple, np.asarray, lambda items: items[0][None]])
 def test_arrays_of_every_protocol_and_float_come_back(tmp_path, protocol, dtype, wrap):
     (tmp_path / "a.pickle").write_bytes(pickle.dumps(wrap([array(dtype=dtype)]), protocol=protocol))
     loaded = read_pickle(tmp_path / "a.pickle")
@@ -56,10 +57,9 @@ def test_no_code_is_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize(
+@check_each(
     "content",
     [torch.zeros(2, 3), [array(), array()], array(shape=(8,)), np.arange(6).reshape(2, 3), {"a": array()}, "text", []],
-    ids=lambda content: type(content).__name__,
 )
 def test_anything_but_one_matrix_of_floats_is_refused(tmp_path, content):
     (tmp_path / "a.pickle").write_bytes(pickle.dumps(content))

@@ -7,6 +7,7 @@ import tarfile
 
 import pytest
 
+from each_case import check_each
 from wfm_ds.cli.captions import main as write_captions
 from wfm_ds.cli.data import main as show
 from wfm_ds.data.captioned_folder import CaptionedFolder
@@ -55,7 +56,7 @@ def tar(path, names):
     return path
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("files", "reading"),
     [
         ({"metas/a.txt": "x", "videos/a.mp4": None}, "cosmos"),
@@ -145,8 +146,8 @@ TABLES = {
 }
 
 
-@pytest.mark.parametrize("name", TABLES)
-@pytest.mark.parametrize("top", ["", "train/"])
+@check_each("name", TABLES)
+@check_each("top", ["", "train/"])
 def test_a_table_gives_captions_and_the_ids_that_files_beside_them_would_have(tmp_path, name, top):
     folder = put(tmp_path / "set", {f"{top}{name}": TABLES[name], f"{top}a.png": None, f"{top}in/b.mp4": None})
     found = scan(folder)
@@ -245,7 +246,7 @@ NEAR_MISSES = {
 }
 
 
-@pytest.mark.parametrize("name", NEAR_MISSES)
+@check_each("name", NEAR_MISSES)
 def test_a_near_miss_is_answered_with_what_was_found(tmp_path, name):
     files, sentence = NEAR_MISSES[name]
     folder = put(tmp_path / "set", files)
@@ -262,7 +263,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
     assert refusal(file) == f"{file} is a file: data.kind folder needs a folder in data.path"
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("layout", "files", "written"),
     [
         ("txt", {"a.png": None, "in/b.mp4": None}, ["a.txt", "in/b.txt"]),
@@ -328,7 +329,7 @@ def test_a_run_reads_a_folder_and_says_what_it_did(tmp_path, caplog):
     assert "1 files without a caption use data.prompt" in caplog.text
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("data", "complaint"),
     [
         ({"kind": "paired", "path": "x", "prompt": "p"}, "prompt: only read with kind: folder; remove it"),

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clips import index_of
+from each_case import check_each
 from steered import write_world
 from wfm_ds.data.actions import ActionData, load_trajectory_library
 from wfm_ds.data.broadcast import pack_data, unpack_data
@@ -237,7 +238,7 @@ def test_scales(tmp_path):
     assert load_scaling(ActionsRecipe()) is None
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("stats", "normalize", "says"),
     [
         ({"mean": [1]}, "meanstd", "must be a JSON object with the lists mean and std"),

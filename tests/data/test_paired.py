@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from each_case import check_each
 from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.media import load_media, media_size
 from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
@@ -60,7 +61,7 @@ SURROGATE = '{"prompt": "a \\ud800 cat"}'
 BAD_TEXTS = [SURROGATE, '{"prompt": "a", "negative_prompt": "\\udfff"}', '{"prompt": "a", "of": {"\\ud800": [1]}}']
 
 
-@pytest.mark.parametrize("caption", [*BAD_TEXTS, '{"prompt": "a", "list": ["\\ud800"]}'])
+@check_each("caption", [*BAD_TEXTS, '{"prompt": "a", "list": ["\\ud800"]}'])
 def test_text_that_utf8_cannot_encode_is_a_bad_sample(tmp_path, caption):
     put(tmp_path, "good")
     put(tmp_path, "bad")
@@ -97,8 +98,8 @@ def test_a_caption_that_is_no_file_is_a_bad_sample(tmp_path, kind):
     assert (ids(found), found.bad) == (["good"], {"no_prompt": [str(tmp_path / "bad.json")]})
 
 
-@pytest.mark.parametrize("kind", ["pipe", "device"])
-@pytest.mark.parametrize("suffix", [".png", ".mp4"])
+@check_each("kind", ["pipe", "device"])
+@check_each("suffix", [".png", ".mp4"])
 def test_a_medium_that_is_no_file_is_bad_by_name(tmp_path, kind, suffix):
     path = no_file(tmp_path / f"bad{suffix}", kind)
     for read in (lambda media: load_media(media, Framing(height=8, width=8), draw_centre), media_size):
@@ -211,7 +212,7 @@ def test_the_message_shows_ten_of_many(tmp_path):
     assert "30 of 30" in str(raised.value)
 
 
-@pytest.mark.parametrize("make", ["missing", "file", "empty"])
+@check_each("make", ["missing", "file", "empty"])
 def test_a_folder_without_pairs_is_refused_by_name(tmp_path, make):
     path = tmp_path / "pairs"
     if make == "file":

@@ -5,6 +5,7 @@ import tarfile
 import pytest
 from PIL import Image
 
+from each_case import check_each
 from wfm_ds.data.broadcast import pack_data, unpack_data
 from wfm_ds.data.datasets import TrainingData, build_sample_set, find_usable_samples
 from wfm_ds.data.order import BatchSource
@@ -201,7 +202,7 @@ def test_digits_come_in_pairs_of_which_the_chosen_one_shows_what_the_prompt_says
         assert chosen != rejected
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("name", "overrides", "message"),
     [
         ("sd3_sft", ["data.kind=pairs", "data.path=p.jsonl"], "algorithm sft needs captioned images or videos"),

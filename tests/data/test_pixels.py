@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from each_case import check_each
 from wfm_ds.data.media import media_size
 from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
 from wfm_ds.data.pixels import load_image as load_framed
@@ -36,7 +37,7 @@ def saved(tmp_path, image, name="a.png", **options):
     return path
 
 
-@pytest.mark.parametrize(("height", "width"), [(8, 8), (7, 13), (13, 7)])
+@check_each(("height", "width"), [(8, 8), (7, 13), (13, 7)])
 def test_an_image_of_the_right_size_comes_back_exactly(tmp_path, height, width):
     pixels = noise(height, width)
     loaded = load_image(saved(tmp_path, Image.fromarray(pixels)), height, width)
@@ -63,7 +64,7 @@ UPRIGHT = {
 }
 
 
-@pytest.mark.parametrize("orientation", range(1, 9))
+@check_each("orientation", range(1, 9))
 def test_exif_orientation_is_applied_before_anything_else(tmp_path, orientation):
     pixels = noise(8, 12)
     exif = Image.Exif()
@@ -130,7 +131,7 @@ def test_other_aspect_ratios_are_covered_and_cut_at_both_ends(tmp_path, height, 
         np.testing.assert_allclose(profile + profile[::-1], 255, atol=2)  # symmetric: the crop is central
 
 
-@pytest.mark.parametrize("u", [0.0, 0.3, 0.999])
+@check_each("u", [0.0, 0.3, 0.999])
 def test_a_random_crop_lies_where_it_is_drawn(tmp_path, u):
     """Of 64 x 128 a 32 x 32 crop keeps half the width: it begins between 0 and 127 on a ramp to 255."""
     path = saved(tmp_path, Image.fromarray(ramp(64, 128)))
@@ -162,7 +163,7 @@ def test_twice_is_enlarged_and_more_is_too_small(tmp_path):
     assert (raised.value.reason, raised.value.name) == ("too_small", str(path))
 
 
-@pytest.mark.parametrize("make", ["truncated", "empty", "missing", "text", "bitmap", "folder"])
+@check_each("make", ["truncated", "empty", "missing", "text", "bitmap", "folder"])
 def test_unusable_files_have_a_name(tmp_path, make):
     path = saved(tmp_path, Image.fromarray(noise(64, 64)), "a.jpg")
     if make == "truncated":

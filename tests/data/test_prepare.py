@@ -2,10 +2,11 @@
 
 import pytest
 
+from each_case import check_each
 from wfm_ds.data.prepare import main
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("overrides", "complaint"),
     [
         ([], "nothing to prepare, data.cache_dir is not set"),

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.data.prompts import PromptOrder, load_prompt_file, load_prompts
 from wfm_ds.errors import DataError
 from wfm_ds.types import Prompt
@@ -20,7 +21,7 @@ def written(path, *lines):
     return path
 
 
-@pytest.mark.parametrize("name", ["pickscore", "dance_grpo_t2v", "of_my_own"])
+@check_each("name", ["pickscore", "dance_grpo_t2v", "of_my_own"])
 def test_a_text_set_is_a_prompt_a_line(tmp_path, name):
     written(tmp_path / "test.txt", "a cat", "", "  a dog \t", 'a "quoted" {brace}')
     assert load_prompts(tmp_path, name, "test") == [
@@ -106,7 +107,7 @@ def test_a_jsonl_set_of_ones_own(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("line", "complaint"),
     [
         ('{"prompt": "a"', "not JSON, .* at character 15"),
@@ -138,7 +139,7 @@ def test_text_that_is_not_utf8_is_named(tmp_path):
         load_prompts(tmp_path, "mine", "train")
 
 
-@pytest.mark.parametrize("content", [b"", b"\n \n\t\n", b"\xef\xbb\xbf"])
+@check_each("content", [b"", b"\n \n\t\n", b"\xef\xbb\xbf"])
 def test_an_empty_file_is_an_error(tmp_path, content):
     (tmp_path / "train.txt").write_bytes(content)
     with pytest.raises(DataError, match=r"train\.txt has no prompts"):

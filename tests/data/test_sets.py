@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.data.datasets import load_data
 from wfm_ds.data.mixture import epoch_counts, repeat_samples
 from wfm_ds.data.order import sample_index
@@ -110,7 +111,7 @@ def test_weights_that_would_repeat_almost_everything_are_refused(folder):
         load_data(far_apart)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("data", "complaint"),
     [
         ({"kind": "sets", "path": "x"}, "kind sets and the key sets belong together"),

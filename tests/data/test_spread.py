@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.data.prompt_weights import UNIT, RewardStdTable, draw_prompts, systematic_sample
 
 FLOORS = st.floats(2**-15, 1.0)
@@ -61,7 +62,7 @@ def test_shares_are_those_of_the_formula(variances):
     assert table_of(variances).weights() / UNIT == pytest.approx(want, abs=2 / UNIT)
 
 
-@pytest.mark.parametrize("variance", [0.0, 0.25, 3e5])
+@check_each("variance", [0.0, 0.25, 3e5])
 def test_equal_spreads_are_drawn_evenly(variance):
     table = table_of([variance] * 10)
     assert set(table.weights().tolist()) == {UNIT}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from each_case import check_each
 from wfm_ds.data.datasets import build_sample_set, load_data
 from wfm_ds.data.hf_stream import COMMIT, HfStream, stream_version
 from wfm_ds.data.media import load_media
@@ -32,7 +33,7 @@ def recipe_of(data, **validation):
     )
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("keys", "message"),
     [
         ({"kind": "folder"}, "streaming is for kind hf, not folder"),

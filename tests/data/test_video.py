@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clips import index_of, level, write_clip
+from each_case import check_each
 from wfm_ds.data.media import load_media, media_size
 from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
@@ -34,7 +35,7 @@ def clip(tmp_path_factory):
     return write_clip(tmp_path_factory.mktemp("clip") / "a.mp4", g="12", bf="2")
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("suffix", "codec"),
     [(".mp4", "libx264"), (".mov", "libx264"), (".mkv", "libx264"), (".avi", "libx264"), (".webm", "libvpx-vp9")],
 )
@@ -44,7 +45,7 @@ def test_every_container_gives_the_frames_that_are_asked_for(tmp_path, suffix, c
         assert indices(path, u, num_frames=5) == list(range(first, first + 5))
 
 
-@pytest.mark.parametrize("fps", [None, 24, 12, 8, 5])
+@check_each("fps", [None, 24, 12, 8, 5])
 def test_decoded_frames_are_the_chosen_ones(clip, fps):
     seconds = np.arange(40) / 24
     for u in np.linspace(0, 0.999, 23):
@@ -85,7 +86,7 @@ def test_without_a_rate_frames_follow_each_other_and_every_place_is_reached(coun
     assert choose(np.arange(total) / 24, u, num_frames=count, clip="centre")[0] == (extra + 1) // 2
 
 
-@pytest.mark.parametrize(("source", "fps"), [(24, 24), (23.976, 24), (29.97, 30), (30, 16), (25, 16)])
+@check_each(("source", "fps"), [(24, 24), (23.976, 24), (29.97, 30), (30, 16), (25, 16)])
 def test_usual_rates_give_93_frames_without_repeats(source, fps):
     seconds = np.round(np.arange(600) / source, 3)
     for u in np.linspace(0, 0.999, 50):
@@ -175,7 +176,7 @@ def test_a_phone_video_is_turned_upright(tmp_path):
     assert np.abs(frames[0].astype(int) - want).max() <= 8
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("height", "coding"),
     [(64, {}), (64, {"hd": True, "tagged": True}), (HD_HEIGHT, {"hd": True}), (HD_HEIGHT, {"tagged": True})],
 )
@@ -187,7 +188,7 @@ def test_colours_come_back_by_tag_or_else_by_size(tmp_path, height, coding):
     assert np.abs(frames[0][:, 8::16].astype(int) - colours).max() <= 6
 
 
-@pytest.mark.parametrize("make", ["truncated", "empty", "missing", "text", "playlist", "folder", "sound"])
+@check_each("make", ["truncated", "empty", "missing", "text", "playlist", "folder", "sound"])
 def test_unusable_files_have_a_name(clip, tmp_path, make):
     path = tmp_path / "a.mp4"
     content = clip.read_bytes()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from clips import index_of, write_clip
+from each_case import check_each
 from s3 import BUCKET, VARIABLES, CuttingProxy, s3_server
 from wfm_ds.data import tar_index as tar_index_module
 from wfm_ds.data.media import load_media
@@ -177,7 +178,7 @@ def test_a_shard_cut_short_gives_what_stands_before(tmp_path):
     assert [int(pixels(s)[0, 0, 0]) for s in found.samples] == list(range(4))
 
 
-@pytest.mark.parametrize("damage", ["header", "cut at a member", "cut within a header"])
+@check_each("damage", ["header", "cut at a member", "cut within a header"])
 def test_a_shard_that_ends_without_its_end_is_not_intact(tmp_path, damage):
     """tarfile alone takes each of these for the end of the tar."""
     path = write_tar(tmp_path / "a.tar", [m for i in range(6) for m in sample(f"{i}", i)])

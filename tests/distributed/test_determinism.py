@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from wfm_ds.distributed.determinism import deterministic_kernels
+from wfm_ds.distributed.accelerator import deterministic_kernels
 from wfm_ds.errors import RecipeError
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"

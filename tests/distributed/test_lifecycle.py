@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from each_case import check_each
 from wfm_ds.distributed import lifecycle
 
 WAIT_S = 30
@@ -126,7 +127,7 @@ def test_a_signal_taken_by_another_thread_ends_the_wait():
     assert finish(process) == (2, "", "")
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("given", "kept"),
     [
         (["--local_rank=1", "r.yaml", "a.b=1"], ["r.yaml", "a.b=1"]),

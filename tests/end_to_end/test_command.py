@@ -240,6 +240,7 @@ def drawn(folder):
     return {(row["prompt"], row["seed"]): np.asarray(Image.open(folder / row["file"])) for row in rows}
 
 
+@pytest.mark.slow
 def test_second_run_into_the_same_folder_is_refused_and_the_first_kept(finished):
     before = (finished / "metrics.jsonl").read_text()
     process = run("-m", "wfm_ds.train", RECIPE, f"run.output_dir={finished}", "run.resume=never", launcher="python")
@@ -257,6 +258,7 @@ def test_finished_run_is_not_trained_again_by_the_same_command(finished):
     assert {path: path.read_bytes() for path in finished.glob("*.json*")} == before
 
 
+@pytest.mark.slow
 def test_misspelt_key_is_one_message_and_exit_code_2_from_all_ranks(tmp_path):
     recipe = tmp_path / "mine.yaml"
     text = (ROOT / RECIPE).read_text().replace("timestep_fraction", "timestep_fracton")
@@ -267,16 +269,6 @@ def test_misspelt_key_is_one_message_and_exit_code_2_from_all_ranks(tmp_path):
     message = one_error(process)
     assert message.startswith(f"error: {recipe}:{number}: algorithm.timestep_fracton")
     assert "did you mean timestep_fraction?" in message
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.slow
-def test_model_that_is_missing_is_one_message_and_exit_code_2_from_all_ranks(tmp_path):
-    process = run(
-        "--num_gpus", "2", "-m", "wfm_ds.train", RECIPE, "model.path=/nowhere", f"run.output_dir={tmp_path / 'out'}"
-    )
-    assert process.returncode == 2
-    assert one_error(process).startswith("error: /nowhere does not exist")
     assert not (tmp_path / "out").exists()
 
 
@@ -339,6 +331,7 @@ def test_request_to_stop_saves_at_a_step_boundary_and_the_same_command_goes_on(t
     assert recipe_file.load_recipe(folder / "recipe.yaml").run.steps == step + 2
 
 
+@pytest.mark.slow
 def test_error_before_the_first_step_takes_back_what_was_written(tmp_path):
     """A reward that cannot load is known only when its service starts; then the mended recipe may start."""
     folder = tmp_path / "out"
@@ -369,6 +362,7 @@ def test_error_before_the_first_step_takes_back_what_was_written(tmp_path):
     assert sorted(f.name for f in folder.iterdir() if f.name != ".lock") == [".wfm_run.json", "reward"]
 
 
+@pytest.mark.slow
 def test_overwriting_checks_everything_before_it_clears_the_folder(finished):
     process = run(
         "-m",

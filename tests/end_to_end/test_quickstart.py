@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from each_case import check_each
 from wfm_ds.cli.quickstart import load_demo, parser, prepare_folder, run_rl, run_sft, write_report
 from wfm_ds.demos.digits import std_within_prompts
 from wfm_ds.demos.shapes import PromptedVideo, ShapesDemo, count_correct_starts
@@ -54,7 +55,7 @@ def test_foreign_folder_is_never_replaced(tmp_path, root):
     assert (tmp_path / "data" / "mine.txt").read_text() == "mine"
 
 
-@pytest.mark.parametrize(("old", "demo"), [("digits", "digits"), ("moving", "shapes"), ("world", "actions")])
+@check_each(("old", "demo"), [("digits", "digits"), ("moving", "shapes"), ("world", "actions")])
 def test_world_is_an_undocumented_alias_of_demo(old, demo):
     assert parser().parse_intermixed_args(["--world", old]).demo == demo
     assert parser().parse_intermixed_args(["--demo", demo]).demo == demo

@@ -11,6 +11,7 @@ import pytest
 import torch
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
+from each_case import check_each
 from multi_rank.sharing import CASES, built, run
 from wfm_ds.engine import attention_kernels
 from wfm_ds.engine.attention_kernels import (
@@ -109,7 +110,7 @@ def test_attention_to_masked_text_stays_as_it_is(family, tiny_pipelines, gpu):
         choose_kernel("cudnn", transformer, BF16, CUDA, trains=True)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@check_each("name", SERVED)
 def test_native_leaves_every_processor_as_it_is(name):
     transformer = built(CASES[name])
     before = [layer.processor for _, layer in attention_layers(transformer)]

@@ -17,6 +17,8 @@ from wfm_ds.models.registry import model_families
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.deepspeed import build_deepspeed_config
 
+pytestmark = pytest.mark.slow
+
 FAMILIES = {
     "sd3": "sd3",
     "wan, times of tokens": "wan",

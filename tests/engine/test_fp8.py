@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from families import CASES, PROMPTS
+from each_case import check_each
+from families import CASES, PROMPTS, each_family
 from multi_rank.training import inputs, small_sd3
 from wfm_ds.contract.family_under_test import FamilyUnderTest
 from wfm_ds.engine.base_precision import quantise_base
@@ -31,7 +32,7 @@ def relative(found, wanted):
     return float((found.detach().double() - wanted.detach().double()).norm() / wanted.double().norm())
 
 
-@pytest.mark.parametrize("k", [64, 1536, 5120])
+@check_each("k", [64, 1536, 5120])
 def test_the_error_is_that_of_three_bits_of_mantissa(k):
     """Rounding to three bits costs 2.6 % of a normal number's norm; two independent factors sqrt(2) as much."""
     plain, quantised = layer(k, 48, bias=False)
@@ -99,7 +100,7 @@ def test_casting_and_saving_a_module_leave_the_stored_weight_alone():
     assert torch.equal(quantised.quantised_weight[1], scale)
 
 
-@pytest.mark.parametrize("family", CASES)
+@each_family()
 def test_predictions_of_every_family_stay_near_and_a_sample_is_the_same_in_any_batch(family, tiny_pipelines):
     """No modulation and nothing outside blocks is quantised, and what is moves a prediction little. Plain products in
     float32 depend on the size of a batch in their last bit on a CPU; those of rows in float8 do not."""

@@ -15,6 +15,8 @@ from wfm_ds.engine.fp8_training import te_layer_factory, train_in_float8
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 
+pytestmark = pytest.mark.slow
+
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 BY_LIBRARY = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 CPU, GPU, BF16 = torch.device("cpu"), torch.device("cuda", 0), torch.bfloat16

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from each_case import check_each
 from wfm_ds.engine.optimizer import (
     STATE_BLOCK,
     build_optimizer,
@@ -26,7 +27,7 @@ OPTIONS = OptimizerRecipe(lr=0.5, betas=(0.8, 0.9), eps=0.1, weight_decay=0.25)
 SCHEDULES = st.sampled_from(["constant", "linear", "cosine"])
 
 
-@pytest.mark.parametrize(("device", "choice"), [("cuda", True), ("cuda:3", True), ("cpu", None)])
+@check_each(("device", "choice"), [("cuda", True), ("cuda:3", True), ("cpu", None)])
 def test_adamw_is_one_kernel_on_a_gpu_and_torchs_choice_on_a_cpu(device, choice):
     assert should_use_fused(torch.device(device)) is choice
     made = build_optimizer(nn.Linear(2, 2), OPTIONS, torch.device(device))

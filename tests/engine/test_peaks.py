@@ -1,10 +1,10 @@
-import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.engine.device_peaks import DEVICE_PEAKS, find_peak, peak_tflops
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("name", "bfloat16"),
     [
         ("NVIDIA H100 80GB HBM3", 989.4),
@@ -23,7 +23,7 @@ def test_devices_are_known_by_their_names(name, bfloat16):
     assert find_peak(name).bfloat16 == bfloat16
 
 
-@pytest.mark.parametrize("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40", "NVIDIA A1000", "Quadro", ""])
+@check_each("name", ["NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA L40", "NVIDIA A1000", "Quadro", ""])
 def test_other_devices_have_no_peak(name):
     assert find_peak(name) is None
 

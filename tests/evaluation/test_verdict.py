@@ -1,8 +1,8 @@
 """Verdicts: a reward that rises while judges fall is being fooled, and a judge's noise is no fall."""
 
 import numpy as np
-import pytest
 
+from each_case import check_each
 from wfm_ds.evaluation.paired_statistics import compare_scores
 from wfm_ds.evaluation.verdict import decide_verdict
 
@@ -18,7 +18,7 @@ def moved(by):
 UP, DOWN, STILL = moved(0.5), moved(-0.5), compare_scores(BASE, BASE + 0.3 * (NOISE - NOISE.mean()))
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("total", "judges", "related", "name"),
     [
         (UP, {"a": UP, "b": DOWN}, (), "hacked"),

@@ -80,6 +80,7 @@ def serving(folder, rewards):
         service.wait(PATIENCE_S)
 
 
+@pytest.mark.unit
 def test_a_worker_killed_in_the_middle_of_a_task_costs_only_that_task_again(tmp_path):
     options = {"journal": str(tmp_path / "journal"), "seconds": 1.0}
     recipe = a_recipe({"name": BRIGHTNESS, "max_batch": 2, "workers": 2, "options": options})
@@ -152,6 +153,7 @@ def test_a_hang_longer_than_the_deadline_does_not_hold_up_the_next_step(tmp_path
         until(next_step)  # the hung worker is replaced although nobody waits for its task
 
 
+@pytest.mark.unit
 def test_a_killed_service_is_started_again_and_everything_is_scored(tmp_path):
     options = {"journal": str(tmp_path / "journal"), "seconds": 0.3}
     recipe = a_recipe({"name": BRIGHTNESS, "max_batch": 1, "options": options})

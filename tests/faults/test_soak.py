@@ -24,6 +24,7 @@ def test_every_sample_comes_once_and_is_right_whoever_is_killed(root):
         assert int(figures[f"{role}s started"]) >= at_first
 
 
+@pytest.mark.unit
 def test_what_grows_is_named():
     flat = {"process": "hub", "MiB, first third": 50.0, "MiB, last third": 54.0}
     flat |= {"descriptors, first third": 30, "descriptors, last third": 38}

@@ -49,6 +49,7 @@ def hit(rollouts, life, number=signal.SIGKILL):
     os.kill(rollouts.workers[0].pid, number)
 
 
+@pytest.mark.unit
 def test_a_rollout_worker_is_given_up_for_deaths_in_which_nothing_was_done(rollouts, monkeypatch):
     monkeypatch.setattr(service, "MAX_DEATHS", 2)
     child, client = rollouts.workers[0], PipeClient(rollouts.endpoint, run="run", client="rank0")
@@ -63,6 +64,7 @@ def test_a_rollout_worker_is_given_up_for_deaths_in_which_nothing_was_done(rollo
     assert rollouts.failure_reason() == child.failure
 
 
+@pytest.mark.unit
 def test_a_rollout_worker_that_was_asked_to_leave_is_replaced_until_there_is_no_more_work(rollouts):
     hit(rollouts, 1, signal.SIGTERM)
     until(lambda: "spawned-0.2/0" in rollouts.broker.worker_ids())
@@ -73,6 +75,7 @@ def test_a_rollout_worker_that_was_asked_to_leave_is_replaced_until_there_is_no_
     assert rollouts.worker_failures() == []
 
 
+@pytest.mark.unit
 def test_a_reward_whose_workers_die_now_and_then_is_not_down(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS / "reward"), prepend=os.pathsep)
     monkeypatch.syspath_prepend(TESTS / "reward")

@@ -47,8 +47,7 @@ def shared_with_oneself(device):
     import torch.distributed as dist
 
     from multi_rank.training import inputs, small_sd3
-    from wfm_ds.distributed.world import World
-    from wfm_ds.ulysses.groups import create_sequence_group
+    from wfm_ds.distributed.world import World, create_sequence_group
     from wfm_ds.ulysses.install import install_ulysses
 
     world = World.join()

@@ -5,7 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_kernels import reference, sde_coefficients
+
+pytestmark = pytest.mark.unit
 
 FP64 = torch.float64
 # shift 3, ten steps, as diffusers' Euler scheduler gives it
@@ -30,7 +33,7 @@ def literal(kind, values, eta, sigma_max):
     return torch.cat([c_x, c_v, std], dim=1)
 
 
-@pytest.mark.parametrize(("kind", "eta", "steps"), [("flow_sde", 0.7, 10), ("dance", 0.3, 10), ("cps", 0.8, 10)])
+@check_each(("kind", "eta", "steps"), [("flow_sde", 0.7, 10), ("dance", 0.3, 10), ("cps", 0.8, 10)])
 def test_columns_are_the_published_formulas(kind, eta, steps):
     values = GRID[: steps + 1]
     rows = table(kind, values, eta, GRID[1])
@@ -39,7 +42,7 @@ def test_columns_are_the_published_formulas(kind, eta, steps):
     torch.testing.assert_close(rows[:, :3], want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("kind", "eta"), [("flow_sde", 0.7), ("dance", 0.3), ("cps", 0.8), ("ode", 0.0)])
+@check_each(("kind", "eta"), [("flow_sde", 0.7), ("dance", 0.3), ("cps", 0.8), ("ode", 0.0)])
 def test_log_prob_columns_are_those_of_the_published_form(kind, eta):
     rows = table(kind, GRID, eta, GRID[1])
     sigma, after = grid(*GRID[:-1]), grid(*GRID[1:])
@@ -59,7 +62,7 @@ def test_known_values_of_flow_sde_and_cps():
     assert table("cps", GRID, 0.8)[5, 2].item() == pytest.approx(0.572679, abs=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["flow_sde", "dance", "cps"])
+@check_each("kind", ["flow_sde", "dance", "cps"])
 def test_no_noise_is_the_ode(kind):
     torch.testing.assert_close(table(kind, GRID, 0.0, 0.9), table("ode", GRID, 0.0), rtol=0, atol=1e-15)
 
@@ -120,7 +123,7 @@ def test_cps_keeps_the_noise_level(sigma, share, eta):
     assert math.hypot(of_noise, std) == pytest.approx(after, abs=1e-12)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("arguments", "message"),
     [
         (("heun", grid(0.5), grid(0.4)), "unknown kind of step 'heun'; choose one of flow_sde, dance, cps, ode"),
@@ -140,7 +143,7 @@ def test_other_steps_are_refused(arguments, message):
         sde_coefficients(*arguments, eta=0.5)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("eta", "message"),
     [(-0.1, "at least 0"), (float("inf"), "finite"), (1.5, "at most 1"), (torch.ones(3), r"a number or \[1\]")],
 )

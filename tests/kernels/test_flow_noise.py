@@ -1,13 +1,15 @@
 import pytest
 import torch
 
+from each_case import check_each
 from kernel_cases import BACKENDS, BF16, DEVICE, FP16, FP32, SHAPES, VALUE, close, normal, vector
 from wfm_kernels import flow_noise, reference
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("source", ["seeds", "noise"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.unit
+@check_each("backend", BACKENDS)
+@check_each("source", ["seeds", "noise"])
+@check_each("shape", SHAPES)
 def test_noisy_latents_are_the_linear_path(shape, source, backend):
     for dtype in (FP32, BF16, FP16):
         clean, sigma = normal(shape, 0, dtype), vector((1.0, 0.2, 0.0, 0.7), shape[0])
@@ -47,7 +49,8 @@ def test_memory_layout_does_not_change_the_result(backend):
     assert again.is_contiguous()
 
 
-@pytest.mark.parametrize(
+@pytest.mark.unit
+@check_each(
     ("changes", "message"),
     [
         ({"sigma": torch.zeros(2, 1)}, r"sigma must be \[2\]"),

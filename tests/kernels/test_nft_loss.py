@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from each_case import check_each
 from kernel_cases import BACKENDS, BF16, FP16, FP32, GRADIENT, SHAPES, VALUE, close, in_double, nft_case, vector
 from wfm_kernels import nft_loss, reference
 
@@ -36,9 +37,10 @@ def check(case, beta, backend):
     close(gradient, exact_gradient, GRADIENT[gradient.dtype])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("ref", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.unit
+@check_each("backend", BACKENDS)
+@check_each("ref", [False, True])
+@check_each("shape", SHAPES)
 def test_everything_equals_the_published_form_in_float64(shape, ref, backend):
     check(nft_case(shape, ref=ref), 0.7, backend)
 
@@ -154,7 +156,8 @@ def test_only_the_velocity_gets_a_gradient_once(backend):
     assert all(case[name].grad is None for name in ("old_velocity", "ref_velocity", "clean_latents", "noise"))
 
 
-@pytest.mark.parametrize(
+@pytest.mark.unit
+@check_each(
     ("changes", "message"),
     [
         ({"reward_weight": torch.zeros(3, 1)}, r"reward_weight must be \[3\]"),

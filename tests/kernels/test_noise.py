@@ -31,12 +31,14 @@ def draw(seeds, n, backend):
     return noise.cpu()
 
 
+@pytest.mark.unit
 def test_words_are_those_of_philox_as_published():
     """Known answers of Philox4x32-10 for counter and key 0 (Salmon et al. 2011, Random123's kat_vectors)."""
     words = philox_words(torch.tensor([0]), 1)[0, 0].tolist()
     assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
+@pytest.mark.unit
 def test_the_contract_does_not_change():
     """If this fails, seeds mean other noise than before: raise NOISE_CONTRACT."""
     assert NOISE_CONTRACT == 1
@@ -79,6 +81,7 @@ def test_a_cpu_draws_the_bits_of_torch_operations_in_full_blocks(count, n):
     assert torch.equal(normal_noise(every_other, 9), torch_normal_noise(seeds, 9))
 
 
+@pytest.mark.unit
 def test_a_cpu_works_with_the_words_of_philox_as_published():
     """Word 2 j + i at [i, j]; later counters as the torch operations have them."""
     first = next(host_philox_words(np.zeros(1, np.int64), 1, 1))[:, :, 0, 0].T.flatten()

@@ -106,6 +106,7 @@ def draw(**keys):
     return flow_noise(torch.zeros(2, 3, device=DEVICE), torch.ones(2, device=DEVICE), seeds=seeds(2), **keys)
 
 
+@pytest.mark.unit
 @pytest.mark.skipif(DEVICE == "cuda", reason="about tensors on a CPU")
 def test_a_cpu_computes_in_torch_unless_told_otherwise(ran):
     draw()
@@ -114,6 +115,7 @@ def test_a_cpu_computes_in_torch_unless_told_otherwise(ran):
     assert ran == ["torch", "torch", "triton"]
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_environment_wins_over_the_argument(name, ran, monkeypatch):
     monkeypatch.setenv("WFM_KERNELS", name)
@@ -122,6 +124,7 @@ def test_the_environment_wins_over_the_argument(name, ran, monkeypatch):
     assert ran == [name] * 3
 
 
+@pytest.mark.unit
 @pytest.mark.skipif(DEVICE == "cuda", reason="about tensors on a CPU")
 def test_kernels_on_a_cpu_are_for_tests_only(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
@@ -130,6 +133,7 @@ def test_kernels_on_a_cpu_are_for_tests_only(monkeypatch):
     draw()
 
 
+@pytest.mark.unit
 def test_an_unknown_backend_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="unknown kernel backend 'cuda'; choose one of auto, triton, torch"):
         draw(backend="cuda")
@@ -138,6 +142,7 @@ def test_an_unknown_backend_is_refused(monkeypatch):
         draw()
 
 
+@pytest.mark.unit
 def test_what_the_kernels_cannot_do_is_refused_when_asked_for_and_else_said_once(monkeypatch, caplog):
     class OnGpu:  # all that the choice looks at
         device, dtype, shape = torch.device("cuda", 0), torch.float32, (70_000, 2)
@@ -162,11 +167,13 @@ def test_what_the_kernels_cannot_do_is_refused_when_asked_for_and_else_said_once
     assert ops.should_use_triton("auto", OnGpu())
 
 
+@pytest.mark.unit
 def test_tensors_of_several_devices_are_refused():
     with pytest.raises(ValueError, match="several devices: cpu, meta"):
         flow_noise(torch.zeros(2, 3), torch.zeros(2, device="meta"), seeds=torch.arange(2))
 
 
+@pytest.mark.unit
 def test_formulas_can_be_checked_in_float64():
     """The torch backend computes in float64 then, to float64's precision; the kernels refuse."""
     case = {name: t.detach().double() for name, t in nft_case((2, 3, 4), ref=True).items()}

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from each_case import check_each
 from kernel_cases import BACKENDS, BF16, DEVICE, FP16, FP32, FP64, normal
 from wfm_kernels import quantise_rows
 
@@ -41,8 +42,9 @@ def check(x, backend):
     assert torch.equal(q.cpu().view(torch.uint8), want)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("shape", [(1,), (7,), (3, 64), (2, 5, 513), (2, 1536), (1, 20_480)])
+@pytest.mark.unit
+@check_each("backend", BACKENDS)
+@check_each("shape", [(1,), (7,), (3, 64), (2, 5, 513), (2, 1536), (1, 20_480)])
 def test_values_are_the_nearest_and_scales_reach_the_greatest(shape, backend):
     for dtype in (FP32, BF16, FP16):
         x = normal(shape, 3, dtype)
@@ -107,7 +109,8 @@ def test_any_numbers(row):
         check(torch.tensor([row], dtype=FP32, device=DEVICE), backend)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.unit
+@check_each(
     "x",
     [
         torch.zeros(2, 3).long(),

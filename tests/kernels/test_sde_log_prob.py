@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from each_case import check_each
 from kernel_cases import (
     BACKENDS,
     BF16,
@@ -45,9 +46,10 @@ def check(kind, case, backend):
         close(got, exact, GRADIENT[leaf.dtype])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.unit
+@check_each("backend", BACKENDS)
+@check_each("guided", [False, True])
+@check_each("shape", SHAPES)
 def test_value_and_gradients_equal_float64(shape, guided, backend):
     check("flow_sde", transition(shape, guided=guided), backend)
 
@@ -158,7 +160,8 @@ def test_a_sample_has_the_same_gradient_in_any_batch(latents):
     assert torch.equal(part_gradient, whole_gradient[[3, 1]])
 
 
-@pytest.mark.parametrize(
+@pytest.mark.unit
+@check_each(
     ("changes", "message"),
     [
         ({"next_latents": torch.zeros(2, 1)}, "one shape"),

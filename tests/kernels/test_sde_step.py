@@ -3,6 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from each_case import check_each
 from kernel_cases import (
     BACKENDS,
     BF16,
@@ -46,9 +47,10 @@ def check_against_float64(kind, case, backend):
     assert torch.equal(step.log_prob, again)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("guided", [False, True])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.unit
+@check_each("backend", BACKENDS)
+@check_each("guided", [False, True])
+@check_each("shape", SHAPES)
 def test_step_equals_the_published_formula_in_float64(shape, guided, backend):
     check_against_float64("flow_sde", transition(shape, guided=guided), backend)
 
@@ -186,7 +188,8 @@ def test_nothing_of_a_step_has_a_gradient(backend):
     assert not any(t.requires_grad for t in (step.next_latents, step.log_prob, step.mean))
 
 
-@pytest.mark.parametrize(
+@pytest.mark.unit
+@check_each(
     ("changes", "message"),
     [
         ({"velocity": torch.zeros(2, 8)}, "one shape"),

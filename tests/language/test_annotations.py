@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from each_case import check_each
 from wfm_ds.errors import DataError
 from wfm_ds.language.annotations import (
     BadConversation,
@@ -45,7 +46,7 @@ def test_media_without_a_tag_come_first_in_the_order_of_the_row():
     assert turns[2].parts == ("and ", image("/data/b.png"), "?")
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("root", "path", "found"),
     [
         (None, "a.png", "a.png"),
@@ -78,7 +79,7 @@ def test_a_system_prompt_is_for_rows_without_one():
     assert parse_conversation(said("?", "!"), "r", system_prompt="").turns[0] == Turn("system", ("",))
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("row", "reason", "words"),
     [
         (None, "row", "not a JSON object"),

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.demos.squares_data import write_squares
 from wfm_ds.engine.flop_counter import make_flop_counter
 from wfm_ds.engine.policies import add_adapters
@@ -42,8 +43,8 @@ def squares(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("family", ["qwen25vl", "qwen3vl"])
-@pytest.mark.parametrize("trained", ["all", "no vision", "merger alone", "lora"])
+@check_each("family", ["qwen25vl", "qwen3vl"])
+@check_each("trained", ["all", "no vision", "merger alone", "lora"])
 def test_the_formula_is_what_torch_counts(monkeypatch, squares, family, trained):
     model = language_model.load_language_model(str(get_tiny_folder(family)), torch.float32)
     network = model.network

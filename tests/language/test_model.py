@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from clips import write_clip
+from each_case import check_each
 from wfm_ds.demos.squares_data import write_squares
 from wfm_ds.errors import ModelError
 from wfm_ds.language import attention
@@ -123,7 +124,7 @@ def test_attention_without_a_mask_has_the_losses_and_gradients_of_that_with_one(
     model.network.zero_grad()
 
 
-@pytest.mark.parametrize("change", ["three rows", "a cache"])
+@check_each("change", ["three rows", "a cache"])
 def test_with_three_rows_of_positions_or_a_cache_they_would(model, squares, change):
     """What transformers does silently is why a row has four, and no cache: if this changes, rows.py may be simpler."""
     samples = samples_of(model, squares)

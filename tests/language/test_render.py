@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.errors import ModelError
 from wfm_ds.language.annotations import BadConversation, Conversation, MediaReference, Turn
 from wfm_ds.language.renderer import IGNORE_INDEX, Renderer, splice_text
@@ -53,7 +54,7 @@ GOLDEN = {
 }
 
 
-@pytest.mark.parametrize(("conversation", "expansions", "answers"), GOLDEN.values(), ids=GOLDEN)
+@check_each(("conversation", "expansions", "answers"), GOLDEN.values())
 def test_labels_decode_to_the_answers(conversation, expansions, answers):
     tokens = Renderer(TOKENIZER).render(conversation, expansions)
     assert labelled(tokens) == answers

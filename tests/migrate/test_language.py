@@ -5,6 +5,7 @@ import tomllib
 
 import pytest
 
+from each_case import check_each
 from migrate.configurations import REASONER_SFT, put
 from wfm_ds.cli.migrate import main
 from wfm_ds.errors import RecipeError
@@ -87,7 +88,7 @@ def test_unknown_keys_are_named_in_the_tables_of_the_script_too():
     assert sorted(migration.unknown) == [f"{DATA}.annotaton_path", "custom.vision.fsp", f"{POLICY}.minibatch"]
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("key", "value", "reason"),
     [
         ("custom.vision.nframes", 8, "data.video.fps"),

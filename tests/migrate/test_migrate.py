@@ -5,6 +5,7 @@ import tomllib
 
 import pytest
 
+from each_case import check_each
 from migrate.configurations import COSMOS_DDRL, REASONER_SFT, SANA_VIDEO_SFT, SD3_NFT, SD3_SFT_LORA, put
 from wfm_ds.cli.migrate import main
 from wfm_ds.errors import RecipeError
@@ -33,7 +34,7 @@ def recipe_of(config, folder):
     return recipe_file.load_recipe(folder / "recipe.yaml")
 
 
-@pytest.mark.parametrize("mode", TEXTS)
+@check_each("mode", TEXTS)
 def test_a_configuration_becomes_a_valid_recipe_of_its_algorithm(mode, tmp_path):
     names = {SFT: "sft", NFT: "diffusion_nft", DDRL: "ddrl", WFM_SFT: "sft", VLM_SFT: "vlm_sft"}
     config = tomllib.loads(TEXTS[mode])
@@ -122,7 +123,7 @@ def test_unknown_keys_are_listed_and_known_ones_without_a_counterpart_have_a_rea
     assert "Unknown keys" in text
 
 
-@pytest.mark.parametrize("mode", TEXTS)
+@check_each("mode", TEXTS)
 def test_every_key_of_a_configuration_is_accounted_for(mode):
     config = tomllib.loads(TEXTS[mode])
     migration = migrate_config(config)
@@ -335,7 +336,7 @@ def resolved(config):
 CHANGING = [row for row in migrate_keys.KEY_MAPPINGS if row.cosmos_key not in ONE_VALUE]
 
 
-@pytest.mark.parametrize("row", CHANGING, ids=lambda row: f"{row.cosmos_key}-{row.targets[0]}")
+@check_each("row", CHANGING)
 def test_every_mapped_key_changes_the_resolved_recipe(row):
     for mode in row.modes:
         value, setting = CHANGES[row.cosmos_key]
@@ -349,7 +350,7 @@ def test_every_mapped_key_changes_the_resolved_recipe(row):
         assert any(key == target or key.startswith(f"{target}.") for key in changed for target in row.targets)
 
 
-@pytest.mark.parametrize("key", sorted(ONE_VALUE))
+@check_each("key", sorted(ONE_VALUE))
 def test_a_value_that_recipes_do_not_know_is_said(key):
     others = {
         "train.optm_name": "Adam",

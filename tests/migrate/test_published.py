@@ -3,8 +3,7 @@ scores, and how long an epoch is."""
 
 import tomllib
 
-import pytest
-
+from each_case import check_each
 from migrate.configurations import COSMOS_DDRL, SANA_VIDEO_SFT, SD3_NFT, put
 from wfm_ds.cli.migrate import main
 from wfm_ds.migrate.translation import migrate_config, render_recipe
@@ -27,7 +26,7 @@ def test_ranks_that_share_a_sample_are_sequence_parallel():
     assert any("is for 32 GPUs" in note for note in migration.notes)  # 2 x 4 x 4
 
 
-@pytest.mark.parametrize(("shards", "replicas", "config"), [(8, 1, "zero3"), (8, 2, "zero3_hpz"), (1, 8, "zero2")])
+@check_each(("shards", "replicas", "config"), [(8, 1, "zero3"), (8, 2, "zero3_hpz"), (1, 8, "zero2")])
 def test_shards_and_replicas_of_the_weights_name_the_deepspeed_json(shards, replicas, config):
     sizes = {"model.fsdp_shard_size": shards, "model.dp_replicate_size": replicas}
     assert migrated(COSMOS_DDRL, **sizes).values["engine.deepspeed"] == config

@@ -19,6 +19,8 @@ from wfm_ds.models.cosmos25 import provide_torchvision_resize
 from wfm_ds.models.tiny.cosmos25 import TRANSFORMER
 from wfm_ds.recipe.sampling import SamplingRecipe
 
+pytestmark = pytest.mark.slow
+
 NO_TORCHVISION = pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is there")
 
 

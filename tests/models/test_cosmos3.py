@@ -13,6 +13,8 @@ from wfm_ds.models.assets.guardrail import NoGuardrail
 from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.sampling.latents import draw_cpu_normal
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = ["a red circle on white.", "the digit 7 moving left and right in the video"]
 VIDEO, IMAGE, OVERHANGING = (32, 48, 9), (32, 32, 1), (40, 24, 5)
 FPS = 24.0

@@ -13,15 +13,10 @@ from wfm_ds.sampling.latents import draw_cpu_normal
 from wfm_ds.sampling.plan import deterministic_plan
 from wfm_ds.types import Prompt
 
+pytestmark = pytest.mark.slow
+
 STEPS = 10
-MULTISTEP = [
-    "sana",
-    "wan21",
-    pytest.param("sana_video", marks=pytest.mark.slow),
-    pytest.param("wan22", marks=pytest.mark.slow),
-    pytest.param("wan22_ti2v", marks=pytest.mark.slow),
-    pytest.param("cosmos25", marks=pytest.mark.slow),
-]
+MULTISTEP = ["sana", "wan21", "sana_video", "wan22", "wan22_ti2v", "cosmos25"]
 
 
 def sampler(folder, family, **settings):

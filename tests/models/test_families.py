@@ -2,7 +2,7 @@
 
 import pytest
 
-from families import CASES
+from families import CASES, each_family
 from wfm_ds.contract.checks import CHECKS
 from wfm_ds.contract.family_under_test import CheckNotApplicable, FamilyUnderTest
 
@@ -19,7 +19,7 @@ def subject(tiny_pipelines):
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.parametrize("family", CASES)
+@each_family()
 def test_a_family_keeps_the_contract(subject, family, check):
     try:
         check(subject(family))

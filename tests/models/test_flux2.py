@@ -13,6 +13,8 @@ from wfm_ds.models import registry
 from wfm_ds.models.flux2 import token_positions
 from wfm_ds.recipe.sampling import SamplingRecipe
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def model(tiny_pipelines):

@@ -16,6 +16,8 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.runs.model_loading import load_model
 
+pytestmark = pytest.mark.slow
+
 DRAWN_ALONE = r"set sampling\.guidance_scale: 1 and model\.embedded_guidance"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from each_case import check_each
 from hub_server import Repo, files_of, hub_server, use
 from wfm_ds.cli.generate import main as generate
 from wfm_ds.cli.main import main as wfm
@@ -171,7 +172,7 @@ LISTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("files", "kept"), LISTINGS)
+@check_each(("files", "kept"), LISTINGS)
 def test_of_a_part_the_plain_weights_are_wanted_else_the_variant(files, kept):
     listed = [f"part/{name}" for name in files]
     assert hub.select_files(listed, ["part"]) == (listed if kept is ... else [f"part/{name}" for name in kept])

@@ -14,6 +14,8 @@ from wfm_ds.models.registry import get_tiny_folder
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.runs.model_revision import pin_commit
 
+pytestmark = pytest.mark.slow
+
 NAME = "Qwen/Qwen3-VL-2B-Instruct"
 EXTRA = {"README.md": b"# card", "original/consolidated.safetensors": b"for another program", "model.bin": b"a pickle"}
 

@@ -8,10 +8,9 @@ import torch
 from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 
-from families import CASES
+from families import CASES, each_family
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
-from wfm_ds.models.tiny import FAMILIES
 
 TRANSFORMER = "transformer/diffusion_pytorch_model.safetensors"
 PROMPTS = ["a red circle on white", "the digit 7"]
@@ -138,7 +137,7 @@ def test_a_stored_text_length_that_is_no_length_is_an_error(folder, length):
         load(folder)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family()
 def test_loading_shows_no_bars_and_ignores_no_key(tiny_pipelines, family, capfd, caplog):
     folder = tiny_pipelines(family)
     capfd.readouterr()

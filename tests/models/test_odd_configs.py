@@ -10,6 +10,8 @@ import torch
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 
+pytestmark = pytest.mark.slow
+
 ODD = [None, True, -1, 0, 1.5, "x", "", [], {}, [[1]], {"a": 1}, 10**30]
 FILES = ["model_index.json", "transformer/config.json", "vae/config.json", "text_encoder/config.json", "call.json"]
 FILES += ["scheduler/scheduler_config.json"]
@@ -39,7 +41,6 @@ def mutated(rng, values):
     return {**values, key: rng.choice(ODD)}
 
 
-@pytest.mark.slow
 def test_an_odd_value_loads_or_is_one_sentence(folder):
     refused = 0
     for seed in range(60):

@@ -18,6 +18,8 @@ from wfm_ds.models.sampler import Sampler
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import Prompt
 
+pytestmark = pytest.mark.slow
+
 LONG = "a red circle on white and the digit 7 in a blue square"
 
 

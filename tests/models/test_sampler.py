@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import registry, vae
@@ -148,7 +149,7 @@ def test_images_are_decoded_one_after_the_other(model):
     assert media.shape == (3, 32, 32, 3)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("dtype", "size", "at_once"),
     [("float32", 512, 4), ("float32", 1024, 1), ("bfloat16", 512, 8), ("bfloat16", 1024, 2), ("bfloat16", 2048, 1)],
 )
@@ -209,8 +210,8 @@ def test_kept_latents_of_a_video_do_not_depend_on_what_is_encoded_beside_it(vide
     assert all(torch.equal(together[i : i + 1], video_model.encode_pixels(pixels[i : i + 1])) for i in range(3))
 
 
-@pytest.mark.parametrize("plan", ["ode", "edm"])
-@pytest.mark.parametrize("guidance_scale", [1.0, 2.5])
+@check_each("plan", ["ode", "edm"])
+@check_each("guidance_scale", [1.0, 2.5])
 def test_given_frames_are_what_the_samples_begin_with(video_model, plan, guidance_scale):
     drawn = sampler(video_model, guidance_scale=guidance_scale, num_frames=9, eval_steps=3)
     churn = Churn.from_settings(3, s_churn=1.0, s_t_min=0.0, s_t_max=math.inf, s_noise=1.0)

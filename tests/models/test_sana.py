@@ -26,6 +26,8 @@ from wfm_ds.models.sana import INSTRUCTION, Sana
 from wfm_ds.models.sana_video import SanaVideo
 from wfm_ds.sampling.latents import draw_cpu_normal
 
+pytestmark = pytest.mark.slow
+
 BOTH = pytest.mark.parametrize("family", ["sana", "sana_video"])
 
 

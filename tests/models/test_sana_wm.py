@@ -30,6 +30,8 @@ from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import ConditioningFrames, Prompt
 
+pytestmark = pytest.mark.slow
+
 SIZE = (32, 48, 5)
 STEPS, W = 4, 4.0
 

@@ -5,6 +5,7 @@ import runpy
 
 import pytest
 
+from each_case import check_each
 from lumina import tiny_lumina
 from pages import DOCS, write_code
 from wfm_ds.cli.models_check import main
@@ -45,7 +46,7 @@ def test_without_its_name_the_pipeline_is_refused_and_says_how(folder):
         registry.resolve_pipeline(folder / "pipeline")
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("family", "says"),
     [
         ("not_there:Lumina2", "cannot import 'not_there'"),

@@ -13,6 +13,8 @@ from wfm_ds.models import registry
 from wfm_ds.models.assets.loading import weights_dtype
 from wfm_ds.models.assets.weight_files import fingerprint_folders, parse_variant, pipeline_variant, select_variant
 
+pytestmark = pytest.mark.slow
+
 BASE = "diffusion_pytorch_model"
 
 

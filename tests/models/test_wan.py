@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline, WanTransformer3DModel
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from each_case import check_each
 from families import CASES, EXACT, PROMPTS, denoise_latents, load_reference_pipeline, run_reference_pipeline
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
@@ -77,7 +78,7 @@ def test_the_longest_video_runs(load):
         assert model.denoise(latents, torch.ones(1), model.encode_text(PROMPTS[:1])).shape == latents.shape
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@check_each("family", FAMILIES)
 def test_tokens_are_counted_in_patches(load, family):
     shape = load(family).latent_shape(*CASES[family].size)
     assert load(family).num_tokens(shape) == shape[1] * shape[2] * shape[3] // 4

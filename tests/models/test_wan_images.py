@@ -26,6 +26,8 @@ from wfm_ds.models.wan_image_conditioning import CHANNELS_KEY, EMBEDS_KEY, Image
 from wfm_ds.sampling.latents import draw_cpu_normal
 from wfm_ds.types import FIRST_FRAME
 
+pytestmark = pytest.mark.slow
+
 HEIGHT, WIDTH, FRAMES = SIZE = (32, 48, 9)
 FAMILIES = ("wan21_i2v", "wan22_i2v")
 

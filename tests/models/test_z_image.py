@@ -14,6 +14,8 @@ from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.z_image import EMBEDS, MASK
 from wfm_ds.recipe.sampling import SamplingRecipe
 
+pytestmark = pytest.mark.slow
+
 SIZE = (32, 48, 1)
 LONG = "a red circle on white and the digit 7 in a blue square on white and the digit 3 " * 2
 

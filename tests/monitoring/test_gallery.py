@@ -1,7 +1,6 @@
 from html.parser import HTMLParser
 
-import pytest
-
+from each_case import check_each
 from wfm_ds.monitoring.gallery import GalleryEntry, gallery_page
 
 VOID = {"meta", "img", "br"}
@@ -88,7 +87,7 @@ def test_page_fetches_nothing_but_the_files_beside_it():
     assert "url(" not in text
 
 
-@pytest.mark.parametrize(("size", "small"), [(8, True), (64, True), (512, False)])
+@check_each(("size", "small"), [(8, True), (64, True), (512, False)])
 def test_small_pictures_keep_their_pixels(size, small):
     (image,) = Tree(gallery_page("m", {}, [entry(0, "a", width=size, height=size)])).all("img")
     assert (image.get("class") == "small") == small

@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from wfm_ds.distributed.world import World
-from wfm_ds.monitoring.meter import Meter
+from wfm_ds.monitoring.meters import Meter
 
 
 @pytest.fixture(scope="module")

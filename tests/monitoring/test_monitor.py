@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from each_case import check_each
 from wfm_ds.monitoring.monitor import Monitor, truncate_metrics
 from wfm_ds.monitoring.samples import GeneratedSample, sample_animation, sample_grid, sample_table
 from wfm_ds.monitoring.trackers.tensorboard import TensorBoard
@@ -69,7 +70,7 @@ def test_continued_run_shows_each_step_once(tmp_path):
     assert [(p.step, p.value) for p in events(tmp_path).Scalars("loss/total")] == [(1, 1.0), (2, 2.0), (3, 30.0)]
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("text", "num_bytes", "left"),
     [("{}\n{}\n", 3, "{}\n"), ("{}\n{}\n", 100, "{}\n{}\n"), ("{}\n{", 100, "{}\n"), ("{}\n", 0, ""), (None, 0, "")],
 )

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from each_case import check_each
 from wfm_ds.monitoring.images import GAP, TEXT_HEIGHT, enlarge_image, image_grid, save_png
 
 
@@ -63,7 +64,7 @@ def test_smaller_images_sit_at_the_top_left_of_a_cell():
     assert (sheet[GAP + 4 :, : GAP + 8] == 255).all()
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("arguments", "message"),
     [
         (([], 1), "at least one image"),

@@ -2,10 +2,10 @@ import io
 import logging
 import sys
 
-import pytest
 from rich.console import Console
 
-from wfm_ds.monitoring.progress import LINE_INTERVAL_S, ConsoleProgress, LineProgress, Pace, format_duration
+from each_case import check_each
+from wfm_ds.monitoring.monitor import LINE_INTERVAL_S, ConsoleProgress, LineProgress, Pace, format_duration
 
 
 def test_pace_knows_speed_and_time_left():
@@ -34,7 +34,7 @@ def test_pace_without_time_or_progress_says_nothing():
     assert pace.format_text(3) == "step 3/10"
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00")])
+@check_each(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00")])
 def test_clock(seconds, text):
     assert format_duration(seconds) == text
 

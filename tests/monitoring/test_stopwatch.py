@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from wfm_ds.monitoring import stopwatch
-from wfm_ds.monitoring.stopwatch import Stopwatch
+from wfm_ds.monitoring import meters
+from wfm_ds.monitoring.meters import Stopwatch
 
 GIB = 2**30
 CUDA = torch.device("cuda", 0)
@@ -74,7 +74,7 @@ def times(metrics):
 
 def test_on_a_cpu_phases_are_the_hosts_and_memory_the_processs(monkeypatch):
     clock = SimpleNamespace(now=100.0)
-    monkeypatch.setattr(stopwatch.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(meters.time, "monotonic", lambda: clock.now)
     timer = Stopwatch(torch.device("cpu"))
     with timer("rollout"):
         clock.now += 2.0

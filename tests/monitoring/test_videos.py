@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from each_case import check_each
 from wfm_ds.monitoring.videos import encode_gif, save_mp4
 
 
@@ -34,7 +35,7 @@ def test_players_see_every_frame_in_its_colours_and_odd_sizes_are_filled_up(tmp_
     assert (stream.codec_context.name, stream.codec_context.pix_fmt) == ("h264", "yuv420p")
 
 
-@pytest.mark.parametrize("fps", [1, 16, 23.976, 30000 / 1001, 60])
+@check_each("fps", [1, 16, 23.976, 30000 / 1001, 60])
 def test_file_plays_at_the_speed_that_was_asked_for(tmp_path, fps):
     save_mp4(tmp_path / "a.mp4", flat(5, 8, 8), fps)
     assert float(decoded(tmp_path / "a.mp4")[1].average_rate) == pytest.approx(fps, rel=1e-6)
@@ -75,8 +76,8 @@ def test_gif_is_never_faster_than_browsers_are():
         assert gif.info["duration"] == 20
 
 
-@pytest.mark.parametrize("write", [lambda path, *rest: save_mp4(path, *rest), lambda _, *rest: encode_gif(*rest)])
-@pytest.mark.parametrize(
+@check_each("write", [lambda path, *rest: save_mp4(path, *rest), lambda _, *rest: encode_gif(*rest)])
+@check_each(
     ("video", "fps", "message"),
     [
         (np.zeros((2, 8, 8, 3)), 16, "uint8.*got float64"),

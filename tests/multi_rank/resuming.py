@@ -22,10 +22,9 @@ CASES = {
     "nft lora zero2": ("sd3_nft", [*NFT, *LORA]),
     "nft full zero3": ("sd3_nft", [*NFT, *FULL]),
     "nft dora dropout zero2": ("sd3_nft", [*NFT, "engine.deepspeed=zero2", f"lora={KINDS}"]),
-    "flow_grpo lora zero2": ("sd3_mix_grpo", ["algorithm.kl_beta=0.1", "optimizer.warmup_steps=3", *LORA]),
     "flow_grpo lora fp8 zero3": (
         "sd3_mix_grpo",
-        ["algorithm.kl_beta=0.1", *LORA, "engine.deepspeed=zero3", "model.base_precision=fp8"],
+        ["algorithm.kl_beta=0.1", "optimizer.warmup_steps=3", *LORA, "engine.deepspeed=zero3", "model.base_precision=fp8"],
     ),
     "flow_grpo full zero3": ("sd3_dance_grpo", ["algorithm.guard=true", *FULL]),
     "flow_dppo full zero2": ("sd3_flow_dppo", ["lora=null", "engine.deepspeed=zero2"]),
@@ -34,7 +33,6 @@ CASES = {
     "ddrl lora zero2": ("sd3_ddrl", [*DDRL, *LORA]),
     "sft lora zero2": ("sd3_sft", [*SFT, *LORA]),
     "dpo lora zero2": ("sd3_dpo", [*SFT, *LORA, "algorithm.beta=50"]),
-    "dpo full zero3": ("sd3_dpo", [*SFT, *FULL, "algorithm.beta=50"]),
     "sft full zero3": ("sd3_sft", [*SFT, *FULL, "model.dtype=bfloat16"]),
 }
 if find_spec("bitsandbytes"):
@@ -48,7 +46,6 @@ if find_spec("torchao"):
         "sd3_nft",
         [*NFT, "lora=null", "engine.deepspeed=zero2", "model.dtype=bfloat16", "model.fp8_training=torchao"],
     )
-SLOW = tuple(sorted(CASES.keys() - {"nft lora zero2", "sft lora zero2", "sft full zero3"}))
 
 
 def train_on_rank(recipe, overrides, stop_at=None, save_at=None):

@@ -5,7 +5,6 @@ import io
 import json
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
@@ -30,7 +29,6 @@ def by_the_lines(base, export):
     return scope["pipe"]
 
 
-@pytest.mark.slow
 def test_a_run_of_every_kind_exports_converts_and_goes_on(two_ranks, tiny_pipelines, tmp_path):
     base, first = tiny_pipelines("sd3"), tmp_path / "first"
     arguments = settings("nft dora dropout zero2", first, model=base, digits="unused")

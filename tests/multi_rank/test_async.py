@@ -70,6 +70,7 @@ def updates(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines() if "loss/total" in line]
 
 
+@pytest.mark.unit
 def test_a_worker_generates_what_a_rank_trains_on(one_rank, tiny_pipelines, tmp_path):
     keys, output = tmp_path / "keys", tmp_path / "async"
     create_key_pair(keys, "hub")
@@ -98,7 +99,6 @@ def test_a_worker_generates_what_a_rank_trains_on(one_rank, tiny_pipelines, tmp_
     assert not any("perf/forwards_rollout" in s for s in steps)
 
 
-@pytest.mark.slow
 def test_nft_with_workers_is_nft_without(train, tmp_path):
     train("colocated", "sd3_nft", OLD)
     train("async", "sd3_nft", OLD, *ON_POLICY)
@@ -113,7 +113,6 @@ def test_nft_with_workers_is_nft_without(train, tmp_path):
     assert [path.name for path in (tmp_path / "async" / "rollout").iterdir()] == ["spawned-0.log"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["sd3_mix_grpo", "sd3_flow_grpo"])
 def test_flow_grpo_with_workers_is_flow_grpo_without(name, train, tmp_path):
     train("colocated", name, *GRPO)
@@ -123,7 +122,6 @@ def test_flow_grpo_with_workers_is_flow_grpo_without(name, train, tmp_path):
     assert first["policy/ratio_start_abs_dev"] < 1e-6, "workers and ranks agree about log-probabilities"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "changes"), [("sd3_nft", [OLD]), ("sd3_mix_grpo", GRPO)])
 def test_ranks_that_share_tokens_may_have_workers_also_with_keys(name, changes, train, tmp_path):
     shared = "engine.sequence_parallel=2"
@@ -136,7 +134,6 @@ def test_ranks_that_share_tokens_may_have_workers_also_with_keys(name, changes, 
     assert_same_runs(tmp_path / "colocated shared", tmp_path / "async")
 
 
-@pytest.mark.slow
 def test_all_weights_are_published_from_shards(train, tmp_path):
     full = ["lora=null", "optimizer.lr=1e-3", OLD]
     train("colocated", "sd3_nft", *full)
@@ -144,7 +141,6 @@ def test_all_weights_are_published_from_shards(train, tmp_path):
     assert_same_runs(tmp_path / "colocated", tmp_path / "async")
 
 
-@pytest.mark.slow
 def test_a_run_that_has_ended_goes_on_with_workers_of_another_life(train, tmp_path):
     train("whole", "sd3_nft", OLD)
     (ended,) = train("async", "sd3_nft", OLD, *ON_POLICY, "checkpoint.every=1", "run.steps=1")
@@ -154,7 +150,6 @@ def test_a_run_that_has_ended_goes_on_with_workers_of_another_life(train, tmp_pa
     assert_same_runs(tmp_path / "whole", tmp_path / "async")
 
 
-@pytest.mark.slow
 def test_samples_may_be_as_old_as_the_bound_and_no_older(train, tmp_path):
     more = ["run.steps=6", "rollout.mode=async", "rollout.max_staleness=2", "rollout.in_flight=3", "rollout.spawn=2"]
     train("async", "sd3_flow_grpo", *GRPO, *more)

@@ -65,7 +65,6 @@ def sizes_logged(folder):
     return text.split("samples by size: ")[1].splitlines()[0]
 
 
-@pytest.mark.slow
 def test_sft_of_mixed_shapes_does_not_depend_on_ranks_nor_on_where_it_is_continued(
     one_rank, two_ranks, train, images, tmp_path
 ):
@@ -85,7 +84,6 @@ def test_sft_of_mixed_shapes_does_not_depend_on_ranks_nor_on_where_it_is_continu
         assert re.fullmatch(r"16 x 16: \d+, 16 x 32: \d+, 24 x 16: \d+", sizes_logged(tmp_path / name))
 
 
-@pytest.mark.slow
 def test_the_ranks_of_a_replica_see_one_size(one_rank, two_ranks, train, images, tmp_path):
     sft = ["sd3_sft", f"data.path={images}", "engine.micro_batch_size=3", "engine.gradient_accumulation=2"]
     sft += ["validation.holdout=0.25", "sampling.eval_steps=1"]
@@ -94,7 +92,6 @@ def test_the_ranks_of_a_replica_see_one_size(one_rank, two_ranks, train, images,
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.slow
 def test_each_step_of_ddrl_has_one_size_on_all_ranks(one_rank, two_ranks, train, images, tmp_path):
     ddrl = ["sd3_ddrl", f"data.path={images}", "engine.micro_batch_size=2", "engine.deepspeed=zero3"]
     ddrl += ["rollout.prompts_per_step=3", "rollout.group_size=2", "algorithm.data_beta=0.5", "algorithm.kl_beta=0.1"]

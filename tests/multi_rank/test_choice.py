@@ -23,7 +23,6 @@ def train(tiny_pipelines, tmp_path):
     return run
 
 
-@pytest.mark.slow
 def test_a_run_that_rewards_lead_is_the_same_when_stopped_and_with_workers_and_on_one_rank(
     train, one_rank, two_ranks, tmp_path
 ):
@@ -43,7 +42,6 @@ def test_a_run_that_rewards_lead_is_the_same_when_stopped_and_with_workers_and_o
     assert abs(shuffled["data/prompt_reward_std_mean"] - steps[0]["data/prompt_reward_std_mean"]) > 1e-3
 
 
-@pytest.mark.slow
 def test_prompts_that_are_drawn_ahead_are_the_same_on_each_rank_and_in_another_life(train, two_ranks, tmp_path):
     train(two_ranks, "whole", *STALE)
     train(two_ranks, "parts", *STALE, "run.steps=3", "checkpoint.every=3")

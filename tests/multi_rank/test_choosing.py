@@ -52,9 +52,8 @@ def placed_on_rank(owners, drawn):
     import torch
 
     from wfm_ds.distributed.world import World
-    from wfm_ds.rollout.groups import Group
+    from wfm_ds.rollout.groups import Group, plan_step_samples
     from wfm_ds.rollout.replica_transfer import transfer_to_replicas
-    from wfm_ds.rollout.rollout_samples import plan_step_samples
     from wfm_ds.types import Prompt, Rollout, Transition
 
     def made(member, tensors):
@@ -120,7 +119,6 @@ def of_steps(folder, tag):
     return [line[tag] for line in records(folder) if tag in line]
 
 
-@pytest.mark.slow
 def test_where_all_candidates_are_kept_nothing_changes_and_full_candidates_are_generated_again_bit_by_bit(train):
     plain, same = train("plain", "sd3_nft", SHORT), train("same", "sd3_nft", SHORT, explore(4, 4, False))
     again, once = (train(str(flag), "sd3_nft", SHORT, explore(8, 4, flag)) for flag in (True, False))
@@ -135,7 +133,6 @@ def test_where_all_candidates_are_kept_nothing_changes_and_full_candidates_are_g
         assert of_steps(folder, "perf/forwards_rollout") == [forwards] * 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
@@ -151,7 +148,6 @@ def test_candidates_are_shared_out_and_the_same_ones_are_chosen(name, overrides,
     assert counted(two) == predicted(two, 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [

@@ -79,7 +79,6 @@ def test_a_rank_alone_exchanges_nothing(one_rank, overrides):
     assert one_rank.run(exchanges_of_steps, recipe=recipe, overrides=overrides) == [[{}, {}]]
 
 
-@pytest.mark.slow
 def test_a_step_of_two_ranks_agrees_on_all_flags_at_once(two_ranks, overrides):
     """Was a file readable; the losses; the bad files; and the end of the step: times, stop, save, writing. The first
     also which parameters no gradient reached."""

@@ -28,7 +28,6 @@ def converted(checkpoint, out, *words):
     return contents(out)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("case", "changes"), NFT)
 def test_a_checkpoint_converts_to_what_the_run_exported(case, changes, two_ranks, tiny_pipelines, tmp_path):
     arguments = settings(case, tmp_path / "run", model=tiny_pipelines("sd3"), digits="unused")
@@ -39,7 +38,6 @@ def test_a_checkpoint_converts_to_what_the_run_exported(case, changes, two_ranks
     assert contents(tmp_path / "out_1") != contents(tmp_path / "out_2")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lora", ["{rank: 4, alpha: 8}", "null"])
 def test_both_experts_are_converted(lora, two_ranks, tiny_pipelines, tmp_path):
     from wfm_ds.demos.digits_data import write_digits
@@ -94,7 +92,6 @@ def saved_by_deepspeed(folder, stage, wrapped):
         return {name: tensor.detach().clone() for name, tensor in denoiser.state_dict().items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "wrapped"), [(2, False), (3, True)])
 def test_a_checkpoint_of_deepspeeds_own_is_converted_if_it_is_trusted(stage, wrapped, two_ranks, tmp_path, capsys):
     base = tmp_path / "base"

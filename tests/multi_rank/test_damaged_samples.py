@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-import pytest
-
 from multi_rank.resuming import train_on_rank
 
 ROOT = Path(__file__).parent.parent.parent
@@ -36,7 +34,6 @@ def train_with_damage(recipe, overrides):
     return "it went on"
 
 
-@pytest.mark.slow
 def test_all_ranks_end_with_the_sentence_of_the_one_that_has_not_its_samples(two_ranks, tiny_pipelines, tmp_path):
     said = two_ranks.run(
         train_with_damage,

@@ -108,26 +108,22 @@ def same_metrics(joint, separate, num_samples):
     return of_joint["perf/forwards_policy"], of_separate["perf/forwards_policy"]
 
 
-@pytest.mark.slow
 def test_on_one_rank(one_rank, compare):
     """8 samples, 3 trained steps."""
     assert compare(one_rank) == (8, 16)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("lora", ["null", "{rank: 4, alpha: 8}"])
 @pytest.mark.parametrize("config", ["zero2", "zero3"])
 def test_on_two_ranks(two_ranks, compare, config, lora):
     assert compare(two_ranks, f"engine.deepspeed={config}", f"lora={lora}") == (4, 8)
 
 
-@pytest.mark.slow
 def test_data_at_the_first_trained_step_only(two_ranks, compare):
     """4 samples a rank: 8 terms without data are 3 micro-batches, 4 with data are 2, of two forwards each."""
     assert compare(two_ranks, "algorithm.data_on_first_only=true", "engine.deepspeed=zero3") == (4, 7)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first_only", [False, True])
 def test_ranks_with_unequally_many_samples_to_train_on(two_ranks, compare, first_only):
     """The first rank trains two of its four samples; others of weight 0 run along."""
@@ -135,7 +131,6 @@ def test_ranks_with_unequally_many_samples_to_train_on(two_ranks, compare, first
     assert compare(two_ranks, *settings, dropped=[0, 1]) == ((4, 7) if first_only else (4, 8))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("first_only", [False, True])
 def test_two_experts(two_ranks, compare, first_only):
     trained = ["algorithm.train_on=[0, 1, 2, 3]", f"algorithm.data_on_first_only={first_only}"]
@@ -144,7 +139,6 @@ def test_two_experts(two_ranks, compare, first_only):
     assert joint < separate
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("of_rollout", [True, False])
 def test_videos_with_conditional_frames_and_noise_of_their_own(two_ranks, compare, of_rollout):
     size = ["sampling.height=32", "sampling.width=32", "sampling.num_frames=9", "model.guardrail=off"]

@@ -50,7 +50,6 @@ def recipe_of(folder, pipeline, digits, *overrides):
     return tiny_recipe("sd3_dpo", folder, pipeline, *COMMON, broken, *overrides, data=digits / "pairs.jsonl")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_dpo_on_two_ranks_is_dpo_on_one(kind, one_rank, two_ranks, tiny_pipelines, digits, tmp_path):
     for where, ranks in (("one", one_rank), ("two", two_ranks)):

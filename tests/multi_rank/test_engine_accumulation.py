@@ -51,10 +51,10 @@ CASES = [
     pytest.param("zero1", {}, id="zero1"),
     pytest.param("bare", {"stage": 1, "overlap_comm": False, "contiguous_gradients": False}, id="zero1 without hooks"),
     pytest.param("offloaded1", {"stage": 1, **OFFLOAD}, id="zero1 offloaded"),
-    pytest.param("offloaded2", {"stage": 2, **OFFLOAD}, id="zero2 offloaded", marks=pytest.mark.slow),
+    pytest.param("offloaded2", {"stage": 2, **OFFLOAD}, id="zero2 offloaded"),
     pytest.param("zero2", {}, id="zero2"),
-    pytest.param("zero3", {}, id="zero3", marks=pytest.mark.slow),
-    pytest.param("zero3_offload", {}, id="zero3 offloaded", marks=pytest.mark.slow),
+    pytest.param("zero3", {}, id="zero3"),
+    pytest.param("zero3_offload", {}, id="zero3 offloaded"),
 ]
 
 

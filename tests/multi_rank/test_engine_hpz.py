@@ -56,7 +56,6 @@ def plain(four_ranks, tmp_path_factory):
     return {name: run(four_ranks, folder, hpz={}, **case) for name, case in CASES.items()}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_copies_inside_a_node_change_nothing(four_ranks, plain, tmp_path, name):
     shared = run(four_ranks, tmp_path, hpz={"zero_hpz_partition_size": NODE}, **CASES[name])

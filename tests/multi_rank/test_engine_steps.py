@@ -58,11 +58,11 @@ def train_through(config, lora, dtype, spoils):
 @pytest.mark.parametrize(
     ("stage", "lora", "dtype"),
     [
-        pytest.param("zero1", True, "float32", marks=pytest.mark.slow),
-        pytest.param("zero1", False, "bfloat16", marks=pytest.mark.slow),
+        ("zero1", True, "float32"),
+        ("zero1", False, "bfloat16"),
         ("zero2", False, "float32"),
-        pytest.param("zero2", True, "bfloat16", marks=pytest.mark.slow),
-        pytest.param("zero3", False, "float32", marks=pytest.mark.slow),
+        ("zero2", True, "bfloat16"),
+        ("zero3", False, "float32"),
         ("zero3", True, "bfloat16"),
     ],
 )
@@ -191,8 +191,8 @@ def idle_layer(config, lora, frozen):
     ("config", "lora"),
     [
         ("zero2", False),
-        pytest.param("zero1", False, marks=pytest.mark.slow),
-        pytest.param("zero3", False, marks=pytest.mark.slow),
+        ("zero1", False),
+        ("zero3", False),
         ("zero3", True),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad
 
+from each_case import check_each
 from multi_rank.training import (
     EVERYTHING,
     Reference,
@@ -74,8 +75,9 @@ def assert_equal_to_one_process(parts, lora):
     assert moved > 1e-2, "the weights must move much more than the tolerance"
 
 
-@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+@pytest.mark.unit
+@check_each("lora", [True, False])
+@check_each("stage", ["zero1", "zero2", "zero3"])
 def test_two_ranks_train_like_one_process(trained, stage, lora):
     assert_equal_to_one_process(trained(stage, lora), lora)
 

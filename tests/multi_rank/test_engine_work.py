@@ -62,7 +62,6 @@ def test_an_nft_run_states_the_flops_of_its_forwards(one_rank, tiny_pipelines, t
     assert_speed(tmp_path / "run", 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [

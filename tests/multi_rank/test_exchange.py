@@ -1,6 +1,5 @@
 """Exchanges between ranks: what arrives, and that the backward pass is the adjoint, <f(x), y> = <x, f*(y)>."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -80,6 +79,5 @@ def test_one_rank_exchanges_with_itself(one_rank):
     assert one_rank.run(everything_on_rank) == [True]
 
 
-@pytest.mark.slow
 def test_three_ranks(three_ranks):
     assert three_ranks.run(everything_on_rank) == [True] * 3

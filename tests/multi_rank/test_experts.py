@@ -132,8 +132,8 @@ SLOW = pytest.mark.slow
     [
         ("zero2", True),
         ("zero3", False),
-        pytest.param("zero2", False, marks=SLOW),
-        pytest.param("zero3", True, marks=SLOW),
+        ("zero2", False),
+        ("zero3", True),
     ],
 )
 def test_two_ranks_train_two_experts_like_one_process(two_ranks, stage, lora):
@@ -151,7 +151,6 @@ def test_two_ranks_train_two_experts_like_one_process(two_ranks, stage, lora):
             torch.testing.assert_close(got[name], want[name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "lora"), [("zero2", True), ("zero2", False), ("zero3", True), ("zero3", False)])
 def test_two_experts_train_in_bfloat16(two_ranks, stage, lora):
     """DeepSpeed accumulates by other code there. A lost or a stale gradient would change the norm by 10 % and more."""
@@ -162,14 +161,12 @@ def test_two_experts_train_in_bfloat16(two_ranks, stage, lora):
 # What DeepSpeed does otherwise than one would think. A test that fails says that a detour or a refusal can go.
 
 
-@pytest.mark.slow
 def test_zero_1_loses_gradients_of_the_expert_that_is_idle_last(two_ranks):
     """require_idle_experts refuses it, for adapters too, whose gradients it keeps without `overlap_comm`."""
     norms = two_ranks.run(train_on_ranks, config="zero1", lora=False)[0]["norms"]
     assert abs(norms[0] / reference(False)[0][0] - 1) > 0.05
 
 
-@pytest.mark.slow
 def test_zero_3_keeps_gradients_of_the_step_before(two_ranks):
     """Shards.forget_gradients clears them."""
     norms = two_ranks.run(train_on_ranks, config="zero3", lora=True, forgetful=False)[0]["norms"]

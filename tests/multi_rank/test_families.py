@@ -24,7 +24,7 @@ from wfm_ds.seeds import derive_seed, draw_uniform
 
 ROOT = Path(__file__).parent.parent.parent
 GIVEN_RECIPE = ROOT / "tests" / "recipes" / "cosmos25_sft.yaml"
-GIVEN = ["cosmos25", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sana_video", "wan22_ti2v"))]
+GIVEN = ["cosmos25", "sana_video", "wan22_ti2v"]
 NUM_VIDEOS, NUM_FRAMES, SIDE = 3, 9, 64
 
 
@@ -36,7 +36,6 @@ def resolve_and_load(cache):
     return {"folder": str(model.path)}
 
 
-@pytest.mark.slow
 def test_ranks_that_make_a_tiny_pipeline_at_once_all_find_it_complete(two_ranks, tmp_path):
     """transformers saves on rank 0 only; a rank that is faster must not publish a folder without text encoders."""
     folders = {answer["folder"] for answer in two_ranks.run(resolve_and_load, cache=str(tmp_path))}

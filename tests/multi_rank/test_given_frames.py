@@ -62,7 +62,6 @@ def settings(case, folder, tiny_pipelines, images, *overrides):
     return tiny_recipe(name, folder, tiny_pipelines(family), *COMMON, *of_case, *overrides, data=images)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", RUNS)
 def test_runs_with_given_frames_train_alike_on_one_rank_and_on_two(
     case, one_rank, two_ranks, tiny_pipelines, images, tmp_path
@@ -132,7 +131,6 @@ def test_sft_draws_begin_with_the_frames_of_what_is_held_out(one_rank, tiny_pipe
         assert torch.equal(torch.tensor(drawn[name]), clean[:, 0]) == is_given
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("case", "ranks"), [("nft", 1), ("told", 2), ("flow_grpo", 2), ("ddrl", 2)])
 def test_workers_are_told_the_frames(case, ranks, one_rank, two_ranks, tiny_pipelines, images, tmp_path):
     """Of Flow-GRPO half of the groups have none, and the second rank reads what the first one sends."""

@@ -214,6 +214,7 @@ def test_five_steps_are_those_of_transformers_trainer(one_rank, tmp_path):
     assert largest_difference(found, start) > 1e-3  # they have learnt something
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize(
     ("family", "stage"),
     [
@@ -241,7 +242,7 @@ def test_two_ranks_train_what_one_does(one_rank, two_ranks, data, tmp_path, fami
             assert a[tag] == pytest.approx(b[tag], abs=1e-5)
 
 
-@pytest.mark.parametrize("name", ["reason_llava_sft", pytest.param("reason_llava_sft_lora", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["reason_llava_sft", "reason_llava_sft_lora"])
 def test_a_stopped_and_continued_run_equals_one_that_was_never_stopped(two_ranks, data, tmp_path, name):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     model = "tiny:qwen3vl" if name.endswith("lora") else "tiny:qwen25vl"

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from each_case import check_each
 from multi_rank.resuming import train_on_rank
 from multi_rank.test_language import EPS, largest_difference, records, settings, weights
 from wfm_ds.demos.squares_data import write_squares
@@ -165,7 +166,7 @@ def test_a_replica_leaves_out_what_one_of_its_ranks_could_not_read(two_ranks, sq
     assert two_ranks.run(readings_on_rank, squares=str(squares)) == [True, True]
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("heads", "kv_heads", "ranks", "times"),
     [(28, 4, 2, 1), (28, 4, 4, 1), (28, 4, 7, 7), (32, 8, 16, 2), (2, 1, 2, 2), (6, 3, 2, 2), (12, 2, 4, 2)],
 )
@@ -185,7 +186,6 @@ def test_heads_that_the_ranks_do_not_divide():
         sequence_parallel.check_sequence_parallel(model.network, 2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "stage", "changes"),
     [

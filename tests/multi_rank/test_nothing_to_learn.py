@@ -24,9 +24,9 @@ def train_for_nothing(recipe, overrides):
     ("recipe", "engine"),
     [
         ("sd3_nft", "zero2"),
-        pytest.param("sd3_nft", "zero1", marks=pytest.mark.slow),
-        pytest.param("sd3_nft", "zero3", marks=pytest.mark.slow),
-        pytest.param("sd3_flow_grpo", "zero3", marks=pytest.mark.slow),
+        ("sd3_nft", "zero1"),
+        ("sd3_nft", "zero3"),
+        ("sd3_flow_grpo", "zero3"),
     ],
 )
 def test_equal_rewards_skip_the_step_without_an_alarm(two_ranks, tiny_pipelines, tmp_path, recipe, engine):

@@ -1,7 +1,6 @@
 """Ranks in replicas: who is who, what a leader shares, and sums that count a replica's work once."""
 
 import numpy as np
-import pytest
 import torch
 
 from wfm_ds.distributed.liveness import LIVENESS
@@ -55,7 +54,6 @@ def test_two_ranks_are_one_replica(two_ranks):
     assert two_ranks.run(places, sp=2) == [[2, 0, 1, 0, 1.0], [2, 1, 1, 0, 0.0]]
 
 
-@pytest.mark.slow
 def test_four_ranks_are_two_replicas_of_neighbours(four_ranks):
     assert [answer[:4] for answer in four_ranks.run(places, sp=2)] == [
         [2, 0, 2, 0],

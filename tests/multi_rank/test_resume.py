@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from multi_rank.resuming import CASES, SLOW, STEPS, assert_equal_runs, records, settings, train_on_rank, weights
+from multi_rank.resuming import CASES, STEPS, assert_equal_runs, records, settings, train_on_rank, weights
 from multi_rank.same_runs import assert_same_runs
 from multi_rank.training import build, full_tensors, plain_step
 from wfm_ds.checkpoint.rank_state import capture_state, restore_state
@@ -32,11 +32,7 @@ def names(folder):
 
 @pytest.mark.parametrize(
     ("case", "stop_at"),
-    [
-        *((case, 2) for case in CASES if case not in SLOW),
-        *(pytest.param(case, 2, marks=pytest.mark.slow) for case in SLOW),
-        ("sft lora zero2", 0),
-    ],
+    [*((case, 2) for case in CASES), ("sft lora zero2", 0)],
 )
 def test_a_stopped_and_continued_run_equals_one_that_was_never_stopped(
     case, stop_at, two_ranks, tiny_pipelines, digits, tmp_path
@@ -79,8 +75,8 @@ def test_a_run_begins_in_a_new_folder_from_a_checkpoint_at_the_interval(two_rank
     ("case", "alone"),
     [
         ("nft lora zero2", ["engine.deepspeed=zero3"]),
-        pytest.param("nft full zero3", ["engine.deepspeed=zero1"], marks=pytest.mark.slow),
-        pytest.param("sft lora zero2", ["engine.gradient_accumulation=4"], marks=pytest.mark.slow),
+        ("nft full zero3", ["engine.deepspeed=zero1"]),
+        ("sft lora zero2", ["engine.gradient_accumulation=4"]),
         ("sft full zero3", ["engine.deepspeed=zero2", "engine.gradient_accumulation=4", "model.dtype=float32"]),
     ],
 )

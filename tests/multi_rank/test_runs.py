@@ -64,9 +64,8 @@ def both(one_rank, two_ranks, tiny_pipelines, tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    "case", [c if c in ("lora zero2", "full zero3") else pytest.param(c, marks=pytest.mark.slow) for c in NFT]
-)
+@pytest.mark.unit
+@pytest.mark.parametrize("case", [c if c == "full zero3" else pytest.param(c, marks=pytest.mark.slow) for c in NFT])
 def test_nft_on_two_ranks_is_nft_on_one(case, both, tmp_path):
     both("sd3_nft", "engine.guard=true", OLD, *NFT[case])
     steps = [r for r in records(tmp_path / "one") if "loss/total" in r]
@@ -76,6 +75,7 @@ def test_nft_on_two_ranks_is_nft_on_one(case, both, tmp_path):
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
+@pytest.mark.unit
 @pytest.mark.parametrize("case", [c if i < 1 else pytest.param(c, marks=pytest.mark.slow) for i, c in enumerate(GRPO)])
 def test_flow_grpo_on_two_ranks_is_flow_grpo_on_one(case, both, tmp_path):
     name, overrides = GRPO[case]
@@ -93,7 +93,6 @@ def test_flow_grpo_on_two_ranks_is_flow_grpo_on_one(case, both, tmp_path):
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", NOISED)
 def test_other_losses_on_noised_rollouts_are_the_same_on_two_ranks(case, both, tmp_path):
     name, overrides = NOISED[case]
@@ -107,7 +106,6 @@ def test_other_losses_on_noised_rollouts_are_the_same_on_two_ranks(case, both, t
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.slow
 def test_each_expert_gets_as_many_micro_batches_on_every_rank(both, tiny_pipelines, tmp_path):
     # Each sample trains on three of six noise levels of its own: ranks have unequally many of each expert.
     both(
@@ -138,7 +136,6 @@ def test_updates_of_a_rollout_and_guidance_are_shared_out_too(both, tmp_path):
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
-@pytest.mark.slow
 def test_videos_are_rewarded_shown_and_drawn_again_from_the_export(both, tiny_pipelines, tmp_path):
     both(
         "sd3_nft",
@@ -183,7 +180,8 @@ def drawn_again(run, out, base):
     return {(row["prompt"], row["seed"]): (folder / row["file"]).read_bytes() for folder, row in found}
 
 
-@pytest.mark.parametrize("scratch", ["pretrained", "random"])
+@pytest.mark.unit
+@pytest.mark.parametrize("scratch", ["pretrained", pytest.param("random", marks=pytest.mark.slow)])
 def test_sft_does_not_depend_on_how_the_global_batch_is_cut(scratch, one_rank, two_ranks, tiny_pipelines, tmp_path):
     from wfm_ds.demos.digits_data import write_digits
 

@@ -93,7 +93,7 @@ def assert_done_once(counts, *keys):
     "engine",
     [
         ["engine.deepspeed=zero2", "lora={rank: 4, alpha: 8}"],
-        pytest.param(["engine.deepspeed=zero3", "lora=null", "model.gradient_checkpointing=true"], marks=SLOW),
+        ["engine.deepspeed=zero3", "lora=null", "model.gradient_checkpointing=true"],
     ],
     ids=["lora zero2", "full zero3"],
 )
@@ -107,7 +107,6 @@ def test_nft_with_shared_tokens_is_nft(engine, both, tmp_path):
     assert counted(tmp_path / "one") == counted(tmp_path / "two") == predicted(tmp_path / "two", 2)
 
 
-@SLOW
 @pytest.mark.parametrize(("name", "engine"), [("sd3_flow_grpo", []), ("sd3_mix_grpo", ["lora=null"])])
 def test_flow_grpo_with_shared_tokens_is_flow_grpo(name, engine, both, tmp_path):
     common = ["run.steps=2", "optimizer.lr=3e-3", "algorithm.clip_ratio=0.03", "engine.deepspeed=zero3"]
@@ -117,7 +116,6 @@ def test_flow_grpo_with_shared_tokens_is_flow_grpo(name, engine, both, tmp_path)
     assert {r["policy/ratio_max_abs_dev"] for r in updates[::2]} == {0.0}
 
 
-@SLOW
 def test_ddrl_with_shared_tokens_is_ddrl(both, digits, tmp_path):
     counts = both(
         "sd3_ddrl",
@@ -146,7 +144,6 @@ def test_sft_with_shared_tokens_is_sft_and_reads_every_sample_once(both, digits,
     assert [r["data/bad/decode"] for r in records(tmp_path / "two") if "sft/loss" in r][-1] == 1
 
 
-@SLOW
 @pytest.mark.parametrize("family", ["wan22", "moving"])  # two experts; three heads
 def test_videos_with_shared_tokens(family, both):
     counts = both(
@@ -158,7 +155,7 @@ def test_videos_with_shared_tokens(family, both):
     assert_done_once(counts, "submitted", "decoded")
 
 
-@pytest.mark.parametrize("case", ["sft lora zero2", pytest.param("nft full zero3", marks=SLOW)])
+@pytest.mark.parametrize("case", ["sft lora zero2", "nft full zero3"])
 def test_a_run_goes_on_with_tokens_shared_or_whole(case, one_rank, two_ranks, tiny_pipelines, digits, tmp_path):
     """Two ranks of one replica, then one rank, then two again."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"

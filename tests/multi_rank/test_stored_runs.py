@@ -79,7 +79,6 @@ def stored_bytes(address, name, size, folder):
     return (folder / "back").read_bytes()
 
 
-@pytest.mark.slow
 def test_a_run_is_copied_and_continues_from_s3_alone(server, two_ranks, tiny_pipelines, tmp_path):
     whole, first, second, third = (tmp_path / name for name in ("whole", "first", "second", "third"))
     write_digits(tmp_path / "digits")

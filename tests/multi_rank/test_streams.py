@@ -10,7 +10,6 @@ hf = pytest.importorskip("datasets")
 NUM_ROWS = 40  # less than the 64 samples of the run
 
 
-@pytest.mark.slow
 def test_a_run_on_a_stream_goes_on_where_it_stopped(two_ranks, tiny_pipelines, tmp_path):
     write_digits(tmp_path / "digits")
     files = sorted((tmp_path / "digits" / "images").glob("*.png"))

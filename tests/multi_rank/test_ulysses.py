@@ -10,10 +10,10 @@ import torch.distributed as dist
 from diffusers import ContextParallelConfig
 
 from multi_rank.sharing import CASES, built, difference, errors, forwards, run
+from wfm_ds.distributed.world import create_sequence_group
 from wfm_ds.errors import UserError
 from wfm_ds.models.wan import Experts
 from wfm_ds.ulysses import cosmos25, exchange, hooks, sana, sana_video, wan
-from wfm_ds.ulysses.groups import create_sequence_group
 from wfm_ds.ulysses.install import find_family, install_ulysses, ulysses_families
 
 FORWARD, GRADIENT = 1e-5, 2e-5
@@ -24,7 +24,8 @@ VARIANTS = {
     "lora, checkpointed": {"lora": True, "checkpointing": True},
 }
 MAIN = ("sd3", "wan, times of tokens", "cosmos25", "cosmos3", "sana", "sana_video, times of tokens")
-NAMES = [name if name in MAIN else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+QUICK = ("sd3", "wan, times of tokens")  # of the default run
+NAMES = [pytest.param(name, marks=pytest.mark.unit) if name in QUICK else name for name in CASES]
 
 
 def variants_on_rank(name):
@@ -41,6 +42,7 @@ def require_equal(found):
         assert error["compared"] > 10
 
 
+@pytest.mark.unit
 def test_every_family_is_among_the_cases():
     assert {find_family(built(case)) for case in CASES.values()} == set(ulysses_families().values())
 
@@ -51,7 +53,6 @@ def test_two_ranks_equal_one_process(name, two_ranks):
         require_equal(found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_three_ranks_equal_one_process(name, three_ranks):
     for found in three_ranks.run(variants_on_rank, name=name):

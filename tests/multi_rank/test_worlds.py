@@ -33,7 +33,6 @@ ALIKE = ["engine.max_forward_batch=4"]
 ASYNC = ["rollout.mode=async", "rollout.max_staleness=0"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_demo_learns_the_same_on_one_rank_on_two_and_with_workers(
     name, one_rank, two_ranks, tiny_pipelines, tmp_path

@@ -96,11 +96,12 @@ def test_windows_and_trained_steps_fit_few_denoising_steps(cache):
 def test_offload_services_trackers_and_uploads_are_off(tmp_path, cache):
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(
-        f"defaults: {shipped_recipes.require_recipe('sd3_nft_async')}\n"
+        f"defaults: {shipped_recipes.require_recipe('sd3_nft')}\n"
         "engine: {deepspeed: zero2, compile: true}\n"
         "model: {base_precision: fp8, attention: cudnn, revision: abc}\n"
         "optimizer: {name: adamw8bit}\n"
-        "rollout: {bind: 'tcp://10.0.0.1:5000', keys: /secret, policy_folder: /shared}\n"
+        "rollout: {mode: async, devices: ['cuda:1'], bind: 'tcp://10.0.0.1:5000', keys: /secret,"
+        " policy_folder: /shared}\n"
         "reward: {functions: [{name: my.module:Judge, options: {url: 'http://judge'}}]}\n"
         "validation: {prompts: /data/prompts.txt, held_out_rewards: [hpsv3]}\n"
         "logging: {trackers: [tensorboard, wandb], wandb: {entity: us}}\n"
@@ -109,8 +110,9 @@ def test_offload_services_trackers_and_uploads_are_off(tmp_path, cache):
     )
     tiny = load(recipe)
     dumped = json.dumps(tiny.model_dump(mode="json"))
-    words = ("tcp:", "secret", "/shared", "http:", "s3:", "us/model", "abc", "cuda", "fp8", "/data/")
+    words = ("tcp:", "secret", "/shared", "http:", "s3:", "us/model", "abc", "cuda:", "/data/")
     assert [word for word in words if word in dumped] == []
+    assert tiny.model.base_precision is None
     assert (tiny.engine.compile, tiny.optimizer.name, tiny.logging.trackers) == (False, "adamw", ["tensorboard"])
     assert str(tiny.run.output_dir) == "outputs/tiny/mine"
 

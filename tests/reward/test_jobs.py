@@ -13,7 +13,7 @@ from wfm_ds.transport.broker import Broker, TaskKind
 from wfm_ds.transport.worker import LeaseWorker
 from wfm_reward.web.http_problem import HttpProblem
 from wfm_reward.web.jobs import ScoreJobs
-from wfm_reward.web.memory_budget import MemoryBudget
+from wfm_reward.web.request_body import MemoryBudget, Reservation
 from wfm_reward.web.score_request import ScoreRequest
 
 DEADLINE_S = 30.0
@@ -26,6 +26,12 @@ class Pixels(np.ndarray):
 def request_of(count):
     media = [np.full((4, 4, 3), i, np.uint8).view(Pixels) for i in range(count)]
     return ScoreRequest(("mean",), ["x"] * count, [{}] * count, [None] * count, media, False, {"of": count})
+
+
+def reserved(budget, num_bytes):
+    reservation = Reservation(budget)
+    reservation.grow(num_bytes)
+    return reservation
 
 
 @contextmanager
@@ -72,7 +78,7 @@ def test_media_are_let_go_when_they_are_scored_and_the_scores_stay(tmp_path):
     async def use(jobs, budget):
         request = request_of(2)
         watched = [weakref.ref(array) for array in request.media]
-        job = jobs.start_job(request, budget.reserve(96), DEADLINE_S, None)
+        job = jobs.start_job(request, reserved(budget, 96), DEADLINE_S, None)
         del request
         await job.results["mean"].done.wait()
         await until(lambda: budget.reserved_bytes == 0)
@@ -86,9 +92,9 @@ def test_media_are_let_go_when_they_are_scored_and_the_scores_stay(tmp_path):
 
 def test_a_new_job_ends_those_that_nobody_has_pulled(tmp_path):
     async def use(jobs, budget):
-        first = jobs.start_job(request_of(1), budget.reserve(48), DEADLINE_S, None)
+        first = jobs.start_job(request_of(1), reserved(budget, 48), DEADLINE_S, None)
         await until(lambda: first.finished_at_s is not None)
-        second = jobs.start_job(request_of(1), budget.reserve(48), DEADLINE_S, None)
+        second = jobs.start_job(request_of(1), reserved(budget, 48), DEADLINE_S, None)
         assert list(jobs._jobs) == [second.id]
         jobs.forget_job(second)
         with pytest.raises(HttpProblem) as problem:
@@ -109,7 +115,7 @@ def test_after_its_deadline_a_job_keeps_what_is_scored_and_waits_for_no_worker(t
         return means(task, progress)
 
     async def use(jobs, budget):
-        job = jobs.start_job(request_of(3), budget.reserve(144), DEADLINE_S, None)
+        job = jobs.start_job(request_of(3), reserved(budget, 144), DEADLINE_S, None)
         await until(lambda: len(jobs._pieces) == 2)
         jobs._abandon_pieces(list(jobs._pieces))  # what its timer does
         await job.results["mean"].done.wait()
@@ -137,7 +143,7 @@ def test_a_video_that_is_decoded_too_late_is_removed(tmp_path):
         return {"videos": [(str(path), None, {})]}
 
     async def use(jobs, budget):
-        job = jobs.start_job(request_of(1), budget.reserve(48), DEADLINE_S, "decode:16")
+        job = jobs.start_job(request_of(1), reserved(budget, 48), DEADLINE_S, "decode:16")
         assert await asyncio.to_thread(begun.wait, DEADLINE_S)
         jobs._abandon_pieces(list(jobs._pieces))  # what its timer does
         await job.results["mean"].done.wait()

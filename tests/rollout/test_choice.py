@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wfm_ds.rollout.group_selection import GroupSelection, within_group_correlation
-from wfm_ds.rollout.groups import Group
-from wfm_ds.rollout.rollout_samples import plan_step_samples
+from wfm_ds.rollout.groups import Group, plan_step_samples
 from wfm_ds.types import Prompt
 
 NUM_GROUPS, GROUP_SIZE = 4, 3

@@ -6,8 +6,7 @@ import logging
 import pytest
 
 from wfm_ds.data.prompt_weights import RewardStdTable
-from wfm_ds.rollout.groups import Group, RewardStdGroups
-from wfm_ds.rollout.rollout_samples import group_rewards, plan_step_samples
+from wfm_ds.rollout.groups import Group, RewardStdGroups, group_rewards, plan_step_samples
 from wfm_ds.seeds import draw_uniform
 from wfm_ds.types import Prompt
 

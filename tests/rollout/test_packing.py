@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from wfm_ds.rollout.groups import Group
+from wfm_ds.rollout.groups import Group, extract_rollout, plan_step_samples
 from wfm_ds.rollout.remote.packing import (
     ChunkTask,
     empty_rollout,
@@ -15,7 +15,6 @@ from wfm_ds.rollout.remote.packing import (
     unpack_trajectory,
     validate_trajectory,
 )
-from wfm_ds.rollout.rollout_samples import extract_rollout, plan_step_samples
 from wfm_ds.sampling.denoise import Trajectory
 from wfm_ds.sampling.edm import Churn, make_edm_plan
 from wfm_ds.sampling.plan import deterministic_plan, stochastic_plan

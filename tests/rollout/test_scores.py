@@ -14,10 +14,9 @@ from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.rollout.groups import Group
+from wfm_ds.rollout.groups import Group, plan_step_samples
 from wfm_ds.rollout.rewards import RewardClient, RewardService
-from wfm_ds.rollout.rollout_samples import plan_step_samples
-from wfm_ds.rollout.scores import decode_and_submit, pack_scores, unpack_scores
+from wfm_ds.rollout.scores import ScoringQueue, pack_scores, unpack_scores
 from wfm_ds.types import Prompt, Score
 
 
@@ -47,11 +46,17 @@ def prompts(count):
     return [Prompt(id=f"p/{i}", text="a red circle") for i in range(count)]
 
 
+def submit(job, rewards, latents, sample_ids):
+    """Decode and submit these latents. Returns the failed scores of the others."""
+    queue = ScoringQueue(job, rewards)
+    queue.submit(latents, sample_ids, prompts(len(sample_ids)))
+    return queue.flush()
+
+
 def test_latents_that_are_not_finite_are_named_failures_and_their_neighbours_are_scored(job, rewards):
     latents = torch.randn(3, *job.model.latent_shape(32, 32), generator=torch.Generator().manual_seed(0))
     latents[1, 0, 0, 0] = float("nan")
-    media, broken = decode_and_submit(job, rewards, latents, ["a", "b", "c"], prompts(3))
-    assert media.shape == (3, 32, 32, 3)
+    broken = submit(job, rewards, latents, ["a", "b", "c"])
     scores = rewards.wait()
     assert set(scores) == {"a", "c"}
     assert all(s.value is not None for by_reward in scores.values() for s in by_reward.values())
@@ -75,9 +80,10 @@ def test_videos_are_sent_with_their_speed(root, tiny_pipelines, tmp_path, monkey
     latents = torch.randn(2, *videos.sampler.latent_shape, generator=torch.Generator().manual_seed(0))
     with RewardService(recipe.reward, tmp_path / "service") as service:
         client = RewardClient(service.endpoint, recipe.reward, run="test", client="test")
-        media, _ = decode_and_submit(videos, client, latents, ["a", "b"], prompts(2))
+        submit(videos, client, latents, ["a", "b"])
         scores = client.wait()
         client.close()
+    media, _ = videos.sampler.decode_to_uint8(latents)
     assert media.shape == (2, 5, 32, 32, 3)
     for i, sample_id in enumerate("ab"):
         steps = np.abs(np.diff(media[i].astype(float), axis=0)).mean() / 255
@@ -87,7 +93,7 @@ def test_videos_are_sent_with_their_speed(root, tiny_pipelines, tmp_path, monkey
 
 def test_nothing_finite_is_nothing_to_wait_for(job, rewards):
     latents = torch.full((2, *job.model.latent_shape(32, 32)), float("inf"))
-    assert set(decode_and_submit(job, rewards, latents, ["a", "b"], prompts(2))[1]) == {"a", "b"}
+    assert set(submit(job, rewards, latents, ["a", "b"])) == {"a", "b"}
     assert rewards.wait() == {}
 
 

@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.memory.advice import (
     fits_memory,
     memory_verdict,
@@ -46,7 +47,7 @@ def test_the_peak_is_the_largest_phase():
     assert [line.split()[0] for line in table[2:]] == ["GiB", "weights", "activations", "all"]
 
 
-@pytest.mark.parametrize(("needed", "size"), [(20, 24), (23, 32), (70, 80), (74, 141), (500, None)])
+@check_each(("needed", "size"), [(20, 24), (23, 32), (70, 80), (74, 141), (500, None)])
 def test_a_part_of_a_gpu_is_its_own(needed, size):
     assert smallest_gpu(needed * GB) == size
     assert fits_memory(70 * GB, 80 * GB)

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.errors import RunError, UserError, is_out_of_memory
 from wfm_ds.memory.advice import suggest_keys_after_oom
 from wfm_ds.memory.out_of_memory import OutOfMemory, explain_out_of_memory
-from wfm_ds.monitoring.stopwatch import GIB
+from wfm_ds.monitoring.meters import GIB
 from wfm_ds.recipe import file as recipe_file
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -50,7 +51,7 @@ def test_the_sentence_of_a_gpu_has_its_peak_its_total_and_what_others_hold(monke
     assert set(seen) == {GPU}
 
 
-@pytest.mark.parametrize(
+@check_each(
     "error",
     [
         MemoryError("std::bad_alloc"),
@@ -63,7 +64,7 @@ def test_other_words_for_it_are_known(error):
     assert told(error, phase=None).startswith("out of memory on cpu: the peak of the process was ")
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), RunError("worker: out of memory"), KeyError("x")])
+@check_each("error", [RuntimeError("shapes differ"), RunError("worker: out of memory"), KeyError("x")])
 def test_other_errors_stay_as_they_are(error):
     with pytest.raises(type(error)) as raised, explain_out_of_memory(CPU, lambda phase: [], lambda: None):
         raise error

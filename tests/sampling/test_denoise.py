@@ -2,6 +2,7 @@ import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 
+from each_case import check_each
 from wfm_ds.sampling.plan import apply_shift, deterministic_plan
 
 
@@ -40,8 +41,8 @@ def shift_three(num_steps):
     return apply_shift(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), 3.0)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 5, 3), (1, 2, 3, 5, 2)])
-@pytest.mark.parametrize("num_steps", [1, 10, 25])
+@check_each("shape", [(2, 4, 5, 3), (1, 2, 3, 5, 2)])
+@check_each("num_steps", [1, 10, 25])
 def test_ode_has_the_bits_of_diffusers_euler(shape, num_steps):
     scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     scheduler.set_timesteps(num_steps)
@@ -54,8 +55,8 @@ def test_ode_has_the_bits_of_diffusers_euler(shape, num_steps):
     assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("start", ["below one", "one"])
-@pytest.mark.parametrize("num_steps", [4, 10, 20])
+@check_each("start", ["below one", "one"])
+@check_each("num_steps", [4, 10, 20])
 def test_dpm2_equals_diffusers_multistep_solver(num_steps, start):
     scheduler = DPMSolverMultistepScheduler(
         algorithm_type="dpmsolver++",
@@ -126,7 +127,7 @@ def rmse(one, other):
     return (one - other).square().mean().sqrt().item()
 
 
-@pytest.mark.parametrize(("grid", "gain"), [(stock_sd3(3.0), 0.85), (stock_sd3(1.0), 0.75), (even_three, 0.85)])
+@check_each(("grid", "gain"), [(stock_sd3(3.0), 0.85), (stock_sd3(1.0), 0.75), (even_three, 0.85)])
 def test_dpm2_is_nearer_to_the_exact_end_than_euler_on_stock_grids_too(grid, gain):
     """SD3's stock grid ends at 10 steps in .278, .0089, 0: a step many times as long as the one before in log-SNR."""
     errors = {"ode": [], "dpm2": []}
@@ -156,9 +157,7 @@ def test_the_model_is_asked_at_the_grid_untruncated_once_a_step(solver):
     assert model.sigmas == sigmas[:-1].tolist()
 
 
-@pytest.mark.parametrize(
-    "noise", [torch.zeros(2, 3), torch.zeros(1, 1, 2, 2).bfloat16(), torch.zeros(1, 1, 2, 2).long()]
-)
+@check_each("noise", [torch.zeros(2, 3), torch.zeros(1, 1, 2, 2).bfloat16(), torch.zeros(1, 1, 2, 2).long()])
 def test_noise_that_is_not_float32_latents_is_refused(noise):
     with pytest.raises(ValueError, match="noise must be"):
         denoised(wavy, noise, shift_three(2), "ode")

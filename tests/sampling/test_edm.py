@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.models.conditioning_frames import add_clean_frames, get_clean_frames
 from wfm_ds.sampling.edm import INITIAL_CHURN, Churn, EdmStep, karras_levels, make_edm_plan, step_noise
 
@@ -66,7 +67,7 @@ def res_step(x, clean, clean_before, level_before, level, level_after):
     return math.exp(-h) * x + h * ((phi1 - phi2 / c2) * clean + phi2 / c2 * clean_before)
 
 
-@pytest.mark.parametrize("num_steps", [3, 10, 20])
+@check_each("num_steps", [3, 10, 20])
 def test_steps_of_2ab_equal_the_residual_form(num_steps):
     steps, levels = plan(num_steps).steps, karras_levels(num_steps)
     x, clean, clean_before = normal(3, 50)
@@ -135,7 +136,7 @@ def test_gain_is_the_derivative_of_the_mean_in_units_of_its_noise():
     assert literal == pytest.approx([25.7, 1.60, 0.0011], rel=0.05)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("keys", "want"),
     [({}, [0, 1, 2, 3, 4]), ({"s_churn": 0}, []), ({"s_t_max": 30.0}, [1, 2, 3, 4]), ({"s_t_min": 1.0}, [0, 1, 2, 3])],
 )
@@ -213,7 +214,7 @@ def test_no_graph_is_kept():
     assert not plan(3).denoise(lambda x, sigma: weight * x, torch.ones(1, 1, 2, 2), [0]).clean_latents.requires_grad
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("solver", "num_steps", "keys", "message"),
     [
         ("edm_heun", 5, {}, "EDM solver 'edm_heun' with 5 steps: use edm_2ab or edm_euler"),

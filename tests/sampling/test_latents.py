@@ -2,13 +2,14 @@ import pytest
 import torch
 from diffusers.utils.torch_utils import randn_tensor
 
+from each_case import check_each
 from wfm_ds.sampling.latents import add_noise, draw_cpu_normal, draw_device_normal, noisy_latents
 from wfm_kernels.noise import normal_noise
 
 SHAPES = [(2, 3, 5, 7), (3, 1, 3, 5, 2)]
 
 
-@pytest.mark.parametrize("shape", [(4, 3, 5), (1, 1, 1), (2, 3, 4, 5)])
+@check_each("shape", [(4, 3, 5), (1, 1, 1), (2, 3, 4, 5)])
 def test_plain_diffusers_draws_the_same_noise_from_the_seeds(shape):
     seeds = [0, 7, 2**62 + 11]
     generators = [torch.Generator("cpu").manual_seed(s) for s in seeds]
@@ -76,7 +77,7 @@ def test_the_ends_of_the_path_are_exact(shape):
     assert torch.equal(noisy_latents(clean, noise, torch.ones(shape[0])), noise)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("clean", "noise", "sigma", "message"),
     [
         (torch.zeros(2, 1, 3, 3), torch.zeros(2, 1, 3, 4), torch.zeros(2), "the same shape"),

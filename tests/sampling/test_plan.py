@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sampling import ProgressiveWindow, RandomWindow, SubsetWindow
 from wfm_ds.sampling.denoise import step_noise_seeds
@@ -43,8 +44,8 @@ def plan_of(solver, sigmas=None, **options):
     return stochastic_plan(solver, sigmas, noise_level=LEVELS[solver], **options)
 
 
-@pytest.mark.parametrize("form", ["published", "gaussian"])
-@pytest.mark.parametrize("solver", LEVELS)
+@check_each("form", ["published", "gaussian"])
+@check_each("solver", LEVELS)
 def test_stored_steps_are_the_published_steps_and_their_log_probabilities(solver, form):
     sigmas, stored = grid(*SHIFT_3), [0, 1, 5, 8]
     plan = plan_of(solver, stored_steps=stored, keep_means=True, gaussian=form == "gaussian")
@@ -64,7 +65,7 @@ def test_stored_steps_are_the_published_steps_and_their_log_probabilities(solver
         torch.testing.assert_close(step.log_prob.double(), want, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("solver", LEVELS)
+@check_each("solver", LEVELS)
 def test_training_computes_the_bits_of_the_stored_log_probability_in_any_batch(solver):
     plan = plan_of(solver, stored_steps=range(9))
     trajectory = plan.denoise(wavy, start(), [7, 8])
@@ -82,7 +83,7 @@ def test_the_noise_of_flow_sde_on_the_ten_step_grid():
     assert plan_of("cps").table[5, 2].item() == pytest.approx(0.572679, abs=1e-6)
 
 
-@pytest.mark.parametrize("solver", LEVELS)
+@check_each("solver", LEVELS)
 def test_a_stochastic_grid_begins_at_one(solver):
     almost = plan_of(solver, grid(0.9997, *SHIFT_3[1:]))
     assert almost.steps == plan_of(solver).steps
@@ -101,7 +102,7 @@ def test_the_last_step_has_the_noise_that_the_published_samplers_give_it():
     assert (c_x, c_v) == pytest.approx((1, -plan.steps[9].sigma))  # x0_hat
 
 
-@pytest.mark.parametrize("solver", LEVELS)
+@check_each("solver", LEVELS)
 def test_outside_the_window_steps_are_euler(solver):
     plan = plan_of(solver, noisy_steps=[2, 3], stored_steps=[2, 3])
     trajectory, euler = plan.denoise(wavy, start(), [7, 8]), deterministic_plan("ode", grid(*SHIFT_3))
@@ -122,7 +123,7 @@ def test_without_noisy_steps_a_stochastic_plan_has_the_bits_of_ode():
     )
 
 
-@pytest.mark.parametrize("solver", LEVELS)
+@check_each("solver", LEVELS)
 def test_what_a_sample_becomes_depends_on_its_seed_alone(solver):
     noise, plan = start((3, 2, 3, 5)), plan_of(solver, stored_steps=[1, 4])
     together = plan.denoise(wavy, noise, [11, 12, 13])
@@ -160,7 +161,7 @@ def test_the_stochastic_flow_of_a_gaussian_ends_at_that_gaussian(solver):
     assert ends.std().item() == pytest.approx(0.4, abs=0.02)
 
 
-@pytest.mark.parametrize("solver", LEVELS)
+@check_each("solver", LEVELS)
 def test_the_loop_never_reads_a_value_from_the_device(solver):
     noise = torch.empty((2, 1, 3, 3), device="meta")  # anything that would wait for a device raises here
     trajectory = plan_of(solver, stored_steps=[2]).denoise(wavy, noise, [1, 2])
@@ -180,7 +181,7 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("name", WINDOWS)
+@check_each("name", WINDOWS)
 def test_windows_are_steps_that_may_be_trained_on(name):
     window = WINDOWS[name]
     window.check_steps(10)
@@ -233,7 +234,7 @@ def test_a_range_that_cannot_hold_the_window_is_refused_and_any_other_can_be_dra
         assert set(trainable_steps(window, num_steps, run_seed=0, step=1)) <= set(range(first, last))
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("window", "message"),
     [
         ({"size": 2, "indices": [1, 9]}, r"must be at most 8 with sampling\.steps 10"),

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.sampling.plan import apply_shift, invert_shift, solver_steps
 
 
@@ -69,7 +70,7 @@ def test_dpm2_weights_are_the_published_ones():
     assert x + (after - now) * v + step.correction * (m - m_before) == pytest.approx(theirs, rel=1e-14)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("sigmas", "message"),
     [
         (grid(1.0, 0.5, 0.5, 0.0), "decrease strictly"),

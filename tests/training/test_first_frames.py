@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.data.datasets import build_buckets
 from wfm_ds.models import registry
 from wfm_ds.models.conditioning_frames import pad_num_frames
@@ -19,7 +20,7 @@ def model(tiny_pipelines):
     return registry.load_model(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("name", "overrides", "frames"),
     [
         ("cosmos25_i2v_nft", [], 1),

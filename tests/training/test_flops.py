@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from each_case import check_each
 from wfm_ds.engine.flop_counter import Flops, copy_to_meta, make_flop_counter
 from wfm_ds.engine.policies import add_adapters
 from wfm_ds.memory.forward_counts import ForwardCount
@@ -81,8 +82,8 @@ def test_frozen_layers_pass_gradients_on_and_adapters_get_them_too(model):
     assert flops.backward == passed_on + adapters + 2 * attention_flops(model)
 
 
-@pytest.mark.parametrize("groups", [1, 6])
-@pytest.mark.parametrize("transposed", [False, True])
+@check_each("groups", [1, 6])
+@check_each("transposed", [False, True])
 def test_gradients_of_a_convolution_cost_as_much_as_it_does_each(groups, transposed):
     kind = nn.ConvTranspose2d if transposed else nn.Conv2d
     layer = kind(6, 12, 3, stride=2, groups=groups, device="meta")

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.memory.forward_counts import (
     ForwardCount,
@@ -97,7 +98,7 @@ def test_guidance_doubles_what_is_asked_and_no_kl_asks_no_reference(w, kl_beta, 
         assert forwards["uncond"].without_adapters == (terms if kl_beta else 0)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("decay", "share_of_old"),  # of the terms of steps 1, 2, 3, in two updates each
     [
         ("copy", [0.5, 0.5, 0.5]),
@@ -165,7 +166,7 @@ def test_guidance_in_the_range_of_one_expert_is_counted_there_alone():
     assert sampled == {"validation": ForwardCount(47, 47)}
 
 
-@pytest.mark.parametrize(("most", "calls"), [(48, 10), (47, 20), (18, 20 + 10), (12, 40)])
+@check_each(("most", "calls"), [(48, 10), (47, 20), (18, 20 + 10), (12, 40)])
 def test_joint_guidance_halves_the_forwards_of_batches_that_fit_twice(most, calls):
     """24 samples: at once, then as 18 and 6, and as two times 12."""
     settings = {"sampling": {"guidance_batch": "joint"}, "guidance": 2.0, "engine": {"max_forward_batch": most}}

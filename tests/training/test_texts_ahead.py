@@ -15,9 +15,8 @@ from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.runs.model_loading import load_model
-from wfm_ds.training import text_precompute
-from wfm_ds.training.caches import collect_run_texts
-from wfm_ds.training.text_precompute import precompute_objection, precompute_texts
+from wfm_ds.training import caches
+from wfm_ds.training.caches import collect_run_texts, precompute_objection, precompute_texts
 
 CPU = torch.device("cpu")
 
@@ -83,11 +82,11 @@ def test_a_folder_of_ones_own_is_filled_too(run, cache, tmp_path):
 
 def test_too_many_bytes_or_texts_stay_with_the_encoders(run, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr(text_precompute, "MAX_EMBEDDING_BYTES", 1000)
+    monkeypatch.setattr(caches, "MAX_EMBEDDING_BYTES", 1000)
     recipe, model, data, _ = run()
     assert len(model.components_with_prefix("text_encoder")) == 3
     assert "set data.cache_dir and run wfm data prepare" in caplog.text
-    monkeypatch.setattr(text_precompute, "MAX_EMBEDDING_BYTES", 2**30)
+    monkeypatch.setattr(caches, "MAX_EMBEDDING_BYTES", 2**30)
     needed = collect_run_texts(recipe, model, data)
     assert precompute_objection(recipe, model, needed, derive_run_sizes(recipe, 1)) is None
     assert "5000 texts but the run draws only 4 samples" in precompute_objection(

@@ -1,5 +1,6 @@
 """A broker, clients and workers in threads of this process, and bare peers that say what a test makes them say."""
 
+import contextlib
 import itertools
 import threading
 import time
@@ -47,7 +48,12 @@ def a_worker(stack, hub, handle, name="w", **options):
     """A worker and its thread."""
     endpoint = getattr(hub, "worker_endpoint", hub)
     worker = LeaseWorker(endpoint, worker=name, name=name, kinds=[KIND], **options)
-    thread = threading.Thread(target=worker.run, args=[handle], daemon=True)
+
+    def run():
+        with contextlib.suppress(SystemExit):
+            worker.run(handle)
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     stack.callback(lambda: (worker.stop(), thread.join(DEADLINE_S)))
     return worker, thread

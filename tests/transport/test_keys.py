@@ -6,7 +6,6 @@ import socket
 import stat
 import subprocess
 import sys
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,16 +14,14 @@ import numpy as np
 import pytest
 import zmq
 
+from each_case import check_each
+from transport import peers
+from transport.peers import DEADLINE_S, collect, submit, until
 from wfm_ds.transport import keys
-from wfm_ds.transport.broker import Broker, TaskKind
 from wfm_ds.transport.client import PipeClient
 from wfm_ds.transport.keys import KeyFileError, create_key_pair, load_broker_keys, load_client_keys
-from wfm_ds.transport.pending_submissions import TaskRequest
 from wfm_ds.transport.socket_folders import SocketFolder
-from wfm_ds.transport.sockets import PipeError, check_endpoint
-from wfm_ds.transport.worker import LeaseWorker
-
-DEADLINE_S = 20.0
+from wfm_ds.transport.sockets import PipeError
 
 
 @pytest.fixture
@@ -51,48 +48,31 @@ def stack():
 def a_hub(stack, folder):
     """A hub whose worker, on this machine, needs no keys."""
     sockets = stack.enter_context(SocketFolder())
-    hub = Broker(
-        clients="tcp://127.0.0.1:0",
-        workers=f"ipc://{sockets}/w",
-        kinds={"sum": TaskKind(10.0, {})},
-        keys=load_broker_keys(folder),
-    )
-    hub.start()
-    stack.callback(lambda: hub.stop(0.0))
+    loaded = load_broker_keys(folder)
+    hub = peers.a_hub(stack, clients="tcp://127.0.0.1:0", workers=f"ipc://{sockets}/w", keys=loaded)
     a_worker(stack, hub, None)
     return hub
 
 
-def a_hub_for_machines(stack, folder):
+def a_hub_for_machines(stack, folder, here="tcp://127.0.0.1:0"):
     """A hub whose workers need keys too."""
-    here = "tcp://127.0.0.1:0"
-    kinds = {"sum": TaskKind(60.0, {})}
-    hub = Broker(clients=here, workers=here, kinds=kinds, keys=load_broker_keys(folder), worker_keys=True)
-    hub.start()
-    stack.callback(lambda: hub.stop(0.0))
-    return hub
+    return peers.a_hub(stack, clients=here, workers=here, keys=load_broker_keys(folder), worker_keys=True)
 
 
 def a_worker(stack, hub, its_keys, name="w"):
-    worker = LeaseWorker(hub.worker_endpoint, worker=name, name=name, kinds=["sum"], keys=its_keys)
-    thread = threading.Thread(
-        target=worker.run, args=(lambda task, _: {"sums": [int(t.sum()) for t in task.read_tensors()]},), daemon=True
-    )
-    thread.start()
-    stack.callback(lambda: (worker.stop(), thread.join(DEADLINE_S)))
+    def add_up(task, _):
+        return {"sums": [int(t.sum()) for t in task.read_tensors()]}
+
+    peers.a_worker(stack, hub, add_up, name, keys=its_keys)
 
 
 def a_client(stack, hub, its_keys):
-    client = PipeClient(hub.client_endpoint, run="run", client="ann", keys=its_keys)
-    stack.callback(client.close)
-    return client
+    return peers.a_client(stack, hub, keys=its_keys, attach=False)
 
 
 def a_sum(client):
-    deadline_s = time.monotonic() + DEADLINE_S
-    client.submit([{}], [("media", np.full((2000, 5000), 3, np.uint8))], [TaskRequest("t", "sum", 0, 1, deadline_s)])
-    (outcome,) = client.take_outcomes(DEADLINE_S)
-    return outcome.meta["sums"]
+    submit(client, "t", tensors=[np.full((2000, 5000), 3, np.uint8)])
+    return collect(client)["t"].meta["sums"]
 
 
 # Between hub and clients
@@ -106,12 +86,8 @@ def test_a_client_with_its_key_is_served(stack, folders):
 
 
 def test_the_hubs_own_process_is_let_in(stack, folders):
-    secrets = load_broker_keys(folders[0])
-    sockets = stack.enter_context(SocketFolder())
-    hub = Broker(clients="tcp://127.0.0.1:0", workers=f"ipc://{sockets}/w", kinds={}, keys=secrets)
-    hub.start()
-    stack.callback(lambda: hub.stop(0.0))
-    a_client(stack, hub, secrets.local_client_keys).attach(DEADLINE_S)
+    hub = a_hub(stack, folders[0])
+    a_client(stack, hub, load_broker_keys(folders[0]).local_client_keys).attach(DEADLINE_S)
     a_client(stack, hub, load_client_keys(folders[0])).attach(DEADLINE_S)
 
 
@@ -121,16 +97,7 @@ def test_an_ipv6_address_is_an_address(stack, folders):
             probe.bind(("::1", 0))
         except OSError:
             pytest.skip("this machine has no IPv6")
-    here = "tcp://[::1]:0"
-    hub = Broker(
-        clients=here,
-        workers=here,
-        kinds={"sum": TaskKind(60.0, {})},
-        keys=load_broker_keys(folders[0]),
-        worker_keys=True,
-    )
-    hub.start()
-    stack.callback(lambda: hub.stop(0.0))
+    hub = a_hub_for_machines(stack, folders[0], "tcp://[::1]:0")
     a_worker(stack, hub, load_client_keys(folders[1]))
     client = a_client(stack, hub, load_client_keys(folders[1]))
     client.attach(DEADLINE_S)
@@ -180,17 +147,15 @@ def test_a_key_that_the_hub_does_not_know_is_a_sentence_until_it_does(stack, fol
     assert a_sum(client) == [30_000_000]
 
 
-@pytest.mark.parametrize("content", ["curve\n    public-key", 'curve\n    public-key = "half', "", None])
-def test_a_file_that_is_no_key_shuts_nobody_else_out(stack, folders, caplog, content):
+def test_a_file_that_is_no_key_shuts_nobody_else_out(stack, folders, caplog):
     """Half copied, empty, or gone between the listing and the reading (a link to nowhere)."""
     hub = a_hub(stack, folders[0])
-    odd = folders[0] / "public" / "odd.key"
-    odd.symlink_to("nowhere") if content is None else odd.write_text(content)
-    for _ in range(2):
-        client = PipeClient(hub.client_endpoint, run="run", client="ann", keys=load_client_keys(folders[1]))
-        stack.callback(client.close)
-        client.attach(DEADLINE_S)
-    assert f"{odd} cannot be read as a key" in caplog.text
+    for number, content in enumerate(("curve\n    public-key", 'curve\n    public-key = "half', "", None)):
+        odd = folders[0] / "public" / f"odd{number}.key"
+        odd.symlink_to("nowhere") if content is None else odd.write_text(content)
+        for _ in range(2):
+            a_client(stack, hub, load_client_keys(folders[1])).attach(DEADLINE_S)
+        assert f"{odd} cannot be read as a key" in caplog.text
 
 
 def test_another_hubs_key_and_no_key_are_sentences_and_nothing_is_delivered(stack, folders, tmp_path):
@@ -251,31 +216,10 @@ def test_a_name_belongs_to_the_key_that_took_it_first(stack, folders, tmp_path, 
     a_client(stack, hub, load_client_keys(hub_folder)).attach(DEADLINE_S)  # another life of the first
 
 
-def until(condition):
-    deadline_s = time.monotonic() + DEADLINE_S
-    tick = threading.Event()
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen"
-        tick.wait(0.05)
-
-
 def test_a_hub_without_keys_is_a_sentence_for_a_client_with_some(stack, folders):
     sockets = stack.enter_context(SocketFolder())
-    hub = Broker(clients="tcp://127.0.0.1:0", workers=f"ipc://{sockets}/w", kinds={})
-    hub.start()
-    stack.callback(lambda: hub.stop(0.0))
+    hub = peers.a_hub(stack, clients="tcp://127.0.0.1:0", workers=f"ipc://{sockets}/w")
     says(a_client(stack, hub, load_client_keys(folders[1])), "or it has none")
-
-
-@pytest.mark.parametrize("endpoint", ["tcp://10.0.0.5:6100", "tcp://example.org:5", "tcp://[fe80::1]:5", "ipc:///x"])
-def test_other_addresses_are_for_keys_alone(endpoint):
-    assert check_endpoint(endpoint, keys=True) == endpoint
-
-
-@pytest.mark.parametrize("endpoint", ["tcp://0.0.0.0:5", "tcp://*:5", "tcp://[::]:5"])
-def test_not_even_keys_listen_everywhere(endpoint):
-    with pytest.raises(PipeError, match="use one address of this machine"):
-        check_endpoint(endpoint, keys=True)
 
 
 # Files
@@ -296,7 +240,7 @@ def test_a_new_pair_is_private_and_never_overwritten(tmp_path):
     assert again.stderr.startswith(f"error: {secret} already exists")
 
 
-@pytest.mark.parametrize("there", ["ann.key_secret", "public/ann.key"])
+@check_each("there", ["ann.key_secret", "public/ann.key"])
 def test_half_a_pair_is_named_and_left_as_it_is(tmp_path, there):
     create_key_pair(tmp_path, "ann")
     for file in {"ann.key_secret", "public/ann.key"} - {there}:
@@ -309,10 +253,10 @@ def test_half_a_pair_is_named_and_left_as_it_is(tmp_path, there):
     assert (tmp_path / there).read_bytes() == content
 
 
-@pytest.mark.parametrize("name", ["", "../x", "a b", "a/b", "x" * 65])
-def test_a_name_is_plain(tmp_path, name, capsys):
-    assert keys.main(["new", str(tmp_path), name]) == 2
-    assert "is not a valid key name" in capsys.readouterr().err
+def test_a_name_is_plain(tmp_path, capsys):
+    for name in ("", "../x", "a b", "a/b", "x" * 65):
+        assert keys.main(["new", str(tmp_path), name]) == 2
+        assert "is not a valid key name" in capsys.readouterr().err
 
 
 def test_secrets_that_others_can_read_are_refused(folders):

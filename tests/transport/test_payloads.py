@@ -6,18 +6,13 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from wfm_ds.transport.broker import Broker, TaskKind
+from transport.peers import DEADLINE_S, a_client, a_hub, a_worker, collect, submit, until
 from wfm_ds.transport.broker_clients import BrokerClients
-from wfm_ds.transport.client import PipeClient
-from wfm_ds.transport.pending_submissions import TaskRequest
 from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_ds.transport.sockets import PipeError
 from wfm_ds.transport.spool import NotInSpool, Spool
 from wfm_ds.transport.wire import MAX_FRAME_BYTES, pack_tensors
-from wfm_ds.transport.worker import LeaseWorker, TaskResult
-
-KIND = "ramp"
-DEADLINE_S = 30.0
+from wfm_ds.transport.worker import TaskResult
 
 
 @pytest.fixture
@@ -29,51 +24,22 @@ def stack():
         assert not list(folder.iterdir()), "sockets are removed"
 
 
-def a_hub(stack, **options):
-    sockets = {"clients": f"ipc://{stack.folder}/c", "workers": f"ipc://{stack.folder}/w"}
-    hub = Broker(**sockets, kinds={KIND: TaskKind(60.0, {})}, **options)
-    hub.start()
-    stack.callback(lambda: hub.stop(0.0))
-    return hub
-
-
-def a_client(stack, hub, *, run="run", name="ann"):
-    client = PipeClient(hub.client_endpoint, run=run, client=name)
-    stack.callback(client.close)
-    client.attach(DEADLINE_S)
-    return client
-
-
-def a_worker(stack, hub, handle, name="w"):
-    worker = LeaseWorker(hub.worker_endpoint, worker=name, name=name, kinds=[KIND])
-    thread = threading.Thread(target=worker.run, args=[handle], daemon=True)
-    thread.start()
-    stack.callback(thread.join, DEADLINE_S)
-    stack.callback(worker.stop)
-    return worker
-
-
 def ramp(task, progress):
     size = task.rows[0]["size"]
     return TaskResult({"size": size, "note": dict(task.announcement)}, [("ramp", np.arange(size, dtype=np.float32))])
 
 
-def submit(client, task_id, size):
-    client.submit([{"size": size}], [], [TaskRequest(task_id, KIND, 0, 1, deadline_s=1e12)])
-
-
 def outcome(client):
-    found = client.take_outcomes(DEADLINE_S)
-    assert len(found) == 1
-    return found[0]
+    (found,) = collect(client).values()
+    return found
 
 
 def test_any_client_of_the_run_fetches_a_result_until_it_is_released(stack):
-    hub = a_hub(stack)
+    hub = a_hub(stack, stack.folder)
     ann, bob, eve = (a_client(stack, hub, name=n, run=r) for n, r in (("ann", "run"), ("bob", "run"), ("ann", "other")))
     a_worker(stack, hub, ramp)
     size = MAX_FRAME_BYTES // 4 + 7  # two frames
-    submit(ann, "a", size)
+    submit(ann, "a", [{"size": size}])
     assert outcome(ann).meta == {"size": size, "note": {}}
     for client in (bob, ann, bob):
         (array,) = client.fetch_results(["a"], DEADLINE_S)["a"].read_tensors()
@@ -85,27 +51,28 @@ def test_any_client_of_the_run_fetches_a_result_until_it_is_released(stack):
         ann.fetch_results(["a"], DEADLINE_S)
 
 
-@pytest.mark.parametrize(("word", "fields"), [("release", {}), ("cancel", {"why": "spite"})])
-def test_another_run_cannot_have_a_result_dropped(stack, word, fields):
-    hub = a_hub(stack)
+def test_another_run_cannot_have_a_result_dropped(stack):
+    hub = a_hub(stack, stack.folder)
     ann, eve = a_client(stack, hub), a_client(stack, hub, run="other")
     a_worker(stack, hub, ramp)
-    submit(ann, "a", 5)
+    submit(ann, "a", [{"size": 5}])
     assert outcome(ann).ok
-    eve._commands.put(lambda: eve._send_ids(word, ["a"], **fields))  # its own methods might know that it is not hers
-    with pytest.raises(
-        PipeError, match="the broker does not have result a"
-    ):  # answered later: a connection keeps its order
+    for word, fields in (
+        ("release", {}),
+        ("cancel", {"why": "spite"}),
+    ):  # its own methods might know that it is not hers
+        eve._commands.put(lambda word=word, fields=fields: eve._send_ids(word, ["a"], **fields))
+    with pytest.raises(PipeError, match="the broker does not have result a"):  # a connection keeps its order
         eve.fetch_results(["a"], DEADLINE_S)
     assert len(ann.fetch_results(["a"], DEADLINE_S)["a"].read_tensors()[0]) == 5
 
 
 def test_many_results_are_fetched_at_once(stack):
-    hub = a_hub(stack)
+    hub = a_hub(stack, stack.folder)
     ann = a_client(stack, hub)
     a_worker(stack, hub, ramp)
     for size in range(20):
-        submit(ann, f"t{size}", size)
+        submit(ann, f"t{size}", [{"size": size}])
     done = set()
     while len(done) < 20:
         done |= {o.id for o in ann.take_outcomes(DEADLINE_S)}
@@ -114,12 +81,12 @@ def test_many_results_are_fetched_at_once(stack):
 
 
 def test_an_announcement_goes_with_the_tasks_leased_after_it_and_its_files_can_be_read(stack, tmp_path):
-    hub = a_hub(stack)
+    hub = a_hub(stack, stack.folder)
     ann, eve = a_client(stack, hub), a_client(stack, hub, run="workers", name="w")
     content = np.random.default_rng(0).integers(0, 256, MAX_FRAME_BYTES + 11).astype(np.uint8)
     (tmp_path / "weights").write_bytes(content.tobytes())
     hub.announce({"version": 3}, {"v3/weights": tmp_path / "weights"})
-    submit(ann, "a", 1)  # waits for a worker
+    submit(ann, "a", [{"size": 1}])  # waits for a worker
     hub.announce({"version": 4}, {"v3/weights": tmp_path / "weights"})
     a_worker(stack, hub, ramp)
     assert outcome(ann).meta["note"] == {"version": 4}
@@ -131,7 +98,7 @@ def test_an_announcement_goes_with_the_tasks_leased_after_it_and_its_files_can_b
 
 
 def test_a_silent_worker_loses_its_task_to_another_and_is_welcome_again(stack):
-    hub = a_hub(stack, worker_timeout_s=0.5)
+    hub = a_hub(stack, stack.folder, worker_timeout_s=0.5)
     ann = a_client(stack, hub)
     woken, at_work = threading.Event(), threading.Event()
 
@@ -140,21 +107,21 @@ def test_a_silent_worker_loses_its_task_to_another_and_is_welcome_again(stack):
         woken.wait(4 * DEADLINE_S)  # longer than anybody waits for its result
         return ramp(task, progress)
 
-    sleeper = a_worker(stack, hub, dream, name="sleeper")
+    sleeper, _ = a_worker(stack, hub, dream, name="sleeper")
     stack.callback(woken.set)
-    submit(ann, "a", 1)
+    submit(ann, "a", [{"size": 1}])
     assert at_work.wait(DEADLINE_S)
     sleeper._beat_interval_s = 1e9  # as if its process were stopped
     a_worker(stack, hub, ramp, name="other")
     assert outcome(ann).meta["size"] == 1
     woken.set()  # its late result is recognised: nothing more comes of it
-    submit(ann, "b", 2)
+    submit(ann, "b", [{"size": 2}])
     assert outcome(ann).id == "b"
     assert ann.take_outcomes(0.3) == []
 
 
 def test_a_worker_that_leaves_hands_back_its_task_at_once(stack):
-    hub = a_hub(stack)
+    hub = a_hub(stack, stack.folder)
     ann = a_client(stack, hub)
     release, at_work = threading.Event(), threading.Event()
 
@@ -163,8 +130,8 @@ def test_a_worker_that_leaves_hands_back_its_task_at_once(stack):
         release.wait(DEADLINE_S)
         return ramp(task, progress)
 
-    leaving = a_worker(stack, hub, slow, name="leaving")
-    submit(ann, "a", 5)
+    leaving, _ = a_worker(stack, hub, slow, name="leaving")
+    submit(ann, "a", [{"size": 5}])
     assert at_work.wait(DEADLINE_S)
     a_worker(stack, hub, ramp, name="other")
     leaving.stop()
@@ -173,12 +140,10 @@ def test_a_worker_that_leaves_hands_back_its_task_at_once(stack):
 
 
 def test_dismissed_workers_return(stack):
-    hub = a_hub(stack)
-    worker = LeaseWorker(hub.worker_endpoint, worker="w", name="w", kinds=[KIND])
-    thread = threading.Thread(target=worker.run, args=[ramp], daemon=True)
-    thread.start()
+    hub = a_hub(stack, stack.folder)
+    _, thread = a_worker(stack, hub, ramp)
     ann = a_client(stack, hub)
-    submit(ann, "a", 1)
+    submit(ann, "a", [{"size": 1}])
     outcome(ann)
     assert hub.worker_ids() == ["w"]
     hub.dismiss_workers("the run is complete")
@@ -199,17 +164,13 @@ def test_a_release_that_is_lost_is_repeated(stack, monkeypatch):
     answer = BrokerClients._handle_message
     monkeypatch.setattr(BrokerClients, "_handle_message", deaf_once)
     monkeypatch.setattr("wfm_ds.transport.client.RELEASE_RETRY_S", 0.1)
-    hub = a_hub(stack)
+    hub = a_hub(stack, stack.folder)
     client = a_client(stack, hub)
     a_worker(stack, hub, ramp)
-    submit(client, "a", 5)
+    submit(client, "a", [{"size": 5}])
     assert outcome(client).ok
     client.release_results(["a"])
-    tick = threading.Event()
-    for _ in range(int(DEADLINE_S / 0.05)):
-        if not client._pending_releases and heard:
-            break
-        tick.wait(0.05)
+    until(lambda: heard and not client._pending_releases)
     assert len(heard) >= 2
     assert set(map(tuple, heard)) == {("a",)}
     with pytest.raises(PipeError, match="does not have result a"):
@@ -228,11 +189,11 @@ def test_a_request_that_is_lost_is_repeated_and_no_other(stack, monkeypatch):
     answer = BrokerClients._handle_message
     monkeypatch.setattr(BrokerClients, "_handle_message", deaf_once)
     monkeypatch.setattr("wfm_ds.transport.payload_requests.MARKER_INTERVAL_S", 0.05)
-    hub = a_hub(stack)
+    hub = a_hub(stack, stack.folder)
     client = a_client(stack, hub)
     a_worker(stack, hub, ramp)
     for name, size in (("a", 3), ("b", 4)):
-        submit(client, name, size)
+        submit(client, name, [{"size": size}])
         assert outcome(client).ok
     found = client.fetch_results(["a", "b"], DEADLINE_S)
     assert {name: len(message.read_tensors()[0]) for name, message in found.items()} == {"a": 3, "b": 4}
@@ -258,11 +219,11 @@ def test_payloads_that_keep_coming_are_waited_for_each_as_long_as_the_first(stac
 
     answer = BrokerClients._handle_message
     monkeypatch.setattr(BrokerClients, "_handle_message", slowly)
-    hub = a_hub(stack)
+    hub = a_hub(stack, stack.folder)
     client = a_client(stack, hub)
     a_worker(stack, hub, ramp)
     for name in "abc":
-        submit(client, name, 5)
+        submit(client, name, [{"size": 5}])
         assert outcome(client).ok
     wait_for = client._condition.wait_for
     monkeypatch.setattr(client._condition, "wait_for", waiting)

@@ -1,52 +1,21 @@
-"""A worker against a hub of bare messages: which attempt at a task it speaks of."""
+"""Workers: which attempt at a task they speak of, and what becomes of a task when its worker ends."""
 
+import sys
 import threading
-import time
 from contextlib import ExitStack
 
 import pytest
-import zmq
 
-from wfm_ds.transport import wire
-from wfm_ds.transport.messages import WORKER_TO_BROKER
+from transport.peers import DEADLINE_S, RawHub, a_client, a_hub, a_worker, collect, submit
+from wfm_ds.transport.ledger import MAX_ATTEMPTS
 from wfm_ds.transport.socket_folders import SocketFolder
-from wfm_ds.transport.sockets import Router
-from wfm_ds.transport.worker import LeaseWorker
-
-KIND = "work"
-DEADLINE_S = 20.0
 
 
-class RawHub:
-    """Says what a test makes it say."""
-
-    def __init__(self, stack):
-        folder, context = stack.enter_context(SocketFolder()), zmq.Context()
-        self.router = Router(context, f"ipc://{folder}/w")
-        for closing in (self.router.remove_files, context.term, self.router.close):
-            stack.callback(closing)
-        self.route = b""
-
-    def hear(self, message_type):
-        deadline_s = time.monotonic() + DEADLINE_S
-        while time.monotonic() < deadline_s:
-            if self.router.socket.poll(50):
-                self.route, frames = self.router.receive()
-                message = wire.decode_message([f.buffer for f in frames], WORKER_TO_BROKER)
-                if message.type == message_type:
-                    return message.fields
-        raise AssertionError(f"no {message_type} within {DEADLINE_S:g} s")
-
-    def hear_mark(self, *mark):
-        deadline_s = time.monotonic() + DEADLINE_S
-        while self.hear("beat")["progress"] != [list(mark)]:
-            assert time.monotonic() < deadline_s, f"no mark {mark}"
-
-    def say(self, message_type, **fields):
-        self.router.send(self.route, wire.encode_header(message_type, 1, fields))
-
-    def lease(self, task_id, attempt):
-        self.say("task", id=task_id, attempt=attempt, kind=KIND, rows=[{}], note={})
+@pytest.fixture
+def stack():
+    with SocketFolder() as folder, ExitStack() as stack:
+        stack.folder = folder
+        yield stack
 
 
 class Steps:
@@ -66,39 +35,43 @@ class Steps:
         return {}
 
 
-@pytest.fixture
-def stack():
-    with ExitStack() as stack:
-        yield stack
+class LeasingHub(RawHub):
+    def lease(self, task_id, attempt):
+        self.say("task", id=task_id, attempt=attempt, kind="work", rows=[{}], note={})
+
+    def hear_mark(self, *mark):
+        for _ in range(1000):
+            if self.hear("beat")["progress"] == [list(mark)]:
+                return
+        raise AssertionError(f"no mark {mark}")
 
 
 @pytest.fixture
 def hub(stack):
-    return RawHub(stack)
+    return LeasingHub(stack, stack.folder)
 
 
 @pytest.fixture
 def steps(stack, hub):
     steps = Steps()
-    worker = LeaseWorker(hub.router.endpoint, worker="w", name="w", kinds=[KIND], credit=2, ends_process=False)
-    thread = threading.Thread(target=worker.run, args=[steps], daemon=True)
-    thread.start()
-    stack.callback(lambda: (steps.go_on.release(100), worker.stop(), thread.join(DEADLINE_S)))
+    a_worker(stack, hub.router.endpoint, steps, credit=2, ends_process=False)
+    stack.callback(steps.go_on.release, 100)
     hub.hear("hello")
     hub.say("welcome", hub="1", beat_s=0.05)
     return steps
 
 
-@pytest.mark.parametrize(("task_id", "ends_as"), [("works", "result"), ("fails", "failed")])
-def test_a_task_that_is_leased_again_while_it_runs_is_reported_under_its_new_lease(hub, steps, task_id, ends_as):
-    hub.lease(task_id, 1)
-    hub.hear_mark(task_id, 1, 1, 2)
-    hub.lease(task_id, 3)  # the hub had lost the worker for a while
-    steps.go_on.release()
-    hub.hear_mark(task_id, 3, 2, 2)
-    steps.go_on.release()
-    assert hub.hear(ends_as)["attempt"] == 3
-    assert steps.began == [(task_id, 1)], "it is not done twice"
+def test_a_task_that_is_leased_again_while_it_runs_is_reported_under_its_new_lease(hub, steps):
+    for task_id, ends_as in (("works", "result"), ("fails", "failed")):
+        hub.lease(task_id, 1)
+        hub.hear_mark(task_id, 1, 1, 2)
+        hub.lease(task_id, 3)  # the hub had lost the worker for a while
+        steps.go_on.release()
+        hub.hear_mark(task_id, 3, 2, 2)
+        steps.go_on.release()
+        assert hub.hear(ends_as)["attempt"] == 3
+        hub.say("ack", ids=[task_id])
+    assert steps.began == [("works", 1), ("fails", 1)], "neither is done twice"
 
 
 def test_a_task_that_was_given_back_and_leased_again_is_done_as_the_newer(hub, steps):
@@ -114,3 +87,58 @@ def test_a_task_that_was_given_back_and_leased_again_is_done_as_the_newer(hub, s
     answer = hub.hear("result")
     assert (answer["id"], answer["attempt"]) == ("later", 2)
     assert steps.began == [("works", 1), ("later", 2)]
+
+
+def test_a_worker_says_of_a_lease_whose_task_never_reached_it_that_it_has_it_not(hub, steps):
+    """Else the hub would keep its place for it, and never give it another."""
+    hub.say("stalled", id="t", attempt=7)
+    failed = hub.hear("failed")
+    assert (failed["id"], failed["attempt"], failed["reason"]) == ("t", 7, "not received")
+
+
+def test_workers_that_leave_in_the_middle_of_a_task_are_not_its_attempts(stack):
+    hub = a_hub(stack, stack.folder, stall_s=600.0)
+    client = a_client(stack, hub)
+    submit(client, "t")
+    released = threading.Event()
+    for name in range(MAX_ATTEMPTS + 1):
+        at_work = threading.Event()
+
+        def endless(task, progress, at_work=at_work):
+            at_work.set()
+            released.wait(DEADLINE_S)  # beyond it the test has failed
+            return {}
+
+        worker, _ = a_worker(stack, hub, endless, f"w{name}", ends_process=False)
+        assert at_work.wait(DEADLINE_S)
+        worker.stop()
+        assert worker.disconnected.wait(DEADLINE_S), "it does not wait for its task"
+    a_worker(stack, hub, lambda task, progress: {"attempt": task.attempt}, "patient")
+    outcome = collect(client)["t"]
+    released.set()
+    assert (outcome.ok, outcome.meta) == (True, {"attempt": MAX_ATTEMPTS + 2})
+
+
+def test_a_task_that_ends_its_worker_is_given_up_although_nobody_watches_the_process(stack):
+    hub = a_hub(stack, stack.folder, stall_s=600.0)
+    client = a_client(stack, hub)
+    submit(client, "t")
+    for _ in range(MAX_ATTEMPTS):
+        _, thread = a_worker(stack, hub, lambda task, progress: sys.exit(), ends_process=False)
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+        assert client.take_outcomes(0.0) == []
+    a_worker(stack, hub, lambda task, progress: {})  # each is another life of the same worker
+    assert collect(client)["t"].reason == f"its worker died ({MAX_ATTEMPTS} attempts)"
+
+
+def test_a_task_that_does_not_fit_a_message_together_with_the_note_fails_alone(stack):
+    hub = a_hub(stack, stack.folder)
+    client = a_client(stack, hub)
+    hub.announce({"files": "x" * 40000}, {})
+    submit(client, "t")
+    submit(client, "long", [{"prompt": "y" * 40000}])
+    a_worker(stack, hub, lambda task, progress: {})
+    ends = {outcome.id: outcome.reason for outcome in collect(client, 2).values()}
+    assert ends["t"] == ""
+    assert ends["long"].startswith("cannot be sent: task: header of ")

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from each_case import check_each
 from families import CASES
 from wfm_ds.errors import UserError
 from wfm_ds.models import registry
@@ -20,7 +21,7 @@ def test_an_unknown_module_is_named_with_the_known_ones(denoiser):
         install_ulysses(denoiser, None)
 
 
-@pytest.mark.parametrize("name", ["sd3", "cosmos25", "wan21", "wan22", "sana", "sana_video"])
+@check_each("name", ["sd3", "cosmos25", "wan21", "wan22", "sana", "sana_video"])
 def test_the_transformer_of_every_model_family_is_known(name, tiny_pipelines):
     options = {"dtype": torch.float32, "device": "cpu", **CASES[name].load_options}
     denoiser = registry.load_model(tiny_pipelines(name), **options).unwrapped_denoiser

@@ -6,16 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.loaders import PeftAdapterMixin
 from peft import get_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 
 from wfm_ds.errors import ModelError
 from wfm_ds.export.weights import LORA_FILES, LORA_FOLDER, LORA_PREFIX, METADATA_KEY, WHOLE_LAYER_FILES
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.peft_support import add_peft_methods
 
 # Raised by diffusers for damaged tensors or tensors that do not fit the layers.
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError)
+
+
+def add_peft_methods(network: Any) -> Any:
+    """Add the methods of diffusers' PeftAdapterMixin (`add_adapter`, `load_lora_adapter`, ...) to a network, in place.
+
+    Its class becomes a subclass with the same name, so diffusers saves the network as before.
+    """
+    network_class = type(network)
+    if not issubclass(network_class, PeftAdapterMixin):
+        namespace = {"__module__": network_class.__module__}
+        network.__class__ = type(network_class.__name__, (network_class, PeftAdapterMixin), namespace)
+    return network
 
 
 def load_adapter(model: DiffusionModel, folder: Path) -> None:

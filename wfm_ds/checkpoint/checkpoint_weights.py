@@ -1,8 +1,13 @@
-"""Weights of a checkpoint for `wfm convert`, read one tensor at a time and without the run that wrote them."""
+"""Weights of checkpoints, for `wfm convert`.
+
+Checkpoints of a run are read one tensor at a time. Checkpoints written by DeepSpeed's save_checkpoint are supported
+too. For LoRA files see export/lora_file.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import peft
@@ -11,13 +16,16 @@ from torch import Tensor
 
 from wfm_ds.checkpoint.sharded_states import ShardedStates
 from wfm_ds.engine.engine import OPTIMIZER_PREFIX, persistent_buffers
-from wfm_ds.errors import ModelError, UserError
+from wfm_ds.errors import ModelError, UserError, is_out_of_memory
 from wfm_ds.export.lora_layers import LoraLayer, LoraLayers, layer_alpha
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.export.weights import LORA_KEY, WHOLE_LAYER_KEY, TensorSource, adapter_shapes
 
 ADAPTER_INFIX = ".default."  # the trained adapter's name within its parameter names
 UNSUPPORTED_OPTIONS = ("lora_bias", "use_qalora", "layer_replication")  # options that change the update
+WRAPPERS = ("module.", "transformer.")  # prefixes that training frameworks add to the denoiser's parameter names
+# Raised when a pickle is damaged or needs classes that are not installed.
+PICKLE_ERRORS = (OSError, ValueError, RuntimeError, KeyError, EOFError, ImportError, AttributeError, TypeError)
 
 
 class CheckpointWeights:
@@ -27,7 +35,7 @@ class CheckpointWeights:
     """
 
     def __init__(self, sharded_states: ShardedStates, target: ExportTarget, settings: Mapping[str, Any] | None) -> None:
-        """settings: the peft.LoraConfig as JSON; None for full training."""
+        """settings: the peft.LoraConfig as JSON, or None for full training."""
         self.sharded_states, self.target, self.settings = sharded_states, target, settings
         self.uses_lora = settings is not None
 
@@ -127,7 +135,7 @@ def collect_lora_layers(
 ) -> tuple[LoraLayers, dict[str, Tensor]]:
     """Return (LoRA layers by name, {name: tensor} of fully trained layers) from the tensors of a source.
 
-    Raises ModelError for tensors of any other kind and for incomplete layers.
+    Raises ModelError for incomplete layers, and for tensors that do not belong to a LoRA or a fully trained layer.
     """
     groups: dict[str, dict[str, Tensor]] = {}
     saved: dict[str, Tensor] = {}
@@ -146,3 +154,49 @@ def collect_lora_layers(
         for module, g in groups.items()
     }
     return layers, saved
+
+
+def is_deepspeed_checkpoint(folder: Path) -> bool:
+    """Return whether this folder, or the folder named in its file `latest`, is a checkpoint saved by DeepSpeed."""
+    return (folder / "latest").is_file() or any(folder.glob("*_optim_states.pt"))
+
+
+class DeepSpeedWeights:
+    """Float32 weights in a checkpoint written by DeepSpeed's save_checkpoint, at any ZeRO stage."""
+
+    uses_lora = False
+
+    def __init__(self, folder: Path, target: ExportTarget) -> None:
+        """Read the checkpoint into memory. Its pickles can execute code. Raises UserError if reading fails."""
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        root, tag = (folder, None) if (folder / "latest").is_file() else (folder.parent, folder.name)
+        try:
+            states = get_fp32_state_dict_from_zero_checkpoint(str(root), tag=tag)
+        except PICKLE_ERRORS as error:
+            if is_out_of_memory(error):
+                raise
+            reason = " ".join(str(error).split())[:300]
+            raise UserError(f"{folder} cannot be read as a DeepSpeed checkpoint ({reason})") from error
+        self.target, self.states = target, strip_wrapper_prefixes(states)
+
+    def lora_config(self) -> None:
+        return None
+
+    def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors of the checkpoint, then its missing buffers from the base model's folder."""
+        (part,) = self.target.parts
+        yield from self.states.items()
+        stored = self.target.base_weights(part)
+        for name, _ in persistent_buffers(self.target.meta_network(part)):
+            if name not in self.states:
+                yield name, stored.read_tensor(name)
+
+
+def strip_wrapper_prefixes(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors without the prefixes in WRAPPERS that all of their names share."""
+    tensors = dict(states)
+    for prefix in WRAPPERS:
+        if tensors and all(name.startswith(prefix) for name in tensors):
+            tensors = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return tensors

@@ -44,7 +44,7 @@ class RankState:
     recipe: str | None  # on rank 0 only
 
     def write_files(self, folder: Path) -> list[Path]:
-        """Write this rank's files into `folder`. Raises OSError."""
+        """Write this rank's files into `folder`. Returns their paths. Raises OSError if writing fails."""
         files = [folder / rank_file_name(self.rank)]
         try:
             save_file(dict(self.tensors), files[0], metadata=dict(self.metadata))

@@ -1,4 +1,4 @@
-"""Checkpoints in S3, complete or absent. For local checkpoints see store.py.
+"""Checkpoints in S3. A checkpoint counts only if it is complete. For local checkpoints see store.py.
 
     s3://bucket/run/checkpoints/step_400/wfm_rank00000.safetensors, ...    the files of the local folder
     s3://bucket/run/checkpoints/step_400/COMPLETE                          the local COMPLETE, plus SHA-256 digests
@@ -42,12 +42,15 @@ class RemoteCheckpoint:
 
 
 def read_checkpoint(address: str) -> RemoteCheckpoint | None:
-    """Return the checkpoint at an s3:// address; None if it is not complete. Raises StorageError."""
+    """Return the checkpoint at an s3:// address, or None if it is not complete. Raises StorageError if S3 fails."""
     return _read_marker(address, transfer.list_objects(address))
 
 
 def find_newest(root: str) -> RemoteCheckpoint | None:
-    """Return the newest complete checkpoint in `root` or None. Logs newer, incomplete ones. Raises StorageError."""
+    """Return the newest complete checkpoint in `root`, or None. Logs newer, incomplete checkpoints.
+
+    Raises StorageError if S3 fails.
+    """
     names = transfer.list_objects(root)
     for step in sorted(_step_numbers(names), reverse=True):
         checkpoint = _read_step(root, step, names)
@@ -58,14 +61,20 @@ def find_newest(root: str) -> RemoteCheckpoint | None:
 
 
 def find_flaws(root: str) -> list[str]:
-    """Describe the checkpoints in folder `root` that are damaged although they have a COMPLETE. Raises StorageError."""
+    """Describe the checkpoints in folder `root` that have a COMPLETE file but are damaged.
+
+    Raises StorageError if S3 fails.
+    """
     names = transfer.list_objects(root)
     completed_steps = [step for step in sorted(_step_numbers(names)) if f"step_{step}/{COMPLETE}" in names]
     return [f"step_{step}: files are missing" for step in completed_steps if _read_step(root, step, names) is None]
 
 
 def _read_step(root: str, step: int, names: Mapping[str, int]) -> RemoteCheckpoint | None:
-    """Return the checkpoint of a step; None if it is not complete. names: sizes of all objects in `root`, by name."""
+    """Return the checkpoint of a step, or None if it is not complete.
+
+    names: {name: size} of all objects in `root`.
+    """
     folder = f"step_{step}/"
     sizes = {name.removeprefix(folder): size for name, size in names.items() if name.startswith(folder)}
     return _read_marker(f"{root}/step_{step}", sizes)
@@ -95,13 +104,10 @@ def _step_numbers(names: Mapping[str, int]) -> set[int]:
     return {int(match[1]) for name in names if (match := STEP_FOLDER.fullmatch(name.partition("/")[0]))}
 
 
-def fetch_checkpoint(
-    checkpoint: RemoteCheckpoint, folder: Path, *, moved: ProgressCallback = ignore_progress
-) -> Checkpoint:
+def fetch_checkpoint(checkpoint: RemoteCheckpoint, folder: Path) -> Checkpoint:
     """Download a checkpoint to `folder`, replacing it, and check the SHA-256 of each file.
 
-    `folder` is complete or absent, also after an error. moved: receives the number of bytes of each transfer. Raises
-    StorageError if the download fails.
+    An error never leaves an incomplete `folder`. Raises StorageError if the download fails.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     try:
@@ -111,9 +117,7 @@ def fetch_checkpoint(
         for name, size in checkpoint.files.items():
             file = _safe_path(temporary, name, checkpoint.path)
             file.parent.mkdir(parents=True, exist_ok=True)
-            transfer.download_file(
-                f"{checkpoint.path}/{name}", file, size=size, sha256=checkpoint.sha256.get(name), on_progress=moved
-            )
+            transfer.download_file(f"{checkpoint.path}/{name}", file, size=size, sha256=checkpoint.sha256.get(name))
         atomic.write_text(temporary / COMPLETE, checkpoint.marker_text)
         if folder.exists():
             shutil.rmtree(folder)

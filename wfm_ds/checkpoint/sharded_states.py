@@ -1,7 +1,7 @@
-"""Training states of a checkpoint, read for any number of ranks and any ZeRO stage, or without DeepSpeed.
+"""Reads the training states in a checkpoint for any number of ranks and any ZeRO stage, also without DeepSpeed.
 
-Each rank's file holds flat tensors and, as metadata, the slices of parameters that they contain. The elements of a
-parameter are collected from all files that have some of them.
+Each rank's file contains flat tensors. Its metadata lists which slices of which parameters they contain. A parameter is
+assembled from all files that have some of its elements.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wfm_ds.engine.policies import ShardSlice
 from wfm_ds.errors import UserError
 
 Layout = Mapping[str, ShardSlice]
-"""Slices by parameter name."""
+"""{parameter name: position of its slice in a rank's flat tensors}."""
 
 
 def rank_file_name(rank: int) -> str:
@@ -76,7 +76,7 @@ class ShardedStates:
     def gather_states(self, layout: Layout, lengths: Sequence[int], rank: int) -> dict[str, list[Tensor]]:
         """Return {state: [flat float32 CPU tensor of each optimizer group]}, partitioned as in `layout`.
 
-        lengths: length of each group's flat tensor; elements outside all parameters are 0.
+        lengths: length of each group's flat tensor. Elements that belong to no parameter are 0.
         rank: rank of the file to read first. If its layout equals `layout`, no other file is opened.
         A state that is one number per group (AdamW's step) has the same value in all groups. Raises UserError if a file
         cannot be read or has different parameters.
@@ -102,7 +102,7 @@ class ShardedStates:
         return flats
 
     def read_parameter(self, state: str, name: str, shape: Sequence[int]) -> Tensor:
-        """Return a state of one parameter as a float32 CPU tensor, collected from all files.
+        """Return one state of a parameter as a float32 CPU tensor, assembled from all files.
 
         Raises UserError if a file cannot be read, or if the number of elements does not match `shape`.
         """
@@ -114,13 +114,19 @@ class ShardedStates:
         return tensor.view(*shape)
 
     def state_names(self) -> list[str]:
-        """Return the names of the checkpoint's states: `train`, the other policies, and `optimizer.NAME`."""
+        """Return the names of the checkpoint's states.
+
+        They are `train`, the names of the other policies, and one `optimizer.NAME` per optimizer state.
+        """
         with self._translate_errors(0):
             names = self._open_file(0).keys()
             return sorted({name.rpartition(".")[0] for name in names})
 
     def _read_elements(self, out: Tensor, state: str, name: str, start: int, ranks: Sequence[int]) -> None:
-        """Fill `out` with elements of a parameter's state from index `start` on. ranks: ranks of the files to read."""
+        """Fill `out` with elements of a parameter's state, starting at index `start`.
+
+        ranks: ranks of the files to read.
+        """
         count = 0
         for rank in ranks:
             piece = self.read_layout(rank).get(name)

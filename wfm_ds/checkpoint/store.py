@@ -1,12 +1,12 @@
-"""Local checkpoint folders, complete or absent even if the run is killed. rank_state.py defines their content.
+"""Local checkpoint folders. A checkpoint counts only if it is complete, also if the run is killed while it is written.
 
     checkpoints/step_400.tmp/      during writing: the files of all ranks, and rank_00000.ok, rank_00001.ok, ...
     checkpoints/step_400/          renamed when everything is on disk; COMPLETE lists every file with its size
-    checkpoints/LATEST             the name of the newest one, for people and scripts; not read here
+    checkpoints/LATEST             the name of the newest checkpoint, for people and scripts; not read here
 
-A folder with files that do not match its COMPLETE is not a checkpoint: it is skipped, and replaced when its step is
+A folder with files that do not match its COMPLETE is not a checkpoint. It is skipped, and replaced when its step is
 saved again. A step_N.tmp of a killed run is removed at the start of the next save. All ranks must share one file
-system.
+system. rank_state.py defines the content of a checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Checkpoint:
 
 
 class CheckpointSave:
-    """A checkpoint that a thread on each rank writes. Methods except `is_share_written` are collective."""
+    """Saves a checkpoint in a thread on each rank. All methods except `is_share_written` are collective."""
 
     def __init__(
         self,
@@ -166,19 +166,19 @@ def rank_marker_name(rank: int) -> str:
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """Return the checkpoint in this folder; None if it is not complete (`find_flaw` returns the reason)."""
+    """Return the checkpoint in this folder, or None if it is not complete. `find_flaw` returns the reason."""
     result = _examine_folder(path)
     return result if isinstance(result, Checkpoint) else None
 
 
 def find_flaw(path: Path) -> str | None:
-    """Return the reason why this folder is not a complete checkpoint; None if it is one."""
+    """Return the reason why this folder is not a complete checkpoint, or None if it is one."""
     result = _examine_folder(path)
     return result if isinstance(result, str) else None
 
 
 def _examine_folder(path: Path) -> Checkpoint | str:
-    """Return the checkpoint in this folder, or why it is not complete: missing files or sizes that differ."""
+    """Return the checkpoint in this folder, or the reason why it is not complete: missing files or wrong file sizes."""
     try:
         marker = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
         checkpoint = Checkpoint(path, int(marker["step"]), int(marker["world_size"]), dict(marker["facts"]))
@@ -198,7 +198,10 @@ def _examine_folder(path: Path) -> Checkpoint | str:
 
 
 def find_newest(root: Path) -> Checkpoint | None:
-    """Return the newest complete checkpoint in `root` or None. Logs a warning for each newer, incomplete one."""
+    """Return the newest complete checkpoint in `root`, or None.
+
+    Logs a warning for each newer, incomplete checkpoint.
+    """
     for step in sorted(list_steps(root), reverse=True):
         checkpoint = read_checkpoint(root / f"step_{step}")
         if checkpoint is not None:

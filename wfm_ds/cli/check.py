@@ -33,8 +33,7 @@ def parser() -> CommandParser:
 def run(args: argparse.Namespace) -> None:
     from wfm_ds.cli.doctor.command import count_visible_gpus
     from wfm_ds.demos.tiny_data import write_tiny_data
-    from wfm_ds.distributed.accelerator import choose_accelerator
-    from wfm_ds.distributed.determinism import deterministic_kernels
+    from wfm_ds.distributed.accelerator import choose_accelerator, deterministic_kernels
     from wfm_ds.distributed.logs import quiet_libraries
     from wfm_ds.recipe import file as recipe_file
     from wfm_ds.recipe.tiny import describe_tiny_recipe

@@ -83,17 +83,17 @@ def run(args: argparse.Namespace) -> None:
 
 def memory_advice(args: argparse.Namespace) -> list[str]:
     """Return suggestions to print if the conversion runs out of memory."""
-    from wfm_ds.checkpoint import deepspeed_weights
+    from wfm_ds.checkpoint import checkpoint_weights
 
     merge = ["--merge (omit it: the LoRA alone is small)"] if args.merge else []
-    is_deepspeed = deepspeed_weights.is_deepspeed_checkpoint(args.checkpoint)
+    is_deepspeed = checkpoint_weights.is_deepspeed_checkpoint(args.checkpoint)
     size = "all weights" if is_deepspeed else "the largest tensor of the model"
     return [*merge, f"to a machine with memory for {size} in float32"]
 
 
 def convert_checkpoint(args: argparse.Namespace) -> str:
     """Convert args.checkpoint and return the message to print. Raises UserError if that is not possible."""
-    from wfm_ds.checkpoint import deepspeed_weights, store
+    from wfm_ds.checkpoint import checkpoint_weights, store
     from wfm_ds.export.lora_file import is_lora
 
     source, out = args.checkpoint, args.out
@@ -107,7 +107,7 @@ def convert_checkpoint(args: argparse.Namespace) -> str:
         return export_run(checkpoint, args) if is_plain else convert_run_lora(checkpoint, args)
     if (source / store.COMPLETE).exists():
         raise UserError(f"{source} is damaged: {store.find_flaw(source)}; choose another checkpoint")
-    if deepspeed_weights.is_deepspeed_checkpoint(source):
+    if checkpoint_weights.is_deepspeed_checkpoint(source):
         return export_deepspeed_checkpoint(source, args)
     if is_lora(source) or args.layout is not None:
         return convert_lora(source, args)
@@ -298,7 +298,7 @@ def convert_extracted_lora(args: argparse.Namespace) -> str:
 
 
 def export_deepspeed_checkpoint(folder: Path, args: argparse.Namespace) -> str:
-    from wfm_ds.checkpoint import deepspeed_weights
+    from wfm_ds.checkpoint import checkpoint_weights
     from wfm_ds.export.target import ExportTarget
 
     if not args.trust_pickle:
@@ -309,7 +309,7 @@ def export_deepspeed_checkpoint(folder: Path, args: argparse.Namespace) -> str:
     if args.merge:
         raise UserError(f"{folder} is read as full denoiser weights: omit --merge")
     target = ExportTarget(args.base.absolute(), ("transformer",))
-    weights = deepspeed_weights.DeepSpeedWeights(folder, target)
+    weights = checkpoint_weights.DeepSpeedWeights(folder, target)
     return write_export(target, weights, args, policy="train", dtype=args.dtype or "float32")
 
 

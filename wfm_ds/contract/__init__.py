@@ -1,4 +1,4 @@
-"""Checks of a model family against its contract, on a tiny pipeline: `wfm models check`.
+"""Checks of a model family against its contract, on a tiny pipeline. `wfm models check` runs them.
 
-The reference is always the diffusers pipeline of the same folder.
+The results are compared with the diffusers pipeline in the same folder.
 """

@@ -28,52 +28,54 @@ SampleInputs: TypeAlias = dict[str, npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceInputs:
-    """A diffusers pipeline call for one sample with inputs such as actions, and the sample's size."""
+    """A call of the diffusers pipeline for one sample that has inputs such as actions, and the size of this sample."""
 
     size: tuple[int, int, int]
-    """Height, width and frames of the sample, because the call may support only a few sizes."""
+    """Height, width and number of frames of the sample. The pipeline may support only a few sizes with these inputs."""
     call: Callable[[Path, Tensor], tuple[Any, SampleInputs, dict[str, Any]]]
-    """Maps (folder, pixels [1,3,...]) to (pipeline, inputs of the sample, call arguments)."""
+    """Maps (folder, pixels [1,3,...]) to (pipeline, inputs of the sample, pipeline call arguments)."""
     num_conditioning_frames: int = 0
-    """Number of conditioning frames (latent frames) that the call takes from the pixels."""
+    """Number of conditioning frames (latent frames) that the pipeline makes from the pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Settings of one tiny pipeline that differ from the defaults."""
+    """Settings for the checks of one tiny pipeline. The defaults fit most families."""
 
     size: tuple[int, int, int] | None = None
-    """Height, width, frames. None: the smallest different height and width, and two latent frames for videos."""
+    """Height, width and number of frames of the samples. None: the smallest valid sizes with different height and
+    width, and two latent frames for videos."""
     load_options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of registry.load_model."""
+    """Keyword arguments for registry.load_model."""
     extra_components: Mapping[str, Any] = field(default_factory=dict)
-    """Components that diffusers needs in addition to the folder."""
+    """Components that the diffusers pipeline needs and the folder does not contain."""
     has_euler_scheduler: bool = False
-    """Whether the pipeline's scheduler already takes the steps of our solver `ode`: Euler with float timesteps."""
+    """Whether the pipeline's scheduler takes the same steps as our solver `ode`: Euler steps with float timesteps."""
     conditioning_frames_call: Callable[..., tuple[Any, dict[str, Any]]] | None = None
-    """Maps (folder, pixels, count) to the diffusers pipeline and its call arguments for conditioning frames."""
+    """Maps (folder, pixels, number of conditioning frames) to the diffusers pipeline and its call arguments."""
     inputs: Callable[[int, int, int], Sequence[SampleInputs]] | None = None
     """Maps (height, width, frames) to {name: array} for each of two different samples. Required for families with
     `input_specs`."""
     reference_inputs: ReferenceInputs | None = None
-    """None: skip comparing inputs with the diffusers pipeline."""
+    """How to run the diffusers pipeline with inputs. None: the check that compares inputs with diffusers is skipped."""
     sigmas: tuple[tuple[float, float], ...] = ((0.9, 0.3),)
-    """Sigmas of two samples, for each expert."""
+    """Sigmas of the two samples, for each expert."""
     block_lists: tuple[str, ...] = ()
-    """Denoiser attributes that list its blocks, such as "transformer_blocks". (): skip comparing block_classes."""
+    """Names of the denoiser's attributes that list its blocks, such as "transformer_blocks". If empty, block_classes
+    are not compared with them."""
     zero_gradient_parameters: tuple[str, ...] = ()
-    """Parameters with a mathematically zero gradient that autograd computes with rounding errors. Parameters without
-    any gradient belong to the family's `unused_parameter_patterns`."""
+    """Parameters with a gradient that is mathematically zero, but not in autograd because of rounding errors.
+    Parameters without any gradient belong in the family's `unused_parameter_patterns`."""
     takes_negative_prompt: bool = True
-    """Whether the diffusers pipeline takes a negative prompt."""
+    """Whether the diffusers pipeline accepts a negative prompt."""
     one_sample_per_call: bool = False
     """Whether the diffusers pipeline generates only one sample per call."""
     shared_arguments: tuple[str, ...] = ()
-    """Call arguments that are lists but apply to all samples, unlike lists with one item per sample."""
+    """Names of call arguments that are lists and apply to all samples. All other lists have one item per sample."""
     required_call_kwargs: Callable[[Tensor], Mapping[str, Any]] | None = None
-    """Maps the pixels of two samples to call arguments (lists) for required inputs and conditioning frames."""
+    """Maps the pixels of two samples to the call arguments (lists) for required inputs and conditioning frames."""
     unpack_latents: Callable[[DiffusionModel, Tensor], Tensor] | None = None
-    """Maps (model, latents of the diffusers pipeline) to latents in our layout. None: the layouts are equal."""
+    """Maps (model, latents of the diffusers pipeline) to latents in our layout. None: both layouts are equal."""
     vae_has_frame_axis: bool = False
     """Whether an image family uses a video VAE."""
     tolerance: float = 1e-5
@@ -81,7 +83,7 @@ class Case:
 
 
 class FixedGridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
-    """An Euler scheduler with given sigmas and float timesteps, which takes the same steps as the solver `ode`."""
+    """An Euler scheduler with given sigmas and float timesteps. It takes the same steps as the solver `ode`."""
 
     def use_grid(self, sigmas: Sequence[float] | Tensor) -> FixedGridEuler:
         self.grid = [float(sigma) for sigma in sigmas[:-1]]
@@ -116,7 +118,7 @@ def denoise_latents(
 ) -> Tensor:
     """Sample clean latents with the wfm_ds sampling loop.
 
-    guidance_scale: one number, or {expert: number}. uncond: negative conditioning; None: no guidance.
+    guidance_scale: one number, or {expert: number}. uncond: negative conditioning, or None for no guidance.
     """
 
     def predict(latents: Tensor, sigma: float) -> Tensor:
@@ -134,8 +136,8 @@ def denoise_latents(
 def run_reference_pipeline(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **more: Any) -> Tensor:
     """Generate images [B,C,H,W] or videos [B,C,F,H,W] with a diffusers pipeline and these sigmas.
 
-    more: arguments of the pipeline call; the default prompt is PROMPTS. With output_type "latent" (the default),
-    latents are returned in the pipeline's layout.
+    more: further arguments of the pipeline call. The default prompts are PROMPTS. With output_type "latent" (the
+    default), the result is latents in the pipeline's layout.
     """
     if not case.has_euler_scheduler:
         pipeline.scheduler = FixedGridEuler(shift=1.0).use_grid(sigmas)
@@ -163,10 +165,10 @@ def _output_tensor(output: Any) -> Tensor:
 
 
 def _add_batch_axis(video: Tensor) -> Tensor:
-    """Add a batch axis to the frames [F,C,H,W] of a video. Latents [1,C,T,h,w] are returned unchanged."""
+    """Add a batch axis to the frames [F,C,H,W] of one video. Latents [1,C,T,h,w] are returned unchanged."""
     return video if video.ndim == 5 else video[None]
 
 
 def _select_sample(value: Any, i: int) -> Any:
-    """Return item `i` if the call argument is a list, otherwise the argument itself."""
+    """Return item `i` of a call argument that is a list. Return any other call argument unchanged."""
     return value[i] if isinstance(value, list) else value

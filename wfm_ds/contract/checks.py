@@ -1,4 +1,4 @@
-"""All checks, in the order in which they run. A check takes a FamilyUnderTest and raises CheckFailed."""
+"""All checks, in the order in which they run. A check receives a FamilyUnderTest and raises CheckFailed."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ CHECKS: tuple[Check, ...] = (
 class CheckResult:
     name: str
     message: str | None
-    """Why the check failed or does not apply. None: it passed."""
+    """Why the check failed or does not apply. None if it passed."""
     applies: bool = True
     """Whether the check applies to this family."""
 
 
 def run_checks(subject: FamilyUnderTest, checks: Sequence[Check] = CHECKS) -> Iterator[CheckResult]:
-    """Run the checks and yield their results. Any exception in the family's code is a failure."""
+    """Run the checks and yield their results. Any exception in the family's code counts as a failure."""
     for check in checks:
         name = check.__name__.removeprefix("check_").replace("_", " ")
         try:
@@ -73,7 +73,7 @@ def run_checks(subject: FamilyUnderTest, checks: Sequence[Check] = CHECKS) -> It
 
 
 def _error_location(error: Exception) -> str:
-    """Return file:line of the last traceback frame."""
+    """Return FILE:LINE of the last traceback frame."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

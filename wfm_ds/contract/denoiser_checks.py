@@ -34,11 +34,15 @@ INVALID_ARGUMENTS: tuple[tuple[str, Callable[[Any, Any, Any], tuple[Any, Any, An
     ("a missing key", lambda x, s, c: (x, s, dict(list(c.items())[1:])), "conditioning must hold"),
     ("one row of text", lambda x, s, c: (x, s, {n: t[:1] for n, t in c.items()}), "has 1 rows, the latents have 2"),
 )
-"""Invalid arguments of `denoise`: description, change to valid arguments, and expected words in the error message."""
+"""Invalid arguments of `denoise`. Each entry has a description, a change to valid arguments, and words that the error
+message must contain."""
 
 
 def check_batch_matches_samples(subject: FamilyUnderTest) -> None:
-    """Check that denoising two samples with different prompts and sigmas together equals denoising each alone."""
+    """Check that denoising two samples in one batch equals denoising each sample alone.
+
+    The samples have different prompts and sigmas.
+    """
     model = subject.model
     latents, sigma, conditioning = subject.denoise_arguments(model)
     with torch.no_grad():
@@ -68,13 +72,16 @@ def check_unsupported_frames(subject: FamilyUnderTest) -> None:
 
 
 def check_prompt_lists(subject: FamilyUnderTest) -> None:
-    """Check that `encode_text` rejects an empty list and a plain string."""
+    """Check that `encode_text` rejects an empty list, and a string instead of a list."""
     for description, prompts in (("an empty list", []), ("a string", "a red circle")):
         require_value_error(description, subject.model.encode_text, prompts, message="list of at least one text")
 
 
 def check_block_classes(subject: FamilyUnderTest) -> None:
-    """Check that `block_classes` match the network's blocks, and the block lists of the case if it names any."""
+    """Check that `block_classes` match modules of the denoiser.
+
+    If the case has `block_lists`, the matching modules must be exactly the modules in these lists.
+    """
     model, case = subject.model, subject.case
     matches = [m for m in model.denoiser.modules() if isinstance(m, model.block_classes)]
     for block_class in model.block_classes:
@@ -89,7 +96,7 @@ def check_block_classes(subject: FamilyUnderTest) -> None:
 
 
 def check_num_tokens(subject: FamilyUnderTest) -> None:
-    """Check that num_tokens returns a positive integer that doubles with the height."""
+    """Check that num_tokens returns a positive integer, and twice as much for twice the height."""
     model, frames = subject.model, subject.size[2]
     side = 2 * model.size_multiple(frames)  # the smallest size may be less than one patch
     num_small, num_large = (model.num_tokens(model.latent_shape(side * n, side, frames)) for n in (1, 2))
@@ -116,7 +123,7 @@ def check_lora_and_checkpointing(subject: FamilyUnderTest) -> None:
 
 
 def check_unused_parameters(subject: FamilyUnderTest) -> None:
-    """Check that unused_parameter_patterns match exactly the parameters without gradient in full training."""
+    """Check that unused_parameter_patterns match exactly the parameters that have no gradient in full training."""
     model = subject.load_model()
     model.denoiser.requires_grad_(True)
     used = {name for name, gradient in compute_gradients(subject, model, checkpointing=False).items() if gradient.any()}
@@ -133,7 +140,7 @@ def _require_no_names(problem: str, names: set[str] | frozenset[str]) -> None:
 
 
 def add_random_adapter(model: DiffusionModel, b_std: float) -> None:
-    """Add LoRA (rank 2, alpha 6) to the family's default targets, with random B matrices of std `b_std`."""
+    """Add LoRA (rank 2, alpha 6) to the family's default targets. The B matrices are random with std `b_std`."""
     module: Any = model.denoiser
     targets = peft_targets(module, model.default_lora_targets)
     module.requires_grad_(False)
@@ -145,7 +152,7 @@ def add_random_adapter(model: DiffusionModel, b_std: float) -> None:
 
 
 def compute_gradients(subject: FamilyUnderTest, model: DiffusionModel, *, checkpointing: bool) -> dict[str, Tensor]:
-    """Return {parameter name: gradient} of a loss on every expert, with zeros for parameters without a gradient."""
+    """Return {parameter name: gradient} of a loss that uses every expert. Parameters without a gradient get zeros."""
     for part in model.denoiser_components:
         getattr(model.pipeline, part).gradient_checkpointing = False
     module: Any = model.denoiser

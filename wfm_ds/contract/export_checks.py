@@ -1,4 +1,4 @@
-"""Checks of exports: diffusers generates the same latents as the trained model, and adapters can be reloaded."""
+"""Checks of exports: diffusers generates the same latents from an export as the trained model, and adapters reload."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIN_TRAINING_EFFECT = 1e-2  # minimum change of the latents by training, so that
 
 @dataclass
 class ExportSource:
-    """The engine interface that an export reads weights from, for a denoiser in one process."""
+    """The part of the training engine that an export reads weights from, for a denoiser in one process."""
 
     model: DiffusionModel
     uses_lora: bool
@@ -42,7 +42,10 @@ class ExportSource:
 
 
 def check_lora_export(subject: FamilyUnderTest) -> None:
-    """Check that diffusers samples an exported LoRA like the trained model, and that reloading it is bit-exact."""
+    """Check that diffusers generates the same latents with an exported LoRA as the trained model.
+
+    The LoRA must also have bit-identical weights after it is loaded again.
+    """
     model = subject.load_model()
     before = subject.sample_latents(model)
     model.prepare_for_lora(model.default_lora_targets)

@@ -1,4 +1,4 @@
-"""The family under test: its folder, case and loaded models, and the exceptions of checks."""
+"""The family under test with its folder, case and loaded models, and the exceptions that checks raise."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def fail_unless(condition: bool, message: str) -> None:
 
 
 def require_close(description: str, got: Tensor, want: Tensor, atol: float, rtol: float = 0.0) -> None:
-    """Raise CheckFailed with the largest difference unless `got` and `want` have equal shapes and close values."""
+    """Raise CheckFailed unless `got` and `want` have equal shapes and nearly equal values.
+
+    The message contains the largest difference.
+    """
     fail_unless(
         got.shape == want.shape, f"{description}: the shape is {list(got.shape)} and should be {list(want.shape)}"
     )
@@ -78,11 +81,11 @@ class FamilyUnderTest:
 
     @cached_property
     def model_with_inputs(self) -> DiffusionModel:
-        """The model with all inputs of the case, as in a run with data.inputs."""
+        """The model with all inputs of the case, as in a run that lists them in data.inputs."""
         return self.load_model(inputs=sorted({name for row in self.sample_inputs() for name in row}))
 
     def sample_inputs(self) -> list[SampleInputs]:
-        """Return {name: array} for each of two samples of size `size`, or [] if the case has no inputs."""
+        """Return {name: array} for each of two samples of size `size`. The list is empty if the case has no inputs."""
         return [] if self.case.inputs is None else list(self.case.inputs(*self.size))
 
     def load_reference_pipeline(self) -> Any:
@@ -114,7 +117,7 @@ class FamilyUnderTest:
         return draw_cpu_normal(SEEDS[:count], self.latent_shape)
 
     def noise_generators(self) -> list[torch.Generator]:
-        """Return generators with which the diffusers pipeline draws the noise of `initial_noise`."""
+        """Return random generators with which the diffusers pipeline draws the same noise as `initial_noise`."""
         return [torch.Generator("cpu").manual_seed(seed) for seed in SEEDS]
 
     def random_pixels(self, count: int = 2) -> Tensor:
@@ -126,7 +129,7 @@ class FamilyUnderTest:
     def denoise_arguments(
         self, model: DiffusionModel, count: int = 2, expert: int = 0
     ) -> tuple[Tensor, Tensor, Conditioning]:
-        """Return (noise, sigma, conditioning) for `denoise`. Sigma, prompt and frames differ per sample."""
+        """Return (noise, sigma, conditioning) for `denoise`. Sigma, prompt and frames differ between the samples."""
         num_frames = (
             (min(model.conditioning_frame_counts), max(model.conditioning_frame_counts))
             if model.supports_clean_frames
@@ -143,7 +146,10 @@ class FamilyUnderTest:
     def encode_required_inputs(
         self, model: DiffusionModel, count: int = 2, num_frames: Sequence[int] | None = None
     ) -> Conditioning:
-        """Encode required inputs and `num_frames` conditioning frames per sample (default: the family's minimum)."""
+        """Encode the required inputs and `num_frames` conditioning frames of each sample.
+
+        The default of `num_frames` is the smallest number that the family supports.
+        """
         required = {name for name, spec in model.input_specs.items() if spec.required}
         fail_unless(not required or self.case.inputs is not None, NO_CASE_INPUTS)
         rows = (
@@ -162,19 +168,22 @@ class FamilyUnderTest:
     def encode_inputs(
         self, model: DiffusionModel, rows: Sequence[SampleInputs], frames: Sequence[npt.NDArray[np.uint8]]
     ) -> Conditioning:
-        """Encode the inputs `rows` of samples, with first frames [H,W,3] if the family needs them as inputs."""
+        """Encode inputs of samples. Adds first frames [H,W,3] if the family needs them as inputs.
+
+        rows: {name: array} for each sample.
+        """
         if not model.uses_clean_frames:
             rows = [row | {FIRST_FRAME: frame.astype(np.float32)} for row, frame in zip(rows, frames, strict=False)]
         return model.encode_inputs(rows, self.size[2], self.size[:2]) if any(rows) else {}
 
     @cached_property
     def first_frames(self) -> list[npt.NDArray[np.uint8]]:
-        """The first frames [H,W,3] of `random_pixels`."""
+        """The first frames [H,W,3] of the videos in `random_pixels`."""
         levels = (255 * self.random_pixels()).round().to(torch.uint8)
         return list((levels[:, :, 0] if self.model.is_video else levels).movedim(1, -1).numpy())
 
     def pipeline_call_kwargs(self, w: float, **more: Any) -> dict[str, Any]:
-        """Return the diffusers pipeline's arguments at guidance scale w, including generators for SEEDS."""
+        """Return the diffusers pipeline's call arguments at guidance scale w, including random generators for SEEDS."""
         call = {**self.model.pipeline_call_kwargs(w, *self.size), "generator": self.noise_generators()}
         if not self.model.uses_clean_frames:
             call["image"] = [Image.fromarray(frame) for frame in self.first_frames]

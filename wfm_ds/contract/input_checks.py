@@ -31,7 +31,7 @@ MIN_INPUT_EFFECT = 1e-3  # minimum change of velocities, which have magnitude 1
 
 
 def check_inputs_change_velocity(subject: FamilyUnderTest) -> None:
-    """Check that samples that differ only in their inputs get different velocities."""
+    """Check that samples get different velocities if only their inputs differ."""
     one, other = _predict_velocity(subject, _encode_identical_texts(subject) | _encode_all_inputs(subject))
     difference = float((one - other).abs().max())
     fail_unless(difference > MIN_INPUT_EFFECT, f"other inputs change the velocity by only {difference:.1g}")
@@ -48,7 +48,7 @@ def check_swapped_inputs(subject: FamilyUnderTest) -> None:
 
 
 def check_batch_with_inputs(subject: FamilyUnderTest) -> None:
-    """Check that denoising two samples with different inputs together equals denoising each alone."""
+    """Check that denoising two samples in one batch equals denoising each sample alone. Their inputs differ."""
     model, case = _load_model(subject), subject.case
     latents, sigma, text = _call_arguments(subject)
     inputs = _encode_all_inputs(subject)
@@ -63,7 +63,10 @@ def check_batch_with_inputs(subject: FamilyUnderTest) -> None:
 
 
 def check_inputs_in_both_guidance_halves(subject: FamilyUnderTest) -> None:
-    """Check that the negative half of guidance uses the inputs, in separate and in joint forward passes."""
+    """Check that negative conditioning contains the inputs too.
+
+    Both halves of guidance are checked in separate forward passes and in one joint forward pass.
+    """
     model, case = _load_model(subject), subject.case
     latents, sigma, text = _call_arguments(subject)
     negative_text = model.format_prompt(model.resolve_negative_prompt(), *subject.size, negative=True)
@@ -107,7 +110,7 @@ def check_inputs_match_reference(subject: FamilyUnderTest) -> None:
 
 
 def check_missing_inputs(subject: FamilyUnderTest) -> None:
-    """Check that a sample without optional inputs is accepted and one without a required input raises ValueError."""
+    """Check that a sample without optional inputs is accepted, and that a missing required input raises ValueError."""
     model = _load_model(subject)
     rows, required = subject.sample_inputs(), _list_required_inputs(model)
     for name in required:
@@ -158,7 +161,7 @@ def _call_arguments(subject: FamilyUnderTest) -> tuple[Tensor, Tensor, Condition
 
 
 def _encode_identical_texts(subject: FamilyUnderTest) -> Conditioning:
-    """Return conditioning of two samples with identical text, required inputs and conditioning frames."""
+    """Return the conditioning of two samples that have the same text, required inputs and conditioning frames."""
     model = _load_model(subject)
     text = subject.encode_prompts(model, [PROMPTS[0]] * 2)
     return {name: tensor[:1].expand_as(tensor) for name, tensor in text.items()}
@@ -173,7 +176,7 @@ def _predict_velocity(subject: FamilyUnderTest, conditioning: Conditioning) -> T
 
 
 def _encode_rows(subject: FamilyUnderTest, model: DiffusionModel, rows: Sequence[SampleInputs]) -> Conditioning:
-    """Encode the inputs `rows` of samples that share one first frame."""
+    """Encode the inputs of samples that all have the same first frame. rows: {name: array} for each sample."""
     return subject.encode_inputs(model, rows, subject.first_frames[:1] * len(rows))
 
 

@@ -1,4 +1,4 @@
-"""Checks of sizes, encoding and decoding of pixels, and the precision of components."""
+"""Checks of sizes, of encoding and decoding of pixels, and of the precision of components."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def require_value_error(description: str, call: Callable[..., Any], *arguments: 
 
 
 def check_size_multiples(subject: FamilyUnderTest) -> None:
-    """Check that latent_shape accepts exactly the multiples of size_multiple and names it in errors."""
+    """Check that latent_shape accepts exactly the multiples of size_multiple. Its error must name this number."""
     model, frames = subject.model, subject.size[2]
     multiple = model.size_multiple(frames)
     for size in range(1, 2 * multiple + 2):
@@ -43,7 +43,7 @@ def check_size_multiples(subject: FamilyUnderTest) -> None:
 
 
 def check_shapes(subject: FamilyUnderTest) -> None:
-    """Check that latents are float32 with the shape from latent_shape and decode to the original pixel shape."""
+    """Check that latents are float32 with the shape from latent_shape, and that decoding returns the original shape."""
     model, (height, width, frames) = subject.model, subject.size
     pixels = subject.random_pixels()
     latents = model.encode_pixels(pixels)
@@ -58,9 +58,9 @@ def check_shapes(subject: FamilyUnderTest) -> None:
 
 
 def check_encode_inverts_decode(subject: FamilyUnderTest) -> None:
-    """Check that decode_latents inverts the latent normalization of encode_pixels.
+    """Check that decode_latents undoes the latent normalization of encode_pixels.
 
-    The reference is an unnormalized VAE round trip, because a random VAE does not reconstruct pixels.
+    The expected result is an unnormalized VAE round trip, because a random VAE does not reconstruct pixels.
     """
     model, vae = subject.model, subject.model.pipeline.vae
     pixels = subject.random_pixels()
@@ -79,9 +79,9 @@ def check_encode_inverts_decode(subject: FamilyUnderTest) -> None:
 
 
 def check_bfloat16_denoiser(subject: FamilyUnderTest) -> None:
-    """Check that a bfloat16 denoiser returns float32 velocities close to the float32 denoiser's velocities.
+    """Check that a bfloat16 denoiser returns float32 velocities that are close to those of a float32 denoiser.
 
-    Modules in _keep_in_fp32_modules and all other components must stay float32.
+    Modules in _keep_in_fp32_modules and all components except the denoiser must stay float32.
     """
     low = subject.load_model(torch.bfloat16)
     float32_modules = low.pipeline.transformer._keep_in_fp32_modules or []
@@ -99,7 +99,10 @@ def check_bfloat16_denoiser(subject: FamilyUnderTest) -> None:
 
 
 def check_bfloat16_vae(subject: FamilyUnderTest) -> None:
-    """Check that a bfloat16 VAE gives float32 values close to the float32 VAE's, with another cache key."""
+    """Check that a bfloat16 VAE returns float32 values that are close to those of a float32 VAE.
+
+    Its latent_cache_key must differ from that of the float32 VAE.
+    """
     model, low = subject.model, subject.load_model(vae_dtype=torch.bfloat16)
     pixels = subject.random_pixels()
     latents = model.encode_pixels(pixels)

@@ -15,7 +15,7 @@ MIN_PROMPT_EFFECT = 1e-3  # minimum pixel difference between two prompts, pixels
 
 
 def check_latents_without_guidance(subject: FamilyUnderTest) -> None:
-    """Check that wfm_ds and diffusers generate equal latents for two prompts in a batch, without guidance."""
+    """Check that wfm_ds and diffusers generate equal latents without guidance, for two prompts in one batch."""
     _require_same_latents(subject, 1.0, None)
 
 
@@ -26,7 +26,7 @@ def check_latents_with_guidance(subject: FamilyUnderTest) -> None:
 
 
 def check_latents_with_another_embedded_guidance(subject: FamilyUnderTest) -> None:
-    """Check that doubling the embedded guidance scale changes the latents in the same way as in diffusers."""
+    """Check that doubling the embedded guidance scale has the same effect on the latents as in diffusers."""
     if subject.model.embedded_guidance is None:
         raise CheckNotApplicable("the network does not support embedded guidance")
     other = subject.load_model(embedded_guidance=2 * subject.model.embedded_guidance)
@@ -56,7 +56,7 @@ def _skip_unsupported_guidance(subject: FamilyUnderTest, w: float) -> None:
 
 
 def check_latents_with_a_negative_prompt(subject: FamilyUnderTest) -> None:
-    """Check that wfm_ds and diffusers generate equal latents with guidance and a given negative prompt."""
+    """Check that wfm_ds and diffusers generate equal latents with guidance and a custom negative prompt."""
     if not subject.case.takes_negative_prompt:
         raise CheckNotApplicable("the diffusers pipeline has no negative prompt")
     _require_same_latents(subject, GUIDANCE_SCALE, "a blue square")
@@ -75,7 +75,10 @@ def _require_same_latents(subject: FamilyUnderTest, w: float, negative: str | No
 
 
 def check_decoded_pixels(subject: FamilyUnderTest) -> None:
-    """Check that wfm_ds and diffusers decode latents to equal pixels, with the layout that to_uint8 documents."""
+    """Check that wfm_ds and diffusers decode latents to equal pixels.
+
+    The axes must be those that to_uint8 documents.
+    """
     model, case = subject.model, subject.case
     pipeline, grid = subject.load_reference_pipeline(), model.sigmas(2, subject.latent_shape)
     latents = subject.reference_latents(pipeline, grid, **subject.pipeline_call_kwargs(1.0))
@@ -101,7 +104,7 @@ def check_several_samples_of_a_prompt(subject: FamilyUnderTest) -> None:
 
 
 def check_stacked_texts(subject: FamilyUnderTest) -> None:
-    """Check that prompts encoded separately and stacked give the same velocities as prompts encoded together."""
+    """Check that stacking prompts that were encoded separately gives the same velocities as encoding them together."""
     model = subject.model
     latents, sigma, _ = subject.denoise_arguments(model)
     shared = subject.encode_required_inputs(model)
@@ -137,7 +140,10 @@ def check_grid_ends_at_clean_latents(subject: FamilyUnderTest) -> None:
 
 
 def check_conditioning_frames(subject: FamilyUnderTest) -> None:
-    """Check that conditioning frames stay unchanged and affect the other frames, with equal latents in diffusers."""
+    """Check that conditioning frames stay unchanged and affect the remaining frames.
+
+    The generated latents must equal those of diffusers.
+    """
     model, case = subject.model, subject.case
     if case.conditioning_frames_call is None:
         raise CheckNotApplicable("the case has no conditioning_frames_call")

@@ -1,4 +1,4 @@
-"""Action width, action scaling and extra action trajectories of a run, loaded before the model."""
+"""Action width, action scaling and additional action trajectories of a run. They are loaded before the model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_PROBED = 16  # number of samples read to find the width of the actions
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionData:
-    """Action width and scaling of the training data, and optional extra action trajectories for RL."""
+    """Width and scaling of the actions in the training data, and optional additional action trajectories for RL."""
 
     width: int  # numbers per action
     scaling: ActionScaling | None = None
@@ -29,7 +29,10 @@ class ActionData:
 
 
 def load_action_data(recipe: Recipe, samples: Sequence[Sample]) -> ActionData | None:
-    """Return the ActionData of a recipe, or None if data.inputs has no actions. Raises DataError for unusable files."""
+    """Return the ActionData of a recipe. Returns None if data.inputs does not contain actions.
+
+    Raises DataError if a file with actions cannot be used.
+    """
     if ACTIONS not in recipe.data.inputs:
         return None
     scaling = load_scaling(recipe.data.actions)
@@ -44,7 +47,10 @@ def load_action_data(recipe: Recipe, samples: Sequence[Sample]) -> ActionData | 
 
 
 def probe_action_width(samples: Sequence[Sample]) -> int:
-    """Return the most common action width of the first samples. Raises DataError if none has actions [N-1,D]."""
+    """Return the action width D that is most common in the first samples.
+
+    Raises DataError if none of these samples has actions [N-1,D].
+    """
     widths: Counter[int] = Counter()
     for sample in samples[:NUM_PROBED]:
         try:
@@ -62,9 +68,10 @@ def probe_action_width(samples: Sequence[Sample]) -> int:
 
 
 def load_trajectory_library(path: Path, shape: tuple[int, int], scaling: ActionScaling | None) -> Floats:
-    """Load action trajectories float32 [N,F-1,D] from an .npy file and scale them like the training actions.
+    """Load N action trajectories, float32 [N,F-1,D], from an .npy file and scale them like the training actions.
 
-    shape: required (F-1, D). Raises DataError for an unreadable file, a different shape or non-finite numbers.
+    shape: the required shape (F-1, D) of one trajectory. Raises DataError if the file is unreadable, has a different
+    shape or contains non-finite numbers.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Readers of training batches: decode files ahead in threads, and replace and count bad files."""
+"""Readers of training batches. They decode files ahead in threads, replace bad files and count them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ READ_TIMEOUT_S = 300.0  # per sample, so that a hanging file system causes an er
 
 
 def candidate_offsets(offset: int, num_samples: int) -> list[int]:
-    """Return the epoch offsets to try in order: `offset`, then up to MAX_SUBSTITUTES others half an epoch away."""
+    """Return the positions in the epoch to try, in order.
+
+    They are `offset`, then up to MAX_SUBSTITUTES positions that are about half an epoch away.
+    """
     half_epoch = (num_samples + 1) // 2
     return [offset, *((offset + half_epoch + attempt) % num_samples for attempt in range(MAX_SUBSTITUTES))]
 
@@ -53,7 +56,10 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The sample read for one position (None if all candidates were bad), and the errors of its bad files."""
+    """The sample that was read for one position, and the errors of bad files that were tried before it.
+
+    The sample is None if all files that were tried are bad.
+    """
 
     sample: TrainingSample | None
     failures: tuple[BadMedia, ...]
@@ -71,9 +77,9 @@ class SampleCandidate:
 class BatchReader(ABC):
     """Base class that reads training batches from an endless sequence of samples, epoch after epoch.
 
-    A position is an index into this sequence. Optimizer step s uses `global_batch` positions from (s-1) * global_batch
-    on, sharded over the data-parallel ranks. `bad` maps each reason to the number of bad files that this rank read,
-    including repeats.
+    A position is an index into this sequence. Optimizer step s uses the `global_batch` positions that start at (s-1) *
+    global_batch. They are sharded over the data-parallel ranks. `bad` maps each reason to the number of bad files that
+    this rank read. A file that is read twice counts twice.
     """
 
     def __init__(
@@ -88,7 +94,7 @@ class BatchReader(ABC):
         rejected: Mapping[str, int] = MappingProxyType({}),
         inputs: InputReader | None = None,
     ) -> None:
-        """num_samples: size of the dataset, None if unknown. BatchSource documents the other arguments."""
+        """num_samples: size of the dataset, None if unknown. The other arguments are documented in `BatchSource`."""
         self.global_batch = global_batch
         self.seed = seed
         self.max_bad_fraction = max_bad_fraction
@@ -104,30 +110,42 @@ class BatchReader(ABC):
 
     @abstractmethod
     def _list_candidates(self, position: int) -> Iterator[SampleCandidate]:
-        """Yield the sample at a position, then its substitutes. Called in worker threads: must not change state."""
+        """Yield the sample at a position, then its substitutes.
+
+        Worker threads call this method, so it must not change state.
+        """
 
     def read_batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
-        """Return this rank's contiguous shard of the global batch of an optimizer step (from 1).
+        """Return this rank's contiguous shard of the global batch of an optimizer step (counted from 1).
 
         Raises DataError if too many files are bad (max_bad_fraction), or if a file and all its substitutes are bad. The
-        error is raised on this rank only; the caller must propagate it to the other ranks.
+        error is raised on this rank only. The caller must propagate it to all ranks.
         """
         positions, next_positions = (self._batch_positions(s, rank, world_size) for s in (step, step + 1))
         return self.read_positions(positions, ahead=next_positions)
 
     def read_positions(self, positions: Sequence[int], *, ahead: Sequence[int] = ()) -> list[TrainingSample]:
-        """Return the samples at these positions and prefetch those at `ahead`. Raises DataError like `read_batch`."""
+        """Return the samples at these positions, and start reading those at the positions `ahead`.
+
+        Raises DataError like `read_batch`.
+        """
         futures = self._submit(positions)
         self._ahead = self._submit(ahead)
         return [self._wait_for_sample(position, future) for position, future in futures.items()]
 
     def bad_counts(self, world_sums: Callable[[Mapping[str, float]], dict[str, float]]) -> dict[str, float]:
-        """Return {data/bad/REASON: count}: bad files of all ranks and entries that the scan rejected. Collective."""
+        """Return {data/bad/REASON: count}. Collective.
+
+        Counts the bad files of all ranks and the entries that the scan of the dataset rejected.
+        """
         counts = world_sums({f"data/bad/{reason}": self.bad[reason] for reason in BAD_MEDIA_REASONS})
         return counts | {f"data/bad/{reason}": count for reason, count in self.rejected.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's record of bad files as JSON. The sample order needs no state."""
+        """Return this rank's record of bad files as JSON.
+
+        The sample order is computed from the step and needs no state.
+        """
         return {
             "bad": dict(self.bad),
             "logged": dict(self._logged),
@@ -140,7 +158,10 @@ class BatchReader(ABC):
         self._recent.extend(bool(bad) for bad in state["recent"])
 
     def restore_from_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
-        """Restore the bad-file records saved by all ranks, for any new world size. No file is counted twice."""
+        """Restore the records of bad files that all ranks saved. The number of ranks may have changed since.
+
+        No file is counted twice.
+        """
         if len(states) == world_size:
             self.restore(states[rank])
             return
@@ -166,7 +187,10 @@ class BatchReader(ABC):
         return {p: ahead.pop(p) if p in ahead else self._pool.submit(self._load_first_usable, p) for p in positions}
 
     def _load_first_usable(self, position: int) -> LoadResult:
-        """Decode the first usable candidate of a position. Called in worker threads: must not change state."""
+        """Decode the first usable candidate of a position.
+
+        Worker threads call this method, so it must not change state.
+        """
         failures: list[BadMedia] = []
         for candidate in self._list_candidates(position):
             try:
@@ -176,7 +200,10 @@ class BatchReader(ABC):
         return LoadResult(None, tuple(failures))
 
     def _decode(self, candidate: SampleCandidate, position: int) -> TrainingSample:
-        """Decode a candidate, or both the chosen and the rejected side of a preference pair. Raises BadMedia."""
+        """Decode a candidate. For a preference pair, decode both the chosen and the rejected sample.
+
+        Raises BadMedia.
+        """
         sample, framing, epoch = candidate.sample, candidate.framing, candidate.epoch
         draw = self._make_draw(epoch, sample.id)
         prompt = sample.prompt if self.inputs is None else self.inputs.load_prompt(sample, framing, draw)

@@ -22,13 +22,14 @@ from wfm_ds.transport.arrays import pack_arrays, unpack_arrays
 
 
 class _UserMediaError(Exception):
-    """Raised for samples with a user-defined media class, which cannot be sent to other ranks."""
+    """Raised for samples that have a user-defined media class and therefore cannot be sent to other ranks."""
 
 
 def read_on_main(world: World, read: Callable[[], TrainingData]) -> TrainingData:
     """Call `read` on rank 0 and return its result on every rank. Collective.
 
-    If a sample has a user-defined media class, every rank calls `read`. A UserError of rank 0 is raised on all ranks.
+    If a sample has a user-defined media class, every rank calls `read`. If `read` raises UserError on rank 0, all ranks
+    raise it.
     """
     results = list[TrainingData]()
     world.run_without_timeout(lambda: results.append(read()))
@@ -42,7 +43,7 @@ def read_on_main(world: World, read: Callable[[], TrainingData]) -> TrainingData
 
 
 def pack_data(data: TrainingData) -> dict[str, Any] | None:
-    """Return the data as JSON, or None if a sample has a user-defined media class."""
+    """Return the data as JSON. Returns None if a sample has a user-defined media class."""
     versions: dict[str, list[str | int]] = {}
     try:
         samples, held_out = ([_pack_sample(s, versions) for s in part] for part in (data.samples, data.held_out))

@@ -1,4 +1,7 @@
-"""Aspect-ratio buckets: several training sizes in one run. Each image or video is cropped to the best-fitting size."""
+"""Aspect-ratio buckets: several training sizes in one run.
+
+Each image or video is cropped to the size that fits best.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,10 @@ ASPECT_RATIOS = ((1, 1), (5, 4), (4, 3), (3, 2), (16, 9), (2, 1))
 
 
 def automatic_sizes(height: int, width: int, multiple: int) -> list[ImageSize]:
-    """Return this size, and sizes of about the same area with ratios 2:1 to 1:2 and sides divisible by `multiple`."""
+    """Return this size and sizes of about the same area with other aspect ratios.
+
+    The ratios range from 2:1 to 1:2. Sides are multiples of `multiple`.
+    """
 
     def snap_side(ratio: float) -> int:
         return multiple * max(1, round(math.sqrt(height * width * ratio) / multiple))
@@ -28,9 +34,10 @@ def automatic_sizes(height: int, width: int, multiple: int) -> list[ImageSize]:
 
 
 def nearest_size(sizes: Sequence[ImageSize], height: int, width: int) -> int:
-    """Return the index of the size with the aspect ratio nearest to height / width (smallest quotient of the ratios).
+    """Return the index of the size with the aspect ratio nearest to height / width.
 
-    Among sizes of equal ratio, prefer the largest that needs no upscaling, else the smallest. Ties go to the first.
+    The nearest ratio is the one with the smallest quotient of the two ratios. Among sizes of equal ratio, the largest
+    that needs no upscaling is chosen, or else the smallest. Ties go to the first.
     """
 
     def distance(index: int) -> tuple[float, bool, int]:
@@ -47,15 +54,18 @@ def nearest_size(sizes: Sequence[ImageSize], height: int, width: int) -> int:
 
 
 class Buckets:
-    """The training sizes of a run, one Framing each. Every image or video is assigned to one of them."""
+    """The training sizes of a run, with one Framing per size. Every image or video is assigned to one of them."""
 
     def __init__(self, framing: Framing, sizes: Sequence[ImageSize]) -> None:
-        """framing: settings that all sizes share; its height and width are replaced."""
+        """framing: settings that all sizes share. Its height and width are replaced by those of each size."""
         self.sizes = list(sizes)
         self.framings = [dataclasses.replace(framing, height=height, width=width) for height, width in sizes]
 
     def choose_bucket(self, media: Media) -> int:
-        """Return the bucket index for an image or video. With several buckets, its size is read from the file."""
+        """Return the bucket index for an image or video.
+
+        If there are several buckets, its size is read from the file.
+        """
         if len(self.sizes) == 1:
             return 0
         try:

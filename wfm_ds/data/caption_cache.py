@@ -1,9 +1,10 @@
-"""Cache of the captions of a folder. A caption is only reused if its file cannot have changed.
+"""Cache of the captions of a folder. A caption is reused only if its file cannot have changed.
 
     CACHE/captions/<hash of the folder>.json    {"format", "folder", "captions": {name: [state, caption]}}
 
 The state is the size, modification time, change time and inode of the caption file. Two changes within one tick of the
-file system's clock would leave it unchanged, so files changed less than RECENT_S before the scan are not cached.
+file system's clock would not change the state. Files that were changed less than RECENT_S before the scan are therefore
+not cached.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class CaptionCache:
     """Cached captions of a folder. A scan calls `lookup` for each file, `store` after a miss, and `save` at the end."""
 
     def __init__(self, folder: Path, cache_dir: Path, *, now_ns: int) -> None:
-        """now_ns: Unix time in nanoseconds, taken before the scan."""
+        """now_ns: Unix time in nanoseconds, measured before the scan of the folder."""
         self.folder, self.now_ns = os.path.abspath(folder), now_ns
         digest = hashlib.sha256(os.fsencode(self.folder)).hexdigest()
         self.file = cache_dir / "captions" / f"{digest}.json"
@@ -44,7 +45,7 @@ class CaptionCache:
         return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
     def lookup(self, path: str, state: Sequence[int]) -> tuple[bool, Any]:
-        """Return (True, caption) if the file's caption is cached for this state, else (False, None)."""
+        """Return (True, caption) if the caption is cached for this state of the file, otherwise (False, None)."""
         entry = self._previous.get(path)
         if entry is None or entry[0] != state:
             return False, None
@@ -52,7 +53,10 @@ class CaptionCache:
         return True, entry[1]
 
     def store(self, path: str, state: Sequence[int], caption: Any) -> None:
-        """Cache a caption (JSON) unless its file changed recently. `state` must be taken before reading the caption."""
+        """Cache a caption (a JSON value) unless its file changed recently.
+
+        Determine `state` before reading the caption.
+        """
         self._num_read += 1
         _, mtime_ns, ctime_ns, _ = state
         if max(mtime_ns, ctime_ns) < self.now_ns - RECENT_S * 1e9:
@@ -71,7 +75,7 @@ class CaptionCache:
             log.info("caption cache of %s cannot be written, captions are read at each start: %s", self.folder, error)
 
     def _load(self) -> dict[str, list[Any]]:
-        """Return {path: [state, caption]} of the last scan, or {} without a valid cache file of this folder."""
+        """Return {path: [state, caption]} of the last scan. Returns {} if this folder has no valid cache file."""
         try:
             content = json.loads(self.file.read_bytes())
             if content["format"] != FORMAT or content["folder"] != to_printable(self.folder):
@@ -82,7 +86,10 @@ class CaptionCache:
 
 
 def read_caption(path: str, cache: CaptionCache | None, parse: Callable[[bytes], Any]) -> Any:
-    """Return parse(content of the file), a JSON value, from the cache if possible. None if the file is unreadable."""
+    """Return the caption that `parse` (bytes to JSON value) extracts from a file, from the cache if possible.
+
+    Returns None if the file cannot be read.
+    """
     try:
         if cache is None:
             return parse(read_regular(path))

@@ -1,4 +1,4 @@
-"""Caption tables: metadata.jsonl, .csv or .parquet in the folder of the images and videos."""
+"""Caption tables: metadata.jsonl, .csv or .parquet in the same folder as the images and videos."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ class TableRow:
 class CaptionTable(SampleSet):
     """Captioned images and videos listed in a table. Ids are relative paths without suffix, as in CaptionedFolder.
 
-    Columns other than file, caption and `negative_prompt` become metadata. Files that are not in the table are ignored.
+    Columns other than the file, the caption and `negative_prompt` become metadata. Files that are not in the table are
+    ignored.
     """
 
     def __init__(self, table: Path, *, column: str | None = None, max_bad_fraction: float) -> None:
-        """Read the table. column: caption column; None uses the first of CAPTION_COLUMNS.
+        """Read the table. column: name of the caption column. None selects the first of CAPTION_COLUMNS that exists.
 
         Raises DataError if the table cannot be read, a column is missing, there is no usable sample, or more than
         max_bad_fraction of the rows are bad.
@@ -108,7 +109,10 @@ class CaptionTable(SampleSet):
         return file in self._names(folder)
 
     def _make_id(self, name: str) -> str:
-        """Return the sample id for a file name. Names outside the table's folder are recorded for a log note."""
+        """Return the sample id for a file name.
+
+        A name that points outside the table's folder is recorded, so that a note can be logged.
+        """
         path, top = self._resolve_path(name), os.path.normpath(self.table.parent)
         is_inside = os.path.commonpath([os.path.abspath(path), os.path.abspath(top)]) == os.path.abspath(top)
         if not is_inside:
@@ -134,7 +138,7 @@ def find_columns(table: Path, rows: Sequence[TableRow], column: str | None) -> t
 
 
 def read_rows(table: Path) -> list[TableRow]:
-    """Read the rows of a .jsonl, .csv (UTF-8) or .parquet file. Raises DataError that names the invalid line."""
+    """Read the rows of a .jsonl, .csv (UTF-8) or .parquet file. Raises DataError, which names the invalid line."""
     suffix = table.suffix.lower()
     if suffix == ".parquet":
         return read_parquet_rows(table)
@@ -168,7 +172,7 @@ def parse_csv_row(table: Path, number: int, row: Mapping[str | None, Any]) -> di
 
 
 def read_parquet_rows(table: Path) -> list[TableRow]:
-    """Read the rows of a parquet file, keeping only strings, numbers, booleans and None."""
+    """Read the rows of a parquet file. Only strings, numbers, booleans and null values are kept."""
     try:
         import pyarrow
         import pyarrow.parquet

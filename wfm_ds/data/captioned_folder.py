@@ -1,4 +1,7 @@
-"""Folders with a caption file NAME.txt or NAME.json next to NAME.png or NAME.mp4. Scanning decodes no media."""
+"""Folders with a caption file NAME.txt or NAME.json next to each NAME.png or NAME.mp4.
+
+Scanning a folder does not decode images and videos.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,9 @@ SUFFIXES = MEDIA_SUFFIXES | TEXT_SUFFIXES | {".json"}
 class CaptionedFolder(SampleSet):
     """Captioned images and videos in a folder. Ids are relative paths with forward slashes, without the last suffix.
 
-    The caption is `prompt` of NAME.json, or else the text of NAME.txt or NAME.caption; NAME.json then only adds
-    metadata. Subfolders are scanned at any depth, also through links. Hidden files and other file types are ignored.
+    The caption is the value of `prompt` in NAME.json. If there is none, it is the text of NAME.txt or NAME.caption, and
+    NAME.json only adds metadata. Subfolders are scanned at any depth, also through links. Hidden files and other file
+    types are ignored.
     """
 
     def __init__(
@@ -42,8 +46,9 @@ class CaptionedFolder(SampleSet):
     ) -> None:
         """Scan the folder.
 
-        cache_dir: folder of the caption cache; None: no cache. default: caption for media without one; None: reject
-        them. Raises DataError if there is no usable sample, or if more than max_bad_fraction of the entries are bad.
+        cache_dir: folder of the caption cache. None: captions are not cached. default: caption for images and videos
+        without one. None: such files are rejected. Raises DataError if there is no usable sample, or if more than
+        max_bad_fraction of the entries are bad.
         """
         super().__init__(str(folder))
         self.folder, self.default = folder, default
@@ -109,10 +114,10 @@ class CaptionedFolder(SampleSet):
             self.reject("no_json", media_file)
 
     def _reject_lone_texts(self) -> None:
-        """Reject text files without an image or video, unless they are probably notes.
+        """Reject text files that have no image or video, if they are probably captions and not notes.
 
-        They count as captions of missing files if the folder has no JSON captions and most text files belong to an
-        image or video.
+        They are probably captions of missing files if no caption is a JSON file and most text files have an image or
+        video.
         """
         if not self._num_objects and len(self.lone_texts) < self._num_texts:
             for path in self.lone_texts:
@@ -158,7 +163,11 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def read_json_caption(path: str, sample_id: str, cache: CaptionCache | None) -> tuple[Prompt | None, dict[str, Any]]:
-    """Return (prompt, {}) of a JSON file, (None, its object) if it has no prompt, or (None, {}) if it is invalid."""
+    """Return the caption and metadata in a JSON file as (prompt, metadata).
+
+    The result is (prompt, {}) if the file has a prompt, (None, the JSON object) if it has no prompt, and (None, {}) if
+    the file is invalid.
+    """
 
     def pack_content(data: bytes) -> list[Any] | dict[str, Any] | None:
         prompt = parse_caption(data, sample_id)
@@ -171,7 +180,7 @@ def read_json_caption(path: str, sample_id: str, cache: CaptionCache | None) -> 
 
 
 def join_lines(data: bytes) -> str | None:
-    """Decode a text caption and join its lines with spaces. Return None if it is empty or not UTF-8."""
+    """Decode a text caption and join its lines with spaces. Returns None if it is empty or not UTF-8."""
     try:
         lines = data.decode("utf-8-sig").splitlines()
     except UnicodeDecodeError:

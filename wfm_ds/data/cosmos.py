@@ -1,4 +1,4 @@
-"""The Cosmos folder: metas/NAME.txt, videos/NAME.mp4 or images/NAME.jpg, and optional text embeddings."""
+"""The Cosmos folder layout: metas/NAME.txt, videos/NAME.mp4 or images/NAME.jpg, and optional text embeddings."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ class CosmosFolder(SampleSet):
     ) -> None:
         """Scan the folder.
 
-        allow_pickle: also use text embeddings in pickle files. cache_dir: folder of the caption cache; None: no cache.
-        Raises DataError if there is no usable sample, or if more than max_bad_fraction of the entries are bad.
+        allow_pickle: also use text embeddings in pickle files. cache_dir: folder of the caption cache. None: captions
+        are not cached. Raises DataError if there is no usable sample, or if more than max_bad_fraction of the entries
+        are bad.
         """
         super().__init__(str(folder))
         if not (folder / "metas").is_dir() or not any((folder / name).is_dir() for name in MEDIA_FOLDERS):
@@ -65,7 +66,10 @@ class CosmosFolder(SampleSet):
 
 
 def find_embeddings(folder: Path, *, allow_pickle: bool) -> dict[str, Path]:
-    """Return {sample id: text embedding file}. safetensors take priority, then the order of EMBEDDING_FOLDERS."""
+    """Return {sample id: text embedding file}.
+
+    If a sample has several files, a safetensors file is preferred, then the first folder in EMBEDDING_FOLDERS.
+    """
     suffixes = (SAFE_SUFFIX, *(PICKLE_SUFFIXES if allow_pickle else ()))
     embeddings: dict[str, Path] = {}
     for suffix in suffixes:
@@ -87,7 +91,7 @@ def files_by_id(folder: Path, suffixes: frozenset[str]) -> dict[str, list[Path]]
 
 
 def decode_caption(data: bytes) -> str | None:
-    """Decode and strip the text of a caption file. Return None if it is empty or not UTF-8."""
+    """Decode and strip the text of a caption file. Returns None if it is empty or not UTF-8."""
     try:
         return data.decode("utf-8-sig").strip() or None
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Detect whether this machine has an accelerator and whether this process uses it, consistently with DeepSpeed.
+"""The accelerator of this process: whether DeepSpeed and torch use one, and deterministic kernels.
 
 Importing this module does not import torch.
 """
@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from wfm_ds.errors import RecipeError
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +21,8 @@ DEVICE_NODES = (
     *("nvidia[0-9]*", "nvidiactl", "dxg", "kfd", "dri/renderD*"),  # dxg: CUDA under WSL; kfd: AMD
     *("accel[0-9]*", "accel/*", "davinci*", "hl[0-9]*"),
 )
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # values for which cuBLAS documents reproducible results
 
 
 def is_accelerator_present(devices: Path = Path("/dev")) -> bool:
@@ -42,3 +48,42 @@ def device_context(device: torch.device) -> contextlib.AbstractContextManager[ob
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
+@contextmanager
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
+    """Make torch use only deterministic kernels inside the context, if `enabled`.
+
+    Enter it before this process uses a GPU. Operations without a deterministic kernel raise an error. Raises
+    RecipeError if CUBLAS_WORKSPACE_CONFIG has a value with which cuBLAS is nondeterministic, or if it is unset although
+    CUDA is already initialized.
+    """
+    if not enabled:
+        yield
+        return
+    import torch
+
+    configured, cudnn = os.environ.get(CUBLAS_VARIABLE), torch.backends.cudnn
+    if configured is None and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise RecipeError(
+            f"engine.deterministic: CUDA was used before {CUBLAS_VARIABLE} was set; set "
+            f"{CUBLAS_VARIABLE}={DETERMINISTIC_WORKSPACES[0]} in the environment"
+        )
+    if configured is not None and configured not in DETERMINISTIC_WORKSPACES:
+        raise RecipeError(
+            f"engine.deterministic: {CUBLAS_VARIABLE}={configured} makes cuBLAS nondeterministic; unset it, or "
+            "set it to "
+            f"{' or '.join(DETERMINISTIC_WORKSPACES)}"
+        )
+    torch_before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn_before = cudnn.benchmark, cudnn.deterministic
+    os.environ.setdefault(CUBLAS_VARIABLE, DETERMINISTIC_WORKSPACES[0])
+    torch.use_deterministic_algorithms(True)
+    cudnn.benchmark, cudnn.deterministic = False, True  # the benchmark may select different kernels in each process
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(torch_before[0], warn_only=torch_before[1])
+        cudnn.benchmark, cudnn.deterministic = cudnn_before
+        if configured is None:
+            del os.environ[CUBLAS_VARIABLE]

@@ -15,10 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 
 from wfm_ds.distributed.accelerator import uses_cuda
 from wfm_ds.distributed.liveness import LIVENESS
@@ -27,7 +30,6 @@ from wfm_ds.errors import UserError
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
-    from torch.distributed import ProcessGroup
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 WAIT_INTERVAL_S = 10.0  # between two polls of the ranks in run_without_timeout
@@ -95,7 +97,7 @@ class World:
         """
         import torch.distributed as dist
 
-        from wfm_ds.ulysses.groups import create_sequence_group
+        from wfm_ds.distributed.world import create_sequence_group
 
         if sp_size == 1:
             return replace(self, replica=None)
@@ -356,3 +358,21 @@ def threads_per_rank() -> int:
     if "OMP_NUM_THREADS" in os.environ:
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
     return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1")))
+
+
+def create_sequence_group(num_ranks: int, timeout: timedelta | None = None, backend: str | None = None) -> ProcessGroup:
+    """Create the sequence-parallel groups and return this rank's group. Collective over all ranks.
+
+    A group has `num_ranks` consecutive ranks, to use the fast links within a node. timeout: timeout of the group's
+    collectives; None for torch's default. backend: None for the default group's backend. Raises UserError if num_ranks
+    does not divide the number of ranks.
+    """
+    world_size = dist.get_world_size()
+    if num_ranks < 1 or world_size % num_ranks:
+        divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise UserError(
+            f"engine.sequence_parallel = {num_ranks} does not divide the {world_size} ranks; use one of "
+            f"{', '.join(map(str, divisors))}"
+        )
+    group: ProcessGroup = dist.new_subgroups(group_size=num_ranks, timeout=timeout, backend=backend)[0]  # type: ignore[no-untyped-call]
+    return group

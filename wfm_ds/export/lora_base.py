@@ -1,4 +1,4 @@
-"""The pipeline that a LoRA belongs to: the names of its layers, and its weights for LoRA layouts that need them."""
+"""The pipeline that a LoRA belongs to. It provides the layer names, and the weights that some LoRA layouts need."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ def family_names(family: type[DiffusionModel]) -> FamilyLoraNames:
 def read_lora(path: Path, base: Path | None) -> tuple[LoraSource, FamilyLoraNames | None]:
     """Read a LoRA in any layout. Returns (LoRA, layer names of its model family).
 
-    base: pipeline folder that determines the family; None: use the only family that has all layers of the LoRA. The
-    layer names are None if no family or several families fit; the LoRA must then use diffusers' names.
+    base: pipeline folder that determines the family. If it is None, the family is used that has all layers of the LoRA.
+    If no family or several families fit, the LoRA must use diffusers' layer names, and None is returned instead of the
+    layer names.
     Raises ModelError if the LoRA cannot be read or its layer names are unknown.
     """
     if base is not None:

@@ -1,4 +1,4 @@
-"""Extraction of a LoRA from full training: the best low-rank approximation of each layer's weight difference (SVD)."""
+"""Extraction of a LoRA from a fully trained model: the best low-rank approximation of its weight changes (SVD)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class LoraExtraction:
 def extract_lora(
     trained: ExportTarget, base: ExportTarget, part: str, rank: int | None, energy: float | None
 ) -> LoraExtraction:
-    """Approximate component `part` of `trained` by that of `base` plus a LoRA with alpha = rank.
+    """Approximate component `part` of `trained` by the same component of `base` plus a LoRA with alpha = rank.
 
     rank: maximum rank per layer. energy: fraction of each layer's squared weight change to keep; it determines the rank
-    of each layer. Raises ModelError if the two models have different tensors or equal linear layers.
+    of each layer. Raises ModelError if the two models have different tensors, or if their linear layers are equal.
     """
     extraction = LoraExtraction()
     shapes, trained_weights, base_weights = (

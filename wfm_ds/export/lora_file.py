@@ -125,7 +125,7 @@ def lora_settings(
 ) -> dict[str, Any]:
     """Return the settings of the peft.LoraConfig for these layers. Known settings in `config` are kept.
 
-    The most frequent rank and alpha become the defaults; layers with other values get entries in rank_pattern and
+    The most frequent rank and alpha become the defaults. Layers with other values get entries in rank_pattern and
     alpha_pattern.
     """
     layers = {name: layer for part_layers in parts.values() for name, layer in part_layers.items()}
@@ -172,15 +172,19 @@ def is_lora(path: Path) -> bool:
 
 
 def read_base_model(path: Path) -> str | None:
-    """Return the base model in adapter_config.json or None. Raises ModelError if it has no rank or alpha."""
+    """Return the base model named in adapter_config.json, or None.
+
+    Raises ModelError if it contains no rank or alpha.
+    """
     config = _read_config(path)
     return None if config is None else config.get("base_model_name_or_path")
 
 
 def _read_config(path: Path) -> dict[str, Any] | None:
-    """Return adapter_config.json next to the LoRA files; None if there is none, or for a file with a non-standard name.
+    """Return the content of the adapter_config.json next to the LoRA files.
 
-    Raises ModelError if it does not contain rank and alpha.
+    Returns None if it does not exist, or if `path` is a file with a non-standard name. Raises ModelError if it does not
+    contain rank and alpha.
     """
     if path.is_file() and path.name not in (*LORA_FILES.values(), PEFT_FILE):
         return None
@@ -195,7 +199,10 @@ def _read_config(path: Path) -> dict[str, Any] | None:
 
 
 def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """Return ({name: tensor}, adapter settings in the header or None). Raises ModelError if it cannot be read."""
+    """Return ({name: tensor}, adapter settings in the file's header or None).
+
+    Raises ModelError if the file cannot be read.
+    """
     try:
         with safe_open(file, "pt") as handle:
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118, it is not a mapping
@@ -281,7 +288,10 @@ def _strip_prefixes(name: str) -> str:
 
 
 def _diffusers_layers(module: str, table: LoraNameTable | None) -> list[tuple[str, object]]:
-    """Return [(diffusers layer name, table entry or None)] of a layer of the file, in row order; [] if unknown."""
+    """Return [(diffusers layer name, table entry or None)] for a layer of the file. Returns [] for an unknown layer.
+
+    A layer that fuses several diffusers layers has one entry for each, in the order of its rows.
+    """
     name = _strip_prefixes(module)
     if module.startswith(FLAT_PREFIXES):
         flat = next(module.removeprefix(prefix) for prefix in FLAT_PREFIXES if module.startswith(prefix))
@@ -303,7 +313,10 @@ def _diffusers_layers(module: str, table: LoraNameTable | None) -> list[tuple[st
 
 
 def _make_layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str, Any] | None) -> LoraLayer:
-    """Build a LoRA layer. Alpha comes from a tensor, else from the settings, else it equals the rank."""
+    """Build a LoRA layer.
+
+    Alpha comes from its tensor or, without one, from the settings; by default it equals the rank.
+    """
     A, B, rank = group["A"], group["B"], len(group["A"])
     if "alpha" in group:
         alpha = float(group["alpha"])
@@ -314,7 +327,7 @@ def _make_layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str,
 
 
 def _require_pair(layer: LoraLayer, where: str) -> None:
-    """Raise ModelError if A and B do not fit each other, or if the magnitude does not have one value per output."""
+    """Raise ModelError if the shapes of A and B do not match, or if a magnitude does not have one value per output."""
     if layer.A.ndim < 2 or layer.B.ndim < 2 or layer.B.shape[1] != layer.rank:
         raise ModelError(f"{where}: A {list(layer.A.shape)} and B {list(layer.B.shape)} are not a LoRA pair")
     if layer.magnitude is not None and len(layer.magnitude) != len(layer.B):
@@ -324,7 +337,7 @@ def _require_pair(layer: LoraLayer, where: str) -> None:
 def _convert_dora_scale(layer: LoraLayer, name: str, weight: WeightReader | None, file: Path) -> LoraLayer:
     """Convert ComfyUI's DoRA scale to a magnitude, using the base weight.
 
-    ComfyUI multiplies the sum of W and the update by dora_scale / norm(W), instead of dividing by the norm of the sum
+    ComfyUI multiplies the sum of W and the update by dora_scale / norm(W). DoRA divides by the norm of the sum instead
     (comfy/weight_adapter/base.py of 0.3.77).
     """
     assert layer.magnitude is not None

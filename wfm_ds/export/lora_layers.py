@@ -73,7 +73,8 @@ def broadcast_rows(values: Tensor, like: Tensor) -> Tensor:
 def fuse_layers(members: Sequence[LoraLayer | None]) -> LoraLayer:
     """Fuse layers into one layer: A is stacked, B is block-diagonal. Each member updates an equal range of output rows.
 
-    None: rows without an adapter, filled with zero matrices. Raises ModelError if only some members are DoRA.
+    A member None stands for rows without an adapter, which get zero matrices. Raises ModelError if only some members
+    are DoRA.
     """
     first = next(member for member in members if member is not None)
     rows, scales = len(first.B), {member.scale for member in members if member is not None}
@@ -125,7 +126,10 @@ def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
 
 
 def layer_alpha(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return a layer's alpha from PEFT's settings; for rsLoRA times sqrt(rank), so that its scale is alpha / rank."""
+    """Return a layer's alpha from PEFT's settings. For rsLoRA it is multiplied by sqrt(rank).
+
+    The scale of the layer is then always alpha / rank.
+    """
     patterns = settings.get("alpha_pattern") or {}
     alpha = float(patterns.get(get_pattern_key(list(patterns), module), settings["lora_alpha"]))
     return alpha * math.sqrt(rank) if settings.get("use_rslora") else alpha
@@ -138,7 +142,10 @@ def layer_rank(settings: Mapping[str, Any], module: str) -> int:
 
 
 def is_same_update(ours: LoraLayers, theirs: LoraLayers, tolerance: float = 1e-6) -> bool:
-    """Return whether two LoRAs have equal updates. tolerance: maximum norm of a difference, relative to the update."""
+    """Return whether two LoRAs have equal updates.
+
+    tolerance: maximum norm of the difference, relative to the norm of the update.
+    """
     if ours.keys() != theirs.keys():
         return False
     for name, layer in ours.items():

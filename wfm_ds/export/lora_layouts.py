@@ -1,7 +1,7 @@
 """Writing of a LoRA in the layouts of other tools: kohya, ComfyUI and PEFT. weights.py writes diffusers' own layout.
 
-docs/exports.md lists which tool reads which layout, according to the source code of the tools. Each file is read back
-and compared before it is kept.
+docs/exports.md lists which tool reads which layout, according to the tools' source code. Each written file is read back
+and compared with the LoRA before it is kept.
 """
 
 from __future__ import annotations
@@ -77,7 +77,10 @@ def _for_any_part(weight: WeightReader | None) -> Callable[[str], WeightReader] 
 
 
 def expert_files(out: Path, parts: list[str]) -> dict[str, Path]:
-    """Return {component: output file}: `out`, or `NAME_high_noise` and `NAME_low_noise` for two experts."""
+    """Return {component: output file}.
+
+    A single file is `out`; two experts get `NAME_high_noise` and `NAME_low_noise`.
+    """
     if len(parts) == 1:
         return {parts[0]: out}
     return {part: out.with_name(f"{out.stem}_{EXPERT_SUFFIXES[part]}{out.suffix}") for part in parts}
@@ -139,7 +142,7 @@ def _convert_to_comfyui_scale(layer: LoraLayer, name: str, weight: WeightReader 
 
 
 def original_layers(layers: LoraLayers, names: FamilyLoraNames) -> LoraLayers:
-    """Return the LoRA by layers of the original (non-diffusers) model, fusing those that form one layer there.
+    """Convert the layers to those of the original (non-diffusers) model. Layers that form one layer there are fused.
 
     Raises ModelError for layers that are not in the name table.
     """

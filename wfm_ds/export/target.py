@@ -107,7 +107,7 @@ class ExportTarget:
         return network
 
     def tensor_specs(self, part: str) -> dict[str, StoredTensorSpec]:
-        """Return {name: dtype and shape} of a component built from its config; its weights are float32."""
+        """Return {name: dtype and shape} of a component's tensors, built from its config with float32 weights."""
         return {
             name: StoredTensorSpec(tensor.dtype, tensor.shape)
             for name, tensor in self.meta_network(part).state_dict().items()
@@ -149,6 +149,6 @@ class FolderWeights:
 
 
 def call_json(base: Path, arguments: Mapping[str, Any]) -> str:
-    """Return the text of the base folder's call.json with these arguments added."""
+    """Return the content of the base folder's call.json with these arguments added, as text."""
     base_call = read_json(base / CALL_FILE) if (base / CALL_FILE).exists() else {}
     return json.dumps(base_call | dict(arguments))

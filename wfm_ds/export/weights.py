@@ -54,15 +54,15 @@ class TensorSource(Protocol):
         """Yield the names and values of tensors. Collective: iterate to the end.
 
         Values are float32 on the CPU of rank 0, and None on other ranks.
-        Names for LoRA: `transformer_blocks.0.attn.to_k.lora_A.weight`, without the adapter's name; for DoRA also
-        `lora_magnitude_vector.weight`; for fully trained layers `proj_out.modules_to_save.weight`. Names for full
-        training: those of the denoiser's state dict, including persistent buffers. In a two-expert model, each name
-        starts with its component (`transformer_2.blocks.0...`).
+        LoRA: names are `transformer_blocks.0.attn.to_k.lora_A.weight`, without the adapter's name. DoRA adds
+        `lora_magnitude_vector.weight`. A fully trained layer is named `proj_out.modules_to_save.weight`.
+        Full training: names are those of the denoiser's state dict, including persistent buffers.
+        In a two-expert model, each name starts with its component (`transformer_2.blocks.0...`).
         """
         ...
 
     def lora_config(self) -> Any:
-        """Return the peft.LoraConfig of the adapter, None in full training."""
+        """Return the peft.LoraConfig of the adapter, or None in full training."""
         ...
 
 
@@ -79,13 +79,14 @@ def export_weights(
 ) -> Path:
     """Write the weights of `policy` in diffusers' format. Collective, with the same arguments on all ranks.
 
-    LoRA: writes `adapter_config.json` and `model.safetensors` (always float32) to `out/lora`; for a second expert also
-    `model_2.safetensors`. Full training: makes `out` a pipeline folder. The denoiser is stored in `dtype`, in files of
-    at most `shard_bytes`, with one tensor in memory at a time. All other files are shared with `target.base`. `out` is
-    complete or absent. An earlier export in `out` is replaced.
+    LoRA: writes `adapter_config.json` and `model.safetensors` (always float32) to `out/lora`. A second expert is
+    written to `model_2.safetensors`.
+    Full training: makes `out` a pipeline folder. The denoiser is stored in `dtype`, in files of at most `shard_bytes`,
+    with one tensor in memory at a time. All other files are shared with `target.base`.
 
-    trained_only: after full training, write only the tensors that were trained, so that `out` is not a pipeline; for
-    LoRA, do not warn about an adapter without effect.
+    If writing fails, no incomplete `out` is left. An earlier export in `out` is replaced. trained_only: after full
+    training, write only the tensors that were trained, so that `out` is not a pipeline; for LoRA, do not warn about an
+    adapter without effect.
     Returns the LoRA folder or the pipeline folder. Raises UserError on rank 0 if the tensors do not match the target or
     are not finite, or if `out` cannot be written.
     """
@@ -113,7 +114,7 @@ def export_weights(
 
 
 def _write_call_arguments(target: ExportTarget, folder: Path) -> None:
-    """Write call.json if training used other call arguments than the base folder has."""
+    """Write call.json if the call arguments of training differ from those in the base folder."""
     if target.call_arguments:
         (folder / CALL_FILE).unlink(missing_ok=True)  # it may be a link to the base model's file
         (folder / CALL_FILE).write_text(call_json(target.base, target.call_arguments), encoding="utf-8")
@@ -179,7 +180,10 @@ def _network_without_loader(pipeline: Path) -> str | None:
 
 
 def _components_to_disable(pipeline: Path) -> list[str]:
-    """Return the components that diffusers requires although the index does not have them (SD3 without T5)."""
+    """Return the required components of the pipeline class that the pipeline does not use, such as T5 of SD3.
+
+    diffusers loads the pipeline only if these components are passed as None.
+    """
     index = read_index(pipeline)
     optional = getattr(_pipeline_class(index), "_optional_components", [])
     return [
@@ -260,8 +264,9 @@ def write_lora(
 ) -> None:
     """Write a new LoRA folder for diffusers: the tensors of each denoiser component, and adapter_config.json.
 
-    adapters: (component, [(name, tensor)]). settings: the peft.LoraConfig as JSON.
-    shapes: function that returns {name: shape} of a component's state dict, which the tensors must fit; None: no check.
+    adapters: (component, its (name, tensor) pairs). settings: the peft.LoraConfig as JSON.
+    shapes: function that returns {name: shape} of a component's state dict, which the tensors must fit. None skips this
+    check.
     """
     # Without the prefix diffusers loads nothing, and without this metadata it uses the rank as alpha, both silently. A
     # dropout would stay enabled, because PEFT creates layers in train mode although the denoiser is not.
@@ -292,19 +297,22 @@ def adapter_settings(config: Any, base: Path | str | None) -> dict[str, Any]:
 
 
 def diffusers_name(name: str) -> str:
-    """Return the tensor name that diffusers expects: without `.weight` for DoRA's magnitude vector."""
+    """Return the tensor name that diffusers expects. DoRA magnitude vectors have no `.weight` suffix."""
     return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
 
 
 def adapter_shapes(weight: torch.Size, rank: int, *, dora: bool = False) -> dict[str, list[int]]:
-    """Return {matrix: shape} of A, B and, for DoRA, magnitude_vector of a layer with this weight shape."""
+    """Return {name: shape} of the matrices A and B for a weight of this shape.
+
+    With DoRA, `magnitude_vector` is added.
+    """
     outputs, *inputs = weight  # [out, in]; for a convolution [out, in, kh, kw], with a 1 x 1 B
     pair = {"A": [rank, *inputs], "B": [outputs, rank, *[1] * (len(inputs) - 1)]}
     return pair | ({"magnitude_vector": [outputs]} if dora else {})
 
 
 def _pair_weight_shape(pair: Mapping[str, Tensor]) -> torch.Size | None:
-    """Return the weight shape that A and B fit; None if one of them is missing."""
+    """Return the weight shape that matrices A and B adapt, or None if one of them is missing."""
     return torch.Size([len(pair["B"]), *pair["A"].shape[1:]]) if {"A", "B"} <= pair.keys() else None
 
 
@@ -321,7 +329,7 @@ def check_adapter(
     settings: Mapping[str, Any],
     warn_no_effect: bool,
 ) -> None:
-    """Raise ModelError unless all tensors form A, B pairs that fit the denoiser's weights and the configured rank."""
+    """Raise ModelError unless all tensors form pairs (A, B) that fit the denoiser's weights and the configured rank."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapter.items():
         match = LORA_KEY.fullmatch(name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wfm_ds.memory.estimate import MemoryEstimate
-from wfm_ds.monitoring.stopwatch import GIB
+from wfm_ds.monitoring.meters import GIB
 from wfm_ds.recipe.schema import Recipe
 
 GPU_SIZES_GB = (24, 32, 40, 48, 80, 141, 192)  # memory sizes of GPUs in GB

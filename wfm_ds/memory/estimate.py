@@ -34,7 +34,7 @@ from wfm_ds.memory.engine import FLOAT32_BYTES, EngineMemory
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.sampler import Sampler
-from wfm_ds.monitoring.stopwatch import GIB
+from wfm_ds.monitoring.meters import GIB
 from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.sampling.denoise import Trajectory

@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from wfm_ds.errors import RunError, UserError, is_out_of_memory
-from wfm_ds.monitoring.stopwatch import GIB
+from wfm_ds.monitoring.meters import GIB
 
 REQUEST_PATTERN = re.compile(r"ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
 UNIT_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}

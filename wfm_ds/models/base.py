@@ -52,7 +52,7 @@ class NegativeText:
 class DiffusionModel(ABC):
     """A loaded diffusers pipeline behind one interface: encode text, convert pixels and latents, call the denoiser.
 
-    Each family is a subclass in its own file in this folder. `registry.model_families` finds it.
+    Each family is a subclass in a separate file of this folder. `registry.model_families` finds it.
     """
 
     family: ClassVar[str]
@@ -73,8 +73,8 @@ class DiffusionModel(ABC):
     conditioning_frame_counts: tuple[int, ...] = (0,)  # allowed numbers of conditioning latent frames
     optional_conditioning_keys: frozenset[str] = frozenset()  # keys that encode_inputs may add
     uses_clean_frames: bool = True
-    """Whether clean conditioning frames replace the first noisy latent frames. False: the network takes the first frame
-    as a separate input (FIRST_FRAME) and denoises all latent frames."""
+    """Whether clean conditioning frames replace the first noisy latent frames. If False, the network takes the first
+    frame as a separate input (FIRST_FRAME) and denoises all latent frames."""
 
     def __init__(
         self,
@@ -92,11 +92,11 @@ class DiffusionModel(ABC):
     ) -> None:
         """Freeze all components except the denoiser and move the pipeline to `device`.
 
-        prompt_template: one of prompt_templates. None: the template stored with the pipeline.
-        leave_denoiser: do not move the denoiser to `device`; the training engine does it later.
-        fps: frames per second of all videos, for networks conditioned on it.
+        prompt_template: one of prompt_templates. None selects the template that is stored with the pipeline.
+        leave_denoiser: do not move the denoiser to `device`, because the training engine does it later.
+        fps: frames per second of all videos, for networks that are conditioned on it.
         inputs: names from `input_specs` that every sample provides in addition to text and frames.
-        embedded_guidance: guidance scale passed to the network, for families with embedded guidance.
+        embedded_guidance: guidance scale that the network receives, for families with embedded guidance.
         Raises ModelError if the scheduler is not a flow-matching scheduler.
         """
         if not hasattr(pipeline.scheduler, "sigmas"):
@@ -120,12 +120,15 @@ class DiffusionModel(ABC):
 
     @classmethod
     def extra_components(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
-        """Return {name: component} for components missing in the folder. Raises ModelError if one is unavailable."""
+        """Return {name: component} for components that the pipeline folder does not contain.
+
+        Raises ModelError if such a component is not available.
+        """
         return {}
 
     @classmethod
     def component_overrides(cls, folder: Path) -> dict[str, Any]:
-        """Return {name: component} that replaces components in model_index.json that diffusers would fail to load."""
+        """Return {name: component} for components in model_index.json that diffusers would fail to load."""
         return {}
 
     @classmethod
@@ -139,7 +142,7 @@ class DiffusionModel(ABC):
 
     @classmethod
     def placeholder_components(cls) -> dict[str, Any]:
-        """Return {name: stand-in} for components that the pipeline's constructor reads. Used on the meta device."""
+        """Return {name: stand-in} for components that the pipeline's constructor needs. Used on the meta device."""
         return {}
 
     @classmethod
@@ -148,11 +151,17 @@ class DiffusionModel(ABC):
 
     @classmethod
     def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
-        """Return the default guidance scale w. index: model_index.json. call: defaults of the pipeline's __call__."""
+        """Return the default guidance scale w.
+
+        index: content of model_index.json. call: default arguments of the pipeline's `__call__`.
+        """
         return float(call.get("guidance_scale", 1.0))
 
     def extract_denoiser(self, pipeline: Any) -> nn.Module:
-        """Return the module that the engine trains: one network, or a module with all of `denoiser_components`."""
+        """Return the module that the engine trains.
+
+        This is the pipeline's network, or a module that contains all networks in `denoiser_components`.
+        """
         denoiser: nn.Module = pipeline.transformer
         return denoiser
 
@@ -162,7 +171,7 @@ class DiffusionModel(ABC):
         return [part for name, part in parts if isinstance(part, nn.Module) and name not in self.denoiser_components]
 
     def move_to_device(self, device: torch.device | str) -> None:
-        """Move the pipeline to a device, except a denoiser that the training engine places."""
+        """Move the pipeline to a device. A denoiser that the training engine places later is not moved."""
         self.device = torch.device(device)
         parts = self.auxiliary_modules()
         if self.denoiser is self.unwrapped_denoiser and not self.leave_denoiser:
@@ -191,7 +200,10 @@ class DiffusionModel(ABC):
         return ()
 
     def parameter_component(self, name: str) -> str:
-        """Return the component name of the expert with this denoiser parameter, or "" if there is only one network."""
+        """Return the component name of the expert that contains this denoiser parameter.
+
+        Returns "" if the denoiser is a single network.
+        """
         return name.partition(".")[0] if len(self.denoiser_components) > 1 else ""
 
     def find_unused_parameters(self) -> frozenset[str]:
@@ -202,33 +214,44 @@ class DiffusionModel(ABC):
         )
 
     def format_prompt(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
-        """Return the text to encode for this size in pixels. Some pipelines append size and duration to the prompt."""
+        """Return the text to encode for this size in pixels.
+
+        Some pipelines append the size and duration to the prompt.
+        """
         return text
 
     @abstractmethod
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Encode B >= 1 prompts. Return {name: tensor [B, ...]}, without gradient.
+        """Encode at least one prompt. Return {name: tensor [B prompts, ...]}, without gradient.
 
         Embeddings have the dtype of the text encoders, masks are int64. Use encode_negative_text for negative prompts.
         Raises ValueError for an empty list.
         """
 
     def encode_negative_text(self, texts: Sequence[str]) -> Conditioning:
-        """Encode negative prompts and dropped captions. Override it if the pipeline adds text only to prompts."""
+        """Encode negative prompts and dropped captions, by default like prompts.
+
+        Override this method if the pipeline adds an instruction to prompts but not to negative prompts.
+        """
         return self.encode_text(texts)
 
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Encode inputs of B samples, such as actions. Return {name from optional_conditioning_keys: tensor [B, ...]}.
+        """Encode the inputs, such as actions, of B samples. Return {name: tensor [B, ...]}.
 
-        inputs: {name from input_specs: array} for each sample. num_frames, size (height, width): of the pixels.
+        The names are in `optional_conditioning_keys`.
+        inputs: {name from input_specs: array} for each sample.
+        num_frames, size (height, width): of the pixels.
         Raises ValueError for arrays that the loaded checkpoint cannot use.
         """
         return {}
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape without batch axis} of required encode_inputs tensors, for latents of this shape."""
+        """Return {name: shape without batch axis} of the encode_inputs tensors that the network requires.
+
+        shape: latents of one sample.
+        """
         return {}
 
     @property
@@ -237,12 +260,15 @@ class DiffusionModel(ABC):
         return self.uses_clean_frames and max(self.conditioning_frame_counts) > 0
 
     def clean_frame_range(self, num_frames: tuple[int, int]) -> tuple[int, int]:
-        """Return the range of clean conditioning frames: `num_frames` from the recipe, or (0, 0) if unsupported."""
+        """Return the minimum and maximum number of clean conditioning frames.
+
+        num_frames: the values of the recipe. Returns (0, 0) if the family does not replace noisy frames by clean ones.
+        """
         return num_frames if self.uses_clean_frames else (0, 0)
 
     @property
     def text_dtype(self) -> torch.dtype:
-        """The dtype of text embeddings: the text encoders' dtype, or float32 without encoders."""
+        """The dtype of text embeddings: that of the text encoders, or float32 if the pipeline has none."""
         encoders = self.text_encoders().values()
         return next((parameter.dtype for encoder in encoders for parameter in encoder.parameters()), torch.float32)
 
@@ -251,14 +277,17 @@ class DiffusionModel(ABC):
         return {name: tuple(tensor.shape[1:]) for name, tensor in self.encode_text([""]).items()}
 
     def conditioning_from_embedding(self, embedding: Tensor) -> Conditioning | None:
-        """Convert a precomputed text embedding [n, D] to the format of encode_text, with B = 1.
+        """Convert a precomputed text embedding [n tokens, D channels] to the format of encode_text, for one prompt.
 
-        Returns None if its shape does not match this model's text encoder, or if the family has several encoders.
+        Returns None if the shape does not match this model's text encoder, or if the family has several encoders.
         """
         return None
 
     def text_cache_key(self) -> dict[str, Any]:
-        """Return a JSON object that changes whenever text embeddings change: encoder weights, dtype and settings."""
+        """Return a JSON object that changes whenever text embeddings change.
+
+        It contains fingerprints of the encoder weights, their dtype, and the settings of encode_text.
+        """
         dtypes = {str(next(encoder.parameters()).dtype) for encoder in self.text_encoders().values()}
         return {
             "family": self.family,
@@ -268,21 +297,27 @@ class DiffusionModel(ABC):
         }
 
     def latent_cache_key(self) -> dict[str, Any]:
-        """Return a JSON object that changes whenever latents of encode_pixels change: VAE weights and dtype."""
+        """Return a JSON object that changes whenever the latents from encode_pixels change.
+
+        It contains a fingerprint of the VAE weights, and their dtype.
+        """
         dtype = str(next(self.pipeline.vae.parameters()).dtype)
         return {"family": self.family, "parts": fingerprint_folders(self.path, ["vae"]), "dtype": dtype}
 
     def components_with_prefix(self, prefix: str) -> dict[str, Any]:
-        """Return {name: component} for pipeline components with this name prefix, without components that are None."""
+        """Return {name: component} for the pipeline components with this name prefix.
+
+        Components that are None are omitted.
+        """
         parts = self.pipeline.components.items()
         return {name: part for name, part in parts if name.startswith(prefix) and part is not None}
 
     def text_encoders(self) -> dict[str, nn.Module]:
-        """Return {component name: text encoder}. Empty after drop_text_encoders."""
+        """Return {component name: text encoder}. The result is empty after a call of drop_text_encoders."""
         return self.components_with_prefix("text_encoder")
 
     def text_folders(self) -> list[str]:
-        """Return the pipeline subfolders that text embeddings depend on: text encoders and tokenizers."""
+        """Return the subfolders of the text encoders and tokenizers, on which text embeddings depend."""
         return [*self.text_encoders(), *self.components_with_prefix("tokenizer")]
 
     def drop_text_encoders(self) -> None:
@@ -295,17 +330,26 @@ class DiffusionModel(ABC):
             encoder.to(device)
 
     def resolve_negative_prompt(self, negative_text: str | None = None) -> str:
-        """Return the negative prompt for guidance: `negative_text`, or the pipeline's default if it is None."""
+        """Return the negative prompt for guidance.
+
+        This is `negative_text`, or the pipeline's default if `negative_text` is None.
+        """
         return "" if negative_text is None else negative_text
 
     @staticmethod
     def repeat_conditioning(conditioning: Conditioning, k: int) -> Conditioning:
-        """Repeat each row k times, like torch.repeat_interleave. The result equals encoding each prompt k times."""
+        """Repeat the tensors of each prompt k times, like torch.repeat_interleave.
+
+        The result equals encoding each prompt k times.
+        """
         return {name: tensor.repeat_interleave(k, dim=0) for name, tensor in conditioning.items()}
 
     @staticmethod
     def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
-        """Concatenate along the batch axis. Raises ValueError if shapes differ; some families pad texts instead."""
+        """Concatenate conditioning tensors along the batch axis.
+
+        Raises ValueError if their shapes differ. Families with texts of variable length pad them instead.
+        """
         for name in rows[0]:
             shapes = {tuple(row[name].shape[1:]) for row in rows}
             if len(shapes) > 1:
@@ -316,8 +360,8 @@ class DiffusionModel(ABC):
     def encode_pixels(self, pixels: Tensor) -> Tensor:
         """Encode float32 pixels in [0, 1] to normalized float32 latents.
 
-        Images [B,3,H,W] become [B,C,h,w]. Video families take [B,3,F,H,W] and return [B,C,T,h,w].
-        Raises ValueError for other shapes or dtypes.
+        Images [B,3,H,W] become [B,C,h,w]. Video families convert [B,3,F,H,W] to [B,C,T,h,w]. Raises ValueError for
+        other shapes or dtypes.
         """
         layout, ndim = ("[B,3,F,H,W]", 5) if self.is_video else ("[B,3,H,W]", 4)
         if pixels.ndim != ndim or pixels.shape[1] != 3 or pixels.dtype != torch.float32:
@@ -328,14 +372,20 @@ class DiffusionModel(ABC):
         return torch.cat([self.to_latents(part) for part in torch.split(shifted, self.encode_batch_size(pixels))])
 
     def encode_batch_size(self, pixels: Tensor) -> int:
-        """Return the batch size for encoding. It is 1 for videos, so that cached latents do not depend on the batch."""
+        """Return the number of samples to encode together.
+
+        It is 1 for videos, so that cached latents do not depend on the batch.
+        """
         if self.is_video:
             return 1
         height, width = pixels.shape[-2:]
         return len(pixels) if self.device.type == "cpu" else vae.max_batch_size(self.pipeline.vae, height * width)
 
     def encode_uint8(self, media: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
-        """Encode images [H,W,3] or videos [F,H,W,3] of equal shape. Video families treat an image as one frame."""
+        """Encode uint8 images [H,W,3] or videos [F,H,W,3], all of the same shape.
+
+        Video families treat an image as a video with one frame.
+        """
         videos = [torch.from_numpy(m if m.ndim == 4 else m[None]) for m in media]
         frames = copy_to_device(torch.stack(videos), self.device)
         pixels = frames.permute(0, 4, 1, 2, 3).float() / 255
@@ -343,7 +393,7 @@ class DiffusionModel(ABC):
 
     @torch.no_grad()
     def decode_latents(self, latents: Tensor) -> Tensor:
-        """Decode normalized latents to float32 pixels in [0, 1] with the layout of encode_pixels."""
+        """Decode normalized latents to float32 pixels in [0, 1]. The axes are those of encode_pixels."""
         return (self.to_pixels(latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
 
     def to_latents(self, pixels: Tensor) -> Tensor:
@@ -370,14 +420,15 @@ class DiffusionModel(ABC):
 
         latents: [B,C,...] float32. sigma: [B] float32 in (0, 1].
         conditioning: tensors [B, ...] from encode_text and encode_inputs.
-        expert: index of the expert network of a two-expert model. One forward pass; the caller applies guidance.
-        Raises ValueError for wrong shapes, dtypes or keys. Sigma values are only checked on the CPU, to avoid a GPU
-        sync.
+        expert: index of the expert network of a two-expert model.
+        Runs one forward pass. The caller combines predictions for guidance.
+        Raises ValueError for wrong shapes, dtypes or keys. Values of sigma are checked only on the CPU, because the
+        check would make the host wait for a GPU.
         """
 
     @property
     def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
-        """The sigma range [low, high) of each expert network, in order. The first range includes 1."""
+        """The sigma range of each expert network: low <= sigma < high. The first range includes sigma = 1."""
         return ((0.0, 1.0),)
 
     def select_expert(self, sigma: float) -> int:
@@ -403,7 +454,7 @@ class DiffusionModel(ABC):
                 raise ValueError(f"{name} has {tensor.shape[0]} rows, the latents have {count}")
 
     def combine_guidance(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-        """Return uncond + scale * (cond - uncond). A scale of 1 returns cond."""
+        """Return uncond + scale * (cond - uncond). If scale is 1, the result is exactly cond."""
         return uncond + scale * (cond - uncond)
 
     @abstractmethod
@@ -414,7 +465,7 @@ class DiffusionModel(ABC):
         """
 
     def size_multiple(self, num_frames: int = 1) -> int:
-        """Return the number of pixels that height and width must be multiples of."""
+        """Return the number of pixels that must divide height and width."""
 
         def exists(size: int) -> bool:
             try:
@@ -432,7 +483,7 @@ class DiffusionModel(ABC):
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
         """Return the pipeline's sigmas for this latent shape: float64 [num_steps + 1] on the CPU, descending to 0.
 
-        Computed by a copy of the pipeline's scheduler. Raises ModelError if they do not decrease from at most 1 to 0.
+        A copy of the pipeline's scheduler computes them. Raises ModelError if they do not decrease from at most 1 to 0.
         """
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
@@ -451,7 +502,7 @@ class DiffusionModel(ABC):
     def rollout_sigmas(self, sampling: SamplingRecipe) -> Tensor:
         """Return the sigmas of rollouts, as sampling.grid specifies: float64 [sampling.steps + 1] on the CPU.
 
-        Raises ModelError if sampling.grid needs a fixed shift that the scheduler does not have.
+        Raises ModelError if sampling.grid needs a fixed timestep shift and the scheduler has none.
         """
         num_steps, shape = sampling.steps, self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
         if sampling.grid == "stock":
@@ -463,22 +514,22 @@ class DiffusionModel(ABC):
         return apply_shift(q, shift)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the arguments of scheduler.set_timesteps besides num_inference_steps, as the pipeline computes them.
+        """Return the arguments that the pipeline passes to scheduler.set_timesteps, except num_inference_steps.
 
-        If they contain `sigmas` (before the shift), num_inference_steps is not passed.
+        If they contain `sigmas` (before the timestep shift), the scheduler is called without num_inference_steps.
         """
         return {}
 
     @property
     def default_solver(self) -> str:
-        """The solver of the same order as the pipeline's scheduler: `dpm2` for second order, otherwise `ode`."""
+        """The solver with the order of the pipeline's scheduler: `dpm2` for second order, otherwise `ode`."""
         return "dpm2" if self.pipeline.scheduler.config.get("solver_order", 1) > 1 else "ode"
 
     def flow_shift(self, sampling: SamplingRecipe) -> float:
-        """Return the scheduler's timestep shift s: sigma = s * q / (1 + (s - 1) * q) for uniform q.
+        """Return the scheduler's timestep shift s: sigma = s * q / (1 + (s - 1) * q) for q in [0, 1].
 
-        If the shift depends on size or steps, it is computed for the recipe's size and eval_steps. Raises ModelError if
-        the scheduler has none.
+        If the shift depends on size or number of steps, the recipe's size and eval_steps are used. Raises ModelError if
+        the scheduler has no timestep shift.
         """
         shape = self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
         shift = self._scheduler_shift(sampling.eval_steps, shape)
@@ -502,12 +553,18 @@ class DiffusionModel(ABC):
         return {"max_sequence_length": self.max_sequence_length}
 
     def export_call_kwargs(self) -> dict[str, Any]:
-        """Return the pipeline call arguments that exports write to call.json: text arguments and embedded guidance."""
+        """Return the pipeline call arguments that an export writes to call.json.
+
+        They set the encoding of prompts and the embedded guidance scale.
+        """
         guidance = {} if self.embedded_guidance is None else {"guidance_scale": self.embedded_guidance}
         return {**self.text_call_kwargs(), **guidance}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Return pipeline call arguments for guidance scale w and this size, without prompts, steps and noise."""
+        """Return the pipeline call arguments for guidance scale w and this size in pixels.
+
+        Prompts, number of steps and noise are not included.
+        """
         return {"guidance_scale": w, "height": height, "width": width, **self.text_call_kwargs()}
 
 
@@ -529,7 +586,10 @@ def temporary_seed(seed: int) -> Iterator[None]:
 
 @contextmanager
 def hide_progress_bars() -> Iterator[None]:
-    """Disable the progress bars of diffusers and transformers in the context. Many ranks would flood the log."""
+    """Disable the progress bars of diffusers and transformers in the `with` block.
+
+    The bars of many ranks would flood the log.
+    """
     libraries = [lib for lib in (diffusers.utils.logging, transformers.utils.logging) if lib.is_progress_bar_enabled()]
     for library in libraries:
         library.disable_progress_bar()

@@ -1,7 +1,8 @@
 """Conditioning frames: the first latent frames of a video may be clean instead of noisy.
 
-The conditioning contains both of two keys or neither. `conditional_latents` holds clean latents in the shape of the
-whole video. `conditional_mask` [B,1,T,1,1] float32 is 1 on conditioning frames and may differ between rows.
+The conditioning has two keys for them, and contains either both or neither. `conditional_latents` holds clean latents
+in the shape of the whole video. `conditional_mask` [B,1,T,1,1] float32 is 1 on conditioning frames. The number of
+conditioning frames may differ between the samples of a batch.
 """
 
 from __future__ import annotations
@@ -25,23 +26,26 @@ CONDITIONING_FRAME_KEYS = frozenset({LATENTS_KEY, MASK_KEY})
 
 @dataclass(frozen=True, slots=True)
 class CleanFrames:
-    """Clean conditioning frames: latents [B,C,T,h,w] and mask [B,1,T,1,1], float32."""
+    """Clean conditioning frames of B videos: latents [B,C,T,h,w] and mask [B,1,T,1,1], both float32."""
 
     latents: Tensor
     mask: Tensor
 
     def insert_clean_latents(self, noisy: Tensor) -> Tensor:
-        """Return the network input: clean latents on conditioning frames, `noisy` elsewhere."""
+        """Return the network input: clean latents on conditioning frames, `noisy` on all other frames."""
         return self.mask * self.latents + (1 - self.mask) * noisy
 
     def insert_known_velocity(self, velocity: Tensor, noisy: Tensor, sigma: Tensor) -> Tensor:
-        """Replace the velocity on conditioning frames by the one that leads exactly to their clean latents."""
+        """Replace the velocity on conditioning frames by the velocity that leads exactly to their clean latents."""
         known = (noisy - self.latents) / sigma.view(-1, 1, 1, 1, 1)
         return self.mask * known + (1 - self.mask) * velocity
 
 
 def get_clean_frames(conditioning: Conditioning) -> CleanFrames | None:
-    """Return the clean frames of a conditioning, or None. Raises ValueError if it has only one of the two keys."""
+    """Return the clean frames in a conditioning, or None if there are none.
+
+    Raises ValueError if only one of the two keys is present.
+    """
     present = CONDITIONING_FRAME_KEYS & conditioning.keys()
     if not present:
         return None
@@ -53,14 +57,15 @@ def get_clean_frames(conditioning: Conditioning) -> CleanFrames | None:
 
 
 def pad_num_frames(latents: Tensor, num_frames: int) -> Tensor:
-    """Append zero frames to latents [..., t,h,w] until they have `num_frames` frames."""
+    """Append zero frames to latents [..., t,h,w] until they have `num_frames` latent frames."""
     return pad(latents, (0, 0, 0, 0, 0, num_frames - latents.shape[-3]))
 
 
 def add_clean_frames(conditioning: Conditioning, latents: Tensor, counts: Tensor) -> Conditioning:
-    """Return a copy of the conditioning that makes the first counts[i] frames of latents[i] conditioning frames.
+    """Return a copy of the conditioning in which the first counts[i] latent frames of sample i are conditioning frames.
 
-    latents: [B,C,T,h,w] float32, normalized. counts: integers [B] from 0 to T - 1. Raises ValueError otherwise.
+    latents: clean latents [B,C,T,h,w] float32, normalized. counts: one integer from 0 to T - 1 per sample. Raises
+    ValueError for other values.
     """
     if latents.ndim != 5 or latents.dtype != torch.float32 or counts.shape != latents.shape[:1]:
         raise ValueError(

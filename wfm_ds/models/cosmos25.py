@@ -1,4 +1,4 @@
-"""Cosmos-Predict2.5 (2B and 14B): Text2World, Image2World and Video2World with a Wan VAE."""
+"""Cosmos-Predict2.5 (2B and 14B): Text2World, Image2World and Video2World with Wan's VAE."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LORA_NAMES = tuple(
 
 
 class Cosmos25(DiffusionModel):
-    """Cosmos-Predict2.5. The network takes sigma per latent frame as timestep and returns the velocity."""
+    """Cosmos-Predict2.5. The network receives sigma of each latent frame as its timestep, and returns the velocity."""
 
     family = "cosmos25"
     pipeline_classes = ("Cosmos2_5_PredictBasePipeline",)
@@ -65,9 +65,9 @@ class Cosmos25(DiffusionModel):
         return [*super().auxiliary_modules(), *projection]
 
     def prepare_for_lora(self, targets: Sequence[str]) -> None:
-        """Move the denoiser's text projection into encode_text if it stays frozen.
+        """Move the denoiser's text projection into encode_text, unless LoRA trains it.
 
-        Embeddings of all text encoder layers take 100 MB per prompt; projected embeddings are 100 times smaller.
+        The embeddings of all text encoder layers need 100 MB per prompt. Projected embeddings are 100 times smaller.
         """
         denoiser: Any = self.unwrapped_denoiser
         if not self.config.use_crossattn_projection or self.text_projection is not None:
@@ -83,9 +83,10 @@ class Cosmos25(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, max_sequence_length, D]}. The network also attends to padding.
+        """Return {prompt_embeds: [B, max_sequence_length, D]}. The network attends to padding too.
 
-        D is the text encoder's width times its layers, or the denoiser's text width after prepare_for_lora.
+        D is the number of channels. It is the text encoder's width times its number of layers, or the denoiser's text
+        width after prepare_for_lora has moved the projection.
         """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
@@ -110,7 +111,7 @@ class Cosmos25(DiffusionModel):
 
     @torch.no_grad()
     def conditioning_from_embedding(self, embedding: Tensor) -> Conditioning | None:
-        """Accept embeddings [max_sequence_length, D] of all text encoder layers, including padding rows."""
+        """Accept embeddings [max_sequence_length, D] of all text encoder layers. They must include padding tokens."""
         width = self.config.crossattn_proj_in_channels if self.config.use_crossattn_projection else None
         if embedding.shape != (self.max_sequence_length, width or self.config.text_embed_dim):
             return None
@@ -127,7 +128,7 @@ class Cosmos25(DiffusionModel):
         return DEFAULT_NEGATIVE_PROMPT if negative_text is None else negative_text
 
     def decode_latents(self, latents: Tensor) -> Tensor:
-        """Decode latents and apply the guardrail, as the diffusers pipeline does."""
+        """Decode latents to pixels and apply the guardrail to them, as the diffusers pipeline does."""
         return guardrail.apply_guardrail(self.pipeline.safety_checker, super().decode_latents(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -152,7 +153,10 @@ class Cosmos25(DiffusionModel):
         return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, (F - 1) / 4 + 1, H / 8, W / 8). The config's max_size limits the size."""
+        """Return (C, (F - 1) / 4 + 1, H / 8, W / 8) for F frames of H x W pixels.
+
+        max_size in the config limits the size.
+        """
         factor, frames_factor = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         (_, *patch), (most_frames, *largest) = self.config.patch_size, self.config.max_size
         num_latent_frames, rest = divmod(num_frames - 1, frames_factor)
@@ -174,9 +178,10 @@ class Cosmos25(DiffusionModel):
         return int((num_frames // frames) * (h // rows) * (w // columns))
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Convert w to the pipeline's guidance_scale g = w - 1: it computes v_cond + g * (v_cond - v_uncond).
+        """Return the pipeline call arguments for guidance scale w, with guidance_scale = w - 1.
 
-        Raises ValueError for 1 < w <= 2, because the pipeline disables guidance for g <= 1.
+        The pipeline computes v_cond + guidance_scale * (v_cond - v_uncond). Raises ValueError for 1 < w <= 2, because
+        the pipeline disables guidance if guidance_scale <= 1.
         """
         if 1 < w <= 2:
             raise ValueError(f"the diffusers pipeline disables guidance for w = {w}: choose 1 or more than 2")
@@ -185,7 +190,7 @@ class Cosmos25(DiffusionModel):
 
 
 def provide_torchvision_resize() -> None:
-    """Patch diffusers' Cosmos transformer to resize its padding mask without torchvision."""
+    """Patch diffusers' Cosmos transformer so that it resizes its padding mask without torchvision."""
     if hasattr(transformer_cosmos, "transforms"):
         return
 

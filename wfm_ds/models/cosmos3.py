@@ -1,7 +1,7 @@
 """Cosmos3 (Edge, Nano, Super): Text2World, Image2World, Video2World and forward dynamics (videos from actions).
 
-Only the generation tower of the network is trained and used for sampling. The text tower serves as the frozen text
-encoder (cosmos3_towers.py).
+Only the network's generation tower is trained and used for denoising. The text tower serves as the frozen text encoder
+(cosmos3_towers.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SYSTEM_PROMPTS = {True: _SYSTEM_PROMPT_IMAGE, False: _SYSTEM_PROMPT_VIDEO}  # ke
 
 
 class Cosmos3(DiffusionModel):
-    """Cosmos3. The network takes 1000 * sigma as timestep and returns the velocity."""
+    """Cosmos3. The network receives 1000 * sigma as its timestep, and returns the velocity."""
 
     family = "cosmos3"
     pipeline_classes = ("Cosmos3OmniPipeline",)
@@ -55,7 +55,10 @@ class Cosmos3(DiffusionModel):
     has_guardrail = True
 
     def __init__(self, pipeline: Any, path: Path, *, max_sequence_length: int | None = None, **options: Any) -> None:
-        """Split the network into its two towers. Raises ModelError if max_sequence_length is set."""
+        """Split the network into its text tower and generation tower.
+
+        Raises ModelError if max_sequence_length is set.
+        """
         if max_sequence_length is not None:
             raise ModelError(f"{path}: Cosmos3 does not truncate prompts; remove model.max_sequence_length")
         super().__init__(pipeline, path, max_sequence_length=ASSUMED_TEXT_TOKENS, **options)
@@ -101,11 +104,11 @@ class Cosmos3(DiffusionModel):
         guardrail.require_safe_prompts(self.pipeline.safety_checker, prompts)
 
     def format_prompt(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
-        """Prepend the pipeline's system prompt as a line, if it uses one, and append size and duration.
+        """Append size and duration to the prompt, and prepend the pipeline's system prompt if it uses one.
 
-        Negative prompts get the pipeline's negated sentences about size and duration. For models with actions, a prompt
-        becomes a JSON object with size, duration and viewpoint unless it already is one, and negative prompts get no
-        sentences.
+        Negative prompts get the pipeline's negated sentences about size and duration. If the samples have actions, a
+        prompt becomes a JSON object with size, duration and viewpoint, unless it already is a JSON object. Negative
+        prompts of these samples get no sentences.
         """
         is_image = num_frames == 1
         if "actions" not in self.input_names:
@@ -133,7 +136,8 @@ class Cosmos3(DiffusionModel):
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Return {text_keys, text_values: [B,L,G,K,D], text_mask: [B,L] int64} from all layers of the text tower.
 
-        L text tokens, G layers, K key-value heads, D channels per head. Shorter prompts are padded with zeros.
+        There are L text tokens, G layers, K key-value heads and D channels per head. Shorter prompts are padded with
+        zeros.
         """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
@@ -159,7 +163,10 @@ class Cosmos3(DiffusionModel):
 
     @staticmethod
     def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
-        """Concatenate along the batch axis. Shorter texts are padded with zeros, which text_mask hides."""
+        """Concatenate conditioning tensors along the batch axis.
+
+        Shorter texts are padded with zeros, and text_mask is 0 there.
+        """
         longest = max(row["text_mask"].shape[1] for row in rows)
 
         def pad_text(name: str, tensor: Tensor) -> Tensor:
@@ -178,7 +185,8 @@ class Cosmos3(DiffusionModel):
     ) -> Conditioning:
         """Return {actions: [B,F-1,A] float32, domain: [B] int64}, or {} if no sample has actions.
 
-        Actions are zero-padded to A channels. The domain (robot type, default 0) selects the network's action weights.
+        Actions are zero-padded to the network's A action channels. The domain is the robot type (default 0) and selects
+        the network's action weights.
         Raises ValueError for wrong action shapes, an unknown domain, a network without action support, or a batch in
         which only some samples have actions.
         """
@@ -202,7 +210,7 @@ class Cosmos3(DiffusionModel):
         return {"actions": actions.to(self.device), "domain": domain.to(self.device)}
 
     def decode_latents(self, latents: Tensor) -> Tensor:
-        """Decode latents and apply the guardrail, as the diffusers pipeline does."""
+        """Decode latents to pixels and apply the guardrail to them, as the diffusers pipeline does."""
         return guardrail.apply_guardrail(self.pipeline.safety_checker, super().decode_latents(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -223,7 +231,10 @@ class Cosmos3(DiffusionModel):
         return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, (F - 1) / 4 + 1, H / f, W / f) for VAE factor f. Partial patches are allowed."""
+        """Return (C, (F - 1) / 4 + 1, H / f, W / f) for F frames of H x W pixels and VAE factor f.
+
+        The latent size need not be a multiple of the patch size.
+        """
         factor, frames_factor = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         num_latent_frames, rest = divmod(num_frames - 1, frames_factor)
         if rest or num_frames < 1:
@@ -237,7 +248,7 @@ class Cosmos3(DiffusionModel):
         return math.prod(token_grid(self.config, shape[1:]))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the pipeline's linear sigmas if its config sets use_native_flow_schedule, otherwise {}."""
+        """Return linear sigmas if the pipeline's config sets use_native_flow_schedule, otherwise {}."""
         if not self.pipeline.config.use_native_flow_schedule:
             return {}
         first = 1 - 1 / self.pipeline.scheduler.config.num_train_timesteps
@@ -252,7 +263,10 @@ class Cosmos3(DiffusionModel):
 
 
 class PlaceholderTokenizer:
-    """A stand-in with the tokenizer attributes that the pipeline's constructor reads. It cannot encode text."""
+    """A stand-in for the tokenizer.
+
+    It has the attributes that the pipeline's constructor needs and cannot encode text.
+    """
 
     eos_token_id = 0
 

@@ -1,9 +1,10 @@
 """The text tower and the generation tower of a Cosmos3 transformer as separate modules.
 
 In each layer, video tokens attend to each other and to the keys and values of the text. The text does not attend to the
-video and does not depend on time, so the text tower's output is an embedding that is computed only once per text. Only
-the generation tower, half of the parameters, is trained and used for sampling. Parameters keep their names from
-diffusers' Cosmos3OmniTransformer. Outputs equal the output of its forward. Batches are supported too.
+video and does not depend on time. The output of the text tower is therefore an embedding that is computed only once per
+text. The generation tower has half of the parameters, and only this half is trained and used for denoising. Parameters
+keep their names from diffusers' Cosmos3OmniTransformer, and the outputs equal the output of its `forward`. Unlike
+diffusers, these modules support batches.
 
 Shapes: B samples, L text tokens, N video and action tokens, G layers, H heads, K key-value heads, D channels per head,
 W channels per token, A channels per action.
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from wfm_ds.ulysses.cosmos3 import Cosmos3Attention, rotate_halves, token_grid
 
 RotaryTables = tuple[Tensor, Tensor]
-"""Cosines and sines [B,n,D]."""
+"""Cosines and sines of the rotary embedding, each [B samples, n tokens, D channels per head]."""
 TEXT_TOWER_LAYERS = (
     *("embed_tokens.*", "norm.*", "lm_head.*", "layers.*.mlp.*"),
     *("layers.*.input_layernorm.*", "layers.*.post_attention_layernorm.*"),
@@ -35,7 +36,10 @@ TEXT_TOWER_LAYERS = (
 
 
 def split_towers(transformer: Any) -> tuple[TextTower, GenerationTower]:
-    """Split a diffusers transformer into its two towers. They reuse its weights; do not use it afterwards."""
+    """Split a diffusers transformer into its text tower and generation tower.
+
+    The towers reuse the weights of the transformer. Do not use the transformer afterwards.
+    """
     text = TextTower(transformer)
     with torch.device("meta"):
         tower: GenerationTower = GenerationTower.from_config(transformer.config)
@@ -54,7 +58,10 @@ class TextTower(nn.Module):
         self.config = transformer.config
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (keys, values), each [L,G,K,D] after the rotary embedding, for one text with token ids [L] int64."""
+        """Return (keys, values) of one text with token ids [L] int64.
+
+        Each is [L tokens, G layers, K key-value heads, D channels per head], after the rotary embedding.
+        """
         states = self.embed_tokens(ids)[None]
         positions = torch.arange(len(ids), dtype=torch.float32, device=ids.device).expand(3, 1, -1)
         rotation = compute_rotary_tables(self.config, positions, states.dtype)
@@ -81,7 +88,7 @@ class TextLayer(nn.Module):
 
 
 class TextAttention(nn.Module):
-    """Causal text attention. Some networks have a separate norm for the keys that the video attends to."""
+    """Causal text attention. In some networks, the keys that the video attends to have a separate norm."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
@@ -91,7 +98,10 @@ class TextAttention(nn.Module):
         self.k_norm_und_for_gen: Any = attention.k_norm_und_for_gen
 
     def forward(self, states: Tensor, rotation: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the attention output [B,L,W], and the keys and values [B,L,K,D] that the video attends to."""
+        """Return the attention output [B,L,W], and the keys and values [B,L,K,D] that the video attends to.
+
+        There are L text tokens, W channels per token, K key-value heads and D channels per head.
+        """
         query, key, value = (
             part(states).unflatten(-1, (-1, self.head_dim)) for part in (self.to_q, self.to_k, self.to_v)
         )
@@ -104,7 +114,10 @@ class TextAttention(nn.Module):
 
 
 class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
-    """The denoising tower: modules for video, time and actions, and the unused heads for audio and actions."""
+    """The denoising tower: the modules that process video, time and actions.
+
+    The heads for audio and actions are kept but not used.
+    """
 
     fps: float = 24.0  # frames per second of all videos
     temporal_compression: int = 4  # pixel frames per latent frame after the first
@@ -132,12 +145,12 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         actions: Tensor | None = None,
         domain: Tensor | None = None,
     ) -> tuple[Tensor]:
-        """Return a tuple with the velocity [B,C,T,h,w], as diffusers networks do.
+        """Return a tuple that contains only the velocity [B,C,T,h,w], as diffusers networks do.
 
         latents: [B,C,T,h,w] in the compute dtype. time: [B] float32, 1000 * sigma.
-        free: [B,T], 1 on noisy frames, 0 on conditioning frames.
+        free: [B,T], 1 on noisy latent frames, 0 on conditioning frames.
         text_keys, text_values: [B,L,G,K,D]. text_mask: [B,L] int64, 0 on padding.
-        actions: [B,F-1,A], without noise; row i leads from frame i to frame i + 1.
+        actions: [B,F-1,A], without noise. Action i leads from frame i to frame i + 1.
         domain: [B] int64, selects the network's weights for the actions.
         """
         shape, dtype = latents.shape, latents.dtype
@@ -173,7 +186,10 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         return dtype
 
     def patchify(self, latents: Tensor) -> Tensor:
-        """Convert latents [B,C,T,h,w] to patches [B,N,p*p*C], with zeros in partial patches at the edges."""
+        """Convert latents [B,C,T,h,w] to patches [B,N,p*p*C] of p x p latents.
+
+        Partial patches at the edges are filled with zeros.
+        """
         patch, (_, rows, columns) = self.config.latent_patch_size, token_grid(self.config, latents.shape[2:])
         height, width = latents.shape[-2:]
         whole = nn.functional.pad(latents, (0, columns * patch - width, 0, rows * patch - height))
@@ -181,7 +197,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         return patches.permute(0, 2, 3, 5, 4, 6, 1).flatten(4).flatten(1, 3)
 
     def unpatchify(self, tokens: Tensor, shape: torch.Size) -> Tensor:
-        """Convert patches back to latents of this shape and remove the padding."""
+        """Convert patches back to latents of this shape, without the zeros that `patchify` added."""
         patch = self.config.latent_patch_size
         patches = tokens.view(len(tokens), *token_grid(self.config, shape[2:]), patch, patch, -1)  # channels last
         whole = patches.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
@@ -189,30 +205,36 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         return latents
 
     def embed_actions(self, actions: Tensor, domain: Tensor | None) -> Tensor:
-        """Embed noise-free actions [B,F-1,A] to tokens [B,F-1,W], without a time embedding."""
+        """Embed noise-free actions [B,F-1,A] as tokens [B,F-1,W]. Action tokens have no time embedding."""
         tokens: Tensor = self.action_proj_in(actions, domain) + self.action_modality_embed
         return tokens
 
     def video_positions(self, num_frames: int, rows: int, columns: int) -> Tensor:
-        """Return positions (time, row, column) of video tokens, float32 [3,N]. The first frame has time 0."""
+        """Return the positions (time, row, column) of N video tokens, float32 [3,N]. The first frame has time 0."""
         frames = self.temporal_positions(torch.arange(num_frames), self.fps / self.temporal_compression)
         axes = torch.meshgrid(frames, torch.arange(rows).float(), torch.arange(columns).float(), indexing="ij")
         return torch.stack([axis.flatten() for axis in axes])
 
     def action_positions(self, count: int) -> Tensor:
-        """Return positions (time, 0, 0) of action tokens, float32 [3,count]. Action i has the time of frame i + 1."""
+        """Return the positions (time, 0, 0) of action tokens, float32 [3,count].
+
+        Action i has the time of frame i + 1.
+        """
         time = self.temporal_positions(torch.arange(1, count + 1), self.fps)
         return torch.stack([time, torch.zeros(count), torch.zeros(count)])
 
     def temporal_positions(self, index: Tensor, rate: float) -> Tensor:
-        """Return the time positions of latent frames or actions, given `rate` of them per second of video."""
+        """Return the time positions of latent frames or of actions. rate: number of them per second of video."""
         if not self.config.enable_fps_modulation or len(index) == 1:
             return index.float()
         positions: Tensor = index.float() / rate * (self.config.base_fps / self.temporal_compression)
         return positions
 
     def rotary_tables(self, positions: Tensor, after_text: Tensor, dtype: torch.dtype) -> RotaryTables:
-        """Return cosines and sines [B,N,D] for positions [3,N], with time shifted behind each sample's text."""
+        """Return the rotary cosines and sines [B,N,D] of N tokens with positions [3,N].
+
+        The time positions of each sample start after its text tokens.
+        """
         shifted = positions[:, None].repeat(1, len(after_text), 1)  # [3,B,N]
         shifted[0] += after_text[:, None]
         if not self.config.unified_3d_mrope_reset_spatial_ids:
@@ -233,7 +255,10 @@ class GenerationLayer(nn.Module):
     def forward(
         self, tokens: Tensor, text_keys: Tensor, text_values: Tensor, text_mask: Tensor | None, rotation: RotaryTables
     ) -> Tensor:
-        """Return the layer's output [B,N,W]. text_keys, text_values: [B,L,K,D]. text_mask: [B,L] bool or None."""
+        """Return the layer's output [B,N,W] for N video and action tokens.
+
+        text_keys, text_values: [B,L,K,D] for L text tokens. text_mask: [B,L] bool, or None if no text has padding.
+        """
         attended = self.self_attn(self.input_layernorm_moe_gen(tokens), text_keys, text_values, text_mask, rotation)
         tokens = tokens + attended
         output: Tensor = tokens + self.mlp_moe_gen(self.post_attention_layernorm_moe_gen(tokens))
@@ -266,10 +291,13 @@ class GenerationAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc
 
 
 class DomainLinear(DomainAwareLinear):  # type: ignore[misc]
-    """A linear layer with separate weights per domain. Unlike diffusers' class it does not synchronize with a GPU."""
+    """A linear layer with separate weights for each domain (robot type).
+
+    Unlike diffusers' class, it does not make the host wait for the GPU.
+    """
 
     def forward(self, x: Tensor, domain_id: Tensor) -> Tensor:
-        """Map x [B,n,in] to [B,n,out] with the weights of domain_id [B] int64."""
+        """Map x [B,n,in] to [B,n,out]. domain_id: [B] int64, selects the weights of each sample."""
         weight = self.fc(domain_id).view(len(x), self.input_size, self.output_size)
         output: Tensor = torch.bmm(x, weight) + self.bias(domain_id)[:, None]
         return output
@@ -278,7 +306,8 @@ class DomainLinear(DomainAwareLinear):  # type: ignore[misc]
 def compute_rotary_tables(config: Any, positions: Tensor, dtype: torch.dtype) -> RotaryTables:
     """Return cosines and sines [B,n,D] for positions [3,B,n] float32, as diffusers' rotary embedding does.
 
-    Frequencies stay float32. In a bfloat16 model, diffusers' buffer makes angles at position 15000 arbitrary.
+    Frequencies stay float32. diffusers stores them in the model's dtype. In bfloat16, angles at position 15000 are then
+    meaningless.
     """
     size, axes = config.head_dim, config.rope_axes_dim
     with positions.device:

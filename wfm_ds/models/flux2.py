@@ -1,4 +1,4 @@
-"""FLUX.2-klein (base and distilled) and FLUX.2-dev. Latents are patches, normalized with the VAE's batch norm."""
+"""FLUX.2-klein (base and distilled) and FLUX.2-dev. Latents are patches that the VAE's batch norm normalizes."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ GUIDANCE_SCALE_KEY = "guidance_scale"  # argument of the pipeline call: network 
 
 
 class Flux2(DiffusionModel):
-    """FLUX.2. The network takes sigma as timestep and returns the velocity.
+    """FLUX.2. The network receives sigma as its timestep, and returns the velocity.
 
-    It rounds timestep and embedded guidance to the compute dtype. The text encoder is Qwen3 (klein) or Mistral3 (dev).
+    The network rounds timestep and embedded guidance to the compute dtype. The text encoder is Qwen3 (klein) or
+    Mistral3 (dev).
     """
 
     family = "flux2"
@@ -73,7 +74,7 @@ class Flux2(DiffusionModel):
     block_classes = (Flux2TransformerBlock, Flux2SingleTransformerBlock)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Construct the model. Raises ModelError if call.json has an invalid guidance scale."""
+        """Construct the model. Raises ModelError if the guidance scale in call.json is invalid."""
         super().__init__(*arguments, **options)
         if self.config.guidance_embeds and self.embedded_guidance is None:
             self.embedded_guidance = self.read_embedded_guidance()
@@ -93,7 +94,7 @@ class Flux2(DiffusionModel):
 
     @classmethod
     def component_overrides(cls, folder: Path) -> dict[str, Any]:
-        """Return only the tokenizer of FLUX.2-dev's processor; its image processor would need torchvision."""
+        """Return only the tokenizer of FLUX.2-dev's processor. Its image processor would need torchvision."""
         _, name = read_json(folder / "model_index.json")["tokenizer"]
         if not str(name).endswith("Processor"):
             return {}
@@ -107,7 +108,11 @@ class Flux2(DiffusionModel):
 
     @classmethod
     def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
-        """Return the pipeline's default for klein base, and 1 for distilled klein and for dev (embedded guidance)."""
+        """Return the default guidance scale w.
+
+        This is the pipeline's default for klein base. For distilled klein, and for dev with its embedded guidance, it
+        is 1.
+        """
         unguided = index.get("is_distilled") or index["_class_name"] == "Flux2Pipeline"
         return 1.0 if unguided else super().default_guidance_scale(index, call)
 
@@ -127,7 +132,10 @@ class Flux2(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, max_sequence_length, 3 D]} of three layers. The network attends to padding."""
+        """Return {prompt_embeds: [B, max_sequence_length, 3 D]}: the outputs of three text encoder layers of width D.
+
+        The network attends to padding too.
+        """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         embeds, _ = self.pipeline.encode_prompt(
@@ -154,7 +162,10 @@ class Flux2(DiffusionModel):
         return vae.decode_raw(self.pipeline.vae, torch.pixel_shuffle(latents * std + mean, PATCH_SIZE))
 
     def _patch_statistics(self) -> tuple[Tensor, Tensor]:
-        """Return (mean, std) of the patch channels from the VAE's batch norm, float32 [1, 4 C, 1, 1]."""
+        """Return (mean, std) of the patch channels from the VAE's batch norm, each float32 [1, 4 C, 1, 1].
+
+        C is the number of VAE channels. A patch has 2 x 2 VAE latents.
+        """
         network = self.pipeline.vae
         mean, variance = (v.float().view(1, -1, 1, 1) for v in (network.bn.running_mean, network.bn.running_var))
         return mean, torch.sqrt(variance + network.config.batch_norm_eps)
@@ -180,11 +191,14 @@ class Flux2(DiffusionModel):
         return velocity.transpose(1, 2).reshape(count, -1, h, w).float()
 
     def _guidance_input(self, sigma: Tensor) -> Tensor | None:
-        """Return the embedded guidance as float32 [B] on sigma's device, or None for klein."""
+        """Return the embedded guidance scale as float32 [B] on sigma's device. Returns None for klein."""
         return None if self.embedded_guidance is None else torch.full_like(sigma, self.embedded_guidance)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (4 C, H / (2 f), W / (2 f)) for VAE factor f: patches of 2 x 2 VAE latents with C channels."""
+        """Return (4 C, H / (2 f), W / (2 f)) for H x W pixels. Each patch has 2 x 2 VAE latents.
+
+        C is the number of VAE channels, f the VAE factor.
+        """
         require_image(self.family, num_frames)
         multiple = PATCH_SIZE * self.pipeline.vae_scale_factor
         require_multiples(height, width, multiple)
@@ -194,12 +208,18 @@ class Flux2(DiffusionModel):
         return int(shape[1] * shape[2])
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the pipeline's sigmas and `mu`, which grows with the image size and falls with the number of steps."""
+        """Return the pipeline's sigmas and its timestep shift `mu`.
+
+        mu grows with the image size and falls with the number of steps.
+        """
         mu = compute_empirical_mu(self.num_tokens(shape), num_steps)
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Return call arguments with the embedded guidance. Raises ModelError if the network has it and w is not 1."""
+        """Return the pipeline call arguments. guidance_scale is the embedded guidance scale if the network has one.
+
+        Raises ModelError if the network has embedded guidance and w is not 1.
+        """
         call = super().pipeline_call_kwargs(w, height, width, num_frames)
         if self.embedded_guidance is not None and w != 1:
             raise ModelError(f"{self.path}: this network has embedded guidance; w must be 1, got {w:g}")
@@ -207,7 +227,10 @@ class Flux2(DiffusionModel):
 
 
 def token_positions(num_text: int, h: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return positions of text and image tokens, int64 [n, 4] each; columns: image, row, column, text token."""
+    """Return the positions of the text tokens and of the image tokens, each int64 [n tokens, 4].
+
+    The columns are image, row, column and text token.
+    """
     text = torch.zeros(num_text, 4, dtype=torch.int64, device=device)
     text[:, 3] = torch.arange(num_text, device=device)
     image = torch.zeros(h, w, 4, dtype=torch.int64, device=device)

@@ -1,4 +1,4 @@
-"""Specifications of a family's inputs, other than text and conditioning frames."""
+"""Specifications of the inputs of a model family, other than text and conditioning frames."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """An input of a family in addition to text and conditioning frames, such as actions [F-1,D]."""
+    """An input of a model family in addition to text and conditioning frames.
+
+    An example is `actions` with shape [F-1,D], for F frames and D numbers per action.
+    """
 
     rank: int  # number of axes of one sample's array; 0: a scalar
     required: bool = False

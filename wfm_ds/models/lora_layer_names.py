@@ -1,6 +1,6 @@
-"""Layer names in the authors' original code, which tools other than diffusers use.
+"""Names of layers in the original code of a model's authors. Tools other than diffusers use these names.
 
-Each family defines its own table. Used for LoRA files in the layouts of kohya and ComfyUI.
+Each family defines a table, which is used for LoRA files in the layouts of kohya and ComfyUI.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ BLOCK = "{}"  # placeholder for a block number
 
 @dataclass(frozen=True, slots=True)
 class LoraLayerName:
-    """A linear layer in diffusers and its counterpart in the original code: a layer, or a slice of a fused layer."""
+    """A linear layer in diffusers and its counterpart in the original code.
+
+    The counterpart is a layer, or a slice of a fused layer.
+    """
 
     diffusers: str  # with BLOCK, such as `blocks.{}.attn1.to_q`
     original: str
@@ -24,12 +27,18 @@ class LoraLayerName:
 
 
 def map_layers(block: str, original: str, layers: Mapping[str, str]) -> tuple[LoraLayerName, ...]:
-    """Map layers of a diffusers block to layers of an original block. layers: {diffusers name: original name}."""
+    """Map the layers of a diffusers block to the layers of an original block.
+
+    layers: {diffusers name: original name}.
+    """
     return tuple(LoraLayerName(f"{block}.{name}", f"{original}.{other}") for name, other in layers.items())
 
 
 def map_fused_layers(block: str, layers: Sequence[str], original: str) -> tuple[LoraLayerName, ...]:
-    """Map several layers of a diffusers block, in this order, to equal slices of one fused original layer."""
+    """Map several layers of a diffusers block to one fused layer of an original block.
+
+    The fused layer has one slice for each diffusers layer, in the same order and all of equal size.
+    """
     return tuple(LoraLayerName(f"{block}.{layer}", original, i, len(layers)) for i, layer in enumerate(layers))
 
 
@@ -44,12 +53,18 @@ class LoraNameTable:
         return _find_layer(module, self._by_diffusers)
 
     def find_members(self, module: str) -> list[tuple[str, LoraLayerName]]:
-        """Return [(diffusers layer name, table entry)] of an original or kohya layer, in slice order. May be []."""
+        """Return [(diffusers layer name, table entry)] for an original or kohya layer name, in the order of its slices.
+
+        The list is empty if the name is unknown.
+        """
         table = self._by_original_flat if "." not in module else self._by_original
         return [match for pattern, name, other in table if (match := _match_layer(module, pattern, name, other))]
 
     def find_diffusers(self, flat: str) -> str | None:
-        """Return the diffusers layer name of a kohya name (underscores instead of dots), or None if it is unknown."""
+        """Return the diffusers layer name for a kohya name, which has underscores instead of dots.
+
+        Returns None if the name is unknown.
+        """
         return next((m[0] for p, n, o in self._by_diffusers_flat if (m := _match_layer(flat, p, n, o))), None)
 
     @cached_property
@@ -71,7 +86,7 @@ class LoraNameTable:
 
 @dataclass(frozen=True, slots=True)
 class FamilyLoraNames:
-    """The layer names and key prefix that kohya and ComfyUI use in LoRA files of a model family."""
+    """The layer names and the key prefix that kohya and ComfyUI use in the LoRA files of a model family."""
 
     family: str
     table: LoraNameTable

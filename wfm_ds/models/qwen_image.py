@@ -1,4 +1,4 @@
-"""Qwen-Image: variable-length Qwen2.5-VL text, a video VAE for single frames, norm-preserving guidance."""
+"""Qwen-Image: Qwen2.5-VL texts of variable length, a video VAE for single frames, guidance that preserves norms."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ UNUSED_TEXT_LAYERS = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out",
 
 
 class QwenImage(DiffusionModel):
-    """Qwen-Image. The network takes sigma, rounded to the compute dtype, as timestep and returns the velocity."""
+    """Qwen-Image.
+
+    The network receives sigma as its timestep, rounded to the compute dtype, and returns the velocity.
+    """
 
     family = "qwen_image"
     pipeline_classes = ("QwenImagePipeline",)
@@ -56,7 +59,7 @@ class QwenImage(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Patterns of the layers for text queries and outputs in the last block, which discards its text tokens."""
+        """Patterns of the text query and text output layers of the last block, which discards its text tokens."""
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
 
@@ -73,7 +76,10 @@ class QwenImage(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, n, D], prompt_embeds_mask: [B, n] int64} for n = longest prompt in tokens."""
+        """Return {prompt_embeds: [B, n, D], prompt_embeds_mask: [B, n] int64}.
+
+        n is the number of tokens of the longest prompt, D the number of channels.
+        """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         embeds, mask = self.pipeline.encode_prompt(
@@ -115,7 +121,7 @@ class QwenImage(DiffusionModel):
         return unpack_latents(velocity, h, w).float()
 
     def combine_guidance(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-        """Apply guidance, then rescale each token to its norm in `cond`, as diffusers does."""
+        """Apply guidance, then rescale each token of the result to its norm in `cond`, as diffusers does."""
         guided = pack_latents(super().combine_guidance(cond, uncond, scale))
         norms = pack_latents(cond).norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
         return unpack_latents(guided * norms, *cond.shape[2:])
@@ -131,11 +137,11 @@ class QwenImage(DiffusionModel):
         return int(shape[1] // PATCH_SIZE * (shape[2] // PATCH_SIZE))
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
-        """Return the pipeline's sigmas, or [1, 0] for one step, for which its scheduler would divide by zero."""
+        """Return the pipeline's sigmas. For one step, return [1, 0], because the scheduler would divide by zero."""
         return torch.tensor([1.0, 0.0], dtype=torch.float64) if num_steps == 1 else super().sigmas(num_steps, shape)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the pipeline's sigmas and `mu`, which grows with the image size."""
+        """Return the pipeline's sigmas and its timestep shift `mu`, which grows with the image size."""
         config = self.pipeline.scheduler.config
         limits = [config[name] for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")]
         mu = calculate_shift(self.num_tokens(shape), *limits)
@@ -146,12 +152,15 @@ class QwenImage(DiffusionModel):
         return {**super().text_call_kwargs(), NEGATIVE_PROMPT_KEY: self.resolve_negative_prompt()}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Pass w as `true_cfg_scale`; `guidance_scale` is embedded guidance, which these networks lack."""
+        """Return the pipeline call arguments. The guidance scale w is passed as `true_cfg_scale`.
+
+        The argument `guidance_scale` is for embedded guidance, which these networks do not have.
+        """
         return {"true_cfg_scale": w, "height": height, "width": width, **self.text_call_kwargs()}
 
 
 def pack_latents(latents: Tensor) -> Tensor:
-    """Convert latents [B, C, h, w] to tokens [B, h/2 * w/2, 4 C] of 2 x 2 patches."""
+    """Pack latents [B, C, h, w] into tokens [B, h/2 * w/2, 4 C]. Each token is a patch of 2 x 2 latents."""
     return functional.pixel_unshuffle(latents, PATCH_SIZE).flatten(2).transpose(1, 2)
 
 

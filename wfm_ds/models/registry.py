@@ -1,4 +1,4 @@
-"""Find and load the model family of a pipeline. Families are discovered in this folder, without registration."""
+"""Find and load the model family of a pipeline. All families in this folder are discovered without registration."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def model_families() -> dict[str, type[DiffusionModel]]:
 def find_family(folder: Path, user_family: str | None = None) -> type[DiffusionModel]:
     """Return the model family for the pipeline class in model_index.json. Raises ModelError if there is none.
 
-    user_family: the recipe's model.family, a user's class to return instead.
+    user_family: the class that the recipe's model.family names. If given, it is returned.
     """
     name = str(read_json(folder / "model_index.json").get("_class_name"))
     if user_family is not None:
@@ -141,7 +141,10 @@ def locate_pipeline(path: str | Path, user_family: str | None = None, revision: 
 
 
 def get_tiny_folder(family: str) -> Path:
-    """Return a tiny model's folder in $WFM_CACHE (default ~/.cache/wfm_ds). Creates it if missing; safe in parallel."""
+    """Return the folder of a tiny model in $WFM_CACHE (default ~/.cache/wfm_ds), and create it if it is missing.
+
+    Several processes may call this function at the same time.
+    """
     root = Path(os.environ.get("WFM_CACHE") or "~/.cache/wfm_ds").expanduser() / "tiny" / tiny_cache_key()
     folder = root / family
     if family in (*tiny.FAMILIES, *tiny.LANGUAGE_FAMILIES) and folder.is_dir():
@@ -157,7 +160,10 @@ def get_tiny_folder(family: str) -> Path:
 
 
 def build_tiny_folder(family: str, folder: Path) -> None:
-    """Write a tiny model. Distributed runs use a subprocess, because transformers only saves on rank 0."""
+    """Write the folder of a tiny model.
+
+    Distributed runs use a subprocess, because transformers saves only on rank 0.
+    """
     if not torch.distributed.is_initialized():
         tiny.write_tiny_model(family, folder)
         return
@@ -168,13 +174,16 @@ def build_tiny_folder(family: str, folder: Path) -> None:
 
 
 def tiny_cache_key() -> str:
-    """Return a key that changes with the versions of wfm_ds and its libraries and with the code of tiny models."""
+    """Return a key that changes with the code of the tiny models and with the versions of wfm_ds and its libraries."""
     code = hashlib.blake2b(b"".join(path.read_bytes() for path in tiny.source_files()), digest_size=4).hexdigest()
     return f"{wfm_ds.__version__}-diffusers-{diffusers.__version__}-transformers-{transformers.__version__}-{code}"
 
 
 def publish_folder(source: Path, folder: Path) -> None:
-    """Rename `source` to `folder`. Does nothing if another process already created the identical folder."""
+    """Rename `source` to `folder`.
+
+    Does nothing if another process has already created `folder` with the same content.
+    """
     try:
         source.rename(folder)
     except OSError:
@@ -200,15 +209,16 @@ def load_model(
 ) -> DiffusionModel:
     """Load a pipeline to `device`, with its denoiser in `dtype`. Downloads missing files from the Hub.
 
-    vae_dtype: dtype of the VAE's weights and computation; latents and pixels are float32. Text encoders are bfloat16 on
-    CUDA if the denoiser is bfloat16, otherwise float32.
+    vae_dtype: dtype of the VAE's weights and computation. Latents and pixels are always float32. Text encoders are
+    bfloat16 on CUDA if the denoiser is bfloat16, and otherwise float32.
     user_family: a user's family class, as `package.module:Class`.
     revision: branch, tag or commit on the Hub.
-    max_sequence_length, prompt_template, embedded_guidance: default to call.json, then to the diffusers pipeline.
+    max_sequence_length, prompt_template, embedded_guidance: None selects the value in call.json, or else the default of
+    the diffusers pipeline.
     guardrail: "stock" keeps the pipeline's safety checker, "off" disables it.
     mapped: keep the denoiser memory-mapped on the CPU in its stored dtype, shared by all processes of the machine,
     until the training engine places it (engine/weight_placement.py).
-    fps: frames per second of all videos, for networks conditioned on it.
+    fps: frames per second of all videos, for networks that are conditioned on it.
     inputs: names of the inputs that every sample provides, as in data.inputs.
     Raises ModelError like `resolve_pipeline`, for damaged files, and for settings that the family does not support.
     """
@@ -262,7 +272,7 @@ def load_model(
 
 
 def check_embedded_guidance(family: type[DiffusionModel], folder: Path, scale: float | None) -> None:
-    """Raise ModelError for an embedded guidance scale that the network in this folder does not support."""
+    """Raise ModelError if `scale` is set and the network in this folder has no embedded guidance."""
     if scale is not None and not family.has_embedded_guidance(folder):
         raise ModelError(
             f"{folder}: this {family.family} network does not support embedded guidance; remove "

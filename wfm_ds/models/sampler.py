@@ -1,7 +1,7 @@
 """Sampling of images or videos from prompts and noise seeds, for rollouts, validation and `wfm generate`.
 
-Decoding is asynchronous: a GPU decodes latents on a separate CUDA stream, in parallel with later work. On a CPU it is
-synchronous. The streams have not run on a GPU yet; tests check the order of the CUDA calls.
+On a GPU, decoding is asynchronous: latents are decoded on a separate CUDA stream, in parallel with later work. On a
+CPU, decoding is synchronous. The streams have not run on a GPU yet; tests check the order of the CUDA calls.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ UNCONDITIONAL = "uncond"  # training counts negative forward passes under this p
 
 @dataclass(frozen=True, slots=True)
 class PendingPixels:
-    """Decoded pixels and finiteness flags on the host. Valid once `done_event` has completed."""
+    """Decoded pixels and finiteness flags in host memory. They are valid once `done_event` has completed."""
 
     pixels: Sequence[Tensor]  # uint8 [n,3,H,W] or [n,3,F,H,W], on the host
     finite: Tensor  # bool [B], on the host
@@ -45,13 +45,13 @@ class PendingPixels:
 
     @property
     def is_pending(self) -> bool:
-        """Whether decoding may still run on the GPU. If so, do other work before calling `wait`."""
+        """Whether decoding may still run on the GPU. The caller can then do other work before it calls `wait`."""
         return self.done_event is not None
 
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """Wait for decoding. Return n decoded samples, and for each of the B latents whether it is finite.
+        """Wait for decoding. Return the n decoded samples, and for each of the B latents whether it is finite.
 
-        Samples are uint8 [n,H,W,3], or [n,F,H,W,3] for videos, or an empty array [0] if n is 0.
+        Samples are uint8 [n,H,W,3], or [n,F,H,W,3] for videos. If n is 0, the array is empty with shape [0].
         """
         if self.done_event is not None:
             self.done_event.synchronize()
@@ -61,16 +61,17 @@ class PendingPixels:
 
 @functools.cache
 def get_decode_stream(device: torch.device) -> Any:
-    """Return the CUDA stream for decoding on this GPU, created by the first call. Returns None for a CPU."""
+    """Return the CUDA stream for decoding on this GPU. The first call creates it. Returns None for a CPU."""
     cuda: Any = torch.cuda  # torch.cuda streams and events are untyped
     return cuda.Stream(device) if device.type == "cuda" else None
 
 
 @contextlib.contextmanager
 def run_on_decode_stream(device: torch.device, latents: Tensor) -> Iterator[Any]:
-    """Run the `with` block on the decoding stream, after all work queued so far and in parallel with later work.
+    """Run the `with` block on the decoding stream.
 
-    latents: input of the block, from the caller's stream. Yields the event recorded after the block, or None on a CPU.
+    The block starts after all work queued so far and runs in parallel with later work. latents: input of the block,
+    computed on the caller's stream. Yields the CUDA event that is recorded after the block, or None on a CPU.
     """
     stream = get_decode_stream(device)
     if stream is None:
@@ -112,8 +113,8 @@ class Sampler:
     settings: SamplingRecipe
     forward: ForwardFunction
     max_joint_rows: Mapping[str, int] = field(default_factory=dict)
-    """Maximum rows of a forward pass with both halves of guidance, for each `purpose` of `generate`. Without an entry,
-    each half gets its own forward pass."""
+    """Largest batch that `generate` runs with positive and negative conditioning in one forward pass, for each
+    `purpose`. Both halves of guidance count as rows. A purpose without an entry uses two forward passes."""
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
@@ -127,7 +128,7 @@ class Sampler:
 
     @property
     def eval_solver(self) -> str:
-        """The solver for validation and `wfm generate`: the recipe's, by default the family's `default_solver`."""
+        """The solver for validation and `wfm generate`: the recipe's, or else the family's `default_solver`."""
         return self.settings.eval_solver or self.model.default_solver
 
     def generate(
@@ -141,12 +142,12 @@ class Sampler:
         conditional_frames: ConditioningFrames | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> Trajectory:
-        """Denoise B samples according to a sampling plan.
+        """Denoise one sample for each of the B prompts according to a sampling plan.
 
         purpose: name under which the forward passes are counted.
         noise_seeds: seeds of the initial noise.
-        seeds: seeds of the noise that the plan adds later; default: noise_seeds.
-        shape: shape of one sample's latents; default: latent_shape.
+        seeds: seeds of the noise that the plan adds in later steps. Default: noise_seeds.
+        shape: shape of one sample's latents. Default: latent_shape.
         """
         conditions = self.encode_conditioning(prompts, conditional_frames, shape)
         joint = 2 * len(prompts) <= self.max_joint_rows.get(purpose, 0)
@@ -173,8 +174,8 @@ class Sampler:
     ) -> Tensor:
         """Predict the velocity [B, ...] float32 with one expert network, and apply guidance if this expert uses it.
 
-        Only the conditional prediction gets a gradient. Its forward pass is counted under `purpose`, the unconditional
-        one under `negative_purpose`.
+        Only the conditional prediction gets a gradient. Its forward pass is counted under `purpose`, that of the
+        unconditional prediction under `negative_purpose`.
         """
         conditional = self.forward(purpose, latents, sigma, conditions.positive, expert)
         if conditions.negative is None or not self.settings.uses_guidance(expert):
@@ -186,9 +187,10 @@ class Sampler:
     def predict_joint_velocity(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditions: GuidanceConditioning, expert: int
     ) -> Tensor:
-        """Predict like `predict_velocity`, but run both halves of guidance in one forward pass of 2 B rows.
+        """Predict like `predict_velocity`, but with both halves of guidance in one forward pass of 2 B rows.
 
-        Results may differ by rounding errors. Guidance must be enabled for this expert network.
+        The result may differ from that of `predict_velocity` by rounding errors. Guidance must be enabled for this
+        expert network.
         """
         both = torch.cat([latents] * 2), torch.cat([sigma] * 2), conditions.join_halves(self.model)
         conditional, unconditional = self.forward(purpose, *both, expert).chunk(2)
@@ -203,7 +205,7 @@ class Sampler:
         """Encode prompts with their inputs and conditioning frames, and negative prompts if any expert uses guidance.
 
         Positive and negative conditioning contain the same inputs and conditioning frames. shape: shape of one sample's
-        latents; default: latent_shape.
+        latents. Default: latent_shape.
         """
         positive = self.encode_texts([prompt.text for prompt in prompts], shape)
         negative = None
@@ -250,7 +252,7 @@ class Sampler:
     def start_decoding(self, latents: Tensor, rows: slice = slice(None)) -> PendingPixels:
         """Start decoding `latents[rows]`. On a GPU, decoding runs in parallel with later work.
 
-        The finiteness flags of the result cover all latents, not only `rows`.
+        The finiteness flags of the result cover all of `latents`, including those that are not decoded.
         """
         with run_on_decode_stream(self.model.device, latents) as done:
             finite_B = latents.flatten(1).isfinite().all(1)
@@ -267,7 +269,8 @@ class Sampler:
     def decode_batch_size(self, shape: Sequence[int]) -> int:
         """Return how many samples with latents of this shape to decode together.
 
-        Decoding a whole batch needs more memory than the denoiser, but single small samples underuse a GPU.
+        Decoding a large batch needs more memory than the denoiser. Decoding small samples one by one leaves a GPU
+        partly idle.
         """
         model, size, (*_, h, w) = self.model, self.settings, self.latent_shape
         if model.device.type == "cpu" and not model.is_video:
@@ -278,6 +281,9 @@ class Sampler:
 
 
 def negative_texts(model: DiffusionModel, settings: SamplingRecipe, prompts: Sequence[Prompt]) -> list[NegativeText]:
-    """Return a negative prompt for each prompt: its own if set, else the recipe's, else the family's default."""
+    """Return one negative prompt for each prompt.
+
+    The first of these that is set is used: the prompt's own, the recipe's, the family's default.
+    """
     texts = [p.negative_text if p.negative_text is not None else settings.negative_prompt for p in prompts]
     return [NegativeText(model.resolve_negative_prompt(text)) for text in texts]

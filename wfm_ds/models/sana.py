@@ -1,4 +1,4 @@
-"""SANA 1.0 and 1.5: deep-compression VAE, Gemma-2 text with a mask, linear attention."""
+"""SANA 1.0 and 1.5: a deep-compression VAE, Gemma-2 text with a mask, linear attention."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LORA_NAMES = (
 
 
 class Sana(DiffusionModel):
-    """SANA. The network takes num_train_timesteps * sigma * timestep_scale, not rounded, and returns the velocity.
+    """SANA. The network receives num_train_timesteps * sigma * timestep_scale, not rounded, and returns the velocity.
 
     Prompts are encoded after the text of `instruction`, negative prompts without it.
     """
@@ -50,7 +50,7 @@ class Sana(DiffusionModel):
     prompt_templates = ("stock", "none")
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Construct the model. Raises ModelError if call.json has an invalid instruction."""
+        """Construct the model. Raises ModelError if the instruction in call.json is invalid."""
         super().__init__(*arguments, **options)
         self.instruction = self.resolve_instruction()
 
@@ -65,10 +65,10 @@ class Sana(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, n, D], prompt_attention_mask: [B, n] int64} for n = max_sequence_length.
+        """Return {prompt_embeds: [B, n, D], prompt_attention_mask: [B, n] int64} with n = max_sequence_length.
 
         Instruction and prompt are tokenized together. As in diffusers, only the first position and the last n - 1
-        positions are kept.
+        positions are kept. D is the number of channels.
         """
         return self.encode_with_instruction(self.instruction, prompts)
 
@@ -102,7 +102,7 @@ class Sana(DiffusionModel):
         return self.predict_velocity(latents, time, conditioning)
 
     def predict_velocity(self, latents: Tensor, time: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the network with float32 timesteps `time` and return the velocity, float32."""
+        """Call the network with the float32 timesteps `time`. Return the velocity in float32."""
         output: Tensor = self.denoiser(
             hidden_states=latents.to(self.dtype),
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
@@ -128,5 +128,8 @@ class Sana(DiffusionModel):
         return {**super().text_call_kwargs(), INSTRUCTION: self.instruction}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Disable resolution binning, which would generate another size and resize the output."""
+        """Return the pipeline call arguments. They disable resolution binning.
+
+        With binning, the pipeline would generate an image of a different size and resize it.
+        """
         return {**super().pipeline_call_kwargs(w, height, width, num_frames), "use_resolution_binning": False}

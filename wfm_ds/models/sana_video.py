@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class SanaVideo(Sana):
-    """SANA-Video. The network takes num_train_timesteps * sigma, per sample or per token (0 on conditioning frames)."""
+    """SANA-Video. The network receives num_train_timesteps * sigma and returns the velocity.
+
+    There is one timestep per sample, or one per token if there are conditioning frames. It is 0 on conditioning frames.
+    """
 
     family = "sana_video"
     pipeline_classes = ("SanaVideoPipeline", "SanaImageToVideoPipeline")
@@ -52,14 +55,21 @@ class SanaVideo(Sana):
         return clean_frames.insert_known_velocity(velocity, latents, sigma)
 
     def token_timesteps(self, time: Tensor, latents: Tensor, clean_frames: CleanFrames) -> Tensor:
-        """Return one timestep per patch, [B, 1, T, h, w]: `time` [B] on noisy frames, 0 on conditioning frames."""
+        """Return one timestep per patch, [B, 1, T, h, w]: `time` [B] on noisy frames, 0 on conditioning frames.
+
+        T, h and w count patches.
+        """
         count, _, *size = latents.shape
         frames, height, width = (n // patch for n, patch in zip(size, self.config.patch_size, strict=True))
         noisy = 1 - clean_frames.mask[:, :, :: self.config.patch_size[0]]
         return (time.view(-1, 1, 1, 1, 1) * noisy).expand(count, 1, frames, height, width)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, (F - 1) / k + 1, H / f, W / f) for VAE factors k and f. The rotary table limits all sizes."""
+        """Return (C, (F - 1) / k + 1, H / f, W / f) for F frames of H x W pixels.
+
+        k and f are the VAE's temporal and spatial factor. The table of rotary embeddings limits duration, height and
+        width.
+        """
         in_space, in_time = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         patch_time, patch, _ = self.config.patch_size
         positions = self.config.rope_max_seq_len  # along each axis

@@ -1,4 +1,4 @@
-"""SANA-WM: videos of a world along a camera path, from a first image (stage 1, without the refiner)."""
+"""SANA-WM: videos along a camera path through a scene that the first image shows (stage 1, without the refiner)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ UNUSED_GATES = ("A_log", "dt_bias", "beta_proj.*", "gate_proj.*")  # unused by s
 
 
 class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # type: ignore[misc]
-    """The diffusers network with LoRA support and precomputed camera geometry.
+    """The diffusers network with LoRA support and with camera geometry that is computed in advance.
 
     diffusers computes the geometry in the network's dtype, which is inaccurate in bfloat16.
     """
@@ -52,7 +52,7 @@ class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # ty
         ray_angles: Tensor | None = None,
         **options: Any,
     ) -> Any:
-        """Run the network with all three camera tensors of `SanaWM.encode_inputs`, or without any."""
+        """Run the network with all three camera tensors of `SanaWM.encode_inputs`, or without any of them."""
         if raymap is None:
             return super().forward(*arguments, **options)
         assert rays is not None
@@ -63,9 +63,10 @@ class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # ty
 
 
 class SanaWM(DiffusionModel):
-    """SANA-WM. The network takes num_train_timesteps * sigma (0 on the conditioning frame) and returns the velocity.
+    """SANA-WM. The network receives num_train_timesteps * sigma and returns the velocity.
 
-    It truncates timesteps to integers. Prompts are encoded after `instruction`, negative prompts without it.
+    The timestep is 0 on the conditioning frame. The network truncates timesteps to integers. Prompts are encoded after
+    the text of `instruction`, negative prompts without it.
     """
 
     family = "sana_wm"
@@ -85,7 +86,7 @@ class SanaWM(DiffusionModel):
     conditioning_frame_counts = (1,)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Construct the model. Raises ModelError if call.json has an invalid instruction."""
+        """Construct the model. Raises ModelError if the instruction in call.json is invalid."""
         super().__init__(*arguments, **options)
         self.instruction = self.resolve_instruction()
 
@@ -102,7 +103,10 @@ class SanaWM(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Patterns of gates in softmax blocks, and of the ray embedding if Pluecker coordinates replace it."""
+        """Patterns of the unused gates in softmax attention blocks, and of an unused ray embedding.
+
+        The ray embedding is unused if Pluecker coordinates replace it.
+        """
         config, every = self.config, self.config.softmax_every_n
         softmax = range(every - 1, config.num_layers, every) if every > 0 else ()
         gates = [f"blocks.{i}.attn.{name}" for i in softmax for name in UNUSED_GATES]
@@ -110,7 +114,7 @@ class SanaWM(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, n, D], prompt_attention_mask: [B, n] int64} for n = max_sequence_length."""
+        """Return {prompt_embeds: [B, n, D], prompt_attention_mask: [B, n] int64} with n = max_sequence_length."""
         head = "\n".join(self.instruction or DEFAULT_CHI_PROMPT)
         if not head:
             return self.encode_tokens(prompts, self.max_sequence_length)
@@ -126,7 +130,10 @@ class SanaWM(DiffusionModel):
         return self.encode_tokens(texts, self.max_sequence_length)
 
     def encode_tokens(self, texts: Sequence[str], length: int, head: str = "") -> Conditioning:
-        """Return embeddings and mask of `head` + each text, truncated or right-padded to `length` tokens."""
+        """Encode each text after the prefix `head`.
+
+        Return embeddings and mask, truncated or right-padded to `length` tokens.
+        """
         if isinstance(texts, str) or not texts:
             raise ValueError(f"prompts must be a list of at least one text, got {texts!r}")
         tokens = self.pipeline.tokenizer(
@@ -148,11 +155,14 @@ class SanaWM(DiffusionModel):
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Return the camera geometry of B samples, float32, for N = T h w tokens and k pixel frames per latent frame.
+        """Return the camera geometry of B samples as four float32 tensors.
 
-        raymap [B,T,20]: poses relative to the first one, and intrinsics. rays [B,N,4,4]: transforms from world to ray
-        coordinates. ray_angles [B,3,T,h,w]. chunk_plucker [B,6k,T,h,w].
-        Computed in float32, because bfloat16 poses have a relative error of 1/256. The network casts the results.
+        raymap [B,T,20]: camera poses relative to the first pose, and intrinsics, per latent frame.
+        rays [B,N,4,4]: transforms from world to ray coordinates, for N = T h w tokens.
+        ray_angles [B,3,T,h,w].
+        chunk_plucker [B,6k,T,h,w], for k pixel frames per latent frame.
+        The geometry is computed in float32, because bfloat16 poses have a relative error of 1/256. The network casts
+        it.
         Raises ValueError for samples without a camera, for shapes other than c2w [F,4,4] and intrinsics [4] or [F,4],
         and for focal lengths that are not positive.
         """
@@ -220,7 +230,7 @@ class SanaWM(DiffusionModel):
 
     @property
     def spatial_compression(self) -> int:
-        """Pixels per latent along height and width."""
+        """Number of pixels per latent along height and along width."""
         return int(self.pipeline.vae_spatial_compression_ratio)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:

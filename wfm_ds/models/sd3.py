@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5: image latents, CLIP-L, CLIP-G and optional T5 text encoders."""
+"""Stable Diffusion 3 and 3.5: image latents, text encoders CLIP-L, CLIP-G and optionally T5."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ UNUSED_TEXT_LAYERS = (
 
 
 class StableDiffusion3(DiffusionModel):
-    """Stable Diffusion 3. The network takes num_train_timesteps * sigma, not rounded, and returns the velocity."""
+    """Stable Diffusion 3. The network receives num_train_timesteps * sigma, not rounded, and returns the velocity."""
 
     family = "sd3"
     pipeline_classes = ("StableDiffusion3Pipeline",)
@@ -66,13 +66,17 @@ class StableDiffusion3(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Patterns of the layers for text queries in the last block, which discards its text tokens."""
+        """Patterns of the text query layers of the last block, which discards its text tokens."""
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, n, D], pooled_prompt_embeds: [B, P]}; n: CLIP tokens, then T5 tokens or zeros."""
+        """Return {prompt_embeds: [B, n, D], pooled_prompt_embeds: [B, P]}.
+
+        The n rows of a prompt are its CLIP tokens, then its T5 tokens, or zeros if there is no T5 encoder. D and P are
+        numbers of channels.
+        """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         texts = list(prompts)
@@ -112,7 +116,10 @@ class StableDiffusion3(DiffusionModel):
         return velocity.float()
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, H / f, W / f) for VAE factor f. The table of positional embeddings limits the size."""
+        """Return (C, H / f, W / f) for H x W pixels and VAE factor f.
+
+        The table of positional embeddings limits the size.
+        """
         factor, patch = self.pipeline.vae_scale_factor, self.config.patch_size
         multiple, largest = factor * patch, factor * patch * self.config.pos_embed_max_size
         require_image(self.family, num_frames)
@@ -126,7 +133,7 @@ class StableDiffusion3(DiffusionModel):
         return int((h // self.config.patch_size) * (w // self.config.patch_size))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the pipeline's `mu` if its scheduler shifts by resolution."""
+        """Return the timestep shift `mu` that the pipeline computes if its scheduler shifts by resolution."""
         config = self.pipeline.scheduler.config
         if not config.get("use_dynamic_shifting"):
             return {}

@@ -1,4 +1,4 @@
-"""Padding of text conditioning with variable length."""
+"""Padding for text conditioning with a variable number of tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
 
 def pad_and_stack(rows: Sequence[Conditioning]) -> Conditioning:
-    """Concatenate conditioning [B,n,...] with different n. Pads embeddings and masks with zeros to the largest n."""
+    """Concatenate conditioning tensors [B,n,...] that have different numbers n of tokens.
+
+    Embeddings and masks are padded with zeros to the largest n.
+    """
     longest = max(tensor.shape[1] for row in rows for tensor in row.values())
     return {
         name: torch.cat(

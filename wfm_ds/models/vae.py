@@ -1,6 +1,7 @@
-"""One interface for all VAEs: pixels to normalized latents and back, both float32 for any VAE dtype.
+"""One interface for all VAEs: convert pixels to normalized latents and back.
 
-Differences between VAEs are read from their configs. The size checks are shared by families.
+Pixels and latents are float32 for any dtype of the VAE. Differences between VAEs are read from their configs. This
+module also has the size checks that several families share.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from torch import Tensor
 from wfm_ds.pinned_memory import copy_to_device
 
 MAX_PIXELS_PER_BATCH = 2**20
-"""Maximum pixels that a float32 VAE processes together (one 1024 x 1024 image), unless a single sample has more. The
-limit is fixed, so that results do not depend on the free memory."""
+"""Maximum number of pixels that a float32 VAE processes together: one image of 1024 x 1024. A larger sample is
+processed alone. The limit is fixed, so that results do not depend on the free memory."""
 POSTERIOR_ATTRIBUTES = ("latent_dist", "latents", "latent")  # KL and Wan, AutoencoderTiny, AutoencoderDC
 
 
@@ -32,7 +33,10 @@ def decode_normalized(vae: Any, latents: Tensor) -> Tensor:
 
 
 def encode_mode(vae: Any, pixels: Tensor) -> Tensor:
-    """Return the unnormalized mode z of the posterior. It is deterministic, so latents can be cached."""
+    """Return the mode z of the VAE's posterior, without normalization.
+
+    It is deterministic, so latents can be cached.
+    """
     output = vae.encode(pixels.to(vae_dtype(vae)))
     posterior = next(getattr(output, name) for name in POSTERIOR_ATTRIBUTES if hasattr(output, name))
     z: Tensor = posterior if isinstance(posterior, Tensor) else posterior.mode()
@@ -51,13 +55,16 @@ def vae_dtype(vae: Any) -> torch.dtype:
 
 
 def max_batch_size(vae: Any, pixels: int) -> int:
-    """Return how many samples to encode or decode together, at least 1. pixels: pixels per sample."""
+    """Return how many samples to encode or decode together, at least 1. pixels: number of pixels of one sample."""
     budget = MAX_PIXELS_PER_BATCH * torch.float32.itemsize // vae_dtype(vae).itemsize
     return max(1, budget // pixels)
 
 
 def frames_per_decode(vae: Any, num_frames: int) -> int:
-    """Return how many pixel frames the VAE decodes together: one latent frame for the Wan VAE, otherwise all."""
+    """Return how many pixel frames the VAE decodes together.
+
+    The Wan VAE decodes one latent frame at a time. All other VAEs decode the whole video.
+    """
     if isinstance(vae, AutoencoderKLWan):
         return min(num_frames, int(vae.config.scale_factor_temporal))
     return num_frames
@@ -66,7 +73,8 @@ def frames_per_decode(vae: Any, num_frames: int) -> int:
 def latent_shift_and_scale(vae: Any) -> tuple[Tensor | float, Tensor | float]:
     """Return (shift, scale) of the latents, as numbers or as tensors [1,C,1,1,1].
 
-    Video VAEs have a mean and std per channel, in their config or (LTX-2) as buffers. Other VAEs have single numbers.
+    Video VAEs have a mean and a std per channel, in their config or, for LTX-2, as buffers. Image VAEs have one number
+    for all channels.
     """
     settings = dict(vae.named_buffers(recurse=False)) | vae.config
     mean, std = settings.get("latents_mean"), settings.get("latents_std")

@@ -1,8 +1,8 @@
-"""Wan 2.1, Wan 2.2 A14B (two experts) and Wan 2.2 TI2V 5B (one time per token): videos, UMT5 text, the Wan VAE.
+"""Wan 2.1, Wan 2.2 A14B (two experts) and Wan 2.2 TI2V 5B (one timestep per token): videos, UMT5 text, the Wan VAE.
 
-Wan 2.1 and 2.2 A14B have text-to-video and image-to-video networks (wan_image_conditioning.py). Each call of the two
-experts runs one of them. If no micro-batch of an optimizer step runs an expert, its gradient is zero, and Adam updates
-its parameters accordingly.
+Wan 2.1 and 2.2 A14B have text-to-video and image-to-video networks (wan_image_conditioning.py). A call of a model with
+two experts runs one of them. If no micro-batch of an optimizer step runs an expert, the gradient of this expert is
+zero, and Adam updates its parameters accordingly.
 """
 
 from __future__ import annotations
@@ -61,12 +61,15 @@ class Experts(nn.Module):
 
     @property
     def peft_config(self) -> dict[str, Any]:
-        """{adapter name: config}, identical for all experts."""
+        """The LoRA configs {adapter name: config}, which are identical for all experts."""
         config: dict[str, Any] = self.networks[0].peft_config
         return config
 
     def add_adapter(self, config: Any, adapter_name: str = "default") -> None:
-        """Add a separate adapter to each expert, initialized from torch's global generator in expert order."""
+        """Add a separate adapter to each expert.
+
+        Torch's global generator initializes them in the order of the experts.
+        """
         for network in self.networks:
             network.add_adapter(config, adapter_name=adapter_name)
 
@@ -119,7 +122,10 @@ def read_variant(pipeline: Any, path: Path) -> WanVariant:
 
 
 def create_image_conditioner(pipeline: Any, path: Path, configs: Sequence[Any]) -> ImageConditioner | None:
-    """Return the first-frame encoder of image-to-video networks, else None. Raises ModelError for other inputs."""
+    """Return the encoder of first frames for image-to-video networks, or None for text-to-video networks.
+
+    Raises ModelError if the network needs inputs that are not supported.
+    """
     num_channels = pipeline.vae.config.z_dim
     num_image_channels = 2 * num_channels + pipeline.vae_scale_factor_temporal  # latents, image latents, frame masks
     config, *others = configs
@@ -144,10 +150,10 @@ def create_image_conditioner(pipeline: Any, path: Path, configs: Sequence[Any]) 
 
 
 class Wan(DiffusionModel):
-    """Wan 2.1 and 2.2. The network takes num_train_timesteps * sigma, not rounded, and returns the velocity.
+    """Wan 2.1 and 2.2. The network receives num_train_timesteps * sigma, not rounded, and returns the velocity.
 
-    In model_index.json, `boundary_ratio` marks two experts (2.2 A14B) and `expand_timesteps` marks TI2V, which supports
-    a conditioning frame. Networks with extra input channels take a first frame and denoise all latent frames.
+    In model_index.json, `boundary_ratio` marks two experts (2.2 A14B). `expand_timesteps` marks TI2V, which supports a
+    conditioning frame. Networks with extra input channels receive a first frame and denoise all latent frames.
     """
 
     family = "wan"
@@ -200,13 +206,16 @@ class Wan(DiffusionModel):
 
     @property
     def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
-        """With two experts, `transformer` denoises from boundary_ratio to 1, `transformer_2` below it."""
+        """The sigma range of each expert. If there are two experts, boundary_ratio separates their ranges.
+
+        `transformer` denoises the high noise levels and `transformer_2` the low ones.
+        """
         boundary = self.boundary_ratio
         return super().sigma_ranges if boundary is None else ((boundary, 1.0), (0.0, boundary))
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, max_sequence_length, text_dim]}, zero-padded."""
+        """Return {prompt_embeds: [B, max_sequence_length, text_dim]}. Padding tokens are zero."""
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         embeds, _ = self.pipeline.encode_prompt(
@@ -223,7 +232,10 @@ class Wan(DiffusionModel):
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Encode first frames (see ImageConditioner). Raises ValueError for a missing frame or a wrong size."""
+        """Encode the first frames (see ImageConditioner).
+
+        Raises ValueError if a frame is missing or has the wrong size.
+        """
         if self.image_conditioner is None:
             return {}
         frames = [row[FIRST_FRAME] for row in inputs if FIRST_FRAME in row]
@@ -239,9 +251,9 @@ class Wan(DiffusionModel):
         return {} if self.image_conditioner is None else self.image_conditioner.conditioning_shapes(shape)
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        """Predict the velocity. With two experts, all values of sigma must belong to one expert.
+        """Predict the velocity. If there are two experts, all values of sigma must be in the range of one expert.
 
-        If `expert` is None, sigma is copied from the device to select the expert.
+        If `expert` is None, sigma is copied to the host to select the expert.
         """
         self.check_denoise(latents, sigma, conditioning)
         if latents.ndim != 5:
@@ -270,8 +282,9 @@ class Wan(DiffusionModel):
     def resolve_expert(self, sigma: Tensor, expert: int | None) -> int:
         """Return the index of the expert for sigma [B].
 
-        Raises ValueError if the values belong to different experts or not to `expert`. A given `expert` is only checked
-        on the CPU, because the check would synchronize with a GPU.
+        Raises ValueError if the values of sigma are in the ranges of different experts, or not in the range of
+        `expert`. If `expert` is given, this is checked only on the CPU, because the check would make the host wait for
+        a GPU.
         """
         count = len(self.sigma_ranges)
         if expert is not None and not 0 <= expert < count:
@@ -284,7 +297,10 @@ class Wan(DiffusionModel):
         return experts.pop()
 
     def network_timesteps(self, sigma: Tensor, shape: Sequence[int], conditional_mask: Tensor | None) -> Tensor:
-        """Return timesteps float32 [B], or [B, tokens] for TI2V with 0 on tokens of conditioning frames."""
+        """Return the timesteps float32 [B].
+
+        For TI2V, return [B, tokens], with 0 on the tokens of conditioning frames.
+        """
         time_B: Tensor = sigma * self.pipeline.scheduler.config.num_train_timesteps
         if not self.has_token_timesteps:
             return time_B
@@ -294,7 +310,10 @@ class Wan(DiffusionModel):
         return time_BT.repeat_interleave(self.num_tokens(shape[1:]) // shape[2], dim=1)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, (F - 1) / 4 + 1, H / f, W / f) for VAE factor f. The rotary table limits all sizes."""
+        """Return (C, (F - 1) / 4 + 1, H / f, W / f) for F frames of H x W pixels and VAE factor f.
+
+        The table of rotary embeddings limits duration, height and width.
+        """
         _, *patch = self.config.patch_size
         factor, factor_t = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         positions = self.config.rope_max_seq_len

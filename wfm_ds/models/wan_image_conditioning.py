@@ -1,4 +1,7 @@
-"""Conditioning of Wan's image-to-video networks on a first frame: extra input channels, and in 2.1 CLIP embeddings."""
+"""Conditioning of Wan's image-to-video networks on a first frame.
+
+The networks receive the frame through extra input channels. Wan 2.1 also receives CLIP embeddings of it.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,10 @@ MAX_CACHE_BYTES = 2**30  # on the host: 120 videos of 81 frames of 480 x 832
 
 
 class ImageConditioner:
-    """The encoder of first frames for image-to-video networks, with an LRU cache of its results on the host."""
+    """The encoder of first frames for image-to-video networks. An LRU cache on the host keeps its results."""
 
     def __init__(self, pipeline: Any, *, embeds: bool, max_cache_bytes: int = MAX_CACHE_BYTES) -> None:
-        """embeds: whether the network also takes CLIP image embeddings."""
+        """embeds: whether the network also receives CLIP image embeddings."""
         self.pipeline, self.embeds, self._free_bytes = pipeline, embeds, max_cache_bytes
         self._cache: OrderedDict[tuple[bytes, int], Conditioning] = OrderedDict()
 
@@ -42,15 +45,19 @@ class ImageConditioner:
         """Encode the first frames [H,W,3] of videos with num_frames frames.
 
         Returns {image_channels: [B,f+C,T,h,w] float32}. The first f channels (f: temporal VAE factor) are a mask that
-        is 1 on the first latent frame. The other C are normalized latents of a video that is grey after the first
-        frame.
-        If the network takes CLIP embeddings, the result also has {image_embeds: [B,n,D]} in CLIP's dtype.
+        is 1 on the first latent frame. The next C channels are normalized latents of a video that is grey after the
+        first frame.
+        If the network receives CLIP embeddings, the result also contains {image_embeds: [B, n tokens, D channels]} in
+        CLIP's dtype.
         """
         rows = [self._encode_cached(frame, num_frames) for frame in frames]
         return {name: copy_to_device(torch.cat([row[name] for row in rows]), device) for name in rows[0]}
 
     def conditioning_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} of the tensors from `encode_frames` without the batch axis. shape: latents [C,T,h,w]."""
+        """Return {name: shape} of the tensors from `encode_frames`, without the batch axis.
+
+        shape: shape [C,T,h,w] of the latents of one video.
+        """
         channels, *grid = shape
         shapes = {CHANNELS_KEY: (self.pipeline.vae_scale_factor_temporal + channels, *grid)}
         if not self.embeds:
@@ -73,7 +80,10 @@ class ImageConditioner:
 
     @torch.no_grad()
     def _encode_frame(self, frame: npt.NDArray[np.uint8], num_frames: int) -> Conditioning:
-        """Encode one frame, as prepare_latents and encode_image of the pipeline do. Returns tensors on the host."""
+        """Encode one frame like prepare_latents and encode_image of the pipeline.
+
+        The returned tensors are on the host.
+        """
         device = self.pipeline.vae.device
         pixels = copy_to_device(torch.from_numpy(frame), device).permute(2, 0, 1).float() / 255
         clip = pixels.new_zeros(1, 3, num_frames, *pixels.shape[1:])  # grey (0) after the first frame

@@ -1,4 +1,4 @@
-"""Z-Image and Z-Image-Turbo: image and text tokens in one sequence, Qwen3 text of variable length."""
+"""Z-Image and Z-Image-Turbo: image and text tokens in one sequence, Qwen3 texts of variable length."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LORA_NAMES = tuple(
 
 
 class ZImage(DiffusionModel):
-    """Z-Image. The network takes 1 - sigma as timestep and returns the negative velocity."""
+    """Z-Image. The network receives 1 - sigma as its timestep and returns the negative velocity."""
 
     family = "z_image"
     pipeline_classes = ("ZImagePipeline",)
@@ -68,7 +68,10 @@ class ZImage(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, n, D], prompt_embeds_mask: [B, n] int64} for n = longest prompt in tokens."""
+        """Return {prompt_embeds: [B, n, D], prompt_embeds_mask: [B, n] int64}.
+
+        n is the number of tokens of the longest prompt, D the number of channels.
+        """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         embeds, _ = self.pipeline.encode_prompt(
@@ -111,7 +114,7 @@ class ZImage(DiffusionModel):
         return int(shape[1] // PATCH_SIZE * (shape[2] // PATCH_SIZE))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the pipeline's sigmas and `mu`, which grows with the image size."""
+        """Return the pipeline's sigmas and its timestep shift `mu`, which grows with the image size."""
         config = self.pipeline.scheduler.config
         defaults = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
         limits = [config.get(name, default) for name, default in defaults.items()]
@@ -119,5 +122,8 @@ class ZImage(DiffusionModel):
         return {"sigmas": get_default_z_image_sigmas(num_steps), "mu": mu}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Convert w to guidance_scale = w - 1: the pipeline computes cond + guidance_scale * (cond - uncond)."""
+        """Return the pipeline call arguments for guidance scale w, with guidance_scale = w - 1.
+
+        The pipeline computes cond + guidance_scale * (cond - uncond).
+        """
         return super().pipeline_call_kwargs(w - 1, height, width, num_frames)

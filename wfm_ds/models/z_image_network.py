@@ -1,6 +1,6 @@
-"""Z-Image's network with batched tensors. diffusers' forward takes and returns lists of samples.
+"""Z-Image's network for batched tensors. The `forward` of diffusers takes and returns lists of samples.
 
-It reads no values from the device, so it does not synchronize and works on the meta device.
+This version reads no values from the device. It therefore never waits for a GPU, and it works on the meta device.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ PATCH_LAYERS = f"{PATCH_SIZE}-1"  # name of the layers for this patch size and o
 
 
 class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
-    """The diffusers network with a forward for batched tensors instead of lists of samples.
+    """The diffusers network with a `forward` for batched tensors instead of lists of samples.
 
-    A sequence consists of image tokens and text tokens, each padded to a multiple of 32 with learned tokens. Image
-    positions follow the padded text, so they depend on its length.
+    A sequence consists of image tokens and text tokens. Both are padded to a multiple of 32 with learned tokens. The
+    positions of image tokens follow the padded text, so they depend on its length.
     """
 
     def forward(
@@ -32,9 +32,10 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
         encoder_attention_mask: Tensor,
         return_dict: bool = False,
     ) -> tuple[Tensor]:
-        """Return the network's output [B,C,h,w] for latents [B,C,h,w] at times [B] from 0 (noise) to 1.
+        """Return the network's output [B,C,h,w] for latents [B,C,h,w].
 
-        encoder_hidden_states: texts [B,n,D]. encoder_attention_mask: [B,n] int64, 0 on padding at the end of a row.
+        timestep: [B], from 0 (noise) to 1 (clean). encoder_hidden_states: texts [B, n tokens, D channels].
+        encoder_attention_mask: [B,n] int64, 0 on padding, which is at the end of a row.
         """
         h, w = hidden_states.shape[2:]
         time = self.t_embedder(timestep * self.t_scale).type_as(hidden_states)
@@ -60,7 +61,8 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
     def _image_tokens(self, latents: Tensor, padded_length: Tensor) -> tuple[Tensor, Tensor]:
         """Return image tokens [B,N,D], including padding tokens, and their rotary embeddings [B,N,R].
 
-        padded_length: [B], number of text tokens including padding.
+        N is the number of tokens, D and R are numbers of channels. padded_length: [B], number of text tokens including
+        padding.
         """
         count, _, h, w = latents.shape
         tokens = self.all_x_embedder[PATCH_LAYERS](patchify(latents))
@@ -76,7 +78,8 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
     def _text_tokens(self, embeds: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """Return text tokens [B,N,D], including padding tokens, and their rotary embeddings [B,N,R].
 
-        embeds: [B,n,D]. length: [B], number of tokens without padding. Padding tokens continue the positions.
+        embeds: [B, n tokens, D channels]. length: [B], number of tokens without padding. The positions of padding
+        tokens continue those of the text.
         """
         embeds = functional.pad(embeds, (0, 0, 0, -embeds.shape[1] % SEQ_MULTI_OF))
         index = torch.arange(embeds.shape[1], device=embeds.device)
@@ -98,14 +101,14 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
 
 
 def patchify(latents: Tensor) -> Tensor:
-    """Convert latents [B,C,h,w] to patches [B, h/2 * w/2, 4 C] in the order (row, column, channel)."""
+    """Convert latents [B,C,h,w] to patches [B, h/2 * w/2, 4 C] with values in the order row, column, channel."""
     count, channels, h, w = latents.shape
     patches = latents.reshape(count, channels, h // PATCH_SIZE, PATCH_SIZE, w // PATCH_SIZE, PATCH_SIZE)
     return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)
 
 
 def unpatchify(patches: Tensor, h: int, w: int) -> Tensor:
-    """Convert patches of `patchify` back to latents [B,C,h,w]."""
+    """Convert patches from `patchify` back to latents [B,C,h,w]."""
     rows = patches.reshape(len(patches), h // PATCH_SIZE, w // PATCH_SIZE, PATCH_SIZE, PATCH_SIZE, -1)
     return rows.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), -1, h, w)
 

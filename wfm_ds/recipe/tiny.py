@@ -194,22 +194,22 @@ def _rollout_keys(recipe: Recipe) -> Values:
     return keys | ({"trajectories": "shuffle"} if rollout.trajectories == "library" else {})
 
 
-def _weight_free(name: str, recipe: Recipe) -> bool:
+def _is_weight_free(name: str, recipe: Recipe) -> bool:
     return name in WEIGHT_FREE_REWARDS or (name in ACTION_REWARDS and "actions" in recipe.data.inputs)
 
 
-def _held_out_names(recipe: Recipe) -> list[str]:
-    return [one.name for one in recipe.validation.held_out_rewards if _weight_free(one.name, recipe)]
+def _list_held_out_rewards(recipe: Recipe) -> list[str]:
+    return [one.name for one in recipe.validation.held_out_rewards if _is_weight_free(one.name, recipe)]
 
 
 def _reward_functions(recipe: Recipe) -> list[Values]:
     """Return the recipe's weight-free rewards, and stand-ins for the others."""
     functions = recipe.rl.reward.functions
-    free = [function for function in functions if _weight_free(function.name, recipe)]
+    free = [function for function in functions if _is_weight_free(function.name, recipe)]
     kept = [function.model_dump(mode="json", include={"name", "weight", "clip", "options"}) for function in free]
     if len(kept) == len(functions):
         return kept
-    excluded = {*_held_out_names(recipe), *(function["name"] for function in kept)}
+    excluded = {*_list_held_out_rewards(recipe), *(function["name"] for function in kept)}
     stand_ins = _stand_in_rewards(recipe)
     kept += [{"name": name, "weight": weight} for name, weight in stand_ins.items() if name not in excluded]
     return kept or [{"name": "mock"}]
@@ -231,7 +231,7 @@ def _validation_keys(recipe: Recipe) -> Values:
     keys: Values = {"every": 0, "path": None}
     if not recipe.algorithm.trains_language:
         keys |= {"prompts": None, "num_prompts": 2, "seeds": validation.seeds[:1]}
-        keys["held_out_rewards"] = _held_out_names(recipe)
+        keys["held_out_rewards"] = _list_held_out_rewards(recipe)
     if not recipe.is_rl:
         keys |= {"holdout": 0.2 if validation.holdout > 0 or validation.path else 0.0, "num_images": 4}
     return keys

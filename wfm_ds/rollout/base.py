@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from wfm_ds.rollout.groups import GroupSource
-from wfm_ds.rollout.rollout_samples import StepRollouts
+from wfm_ds.rollout.groups import GroupSource, StepRollouts
 from wfm_ds.types import Score
 
 
@@ -18,13 +17,16 @@ class RolloutSource(Protocol):
         """Make the policy after RL step `step` available for rollouts. Also called once before the first step."""
 
     def wait_until_ready(self, step: int) -> bool:
-        """Wait until the samples of this RL step are available. Return False if any rank should stop first."""
+        """Wait until the samples of this RL step are available. Returns False if any rank should stop first."""
 
     def collect_rollouts(self, step: int) -> StepRollouts:
         """Return the samples of this RL step. Only this replica's samples have latents."""
 
     def collect_rewards(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
-        """Return {reward name: Score} of each sample of all ranks, in the order of `rollouts.samples`."""
+        """Return one {reward name: Score} per sample, in the order of `rollouts.samples`.
+
+        Includes the samples of all ranks.
+        """
 
     def step_metrics(self) -> dict[str, float]:
         """Return the metrics of the last `collect_rollouts`. Identical on every rank."""

@@ -8,9 +8,16 @@ import torch
 
 from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.chunks import even_ranges, split_into_chunks
-from wfm_ds.rollout.groups import Group, GroupSource, stack_conditioning_frames
+from wfm_ds.rollout.groups import (
+    Group,
+    GroupSource,
+    RolloutSample,
+    StepRollouts,
+    extract_rollout,
+    plan_step_samples,
+    stack_conditioning_frames,
+)
 from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.rollout.rollout_samples import RolloutSample, StepRollouts, extract_rollout, plan_step_samples
 from wfm_ds.rollout.scores import ScoringQueue, gather_scores
 from wfm_ds.runs.job import Job
 from wfm_ds.sampling.denoise import SamplingPlan, Trajectory
@@ -42,7 +49,7 @@ class ColocatedSource:
     def plan_samples(
         self, groups: Sequence[Group], group_size: int, step: int, *, first_group: int = 0
     ) -> list[RolloutSample]:
-        """Return `group_size` samples to generate per group. first_group: index of the first group in the step."""
+        """Return the samples to generate, `group_size` per group. first_group: index of the first group in the step."""
         recipe = self.job.recipe
         return plan_step_samples(
             groups,

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from wfm_ds.rollout.rollout_samples import RolloutSample
+from wfm_ds.rollout.groups import RolloutSample
 
 
 class GroupSelection:
@@ -52,7 +52,8 @@ def within_group_correlation(
 ) -> float | None:
     """Return Pearson's correlation of two rewards after subtracting each group's mean.
 
-    Samples without both rewards are ignored. Returns None if no sample has both, or one is constant within every group.
+    Samples without both rewards are ignored. Returns None if no sample has both rewards, or if one of the rewards is
+    constant within every group.
     """
     pairs: dict[str, list[tuple[float, float]]] = {}
     for a, b, group in zip(first, second, group_ids, strict=True):

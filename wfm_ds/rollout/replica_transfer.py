@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from wfm_ds.distributed.world import World
-from wfm_ds.rollout.rollout_samples import RolloutSample
+from wfm_ds.rollout.groups import RolloutSample
 from wfm_ds.types import Rollout, Transition
 
 

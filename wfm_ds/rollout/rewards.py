@@ -173,7 +173,7 @@ def build_service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
 
 
 def service_environment(reward: RewardRecipe, num_ranks: int) -> dict[str, str]:
-    """Return the environment variables of the reward service. If a reward uses a GPU, it sees all GPUs of the run.
+    """Return the environment variables of the reward service. It sees all GPUs of the run if any reward uses a GPU.
 
     num_ranks: number of training ranks on this machine. Raises RecipeError if a GPU does not exist. Warns if a GPU is
     also used for training.
@@ -208,7 +208,8 @@ class RewardClient:
     ) -> None:
         """Connect to the reward service.
 
-        endpoint: path of a pipes.json, or an ipc:// or tcp:// address. run, client: names in the service's log.
+        endpoint: path of a pipes.json, or an ipc:// or tcp:// address.
+        run, client: names that identify this client in the service's log.
         lost_after_s: submitted tasks fail if the service is silent for this many seconds.
         Raises RewardError if the keys are unusable, if the service does not answer within reward.start_timeout_s, or if
         the service lacks a reward of the recipe or computes it with different options.
@@ -276,7 +277,10 @@ class RewardClient:
         self._pipe.close()
 
     def _require_reward(self, function: RewardFunction) -> int:
-        """Return a reward's maximum batch. Raises RewardError if the service lacks it or has different options."""
+        """Return a reward's maximum batch size.
+
+        Raises RewardError if the service does not have the reward or has it with different options.
+        """
         info = self._pipe.kinds.get(f"score:{function.name}")
         if info is None:
             offers = ", ".join(sorted(kind.removeprefix("score:") for kind in self._pipe.kinds))
@@ -338,7 +342,10 @@ class RewardClient:
 
 
 def _parse_scores(task: _RewardTask, outcome: TaskOutcome) -> Iterator[Score]:
-    """Yield the scores in a reply. Raises KeyError, TypeError or ValueError unless it has a valid row per sample."""
+    """Yield the scores in a reply.
+
+    Raises KeyError, TypeError or ValueError unless the reply has a valid row for each sample.
+    """
     rows = outcome.meta["scores"]
     seconds = outcome.seconds / len(task.sample_ids)
     for sample_id, (value, failure, parts) in zip(task.sample_ids, rows, strict=True):

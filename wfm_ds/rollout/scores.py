@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,18 +22,6 @@ if TYPE_CHECKING:
 NUM_REASONS = 5  # failure reasons in one log line
 Scores = dict[str, dict[str, Score]]
 """{sample id: {reward name: Score}}."""
-
-
-def decode_and_submit(
-    job: Job, rewards: RewardClient, latents: Tensor, sample_ids: Sequence[str], prompts: Sequence[Prompt]
-) -> tuple[npt.NDArray[np.uint8], Scores]:
-    """Decode latents [B, ...] to uint8 images [B,H,W,3] or videos [B,T,H,W,3] and submit them for scoring.
-
-    Returns (images as from `decode_in_replica`, failed Scores of samples with non-finite latents). Only finite samples
-    are submitted, by the replica leader. Does not wait for their scores. Collective in the replica.
-    """
-    images, is_finite = decode_in_replica(job, latents)
-    return images, submit_decoded_samples(job, rewards, images, is_finite, sample_ids, prompts)
 
 
 def decode_in_replica(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
@@ -72,38 +61,38 @@ class ScoringQueue:
 
     def __init__(self, job: Job, rewards: RewardClient) -> None:
         self.job, self.rewards = job, rewards
-        self._pending: list[DenoisedChunk] = []
-        self._decoding: tuple[ReplicaDecoding, DenoisedChunk] | None = None
+        self._reward_names = [function.name for function in job.recipe.rl.reward.functions]
+        self._fps = job.recipe.sampling.fps if job.model.is_video else None
+        self._waiting: list[DenoisedChunk] = []  # fewer samples than ranks
+        self._decoding: deque[tuple[ReplicaDecoding, DenoisedChunk]] = deque()  # at most two
         self._failures: Scores = {}
 
     def submit(self, latents: Tensor, sample_ids: Sequence[str], prompts: Sequence[Prompt]) -> None:
-        self._pending.append(DenoisedChunk(latents, sample_ids, prompts))
-        if sum(len(chunk.latents) for chunk in self._pending) >= self.job.world.sp_size:
+        """Start decoding a chunk and send the previous one, which is decoded by now. On a CPU, send both."""
+        self._waiting.append(DenoisedChunk(latents, sample_ids, prompts))
+        if sum(len(chunk.latents) for chunk in self._waiting) >= self.job.world.sp_size:
             self._start_decoding()
+            self._send_decoded(num_kept=int(self._decoding[-1][0].is_pending))
 
     def flush(self) -> Scores:
         """Send the remaining chunks. Returns failed Scores of all samples with non-finite latents."""
-        if self._pending:
+        if self._waiting:
             self._start_decoding()
-        self._send_decoded()
+        self._send_decoded(num_kept=0)
         return self._failures
 
     def _start_decoding(self) -> None:
-        chunk, self._pending = DenoisedChunk.concatenate(self._pending), []
-        decoding = ReplicaDecoding(self.job, chunk.latents)
-        self._send_decoded()  # the previous chunk, which is decoded by now
-        self._decoding = decoding, chunk
-        if not decoding.is_pending:
-            self._send_decoded()
+        chunk, self._waiting = DenoisedChunk.concatenate(self._waiting), []
+        self._decoding.append((ReplicaDecoding(self.job, chunk.latents), chunk))
 
-    def _send_decoded(self) -> None:
-        if self._decoding is None:
-            return
-        (decoding, chunk), self._decoding = self._decoding, None
-        images, is_finite = decoding.wait()
-        self._failures |= submit_decoded_samples(
-            self.job, self.rewards, images, is_finite, chunk.sample_ids, chunk.prompts
-        )
+    def _send_decoded(self, num_kept: int) -> None:
+        """Send the decoded chunks in order, except the last `num_kept`."""
+        while len(self._decoding) > num_kept:
+            decoding, chunk = self._decoding.popleft()
+            images, is_finite = decoding.wait()
+            self._failures |= submit_finite_samples(
+                self.rewards, self._reward_names, images, is_finite, chunk.sample_ids, chunk.prompts, self._fps
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +106,6 @@ class DenoisedChunk:
         latents = chunks[0].latents if len(chunks) == 1 else torch.cat([chunk.latents for chunk in chunks])
         ids = [sample_id for chunk in chunks for sample_id in chunk.sample_ids]
         return cls(latents, ids, [prompt for chunk in chunks for prompt in chunk.prompts])
-
-
-def submit_decoded_samples(
-    job: Job,
-    rewards: RewardClient,
-    images: npt.NDArray[np.uint8],
-    is_finite: Sequence[bool],
-    sample_ids: Sequence[str],
-    prompts: Sequence[Prompt],
-) -> Scores:
-    """Submit decoded samples to all rewards of the run. See `submit_finite_samples`."""
-    names = [function.name for function in job.recipe.rl.reward.functions]
-    fps = job.recipe.sampling.fps if job.model.is_video else None
-    return submit_finite_samples(rewards, names, images, is_finite, sample_ids, prompts, fps)
 
 
 def submit_finite_samples(
@@ -164,18 +139,24 @@ def submit_finite_samples(
 
 
 def drop_first_frame(inputs: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the inputs without the first frame, which the video contains and which is too large for a message."""
+    """Return the inputs without the first frame.
+
+    The video contains this frame too, and the frame would be too large for a message.
+    """
     return {name: array for name, array in inputs.items() if name != FIRST_FRAME}
 
 
 def gather_scores(world: World, local_scores: Mapping[str, Mapping[str, Score]]) -> Scores:
-    """Return the scores of all replicas, in replica order; only the leaders' `local_scores` count. Collective."""
+    """Return the scores of all replicas, in replica order. Only the replica leaders' `local_scores` are used.
+
+    Collective.
+    """
     parts = world.gather_from_leaders(pack_scores(local_scores))
     return {sample_id: scores for part in parts for sample_id, scores in unpack_scores(part).items()}
 
 
 def summarize_failures(scores: Sequence[Mapping[str, Score]]) -> str:
-    """Return the first NUM_REASONS distinct failures as one log line; "" if nothing failed."""
+    """Return a log line with the first NUM_REASONS distinct failures, or "" if nothing failed."""
     failed = {
         f"{score.reward}: {score.failure}" for by_reward in scores for score in by_reward.values() if score.failure
     }
@@ -183,7 +164,7 @@ def summarize_failures(scores: Sequence[Mapping[str, Score]]) -> str:
 
 
 def pack_scores(scores: Mapping[str, Mapping[str, Score]], max_failure_chars: int | None = None) -> list[Any]:
-    """Return the scores as JSON. Reasons of failures are truncated to max_failure_chars characters."""
+    """Return the scores as JSON. The reason of each failure is truncated to max_failure_chars characters."""
     return [
         [
             sample_id,

@@ -1,7 +1,7 @@
 """Colocated rollouts that generate more samples than the step trains on and select among them by reward.
 
-`sampling.explore` selects within groups: the best and the worst of many cheap candidates. `rollout.max_refills`
-selects groups: groups with equal rewards are replaced by groups of other prompts. With both, the rewards of the
+`sampling.explore` generates many cheap candidate samples per group and selects the best and the worst.
+`rollout.max_refills` replaces groups with equal rewards by groups of other prompts. With both, the rewards of the
 candidates decide whether a group is replaced.
 """
 
@@ -19,10 +19,9 @@ from wfm_ds.chunks import even_ranges
 from wfm_ds.distributed.world import World
 from wfm_ds.rollout.colocated import ColocatedSource
 from wfm_ds.rollout.group_selection import GroupSelection, within_group_correlation
-from wfm_ds.rollout.groups import RefillableGroups, RewardedGroup
+from wfm_ds.rollout.groups import RefillableGroups, RewardedGroup, RolloutSample, StepRollouts, group_rewards
 from wfm_ds.rollout.replica_transfer import transfer_to_replicas
 from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.rollout.rollout_samples import RolloutSample, StepRollouts, group_rewards
 from wfm_ds.rollout.scores import summarize_failures
 from wfm_ds.runs.job import Job
 from wfm_ds.sampling.denoise import FlowPlan
@@ -34,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class SelectiveSource(ColocatedSource):
-    """Generates and scores candidates round by round until the step has enough informative groups."""
+    """Generates and scores candidate samples, round by round, until the step has enough informative groups."""
 
     def __init__(self, job: Job, groups: RefillableGroups, rewards: RewardClient, algorithm: RlAlgorithm) -> None:
         super().__init__(job, groups, rewards, algorithm)
@@ -134,7 +133,10 @@ class SelectedRollouts:
         self._template: Rollout | None = None  # any sample: all rounds have the same plan and shape
 
     def keep_selected(self, generated: StepRollouts, selected: Sequence[RolloutSample]) -> None:
-        """Add a round's selected rollouts and drop others. In round 0 each replica must have generated a sample."""
+        """Add the selected rollouts of a round, and drop the rollouts that are no longer selected.
+
+        In the first round, each replica must have generated a sample.
+        """
         for replica, shard in enumerate(even_ranges(len(generated.samples), self.world.dp_size)):
             self._owner_replicas |= {generated.samples[i].sample_id: replica for i in shard}
         available = self._local_rollouts | {rollout.sample_id: rollout for rollout in generated.local_rollouts}
@@ -142,7 +144,7 @@ class SelectedRollouts:
         self._template = self._template or generated.local_rollouts[0]
 
     def distribute_evenly(self, samples: Sequence[RolloutSample]) -> StepRollouts:
-        """Move rollouts so that all replicas have the same number, and return this replica's. Collective."""
+        """Move rollouts so that all replicas have the same number. Returns the rollouts of this replica. Collective."""
         assert self._template is not None, "keep_selected was not called"
         local = transfer_to_replicas(self.world, samples, self._owner_replicas, self._local_rollouts, self._template)
         return StepRollouts(

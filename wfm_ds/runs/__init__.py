@@ -1,1 +1,1 @@
-"""A run apart from its training loop: output folder, copies in S3, model loading, export to the Hub, shutdown."""
+"""Parts of a run other than its training loop: output folder, S3 copies, model loading, Hub export, shutdown."""

@@ -1,24 +1,26 @@
-"""Inputs of `wfm generate` besides prompts: a first frame, actions, a camera."""
+"""Inputs of `wfm generate` in addition to prompts: a first frame, actions, a camera path."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from wfm_ds.data.camera import read_camera
 from wfm_ds.data.inputs import transform_intrinsics
 from wfm_ds.data.media import load_media
-from wfm_ds.data.npy import read_npy
+from wfm_ds.data.npy import read_npy, to_float32
 from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
-from wfm_ds.data.trajectories import ACTIONS, DOMAIN, INTRINSICS, POSES
+from wfm_ds.data.trajectories import ACTIONS, DOMAIN, INTRINSICS, POSES, Floats, require_rigid
 from wfm_ds.errors import UserError
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditioning_frames import pad_num_frames
@@ -26,10 +28,63 @@ from wfm_ds.models.sampler import Sampler
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import FIRST_FRAME
 
+KEY_SEQUENCE = re.compile(r"[a-z]+-\d+(,[a-z]+-\d+)*", re.IGNORECASE)
 INPUT_OPTIONS = {ACTIONS: "--actions", DOMAIN: "--domain", POSES: "--camera", INTRINSICS: "--camera"}
 """Command-line option of each input."""
 
 InputArrays = dict[str, npt.NDArray[np.float32]]
+
+
+def read_camera(camera: str, lens: Sequence[float] | None) -> dict[str, Floats]:
+    """Return the camera poses and intrinsics of F frames.
+
+    The result is float32 {c2w: [F,4,4], intrinsics: [4] or [F,4]}. c2w: camera-to-world matrices. intrinsics: fx, fy,
+    cx, cy in pixels of the source image, not rescaled.
+
+    camera: a .json file with `c2w` and optional `intrinsics`, an .npy file with c2w, or pressed keys and their numbers
+    of frames, such as `w-80,jw-40` (as in the diffusers SANA-WM pipeline).
+    lens: fx, fy, cx, cy. Required if the camera file has no intrinsics, otherwise not allowed.
+    Raises ValueError for invalid content and OSError if a file cannot be read.
+    """
+    arrays = read_camera_file(Path(camera)) if Path(camera).suffix else {POSES: poses_from_keys(camera)}
+    if (lens is None) == (INTRINSICS not in arrays):
+        raise ValueError(
+            "the camera file already has intrinsics" if lens else "the camera has no intrinsics: pass them too"
+        )
+    arrays |= {} if lens is None else {INTRINSICS: np.asarray(lens, np.float32)}
+    for name, array in arrays.items():
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name} has NaN or infinite numbers")
+    if arrays[POSES].ndim != 3 or arrays[POSES].shape[1:] != (4, 4):
+        raise ValueError(f"c2w must be [F, 4, 4], got {list(arrays[POSES].shape)}")
+    require_rigid(arrays[POSES])
+    return arrays
+
+
+def read_camera_file(file: Path) -> dict[str, Floats]:
+    """Read camera poses c2w from an .npy file, or c2w and optional intrinsics from a .json file."""
+    if file.suffix == ".npy":
+        with file.open("rb") as stream:
+            return {POSES: read_npy(stream)}
+    try:
+        content: Any = json.loads(file.read_bytes())
+        names = [POSES, *([INTRINSICS] if INTRINSICS in content else [])]
+        return {name: to_float32(np.asarray(content[name])) for name in names}
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError("not a JSON object with c2w") from error
+
+
+def poses_from_keys(keys: str) -> Floats:
+    """Return camera-to-world matrices [N+1,4,4] for keys pressed during N frames.
+
+    The keys w, a, s, d move the camera, and i, j, k, l turn it. Raises ValueError for invalid keys.
+    """
+    if KEY_SEQUENCE.fullmatch(keys) is None:
+        raise ValueError("neither a .json or .npy file nor keys with frame counts such as w-80,jw-40")
+    from diffusers.pipelines.sana_wm.cam_utils import action_string_to_c2w
+
+    poses: Floats = action_string_to_c2w(keys)
+    return poses
 
 
 def list_option_inputs(args: argparse.Namespace) -> list[str]:
@@ -39,10 +94,10 @@ def list_option_inputs(args: argparse.Namespace) -> list[str]:
 
 
 def encode_first_frame(sampler: Sampler, file: Path | None) -> Tensor | None:
-    """Return latents [C,T,h,w] of the first frame; None without a file, or if the model takes the frame as pixels.
+    """Return the latents [C,T,h,w] of the first frame.
 
-    Raises UserError if the model does not support a first frame or requires a missing one, or if the file is not an
-    image.
+    Returns None if `file` is None or the model takes the first frame as pixels. Raises UserError if the model does not
+    support a first frame, if it requires one and `file` is None, or if the file is not an image.
     """
     model = sampler.model
     if file is None:
@@ -57,7 +112,10 @@ def encode_first_frame(sampler: Sampler, file: Path | None) -> Tensor | None:
 
 
 def load_first_frame(sampler: Sampler, file: Path) -> npt.NDArray[np.uint8]:
-    """Load pixels [H,W,3], centre-cropped to the video's size. Raises UserError if the file is not an image."""
+    """Load the first frame as pixels [H,W,3], centre-cropped to the size of the video.
+
+    Raises UserError if the file is not an image.
+    """
     return load_media(LocalFile(str(file)), image_framing(sampler.settings), draw_centre)
 
 

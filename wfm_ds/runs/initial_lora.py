@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 def load_initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | None:
     """Return {engine parameter name: tensor} of the LoRA in lora.init_from, or None if it is unset.
 
-    Layers that the file does not contain are omitted. model: as loaded, before an engine changes its denoiser.
-    Raises ModelError if the file cannot be read or does not fit the model, and RecipeError if its adapter settings
-    differ from the recipe.
+    The result lacks layers that the file does not contain. model: the loaded model, before an engine changes its
+    denoiser. Raises ModelError if the file cannot be read or does not fit the model, and RecipeError if its adapter
+    settings differ from the recipe.
     """
     lora = recipe.lora
     if lora is None or lora.init_from is None:

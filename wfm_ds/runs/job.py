@@ -22,8 +22,8 @@ from wfm_ds.models.assets.latent_cache import LatentCache
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.sampler import Sampler
+from wfm_ds.monitoring.meters import Stopwatch
 from wfm_ds.monitoring.monitor import Monitor
-from wfm_ds.monitoring.stopwatch import Stopwatch
 from wfm_ds.recipe.run_sizes import RunSizes
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.runs.mirror import Mirror
@@ -116,7 +116,7 @@ class Job(CommonJob):
 
     @property
     def read_cached_latents(self) -> Callable[[Media, Framing], Tensor | None] | None:
-        """Function that reads the cached latents of an image or video; None without a latent cache."""
+        """Function that reads the cached latents of an image or video. None if the run has no latent cache."""
         return None if self.latent_cache is None else self.latent_cache.read
 
     @property

@@ -52,7 +52,7 @@ class RunContents:
     finished_step: int | None  # last step of a finished run
 
     def newest_recipe(self) -> tuple[str, Recipe | None]:
-        """Return `read_run_recipe` of the newest checkpoint, or of the run itself if it has no checkpoint."""
+        """Return `read_run_recipe` of the newest checkpoint. Without a checkpoint, use the run itself."""
         return read_run_recipe(self.location if self.checkpoint is None else str(self.checkpoint.path))
 
 
@@ -88,12 +88,15 @@ def read_storage_contents(address: str) -> RunContents:
 
 
 def list_unrecorded_files(folder: Path) -> tuple[str, ...]:
-    """Return the RUN_NAMES that exist in this folder but are not listed in its record file."""
+    """Return the names in RUN_NAMES that exist in this folder but are not listed in its record file."""
     return select_unrecorded(os.listdir(folder) if folder.exists() else (), read_folder_record(folder))
 
 
 def list_unrecorded_objects(address: str) -> tuple[str, ...]:
-    """Return the RUN_NAMES in this S3 storage that its record file does not list. Raises StorageError."""
+    """Return the names in RUN_NAMES that exist in this S3 storage but are not listed in its record file.
+
+    Raises StorageError if S3 fails.
+    """
     names = {name.partition("/")[0] for name in transfer.list_objects(address)}
     return select_unrecorded(names, read_storage_record(address))
 
@@ -103,7 +106,7 @@ def select_unrecorded(names: Collection[str], listed: Collection[str]) -> tuple[
 
 
 def read_folder_record(folder: Path) -> frozenset[str]:
-    """Return the names listed in a folder's record file; empty if the file is missing or invalid."""
+    """Return the names listed in a folder's record file. The result is empty if the file is missing or invalid."""
     try:
         return parse_record((folder / RECORD_FILE).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -111,7 +114,10 @@ def read_folder_record(folder: Path) -> frozenset[str]:
 
 
 def read_storage_record(address: str) -> frozenset[str]:
-    """Return the names listed in the record file in S3; empty if it is missing or invalid. Raises StorageError."""
+    """Return the names listed in the record file in S3. The result is empty if the file is missing or invalid.
+
+    Raises StorageError if S3 fails.
+    """
     try:
         return parse_record(transfer.read_text(f"{address}/{RECORD_FILE}"))
     except FileNotFoundError:
@@ -131,8 +137,9 @@ def format_record(names: Collection[str]) -> str:
 
 
 def read_run_recipe(place: str) -> tuple[str, Recipe | None]:
-    """Return (path, recipe) of recipe.yaml in a folder or at an s3:// address; recipe None if it is missing.
+    """Return (path, recipe) of recipe.yaml in a folder or at an s3:// address.
 
+    The recipe is None if the file is missing.
     Raises RecipeError if it is invalid and StorageError if S3 cannot be read.
     """
     if not is_remote(place):
@@ -150,7 +157,10 @@ def read_run_recipe(place: str) -> tuple[str, Recipe | None]:
 
 
 def parse_finished_step(text: str, place: str) -> int | None:
-    """Return the last step in a result.json; None if the run has not finished. Raises RecipeError if it is invalid."""
+    """Return the last step in a result.json, or None if the run has not finished.
+
+    Raises RecipeError if the text is invalid.
+    """
     try:
         result = json.loads(text)
         return int(result["step"]) if result["status"] == "finished" else None

@@ -55,50 +55,24 @@ class SentFile:
     stored_size: int
 
 
-class UploadProgress:
-    """Records when an upload last made progress.
-
-    An attempt counts only beyond the bytes of the best earlier attempt. So uploads that always fail at the same byte
-    count as stalled.
-    """
-
-    def __init__(self) -> None:
-        self.last_progress = time.monotonic()
-        self._most_bytes: dict[str, int] = {}  # bytes of the best attempt, by name
-
-    def start_attempt(self, name: str) -> ProgressCallback:
-        """Start an upload attempt. Returns a function to call with the byte count of each uploaded part."""
-        sent = 0
-
-        def count_bytes(num_bytes: int) -> None:
-            nonlocal sent
-            sent += num_bytes
-            if sent > self._most_bytes.get(name, -1):
-                self._most_bytes[name] = sent
-                self.last_progress = time.monotonic()
-
-        return count_bytes
-
-
 class Mirror:
-    """Copies `folder` to the S3 `address` between `start` and `finish`. For rank 0's main thread only."""
+    """Copies `folder` to the S3 `address` between `start` and `finish`. Only rank 0's main thread may use it."""
 
     def __init__(self, folder: Path, address: str, *, keep: int) -> None:
         self.folder, self.address, self.keep = folder, address, keep
         self._sent = self._read_sent_files()
         self._copied_objects: dict[tuple[int, ...], str] = {}  # uploaded objects of hard-linked files, by identity
         self._wakeup = threading.Event()
-        self._is_finishing, self._complete = (
-            False,
-            threading.Event(),
-        )  # finish() was called; all files were uploaded after that
-        self._progress = UploadProgress()
+        self._is_finishing = False  # finish() was called
+        self._complete = threading.Event()  # all files were uploaded after that
+        self._last_progress_s = time.monotonic()
+        self._most_bytes: dict[str, int] = {}  # bytes of the best attempt to upload a file
         self._is_claimed = False  # the record of the run's names is uploaded
         self._is_closed, self._failure = False, ""
         self._thread = threading.Thread(target=self._run_thread, name="mirror", daemon=True)
 
     def clear(self) -> None:
-        """Remove the S3 objects that the record file in S3 lists. Raises StorageError."""
+        """Remove the S3 objects that the record file in S3 lists. Raises StorageError if S3 fails."""
         listed = layout.read_storage_record(self.address)
         names = [name for name in transfer.list_objects(self.address) if name.partition("/")[0] in listed]
         names.sort(key=lambda name: not name.endswith(f"/{store.COMPLETE}"))
@@ -106,7 +80,10 @@ class Mirror:
         self._sent = {}
 
     def fetch_metrics(self) -> None:
-        """Download missing metrics of attempts without a checkpoint. Raises StorageError if that fails."""
+        """Download the run's metrics files from S3, including those of earlier attempts, unless they exist locally.
+
+        Raises StorageError if that fails.
+        """
         for name, size in transfer.list_objects(self.address).items():
             path = self.folder / name
             if (name == METRICS_FILE or name.partition("/")[0] == EARLIER) and not path.exists():
@@ -128,7 +105,10 @@ class Mirror:
         return folder
 
     def newer_step(self) -> int | None:
-        """Return the newest checkpoint step in S3 if newer than all local ones, else None. Raises StorageError."""
+        """Return the newest checkpoint step in S3, or None unless it is newer than all local checkpoints.
+
+        Raises StorageError if S3 fails.
+        """
         newest = remote_store.find_newest(f"{self.address}/{CHECKPOINTS}")
         return None if newest is None or newest.step <= max(self._complete_steps(), default=-1) else newest.step
 
@@ -157,7 +137,10 @@ class Mirror:
         self._wakeup.set()
 
     def list_unverified_steps(self) -> Collection[int]:
-        """Return the steps of local checkpoints newer than all uploaded ones. They must not be removed."""
+        """Return the steps of local checkpoints that are newer than all uploaded checkpoints.
+
+        They must not be removed.
+        """
         verified = max((step for step in self._complete_steps() if self._is_sent(marker_name(step))), default=-1)
         return [step for step in self._complete_steps() if step > verified]
 
@@ -166,10 +149,10 @@ class Mirror:
 
         stall_s: stop waiting after this many seconds without progress.
         """
-        self._progress = UploadProgress()
+        self._last_progress_s, self._most_bytes = time.monotonic(), {}
         self._is_finishing = True
         self._wakeup.set()
-        while (left := self._progress.last_progress + stall_s - time.monotonic()) > 0 and not self._complete.wait(left):
+        while (left := self._last_progress_s + stall_s - time.monotonic()) > 0 and not self._complete.wait(left):
             pass  # recompute the deadline after progress
         self._is_closed = True
         self._wakeup.set()
@@ -180,7 +163,7 @@ class Mirror:
 
     @property
     def failure(self) -> str:
-        """Reason why the last upload pass failed, "" if it succeeded."""
+        """Reason why the last upload pass failed, or "" if it succeeded."""
         return self._failure
 
     def missing_names(self) -> list[str]:
@@ -241,7 +224,10 @@ class Mirror:
             self._write_sent_files()
 
     def _send_files(self) -> None:
-        """Upload all files except checkpoints. Stop after two consecutive failures. Raises the first StorageError."""
+        """Upload all files except checkpoints.
+
+        Stops after two consecutive failures and raises the first StorageError.
+        """
         first, previous = None, None
         for name in self._unsent_files():
             error = None
@@ -309,15 +295,22 @@ class Mirror:
         self._sent[name] = SentFile(local.st_size, local.st_mtime_ns, stored)
 
     def _byte_counter(self, name: str) -> ProgressCallback:
-        """Return a function that counts uploaded bytes, and aborts the upload once `finish` stops waiting."""
-        count_bytes = self._progress.start_attempt(name)
+        """Return a function to call with the number of bytes of each uploaded chunk of a file.
 
-        def count_or_abort(num_bytes: int) -> None:
+        A repeated upload only counts as progress when it exceeds the bytes of the best earlier attempt, so a storage
+        that always fails at the same point counts as stalled. Aborts the upload if `finish` no longer waits for it.
+        """
+        sent = 0
+
+        def count_bytes(num_bytes: int) -> None:
+            nonlocal sent
             if self._is_closed:
                 raise _ClosedError
-            count_bytes(num_bytes)
+            sent += num_bytes
+            if sent > self._most_bytes.get(name, -1):
+                self._most_bytes[name], self._last_progress_s = sent, time.monotonic()
 
-        return count_or_abort
+        return count_bytes
 
     # ---- local files
 

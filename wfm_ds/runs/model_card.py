@@ -49,7 +49,7 @@ def build_model_card(
 
 
 def remove_private_values(value: Any) -> Any:
-    """Return the recipe values without addresses and with paths reduced to their last part, recursively."""
+    """Remove addresses from recipe values and reduce paths to their last component, recursively."""
     if isinstance(value, Mapping):
         return {key: remove_private_values(one) for key, one in value.items() if key not in PRIVATE_KEYS}
     if isinstance(value, list):

@@ -86,7 +86,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
 
 
 def choose_attention(recipe: Recipe, model: DiffusionModel, device: torch.device) -> AttentionName:
-    """Return the attention kernel for training. Raises UserError if the one in the recipe is unavailable."""
+    """Return the attention kernel for training. Raises UserError if the recipe names a kernel that is unavailable."""
     return attention_kernels.choose_kernel(
         recipe.model.attention, model.unwrapped_denoiser, model.dtype, device, trains=True
     )
@@ -106,7 +106,7 @@ def check_shardable_sizes(recipe: Recipe, model: DiffusionModel, sizes: Sequence
 
 
 def check_data_inputs(recipe: Recipe, model: DiffusionModel) -> None:
-    """Raise RecipeError if data.inputs has an input that the model does not support, or lacks a required one."""
+    """Raise RecipeError if data.inputs has an input that the model does not support, or lacks one that it requires."""
     supported = ", ".join(sorted(model.input_specs)) or "only text and frames"
     if unknown := [name for name in recipe.data.inputs if name not in model.input_specs]:
         raise RecipeError(

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def pin_commit(recipe: Recipe, *, overwrite: bool = False) -> Recipe:
     """Return the recipe with a commit in model.revision. A recipe with a local model is returned unchanged.
 
-    If the recipe continues a run, the commit is the one of that run, else the current one of the branch or tag.
+    If the recipe continues a run, it gets the commit of that run, otherwise the current commit of the branch or tag.
     overwrite: ignore an existing run. Raises ModelError if the Hub cannot resolve the revision, and RecipeError or
     StorageError if the recipe of the existing run cannot be read.
     """
@@ -50,7 +50,10 @@ def find_previous_commit(recipe: Recipe) -> str | None:
 
 
 def iterate_recipe_locations(recipe: Recipe) -> Iterator[str]:
-    """Yield folders and S3 addresses that may have an earlier recipe: this run's, then its start checkpoint's."""
+    """Yield the places that may contain an earlier recipe.
+
+    They are the run's output folder, its S3 storage, and the checkpoint in run.resume.
+    """
     yield str(recipe.run.output_dir)
     if recipe.checkpoint.storage is not None:
         yield recipe.checkpoint.storage
@@ -77,7 +80,10 @@ def fetch_model(recipe: Recipe, world: World) -> None:
 
 
 def locate_model(recipe: Recipe) -> Path:
-    """Return a model's folder, downloading only what determines its commit. Raises ModelError if it is not found."""
+    """Return a model's folder. Downloads only the configuration files that determine the commit.
+
+    Raises ModelError if the model is not found.
+    """
     model = recipe.model
     if recipe.algorithm.trains_language:
         return language_folders.locate_language_model(model.path, model.revision)

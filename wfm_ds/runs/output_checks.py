@@ -74,7 +74,7 @@ def require_separate_inputs(recipe: Recipe) -> None:
 
 
 def is_inside_folder(path: Path, folder: Path) -> bool:
-    """Return whether `path`, with links resolved, is inside the folder; False for circular links."""
+    """Return whether `path`, with links resolved, is inside the folder. Returns False for circular links."""
     try:
         return path.resolve().is_relative_to(folder)
     except (OSError, RuntimeError):

@@ -64,7 +64,7 @@ NUM_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
-    """Starting point of a run: step 0, a checkpoint, or none because the run has finished."""
+    """Where a run starts: at step 0, at a checkpoint, or not at all because it has finished."""
 
     checkpoint: str | None = None  # folder or s3:// address to continue from
     step: int = 0  # last completed step
@@ -130,7 +130,10 @@ def suggest_fix(place: RunContents) -> str:
 
 
 def require_restartable(held: Sequence[RunContents], done: int | None) -> None:
-    """Raise RecipeError if a run without a complete checkpoint has finished, or has damaged ones to repair."""
+    """Raise RecipeError if a run has finished without a checkpoint, or has only damaged checkpoints.
+
+    done: last step of the finished run, or None.
+    """
     if done is not None:
         raise RecipeError(
             f"{held[0].key} contains a run that finished at step {done} without a checkpoint (checkpoint.every was 0): "
@@ -183,7 +186,10 @@ def require_recorded_files(place: str, unrecorded: Collection[str]) -> None:
 
 
 def require_other_run(recipe: Recipe) -> None:
-    """Raise RecipeError if run.resume is a checkpoint of this run, which continues from its newest one anyway."""
+    """Raise RecipeError if run.resume is a checkpoint of this run.
+
+    A run continues from its newest checkpoint anyway.
+    """
     resume, folder, storage = recipe.run.resume, recipe.run.output_dir, recipe.checkpoint.storage
     if resume in ("auto", "never"):
         return
@@ -275,7 +281,7 @@ def open_output_folder(recipe: Recipe, start: RunStart) -> None:
 
 
 def archive_attempt(folder: Path) -> None:
-    """If an attempt ended before its first checkpoint, move its metrics to the subfolder `earlier/N`."""
+    """Move the metrics of an attempt that ended before its first checkpoint to the subfolder `earlier/N`."""
     metrics = folder / METRICS_FILE
     if not metrics.exists() or metrics.stat().st_size == 0:
         return

@@ -13,7 +13,10 @@ from wfm_ds.storage import atomic
 from wfm_ds.storage.atomic import finite_or_none
 
 STATUSES = ("finished", "preempted", "failed")
-"""In this order: all steps are complete; the run was stopped on request after saving; an error ended the run."""
+"""`finished`: all steps are complete. `preempted`: the run saved a checkpoint and stopped on request.
+
+`failed`: an error ended the run.
+"""
 
 
 def write_result(

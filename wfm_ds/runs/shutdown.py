@@ -175,7 +175,10 @@ def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
 
 
 def discard_new_run(folder: Path, start: RunStart) -> Callable[[str], None]:
-    """Return a function that clears a new run's folder after a failure before the first step, for a fresh start."""
+    """Return a function that clears a new run's folder after a failure before the first step.
+
+    The next attempt then starts in an empty folder.
+    """
 
     def record(message: str) -> None:
         from wfm_ds.runs.layout import REWARD, ROLLOUT
@@ -200,8 +203,8 @@ class ResultRecorder:
     def record_outcome(self, outcome: RunOutcome) -> StorageCopies | None:
         """Wait until a successful run is copied to checkpoint.storage, then write result.json. Collective.
 
-        Returns the state of the copies, None without checkpoint.storage. Raises UserError if result.json cannot be
-        written.
+        Returns the state of the copies, or None if checkpoint.storage is not set. Raises UserError if result.json
+        cannot be written.
         """
         self.wait_for_copies()
         if self._ending.world.is_main:

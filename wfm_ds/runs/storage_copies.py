@@ -54,7 +54,10 @@ def require_writable_storage(recipe: Recipe) -> None:
 
 
 def open_mirror(recipe: Recipe, world: World) -> Mirror | None:
-    """Return a Mirror that is not started; None on ranks other than 0 and without checkpoint.storage."""
+    """Create a Mirror on rank 0 without starting it.
+
+    Returns None on other ranks, and on all ranks if checkpoint.storage is not set.
+    """
     settings = recipe.checkpoint
     if settings.storage is None or not world.is_main:
         return None
@@ -112,7 +115,10 @@ def discard_fetched_checkpoint(recipe: Recipe, world: World) -> None:
 
 
 def finish_copies(recipe: Recipe, world: World, mirror: Mirror | None) -> StorageCopies | None:
-    """Wait for uploads and return what is missing; None without checkpoint.storage. Collective, same on every rank."""
+    """Wait for the uploads to S3 and return which files are missing. Returns None if checkpoint.storage is not set.
+
+    Identical on every rank. Collective.
+    """
     settings, root = recipe.checkpoint, recipe.run.output_dir / CHECKPOINTS
     if settings.storage is None:
         return None
@@ -136,7 +142,7 @@ def finish_copies(recipe: Recipe, world: World, mirror: Mirror | None) -> Storag
 
 
 def send_missing_copies(recipe: Recipe, world: World, done: int) -> StorageCopies | None:
-    """Upload the files that S3 lacks of a run that finished at step `done`. Collective.
+    """Upload the missing files of a run that finished at step `done` to S3. Collective.
 
     Does nothing if the folder is not on this machine or S3 has a newer state. Raises StorageError if S3 fails, and
     RecipeError if the folder or result.json cannot be read.

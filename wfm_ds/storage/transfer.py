@@ -78,9 +78,7 @@ def copy_object(source: str, address: str, size: int) -> None:
     target.verify_upload(size, None)
 
 
-def download_file(
-    address: str, path: Path, *, size: int, sha256: str | None = None, on_progress: ProgressCallback = ignore_progress
-) -> None:
+def download_file(address: str, path: Path, *, size: int, sha256: str | None = None) -> None:
     """Download an S3 object to a file, atomically. Raises OSError if the file cannot be written.
 
     Raises StorageError if the object is missing or cannot be read, or if its size or SHA-256 does not match.
@@ -93,7 +91,6 @@ def download_file(
         ):
             digest.update(content)
             file.write(content)
-            on_progress(len(content))
     if sha256 is not None and digest.hexdigest() != sha256:
         path.unlink()
         raise StorageError(f"{address} is damaged: its SHA-256 differs from the one recorded at its upload")

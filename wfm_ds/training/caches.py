@@ -1,9 +1,10 @@
-"""Disk caches of text embeddings and latents, and the list of texts that a run encodes."""
+"""Disk caches of text embeddings and latents, and the encoding of all texts of a run before the engine is built."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,11 +30,14 @@ from wfm_ds.data.pixels import BadMedia, Framing, convert_decode_errors, draw_ce
 from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.data.samples import Media, Sample, file_identity
 from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.distributed.world import World, ranks_per_node
 from wfm_ds.errors import DataError
+from wfm_ds.memory.activations import text_bytes
 from wfm_ds.models.assets.latent_cache import LatentCache
-from wfm_ds.models.assets.text_cache import Text, TextCache, create_text_store, format_prompts
+from wfm_ds.models.assets.text_cache import Text, TextCache, create_text_store, format_prompts, remove_unused_folders
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.sampler import negative_texts
+from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.storage.tensor_store import TensorStore
 from wfm_ds.types import Prompt
@@ -42,10 +46,14 @@ log = logging.getLogger(__name__)
 
 MAX_DECODED_MEDIA = 16  # images or videos decoded in memory at once
 
+MAX_EMBEDDING_BYTES = 64 * 2**30  # largest size on disk of the embeddings that are precomputed automatically
+MAX_TEXTS_PER_DRAW = 2  # texts per sample that the run draws; above this, precomputing wastes time
+PRECOMPUTE_HINT = "set data.cache_dir and run wfm data prepare"
+
 
 @dataclass(frozen=True, slots=True)
 class CaptionEmbeddingFile:
-    """Text embedding [n, D] of a caption in a Cosmos dataset folder, stored as a safetensors file or a pickle."""
+    """Text embedding [n tokens, D values] of a caption in a Cosmos dataset folder: a safetensors file or a pickle."""
 
     path: Path
 
@@ -65,7 +73,7 @@ class CaptionEmbeddingFile:
 
 
 def open_text_cache(recipe: Recipe, model: DiffusionModel, data: TrainingData, *, in_memory: bool = False) -> TextCache:
-    """Open the text embedding cache, on disk unless `in_memory` is True or the recipe turns the disk cache off."""
+    """Open the text embedding cache. It is in memory if `in_memory` is True or the recipe turns the disk cache off."""
     files = {s.prompt.text: CaptionEmbeddingFile(s.embedding) for s in all_samples(data) if s.embedding}
     return TextCache(model, store=None if in_memory else create_text_store(recipe, model), precomputed=files)
 
@@ -100,7 +108,7 @@ def collect_run_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData)
 def group_samples_by_size(
     recipe: Recipe, model: DiffusionModel, data: TrainingData
 ) -> Mapping[ImageSize, Sequence[Sample]]:
-    """Return {(height, width) of the bucket: training and held-out samples}.
+    """Group the training and held-out samples by the image size (height, width) of their bucket.
 
     Returns a single group if the model's caption format does not contain the image size.
     """
@@ -116,8 +124,8 @@ def group_samples_by_size(
 def rollout_prompts(recipe: Recipe, data: TrainingData) -> list[Prompt]:
     """Return the prompts that an RL run may use, without duplicates.
 
-    Returns all prompts if rewards influence the choice of prompts, or if the data has images or videos, because an
-    unreadable file is replaced by another sample.
+    Returns all prompts if the choice is not known in advance: rewards may influence it, and in data with images or
+    videos, an unreadable file is replaced by another sample.
     """
     depends_on_rewards = recipe.data.choose == "reward_std" or (recipe.is_rl and recipe.rl.rollout.max_refills > 0)
     if not data.prompts or data.samples or depends_on_rewards:
@@ -176,7 +184,10 @@ class CacheFiller:
         self._counts["new" if new else "kept"] += 1
 
     def _fill_latents(self, samples: Sequence[Sample], cache: LatentCache) -> None:
-        """Write missing latents. Encodes one file at a time, because the last bits of a latent depend on the batch."""
+        """Encode and write the missing latents.
+
+        Encodes one file at a time, because a latent's last bits depend on the batch.
+        """
 
         def load_pixels(sample: Sample, media: Media) -> tuple[Framing, npt.NDArray[np.uint8] | None]:
             framing = self._buckets.choose_framing(sample.media)
@@ -204,3 +215,96 @@ class CacheFiller:
                 f"{self._counts['bad']} images or videos are unreadable, more than data.max_bad_fraction "
                 f"{self._recipe.data.max_bad_fraction:g} allows. Last: {failure}"
             )
+
+
+def precompute_texts(
+    recipe: Recipe, model: DiffusionModel, data: TrainingData, derived: RunSizes, world: World
+) -> TextCache:
+    """Open the run's text cache, encode the missing texts and free the text encoders.
+
+    If the encoders are still needed, they stay in memory and the reason is logged. Call this after `mark_frozen_layers`
+    and before the engine is built. Collective.
+    """
+    texts: TextCache = world.run_checked(lambda: open_text_cache(recipe, model, data))
+    if texts.folder is None:
+        return texts
+
+    def open_on_disk() -> bool:
+        can_be_written = texts.open_folder(required=recipe.data.cache_dir is not None)
+        if can_be_written and world.local_rank == 0:
+            remove_unused_folders(time.time())
+        return can_be_written
+
+    if world.any_rank(not world.run_checked(open_on_disk)):
+        texts = world.run_checked(lambda: open_text_cache(recipe, model, data, in_memory=True))
+        return texts
+    if recipe.data.streaming:
+        log.info("texts are encoded on demand: the texts of a stream are not known in advance")
+        return texts
+    needed = collect_run_texts(recipe, model, data)
+    if recipe.data.cache_text == "auto" and (reason := precompute_objection(recipe, model, needed, derived)) is None:
+        num_new = world.sum_over_ranks(
+            {"new": float(world.run_checked(lambda: encode_local_texts(texts, needed, world)))}
+        )["new"]
+        if num_new:
+            log.info("encoded %d texts into %s", num_new, texts.folder)
+        model.drop_text_encoders()  # all texts of this node are cached; no need to check each one again
+    else:
+        if recipe.data.cache_text == "auto":
+            log.info("texts are encoded on demand: %s", reason)
+        if not drop_unused_encoders(model, texts, needed):
+            return texts
+    log.info("all %d texts are cached in %s: text encoders freed", len(needed), texts.folder)
+    return texts
+
+
+def keeps_text_encoders(recipe: Recipe, model: DiffusionModel, data: TrainingData, world_size: int) -> bool:
+    """Return whether the run would keep its text encoders in memory if no text were cached yet."""
+    if recipe.data.streaming:
+        return True
+    if recipe.data.cache_text == "off":
+        return recipe.data.cache_dir is None
+    return (
+        precompute_objection(
+            recipe, model, collect_run_texts(recipe, model, data), derive_run_sizes(recipe, world_size)
+        )
+        is not None
+    )
+
+
+def precompute_objection(
+    recipe: Recipe, model: DiffusionModel, needed: Sequence[Text], derived: RunSizes
+) -> str | None:
+    """Return the reason not to precompute these texts, or None.
+
+    Reasons: the run uses too few of the texts, or their embeddings need too much disk space.
+    """
+    num_draws = recipe.run.steps * (recipe.rl.rollout.prompts_per_step if recipe.is_rl else derived.samples_per_step)
+    if len(needed) > MAX_TEXTS_PER_DRAW * num_draws + recipe.validation.num_prompts:
+        return (
+            f"{len(needed)} texts but the run draws only {num_draws} samples; to precompute all texts, "
+            f"{PRECOMPUTE_HINT}"
+        )
+    size = len(needed) * text_bytes(model.text_shapes(), model.text_dtype)
+    if size > MAX_EMBEDDING_BYTES:
+        return (
+            f"the embeddings of {len(needed)} texts take {size / 2**30:.1f} GiB, more than the limit of "
+            f"{MAX_EMBEDDING_BYTES / 2**30:.0f} GiB; to precompute all texts, {PRECOMPUTE_HINT}"
+        )
+    return None
+
+
+def encode_local_texts(texts: TextCache, needed: Sequence[Text], world: World) -> int:
+    """Encode this rank's shard of `needed` into its node's cache. Returns the number of texts that were missing.
+
+    Raises DataError if the cache cannot be written, for example because the disk is full.
+    """
+    shard = needed[world.local_rank :: ranks_per_node(world.size)]
+    missing = [text for text in shard if not texts.is_stored(text)]
+    for text in missing:
+        LIVENESS.record_progress("encoding texts")
+        try:
+            texts.encode([text])
+        except OSError as error:
+            raise DataError(f"{texts.folder} cannot be written: {error}. Free space or set data.cache_dir") from error
+    return len(missing)

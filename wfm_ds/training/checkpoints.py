@@ -26,7 +26,10 @@ class Resumable(Protocol):
     step: int  # the last completed step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's state as JSON values, without the engine's. Identical on every rank. Collective."""
+        """Return the loop's state as JSON values, not including the engine's state.
+
+        Identical on every rank. Collective.
+        """
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -58,9 +61,9 @@ class Checkpoints:
     def after_step(self, loop: Resumable, flags: StepFlags) -> None:
         """Save a checkpoint if the recipe schedules one for this step or if SIGUSR1 requested one.
 
-        Call after the metrics of the step are written, because the checkpoint records the size of metrics.jsonl.
-        Returns when the state is copied to host memory. A thread writes it to disk, and a later call completes the
-        checkpoint.
+        Call after the metrics of the step are written, because the checkpoint records the size of metrics.jsonl. The
+        call returns when the state is copied to host memory. A thread then writes it to disk, and a later call of this
+        method completes the checkpoint.
         """
         if not flags.writing:
             self.wait_for_save()

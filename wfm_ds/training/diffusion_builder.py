@@ -45,13 +45,12 @@ from wfm_ds.runs.initial_lora import load_initial_lora
 from wfm_ds.runs.job import Job
 from wfm_ds.runs.model_loading import choose_attention, load_model
 from wfm_ds.runs.output_folder import RunStart
-from wfm_ds.training.caches import open_latent_cache
+from wfm_ds.training.caches import open_latent_cache, precompute_texts
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.preflight import check_and_load_data, data_summary
 from wfm_ds.training.rl import RlLoop
 from wfm_ds.training.sft import SftLoop, ValidationLoss, load_clean_latents
-from wfm_ds.training.text_precompute import precompute_texts
 from wfm_ds.training.validation import Validator
 from wfm_ds.training.validation_frames import load_validation_prompts
 
@@ -70,7 +69,10 @@ DiffusionLoop = RlLoop | SftLoop
 
 
 def mark_frozen_layers(model: DiffusionModel, recipe: Recipe) -> None:
-    """Tell the model which layers LoRA trains, so that it knows the frozen ones. Call before it encodes any text."""
+    """Tell the model which layers LoRA trains; it treats the others as frozen.
+
+    Call before the model encodes any text.
+    """
     if recipe.lora is not None:
         model.prepare_for_lora(recipe.lora.trainable_layers(model.default_lora_targets))
 

@@ -1,4 +1,4 @@
-"""Exports weights on schedule and pushes them to the Hub. checkpoint/export.py writes the files."""
+"""Exports weights on schedule and pushes them to the Hub. export/weights.py writes the files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ class Exporter:
 
     @property
     def artifacts(self) -> dict[str, str]:
-        """Return {kind of weights: folder} of the latest export, for result.json. {} before the first export."""
+        """Return {kind of weights: folder} of the latest export, for result.json.
+
+        Returns {} before the first export.
+        """
         return (
             {"lora" if self.job.engine.uses_lora else self.job.artifact_kind: str(self._last_export[1])}
             if self._last_export

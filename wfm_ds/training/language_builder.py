@@ -57,7 +57,7 @@ OomAdvice = Callable[[Callable[[], str | None]], contextlib.AbstractContextManag
 
 @dataclass(frozen=True, slots=True)
 class LanguageSetup:
-    """A loaded vision-language model, the reader of its training examples, and its conversations."""
+    """A loaded vision-language model, its conversations, and the reader that turns them into training examples."""
 
     model: LanguageModel
     reader: ConversationReader
@@ -250,7 +250,10 @@ def language_summary(recipe: Recipe) -> str:
 
 
 def data_summary(recipe: Recipe, data: LanguageData) -> str:
-    """Describe the number of conversations, and of tokens and packed sequences in the first epoch, in one line."""
+    """Return a one-line summary of the data.
+
+    It contains the number of conversations, and the numbers of tokens and packed sequences in the first epoch.
+    """
     lengths, order = data.training.lengths, make_row_order(recipe, data)
     num_rows = next(k for k in range(len(lengths) + 1) if order.locate(k)[0] > 0)
     return (

@@ -85,7 +85,10 @@ class LanguageLoop(TrainingLoop):
         weights_by_sample: bool,
         rejected: Mapping[str, int],
     ) -> None:
-        """weights_by_sample: weight the loss per conversation, not per token. rejected: {reason: number rejected}."""
+        """weights_by_sample: give each conversation, not each token, the same weight in the loss.
+
+        rejected: {reason: number of rejected conversations}.
+        """
         super().__init__(job, validator, exporter, checkpoints)
         self.source, self.weights_by_sample, self.rejected = source, weights_by_sample, rejected
 
@@ -117,7 +120,7 @@ class LanguageLoop(TrainingLoop):
         return StepReport(self.data_metrics(step, counts), [metrics], counts["samples"], counts["tokens"])
 
     def micro_batches(self, rows: Sequence[list[ConversationSample]]) -> list[PackedSequence]:
-        """Concatenate packed sequences to micro-batches. Conversations do not attend to each other."""
+        """Concatenate packed sequences into micro-batches. Conversations do not attend to each other."""
         parts = split_into_chunks(rows, self.job.recipe.engine.micro_batch_size)
         return [self.job.row_maker.pack_samples([sample for row in part for sample in row]) for part in parts]
 
@@ -157,7 +160,10 @@ class LanguageLoop(TrainingLoop):
         }
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the counts of unreadable conversations. Packed sequences depend only on the step."""
+        """Return the counts of unreadable conversations.
+
+        The position in the data needs no state, because the packed sequences depend only on the step.
+        """
         return {"source": self.source.state_dict()}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -165,7 +171,7 @@ class LanguageLoop(TrainingLoop):
 
 
 class LanguageValidator:
-    """Loss and token accuracy on held-out conversations. Their choice does not depend on step or world size."""
+    """Computes loss and token accuracy on held-out conversations, the same ones at every step and world size."""
 
     def __init__(self, job: LanguageJob, reader: ConversationReader, data: SizedConversations) -> None:
         """Read this replica's shard of the held-out conversations into memory. Skips unreadable conversations."""
@@ -181,7 +187,7 @@ class LanguageValidator:
         self._samples, self._batches = samples, list[PackedSequence]()
 
     def build_rows(self) -> None:
-        """Pack the conversations that the constructor has read into one batch per sequence. Collective."""
+        """Pack the conversations that the constructor has read. Each packed sequence becomes one batch. Collective."""
         self._batches = [
             self.job.row_maker.pack_samples(row) for row in keep_common_samples(self.job.world, self._samples)
         ]
@@ -233,7 +239,10 @@ class LanguageValidator:
 
 
 def keep_common_samples(world: World, rows: list[list[ConversationSample]]) -> list[list[ConversationSample]]:
-    """Drop samples that any rank of the replica could not read: its ranks must train equal sequences. Collective."""
+    """Drop the samples that some rank of the replica could not read. Collective.
+
+    All ranks of a replica must train the same sequences.
+    """
     if world.sp_size == 1:
         return rows
     first = world.rank - world.sp_rank

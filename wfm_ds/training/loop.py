@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from wfm_ds.distributed.lifecycle import seconds_since_start
 from wfm_ds.errors import RunError, UserError
-from wfm_ds.monitoring.meter import Meter
+from wfm_ds.monitoring.meters import Meter
 from wfm_ds.runs.job import CommonJob
 from wfm_ds.runs.result import RunOutcome
 from wfm_ds.training.checkpoints import Checkpoints
@@ -46,9 +46,10 @@ class TrainingLoop(ABC):
         self.metrics: Mapping[str, float] = {}  # metrics of the last completed step
 
     def run_to_end(self) -> RunOutcome:
-        """Train until the last step or a stop request and export the weights. Evaluates them if all steps are done.
+        """Train until the last step or a stop request, then export the weights.
 
-        Raises RunError, without an export, if no optimizer step was applied.
+        Evaluates the weights if all steps are done. Raises RunError and exports nothing if no optimizer step was
+        applied.
         """
         try:
             outcome = self.train_steps()
@@ -79,7 +80,10 @@ class TrainingLoop(ABC):
             raise
 
     def train_steps(self) -> RunOutcome:
-        """Train until the last step (status `finished`), or save a checkpoint at a stop request (`preempted`)."""
+        """Train until the last step or until a stop is requested, which first saves a checkpoint.
+
+        The status of the result is `finished` after the last step and `preempted` after a stop request.
+        """
         job = self.job
         self.start()
         stop, is_first = job.should_stop(), True
@@ -94,7 +98,10 @@ class TrainingLoop(ABC):
         return RunOutcome("finished", self.step, self.metrics)
 
     def run_step(self) -> bool:
-        """Run the next step, then what is due: evaluation, export, checkpoint. Returns whether any rank must stop."""
+        """Run the next step, then the evaluation, export and checkpoint that are scheduled for it.
+
+        Returns whether any rank must stop.
+        """
         self.step += 1
         report = self.train_step(self.step)
         self.validator.after_step(self.step)
@@ -108,7 +115,10 @@ class TrainingLoop(ABC):
         return agreed.stop
 
     def try_export(self) -> UserError | None:
-        """Export the weights if scheduled. Returns the error of a failed export, the same on all ranks."""
+        """Export the weights if scheduled. Returns the error if the export fails, else None.
+
+        Identical on every rank.
+        """
         try:
             self.exporter.after_step(self.step)
         except UserError as error:
@@ -129,7 +139,10 @@ class TrainingLoop(ABC):
         """Run all optimizer steps of training step `step`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's state as JSON values, without the engine's. Identical on every rank. Collective."""
+        """Return the loop's state as JSON values, not including the engine's state.
+
+        Identical on every rank. Collective.
+        """
         return {
             "step": self.step,
             "metrics": dict(self.metrics),

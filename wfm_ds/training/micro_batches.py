@@ -41,7 +41,7 @@ class MicroBatch:
         return [MicroBatch(part, self.expert) for part in self.batch.parts()]
 
     def with_group_statistics(self, group_statistics: torch.Tensor | None) -> MicroBatch:
-        """Return a copy with these group statistics [B] in its batch, or self if they are None."""
+        """Return a copy with group statistics [B], one value per loss term, or self if `group_statistics` is None."""
         if group_statistics is None:
             return self
         return MicroBatch(dataclasses.replace(self.batch, group_statistics=group_statistics), self.expert)
@@ -106,7 +106,10 @@ def num_bytes(batch: Any) -> int:
 
 
 def concat_conditioning_frames(parts: Sequence[ConditioningFrames | None]) -> ConditioningFrames | None:
-    """Concatenate the conditioning frames of batches. All or none of them have frames; returns None if none has."""
+    """Concatenate the conditioning frames of several batches. Returns None if no batch has any.
+
+    Either all batches have conditioning frames or none has.
+    """
     frames = [part for part in parts if part is not None]
     if not frames:
         return None
@@ -132,9 +135,10 @@ class TermGroup(Generic[TermT]):
         return f"expert {self.expert}, num_parts {self.num_parts}"
 
     def pad(self, length: int, substitute: TermT) -> list[TermT]:
-        """Return the training terms, padded to `length` with zero-weight copies of the group's terms.
+        """Return the loss terms to train, padded to `length` with zero-weight copies of the group's loss terms.
 
-        Terms that already have weight 0 are copied first. substitute: term to copy if the group is empty on this rank.
+        Loss terms that already have weight 0 are copied first. substitute: loss term to copy if the group is empty on
+        this rank.
         """
         candidates = sorted(self.terms, key=lambda term: term.weight) or [substitute]
         padding = [dataclasses.replace(term, weight=0.0) for term in candidates]
@@ -148,14 +152,15 @@ def pad_across_ranks(
     max_over_ranks: Callable[[dict[str, float]], Mapping[str, float]],
     has_gradient: Callable[[TermT], bool] = lambda term: True,
 ) -> Update[TermT]:
-    """Drop terms without gradient and pad with terms of weight 0, so that all ranks run the same forward passes.
+    """Drop loss terms without gradient and pad with loss terms of weight 0, for equal forward passes on all ranks.
 
-    Collective. terms: this rank's loss terms, not empty; the same values of `num_parts` occur on every rank.
-    expert_of: maps a noise level to its expert. max_over_ranks: returns the maximum of each value over all ranks.
-    has_gradient: whether a term can have a gradient.
+    Collective. terms: this rank's loss terms, not empty; the same values of `num_parts` occur on every rank. expert_of:
+    maps a noise level to its expert. max_over_ranks: returns the maximum of each value over all ranks. has_gradient:
+    returns whether a loss term can have a gradient.
 
-    If no term on any rank has a gradient but some have weight 1, every rank gets one padding term, because the
-    optimizer step must still run. If no term on any rank has weight 1, the result is empty and the step is skipped.
+    If no loss term on any rank has a gradient but some have weight 1, every rank gets one padding term, because the
+    optimizer step must still run. If no loss term on any rank has weight 1, the result is empty and the step is
+    skipped.
     """
     groups = group_terms(terms, expert_of, num_experts, has_gradient)
     total_weight = sum(term.weight for term in terms)
@@ -208,7 +213,10 @@ def split_into_micro_batches(
 
 
 def merge_part_stats(parts: Sequence[Stats]) -> Stats:
-    """Merge the loss statistics of a micro-batch's passes (MicroBatch.parts). `loss/total` is summed over them."""
+    """Merge the loss statistics of the passes of a micro-batch (MicroBatch.parts).
+
+    Sums `loss/total` over the passes.
+    """
     if len(parts) == 1:
         return parts[0]
     totals = [cast(torch.Tensor, stats["loss/total"]) for stats in parts]
@@ -217,7 +225,10 @@ def merge_part_stats(parts: Sequence[Stats]) -> Stats:
 
 
 def group_micro_batches(micros: Iterable[MicroBatch], max_terms: int) -> Iterator[list[MicroBatch]]:
-    """Group consecutive micro-batches of one expert. A group of several has at most `max_terms` loss terms."""
+    """Group consecutive micro-batches of one expert.
+
+    A group of several micro-batches has at most `max_terms` loss terms in total.
+    """
     group: list[MicroBatch] = []
     for micro in micros:
         count = sum(len(m.batch.sigma) for m in [*group, micro])

@@ -1,6 +1,6 @@
 """Checks of model, data and rewards before a run writes anything, also used by `--check`.
 
-run/output_folder.py checks the output folder.
+runs/output_folder.py checks the output folder.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from wfm_ds.runs.check_report import CheckReport
 from wfm_ds.runs.model_loading import choose_attention, find_family, load_model
 from wfm_ds.runs.model_revision import pin_commit
 from wfm_ds.runs.output_folder import RunStart, find_run_start
+from wfm_ds.training.caches import keeps_text_encoders
 from wfm_ds.training.reward_alarm import RECOMMENDED_PROMPTS
-from wfm_ds.training.text_precompute import keeps_text_encoders
 from wfm_ds.transport.sockets import check_endpoint
 from wfm_ds.types import Prompt
 
@@ -50,7 +50,10 @@ MIN_PROMPT_DRAWS = 3  # draws per prompt in a run; with fewer, reward statistics
 
 
 def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
-    """Raise RewardError or RecipeError unless the rewards can score these prompts and a running service replies."""
+    """Check that the rewards can score these prompts, and that the service at reward.endpoint, if set, replies.
+
+    Raises RewardError or RecipeError if not.
+    """
     reward = recipe.all_reward_settings
     if reward is None:
         return
@@ -153,7 +156,7 @@ def check_and_load_data(recipe: Recipe, world_size: int) -> TrainingData:
 
 
 def check_hosts(recipe: Recipe, world_size: int, num_local_ranks: int) -> None:
-    """Raise RecipeError if a run on several hosts uses a service that only the ranks on the first host can reach.
+    """Raise RecipeError if the run has ranks on several hosts but uses a service that only the first host can reach.
 
     num_local_ranks: number of ranks on the first host.
     """
@@ -176,7 +179,10 @@ def check_hosts(recipe: Recipe, world_size: int, num_local_ranks: int) -> None:
 
 
 def host_warnings(recipe: Recipe, world_size: int) -> list[str]:
-    """Return a warning if the run needs more GPUs than this machine has but uses a service that serves one host."""
+    """Return a warning if the run would need several machines but uses a service that only one machine can reach.
+
+    The number of machines follows from the number of GPUs of this machine.
+    """
     num_gpus = torch.cuda.device_count() if uses_cuda() else 0
     if num_gpus == 0:  # perhaps a check for another machine
         return []
@@ -276,14 +282,17 @@ def gpu_memory() -> int | None:
 
 
 def start_summary(start: RunStart) -> str:
-    """Describe for `--check` how the run would start: as a new run, resumed, or not at all because it is finished."""
+    """Describe for `--check` how the run would start.
+
+    It starts as a new run, as a resumed run, or not at all because it is finished.
+    """
     if start.is_finished:
         return f"finished run (step {start.step}): nothing to do"
     return f"continues after step {start.step} from {start.checkpoint}" if start.checkpoint else "a new run"
 
 
 def rewards_without_gpu(recipe: Recipe) -> list[str]:
-    """Return the names of the rewards that need a GPU if this machine has none, else []."""
+    """Return the names of the rewards that need a GPU. Returns [] if this machine has one."""
     reward = recipe.all_reward_settings
     return [] if reward is None or is_accelerator_present() else [f.name for f in reward.functions if f.uses_gpu]
 

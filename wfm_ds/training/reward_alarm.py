@@ -23,7 +23,7 @@ RECOMMENDED_PROMPTS = 32
 
 
 class RewardAlarm:
-    """Compares each evaluation with the first one and keeps the held-out rewards that fell. Identical on every rank."""
+    """Compares each evaluation with the first one, and stores which held-out rewards fell. Identical on every rank."""
 
     def __init__(self, key: Sequence[Any]) -> None:
         """key: prompts, seeds and reward names as JSON. `load_state_dict` ignores a state with a different key."""
@@ -33,10 +33,10 @@ class RewardAlarm:
         self.falling_rewards: dict[str, Difference] = {}  # held-out rewards that raise the alarm now
 
     def update(self, total: Array | None, held_out_rewards: Mapping[str, Array]) -> dict[str, float]:
-        """Compare an evaluation with the first one, set `falling_rewards` and return metrics ({} for the first one).
+        """Compare an evaluation with the first one, set `falling_rewards` and return metrics.
 
-        total: trained reward [P, S] for P prompts and S seeds; None in runs without a trained reward. held_out_rewards:
-        {name: held-out reward [P, S]}.
+        total: trained reward [P prompts, S seeds], or None in runs without a trained reward. held_out_rewards: {name:
+        held-out reward [P prompts, S seeds]}. Returns {} for the first evaluation.
         """
         scores_by_name = {**({} if total is None else {"": total}), **held_out_rewards}
         if not self._first:

@@ -16,7 +16,7 @@ from wfm_ds.algorithms.base import LossTerm, Stats
 from wfm_ds.errors import RunError
 from wfm_ds.pinned_memory import OffloadBuffer, copy_to_device, free_memory, lists_to_device
 from wfm_ds.rollout.base import RolloutSource
-from wfm_ds.rollout.rollout_samples import StepRollouts, group_rewards
+from wfm_ds.rollout.groups import StepRollouts, group_rewards
 from wfm_ds.rollout.scores import summarize_failures
 from wfm_ds.runs.job import Job
 from wfm_ds.seeds import draw_permutation
@@ -149,11 +149,11 @@ class RlLoop(TrainingLoop):
     def predict_with_old_weights(
         self, updates: Sequence[Update[LossTerm]], rollouts: StepRollouts
     ) -> list[list[Tensor]]:
-        """Predict the loss terms with the current weights, before the optimizer steps of this RL step change them.
+        """Compute predictions for the loss terms with the current weights, before this RL step changes them.
 
-        Returns one list per optimizer step, with a tensor per micro-batch. The first list is empty, because the first
-        optimizer step still has these weights. All lists are empty unless the algorithm compares with the old policy
-        without keeping a copy of it.
+        Returns one list per optimizer step, with a tensor per micro-batch. The first list is empty, because the weights
+        have not changed yet when the first optimizer step computes its predictions. All lists are empty unless the
+        algorithm compares with the old policy without keeping a copy of it.
         """
         if not self.algorithm.uses_old_predictions:
             return [[] for _ in updates]
@@ -175,7 +175,10 @@ class RlLoop(TrainingLoop):
     def optimize(
         self, update: Update[LossTerm], rollouts: StepRollouts, old_predictions: list[Tensor]
     ) -> dict[str, float]:
-        """Run one optimizer step on this replica's loss terms and return metrics. Skips it if there are no terms."""
+        """Run one optimizer step on this replica's loss terms and return metrics.
+
+        Does nothing if there are no loss terms.
+        """
         job, engine, terms = self.job, self.job.engine, update.terms
         if not terms:  # the same on all ranks
             return engine_metrics(job, engine.skip_step())
@@ -209,7 +212,10 @@ class RlLoop(TrainingLoop):
         return metrics | engine_metrics(job, result)
 
     def pad_across_ranks(self, terms: Sequence[LossTerm], equal_policies: Set[str]) -> Update[LossTerm]:
-        """Drop loss terms without gradient and pad, so that all ranks run the same forward passes. Collective."""
+        """Drop loss terms without gradient, and add padding so that all ranks run the same forward passes.
+
+        Collective.
+        """
         model, algorithm = self.job.model, self.algorithm
         num_experts, maxima = len(model.sigma_ranges), self.job.world.max_over_ranks
         return pad_across_ranks(
@@ -223,7 +229,7 @@ class RlLoop(TrainingLoop):
         return self.equal_policies | ({"old"} if self.algorithm.uses_old_predictions else set())
 
     def micro_batches(self, terms: Sequence[LossTerm], rollouts: StepRollouts) -> MicroBatches[LossTerm]:
-        """Split the terms into micro-batches of at most engine.micro_batch_size terms."""
+        """Split the loss terms into micro-batches of at most engine.micro_batch_size loss terms."""
         job = self.job
         return MicroBatches(
             split_into_micro_batches(terms, job.recipe.engine.micro_batch_size, job.model.select_expert),
@@ -234,7 +240,7 @@ class RlLoop(TrainingLoop):
     def predict_references(
         self, micros: MicroBatches[LossTerm], old_predictions: list[Tensor]
     ) -> dict[str, list[Tensor]]:
-        """Return {reference policy: [prediction per micro-batch]}, without policies that equal the trained policy."""
+        """Return {reference policy: [prediction per micro-batch]}. Omits policies that equal the trained policy."""
         references: dict[str, list[Tensor]] = {}
         offload_buffer = self.make_offload_buffer()
         for policy in self.algorithm.references:
@@ -250,7 +256,7 @@ class RlLoop(TrainingLoop):
         return references
 
     def make_offload_buffer(self) -> OffloadBuffer:
-        """Create a buffer for predictions in GPU_BUFFER_FRACTION of the free GPU memory, then in host memory."""
+        """Create a buffer for predictions. It uses GPU_BUFFER_FRACTION of the free GPU memory, then host memory."""
         gpu_bytes = free_memory(self.job.world.device, GPU_BUFFER_FRACTION)
         return OffloadBuffer(gpu_bytes)
 
@@ -258,10 +264,10 @@ class RlLoop(TrainingLoop):
     def sum_group_statistics(
         self, micros: MicroBatches[LossTerm], references: dict[str, list[Tensor]]
     ) -> list[Tensor | None]:
-        """Sum `RlAlgorithm.group_statistics` over the loss terms of each group, on all replicas. Collective.
+        """Sum `RlAlgorithm.group_statistics` over each group's loss terms on all replicas. Collective.
 
-        Returns the sum of each term's group: [B] per micro-batch, or [None, ...] if the algorithm does not use the
-        sums.
+        Returns one tensor [B] per micro-batch: for each of its B loss terms, the sum of its group. Returns None instead
+        of each tensor if the algorithm does not use the sums.
         """
         if not self.algorithm.uses_group_statistics:
             return [None] * len(micros)
@@ -288,7 +294,10 @@ class RlLoop(TrainingLoop):
     def predict_in_batches(
         self, purpose: str, micros: Iterable[MicroBatch], max_terms: int, offload_buffer: OffloadBuffer
     ) -> list[Tensor]:
-        """Return the active policy's prediction per micro-batch; at most `max_terms` loss terms per forward pass."""
+        """Return the active policy's prediction for each micro-batch.
+
+        A forward pass has at most `max_terms` loss terms.
+        """
         predictions: list[Tensor] = []
         for group in group_micro_batches((m.reference_inputs() for m in micros), max_terms):
             velocity = offload_buffer.store(self.predict_velocity(purpose, MicroBatch.concat(group)))
@@ -296,7 +305,10 @@ class RlLoop(TrainingLoop):
         return predictions
 
     def predict_velocity(self, purpose: str, micro: MicroBatch) -> Tensor:
-        """Predict the velocity with the active policy and the rollout's guidance. purpose: tag for forward counts."""
+        """Predict the velocity with the active policy and the rollout's guidance.
+
+        purpose: the name under which the forward passes are counted.
+        """
         sampler, batch = self.job.sampler, micro.batch
         conditions = sampler.encode_conditioning(batch.prompts, batch.conditioning_frames, batch.latents.shape[1:])
         return sampler.predict_velocity(purpose, batch.latents, batch.sigma, conditions, micro.expert)

@@ -165,7 +165,7 @@ class SftLoop(TrainingLoop):
         return self.meter.collect(self.job.world) | engine_metrics(self.job, result)
 
     def make_noisy_batch(self, samples: Sequence[TrainingSample], terms: Sequence[LossTerm]) -> NoisyBatch:
-        """Add noise to the samples of these loss terms at each term's noise level. Collective in the replica."""
+        """Add noise to each sample at the noise level of its loss term. Collective in the replica."""
         seed, times = self.job.recipe.run.seed, self.settings.items_per_sample
         rows = [samples[term.row] for term in terms]
         clean = load_clean_latents(self.job, list(iter_media(rows)))
@@ -186,8 +186,8 @@ class SftLoop(TrainingLoop):
     def caption_texts(self, samples: Sequence[TrainingSample], shape: Sequence[int] | None = None) -> list[Text]:
         """Return the captions in the format of the model family, which may contain the image size.
 
-        The size is that of `shape` (latents of one sample) if given, else of the sample's framing, else sampling.height
-        and sampling.width.
+        The image size comes from `shape` (latent shape of a sample) if it is given, otherwise from the sample's
+        framing. A sample without framing has the size of sampling.height and sampling.width.
         """
         sampler, texts = self.job.sampler, list[Text]()
         for sample in samples:
@@ -213,7 +213,10 @@ def draw_frame_counts(job: Job, draws: Sequence[float]) -> Tensor | None:
 
 
 def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Tensor:
-    """Return the active policy's velocity errors [M, B] (see NoisyBatch). purpose: tag for forward counts."""
+    """Return the active policy's velocity errors [M, B] (see NoisyBatch).
+
+    purpose: the name under which the forward passes are counted.
+    """
     frames = (
         None
         if batch.num_conditioning_frames is None
@@ -228,14 +231,17 @@ def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Te
 
 
 def loss_stats(prefix: str, loss_B: Tensor, sigma_B: Tensor, shift: float) -> Stats:
-    """Return {`<prefix>/loss`: loss [B], `<prefix>/loss_bucket<j>`: (loss [B], mask [B] of noise-level bucket j)}."""
+    """Return the loss statistics of B loss terms, in total and per noise-level bucket.
+
+    They are {`<prefix>/loss`: loss [B], `<prefix>/loss_bucket<j>`: (loss [B], mask [B] of bucket j)}.
+    """
     buckets = torch.arange(NUM_BUCKETS, device=sigma_B.device)
     masks = (bucket_index(sigma_B, shift) == buckets[:, None]).float().unbind()
     return {f"{prefix}/loss": loss_B, **{f"{prefix}/loss_bucket{j}": (loss_B, mask) for j, mask in enumerate(masks)}}
 
 
 def iter_media(samples: Sequence[TrainingSample]) -> Iterator[TrainingSample]:
-    """Yield all samples, then the rejected samples of preference pairs, which only replica leaders have."""
+    """Yield all samples, then the rejected samples of preference pairs. Only replica leaders have rejected samples."""
     yield from samples
     yield from (sample.rejected for sample in samples if sample.rejected is not None)
 
@@ -265,13 +271,13 @@ class ValidationLoss:
     """The loss on held-out samples with fixed noise. Equal weights give equal losses, at any step and world size.
 
     Every evaluation uses the same L = 8 noise levels sigma_j = shift((j + .5) / L). The noise depends only on the
-    sample and j. Velocity errors are [M, N, L] for N samples with M images or videos each.
+    sample and j. Velocity errors are [M, N, L] for N samples with M images or videos each and L noise levels.
     """
 
     def __init__(
         self, job: Job, algorithm: SupervisedAlgorithm, samples: Sequence[Sample], framings: Sequence[Framing]
     ) -> None:
-        """framings: resizing and cropping of each sample."""
+        """framings: how each sample is resized and cropped."""
         self.job, self.algorithm, self.samples, self.framings = job, algorithm, samples, framings
         self.settings = job.recipe.supervised_settings
         self.shift = self.settings.flow_shift or job.model.flow_shift(job.recipe.sampling)
@@ -291,7 +297,10 @@ class ValidationLoss:
         return {f"val/{name}": float(values.mean()) for name, values in {**means, **sample_metrics}.items()}
 
     def policy_errors(self) -> Tensor:
-        """Return the active policy's velocity errors [M, N, L], float64 on the CPU. Identical on every rank."""
+        """Return the active policy's velocity errors [M, N, L] (see ValidationLoss), float64 on the CPU.
+
+        Identical on every rank.
+        """
         world, model = self.job.world, self.job.model
         shape = (self.settings.items_per_sample, len(self.samples), len(self.sigmas))
         errors = torch.zeros(shape, dtype=torch.float64, device=world.device)

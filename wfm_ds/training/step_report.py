@@ -1,4 +1,4 @@
-"""Step reports: metrics of a step, flags agreed across ranks, and the limit of non-finite steps."""
+"""Step reports: metrics and speed of a step, flags agreed across ranks, and the limit of non-finite steps."""
 
 from __future__ import annotations
 
@@ -7,17 +7,60 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from wfm_ds.engine.device_peaks import peak_tflops
+from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import RunError
-from wfm_ds.training.speed import TOKENS_PER_SECOND, speed_metrics, speed_summary
+from wfm_ds.monitoring.meters import MEMORY_TAG
 
 if TYPE_CHECKING:
     from wfm_ds.engine.engine import StepResult
+    from wfm_ds.engine.flop_counter import FlopCount
     from wfm_ds.runs.job import CommonJob
 
 log = logging.getLogger(__name__)
 
+TERA = 1e12
+SAMPLES_PER_SECOND = "perf/samples_per_second"
+TOKENS_PER_SECOND = "perf/tokens_per_second"
+TFLOPS_PER_GPU = "perf/tflops_per_gpu"
+MFU = "perf/mfu"
 MAX_NONFINITE_STEPS = 3
 HEADLINE_METRICS = ("reward/total/mean", "sft/loss", "dpo/loss", "loss/total", "vlm/loss")
+
+
+def speed_metrics(job: CommonJob, work: FlopCount | None, samples: int, seconds: float) -> dict[str, float]:
+    """Return samples per second, TFLOP/s and MFU of a step.
+
+    work: FLOPs of this rank, None if unknown. samples: samples trained on all ranks. seconds: duration of the step.
+    TFLOP/s and MFU are logged for rank 0. With data.buckets, other ranks may train other image sizes.
+    """
+    metrics = {SAMPLES_PER_SECOND: samples / seconds}
+    if work is None:
+        return metrics
+    peak = job.recipe.logging.peak_tflops or peak_tflops(job.world.device, DTYPES[job.recipe.model.dtype])
+    # The ranks of a replica share the work of its forwards.
+    return metrics | tflops_and_mfu(work, seconds * job.world.sp_size, peak)
+
+
+def tflops_and_mfu(work: FlopCount, seconds: float, peak: float | None) -> dict[str, float]:
+    """Return the metrics TFLOP/s (with recomputation) and MFU (without recomputation). Returns {} if no work was done.
+
+    peak: peak TFLOP/s of the device. If it is None, MFU is omitted.
+    """
+    if work.required == 0:
+        return {}
+    tflops = {TFLOPS_PER_GPU: (work.required + work.recomputed) / TERA / seconds}
+    return tflops if peak is None else tflops | {MFU: work.required / TERA / seconds / peak}
+
+
+def speed_summary(metrics: Mapping[str, float]) -> str:
+    """Return a console summary such as `312 TFLOP/s a GPU, MFU 32 %, 61.2 GiB`. Unknown values are omitted."""
+    parts = []
+    if TFLOPS_PER_GPU in metrics:
+        parts.append(f"{metrics[TFLOPS_PER_GPU]:.3g} TFLOP/s a GPU")
+    if MFU in metrics:
+        parts.append(f"MFU {metrics[MFU]:.0%}")
+    return ", ".join([*parts, f"{metrics[MEMORY_TAG]:.1f} GiB"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +147,7 @@ def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool)
 def reduce_times_and_flags(
     job: CommonJob, times: Mapping[str, float], *, writing: bool
 ) -> tuple[dict[str, float], StepFlags]:
-    """Return (each time and memory peak as the maximum over ranks, flags agreed across ranks). Collective."""
+    """Return (maximum over ranks of each time and memory peak, flags agreed across ranks). Collective."""
     flags = {"save": job.stop_flag.take_save_request(), "stop": job.stop_flag.is_set, "writing": writing}
     largest = job.world.max_over_ranks({**times, **flags})
     return {name: largest[name] for name in times}, StepFlags(**{name: largest[name] > 0 for name in flags})

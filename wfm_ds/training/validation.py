@@ -54,7 +54,7 @@ class Validator:
     ) -> None:
         """frames: conditioning frames of the prompts. rollout_plan: maps an RL step to its rollout sampling plan.
 
-        If `rollout_plan` is given, samples generated with it are scored too.
+        If `rollout_plan` is given, the validator also generates and scores samples with that plan.
         """
         settings = job.recipe.validation
         self.job, self.rewards, self.held_out_rewards, self.loss, self.rollout_plan = (
@@ -99,7 +99,7 @@ class Validator:
         self.alarm.load_state_dict(state.get("alarm", {}))
 
     def after_step(self, step: int) -> None:
-        """Evaluate, or only write samples, if the recipe schedules it for this step."""
+        """Evaluate if the recipe schedules it for this step. If only samples are scheduled, write only samples."""
         if is_due(step, self.job.recipe.validation.every):
             self.evaluate(step)
         elif is_due(step, self.job.recipe.logging.sample_every):
@@ -204,7 +204,10 @@ class Validator:
         return metrics
 
     def select_scores(self, id_prefix: str, gathered: Scores) -> list[Mapping[str, Score]]:
-        """Return the scores with this sample id prefix, in the order of `self.items`. [] if nothing was scored."""
+        """Return the scores with this sample id prefix, in the order of `self.items`.
+
+        Returns [] if nothing was scored.
+        """
         return [gathered[f"{id_prefix}/{k}"] for k in range(len(self.items))] if gathered else []
 
     def _write_samples(
@@ -237,7 +240,7 @@ def is_due(step: int, every: int) -> bool:
 
 
 def merge_scores(first: Scores, second: Scores) -> Scores:
-    """Merge two dicts {sample: {reward: score}}. Each may have only some of the rewards of a sample."""
+    """Merge two dicts {sample: {reward name: score}}. A sample may have some of its rewards in each dict."""
     return {sample: {**first.get(sample, {}), **second.get(sample, {})} for sample in {**first, **second}}
 
 
@@ -273,9 +276,9 @@ def correlation_metrics(
 ) -> dict[str, float]:
     """Compare the rewards of evaluation samples and rollout samples with equal prompts and seeds.
 
-    Returns three metrics per reward, with the prefix `val/reward/<name>/`. `rollout_mean`: mean reward of the rollout
-    samples. `rank_correlation`: over all pairs. `rank_correlation_within_prompts`: mean over prompts; it matters for
-    training, because advantages depend on the ranks within a prompt.
+    Returns three metrics per reward, with the prefix `val/reward/<name>/`. `rollout_mean` is the mean reward of the
+    rollout samples. `rank_correlation` compares all pairs of samples at once. `rank_correlation_within_prompts` is
+    computed per prompt and averaged. It matters for training, because advantages depend on the ranks within a prompt.
     """
     metrics: dict[str, float] = {}
     for name in sorted(rolled_out[0]):  # held-out rewards do not score rollouts

@@ -22,7 +22,7 @@ class ValidationFrames:
     """The conditioning frames of validation samples. Independent of step and world size.
 
     The frames of a prompt are encoded at first use and kept in host memory. If the recipe allows a range of frame
-    counts, the samples cycle through the counts from the largest to the smallest.
+    counts, successive samples use different counts, from the largest to the smallest, and then start again.
     """
 
     def __init__(self, job: Job, samples: Sequence[Sample], framing: Framing) -> None:

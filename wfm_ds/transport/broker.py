@@ -46,10 +46,7 @@ class TaskKind:
 
 
 class Broker:
-    """Message broker: binds its sockets in the constructor and serves between `start` and `stop`.
-
-    Public methods are thread-safe.
-    """
+    """Message broker. Binds its sockets in the constructor, serves between `start` and `stop`. Thread-safe."""
 
     def __init__(
         self,
@@ -67,11 +64,10 @@ class Broker:
     ) -> None:
         """Bind the sockets. Raises PipeError if an endpoint cannot be bound.
 
-        clients, workers: endpoints for clients and for workers. The port may be 0 or * (any free port).
-        observer: function called in the broker's thread with every finished task. It must be fast and must not raise.
-        on_stall: function called in the broker's thread with the id of a worker that seems to hang. Same requirements.
-        keys: if set, clients must authenticate with an allowed key.
-        worker_keys: True if workers must authenticate too.
+        clients, workers: endpoints of both sockets. The port may be 0 or * (any free port).
+        observer: called in the broker's thread with every finished task. It must be fast and must not raise.
+        on_stall: called likewise with the id of a worker that seems to hang.
+        keys: if set, clients must authenticate with an allowed key. worker_keys: workers must too.
         worker_timeout_s: a worker that sends nothing for this long counts as lost, and its tasks are requeued. It may
         reconnect later. None: only `report_lost_worker` removes workers.
         """
@@ -139,10 +135,7 @@ class Broker:
         self._commands.put(lambda: self._ledger.disable_kind(kind, why))
 
     def announce(self, announcement: Mapping[str, Any], files: Mapping[str, Path]) -> None:
-        """Attach `announcement` to every task leased from now on, and let clients read `files` by name.
-
-        announcement: plain values. files: {name: path}.
-        """
+        """Attach `announcement` to every task leased from now on. Clients may read `files`, {name: path}."""
         self._commands.put(lambda: self._set_announcement(announcement, files))
 
     def dismiss_workers(self, why: str) -> None:
@@ -155,10 +148,7 @@ class Broker:
         return self._workers.worker_ids()
 
     def request_status(self) -> Future[BrokerStatus]:
-        """Return a future of the broker's status, which its thread sets within about POLL_MS milliseconds.
-
-        The future is cancelled if the broker has stopped.
-        """
+        """Return a future that the broker's thread sets within about POLL_MS, or cancels if it has stopped."""
         future: Future[BrokerStatus] = Future()
         self._status_requests.append(future)
         self._commands.put(self._answer_status_requests)
@@ -169,8 +159,7 @@ class Broker:
     def stop(self, drain_s: float) -> None:
         """Stop leasing, wait up to `drain_s` seconds for running tasks and their results, then close the sockets.
 
-        The broker waits until the clients have acknowledged the results, because zmq drops unread messages when a
-        connection closes. Returns after the sockets are closed.
+        Waits until clients have acknowledged their results, because zmq drops unread messages when a connection closes.
         """
         self._commands.put(lambda: self._start_drain(drain_s))
         self._thread.join(drain_s + 10)

@@ -38,10 +38,7 @@ class _ClientState:
 
 
 class BrokerClients:
-    """The attached clients, indexed by route (zmq routing id) and by owner.
-
-    An owner is the text RUN/CLIENT, which identifies a client in the ledger and in the spool.
-    """
+    """The attached clients, by route (zmq routing id) and by owner (RUN/CLIENT, as in ledger and spool)."""
 
     def __init__(
         self,
@@ -52,10 +49,8 @@ class BrokerClients:
         kinds: Mapping[str, Mapping[str, Any]],
         cancel: Callable[[str, str, str], None],
     ) -> None:
-        """Create the client side.
-
-        kinds: information for clients about each kind of task.
-        cancel: function called as cancel(worker, task_id, why) for each cancelled task that a worker is running.
+        """kinds: information for clients about each kind of task.
+        cancel: called as cancel(worker, task_id, why) for each cancelled task that a worker is running.
         """
         self._port, self._ledger, self._spool = port, ledger, spool
         self._kinds, self._cancel = kinds, cancel
@@ -111,10 +106,7 @@ class BrokerClients:
     def _send_payload(
         self, route: bytes, name: str, read: Callable[[], tuple[Sequence[TensorSpec], Sequence[Any]]]
     ) -> None:
-        """Send the payload that `read` returns, or the reason why it is missing.
-
-        If the send queue is full, nothing is sent and the client repeats its request.
-        """
+        """Send the payload that `read` returns, or why it is missing. If that fails, the client asks again."""
         try:
             specs, payload = read()
         except NotInSpool as error:
@@ -178,7 +170,7 @@ class BrokerClients:
             self._port.send(route, "accepted", lists)
 
     def _send_client_completions(self, owner: str, client: _ClientState) -> None:
-        """Send the completions since the last call. If some are lost, the client requests them again with `since`."""
+        """Send the new completions. If some are lost, the client requests them again with `since`."""
         items = self._ledger.new_completions(owner, client.last_sent_seq)
         while items:
             batch: list[dict[str, Any]] = []

@@ -56,9 +56,7 @@ class BrokerWorkers:
         on_stall: Callable[[str], None],
         timeout_s: float | None,
     ) -> None:
-        """Create the worker side.
-
-        on_stall: function called with the id of a worker that seems to hang.
+        """on_stall: receives the id of a worker that seems to hang.
         timeout_s: a worker that sends nothing for this long counts as lost. None: no limit.
         """
         self.announcement: Mapping[str, Any] = {}  # sent with each leased task
@@ -77,7 +75,7 @@ class BrokerWorkers:
     def drop_worker(self, worker: str, why: str) -> None:
         """Requeue the tasks of a worker that died, hangs or is unreachable.
 
-        For tasks that were already sent to the worker this counts as a failed attempt, because they may be the cause.
+        Each task that was sent to it counts a failed attempt, because it may be the cause.
         """
         if worker in self._workers:
             self._ledger.requeue_unsent(worker, [task.task_id for task in self._workers[worker].outbox])
@@ -107,11 +105,9 @@ class BrokerWorkers:
             self._flush_outbox(worker)
 
     def cancel_task(self, worker: str, task_id: str, why: str) -> None:
-        """Tell a worker that its task was cancelled."""
         self._send(worker, "cancel", {"ids": [task_id], "why": why})
 
     def dismiss_all(self, why: str) -> None:
-        """Tell all workers to leave because all work is done."""
         for worker in list(self._workers):
             self._send(worker, "bye", {"why": why})
 

@@ -57,8 +57,7 @@ class PipeClient:
     def __init__(self, endpoint: str, *, run: str, client: str, keys: ClientKeys | None = None) -> None:
         """Start the background thread. Raises PipeError if the address is not allowed.
 
-        endpoint: an ipc:// or tcp:// address, or the path of a pipes.json file, which is read again when the connection
-        is lost.
+        endpoint: an ipc:// or tcp:// address, or the path of a pipes.json file, which is read at each connection.
         run, client: names that together identify the client. A newer client with the same names replaces the older one.
         keys: key pair of this client; needed if the broker authenticates clients.
         """
@@ -93,8 +92,7 @@ class PipeClient:
     def attach(self, timeout_s: float) -> None:
         """Wait for the broker's first reply, which sets `kinds`.
 
-        Raises PipeError after `timeout_s`, or earlier if the broker rejects this client (wrong, missing or unexpected
-        keys).
+        Raises PipeError after `timeout_s`, or earlier if the broker rejects this client's keys.
         """
         refused_s = self.now_s() + min(REJECTION_TIMEOUT_S, timeout_s)
         with self._condition:
@@ -191,12 +189,7 @@ class PipeClient:
         return messages
 
     def _wait_for_all(self, wanted: Set[str], silence_s: float) -> bool:
-        """Wait until all payloads in `wanted` have arrived.
-
-        Returns False if no payload arrives for `silence_s` seconds.
-
-        The caller holds self._condition.
-        """
+        """Wait for all `wanted` payloads. Returns False if none arrives for `silence_s`. Needs self._condition."""
         while missing := wanted - self._payloads.keys():
             if not self._condition.wait_for(functools.partial(self._has_any, missing), silence_s):
                 return False
@@ -372,10 +365,7 @@ class PipeClient:
         return self._send_frames(wire.encode_header(message_type, next(self._message_ids), fields))
 
     def _send_frames(self, header: bytes, payload: Sequence[Buffer] = ()) -> bool:
-        """Send a message. If the send queue is full, return False and start to attach again.
-
-        The broker may have been replaced by a new one.
-        """
+        """Send a message. If the send queue is full, return False and attach again: the broker may be a new one."""
         try:
             if self._dealer is not None:
                 self._dealer.send(header, payload)
@@ -386,10 +376,7 @@ class PipeClient:
 
 
 def resolve_endpoint(endpoint: str, *, keys: bool = False) -> str:
-    """Return the address for clients: `endpoint` itself, or the address in the pipes.json file at this path.
-
-    Raises PipeError.
-    """
+    """Return `endpoint`, or the clients' address in the pipes.json file at this path. Raises PipeError."""
     if "://" in endpoint:
         return check_endpoint(endpoint, keys=keys)
     try:

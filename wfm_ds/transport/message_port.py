@@ -31,21 +31,14 @@ class MessagePort:
     """Sends and receives messages over one ROUTER. Used only by the broker's thread. The router's creator closes it."""
 
     def __init__(self, router: Router, expected_types: frozenset[str], rejected: Counter[str]) -> None:
-        """Create the port.
-
-        expected_types: message types that may arrive. rejected: counter of invalid messages by endpoint, shared by the
-        ports.
-        """
+        """expected_types: message types that may arrive. rejected: counts invalid messages by endpoint."""
         self.router = router
         self._expected_types = expected_types
         self._rejected = rejected
         self._message_ids = itertools.count(1)
 
     def receive_messages(self, handle: MessageHandler, now_s: float) -> None:
-        """Pass arrived messages to `handle`.
-
-        A message is rejected if it is invalid or if `handle` raises WireError for it.
-        """
+        """Pass arrived messages to `handle`. Reject those that are invalid or for which it raises WireError."""
         for _ in range(MESSAGES_PER_TURN):
             received = self.router.receive()
             if received is None:

@@ -33,7 +33,7 @@ class PayloadRequests:
     """Requests that have no reply yet, in order of creation. Not thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """Create an empty list. name: prefix of this client's marker ids, with which no task id starts."""
+        """name: prefix of this client's marker ids, with which no task id starts."""
         self._prefix = f"{name}/"
         self._open: dict[str, PayloadRequest] = {}  # by the id of the expected payload
         self._next_marker = 0  # number of the next marker
@@ -49,7 +49,7 @@ class PayloadRequests:
     def send(self, now_s: float, send: SendMessage) -> None:
         """Send all requests that were not sent yet, and a marker if one is due.
 
-        send: function called as send(type, fields). It returns False if the message could not be sent.
+        send: called as send(type, fields). Returns False if the message could not be sent.
         """
         for request in itertools.islice(self._open.values(), MAX_OPEN_REQUESTS):
             if request.marker is None and send(request.type, request.fields):
@@ -59,10 +59,7 @@ class PayloadRequests:
             self._next_marker, self._marker_sent_s = self._next_marker + 1, now_s
 
     def on_released(self, ids: Iterable[str]) -> None:
-        """Handle the reply to a `release` message.
-
-        Requests that were sent before a confirmed marker and are still open are sent again.
-        """
+        """Handle a `released` reply. Open requests that were sent before a confirmed marker are sent again."""
         markers = [i.removeprefix(self._prefix) for i in ids if i.startswith(self._prefix)]
         last = max((int(marker) for marker in markers if marker.isdecimal()), default=-1)
         for request in self._open.values():

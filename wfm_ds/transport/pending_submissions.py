@@ -37,10 +37,7 @@ class Submission:
     retry_at_s: float = float("-inf")
 
     def encode_header(self, mid: int, now_s: float) -> bytes:
-        """Return the header of a message with the tasks that the broker has not accepted yet.
-
-        mid: message id.
-        """
+        """Return the header of message `mid` with the tasks that the broker has not accepted yet."""
         tasks = [
             {"id": t.id, "kind": t.kind, "start": t.start, "stop": t.stop, "deadline_s": max(0.0, t.deadline_s - now_s)}
             for t in self.open_tasks.values()
@@ -61,11 +58,10 @@ class PendingSubmissions:
         self._submission_by_task.update(dict.fromkeys(submission.open_tasks, submission))
 
     def task_ids(self) -> list[str]:
-        """Return the ids of tasks without an outcome."""
         return list(self._submission_by_task)
 
     def due_submissions(self, now_s: float) -> Iterator[Submission]:
-        """Yield the submissions to send now. Only the first MAX_IN_FLIGHT unaccepted submissions are considered."""
+        """Yield the submissions to send now, among the first MAX_IN_FLIGHT unaccepted ones."""
         in_flight = 0
         for submission in self._submissions:
             if not submission.unaccepted_ids:
@@ -77,18 +73,17 @@ class PendingSubmissions:
                 return
 
     def mark_accepted(self, ids: Iterable[str]) -> None:
-        """Record that the broker has accepted these tasks."""
         for task_id in ids:
             if task_id in self._submission_by_task:
                 self._submission_by_task[task_id].unaccepted_ids.discard(task_id)
 
     def retry_later(self, task_id: str, now_s: float) -> None:
-        """Schedule this task to be sent again after FULL_RETRY_S, because the broker is full."""
+        """Send this task again after FULL_RETRY_S, because the broker is full."""
         if task_id in self._submission_by_task:
             self._submission_by_task[task_id].retry_at_s = now_s + FULL_RETRY_S
 
     def resend_all(self) -> None:
-        """Mark all submissions as unaccepted, so that they are immediately sent to a new broker."""
+        """Send all submissions immediately, to a new broker."""
         for submission in self._submissions:
             submission.unaccepted_ids = set(submission.open_tasks)
             submission.retry_at_s = float("-inf")

@@ -14,9 +14,7 @@ K = TypeVar("K", bound=Hashable)
 class PriorityQueue(Generic[K]):
     """Priority queue with unique keys. Keys with equal priorities keep their insertion order.
 
-    `put` and `discard` cost O(log n) on average. The cost of `peek` and `pop_due` is proportional to the number of keys
-    that they return. Outdated heap entries are removed when they reach the front, or all at once when they outnumber
-    the valid ones.
+    Outdated heap entries are removed when they reach the front, or all at once when they outnumber the valid ones.
     """
 
     def __init__(self) -> None:
@@ -40,7 +38,6 @@ class PriorityQueue(Generic[K]):
         self._compact()
 
     def discard(self, key: K) -> None:
-        """Remove the key if it is present."""
         if self._entry_numbers.pop(key, None) is not None:
             self._compact()
 

@@ -50,7 +50,7 @@ class SocketFolder:
         self.remove()
 
     def restore(self) -> None:
-        """Create the folder again if it was removed, for example by another process before this one had locked it."""
+        """Create the folder again if it was removed, for example before this process had locked it."""
         for _ in range(MAX_ATTEMPTS):
             if self._lock is not None and _is_same_folder(self._lock, self.path):
                 return
@@ -71,9 +71,7 @@ class SocketFolder:
 
 
 def hold_folder(path: Path) -> int | None:
-    """Lock a SocketFolder created by another process, so that it is not removed.
-
-    Close the returned descriptor to unlock it.
+    """Lock a SocketFolder of another process, so that it is not removed, until the returned descriptor is closed.
 
     Returns None if `path` is not a SocketFolder, or if it is removed or being removed.
     """
@@ -98,10 +96,7 @@ def _find_base_folder() -> Path:
 
 
 def _remove_if_orphaned(path: Path) -> bool:
-    """Remove the folder if it belongs to this user, is not locked by any process, and contains only files.
-
-    Returns True if the folder was removed.
-    """
+    """Remove the folder if it is this user's, unlocked, and contains only files. Returns whether it was removed."""
     with _open_own_folder(path) as folder:
         with contextlib.suppress(OSError):  # it is held, already removed, or contains a folder
             if folder is None:

@@ -123,10 +123,7 @@ class Router:
     """The broker's ROUTER socket. Each connected peer has a route (zmq routing id)."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, keys: BrokerKeys | None = None) -> None:
-        """Bind the endpoint. Raises PipeError if it is not allowed or in use.
-
-        keys: if set, call `start_authenticator` in the same context first.
-        """
+        """Bind the endpoint. With `keys`, `start_authenticator` must run in the context. Raises PipeError."""
         check_endpoint(endpoint, keys=keys is not None)
         path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
         self._folder = None if path is None else hold_folder(path.parent)  # its creator may exit before this process
@@ -282,10 +279,7 @@ def _send_frames(sock: zmq.Socket[Any], frames: Sequence[Any]) -> None:
 
 
 def _lock_socket(path: Path) -> Any:
-    """Lock the file PATH.lock of an ipc socket.
-
-    Without the lock, another process that binds the path would silently replace this socket.
-    """
+    """Lock the file PATH.lock, or another process that binds PATH would silently replace this socket."""
     try:
         lock_file = path.with_name(path.name + ".lock").open("w")
     except OSError as error:

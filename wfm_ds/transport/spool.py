@@ -37,10 +37,7 @@ class _SpooledResult:
 
 
 class Spool:
-    """Results by task id, and announced files by name.
-
-    Clients must release results after use; otherwise `held_bytes`, the size of the stored tensors, keeps growing.
-    """
+    """Results by task id, and announced files by name. `held_bytes` grows until clients release their results."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
@@ -55,10 +52,7 @@ class Spool:
         self.held_bytes += sum(spec.nbytes for spec in specs)
 
     def read_result(self, task_id: str, run: str) -> tuple[tuple[TensorSpec, ...], tuple[Any, ...]]:
-        """Return (specs, frames) of the tensors of a result.
-
-        Raises NotInSpool if it is missing or belongs to another run.
-        """
+        """Return (specs, frames) of a result. Raises NotInSpool if it is missing or belongs to another run."""
         result = self._results.get(task_id)
         if result is None or result.run != run:
             raise NotInSpool(f"the broker does not have result {task_id}")

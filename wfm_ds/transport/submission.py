@@ -38,8 +38,7 @@ def submit_rows(
     """Submit all rows to each kind of worker in `max_rows`, in tasks of at most `max_rows[kind]` rows.
 
     tensors: one per row, sent once for all kinds. Do not modify them until the tasks have ended.
-    new_id: function that returns a new task id for a kind.
-    If a single row exceeds the size limits of a message, only the tasks of this row fail.
+    new_id: returns a new task id for a kind. If a row exceeds the size limits of a message, only its tasks fail.
     """
     tasks: list[SubmittedTask] = []
     for start, stop in _split_into_messages([tensor.nbytes for tensor in tensors]):

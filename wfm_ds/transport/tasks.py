@@ -73,16 +73,11 @@ class Completion:
 
 
 class TaskRejected(ValueError):
-    """The ledger rejected a task.
-
-    The message gives the reason. If the reason is "full", the task may be submitted again later.
-    """
+    """The ledger rejected a task. If the reason is "full", it may be submitted again later."""
 
 
 @dataclass(frozen=True, slots=True)
 class BrokerStatus:
-    """A snapshot of the broker's state."""
-
     kinds: Mapping[str, tuple[int, int]]  # kind -> (number of waiting tasks, number of leased tasks)
     workers: Mapping[str, float | None]  # id -> seconds since its last progress; None: idle
     clients: Mapping[str, float]  # name -> seconds since its last message
@@ -93,10 +88,7 @@ class BrokerStatus:
 
 @dataclass(frozen=True, slots=True)
 class FinishedTask:
-    """A task that is done or quarantined.
-
-    `frames` are the received tensor buffers. They are valid only while the observer runs.
-    """
+    """A task that is done or quarantined. `frames`, the received tensors, are valid only while the observer runs."""
 
     kind: str
     rows: Sequence[Mapping[str, Any]]
@@ -117,7 +109,7 @@ class FinishedTask:
 
 
 def ignore_task(ended: FinishedTask) -> None:
-    """Do nothing. Used as the default observer."""
+    """Default observer."""
 
 
 @dataclass(slots=True)
@@ -136,7 +128,6 @@ class TaskEntry:
 
     @property
     def is_open(self) -> bool:
-        """Return whether the task is unfinished."""
         return self.state in (TaskState.WAITING, TaskState.LEASED)
 
 
@@ -153,7 +144,7 @@ class Lease:
 
 @dataclass(slots=True)
 class LeaseHolder:
-    """A worker with its leases."""
+    """A worker."""
 
     kinds: frozenset[str]
     credit: int
@@ -162,8 +153,7 @@ class LeaseHolder:
     def can_take(self, rows: int, *, exclusive: bool) -> bool:
         """Return whether the worker can hold another task with this number of rows.
 
-        exclusive: True for a task that may have killed a worker. A worker runs it alone, so that no other task is lost
-        if it does so again.
+        exclusive: the task may have killed a worker, so it runs alone and cannot take others with it.
         """
         if not self.leases:
             return True

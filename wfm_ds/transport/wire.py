@@ -81,9 +81,9 @@ class Message:
 
 
 def pack_tensors(arrays: Sequence[tuple[str, Array]]) -> tuple[list[TensorSpec], list[list[Buffer]]]:
-    """Return the tensor table, and the frames of each tensor as views of its array.
+    """Return the tensor table, and the frames of each tensor as views of its array: keep it unmodified until sent.
 
-    Do not modify the arrays until the frames are sent. Raises WireError for an unsupported dtype or too much data.
+    Raises WireError for an unsupported dtype or too much data.
     """
     specs: list[TensorSpec] = []
     frames: list[list[Buffer]] = []
@@ -101,10 +101,7 @@ def pack_tensors(arrays: Sequence[tuple[str, Array]]) -> tuple[list[TensorSpec],
 def encode_header(
     message_type: str, message_id: int, fields: Mapping[str, Any], specs: Sequence[TensorSpec] = ()
 ) -> bytes:
-    """Return the header frame. Does not check the fields against the schema.
-
-    Raises WireError if msgpack cannot encode a value or the header is too large.
-    """
+    """Return the header frame. Does not check fields. Raises WireError if it cannot be encoded or is too large."""
     assert not fields.keys() & RESERVED_KEYS, f"{message_type} uses a reserved header key"
     header = {"v": PROTOCOL_VERSION, "t": message_type, "mid": message_id, **fields}
     packed = pack_value(header | {"tensors": list(specs)} if specs else header)
@@ -123,10 +120,7 @@ def pack_value(value: Any) -> bytes:
 
 
 def decode_message(frames: Sequence[Buffer], expected: frozenset[str]) -> Message:
-    """Decode a multipart message.
-
-    Raises WireError, and no other exception, if it is invalid or not of an `expected` type.
-    """
+    """Decode a multipart message. Raises only WireError: it is invalid, or not of an `expected` type."""
     if not 1 <= len(frames) <= 1 + MAX_FRAMES:
         raise WireError(f"{len(frames)} frames, expected 1 to {1 + MAX_FRAMES}")
     header = _unpack_header(frames[0])

@@ -111,14 +111,13 @@ class LeaseWorker:
         watchdog_s: float = 600.0,
         ends_process: bool = True,
     ) -> None:
-        """Create a worker. `run` or `run_batches` connects it to the broker.
+        """`run` or `run_batches` connects the worker to the broker.
 
         keys: needed if the broker authenticates workers.
-        parent_fd: read end of a pipe from the parent process. At end of file the parent has ended, and the worker
-        stops.
+        parent_fd: read end of a pipe from the parent process. The worker stops at end of file.
         watchdog_s: the process exits if a task blocks the GIL for this long.
-        ends_process: True: exit the process if a task is still running when the worker stops. False: the caller waits
-        for `disconnected` and then exits.
+        ends_process: exit the process if a task is still running when the worker stops. If False, the caller waits for
+        `disconnected` and exits itself.
         """
         life = uuid.uuid4().hex
         self._hello = {"worker": worker, "life": life, "name": name, "kinds": kinds, "credit": credit}
@@ -149,8 +148,8 @@ class LeaseWorker:
     def run_batches(self, handle: BatchHandler, *, max_rows: int, max_wait_s: float) -> None:
         """Run tasks in batches until stopped. If `handle` raises an exception, all tasks of the batch fail.
 
-        A batch contains the tasks that arrive within `max_wait_s` seconds after the first one, with at most `max_rows`
-        rows in total. A single task may be larger.
+        A batch has the tasks that arrive within `max_wait_s` seconds after the first one, up to `max_rows` rows; a
+        single task may be larger.
         """
         thread = threading.Thread(target=self._run_thread, name="pipes", daemon=True)
         thread.start()
@@ -322,10 +321,7 @@ class LeaseWorker:
             self._problem = fields["why"]
 
     def _accept_task(self, task: LeasedTask) -> None:
-        """Queue a task, unless this worker already has it.
-
-        A task arrives again if the broker had considered this worker lost and leased the task to it once more.
-        """
+        """Queue a task, unless this worker already has it: a broker that had lost the worker leases it again."""
         report, attempt = self._reports.get(task.id), self._attempts.get(task.id)
         if report is not None and report.type == "failed" and report.fields["attempt"] < task.attempt:
             del self._reports[task.id]  # the broker has received the failure; this is a new attempt
@@ -396,7 +392,6 @@ def _make_report(
 
 
 def _remaining_s(until_s: float) -> float | None:
-    """Return the seconds until the time `until_s`, None if it is infinite."""
     return None if until_s == float("inf") else max(0.0, until_s - time.monotonic())
 
 
@@ -409,5 +404,5 @@ def _failure_fields(error: Exception) -> dict[str, Any]:
 
 
 def _truncate_text(text: str, max_chars: int) -> str:
-    """Truncate the text to `max_chars` characters and replace unpaired surrogates, which messages cannot contain."""
+    """Also replaces unpaired surrogates, which messages cannot contain."""
     return text[:max_chars].encode(errors="replace").decode()

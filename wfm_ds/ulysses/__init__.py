@@ -2,6 +2,6 @@
 
 DeepSpeed-Ulysses (arXiv 2309.14509): tokens are sharded everywhere except in attention, where heads are sharded. Linear
 attention and convolutions exchange less data: a state of constant size, and the lines of tokens at the shard borders.
-`create_sequence_group` creates the process groups, and `install_ulysses` changes a diffusers transformer in place. Each
+`install_ulysses` changes a diffusers transformer in place. Each
 model family has its own module.
 """

@@ -85,7 +85,7 @@ def parse_enqueue(body: memoryview) -> ScoreRequest:
 
 
 def read_npy(data: memoryview) -> npt.NDArray[Any]:
-    """Return the array in .npy data from a client, as a view. Does not trust the header, and reads no pickles.
+    """Return the array in .npy data as a view, without trusting its header and without pickle.
 
     Raises HttpProblem: 415 if the data is not .npy; 422 for object arrays, dtypes outside DTYPES, Fortran order, or a
     size that does not match the header.
@@ -180,8 +180,7 @@ def pull_reply(
 ) -> dict[str, Any]:
     """Build the reply to a pull. Its `scores` has one list per output of the reward, in item order.
 
-    `scores`: (value, failure, parts) per item, from the workers. Failed items get `failed_value` in every list and
-    their reason in `failures`.
+    scores: (value, failure, parts) per item. Failed items get `failed_value` in every list, and an entry in `failures`.
     """
     outputs = [primary, *sorted({part for _, _, parts in scores for part in parts} - {primary})]
     lists = {

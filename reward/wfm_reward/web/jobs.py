@@ -71,7 +71,6 @@ class ScoreJobs:
     def __init__(
         self, endpoint: str, max_batch: Mapping[str, int], result_ttl_s: float, keys: ClientKeys | None
     ) -> None:
-        """`max_batch`: maximum batch size by reward."""
         self.max_batch = dict(max_batch)
         self._ttl_s = result_ttl_s
         self._jobs: dict[str, ScoreJob] = {}
@@ -95,10 +94,9 @@ class ScoreJobs:
     def start_job(
         self, request: ScoreRequest, reservation: Reservation, timeout_s: float, decoder: str | None
     ) -> ScoreJob:
-        """Submit a request.
+        """Submit a request. Releases `reservation` when all items are scored.
 
-        `reservation`: memory reservation of the request, released when all items are scored.
-        `decoder`: task kind that decodes its latents; None for pixels.
+        decoder: task kind that decodes the latents of the request; None for pixels.
         """
         self._expire_jobs()
         count = len(request.prompts)
@@ -159,10 +157,7 @@ class ScoreJobs:
         timer.cancel()
 
     async def _forward_results(self, inner: ItemResults, outer: ItemResults, indices: Sequence[int]) -> None:
-        """Copy the results of one reward from `inner` to positions `indices` of `outer` when they are complete.
-
-        Each reward finishes, and can be pulled, independently of the others.
-        """
+        """Copy the results of one reward to positions `indices` of `outer`, independently of other rewards."""
         if indices:
             await inner.done.wait()
         for index, result in zip(indices, inner.items, strict=True):
@@ -170,10 +165,7 @@ class ScoreJobs:
         outer.seconds = inner.seconds
 
     async def _decode_latents(self, request: ScoreRequest, decoder: str, deadline_s: float) -> list[Array | str]:
-        """Return the decoded video or the failure reason of each item.
-
-        Removes the files written by the decoder.
-        """
+        """Return the decoded video or the failure reason of each item. Removes the files written by the decoder."""
         rows = [{"id": f"latents-{i}"} for i in range(len(request.media))]
         results = ItemResults([None] * len(rows), len(rows))
         timer = self._submit_rows(rows, list(request.media), {decoder: 1}, {decoder: results}, deadline_s)

@@ -40,11 +40,9 @@ class ComputeFields(BaseModel):
 
 
 def parse_compute(body: memoryview, reserve: ReserveBytes) -> tuple[ScoreRequest, float | None]:
-    """Parse a request. Returns it with its time limit in seconds, or None if it has no limit.
+    """Return the request and its time limit in seconds, or None. Raises HttpProblem, and exceptions of `reserve`.
 
-    reserve: function that is called with the size of each decoded array before the array is allocated.
-
-    Raises HttpProblem, and any exception of `reserve`.
+    reserve: called with the size of each decoded array before the array is allocated.
     """
     text = bytes(body)
     if sum(text.count(delimiter) for delimiter in (b",", b"[", b"{")) > MAX_VALUES:
@@ -137,10 +135,7 @@ def _decode_base64(text: str) -> bytes:
 def compute_reply(
     rewards: Sequence[str], scores: dict[str, list[tuple[float | None, str | None, dict[str, float]]]]
 ) -> dict[str, Any]:
-    """Build the reply.
-
-    Its field `rewards` has the values of the first reward (for Flow-Factory), its field `scores` those of all rewards.
-    """
+    """Build the reply: `scores` of all rewards, and the first reward's values in `rewards` (for Flow-Factory)."""
     values = {name: [value for value, _, _ in scores[name]] for name in rewards}
     failures = [
         {"reward": name, "index": i, "reason": failure}

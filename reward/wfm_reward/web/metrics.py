@@ -103,7 +103,6 @@ def _service_metrics(snapshot: ServiceSnapshot) -> Iterator[Metric]:
 
 
 def _cumulative_buckets(times: TimeHistogram) -> list[tuple[str, float]]:
-    """Return the cumulative bucket counts of a Prometheus histogram."""
     counts, total = [], 0
     for bound, count in zip([*map(str, BUCKETS_S), "+Inf"], times.counts, strict=True):
         total += count

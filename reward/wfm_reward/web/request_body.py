@@ -25,10 +25,7 @@ class MemoryBudget:
         self.lock = threading.Lock()
 
     def check_fits(self, num_bytes: int, held: int = 0) -> None:
-        """Raise HttpProblem if a request of `num_bytes` can never fit (413) or does not fit now (429).
-
-        held: bytes that this request has reserved.
-        """
+        """Raise HttpProblem if a request of `num_bytes`, `held` of them reserved, never fits (413) or not now (429)."""
         if num_bytes > self.max_bytes:
             detail = (
                 f"this request needs {num_bytes} bytes; the limit is {self.max_bytes}: send fewer items per request"

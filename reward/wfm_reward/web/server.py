@@ -57,7 +57,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class ServiceParts:
-    """Parts of the service that the HTTP server uses."""
+    """What the HTTP server needs of the service."""
 
     config: ServiceConfig
     broker: Broker
@@ -70,10 +70,7 @@ class HttpServer:
     """HTTP server in a thread. Call `start` and `stop` from the same thread."""
 
     def __init__(self, service: ServiceParts, base: Path) -> None:
-        """`base`: folder of the configuration file.
-
-        Raises RewardError for an invalid token configuration, or a VAE that cannot be read.
-        """
+        """base: folder of the configuration file. Raises RewardError for an invalid token or an unreadable VAE."""
         assert service.config.http is not None
         self.config = service.config.http
         self.url = ""
@@ -174,7 +171,6 @@ class HttpServer:
 
     @web.middleware
     async def _process_request(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Authenticate, process and count a request."""
         with self._connections.track_request(request.protocol):
             response = await self._respond_safely(request, handler)
         self._requests[_route_name(request), response.status] += 1
@@ -328,7 +324,6 @@ class HttpServer:
         return f"decode:{channels}"
 
     def _receive_body(self, request: web.Request) -> AbstractAsyncContextManager[tuple[memoryview, Reservation]]:
-        """Read the body with a memory reservation (see `request_body`)."""
         return receive_body(request, self._budget, self.config.max_body_mib * 2**20, self.config.body_timeout_s)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
+from each_case import check_each
 from wfm_ds.cli.doctor import command as doctor
 from wfm_ds.cli.doctor import machine as doctor_machine
 from wfm_ds.cli.doctor import recipe as doctor_recipe
@@ -130,7 +131,7 @@ def test_a_clock_that_the_travel_time_does_not_explain_is_a_warning():
     assert doctor_machine.clock_finding("host a", now - 60, now, now + 1).level == "warning"
 
 
-@pytest.mark.parametrize("text", ["", "node1\n", "-oProxyCommand=x slots=1\n"])
+@check_each("text", ["", "node1\n", "-oProxyCommand=x slots=1\n"])
 def test_a_file_that_is_no_hostfile_is_an_error(tmp_path, text):
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(RecipeError, match="slots=8"):
@@ -184,9 +185,9 @@ def test_replicas_are_named(recipe):
     [
         ("sd3_nft", "sd3"),
         ("sd3_nft_full", "sd3"),
-        ("wan22_sft_lora", "wan22"),
-        ("sana_image_nft", "sana"),
-        ("cosmos25_nft", "cosmos25"),
+        pytest.param("wan22_sft_lora", "wan22", marks=pytest.mark.slow),
+        pytest.param("sana_image_nft", "sana", marks=pytest.mark.slow),
+        pytest.param("cosmos25_nft", "cosmos25", marks=pytest.mark.slow),
     ],
 )
 def test_the_estimate_counts_what_the_loaded_model_has(recipe, name, family):

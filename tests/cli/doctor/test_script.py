@@ -6,8 +6,7 @@ Small programs stand for the script here; a real environment is in tests/end_to_
 import os
 import sys
 
-import pytest
-
+from each_case import check_each
 from wfm_ds import __version__
 from wfm_ds.cli.doctor.deepspeed_script import repair_script, script_finding
 from wfm_ds.distributed import hook
@@ -24,7 +23,7 @@ def script(folder, text, name="deepspeed"):
     return folder
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("line", "ours"),
     [
         ("--num_gpus 8 -m wfm_ds.train r.yaml", True),
@@ -51,14 +50,13 @@ def test_the_hook_is_one_line_that_asks_for_the_scripts_name_first():
         assert bool(eval(before, {"sys": type("sys", (), {"argv": argv})})) is wanted
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("text", "level", "says"),
     [
         (OURS, "ok", "supports -m"),
         (STOCK, "warning", "does not support -m"),
         ("no program", "warning", "does not run"),
     ],
-    ids=["ours", "DeepSpeed's", "none"],
 )
 def test_the_script_is_asked(tmp_path, text, level, says):
     found = script_finding(script(tmp_path / "bin", text))

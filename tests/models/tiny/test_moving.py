@@ -1,12 +1,12 @@
 """The video quickstart's VAE: a real one whose latents are the pixels."""
 
-import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.models.tiny.moving import exact_vae
 
 
-@pytest.mark.parametrize("num_frames", [1, 5, 9])
+@check_each("num_frames", [1, 5, 9])
 def test_latents_are_the_cells_of_four_frames_and_decode_to_them(num_frames):
     cells = 2 * torch.rand(2, num_frames, 8, 8, generator=torch.Generator().manual_seed(num_frames)) - 1
     grey = cells.repeat_interleave(4, dim=2).repeat_interleave(4, dim=3)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from families import CASES, load_reference_pipeline
+from families import CASES, each_family, load_reference_pipeline
 from wfm_ds.cli.models_tiny import main
 from wfm_ds.errors import ModelError
 from wfm_ds.models import tiny
@@ -58,7 +58,7 @@ def test_two_processes_write_the_same_bytes(tmp_path):
     assert all(f"{family}/call.json" in first for family in tiny.FAMILIES)
 
 
-@pytest.mark.parametrize("family", tiny.FAMILIES)
+@each_family(tiny.FAMILIES)
 def test_the_saved_pipeline_draws_what_the_one_in_memory_draws(tiny_pipelines, family):
     folder = tiny_pipelines(family)
     pipeline, call = tiny.build_tiny_pipeline(family)

@@ -19,7 +19,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from wfm_ds.cli.doctor.finding import DoctorFinding, FindingLevel
 from wfm_ds.distributed.accelerator import is_accelerator_present, uses_cuda
 from wfm_ds.errors import RecipeError
-from wfm_ds.monitoring.stopwatch import GIB
+from wfm_ds.monitoring.meters import GIB
 
 CHECKED_PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "peft", "triton")
 OPTIONAL_PACKAGES = ("triton",)

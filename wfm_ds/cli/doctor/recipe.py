@@ -17,7 +17,7 @@ from wfm_ds.errors import UserError
 from wfm_ds.memory.advice import SAFE_FRACTION, fits_memory, suggest_keys
 from wfm_ds.memory.estimate import MemoryEstimate, estimate_memory
 from wfm_ds.models.assets.meta_loading import load_on_meta_device
-from wfm_ds.monitoring.stopwatch import GIB
+from wfm_ds.monitoring.meters import GIB
 from wfm_ds.recipe.deepspeed import build_deepspeed_config
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.recipe.schema import Recipe

@@ -1,1 +1,1 @@
-"""Files of models: downloads, folders, caches of text embeddings and latents."""
+"""Files of models: downloads, local folders, and disk caches of text embeddings and latents."""

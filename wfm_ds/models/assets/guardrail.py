@@ -1,4 +1,4 @@
-"""The safety checker of some pipelines, and its replacement when it is turned off."""
+"""The safety checker that some pipelines have, and the class that replaces it if the recipe turns it off."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LICENCE = "NVIDIA's Open Model License requires the guardrail or an equivalent o
 
 
 class NoGuardrail:
-    """A safety checker that accepts everything. `save_pretrained` writes null for it."""
+    """A safety checker that accepts everything. A saved pipeline contains null in its place."""
 
     def to(self, device: Any) -> NoGuardrail:
         return self
@@ -34,9 +34,10 @@ class NoGuardrail:
 
 
 def load_safety_checker(guardrail: Guardrail, folder: Path) -> Any:
-    """Return the `safety_checker` argument of the pipeline. None lets the pipeline create its own checker.
+    """Return the `safety_checker` argument for the constructor of the pipeline.
 
-    Raises ModelError if the guardrail is on but its package is not installed.
+    Returns None if the pipeline should create its own checker. Raises ModelError if the guardrail is on but its package
+    is not installed.
     """
     from diffusers.utils import is_cosmos_guardrail_available
 
@@ -52,7 +53,7 @@ def load_safety_checker(guardrail: Guardrail, folder: Path) -> Any:
 
 
 def require_safe_prompts(safety_checker: Any, prompts: Sequence[str]) -> None:
-    """Raise ModelError if the checker rejects prompts. The message shows the first three."""
+    """Raise ModelError if the checker rejects prompts. The message shows the first three rejected prompts."""
     unsafe = [prompt for prompt in dict.fromkeys(prompts) if not safety_checker.check_text_safety(prompt)]
     if unsafe:
         examples = "; ".join(repr(prompt[:80]) for prompt in unsafe[:3])
@@ -62,7 +63,7 @@ def require_safe_prompts(safety_checker: Any, prompts: Sequence[str]) -> None:
 def apply_guardrail(safety_checker: Any, pixels: Tensor) -> Tensor:
     """Apply the safety checker to float32 videos [B,3,F,H,W] in [0, 1]. It blurs faces and blackens unsafe videos.
 
-    Without a guardrail the pixels are returned unchanged and not rounded to 8 bits.
+    If the guardrail is off, the pixels are returned unchanged. Otherwise they are rounded to 8 bits.
     """
     if isinstance(safety_checker, NoGuardrail):
         return pixels

@@ -1,8 +1,8 @@
 """Pipelines from the Hugging Face Hub: download `owner/name` to the Hub cache of this machine.
 
-model_index.json is downloaded first, to check that the pipeline is supported and to list its components, then the files
-of these components. Cached files are not downloaded again, and a complete cached commit needs no network.
-huggingface_hub reads the token from HF_TOKEN or `hf auth login`.
+The first download is model_index.json, which shows whether the pipeline is supported and which components it has. The
+files of these components follow. Cached files are not downloaded again, and a complete cached commit needs no network.
+huggingface_hub reads the token from HF_TOKEN or from `hf auth login`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,10 @@ COSMOS_CHECKPOINT_SUFFIX = "_ema_bf16.pt"  # file name suffix of the original Co
 
 
 def cosmos_conversion_command(file: str, name: str) -> str:
-    """Return the shell command that converts the original checkpoint `file`. `name` contains the model size."""
+    """Return the shell command that converts an original Cosmos checkpoint to diffusers.
+
+    file: the checkpoint. name: any name that contains the model size, 2B or 14B.
+    """
     size = "14B" if "14B" in name else "2B"
     return (
         f"python convert_cosmos_to_diffusers.py --transformer_type Cosmos-2.5-Predict-Base-{size} "
@@ -116,7 +119,8 @@ def download_index(repo: str, revision: str | None) -> Path:
 def download_components(repo: str, folder: Path, index: Mapping[str, Any], *, weights: bool = True) -> Path:
     """Download the missing files of a pipeline's components and return the snapshot folder.
 
-    index: content of model_index.json. Raises ModelError like `download_index`, and if the disk is too small.
+    index: content of model_index.json. Raises ModelError like `download_index`, and also if the disk has too little
+    space.
     """
     commit, parts = folder.name, component_names(index)
     if is_snapshot_complete(repo, folder, parts, weights=weights):
@@ -133,14 +137,14 @@ def download_components(repo: str, folder: Path, index: Mapping[str, Any], *, we
 
 
 def component_names(index: Mapping[str, Any]) -> list[str]:
-    """Return the components in model_index.json that have a folder, without those set to null."""
+    """Return the names of the components in model_index.json that have a folder. Components set to null are omitted."""
     return [name for name, entry in index.items() if isinstance(entry, list) and entry and entry[0] is not None]
 
 
 def select_files(files: Sequence[str], parts: Sequence[str], *, weights: bool = True) -> list[str]:
-    """Return the file names in `files` that are needed to load the components in `parts`.
+    """Return the file names in `files` that are needed to load the components named in `parts`.
 
-    Skips variants (model.fp16.safetensors) of components that also have plain weights (model.safetensors).
+    If a component has plain weights (model.safetensors), its variants (model.fp16.safetensors) are skipped.
     """
     plain = {parent_folder(name) for name in files if name.endswith(WEIGHTS) and parse_variant(file_name(name)) is None}
 
@@ -157,7 +161,10 @@ def select_files(files: Sequence[str], parts: Sequence[str], *, weights: bool = 
 
 
 def file_variant(name: str) -> str | None:
-    """Return the variant, such as "fp16", in the name of a weight file or shard index. None: plain weights."""
+    """Return the variant, such as "fp16", in the name of a weight file or shard index.
+
+    Returns None for plain weights.
+    """
     index = INDEX_NAME.fullmatch(name)
     return parse_variant(name) if index is None else index["variant"]
 
@@ -173,7 +180,8 @@ def file_name(name: str) -> str:
 def is_snapshot_complete(repo: str, folder: Path, parts: Sequence[str], *, weights: bool) -> bool:
     """Return whether the snapshot folder has all files of the components in `parts`.
 
-    Uses the file list that the last download cached. Without it, each component folder must have files and all shards.
+    Uses the file list that the last download saved. If there is no list, each component folder must contain files and
+    all shards of its weights.
     """
     try:
         files = [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]
@@ -191,7 +199,7 @@ def has_component_files(folder: Path, *, weights: bool) -> bool:
 
 
 def require_disk_space(repo: str, files: Sequence[DryRunFileInfo]) -> None:
-    """Raise ModelError if the disk of the Hub cache is too small for these files."""
+    """Raise ModelError if the disk of the Hub cache has too little free space for these files."""
     needed, cache = total_bytes(files), Path(constants.HF_HUB_CACHE)
     existing = next(path for path in (cache, *cache.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free
@@ -208,7 +216,10 @@ def total_bytes(files: Sequence[DryRunFileInfo]) -> int:
 
 @contextmanager
 def hide_bars_without_terminal() -> Iterator[None]:
-    """Hide huggingface_hub's progress bars unless stderr is a terminal; each update would become a log line."""
+    """Hide huggingface_hub's progress bars if stderr is not a terminal.
+
+    In a log file, each update of a bar would be a separate line.
+    """
     hides = not sys.stderr.isatty() and not are_progress_bars_disabled()
     if hides:
         disable_progress_bars()
@@ -221,7 +232,10 @@ def hide_bars_without_terminal() -> Iterator[None]:
 
 @contextmanager
 def log_download_progress(repo: str, files: Sequence[DryRunFileInfo]) -> Iterator[None]:
-    """Log the download size, then every PROGRESS_INTERVAL_S seconds that it still runs. Resets the hang watchdog."""
+    """Log the size of the download now, and a message every PROGRESS_INTERVAL_S seconds until the block ends.
+
+    Each message also reports progress to the hang watchdog.
+    """
     todo = [file for file in files if file.will_download]
     log.info(
         "model %s: %.1f GB, downloading %d of %d files (%.1f GB in the cache)",
@@ -306,7 +320,10 @@ def closest_released_repo(path: str) -> str | None:
 
 
 def suggest_released_repo(path: str) -> str:
-    """Return an error message hint that names the most similar released repository, or "" if there is none."""
+    """Return a hint for an error message that names the released repository most similar to `path`.
+
+    Returns "" if no released repository is similar.
+    """
     repo = closest_released_repo(path)
     if repo is None or repo == path:
         return ""
@@ -315,7 +332,10 @@ def suggest_released_repo(path: str) -> str:
 
 
 def display_name(folder: Path) -> str:
-    """Return a pipeline folder's name for messages: its path, or repository and commit of a Hub snapshot."""
+    """Return the name of a pipeline folder for messages.
+
+    The name is repository and commit if the folder is a Hub snapshot, and otherwise the path.
+    """
     source = snapshot_origin(folder)
     return str(folder) if source is None else f"{source[0]} @ {source[1][:7]}"
 

@@ -17,7 +17,10 @@ FILE_PATTERNS = ("*.json", "model*.safetensors", "*.txt", "*.jinja", "*.model") 
 
 
 def locate_language_model(path: str, revision: str | None = None) -> Path:
-    """Return a vision-language model's folder. Downloads only config.json. Raises ModelError if it does not exist."""
+    """Return the folder of a vision-language model. From the Hub, only config.json is downloaded.
+
+    Raises ModelError if the model does not exist.
+    """
     if hub.is_repo_id(path):
         with hub.translate_hub_errors(path, revision), hub.hide_bars_without_terminal():
             try:
@@ -39,7 +42,10 @@ def locate_language_model(path: str, revision: str | None = None) -> Path:
 
 
 def download_language_model(path: str, revision: str | None = None) -> Path:
-    """Download the missing files of a vision-language model and return its folder. Raises ModelError if that fails."""
+    """Return the folder of a vision-language model after downloading its missing files.
+
+    Raises ModelError if the download fails.
+    """
     folder = locate_language_model(path, revision)
     if not hub.is_repo_id(path) or is_language_snapshot_complete(path, folder):
         return folder
@@ -55,7 +61,8 @@ def download_language_model(path: str, revision: str | None = None) -> Path:
 def is_language_snapshot_complete(repo: str, folder: Path) -> bool:
     """Return whether the snapshot folder has all files of the model.
 
-    Uses the file list that the last download cached. Without it, checks the weight files and the tokenizer.
+    Uses the file list that the last download saved. If there is no list, only the weight files and the tokenizer are
+    checked.
     """
     try:
         names = [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]

@@ -1,4 +1,4 @@
-"""Disk cache of the clean latents of training samples."""
+"""Disk cache of clean latents, so that training samples are encoded by the VAE only once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ TENSOR_NAME = "latents"  # name of the tensor in an entry
 
 
 class LatentCache:
-    """A disk cache of latents by image or video and its `Framing` (crop, size, frames). Reads are thread-safe."""
+    """A disk cache of the latents of images and videos. Reads are thread-safe.
+
+    The key of an entry is the image or video and its `Framing` (crop, size and selected frames).
+    """
 
     def __init__(self, model: DiffusionModel, store: TensorStore) -> None:
         self._store = store
@@ -28,7 +31,7 @@ class LatentCache:
         return self._cache_key(medium, framing) in self._store
 
     def read(self, medium: Media, framing: Framing) -> Tensor | None:
-        """Return latents [C,...] float32 on the host; None if not cached."""
+        """Return the cached latents [C,...], float32 on the CPU. Returns None if there is no entry."""
         entry = self._store.read(self._cache_key(medium, framing))
         return None if entry is None else entry[TENSOR_NAME]
 

@@ -1,8 +1,8 @@
 """Load a pipeline from its folder. Incomplete folders are rejected.
 
-Plain diffusers initializes missing weights randomly and replaces a missing tokenizer by an empty one, so training would
-silently go wrong. Here each network is loaded by its own class, which reports missing weights, and the files of
-tokenizers are checked.
+Plain diffusers initializes missing weights randomly and replaces a missing tokenizer by an empty one. Training would
+then silently go wrong. In this module, each network is loaded by its own class, which reports missing weights, and the
+files of tokenizers are checked.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def load_pipeline(
     """Load the diffusers pipeline in `folder` to the CPU, offline, from safetensors only.
 
     required: names of components that must not be null in model_index.json.
-    component_dtype: maps the name of a network to its dtype.
+    component_dtype: function that returns the dtype of a network, given its name.
     extra: {name: component} for components that the folder does not contain.
     mapped: names of networks to keep memory-mapped in their stored dtype (see load_network).
     overrides: {name: component} to set after construction, without diffusers' type checks.
@@ -100,7 +100,10 @@ def silence_type_warnings() -> Iterator[None]:
 
 
 def resolve_network_class(entry: Any) -> type[torch.nn.Module] | None:
-    """Return the class in an entry of model_index.json if it is a diffusers or transformers network, otherwise None."""
+    """Return the network class that an entry of model_index.json names.
+
+    Returns None if the entry is not a network of diffusers or transformers.
+    """
     if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in LIBRARIES:
         return None  # a tokenizer, a flag, or an entry that diffusers handles
     member = getattr(importlib.import_module(entry[0]), entry[1], None)
@@ -110,9 +113,9 @@ def resolve_network_class(entry: Any) -> type[torch.nn.Module] | None:
 def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped: bool = False) -> torch.nn.Module:
     """Load one network in evaluation mode. Raises ModelError if its folder or weights are missing.
 
-    dtype: passed to from_pretrained. A later cast would also convert modules that must stay in float32.
-    mapped: keep parameters memory-mapped in their stored dtype, if all have the same one. Processes share them until
-    one writes to them. Buffers are cast to `dtype`.
+    dtype: passed to from_pretrained. Casting the network later would also convert modules that must stay in float32.
+    mapped: keep the parameters memory-mapped in their stored dtype, if all stored tensors have the same dtype. The
+    processes of a machine share the memory of a parameter until one of them writes to it. Buffers are cast to `dtype`.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder} is missing; copy or download the pipeline again")
@@ -136,7 +139,7 @@ def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped
 
 
 def weights_dtype(folder: Path) -> torch.dtype | None:
-    """Return the common dtype of all tensors in a folder's safetensors files, or None if they differ."""
+    """Return the dtype of the tensors in a folder's safetensors files. Returns None if they have different dtypes."""
     names: set[str] = set()
     for file in list_weight_files(folder):
         with safe_open(file, "pt") as opened:
@@ -145,7 +148,7 @@ def weights_dtype(folder: Path) -> torch.dtype | None:
 
 
 def cast_persistent_buffers(network: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast persistent buffers as diffusers does: to `dtype`, or to float32 if the network's class requires it."""
+    """Cast persistent buffers to `dtype`, except those that the network's class keeps in float32, as diffusers does."""
     float32_names = set(getattr(network, "_keep_in_fp32_modules", None) or ())
     for prefix, part in network.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
@@ -162,13 +165,16 @@ def require_tokenizer_files(folder: Path, pipeline: Any) -> None:
 
 
 def read_call_json(folder: Path) -> dict[str, Any]:
-    """Return the pipeline call arguments in a folder's call.json, or {} without this file."""
+    """Return the pipeline call arguments in the folder's call.json, or {} if the folder has no such file."""
     file = folder / "call.json"
     return read_json(file) if file.is_file() else {}
 
 
 def read_max_sequence_length(folder: Path) -> int | None:
-    """Return max_sequence_length from a folder's call.json; None if not set. Raises ModelError if it is invalid."""
+    """Return max_sequence_length from the folder's call.json, or None if it is not set there.
+
+    Raises ModelError if the value is invalid.
+    """
     length = read_call_json(folder).get("max_sequence_length")
     if length is not None and (type(length) is not int or length < 1):
         raise ModelError(f"{folder / 'call.json'}: max_sequence_length must be a positive integer, got {length!r}")

@@ -1,4 +1,7 @@
-"""Load pipelines on the meta device: networks with shapes but no values, built from config files only."""
+"""Load pipelines on torch's meta device: networks that have shapes but no values.
+
+Only the config files are needed.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,10 @@ def load_on_meta_device(
 
 
 def build_meta_component(folder: Path, entry: list[str | None]) -> Any:
-    """Load a network on the meta device, or a scheduler. Returns None for other entries of model_index.json."""
+    """Build a network on the meta device, or a scheduler, from an entry of model_index.json.
+
+    Returns None for any other kind of entry, such as a tokenizer.
+    """
     network = resolve_network_class(entry)
     if network is None:
         library, name = entry

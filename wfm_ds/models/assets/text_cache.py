@@ -1,12 +1,12 @@
-"""Formatting and encoding of texts, with a cache.
+"""Formatting and encoding of texts, with a cache of their embeddings.
 
-Recently used embeddings are on the device, more in host memory, and all on disk if there is a store. Some pipelines
-append size, duration or other information to the prompt. Prompts are formatted before they reach the cache, so its keys
-are plain texts.
+Recently used embeddings are in device memory, more embeddings are in host memory, and all are on disk if a disk store
+is used. Some pipelines append size, duration or other information to the prompt. Prompts are formatted before they
+reach the cache, so the cache keys are plain texts.
 
-The disk store is in data.cache_dir or, by default, in the user's cache, which has separate folders per text encoder,
-device and torch version, so that a run never reads embeddings computed with other software. Folders that no run has
-opened for UNUSED_S seconds are removed.
+The disk store is in data.cache_dir or, by default, in the user's cache. The user's cache has a separate folder for each
+combination of text encoder, device and torch version, so that a run never reads embeddings computed with other
+software. A folder that no run has opened for UNUSED_S seconds is removed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 MAX_CACHE_BYTES = 2 << 30
 MAX_DEVICE_BYTES = 512 << 20  # fits the texts of an RL step: 190 texts for SD3, 120 for Wan
 EmbeddingRow: TypeAlias = dict[str, Tensor]
-"""{name: tensor [1, ...]} from encode_text for one text."""
+"""The encode_text result of one text: {name: tensor [1, ...]}."""
 
 TEXT_FOLDER = "text"  # folder name in the user's cache and in data.cache_dir
 LAST_USE_FILE = "opened"  # file in the folder; its mtime is when a run last opened the folder
@@ -43,7 +43,7 @@ UNUSED_S = 90 * 24 * 3600.0
 
 
 def format_prompts(model: DiffusionModel, texts: Sequence[Text], size: tuple[int, int], num_frames: int) -> list[Text]:
-    """Format prompts and negative prompts as the pipeline does, for this size in pixels (height, width)."""
+    """Format prompts and negative prompts as the diffusers pipeline does for this size (height, width) in pixels."""
     return [
         NegativeText(model.format_prompt(text.text, *size, num_frames, negative=True))
         if isinstance(text, NegativeText)
@@ -59,11 +59,14 @@ class PrecomputedEmbedding(Protocol):
         """Return a key that changes when the embedding changes. Raises OSError."""
 
     def load(self) -> Tensor:
-        """Load the embedding [n, D], which may come from any text encoder. Raises DataError."""
+        """Load the embedding [n tokens, D channels], which may come from any text encoder. Raises DataError."""
 
 
 class EmbeddingLru:
-    """An LRU cache of text embeddings with at most `max_bytes`. It always keeps the most recent one."""
+    """A cache of text embeddings with at most `max_bytes` that evicts the least recently used ones first.
+
+    The most recently used embedding always stays in the cache, even if it is larger than `max_bytes`.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes, self._bytes = max_bytes, 0
@@ -88,7 +91,7 @@ class EmbeddingLru:
 
 
 class TextCache:
-    """A cache in front of `model.encode_text` and, for NegativeText, `model.encode_negative_text`.
+    """A cache for the results of `model.encode_text` and, for NegativeText, `model.encode_negative_text`.
 
     Each text is encoded separately, so results do not depend on the batch.
     """
@@ -102,7 +105,7 @@ class TextCache:
         store: TensorStore | None = None,
         precomputed: Mapping[str, PrecomputedEmbedding] | None = None,
     ) -> None:
-        """precomputed: {text: embedding} to use instead of encoding, if it matches the model's text encoder."""
+        """precomputed: {text: embedding} to use instead of encoding, if the shape fits the model's text encoder."""
         self._model = model
         self._store, self._max_bytes = store, max_bytes
         self._precomputed = precomputed or {}
@@ -116,9 +119,10 @@ class TextCache:
         return self._model.stack_conditioning([rows[text] for text in texts])
 
     def prepare(self, texts: Iterable[Text]) -> None:
-        """Encode texts that are not cached yet, until they fill half of the host cache.
+        """Encode texts that are not cached yet. Stops when the new embeddings fill half of the host cache.
 
-        Text encoders synchronize with the device. After this call, `encode` usually does not have to run them.
+        Text encoders make the host wait for the device. Call this method in advance, so that `encode` rarely has to run
+        the text encoders.
         """
         if not self._model.text_encoders():
             return
@@ -152,11 +156,11 @@ class TextCache:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the disk store, or None if embeddings are only cached in memory."""
+        """The folder of the disk store, or None if embeddings are cached only in memory."""
         return None if self._store is None else self._store.folder
 
     def open_folder(self, *, required: bool) -> bool:
-        """Create the folder of the disk store and record its use (see text_store.open_store_folder)."""
+        """Create the folder of the disk store and record that a run uses it (see `open_store_folder`)."""
         assert self._store is not None
         return open_store_folder(self._store, required=required)
 
@@ -222,13 +226,16 @@ def create_text_store(recipe: Recipe, model: DiffusionModel) -> TensorStore | No
 
 
 def software_key(model: DiffusionModel) -> str:
-    """Return a hash of everything that an embedding depends on besides the text, including device and torch version."""
+    """Return a hash of everything except the text that an embedding depends on, including device and torch version."""
     settings = {**model.text_cache_key(), "device": model.device.type, "torch": torch.__version__}
     return hashlib.sha256(canonical_json(settings).encode()).hexdigest()[:24]
 
 
 def open_store_folder(store: TensorStore, *, required: bool) -> bool:
-    """Create the folder and record its use. On failure raise DataError if `required`, else warn and return False."""
+    """Create the folder and record that a run uses it. Return whether this succeeded.
+
+    On failure, raises DataError if `required` is set, and otherwise logs a warning and returns False.
+    """
     try:
         store.folder.mkdir(parents=True, exist_ok=True)
         (store.folder / LAST_USE_FILE).touch()
@@ -242,7 +249,10 @@ def open_store_folder(store: TensorStore, *, required: bool) -> bool:
 
 
 def remove_unused_folders(now_s: float) -> None:
-    """Remove folders in the user's cache that no run has opened for UNUSED_S seconds. now_s: current Unix time."""
+    """Remove folders in the user's cache that no run has opened for UNUSED_S seconds.
+
+    now_s: current Unix time in seconds.
+    """
     for last_use in (user_cache_dir() / TEXT_FOLDER).glob(f"*/{LAST_USE_FILE}"):
         try:
             if now_s - last_use.stat().st_mtime > UNUSED_S:

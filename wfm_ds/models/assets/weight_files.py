@@ -1,8 +1,8 @@
-"""The safetensors files of a network: which of them to load, and fingerprints of their content.
+"""The safetensors files of a network: select the files to load, and compute fingerprints of their content.
 
-diffusers and transformers call an alternative set of weights a variant: `model.bf16.safetensors`, with shards
-`model.bf16-00001-of-00002.safetensors` or (older releases) `model-00001-of-00002.bf16.safetensors`. Some folders only
-contain a variant, such as SANA's BF16 repositories.
+diffusers and transformers call an alternative set of weights a variant. Its file is `model.bf16.safetensors`. Its
+shards are `model.bf16-00001-of-00002.safetensors` or, in older releases, `model-00001-of-00002.bf16.safetensors`. Some
+folders contain only a variant, such as SANA's BF16 repositories.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def parse_variant(name: str) -> str | None:
 
 
 def select_variant(folder: Path) -> str | None:
-    """Return the variant to load from a network's folder, or None for plain weights or an empty folder.
+    """Return the variant to load from a network's folder. Returns None if the folder has plain weights or is empty.
 
     Raises ModelError if there are several variants and none of them is bf16.
     """
@@ -48,7 +48,10 @@ def list_weight_files(folder: Path) -> list[Path]:
 
 
 def shard_index_path(folder: Path, base: str) -> Path:
-    """Return the path of the shard index of `base` (diffusion_pytorch_model or model). The file may not exist."""
+    """Return the path at which the shard index of the weights would be. The file may not exist.
+
+    base: `diffusion_pytorch_model` or `model`.
+    """
     variant = select_variant(folder)
     return folder / (
         f"{base}{WEIGHTS_SUFFIX}.index.{variant}.json" if variant else f"{base}{WEIGHTS_SUFFIX}.index.json"
@@ -56,7 +59,10 @@ def shard_index_path(folder: Path, base: str) -> Path:
 
 
 def pipeline_variant(folder: Path) -> str | None:
-    """Return the `variant` argument for diffusers; None for plain weights. Raises ModelError for several variants."""
+    """Return the `variant` argument for loading this pipeline with diffusers, or None for plain weights.
+
+    Raises ModelError if the components have different variants.
+    """
     variants = {variant for part in sorted(folder.iterdir()) if part.is_dir() and (variant := select_variant(part))}
     if len(variants) > 1:
         raise ModelError(
@@ -68,8 +74,9 @@ def pipeline_variant(folder: Path) -> str | None:
 def fingerprint_folders(folder: Path, parts: Iterable[str]) -> str:
     """Return a SHA-256 hex digest of the pipeline subfolders in `parts`, such as "vae".
 
-    Configs and tokenizer files are hashed completely. For weight files, only size, header, first MiB and last MiB are
-    hashed; files that would not be loaded are skipped. Raises ModelError if a file cannot be read.
+    Configs and tokenizer files are hashed completely. Of a weight file, only the size, the header, the first MiB and
+    the last MiB are hashed. Weight files that would not be loaded are skipped. Raises ModelError if a file cannot be
+    read.
     """
     digest = hashlib.sha256()
     for part in sorted(parts):

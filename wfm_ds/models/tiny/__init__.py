@@ -1,10 +1,10 @@
 """Tiny random pipelines for tests, laptops and the quickstart: `wfm models tiny FAMILY OUT_DIR`.
 
-Each is a complete folder that plain diffusers loads offline, with identical bytes on every run: vocabularies are
-written by hand and weights use fixed seeds. Its `call.json` contains the pipeline arguments for one small image or
-video.
+Each is a complete folder that plain diffusers loads offline. Its bytes are identical on every run, because vocabularies
+are written by hand and weights use fixed seeds. Its `call.json` contains the pipeline call arguments for one small
+image or video.
 
-Each module of this package is named after a FAMILY; its `build()` returns the pipeline and the call arguments.
+Each module of this package is named after a FAMILY. Its function `build()` returns the pipeline and the call arguments.
 `language/` contains vision-language models for transformers, and `parts/` contains shared components.
 """
 
@@ -34,7 +34,7 @@ def build_tiny_pipeline(family: str) -> tuple[Any, dict[str, Any]]:
 
 
 def write_tiny_model(family: str, out: Path) -> None:
-    """Write a tiny model to the new or empty folder `out`. Raises ModelError for another folder or family."""
+    """Write a tiny model to `out`. Raises ModelError for an unknown family, or if `out` exists and is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not an empty folder; choose a new one")
     if family in LANGUAGE_FAMILIES:
@@ -49,7 +49,10 @@ def write_tiny_model(family: str, out: Path) -> None:
 
 
 def drop_derived_config(file: Path) -> None:
-    """Remove block_out_channels, which AutoencoderTiny derives but saves. Loading it would log a warning."""
+    """Remove block_out_channels from the config of an AutoencoderTiny.
+
+    AutoencoderTiny saves this value although it derives it. Loading the config would log a warning.
+    """
     config = json.loads(file.read_text())
     if config["_class_name"] == "AutoencoderTiny":
         del config["block_out_channels"]

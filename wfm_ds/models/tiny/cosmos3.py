@@ -51,7 +51,7 @@ def build() -> tuple[Cosmos3OmniPipeline, dict[str, Any]]:
 def assemble_pipeline(
     transformer: Mapping[str, Any], vae: AutoencoderKLWan, *, flow_shift: float
 ) -> Cosmos3OmniPipeline:
-    """Return a pipeline with this transformer config, without a safety checker like the published folders."""
+    """Return a pipeline with this transformer config. Like the published folders, it has no safety checker."""
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     with temporary_seed(TRANSFORMER_SEED):
@@ -72,7 +72,7 @@ def assemble_pipeline(
 
 @torch.no_grad()
 def perturb_vectors(transformer: Cosmos3OmniTransformer) -> None:
-    """Add noise to vectors such as norm weights. Initial zeros and ones could hide errors in tests."""
+    """Add noise to vectors such as norm weights. Their initial values, zeros and ones, could hide errors in tests."""
     for name, parameter in transformer.named_parameters():
         if parameter.ndim == 1 and not name.endswith("bias"):
             parameter.add_(0.2 * torch.randn_like(parameter))

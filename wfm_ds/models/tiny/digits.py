@@ -37,10 +37,11 @@ def build() -> tuple[StableDiffusion3Pipeline, dict[str, Any]]:
 
 
 def identity_vae() -> AutoencoderTiny:
-    """Return a VAE with latents equal to the pixels in [-1, 1]. Encoding and decoding is exact to 1e-4.
+    """Return a VAE with latents equal to the pixels in [-1, 1]. Encoding and decoding are exact to 1e-4.
 
-    The encoder input is (x + 1) / 2 and the decoder output is 2 y - 1, between soft or hard clamps. Small latents
-    (pixels / 20) stay in the linear range of tanh. relu(z) and relu(-z) carry both signs through the decoder.
+    The encoder receives (x + 1) / 2 for pixels x and the decoder returns 2 y - 1 for its last activations y. Clamps
+    limit both. Small latents (pixels / 20) stay in the linear range of tanh. relu(z) and relu(-z) carry both signs
+    through the decoder.
     """
     vae = AutoencoderTiny(
         encoder_block_out_channels=(6,),

@@ -62,7 +62,10 @@ def build() -> tuple[Flux2KleinPipeline, dict[str, Any]]:
 
 
 def patch_vae() -> AutoencoderKLFlux2:
-    """Return a VAE of factor 2. Batch norm statistics other than 0 and 1 let tests detect missing normalization."""
+    """Return a VAE of factor 2.
+
+    Its batch norm statistics differ from 0 and 1, so that tests detect missing normalization.
+    """
     with temporary_seed(VAE_SEED):
         vae = AutoencoderKLFlux2(
             block_out_channels=(8, 16),

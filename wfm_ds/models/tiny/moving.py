@@ -1,4 +1,4 @@
-"""The untrained model of the video quickstart: a Wan transformer on 8x8 cells and an identity VAE."""
+"""The untrained model of the video quickstart: a Wan transformer for 8 x 8 latents and an identity VAE."""
 
 from __future__ import annotations
 
@@ -52,10 +52,11 @@ def build() -> tuple[WanPipeline, dict[str, Any]]:
 def exact_vae() -> AutoencoderKLWan:
     """Return a Wan VAE with latents equal to the pixels.
 
-    Encoding and decoding is exact to 1e-6 for grey videos in [-1, 1] that are constant on cells of 4 x 4 pixels. A
-    latent is the mean of a cell. Its 4 channels are 4 successive frames; the first latent frame has the first frame in
-    channel 0 and zeros in the others. Hidden channels 0 to 3 carry x and 4 to 7 carry -x, because silu(x) - silu(-x) =
-    x. Channel 8 is a constant much larger than x, so that the norms before silu only scale by a constant.
+    Encoding and decoding are exact to 1e-6 for grey videos in [-1, 1] that are constant on cells of 4 x 4 pixels. A
+    latent is the mean of a cell. Its 4 channels are 4 successive frames. The first latent frame has the first frame in
+    channel 0 and zeros in the other channels. Hidden channels 0 to 3 carry x and hidden channels 4 to 7 carry -x,
+    because silu(x) - silu(-x) = x. Channel 8 is a constant much larger than x, so that the norms before silu only scale
+    by a constant.
     """
     vae = AutoencoderKLWan(
         base_dim=VAE_WIDTH,
@@ -122,5 +123,5 @@ def set_decoder_weights(vae: Any) -> None:
 
 
 def neutralize_norm(norm: Any) -> None:
-    """Set the weight of a norm layer so that it cancels the division by the norm, which is about CONSTANT."""
+    """Set the weight of a norm layer so that it cancels the layer's division. The divisor is about CONSTANT."""
     norm.gamma.fill_(CONSTANT / VAE_WIDTH**0.5)

@@ -65,14 +65,14 @@ def text_parts() -> dict[str, Any]:
 
 
 def flow_scheduler() -> DPMSolverMultistepScheduler:
-    """Return the scheduler of the released models: second order on flow sigmas, integer timesteps."""
+    """Return the scheduler of the released models: a second-order flow solver with integer timesteps."""
     return DPMSolverMultistepScheduler(
         prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, solver_order=2
     )
 
 
 def call_arguments(prompt: str) -> dict[str, Any]:
-    """Return call arguments that disable the default instruction, which is long and slow to encode."""
+    """Return call arguments that disable the default instruction, because it is long and slow to encode."""
     return {
         "prompt": prompt,
         "height": 32,

@@ -35,7 +35,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[SanaWMPipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments without image and camera."""
+    """Return the pipeline and its call arguments. The arguments do not contain the image and the camera."""
     tokenizer = gemma_tokenizer()
     encoder = Gemma2ForCausalLM(gemma_encoder(len(tokenizer), TEXT_SEED).config)
     with temporary_seed(TRANSFORMER_SEED):
@@ -62,7 +62,10 @@ def build() -> tuple[SanaWMPipeline, dict[str, Any]]:
 
 @torch.no_grad()
 def randomize_zero_weights(transformer: SanaWMTransformer3DModel) -> None:
-    """Randomize zero-initialized weights, so that all blocks have an output and the camera has an effect."""
+    """Randomize weights that are initialized to zero.
+
+    Every block then has an output, and the camera has an effect.
+    """
     for name, weight in transformer.named_parameters():
         if ".conv_k" in name or "plucker_embedder" in name or ".t_conv" in name:
             weight.normal_(0, 0.3)

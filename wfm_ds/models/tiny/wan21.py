@@ -40,7 +40,7 @@ def assemble_pipeline(
 ) -> Any:
     """Return a Wan pipeline with this VAE, in float32 and evaluation mode.
 
-    options: other arguments of the pipeline's constructor. The transformer defaults to TRANSFORMER.
+    options: further arguments of the pipeline's constructor. By default, the transformer is tiny and random.
     """
     tokenizer = t5_tokenizer()
     options.setdefault("transformer", build_transformer(TRANSFORMER_SEED))

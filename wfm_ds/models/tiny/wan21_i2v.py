@@ -1,4 +1,4 @@
-"""Tiny Wan 2.1 image-to-video: input channels for latents, mask and image latents, and CLIP image embeddings."""
+"""Tiny Wan 2.1 image-to-video: the first frame enters through extra input channels and CLIP embeddings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMAGE_CONFIG = {"in_channels": 12}  # four latents, four frame masks, four image
 
 
 def build() -> tuple[WanImageToVideoPipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments without the image."""
+    """Return the pipeline and its call arguments. The arguments do not contain the image."""
     side = {"height": CLIP_SIDE, "width": CLIP_SIDE}
     network = build_transformer(TRANSFORMER_SEED, **IMAGE_CONFIG, image_dim=CLIP_WIDTH, added_kv_proj_dim=32)
     with torch.no_grad():

@@ -13,7 +13,7 @@ from wfm_ds.models.tiny.wan22 import TRANSFORMER_2_SEED
 
 
 def build() -> tuple[WanImageToVideoPipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments without the image."""
+    """Return the pipeline and its call arguments. The arguments do not contain the image."""
     high_noise, low_noise = (build_transformer(seed, **IMAGE_CONFIG) for seed in (TRANSFORMER_SEED, TRANSFORMER_2_SEED))
     pipeline = assemble_pipeline(
         wan_vae(VAE_SEED),

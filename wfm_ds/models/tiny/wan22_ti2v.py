@@ -1,4 +1,4 @@
-"""Tiny Wan 2.2 TI2V: one time per token, and a patchifying VAE of factor 16."""
+"""Tiny Wan 2.2 TI2V: one timestep per token, and a VAE of factor 16 that patchifies."""
 
 from __future__ import annotations
 

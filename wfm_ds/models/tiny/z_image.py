@@ -68,14 +68,14 @@ def build() -> tuple[ZImagePipeline, dict[str, Any]]:
 
 
 def randomize_padding(transformer: nn.Module) -> None:
-    """Randomize the learned padding tokens. Zeros could hide errors in tests."""
+    """Randomize the learned padding tokens. Their initial value, zero, could hide errors in tests."""
     for name, token in transformer.named_parameters():
         if name.endswith("_pad_token"):
             nn.init.normal_(token)
 
 
 def text_encoder(tokenizer: Any) -> Qwen3Model:
-    """Return an encoder with three layers. The pipeline uses the hidden states before the last layer."""
+    """Return an encoder with three layers. The pipeline uses the hidden states that enter the last layer."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=TEXT_WIDTH,

@@ -18,14 +18,13 @@ from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.distributed.world import ranks_per_node
 from wfm_ds.errors import RunError
 from wfm_ds.rollout import TASK_KIND
-from wfm_ds.rollout.groups import Group, GroupSource
+from wfm_ds.rollout.groups import Group, GroupSource, RolloutSample, StepRollouts, extract_rollout, plan_step_samples
 from wfm_ds.rollout.remote.coordinator import ClosedChunk, Coordinator, GroupChunk
 from wfm_ds.rollout.remote.frame_gathering import gather_conditioning_frames
 from wfm_ds.rollout.remote.identity import compute_identity
 from wfm_ds.rollout.remote.packing import ChunkTask, empty_rollout, unpack_trajectory, validate_trajectory
 from wfm_ds.rollout.remote.publisher import PolicyPublisher, remove_publications
 from wfm_ds.rollout.remote.service import RolloutService, load_trainer_keys
-from wfm_ds.rollout.rollout_samples import RolloutSample, StepRollouts, extract_rollout, plan_step_samples
 from wfm_ds.rollout.scores import unpack_scores
 from wfm_ds.runs.job import Job
 from wfm_ds.transport.broker import Broker
@@ -110,7 +109,7 @@ class AsyncSource:
     def publish_policy(self, step: int) -> None:
         """Publish the policy and submit the RL steps that may be generated with it. Collective.
 
-        After the last step, dismiss the workers instead.
+        After the last step, it dismisses the workers instead.
         """
         if step >= self.job.recipe.run.steps:
             if self.service is not None:
@@ -190,8 +189,9 @@ class AsyncSource:
         self.client.close()
 
     def _fetch_chunks(self, chunks: Sequence[ChunkPlan], step: int) -> dict[str, _ChunkTensors]:
-        """Download the tensors of these chunks and return them by task id. Chunks without samples are skipped.
+        """Download the tensors of these chunks and return them by task id.
 
+        Skips abandoned chunks, which have no samples.
         Raises ValueError if a chunk does not match the step's sampling plan.
         """
         plan, shape = self.algorithm.plan(step), self.job.sampler.latent_shape
@@ -213,8 +213,8 @@ class AsyncSource:
     ) -> list[Rollout]:
         """Broadcast a chunk from the replica leader and return the rollouts of `rows`. Collective in the replica.
 
-        tensors: the chunk's tensors on the leader, None on other ranks. rows: indices into `samples`, all samples of
-        the step.
+        tensors: the chunk's tensors on the leader, None on other ranks. samples: all samples of the step. rows: indices
+        into `samples` of the rollouts to return.
         Only the leader downloads the tensors, because the network between the ranks is faster.
         """
         world, plan = self.job.world, self.algorithm.plan(step)

@@ -31,7 +31,7 @@ class GroupChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClosedChunk:
-    """A finished chunk. publication: version of its weights; None if it was abandoned for `reason`."""
+    """A finished chunk. publication: version of its weights, or None if the chunk was abandoned for `reason`."""
 
     chunk: GroupChunk
     task_id: str

@@ -39,7 +39,7 @@ class GeneratedChunk:
 
 
 class ChunkGenerator:
-    """Generates the chunks of a rollout worker. All lanes share it; `generate_chunk` is thread-safe."""
+    """Generates the chunks of a rollout worker. All threads of the worker share it; `generate_chunk` is thread-safe."""
 
     def __init__(
         self,
@@ -51,7 +51,10 @@ class ChunkGenerator:
         joint_rows: Mapping[str, int],
         on_chunk_start: Callable[[], None] | None = None,
     ) -> None:
-        """joint_rows: `max_joint_rows` of Sampler. on_chunk_start: called after loading a chunk's weights."""
+        """joint_rows: the value of Sampler's `max_joint_rows`.
+
+        on_chunk_start: function that is called after the weights for a chunk are loaded.
+        """
         self._forward = CountingForward(model.denoise)
         self.sampler = Sampler(
             model=model,
@@ -66,7 +69,10 @@ class ChunkGenerator:
 
     @torch.no_grad()
     def generate_chunk(self, task: ChunkTask, manifest: PolicyManifest, progress: ReportProgress) -> GeneratedChunk:
-        """Denoise and decode a task's samples as one batch. progress: called with the number of forward passes."""
+        """Denoise and decode a task's samples as one batch.
+
+        progress: function that receives the number of completed forward passes.
+        """
         with self._lock:
             self._progress = progress
             self._forward.reset_counts()

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from wfm_ds.data.samples import pack_prompt, unpack_prompt
 from wfm_ds.models.conditioning_frames import pad_num_frames
-from wfm_ds.rollout.groups import Group
-from wfm_ds.rollout.rollout_samples import RolloutSample, replace_nonfinite_values
+from wfm_ds.rollout.groups import Group, RolloutSample, replace_nonfinite_values
 from wfm_ds.sampling.denoise import SamplingPlan, StoredStep, Trajectory
 from wfm_ds.types import Rollout, Transition
 
@@ -29,7 +28,7 @@ class ChunkTask:
     samples: Sequence[RolloutSample]
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return the task as JSON rows: one for the task itself, then one per input array of the prompt."""
+        """Return the task as JSON rows: first a row for the task itself, then one row per input array of the prompt."""
         first = self.samples[0]
         data, inputs = first.group.data, first.prompt.inputs
         task = {
@@ -44,8 +43,8 @@ class ChunkTask:
     def to_arrays(self) -> list[tuple[str, npt.NDArray[np.float32]]]:
         """Return [(name, array)]: the conditioning frames, then the input arrays of the prompt.
 
-        Conditioning frames: [C,n,h,w], where n may be 0, or an empty array [0] in runs without data. Returns [] if the
-        samples have neither data nor inputs.
+        The conditioning frames are an array [C,n,h,w] with n latent frames; n may be 0. They are an empty array [0] if
+        the prompt has inputs but no data. Returns [] if it has neither.
         """
         group, inputs = self.samples[0].group, self.samples[0].prompt.inputs
         if group.data is None and not inputs:
@@ -56,7 +55,10 @@ class ChunkTask:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]], arrays: Sequence[npt.NDArray[Any]] = ()) -> ChunkTask:
-        """Create the task from `to_rows` and `to_arrays`. Raises KeyError, TypeError or ValueError if malformed."""
+        """Create the task from the results of `to_rows` and `to_arrays`.
+
+        Raises KeyError, TypeError or ValueError if they are malformed.
+        """
         row, *input_rows = rows
         if input_rows and len(arrays) != len(rows):
             raise ValueError(f"{len(arrays)} arrays for {len(rows)} rows")
@@ -80,10 +82,10 @@ class ChunkTask:
 def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], NamedArrays]:
     """Return (layout, arrays) of a trajectory of n samples. Non-finite values are replaced by 0.
 
-        clean [n, ...]          always present
-        points [n, p, ...]      latents before and after the stored steps; consecutive steps share one
-        log_prob [n, w]         of the w stored steps
-        mean [n, w, ...]        of the w stored steps, if the plan keeps means
+        clean [n, ...]          final latents; always present
+        points [n, p, ...]      latents before and after the stored steps; consecutive steps share a point
+        log_prob [n, w]         log-probability of each of the w stored steps
+        mean [n, w, ...]        mean of each of the w stored steps, if the plan keeps means
         states [n, s, ...]      denoiser input latents, if the plan keeps states
 
     The layout is JSON: [step index, point before, point after] of each stored step, and the step index of each state.

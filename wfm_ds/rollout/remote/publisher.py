@@ -47,7 +47,10 @@ class PolicyManifest:
 
     @classmethod
     def from_json(cls, note: Mapping[str, Any]) -> PolicyManifest:
-        """Create the manifest from `to_json`. Raises KeyError, TypeError or ValueError if malformed."""
+        """Create the manifest from the result of `to_json`.
+
+        Raises KeyError, TypeError or ValueError if it is malformed.
+        """
         files = tuple(PolicyFile(name, num_bytes, sha256) for name, num_bytes, sha256 in note["files"])
         return cls(note["life"], note["publication"], note["folder"], files)
 
@@ -117,7 +120,7 @@ def remove_publications(recipe: Recipe) -> None:
 
 
 def list_policy_files(folder: Path) -> tuple[PolicyFile, ...]:
-    """Return name, size and hash of each weight file in a published folder. Raises OSError if one cannot be read."""
+    """Return name, size and hash of each weight file in a published folder. Raises OSError if a file cannot be read."""
     paths = sorted(folder.rglob("*.safetensors")) + sorted(folder.rglob(f"{LORA_FOLDER}/*.json"))
     return tuple(PolicyFile(p.relative_to(folder).as_posix(), p.stat().st_size, hash_file(p)) for p in paths)
 

@@ -98,7 +98,10 @@ class RolloutService:
         return [sys.executable, "-m", "wfm_ds", "rollout", recipe, *arguments, "--stop-on-eof"]
 
     def worker_environment(self, gpu: str | None) -> dict[str, str]:
-        """Return a worker's environment variables. gpu: the only visible GPU; None: those visible to this process."""
+        """Return a worker's environment variables.
+
+        gpu: the only GPU that the worker sees. None: the worker sees the same GPUs as this process.
+        """
         inherited = {name: value for name, value in os.environ.items() if not RANK_VARIABLES.fullmatch(name)}
         variables = {"OMP_NUM_THREADS": str(self.num_threads), **inherited}
         return variables if gpu is None else gpu_environment(variables, gpu)
@@ -164,7 +167,7 @@ class WorkerProcess:
 
     @property
     def process_name(self) -> str:
-        """Name of the current process. Its lanes are named `<process name>/<number>`."""
+        """Name of the current process. Its threads (lanes) are named `<process name>/<number>`."""
         return f"{self.name}.{self._num_starts}"
 
     def request_stop(self) -> None:
@@ -227,7 +230,10 @@ class WorkerProcess:
 
 
 def chunk_stall_s(rollout: RolloutRecipe, reward: RewardRecipe) -> float:
-    """Return the seconds without progress, including waits for scores, after which a chunk counts as stalled."""
+    """Return the number of seconds without progress after which a chunk counts as stalled.
+
+    It includes the time for which a chunk may wait for its scores.
+    """
     return max(1, rollout.in_flight - 1) * rollout.timeout_s + reward.timeout_s
 
 
@@ -240,7 +246,8 @@ class WorkerDevice:
 def choose_worker_devices(rollout: RolloutRecipe, num_ranks: int) -> list[WorkerDevice]:
     """Return the devices to which workers are assigned round-robin. num_ranks: training ranks on this machine.
 
-    Raises RecipeError if a GPU does not exist or rollout.devices is required. Warns if a GPU is also used for training.
+    Raises RecipeError if a GPU does not exist, or if rollout.devices is required but not set. Warns if a GPU is also
+    used for training.
     """
     names = spawn_device_names(rollout.devices, rollout.spawn)[: max(1, rollout.spawn)]
     if not any(name.startswith("cuda") for name in names):
@@ -273,14 +280,18 @@ def spawn_device_names(devices: list[str] | None, spawn: int) -> list[str]:
 
 
 def load_trainer_keys(settings: RolloutRecipe) -> BrokerKeys | None:
-    """Load the broker's keys; None without rollout.keys. Raises KeyFileError if they are unusable."""
+    """Load the broker's keys. Returns None if rollout.keys is not set.
+
+    Raises KeyFileError if the keys are unusable.
+    """
     return None if settings.keys is None else load_broker_keys(settings.keys)
 
 
 def broker_endpoints(bind: str, folder: Path | None) -> tuple[str, str]:
-    """Return the broker's addresses: (for ranks and connecting workers, for leases of chunks).
+    """Return two addresses of the broker: one for ranks and connecting workers, one for leasing chunks.
 
-    folder: folder of ipc sockets; None: TCP, leases on port + 1. Raises RecipeError for an invalid rollout.bind.
+    folder: folder of ipc sockets. None: use TCP, with the next port for leasing. Raises RecipeError for an invalid
+    rollout.bind.
     """
     if folder is not None:
         return f"ipc://{folder}/clients", f"ipc://{folder}/workers"

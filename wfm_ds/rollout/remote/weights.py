@@ -67,9 +67,10 @@ class PolicyWeights:
 
     @contextlib.contextmanager
     def _open_folder(self, manifest: PolicyManifest) -> Iterator[Path]:
-        """Yield a folder with the manifest's files: the trainer's if it can be read here, else a temporary download.
+        """Yield a folder with the manifest's files.
 
-        Raises TaskFailed if file names are invalid, or the download fails or does not match its hashes.
+        It is the trainer's folder if this machine can read it, otherwise a temporary download. Raises TaskFailed if
+        file names are invalid, if the download fails, or if a file does not match its hash.
         """
         if not manifest.files or not all(FILE_NAME.fullmatch(f.name) for f in manifest.files):
             raise TaskFailed("a publication has no files or invalid file names", fatal=True)
@@ -123,7 +124,10 @@ class PolicyWeights:
             load_whole_layers(getattr(self.model.pipeline, part), folder / LORA_FOLDER / WHOLE_LAYER_FILES[part])
 
     def _copy_tensors(self, part: str, paths: list[Path]) -> None:
-        """Copy the tensors in these files into a denoiser component. Raises ValueError if a trained one is missing."""
+        """Copy the tensors in these files into a denoiser component.
+
+        Raises ValueError if a trained tensor is missing.
+        """
         network: Any = getattr(self.model.pipeline, part)
         targets = network.state_dict()
         if self.lora:

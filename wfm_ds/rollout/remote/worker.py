@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> NoReturn:
 
 
 def run_worker(args: argparse.Namespace) -> int:
-    from wfm_ds.distributed.determinism import deterministic_kernels
+    from wfm_ds.distributed.accelerator import deterministic_kernels
     from wfm_ds.distributed.logs import quiet_libraries
     from wfm_ds.recipe import file as recipe_file
 
@@ -138,7 +138,10 @@ def serve_chunks(recipe: Recipe, args: argparse.Namespace, stop: threading.Event
 
 
 def load_worker_keys(recipe: Recipe, folder: Path | None) -> ClientKeys | None:
-    """Load the keys in `folder`, else rollout.keys; None without keys. Raises KeyFileError if they are unusable."""
+    """Load the keys in `folder` or, if it is None, the keys in rollout.keys. Returns None if neither is set.
+
+    Raises KeyFileError if the keys are unusable.
+    """
     trainer_folder = recipe.rl.rollout.keys
     if folder is not None:
         return load_client_keys(folder)

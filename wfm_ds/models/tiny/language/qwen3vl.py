@@ -1,4 +1,4 @@
-"""Tiny Qwen3-VL: vision features enter two layers, and video frames have timestamps."""
+"""Tiny Qwen3-VL: vision features enter two text layers, and the text contains timestamps of video frames."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ SEED = 22
 
 
 def build() -> TinyLanguageModel:
-    """Return the model, with tied embeddings like the small released models, and its processors."""
+    """Return the model and its processors. As in the small released models, the embeddings are tied."""
     tied = {"tie_word_embeddings": True}
     return qwen3_folder(Qwen3VLForConditionalGeneration, Qwen3VLConfig, SEED, text=tied, **tied)

@@ -21,7 +21,7 @@ CHAT_TEMPLATE = (
 
 
 def chat_tokenizer() -> Qwen2Tokenizer:
-    """Return a tiny tokenizer without a prefix space, so that decoding tokens returns the same text."""
+    """Return a tiny tokenizer that adds no space before the text, so that decoding the tokens returns the same text."""
     tokenizer = qwen_tokenizer(add_prefix_space=False)
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

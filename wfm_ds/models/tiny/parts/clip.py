@@ -14,7 +14,10 @@ WORD_END = "</w>"
 
 
 def clip_tokenizer(model_max_length: int) -> CLIPTokenizer:
-    """Return a tokenizer with 614 ids: bytes, bytes at the end of a word, merged words, start and end of text."""
+    """Return a tokenizer with 614 ids.
+
+    They are bytes, bytes at the end of a word, merged words, and the start and end of a text.
+    """
     merges = list(dict.fromkeys(pair for word in WORDS for pair in suffix_merges(word, WORD_END)))
     symbols = byte_symbols()
     words = merge_results(merges)

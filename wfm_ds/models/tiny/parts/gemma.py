@@ -13,9 +13,10 @@ SPECIAL_TOKENS = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
 
 
 def gemma_tokenizer() -> GemmaTokenizer:
-    """Return a tokenizer with 487 ids: special tokens, bytes, the word start symbol, ASCII characters and words.
+    """Return a tokenizer with 487 ids.
 
-    It prepends <bos>, like the released one.
+    They are special tokens, bytes, the symbol for the start of a word, ASCII characters and words. Like the released
+    tokenizer, it prepends <bos>.
     """
     merges = list(dict.fromkeys(pair for word in WORDS for pair in prefix_merges(WORD_START, word)))
     bytes_of_others = [f"<0x{byte:02X}>" for byte in range(256)]

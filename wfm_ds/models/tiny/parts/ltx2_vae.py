@@ -11,7 +11,7 @@ CHANNELS = 4
 
 
 def ltx2_vae(seed: int) -> AutoencoderKLLTX2Video:
-    """Return a random VAE. Latent statistics other than 0 and 1 let tests detect missing normalization."""
+    """Return a random VAE. Its latent statistics differ from 0 and 1, so that tests detect missing normalization."""
     with temporary_seed(seed):
         vae = AutoencoderKLLTX2Video(
             latent_channels=CHANNELS,

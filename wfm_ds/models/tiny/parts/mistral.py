@@ -29,7 +29,7 @@ SPLIT_PATTERN = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"  # word
 
 
 def mistral_tokenizer(more_words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with bytes, words with a leading space, special tokens, and one token per extra word."""
+    """Return a tokenizer with bytes, words with a leading space, special tokens, and one token for each extra word."""
     words = [*(word for word in WORDS if word not in string.digits), *more_words]
     merges = list(dict.fromkeys(pair for word in words for pair in prefix_merges(WORD_START, word)))
     vocabulary = {

@@ -31,9 +31,10 @@ CHAT_TEMPLATE = (
 
 
 def qwen_tokenizer(*, add_prefix_space: bool = True, more_words: Sequence[str] = ()) -> Qwen2Tokenizer:
-    """Return a tokenizer with 435 ids: bytes, words with a leading space, special tokens. Digits are single tokens.
+    """Return a tokenizer with 435 ids: bytes, words with a leading space, special tokens. Each digit is one token.
 
-    add_prefix_space: makes the first word one token. more_words: additional words with one token each.
+    add_prefix_space: put a space before the text, so that the first word is one token. more_words: additional words
+    that become one token each.
     """
     words = [*(word for word in WORDS if word not in string.digits), *SYSTEM_WORDS, *more_words]
     merges = list(dict.fromkeys(pair for word in words for pair in prefix_merges(WORD_START, word)))
@@ -51,13 +52,13 @@ def qwen_tokenizer(*, add_prefix_space: bool = True, more_words: Sequence[str] =
 
 
 def boundary_token_ids(tokenizer: Any) -> dict[str, int]:
-    """Return {bos_token_id, eos_token_id} for a language model config."""
+    """Return {bos_token_id, eos_token_id} for the config of a language model."""
     names = {"bos_token_id": "<|endoftext|>", "eos_token_id": "<|im_end|>"}
     return {key: tokenizer.convert_tokens_to_ids(token) for key, token in names.items()}
 
 
 def vision_token_ids(tokenizer: Any) -> dict[str, int]:
-    """Return {config key: id} of the image and video tokens for a vision-language model config."""
+    """Return {config key: id} of the image and video tokens for the config of a vision-language model."""
     names = {
         "image_token_id": "<|image_pad|>",
         "video_token_id": "<|video_pad|>",

@@ -1,4 +1,4 @@
-"""Shared code of tiny Qwen3-VL models, with and without mixture of experts."""
+"""Shared code of the tiny Qwen3-VL models, which have a dense decoder or a mixture of experts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def qwen3_folder(
 ) -> TinyLanguageModel:
     """Return a float32 model and its processors, with two text layers of width 32 and two vision layers.
 
-    network, config: classes of transformers. text, top: additional values of the config's text section and top level.
+    network, config: classes of transformers. text: additional values for the text section of the config. top:
+    additional values for the top level of the config.
     """
     tokenizer = chat_tokenizer()
     model_config = config(

@@ -12,7 +12,10 @@ WORD_START = "\u2581"  # the word mark of SentencePiece: "lower one eighth block
 
 
 def t5_tokenizer() -> T5Tokenizer:
-    """Return a tokenizer with 138 ids. Scores are log-probabilities: a word scores higher than its characters."""
+    """Return a tokenizer with 138 ids. The score of a word is higher than that of its characters.
+
+    Scores are log-probabilities. They decide how a text is split into tokens.
+    """
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), (WORD_START, -4.0)]  # T5 fixes the first three ids
     words = [(WORD_START + word, -2.0) for word in WORDS]
     characters = [(chr(code), -8.0) for code in range(ord("!"), ord("~") + 1)]

@@ -1,4 +1,4 @@
-"""A tiny UMT5 encoder; its tokenizer is T5's."""
+"""A tiny UMT5 encoder. It uses the tiny tokenizer of T5."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Handwritten vocabularies of the tiny pipelines. They are not trained, so ids are the same on every machine.
+"""Handwritten vocabularies of the tiny pipelines. No vocabulary is trained, so ids are the same on every machine.
 
-Every word of WORDS is one token. Other text is split into bytes or single characters.
+Every word of WORDS is one token. All other text is split into bytes or single characters.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ WORDS = (
 
 
 def suffix_merges(word: str, mark: str) -> list[tuple[str, str]]:
-    """Return the BPE merges for `word` followed by `mark`, from right to left: ("e", "d</w>"), ("r", "ed</w>").
+    """Return the BPE merges that build `word` followed by `mark`, from right to left.
 
-    Every pair contains the mark, so merges of different words do not interfere.
+    For "red" and "</w>" they are ("d", "</w>"), ("e", "d</w>"), ("r", "ed</w>"). Every pair contains the mark, so
+    merges of different words do not interfere.
     """
     *head, tail = [*word[:-1], word[-1] + mark]
     pairs = []
@@ -33,7 +34,10 @@ def suffix_merges(word: str, mark: str) -> list[tuple[str, str]]:
 
 
 def prefix_merges(mark: str, word: str) -> list[tuple[str, str]]:
-    """Return the BPE merges for `mark` followed by `word`, left to right: ("_", "r"), ("_r", "e"), ("_re", "d")."""
+    """Return the BPE merges that build `mark` followed by `word`, from left to right.
+
+    For "_" and "red" they are ("_", "r"), ("_r", "e"), ("_re", "d").
+    """
     head, pairs = mark, []
     for character in word:
         pairs.append((head, character))
@@ -47,5 +51,5 @@ def merge_results(merges: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def byte_symbols() -> list[str]:
-    """Return the 256 characters that represent bytes, sorted, because the library returns an unordered set."""
+    """Return the 256 characters that represent bytes. They are sorted, because the library returns an unordered set."""
     return sorted(ByteLevel.alphabet())

@@ -1,4 +1,4 @@
-"""A tiny video VAE: spatial factor 8, temporal factor 4, a mean and std per channel."""
+"""A tiny video VAE: spatial factor 8, temporal factor 4, one mean and one std per channel."""
 
 from __future__ import annotations
 

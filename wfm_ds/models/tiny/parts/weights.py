@@ -1,4 +1,4 @@
-"""Random weights for tiny models, chosen so that the text has a visible effect."""
+"""Random weights for tiny models in which the text has a visible effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import nn
 
 
 def amplify_text(transformer: nn.Module, factor: float) -> nn.Module:
-    """Scale the text value projections of joint attention, in place. By default a prompt hardly changes an image."""
+    """Scale the value projections of text tokens in joint attention, in place.
+
+    With the default scale, a prompt hardly changes an image.
+    """
     for name, weight in transformer.named_parameters():
         if ".add_v_proj." in name:
             weight.data.mul_(factor)
@@ -17,7 +20,10 @@ def amplify_text(transformer: nn.Module, factor: float) -> nn.Module:
 
 
 def redraw_text_weights(encoder: nn.Module, seed: int) -> nn.Module:
-    """Reinitialize all matrices in place with a std above the default 0.02, so that embeddings depend on the text."""
+    """Reinitialize all matrices in place, so that embeddings depend on the text.
+
+    Their std is larger than the default of 0.02.
+    """
     generator = torch.Generator().manual_seed(seed)
     for name, weight in encoder.named_parameters():
         if weight.ndim != 2:
