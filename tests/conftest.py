@@ -32,9 +32,9 @@ SLOW_FOLDERS = {"benchmarks", "faults", "kernels", "rehearsal"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         folder = item.path.parent.name
-        if (folder in SLOW_FOLDERS or RANKS & set(getattr(item, "fixturenames", ()))) and not item.get_closest_marker(
-            "unit"
-        ):
+        marks = {mark.name for mark in item.iter_markers()}
+        is_heavy = folder in SLOW_FOLDERS or not RANKS.isdisjoint(getattr(item, "fixturenames", ()))
+        if "long" in marks or (is_heavy and "unit" not in marks):
             item.add_marker("slow")
         if folder == "multi_rank":
             item.add_marker("dist")

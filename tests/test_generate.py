@@ -233,7 +233,7 @@ def test_broken_model_is_not_taken_for_one_that_draws(pipeline, prompts, tmp_pat
     assert (tmp_path / "out" / "index.html").read_text().count('class="failed"') == 3
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("arguments", "message"),
     [
         (["--model", "/nowhere"], "/nowhere does not exist"),

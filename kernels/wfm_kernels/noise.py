@@ -89,23 +89,17 @@ def host_philox_words(seeds: npt.NDArray[np.int64], num_counters: int, block_siz
     words = np.empty((2, 2, len(seeds), block_size), np.uint32)
     for first in range(0, num_counters, block_size):
         count = min(block_size, num_counters - first)
-        _run_rounds(round_keys, first, states[..., :count], words[..., :count])
+        multiplied, product, others = states[..., :count]
+        multiplied[0], multiplied[1], others[:] = np.arange(first, first + count, dtype=_U64), 0, 0
+        for key in round_keys:
+            np.multiply(multiplied, _MULTIPLIERS, out=product)
+            np.right_shift(product[::-1], _HALF_BITS, out=multiplied)  # swaps the halves of the state
+            np.bitwise_xor(multiplied, others, out=multiplied)
+            np.bitwise_xor(multiplied, key, out=multiplied)
+            np.bitwise_and(multiplied, _WORD_MASK, out=multiplied)
+            product, others = others[::-1], product[::-1]
+        words[0, :, :, :count], words[1, :, :, :count] = multiplied, others  # uint32 keeps the lower halves
         yield words[..., :count]
-
-
-def _run_rounds(
-    round_keys: npt.NDArray[np.uint64], first: int, states: npt.NDArray[np.uint64], words: PhiloxWords
-) -> None:
-    multiplied, product, others = states
-    multiplied[0], multiplied[1], others[:] = np.arange(first, first + words.shape[-1], dtype=_U64), 0, 0
-    for key in round_keys:
-        np.multiply(multiplied, _MULTIPLIERS, out=product)
-        np.right_shift(product[::-1], _HALF_BITS, out=multiplied)  # swaps the halves of the state
-        np.bitwise_xor(multiplied, others, out=multiplied)
-        np.bitwise_xor(multiplied, key, out=multiplied)
-        np.bitwise_and(multiplied, _WORD_MASK, out=multiplied)
-        product, others = others[::-1], product[::-1]
-    words[0], words[1] = multiplied, others  # uint32 keeps the lower halves
 
 
 def host_normal_noise(seeds: Tensor, n: int) -> Tensor:

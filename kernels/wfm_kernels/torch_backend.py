@@ -60,15 +60,14 @@ def sde_step(
     """Return (next latents, their log-probability [B], mean). The mean is empty unless return_mean is set."""
     mean = _step_mean(velocity, latents, coefficients, uncond, guidance)
     std = coefficients[:, 2:3].to(mean.dtype)
-    z = _draw_noise(seeds, mean) if noise is None else _flatten_samples(noise, mean.dtype)
+    if noise is None:
+        assert seeds is not None
+        z = normal_noise(seeds, mean.shape[1]).to(mean.dtype)
+    else:
+        z = _flatten_samples(noise, mean.dtype)
     next_latents = (mean + std * z).to(latents.dtype).view(latents.shape)  # rounded: training uses the stored values
     returned_mean = mean.view(latents.shape) if return_mean else mean.new_empty(0)
     return next_latents, _log_prob(next_latents, mean, coefficients), returned_mean
-
-
-def _draw_noise(seeds: Tensor | None, rows: Tensor) -> Tensor:
-    assert seeds is not None
-    return normal_noise(seeds, rows.shape[1]).to(rows.dtype)
 
 
 def sde_log_prob(
@@ -175,7 +174,11 @@ def nft_loss_backward(
 def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return (noisy latents, noise). The noise is empty unless it was drawn from seeds."""
     x0 = _flatten_samples(clean, working_dtype(clean))
-    eps = _draw_noise(seeds, x0) if noise is None else _flatten_samples(noise, x0.dtype)
+    if noise is None:
+        assert seeds is not None
+        eps = normal_noise(seeds, x0.shape[1]).to(x0.dtype)
+    else:
+        eps = _flatten_samples(noise, x0.dtype)
     s = sigma.unsqueeze(1)
     noisy = _restore_shape((1 - s) * x0 + s * eps, clean)
     return noisy, eps.view(clean.shape) if noise is None else eps.new_empty(0)

@@ -1,4 +1,4 @@
-"""Base class of rewards."""
+"""The base class of rewards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ __all__ = ["MAX_BATCH", "MediaBatch", "MediaItem", "Range", "Reward", "RewardErr
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Inclusive limits of a reward's output; -inf or inf for no limit. Values outside of them count as failures."""
+    """Smallest and largest valid value of a reward's output, both inclusive. -inf and inf mean no limit.
+
+    A value outside these limits counts as a failure.
+    """
 
     low: float
     high: float
@@ -31,46 +34,50 @@ class Range:
 
 
 class Reward(ABC):
-    """Base class of rewards. Subclasses are in `wfm_reward/rewards/` or any importable module (`package.module:Class`).
+    """Base class of rewards.
 
-    The module of a reward must be cheap to import. Import and load models in `load()`, which runs in the worker.
+    Subclasses are in `wfm_reward/rewards/` or in any importable module (`package.module:Class`). The module of a reward
+    must be cheap to import. Import and load models in `load()`, which runs in the worker.
 
-    The options of a reward are the keyword parameters of its `__init__`, plus `frames` for rewards that accept only
-    images. A parameter named `device` receives the device. An `__init__` that accepts `**options` should pass them on
-    with `super().__init__(device, **options)`; the reward then also has the options of its base class.
+    The options of a reward are the keyword parameters of its `__init__`. Rewards that accept only images also have the
+    option `frames`. A parameter named `device` receives the device and is not an option. An `__init__` that accepts
+    `**options` should pass them on with `super().__init__(device, **options)`. The reward then also has the options of
+    its base class.
 
-    Image rewards also score videos: `score` receives the frames selected by the option `frames` as images, and the
-    video's score is the mean over these frames (frames.py).
+    Image rewards can score videos too. The option `frames` selects frames of the video, `score` receives these frames
+    as images, and the video's score is the mean over the frames (frames.py).
     """
 
     name: ClassVar[str]
     """Name of the reward in recipes."""
     media_types: ClassVar[frozenset[str]]
-    """Accepted media: {"image"}, {"video"} or both. Rewards without "video" receive single frames of videos."""
+    """Accepted samples: {"image"}, {"video"} or both. If "video" is missing, the reward receives single frames of
+    videos."""
     outputs: ClassVar[Mapping[str, Range]]
-    """{output: limits}: required for `primary_output`, optional for the names in `Score.parts`."""
+    """{name of an output: its limits}. The outputs are `primary_output`, which is required, and the names in
+    `Score.parts`, which are optional."""
     primary_output: ClassVar[str]
     """Name of the output that is returned as `Score.value`."""
     required_metadata: ClassVar[tuple[str, ...]] = ()
-    """Required metadata keys. Items without them fail before `score` is called."""
+    """Required metadata keys. An item without them fails before `score` is called."""
     required_inputs: ClassVar[tuple[str, ...]] = ()
-    """Required conditioning inputs, such as "actions". Metadata of the same name does not count."""
+    """Required conditioning inputs, such as "actions". Metadata with the same name does not count as an input."""
     stall_s: ClassVar[float] = 120.0
-    """Maximum seconds per batch. A worker that takes longer is considered hung and is replaced. Service configurations
-    can change it. If the trainer starts the service, `reward.timeout_s` is the upper limit."""
+    """Maximum seconds per batch. A worker that takes longer is considered hung and is replaced. A service configuration
+    can change this value. If the trainer starts the service, `reward.timeout_s` is the upper limit."""
     max_batch: ClassVar[int] = MAX_BATCH
-    """Maximum number of items per batch. Service configurations and recipes can only lower it. Their default is 16, or
-    this value if that is smaller."""
+    """Maximum number of items per batch. Service configurations and recipes can only lower it. If they do not set a
+    number, it is 16, or this value if that is smaller."""
     backbone: ClassVar[str] = ""
-    """Family of the underlying network, such as "CLIP". Rewards with the same backbone make correlated errors, so one
-    cannot serve as an independent check of the other."""
+    """Family of the underlying network, such as "CLIP". Rewards with the same backbone make correlated errors, so
+    neither can serve as an independent check of the other."""
     label_option: ClassVar[str | None] = None
-    """Option that is set to LABEL if the reward is named `NAME/LABEL` in a recipe."""
+    """Name of the option that gets the value LABEL if a recipe names the reward `NAME/LABEL`."""
 
     device: str = "cpu"
-    """Torch device of the model."""
+    """The torch device of the model."""
     frames: FrameRule = FrameRule()
-    """Selects the frames of a video to score, for rewards that do not accept videos."""
+    """Selects the frames of a video to score, if the reward does not accept videos."""
 
     def __init__(self, device: str = "cpu", **options: Any) -> None:
         """Store `device` and the option `frames`. Raises RewardError for an invalid `frames` or unknown options."""
@@ -82,7 +89,10 @@ class Reward(ABC):
 
     @classmethod
     def option_parameters(cls) -> dict[str, inspect.Parameter]:
-        """Return {name: parameter of `__init__`} of all options. Subclass parameters override those of base classes."""
+        """Return {name: parameter of `__init__`} of all options.
+
+        A parameter of a subclass overrides the parameter of its base class.
+        """
         known: dict[str, inspect.Parameter] = {}
         for parent in cls.__mro__:
             if "__init__" in vars(parent) and issubclass(parent, Reward):
@@ -117,7 +127,9 @@ class Reward(ABC):
 
     @abstractmethod
     def score(self, batch: MediaBatch) -> list[Score]:
-        """Return one Score per item in the same order: `item.score(value, **parts)` or `item.fail(reason)`.
+        """Return one Score per item, in the order of the items: `item.score(value, **parts)` or `item.fail(reason)`.
 
-        Items fail with a reason if this raises, returns a wrong number of scores, NaN, or a value outside its limits.
+        If this method raises an exception or returns a wrong number of scores, the worker calls it for each item
+        separately. Items without a valid score fail with a reason. A score is invalid if it is NaN or outside its
+        limits.
         """

@@ -1,4 +1,4 @@
-"""Demo of the action quickstart: a grey frame that each move brightens, darkens or leaves unchanged.
+"""Demo of the action quickstart: moves brighten, darken or do not change a grey frame.
 
 The demo's data is rendered with this module, and its rewards measure videos with it.
 """
@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 FrameBrightness = npt.NDArray[np.float32]
-"""Brightness per frame, from -1 (black) to 1 (white)."""
+"""Brightness of each frame, from -1 (black) to 1 (white)."""
 Frames = npt.NDArray[np.uint8]
 """RGB frames [T,H,W,3]."""
 
@@ -24,13 +24,16 @@ MOVE_RAMP = (
 
 
 def sample_moves(generator: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Draw moves [2], uniform over MOVES."""
+    """Draw the two moves [2] of a clip. All MOVES are equally likely."""
     moves: npt.NDArray[np.int64] = generator.choice(MOVES, size=NUM_MOVES)
     return moves
 
 
 def frame_brightness(start: float, moves: npt.NDArray[np.int64]) -> FrameBrightness:
-    """Return the brightness [9] of a clip's frames. start: brightness of the first frame. moves: [2]."""
+    """Return the brightness [9] of the frames of a clip.
+
+    start: brightness of the first frame. moves: the two moves [2] of the clip.
+    """
     levels: FrameBrightness = (
         start + BRIGHTNESS_STEP * np.concatenate([[0], np.cumsum(np.repeat(moves, FRAMES_PER_MOVE)) / FRAMES_PER_MOVE])
     ).astype(np.float32)
@@ -38,13 +41,13 @@ def frame_brightness(start: float, moves: npt.NDArray[np.int64]) -> FrameBrightn
 
 
 def render_frames(brightness: FrameBrightness) -> Frames:
-    """Render brightness [T] as uniform grey frames [T,8,16,3]."""
+    """Render T brightness values [T] as uniform grey frames [T,8,16,3]."""
     grey = np.rint((brightness + 1) * 127.5).astype(np.uint8)
     return np.broadcast_to(grey[:, None, None, None], (len(grey), HEIGHT, WIDTH, 3)).copy()
 
 
 def encode_actions(moves: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Encode moves [2] as actions [8,3]: one-hot over MOVES, each held for four frames."""
+    """Encode two moves [2] as actions [8,3]. Each move becomes four one-hot actions over MOVES."""
     frame_moves = np.repeat(moves, FRAMES_PER_MOVE)
     return np.stack([frame_moves == move for move in MOVES], axis=1).astype(np.float32)
 
@@ -62,16 +65,17 @@ def decode_moves(actions: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
 def measure_moves(frames: Frames) -> FrameBrightness:
     """Measure the brightness change [2] of each move in frames [9,8,16,3], in units of BRIGHTNESS_STEP.
 
-    Raises ValueError for frames of other shapes.
+    Raises ValueError if the frames have a different shape.
     """
     moves: FrameBrightness = measure_pixel_changes(frames)[:, -1].mean(axis=1)
     return moves
 
 
 def measure_pixel_changes(frames: Frames) -> FrameBrightness:
-    """Return [2, 4, 8 * 16 * 3]: each pixel of a move's four frames minus the mean of the frame before the move.
+    """Return the pixel changes [2 moves, 4 frames, 8 * 16 * 3 pixels], in units of BRIGHTNESS_STEP.
 
-    In units of BRIGHTNESS_STEP. Raises ValueError unless the frames have shape [9,8,16,3].
+    The change is each pixel of a move's four frames minus the mean of the frame before the move. Raises ValueError
+    unless the frames have shape [9,8,16,3].
     """
     if frames.shape != (NUM_FRAMES, HEIGHT, WIDTH, 3):
         raise ValueError(f"the video has shape {list(frames.shape)}, not {[NUM_FRAMES, HEIGHT, WIDTH, 3]}")

@@ -30,79 +30,83 @@ class PipesConfig(ConfigSection):
     """Addresses and capacity of the reward service."""
 
     clients: str = "ipc"
-    """`ipc` (a socket in `folder`), `ipc:///PATH` or a loopback address `tcp://127.0.0.1:PORT` (port 0: any free port).
-    Other addresses of this machine, such as `tcp://10.0.0.5:6100`, require `keys`."""
+    """Address for clients: `ipc` (a socket in `folder`), `ipc:///PATH`, or a loopback address `tcp://127.0.0.1:PORT`
+    (port 0: any free port). Any other address of this machine, such as `tcp://10.0.0.5:6100`, requires `keys`."""
     keys: Path | None = None
-    """Key folder of the service (wfm keys new DIR hub). Only clients with a public key in its folder public/ may
-    connect. Relative to the configuration file."""
+    """Key folder of the service (made with `wfm keys new DIR hub`). Only clients with a public key in its subfolder
+    public/ may connect. Relative to the configuration file."""
     workers: str = "ipc"
-    """Address for the service's own workers, in the format of `clients`."""
+    """Address for the workers that the service starts, in the format of `clients`."""
     folder: Path | None = None
-    """Folder for the sockets; its path must be short. Unset: a new private folder. Removed on exit if empty."""
+    """Folder for the sockets. Its path must be short. Unset: a new private folder. The folder is removed on exit if it
+    is empty."""
     file: Path = Path("pipes.json")
-    """File that clients read the address from. Written when all rewards are ready. Relative to the configuration
+    """File from which clients read the address. It is written when all rewards are ready. Relative to the configuration
     file."""
     spool_mib: PositiveInt = 4096
-    """Memory in MiB for images and videos of queued and running tasks. Above it, clients must resubmit later."""
+    """Memory in MiB for the images and videos of queued and running tasks. If it is full, clients must submit again
+    later."""
     max_waiting: PositiveInt = 20000
-    """Maximum number of queued tasks over all rewards."""
+    """Maximum number of queued tasks of all rewards together."""
 
 
 class RewardConfig(ConfigSection):
     """Worker processes and options of one reward."""
 
     device: str = "cpu"
-    """Device of the model, such as `cuda:0`. Numbers count the GPUs that the service sees (CUDA_VISIBLE_DEVICES)."""
+    """Device of the model, such as `cuda:0`. The number counts the GPUs that the service sees
+    (CUDA_VISIBLE_DEVICES)."""
     workers: PositiveInt = 1
     """Number of worker processes."""
     max_batch: Annotated[int, Field(ge=1, le=MAX_BATCH)] | None = None
     """Maximum number of items per batch. Unset: 16, or the maximum of the reward's class if that is smaller."""
     max_wait_ms: NonNegativeFloat = 0.0
-    """Requests that arrive within this many milliseconds share a batch. 0: each request is its own batch, so scores do
-    not depend on other requests."""
+    """Requests that arrive within this many milliseconds are scored in one batch. 0: each request is a separate batch,
+    so scores do not depend on other requests."""
     max_waiting: PositiveInt | None = None
-    """Maximum number of queued tasks of this reward. Above it, clients must resubmit later. Unset:
+    """Maximum number of queued tasks of this reward. If it is reached, clients must submit again later. Unset:
     pipes.max_waiting."""
     stall_s: PositiveFloat | None = None
-    """Seconds without progress after which a worker is replaced. A task is tried at most three times. Unset: the
-    value of the reward's class, by default 120, and 660 for built-in rewards that call other services."""
+    """Seconds without progress after which a worker is replaced. A task is tried at most three times. Unset: the value
+    of the reward's class, which is 120 by default and 660 for built-in rewards that call other services."""
     python: Path | None = None
-    """Python interpreter of the workers. It needs the packages of the model, numpy, pyzmq, msgpack and pydantic. Unset:
-    the interpreter of the service."""
+    """Python interpreter of the workers. It needs the packages of the model, and numpy, pyzmq, msgpack and pydantic.
+    Unset: the interpreter of the service."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reward's constructor."""
 
 
 class HttpConfig(ConfigSection):
-    """HTTP server: status page, metrics, and scores for clients other than wfm_ds."""
+    """HTTP server: status page, metrics, and scores for clients that are not wfm_ds."""
 
     bind: str = "127.0.0.1:8080"
-    """HOST:PORT (port 0: any free port). Hosts other than loopback require a token."""
+    """HOST:PORT (port 0: any free port). A token is required if HOST is not a loopback address."""
     token_file: Path | None = None
-    """File with the token that requests must carry; only its owner may be able to read it. Unset: the environment
-    variable WFM_REWARD_TOKEN. Without both, no token is required (loopback only). Relative to the configuration
-    file."""
+    """File with the token that requests must carry. Only its owner may be able to read it. Unset: the environment
+    variable WFM_REWARD_TOKEN. If neither is set, no token is required, and only loopback addresses are allowed.
+    Relative to the configuration file."""
     max_body_mib: PositiveInt = 512
-    """Maximum body size of a request in MiB."""
+    """Maximum size of the body of a request in MiB."""
     body_timeout_s: PositiveFloat = 120.0
-    """Seconds within which a request body must arrive; otherwise the reply is 408."""
+    """Seconds within which the body of a request must arrive. Otherwise the reply is 408."""
     idle_timeout_s: PositiveFloat = 30.0
-    """Seconds after which a connection without a current request is closed, for example if the client sends no header
+    """Seconds after which a connection without a current request is closed. This happens if the client sends no header
     or does not read the reply."""
     max_connections: PositiveInt = 256
-    """Maximum number of open connections; further ones get 503. Capped at a quarter of the process's file descriptors
-    (`ulimit -n`), because trainers and workers need the rest."""
+    """Maximum number of open connections. Further connections get 503. The number is at most a quarter of the process's
+    file descriptors (`ulimit -n`), because trainers and workers need the rest."""
     max_pending_mib: PositiveInt = 2048
-    """Memory in MiB for incoming bodies and unscored images and videos of all requests. Latents count with the size of
-    their decoded videos. Above it, requests get 429; a request that can never fit gets 413."""
+    """Memory in MiB for the bodies and the unscored images and videos of all requests. Latents count with the size of
+    their decoded videos. If it is full, a request gets 429. A request that can never fit gets 413."""
     timeout_s: PositiveFloat = 600.0
-    """Seconds after which an unscored item fails, even if it is being scored."""
+    """Seconds after which an item without a score fails, even if it is being scored."""
     pull_wait_s: NonNegativeFloat = 4.0
-    """Seconds that a pull request waits before it replies that the scores are not ready."""
+    """Seconds that a pull request waits for scores before the reply says that they are not ready."""
     result_ttl_s: PositiveFloat = 3600.0
-    """Seconds for which finished scores can be pulled."""
+    """Seconds for which finished scores remain available to pull requests."""
     failed_value: Literal["nan"] | None = None
-    """Score of failed items in replies to pulls. Unset: null. `nan`: NaN, for clients that accept only numbers."""
+    """Score of failed items in replies to pull requests. Unset: null. `nan`: NaN, for clients that accept only
+    numbers."""
 
     @field_validator("bind")
     @classmethod
@@ -114,24 +118,24 @@ class HttpConfig(ConfigSection):
 
 
 class DecoderConfig(ConfigSection):
-    """VAE that decodes latents sent by HTTP clients."""
+    """The VAE that decodes latents sent by HTTP clients."""
 
     vae: str
     """Folder of a diffusers VAE, or of a diffusers pipeline that contains one."""
     device: str = "cpu"
-    """Device of the VAE."""
+    """The device of the VAE."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Compute dtype."""
+    """Dtype of the VAE's weights and computation."""
 
 
 class ServiceConfig(ConfigSection):
-    """Configuration file of a reward service."""
+    """The configuration file of a reward service."""
 
     pipes: PipesConfig = PipesConfig()
     http: HttpConfig | None = None
-    """Unset: no HTTP server. `http: {}`: an HTTP server with all defaults."""
+    """HTTP server. Unset: no server. `http: {}`: a server with all default values."""
     latent_decoders: dict[PositiveInt, DecoderConfig] = Field(default_factory=dict)
-    """{number of latent channels: decoder}, such as 16 for Wan 2.1."""
+    """{number of latent channels: decoder}. Latents of Wan 2.1 have 16 channels."""
     rewards: dict[str, RewardConfig] = Field(min_length=1)
 
     @field_validator("http", mode="before")
@@ -146,7 +150,10 @@ class ServiceConfig(ConfigSection):
 
 
 def load_config(path: Path) -> ServiceConfig:
-    """Load and validate a configuration file. Raises RewardError with file and key if it is unreadable or invalid."""
+    """Load and validate a configuration file.
+
+    Raises RewardError, which names the file and the key, if the file is unreadable or invalid.
+    """
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -171,7 +178,7 @@ def _format_problem(problem: Any) -> str:
 
 
 def _section_keys(location: list[str]) -> list[str]:
-    """Return the valid keys of a section. location: its path, such as ["rewards", "ocr"]."""
+    """Return the valid keys of a section. location: path of the section, such as ["rewards", "ocr"]."""
     if not location:
         return list(ServiceConfig.model_fields)
     sections: dict[str, type[ConfigSection]] = {

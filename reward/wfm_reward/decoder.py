@@ -1,6 +1,6 @@
-"""`python -m wfm_reward.decoder`: decode latents sent by HTTP clients to videos. Started by the service.
+"""`python -m wfm_reward.decoder`: decode latents sent by HTTP clients to videos. The service starts this process.
 
-Decoded videos are too large for a message. The decoder writes each one to a file in the service's private folder and
+Decoded videos are too large for a message. The decoder writes each video to a file in the service's private folder and
 replies with its path.
 """
 
@@ -27,7 +27,10 @@ VIDEO_FILES = "video-*.npy"
 
 
 def load_decoder(settings: Mapping[str, Any]) -> WorkerSetup:
-    """Load the VAE. Raises RewardError if this fails or the VAE has another number of channels than `settings`."""
+    """Load the VAE.
+
+    Raises RewardError if loading fails, or if the VAE has a different number of channels than `settings`.
+    """
     return WorkerSetup(
         LatentDecoder(**{key: settings[key] for key in ("vae", "device", "dtype", "channels", "folder")}).decode_tasks,
         STALL_S,
@@ -36,7 +39,7 @@ def load_decoder(settings: Mapping[str, Any]) -> WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class VaeScale:
-    """Compression factors of a VAE: video size divided by latent size."""
+    """Compression factors of a VAE: size of the video divided by size of the latents."""
 
     temporal: int
     spatial: int
@@ -53,13 +56,13 @@ class VaeScale:
             raise RewardError(f"latent_decoders.{channels}.vae: {path} cannot be read: {error}") from error
 
     def video_bytes(self, shape: Sequence[int]) -> int:
-        """Return the size in bytes of the uint8 RGB video decoded from latents of shape [C,T,h,w]."""
+        """Return the size in bytes of the uint8 RGB video that latents of shape [C,T,h,w] decode to."""
         _, frames, height, width = shape
         return ((frames - 1) * self.temporal + 1) * height * self.spatial * width * self.spatial * 3
 
 
 def vae_folder(vae: str) -> Path:
-    """Return the VAE's folder: `vae/` inside a pipeline folder, else the folder itself."""
+    """Return the folder of the VAE: `vae/` inside a pipeline folder, or the folder itself."""
     path = Path(vae).expanduser()
     return path / "vae" if (path / "vae").is_dir() else path
 
@@ -86,7 +89,8 @@ class LatentDecoder:
     ) -> list[Mapping[str, Any] | TaskFailed]:
         """Decode the latents [C,T,h,w] (float16 or float32) of each task and write the videos to files.
 
-        Returns {"videos": [[path, failure, {}], ...]} per task. Either path or failure is None.
+        Returns {"videos": [[path, failure, {}], ...]} for each task. If a video fails, its path is None, and otherwise
+        its failure is None.
         """
         replies: list[Mapping[str, Any] | TaskFailed] = []
         for number, task in enumerate(tasks, start=1):
@@ -102,7 +106,10 @@ class LatentDecoder:
         return [str(path), None, {}]
 
     def decode_latents(self, latents: Array) -> npt.NDArray[np.uint8]:
-        """Decode latents [C,T,h,w], normalized per channel with the VAE's statistics, to a video uint8 [T,H,W,3]."""
+        """Decode latents [C,T,h,w] to a video uint8 [T frames, H, W, 3].
+
+        The latents are normalized per channel with the VAE's statistics.
+        """
         import torch
 
         config, device, dtype = self._vae.config, self._vae.device, self._vae.dtype

@@ -1,4 +1,4 @@
-"""Score videos with image rewards: score selected frames as images and average the scores."""
+"""Score videos with image rewards: score selected frames as images, and average the scores."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ FRAME_RULE_FORMS = "first, middle, last or uniform:N"
 
 @dataclass(frozen=True, slots=True)
 class FrameRule:
-    """Selects the frames of a video to score. Raises RewardError for an invalid `text`.
+    """Selects the frames of a video to score. Raises RewardError if `text` is invalid.
 
-    text: `first`, `middle`, `last`, or `uniform:N` for the middle frames of N equal segments.
+    text: `first`, `middle`, `last`, or `uniform:N`. The last one splits the video into N equal segments and selects the
+    middle frame of each.
     """
 
     text: str = "first"
@@ -28,7 +29,10 @@ class FrameRule:
             raise RewardError(f"frames is {self.text!r}; it must be {FRAME_RULE_FORMS}")
 
     def frame_indices(self, num_frames: int) -> list[int]:
-        """Return distinct frame indices, ascending. `uniform:N` selects all frames of videos with fewer than N."""
+        """Return ascending, distinct frame indices.
+
+        If a video has fewer than N frames, `uniform:N` selects all of them.
+        """
         match self.text:
             case "first":
                 return [0]
@@ -45,9 +49,9 @@ def score_frames(
 ) -> list[Score]:
     """Return one Score per video: the mean over its selected frames.
 
-    Averages the value, and each of `Score.parts` that all frames have. If a frame fails, its video fails.
+    The mean of a part in `Score.parts` is computed if all frames have the part. If a frame fails, its video fails.
 
-    score_images: returns one Score per image for a batch of at most `max_batch` images [B,H,W,3]. Images have the
+    score_images: function that returns one Score per image for at most `max_batch` images [B,H,W,3]. Images have the
     sample ids, prompts and metadata of their videos.
     """
     frame_indices = rule.frame_indices(videos.media.shape[1])
@@ -69,7 +73,7 @@ def score_frames(
 
 
 def mean_score(scores: Sequence[Score], frames: Sequence[int]) -> Score:
-    """Average the scores of one video's frames. frames: frame indices, for the reason of a failure."""
+    """Average the scores of the frames of one video. frames: frame indices, which are named if a frame failed."""
     first, values = scores[0], list[float]()
     for score, frame in zip(scores, frames, strict=True):
         if score.value is None:

@@ -1,4 +1,4 @@
-"""HTTP client for rewards that call other services. Uses only the standard library."""
+"""HTTP client for rewards that call other services. It uses only the standard library."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ BUSY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})  # to retry
 
 
 class HttpRequestError(Exception):
-    """No usable response before the deadline. The message contains the URL and the last response or error."""
+    """Raised if there is no usable response before the deadline.
+
+    The message has the URL and the last response or error.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class HttpResponse:
     body: bytes
 
     def parse_json(self) -> dict[str, Any]:
-        """Parse the body as a JSON object. Raises HttpRequestError if it is none."""
+        """Parse the body as a JSON object. Raises HttpRequestError if it is not a JSON object."""
         try:
             content = json.loads(self.body)
         except (ValueError, RecursionError) as error:
@@ -47,7 +50,7 @@ class HttpResponse:
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows no redirects, which would send the token to another server."""
+    """Prevents redirects, because a redirect would send the token to another server."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -62,10 +65,11 @@ class HttpClient:
     _sleep_event: threading.Event = field(default_factory=threading.Event)
 
     def post(self, url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> HttpResponse:
-        """POST, and retry with back-off after connection errors and responses with BUSY_STATUSES.
+        """Send a POST request.
 
-        deadline_s: on the clock time.monotonic. Raises HttpRequestError if there is no other response before the
-        deadline, and RewardError if the token is rejected.
+        Retry after connection errors and responses with BUSY_STATUSES, with increasing waiting times.
+        deadline_s: a `time.monotonic()` value. Raises HttpRequestError if there is no usable response before the
+        deadline, and RewardError if the server rejects the token.
         """
         wait_s = FIRST_WAIT_S
         while True:
@@ -105,7 +109,10 @@ def _check_size(body: bytes) -> bytes:
 
 
 def check_url(url: str, label: str) -> str:
-    """Return `url`. Raises RewardError unless it starts with http:// or https://. label: its name in the message."""
+    """Return `url`. Raises RewardError unless it starts with http:// or https://.
+
+    label: name of the URL in the error message.
+    """
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise RewardError(f"{label} is {url!r}; it must start with http:// or https://")
     return url

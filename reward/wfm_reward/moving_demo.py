@@ -1,7 +1,7 @@
 """Demo of the video quickstart: a bright shape of 3 x 3 cells moves one cell per frame across 8 x 8 black cells.
 
-There are 48 clips: 3 shapes, 4 directions, 2 lanes and 2 start positions. The demo's data consists of them, and its
-rewards compare videos with them.
+There are 48 clips: 3 shapes, 4 directions, 2 lanes and 2 start positions. The data of the demo consists of these clips,
+and its rewards compare videos with them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 Cells = npt.NDArray[np.float32]
-"""Cell brightness, 0 to 1: a frame [8,8] or a clip [5,8,8]."""
+"""Brightness of cells, from 0 to 1: a frame [8,8] or a clip [5,8,8]."""
 Frames = npt.NDArray[np.uint8]
 """RGB frames [T,H,W,3]."""
 
@@ -29,7 +29,7 @@ SHAPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 DIRECTIONS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 )
-"""{direction: (down, right)} in cells per frame."""
+"""The movement (down, right) in cells per frame, for each direction."""
 LANES = (1, 4)  # first row or column of the shape; lanes do not overlap
 START_OFFSETS = (0, 1)  # initial distance from the border in cells; leaves space for the whole motion
 NUM_VARIANTS = len(LANES) * len(START_OFFSETS)
@@ -47,7 +47,7 @@ class MovingClip:
 
 
 def shape_mask(shape: str) -> Cells:
-    """Return the mask [3,3] of a shape's bright cells."""
+    """Return the mask [3,3] of the bright cells of a shape."""
     return np.array([[char == "#" for char in row] for row in SHAPES[shape]], np.float32)
 
 
@@ -81,7 +81,7 @@ def render_frames(cells: Cells) -> Frames:
 
 
 def measure_cells(frames: Frames) -> Cells:
-    """Average frames [5,32,32,3] to cells [5,8,8]. Raises ValueError for other shapes."""
+    """Average frames [5,32,32,3] to cells [5,8,8]. Raises ValueError if the frames have a different shape."""
     if frames.shape != (NUM_FRAMES, GRID_SIZE * CELL_PIXELS, GRID_SIZE * CELL_PIXELS, 3):
         raise ValueError(
             f"the video has shape {list(frames.shape)}, not "
@@ -93,7 +93,7 @@ def measure_cells(frames: Frames) -> Cells:
 
 
 def find_nearest_clip(cells: Cells) -> tuple[MovingClip, float]:
-    """Return (clip nearest to cells [5,8,8], mean squared error)."""
+    """Return the real clip nearest to cells [5,8,8], and the mean squared error between them."""
     errors = np.square(draw_all_clips() - cells).mean(axis=(1, 2, 3))
     best = int(errors.argmin())
     return list_clips()[best], float(errors[best])

@@ -1,4 +1,4 @@
-"""Look up rewards by name: built-in ones in `wfm_reward/rewards/`, or any `package.module:Class`."""
+"""Look up rewards by name. A name is a built-in reward in `wfm_reward/rewards/` or any `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from wfm_reward.base import DEFAULT_MAX_BATCH, Reward
 
 
 def list_reward_names() -> list[str]:
-    """Return the sorted names of the built-in rewards. Imports their modules but loads no models."""
+    """Return the sorted names of the built-in rewards. This imports their modules, but loads no models."""
     return sorted(_load_builtin_rewards())
 
 
 def get_reward_class(name: str) -> type[Reward]:
     """Return the reward class for a built-in name or `package.module:Class`.
 
-    `NAME/LABEL` selects the class of NAME: labels allow a recipe to use one reward several times. Raises RewardError
-    with the closest known name if there is no such reward.
+    `NAME/LABEL` selects the class of NAME. With different labels, a recipe can use one reward several times. Raises
+    RewardError with the closest known name if there is no such reward.
     """
     name, slash, label = name.partition("/")
     if slash and not label:
@@ -79,13 +79,16 @@ def create_reward(name: str, device: str, options: Mapping[str, Any]) -> Reward:
 
 
 def check_reward(name: str, device: str, options: Mapping[str, Any], max_batch: int | None) -> None:
-    """Raise RewardError if a reward's name, options or batch size are invalid. Loads no model."""
+    """Raise RewardError if a reward's name, options or batch size are invalid. Loads no models."""
     resolve_max_batch(name, max_batch)
     create_reward(name, device, options)
 
 
 def resolve_max_batch(name: str, max_batch: int | None) -> int:
-    """Return `max_batch`, or the reward's default if None. Raises RewardError if it exceeds the reward's maximum."""
+    """Return `max_batch`, or the reward's default if `max_batch` is None.
+
+    Raises RewardError if it exceeds the reward's maximum.
+    """
     largest = get_reward_class(name).max_batch
     if max_batch is None:
         return min(DEFAULT_MAX_BATCH, largest)
@@ -109,7 +112,7 @@ def _load_builtin_rewards() -> dict[str, type[Reward]]:
 
 
 def _list_module_rewards(module: ModuleType) -> list[type[Reward]]:
-    """Return the concrete reward classes that a module defines, not those that it imports."""
+    """Return the concrete reward classes that a module defines. Classes that it imports are not included."""
     return [
         value
         for value in vars(module).values()

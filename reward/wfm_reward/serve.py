@@ -1,8 +1,9 @@
 """`wfm serve CONFIG.yaml [--check]`: the reward service.
 
 The main process only supervises: it runs the broker in a thread and `workers` processes for each reward. When all
-workers are ready it writes pipes.json and one line of JSON to stdout. On SIGTERM or SIGINT it finishes running tasks
-and exits; a second signal exits immediately. Exit status: 0 after a requested stop, 2 for user errors, 1 otherwise.
+workers are ready, it writes pipes.json and prints one line of JSON to stdout. On SIGTERM or SIGINT, it finishes running
+tasks and exits. A second signal makes it exit immediately. The exit status is 0 after a requested stop, 2 for user
+errors, and otherwise 1.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class RewardServer:
     def __init__(self, config: ServiceConfig, base: Path, stop_on_eof: bool) -> None:
         """Create the broker, the worker pool and the HTTP server without starting them.
 
-        base: folder of the configuration file. stop_on_eof: stop when stdin is closed. Raises PipeError if an endpoint
+        base: folder of the configuration file. stop_on_eof: stop when stdin is closed. Raises PipeError if an address
         cannot be bound, and KeyFileError for invalid keys.
         """
         self.config = config
@@ -226,7 +227,10 @@ class RewardServer:
 
 
 def worker_programs(config: ServiceConfig, folder: Path) -> dict[str, WorkerProgram]:
-    """Return {reward or decoder: start command of its workers}. folder: where latent decoders write videos."""
+    """Return {name of a reward or decoder: command that starts its workers}.
+
+    folder: for the videos of latent decoders.
+    """
     scorers = {name: reward_program(name, reward) for name, reward in config.rewards.items()}
     return scorers | {
         f"decode:{n}": decoder_program(n, decoder_config, folder)

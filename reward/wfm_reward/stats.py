@@ -1,6 +1,6 @@
-"""Statistics of the reward service: per reward, counts, times, and the latest scores, failures and samples.
+"""Statistics of the reward service. For each reward: counts, times, and the latest scores, failures and samples.
 
-The broker's thread writes them (`record_task`), the HTTP server's thread reads them (`snapshot`).
+The broker's thread writes the statistics (`record_task`), and the HTTP server's thread reads them (`snapshot`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ class ServiceStats:
             return {name: _copy_stats(stats) for name, stats in self._rewards.items()}
 
     def record_task(self, ended: FinishedTask) -> None:
-        """Add a finished scoring task to the statistics; other tasks are ignored. Called in the broker's thread."""
+        """Add a finished scoring task to the statistics. Tasks of other kinds are ignored.
+
+        Called in the broker's thread.
+        """
         kind, _, name = ended.kind.partition(":")
         if kind != "score":
             return
@@ -121,7 +124,10 @@ class ServiceStats:
 
 
 def _task_scores(ended: FinishedTask) -> list[Any]:
-    """Return (value, failure, parts) per row of a finished task. Malformed replies of workers become failures."""
+    """Return (value, failure, parts) for each row of a finished task.
+
+    A malformed reply of a worker becomes a failure.
+    """
     rows, scores = ended.rows, ended.completion.meta.get("scores")
     if not ended.completion.ok:
         return [(None, ended.completion.reason, {})] * len(rows)
@@ -131,16 +137,16 @@ def _task_scores(ended: FinishedTask) -> list[Any]:
 
 
 def _failure_class(reason: str, known: Mapping[str, int]) -> str:
-    """Return the failure class of a reason: its text up to the first colon, with N for numbers and quoted names.
+    """Return the failure class of a reason: its text up to the first colon, with N for each number and quoted name.
 
-    Returns "other" for a new class if `known` already has MAX_REASONS.
+    known: the failure classes so far. If they are already MAX_REASONS, a new class is counted as "other".
     """
     name = re.sub(r"'[^']*'|\d+(\.\d+)?", "N", reason.partition(":")[0])[:60]
     return name if name in known or len(known) < MAX_REASONS else "other"
 
 
 def _extract_sample(ended: FinishedTask, score: Any, wall_s: float) -> ScoredSample | None:
-    """Return the first item of a task with its score, or None if it is not an image or video."""
+    """Return the first item of a task with its score. Returns None if it is not an image or video."""
     spec = ended.specs[0] if ended.specs else None
     if spec is None or spec.dtype != "uint8" or len(spec.shape) not in (3, 4) or spec.shape[-1] != 3:
         return None

@@ -1,4 +1,4 @@
-"""`python -m wfm_reward.worker`: worker process that computes one reward. Started by the service."""
+"""`python -m wfm_reward.worker`: worker process that computes one reward. The service starts this process."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def load_scorer(settings: Mapping[str, Any]) -> WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class RewardScorer:
-    """Computes a reward and validates its scores. Each item gets a Score with a finite value or a failure reason."""
+    """Computes a reward and validates its scores.
+
+    Each item gets a Score with a finite value or with a failure reason.
+    """
 
     reward: Reward
     name: str  # name in the recipe
@@ -56,11 +59,11 @@ class RewardScorer:
     def score_tasks(
         self, tasks: Sequence[LeasedTask], progress: ReportProgress
     ) -> list[Mapping[str, Any] | TaskFailed]:
-        """Return {"scores": [[value, failure, parts] per row], "batch": batch size} or TaskFailed for each task.
+        """Score several tasks. Return {"scores": [[value, failure, parts] per row], "batch": batch size} for each task.
 
-        A row is {id, prompt, metadata, fps?, inputs?} with a tensor uint8 [H,W,3] or [T,H,W,3]. Consecutive rows of
-        equal shape and fps form batches of at most `max_batch` rows, which may come from several tasks. A malformed
-        task fails without affecting the others.
+        A row is {id, prompt, metadata, fps?, inputs?} with a tensor uint8 [H,W,3] or [T,H,W,3]. Consecutive rows with
+        the same shape and fps form batches of at most `max_batch` rows. A batch may contain rows of several tasks. For
+        a malformed task, TaskFailed is returned. The remaining tasks are not affected.
         """
         task_rows = [_read_rows(task) for task in tasks]
         items = [
@@ -82,9 +85,10 @@ class RewardScorer:
         return [r if isinstance(r, TaskFailed) else reply for r, reply in zip(task_rows, replies, strict=True)]
 
     def score_items(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> Iterator[list[Score]]:
-        """Yield lists of scores in the order of the rows: one list for the whole batch.
+        """Score a batch of rows. Yields one list with the scores of the whole batch.
 
-        If scoring the batch raises, score the items one by one and yield a list of one score for each.
+        If the reward raises an exception for the batch, scores the items one by one and yields a list with one score
+        for each.
         """
         try:
             scores = self.score_batch(rows, tensors)
@@ -102,9 +106,10 @@ class RewardScorer:
             yield from self.score_items([row], [tensor])
 
     def score_batch(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> list[Score]:
-        """Score rows of equal shape and fps as one batch.
+        """Score rows with the same shape and fps as one batch.
 
-        Raises any exception of the reward, and ValueError for missing metadata or inputs or a wrong number of scores.
+        Raises any exception that the reward raises. Raises ValueError for missing metadata or inputs and for a wrong
+        number of scores.
         """
         batch = MediaBatch(
             media=np.stack(tensors),
@@ -128,7 +133,7 @@ class RewardScorer:
         return self.score_media(batch)
 
     def score_media(self, batch: MediaBatch) -> list[Score]:
-        """Score images or videos, of a media type that the reward accepts. Raises like `score_batch`."""
+        """Score images or videos. The reward must accept their media type. Raises the same errors as `score_batch`."""
         start_s = time.monotonic()
         scores = self.reward.score(batch)
         if not isinstance(scores, list) or len(scores) != len(batch):
@@ -138,7 +143,10 @@ class RewardScorer:
         return [self._check_score(item.sample_id, score, seconds) for item, score in zip(batch, scores, strict=True)]
 
     def _check_score(self, sample_id: str, score: Any, seconds: float) -> Score:
-        """Return the score, or a failure if it is not a Score with the item's sample id and values within limits."""
+        """Return the score if it is valid, and otherwise a failure.
+
+        A valid score is a Score with the item's sample id and with values within the limits.
+        """
         if not isinstance(score, Score):
             return self._failure_score(
                 sample_id, f"score() returned a {type(score).__name__} instead of a Score", seconds
@@ -164,7 +172,7 @@ class RewardScorer:
 
 
 def _read_rows(task: LeasedTask) -> list[tuple[Mapping[str, Any], Array]] | TaskFailed:
-    """Return (row, tensor) of each item of a task, or TaskFailed if the client sent something invalid."""
+    """Return (row, tensor) for each item of a task. Returns TaskFailed if the client sent something invalid."""
     try:
         tensors = task.read_tensors()
     except TaskFailed as error:
@@ -186,17 +194,17 @@ def _read_rows(task: LeasedTask) -> list[tuple[Mapping[str, Any], Array]] | Task
 
 
 TaskItem: TypeAlias = tuple[int, Mapping[str, Any], Array]
-"""(index of the item's task, row, pixels uint8)."""
+"""An item of a batch: (index of its task, row of the task, pixels uint8)."""
 
 
 def _group_alike(items: Iterable[TaskItem], max_batch: int) -> Iterator[Sequence[TaskItem]]:
-    """Group consecutive items of equal shape and fps into batches of at most `max_batch`."""
+    """Group consecutive items with the same shape and fps into batches of at most `max_batch`."""
     for _, group in itertools.groupby(items, key=lambda item: (item[2].shape, item[1]["fps"])):
         yield from split_into_chunks(list(group), max_batch)
 
 
 def _truncate_reason(reason: str | None) -> str | None:
-    """Truncate a failure reason to REASON_CHARS and replace lone surrogates, which UTF-8 cannot encode."""
+    """Truncate a failure reason to REASON_CHARS characters. Replaces lone surrogates, which UTF-8 cannot encode."""
     return None if reason is None else reason[:REASON_CHARS].encode(errors="replace").decode()
 
 

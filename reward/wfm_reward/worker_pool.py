@@ -1,4 +1,4 @@
-"""Start, watch, restart and stop the worker processes of a reward service (rewards and latent decoders)."""
+"""Start, watch, restart and stop the worker processes of a reward service. Workers are rewards and latent decoders."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ STOP_S = 3.0  # seconds for an idle process to exit after its stdin is closed
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgram:
-    """Command of the worker processes of a reward or latent decoder: `python -m MODULE`, with settings on stdin."""
+    """The command of the worker processes of a reward or latent decoder: `python -m MODULE`.
+
+    A worker process reads its settings from stdin.
+    """
 
     title: str  # for messages, such as "reward ocr"
     kind: str  # kind of the tasks that it processes
@@ -61,12 +64,12 @@ def reward_program(name: str, config: RewardConfig) -> WorkerProgram:
 
 
 def worker_stall_s(name: str, config: RewardConfig) -> float:
-    """Return `stall_s` of the configuration, or of the reward class if it is unset."""
+    """Return `stall_s` of the configuration, or of the reward class if the configuration does not set it."""
     return registry.get_reward_class(name).stall_s if config.stall_s is None else config.stall_s
 
 
 def decoder_program(channels: int, config: DecoderConfig, folder: Path) -> WorkerProgram:
-    """Return the program that decodes latents of `channels` channels to video files in `folder`."""
+    """Return the program that decodes latents with `channels` channels to video files in `folder`."""
     settings = {**config.model_dump(), "channels": channels, "folder": str(folder.absolute())}
     title = f"latent decoder {channels}"
     return WorkerProgram(title, f"decode:{channels}", "wfm_reward.decoder", settings, config.device, 1)
@@ -74,7 +77,7 @@ def decoder_program(channels: int, config: DecoderConfig, folder: Path) -> Worke
 
 @dataclass(slots=True)
 class _WorkerSlot:
-    """One of a reward's worker processes. The process may be replaced or missing; the slot stays."""
+    """The place of one worker process of a reward. The process may be replaced or missing; the slot stays."""
 
     reward: str
     name: str  # for messages, such as "ocr-0"
@@ -92,7 +95,7 @@ class _WorkerSlot:
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
-    """State of one worker process, for the status page."""
+    """The state of one worker process, for the status page."""
 
     reward: str
     name: str
@@ -142,9 +145,9 @@ class WorkerPool:
         return sorted({slot.reward for slot in self._slots if not slot.ready})
 
     def supervise(self, now_s: float) -> None:
-        """Start processes when due, kill stuck ones and reap dead ones.
+        """Start processes that are due, kill stuck processes and reap dead ones.
 
-        Raises RewardError if a reward fails before the service has been ready.
+        Raises RewardError if a reward fails before the service has been ready for the first time.
         """
         for slot in self._slots:
             if slot.process is not None and now_s >= slot.kill_at_s and self._is_stuck(slot, now_s):
@@ -159,7 +162,7 @@ class WorkerPool:
         self.has_been_ready = self.has_been_ready or not self.unready_rewards()
 
     def next_action_s(self, now_s: float) -> float:
-        """Return the seconds until `supervise` must start or kill a process, or inf if nothing is scheduled."""
+        """Return the seconds until `supervise` must start or kill a process. Returns inf if nothing is scheduled."""
         planned = [s.start_at_s for s in self._slots if s.process is None and s.reward not in self.down_reasons]
         planned += [s.kill_at_s for s in self._slots if s.process is not None]
         return max(0.0, min(planned, default=float("inf")) - now_s)
@@ -167,15 +170,18 @@ class WorkerPool:
     def watch_stalled_worker(self, worker_id: str, now_s: float) -> None:
         """Kill a worker that the broker reports as stalled, unless it reacts within STALL_GRACE_S.
 
-        The broker has already notified the worker: a hung worker exits by itself, and one that has not started the task
-        returns it.
+        The broker has already notified the worker. A hung worker then exits without help, and a worker that has not
+        started the task returns the task.
         """
         for slot in self._slots:
             if slot.worker_id == worker_id:
                 slot.kill_at_s = min(slot.kill_at_s, now_s + STALL_GRACE_S)
 
     def record_task(self, ended: FinishedTask) -> None:
-        """Record that a worker finished a task, which resets the count of deaths. Called in the broker's thread."""
+        """Record that a worker finished a task. This resets the worker's count of deaths.
+
+        Called in the broker's thread.
+        """
         if ended.completion.ok:
             for slot in self._slots:
                 if slot.worker_id == ended.completion.worker:
@@ -183,7 +189,10 @@ class WorkerPool:
                     self._productive_rewards.add(slot.reward)
 
     def read_status(self, slot: _WorkerSlot) -> None:
-        """Read the status line of a process. Raises RewardError for load errors before the service has been ready."""
+        """Read the status line of a process.
+
+        Raises RewardError if the process reports an error before the service has been ready for the first time.
+        """
         assert slot.process is not None
         assert slot.process.stdout is not None
         line = slot.process.stdout.readline()
@@ -198,7 +207,10 @@ class WorkerPool:
             log.info("%s is ready (pid %d)", slot.name, slot.process.pid)
 
     def stop(self) -> None:
-        """Stop all processes and their children: close their stdin, and kill those that run longer than STOP_S."""
+        """Stop all processes and their children.
+
+        Closes their stdin, and kills those that still run after STOP_S seconds.
+        """
         running = [s.process for s in self._slots if s.process is not None]
         for process in running:
             _close_pipe(process.stdin)
@@ -253,7 +265,7 @@ class WorkerPool:
     def _is_stuck(self, slot: _WorkerSlot, now_s: float) -> bool:
         """Return True if a process is still stalled after STALL_GRACE_S, according to the broker.
 
-        Does not block: the first call requests the broker's status, a later call reads it.
+        Does not block. The first call requests the broker's status, and a later call reads it.
         """
         request, slot.status_request = slot.status_request, None
         if request is None or not request.done():
@@ -314,7 +326,10 @@ class WorkerPool:
 
 
 def _worker_environment() -> dict[str, str]:
-    """Return the environment variables with which another interpreter can import wfm_ds and wfm_reward uninstalled."""
+    """Return the environment variables with which another interpreter can import wfm_ds and wfm_reward.
+
+    The two packages need not be installed there.
+    """
     roots = [str(Path(package.__path__[0]).parent) for package in (wfm_ds, wfm_reward)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
@@ -329,7 +344,7 @@ def _exit_cause(returncode: int) -> str:
 
 
 def _read_pending_error(status: IO[bytes]) -> str | None:
-    """Return the unread error in the status pipe of a dead process, or None."""
+    """Return the error in the status pipe of a dead process. Returns None if there is no unread error."""
     os.set_blocking(status.fileno(), False)  # children may hold the other end open
     line = status.readline()
     if not line.endswith(b"\n"):  # killed while writing, or wrote nothing
@@ -339,7 +354,7 @@ def _read_pending_error(status: IO[bytes]) -> str | None:
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process with its process group, and reap it."""
+    """Kill a process and its process group, and reap the process."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -1,7 +1,7 @@
 """Main function of the worker processes of a reward service, which `WorkerPool` starts.
 
 A worker reads its settings from stdin as one line of JSON. End of file on stdin means that the service has exited. The
-worker writes one status line to stdout, {"ready": true} or {"error": ...}. All other output goes to stderr.
+worker writes one status line to stdout, {"ready": true} or {"error": ...}. All further output goes to stderr.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class WorkerSetup:
-    """Arguments of LeaseWorker.run_batches, and the seconds after which a batch counts as hung."""
+    """Arguments of LeaseWorker.run_batches, and the number of seconds after which a batch counts as hung."""
 
     handle_batch: BatchHandler
     stall_s: float
@@ -31,9 +31,9 @@ class WorkerSetup:
 
 
 def run_worker(load_handler: Callable[[Mapping[str, Any]], WorkerSetup]) -> int:
-    """Process tasks until stopped. Returns the exit status: 0, or 2 if `load_handler` raises.
+    """Process tasks until stopped. Returns the exit status: 0, or 2 if `load_handler` raises an error.
 
-    load_handler: loads the model, given the settings read from stdin.
+    load_handler: function that receives the settings from stdin and loads the model.
     """
     status_fd = os.dup(1)  # child processes of a model do not inherit it
     os.dup2(2, 1)

@@ -1,4 +1,3 @@
-import pytest
 import torch
 from safetensors.torch import save_file
 
@@ -23,7 +22,6 @@ def test_exports_are_compared_tensor_by_tensor_however_they_are_cut(tmp_path):
     assert not export.same_weights(tmp_path)
 
 
-@pytest.mark.slow
 def test_a_child_is_measured_alone(tmp_path):
     held = b"x" * (2 << 30)  # memory of this process, which must not count for the child
     found = export.measure_child("imports", tmp_path)

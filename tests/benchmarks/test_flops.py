@@ -28,7 +28,6 @@ def test_released_dimensions_give_the_published_number_of_parameters(name, billi
     assert sum(p.numel() for p in denoiser.parameters()) / 1e9 == pytest.approx(billions, abs=1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "algorithm"), [*((name, "sft") for name in RELEASED), ("cosmos2b", "nft")])
 def test_a_family_takes_a_released_model_of_its_size(name, algorithm):
     recipe, subject = (
@@ -87,7 +86,6 @@ def test_the_rows_add_up_to_the_samples_at_the_cost_of_one(tiny, tiny_pipelines)
     assert total["backward FLOP"] == 16 * count.flops.backward
 
 
-@pytest.mark.slow
 def test_several_recipes_make_a_table(tiny, tiny_pipelines, capsys):
     assert flops.main([tiny, "tests/recipes/sd3_nft_full.yaml", f"model.path={tiny_pipelines('sd3')}"]) == 0
     *_, first, second = capsys.readouterr().out.splitlines()

@@ -12,8 +12,6 @@ from benchmarks.gpu.reference import Texts, Transition, add_noise, grpo_loss, lo
 from wfm_ds.sampling.plan import noise_level
 from wfm_ds.training.micro_batches import MicroBatch
 
-pytestmark = pytest.mark.slow  # each opens a run with its reward service
-
 RECIPES = {"sft": "sd3_sft_lora", "diffusion_nft": "sd3_nft", "flow_grpo": "sd3_flow_grpo"}
 SMALL = ["model.max_sequence_length=16", "sampling.height=16", "sampling.width=16"]
 

@@ -5,12 +5,9 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 from benchmarks.language_peers import CONVERSATIONS
 
 
-@pytest.mark.slow
 def test_both_trainers_take_turns_on_the_same_conversations(root):
     """Run in a subprocess, which becomes a rank. The tiny model gives no meaningful speeds, but correct counts."""
     command = [sys.executable, "-m", "benchmarks.language", "--quick", "--rounds", "6"]

@@ -25,11 +25,9 @@ def test_every_recipe_states_memory_that_fits(path):
 
 
 def choose_marks(path):
-    """Each takes seconds: one runs always, one for each family and length in slow runs, the others by hand."""
-    if path.stem == "sd3_image_sft_lora":
-        return []
+    """Each takes seconds: one for each family and length, the others by hand."""
     often = path.stem in ("sd3_nft", "cp_ddrl_14b", "wan22_sft_lora", "sana_video_nft")
-    return [pytest.mark.slow] if often else [pytest.mark.slow, pytest.mark.long]
+    return [] if often else [pytest.mark.long]
 
 
 @pytest.mark.parametrize("path", [pytest.param(p, id=p.stem, marks=choose_marks(p)) for p in RECIPES])
@@ -37,7 +35,6 @@ def test_the_statement_is_the_estimate(path):
     assert memory.make_statement(path) in path.read_text(encoding="utf-8").splitlines()
 
 
-@pytest.mark.slow
 def test_a_base_in_fewer_bits_saves_its_bytes(monkeypatch):
     monkeypatch.setattr(memory, "PRECISIONS", (None, "fp8", "int8"))
     row = memory.precisions_row(memory.RECIPES / "sd3_nft.yaml", [], 8)

@@ -8,6 +8,7 @@ from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
+from each_case import check_each
 from wfm_ds.cli import convert
 from wfm_ds.engine.adapter_layers import match_linear_layers
 from wfm_ds.export.lora_base import base_weight_readers, denoiser_parts, family_names, read_lora
@@ -62,7 +63,7 @@ def export(tiny_pipelines, tmp_path):
     return made
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@check_each("family", FAMILIES)
 def test_there_and_back_is_the_same_bit_for_bit(family, export, tmp_path, capsys):
     lora, parts, folder = export(family)
     for layout in ("kohya", "comfyui", "peft"):

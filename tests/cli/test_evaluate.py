@@ -8,6 +8,7 @@ import shutil
 import pytest
 from safetensors.torch import save
 
+from each_case import check_each
 from wfm_ds.cli import evaluation_models
 from wfm_ds.cli.evaluate import parse_names
 from wfm_ds.cli.main import main
@@ -70,7 +71,7 @@ def test_names_are_words_with_commas():
     assert parse_names("ocr, color") == ["ocr", "color"]
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("words", "sentence"),
     [
         ("tiny:sd3 --rewards color,color", "argument --rewards: 'color,color' must be a list of distinct names"),

@@ -131,9 +131,8 @@ def test_list_has_a_line_for_each_recipe_and_words_choose(capsys):
     assert [line.split()[0] for line in lines] == shipped_recipes.list_recipe_names()
     assert all(len(line) <= 120 and len(line.split()) > 3 for line in lines)
     assert main(["recipes", "list", "Wan", "lora"]) == 0
-    assert capsys.readouterr().out.splitlines() == [
-        line for line in lines if "wan" in line.lower() and "lora" in line.lower()
-    ]
+    chosen = [line.split()[0] for line in lines if "wan" in line.lower() and "lora" in line.lower()]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == chosen
 
 
 @check_each("name", ["sd3_nft", "digits/flow_grpo_fast", "cp_mock"])
@@ -214,4 +213,4 @@ def test_a_check_of_a_language_recipe_is_one_object_for_programs(tmp_path, monke
     assert told["derived"]["world_size"] == 2
     phases = told["memory"]["phases"]
     assert told["memory"]["peak"] == max(sum(parts.values()) for parts in phases.values())
-    assert told["parameters"]["trained"] == told["parameters"]["all"] > 0
+    assert 0 < told["parameters"]["trained"] < told["parameters"]["all"]  # the vision tower is frozen

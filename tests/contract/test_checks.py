@@ -5,6 +5,7 @@ from types import MappingProxyType
 
 import pytest
 
+from each_case import check_each
 from families import CASES
 from wfm_ds.cli.models_check import main
 from wfm_ds.contract import denoiser_checks, export_checks, input_checks, pixel_checks, sampling_checks
@@ -101,7 +102,7 @@ def subject(tiny_pipelines):
     return of
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("family", "check", "says"),
     [
         (

@@ -65,7 +65,7 @@ def framing(**changes):
     return Framing(**{"height": 32, "width": 48, "num_frames": 5} | changes)
 
 
-@pytest.mark.parametrize("k", range(4))
+@check_each("k", range(4))
 def test_actions_are_those_between_the_frames_of_the_clip(samples, k):
     told = reader().load_prompt(samples[1], framing(), drawn(k))
     frames = load_media(samples[1].media, framing(), drawn(k))
@@ -185,7 +185,7 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("case", [*BAD, *DAMAGED, "a missing file", "no key", "a path", "an object"])
+@check_each("case", [*BAD, *DAMAGED, "a missing file", "no key", "a path", "an object"])
 def test_actions_that_cannot_be_used_are_bad_by_name(world, samples, case):
     metadata = samples[2].prompt.metadata
     metadata["actions"] = "wrong.npy"

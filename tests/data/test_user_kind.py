@@ -3,6 +3,7 @@
 import pytest
 from PIL import Image
 
+from each_case import check_each
 from pages import write_code
 from wfm_ds.data.datasets import load_data
 from wfm_ds.errors import DataError
@@ -59,7 +60,7 @@ def test_options_reach_its_constructor(recipe):
     assert texts(load_data(recipe(options={"column": "short"})))["b.png"] == "blue"
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("data", "says"),
     [
         ({"options": {"colum": "short"}}, "data.options do not fit its constructor: got an unexpected .* 'colum'"),

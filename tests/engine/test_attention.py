@@ -66,7 +66,7 @@ def with_heads_of(family, size):
         return type(built(CASES[family], heads=2)).from_config(config)
 
 
-@pytest.mark.parametrize("name", SERVED)
+@check_each("name", SERVED)
 def test_every_attention_call_reaches_the_chosen_kernel(name, counted):
     case = CASES[name]
     plain = built(case)
@@ -102,7 +102,7 @@ def test_both_kinds_of_blocks_of_flux2_reach_the_chosen_kernel(counted, tiny_pip
     assert len(counted) == len(list(attention_layers(model.denoiser))) == 2
 
 
-@pytest.mark.parametrize("family", ["qwen_image", "z_image", "sana_wm"])
+@check_each("family", ["qwen_image", "z_image", "sana_wm"])
 def test_attention_to_masked_text_stays_as_it_is(family, tiny_pipelines, gpu):
     transformer = registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu").denoiser
     assert choose_kernel("auto", transformer, BF16, gpu(HOPPER), trains=True) == "native"
@@ -119,7 +119,7 @@ def test_native_leaves_every_processor_as_it_is(name):
     assert current_kernel(transformer) == "native"
 
 
-@pytest.mark.parametrize("family", ["sd3", "wan", "cosmos25"])
+@check_each("family", ["sd3", "wan", "cosmos25"])
 def test_auto_is_cudnn_from_hopper_on_in_half_precision(family, gpu):
     served = with_heads_of(family, 64)
     assert choose_kernel("auto", served, BF16, gpu(HOPPER), trains=True) == "cudnn"
@@ -130,8 +130,8 @@ def test_auto_is_cudnn_from_hopper_on_in_half_precision(family, gpu):
     assert choose_kernel("auto", with_heads_of(family, 256), BF16, gpu(HOPPER), trains=True) == "native"
 
 
-@pytest.mark.parametrize("family", ["sana", "sana_video"])
-@pytest.mark.parametrize("name", sorted(KERNELS))
+@check_each("family", ["sana", "sana_video"])
+@check_each("name", sorted(KERNELS))
 def test_sana_keeps_its_own_attention(family, name, gpu):
     transformer = built(CASES[family])
     assert choose_kernel("auto", transformer, BF16, gpu(HOPPER), trains=True) == "native"
@@ -147,7 +147,7 @@ def test_video_text_of_sana_is_refused_for_its_mask():
         choose_kernel("cudnn", transformer, BF16, CPU, trains=False)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("name", "trains", "dtype", "capability", "words"),
     [
         ("cudnn", True, torch.float32, HOPPER, r"does not support float32: set model\.dtype: bfloat16"),

@@ -209,7 +209,6 @@ one.stop(0.0)
 """
 
 
-@pytest.mark.slow
 def test_a_hub_that_was_suspended_with_its_workers_does_not_take_them_for_silent(stack, tmp_path):
     """The hub wakes first, and has heard nothing of them for longer than it would wait."""
     hub = subprocess.Popen(

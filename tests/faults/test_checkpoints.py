@@ -153,7 +153,6 @@ def train_with_a_limit(recipe, overrides, step, lethal):
     return None
 
 
-@pytest.mark.slow
 def test_run_outlives_a_full_disk_a_killed_rank_and_a_truncated_file(two_ranks, tiny_pipelines, tmp_path):
     """Each time the same command goes on from the checkpoint before, and in the end nothing is lost."""
     whole, out = tmp_path / "whole", tmp_path / "out"

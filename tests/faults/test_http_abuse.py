@@ -181,7 +181,6 @@ def descriptors(most):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-@pytest.mark.slow
 def test_few_descriptors_are_shared_with_trainers_and_running_out_is_one_line(tmp_path):
     with ExitStack() as stack:
         with descriptors(128):

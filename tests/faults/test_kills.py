@@ -9,7 +9,6 @@ KILLS = 2  # of each of nine cases; docs/reliability.md has more
 EARLY = 6  # in the first two steps
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_whose_ranks_are_killed_at_any_instant_ends_as_if_it_had_been_left_alone(root):
     words = ["--kills", str(KILLS), "--early", str(EARLY), "--seed", "8", "--no-write"]

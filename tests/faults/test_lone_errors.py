@@ -74,7 +74,6 @@ def running(tiny_pipelines, tmp_path):
         process.wait()
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_file_that_one_rank_cannot_read_ends_the_run_with_its_sentence(running, tmp_path, rank):

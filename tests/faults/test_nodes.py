@@ -24,7 +24,7 @@ WAIT_S = 300.0
 NUM_IMAGES = 40
 END_S = 120.0  # a deadline, no measure: from the death of one node to the end of the other
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 class Nodes:

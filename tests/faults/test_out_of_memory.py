@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from wfm_ds.demos.digits_data import write_digits
 
 ROOT = Path(__file__).parent.parent.parent
@@ -50,7 +48,6 @@ def train(folder, pipeline, *words, num_ranks=2, recipe="sd3_sft", **environ):
     )
 
 
-@pytest.mark.slow
 def test_it_ends_all_ranks_with_one_sentence_and_the_run_goes_on_with_a_key_lowered(tmp_path, tiny_pipelines):
     write_digits(tmp_path / "digits")
     words = [f"data.path={tmp_path / 'digits' / 'images'}", "checkpoint.every=1"]
@@ -72,7 +69,6 @@ def test_it_ends_all_ranks_with_one_sentence_and_the_run_goes_on_with_a_key_lowe
     assert sorted(set(steps)) == [1, 2, 3, 4]
 
 
-@pytest.mark.slow
 def test_a_worker_without_memory_ends_with_its_sentence_and_the_run_says_it(tmp_path, tiny_pipelines):
     prompts = f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}"
     process = train(tmp_path, tiny_pipelines("sd3"), prompts, num_ranks=1, recipe="sd3_nft_async", HUNGRY="worker")

@@ -16,7 +16,7 @@ from multi_rank.same_runs import assert_same_runs
 ROOT = Path(__file__).parent.parent.parent
 PROBES = ROOT / "tests" / "reward"
 END_S = 600.0  # a busy machine is no failure
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture

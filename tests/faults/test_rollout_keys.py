@@ -11,7 +11,6 @@ import yaml
 from faults.rollout_processes import PATIENCE_S, start, train, until
 from wfm_ds.transport.keys import create_key_pair
 
-pytestmark = pytest.mark.slow
 REWARD = {"name": "probe_rewards:Brightness", "options": {"seconds": 0}}
 
 

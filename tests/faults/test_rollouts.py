@@ -10,7 +10,7 @@ import pytest
 from faults.rollout_processes import PATIENCE_S, has, start, train, until
 from multi_rank.same_runs import assert_same_runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture

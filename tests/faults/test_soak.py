@@ -10,7 +10,6 @@ from benchmarks.soak.memory import find_growth
 SAMPLES = 800
 
 
-@pytest.mark.slow
 def test_every_sample_comes_once_and_is_right_whoever_is_killed(root):
     words = ["--samples", str(SAMPLES), "--kill-every", "2", "--seconds", "0.05", "--seed", "3"]
     done = subprocess.run([sys.executable, "-m", "benchmarks.soak", *words], cwd=root, capture_output=True, text=True)

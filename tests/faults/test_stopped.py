@@ -101,7 +101,6 @@ def test_a_service_that_stands_still_fails_its_samples_in_time_and_late_answers_
             client.close()
 
 
-@pytest.mark.slow
 def test_a_trainer_that_stood_still_beyond_its_deadline_has_all_its_scores(tmp_path):
     with brightness(tmp_path, 0.1), training(tmp_path, 6, 4, 8) as trainer:
         stop(trainer.pid)
@@ -111,7 +110,6 @@ def test_a_trainer_that_stood_still_beyond_its_deadline_has_all_its_scores(tmp_p
     assert json.loads(said) == dict.fromkeys(["s0", "s1", "s2", "s3"])
 
 
-@pytest.mark.slow
 def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path):
     """The trainer is awake first: nobody answers yet, and by the clock on the wall it is too late."""
     with brightness(tmp_path, 0.1) as service, training(tmp_path, 6, 8, 8) as trainer:
@@ -126,7 +124,6 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path):
     assert sorted(scored(tmp_path)) == [f"s{i}" for i in range(8)], "each was scored once"
 
 
-@pytest.mark.slow
 def test_a_full_service_whose_trainer_stands_still_holds_no_more_and_loses_nothing(tmp_path):
     count, size, held = 20, 300, 3
     assert held * size * size * 3 < MIB < (held + 1) * size * size * 3

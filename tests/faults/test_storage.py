@@ -33,7 +33,6 @@ def command(recipe, overrides):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_outlives_its_storage_and_the_same_command_sends_the_rest(proxy, tiny_pipelines, tmp_path):
     out, address = tmp_path / "out", f"s3://{s3.BUCKET}/run"
@@ -71,7 +70,6 @@ def test_a_run_outlives_its_storage_and_the_same_command_sends_the_rest(proxy, t
     assert store.list_steps(out / "checkpoints") == [3]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_storage_that_refuses_ends_the_run_before_it_begins(proxy, tiny_pipelines, tmp_path):
     out = tmp_path / "out"

@@ -24,7 +24,13 @@ CASES = {
     "nft dora dropout zero2": ("sd3_nft", [*NFT, "engine.deepspeed=zero2", f"lora={KINDS}"]),
     "flow_grpo lora fp8 zero3": (
         "sd3_mix_grpo",
-        ["algorithm.kl_beta=0.1", "optimizer.warmup_steps=3", *LORA, "engine.deepspeed=zero3", "model.base_precision=fp8"],
+        [
+            "algorithm.kl_beta=0.1",
+            "optimizer.warmup_steps=3",
+            "model.base_precision=fp8",
+            *LORA,
+            "engine.deepspeed=zero3",
+        ],
     ),
     "flow_grpo full zero3": ("sd3_dance_grpo", ["algorithm.guard=true", *FULL]),
     "flow_dppo full zero2": ("sd3_flow_dppo", ["lora=null", "engine.deepspeed=zero2"]),

@@ -124,9 +124,6 @@ def reference(lora):
     return norms, tensors, {policy: outputs(module) for policy, module in policies.items()}
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
     ("stage", "lora"),
     [

@@ -91,17 +91,17 @@ def train(engine, model, shape, num_terms):
     engine.backward((velocity - latents).square().mean(), num_terms)
 
 
-def case(family, config, *, lora=False, checkpointing=False, dtype="bfloat16", side=64, slow=True):
+def case(family, config, *, lora=False, checkpointing=False, dtype="bfloat16", side=64):
     name = f"{family}-{config}-{'lora' if lora else 'full'}{'-checkpointed' * checkpointing}-{dtype}-{side}"
     arguments = (family, config, lora, checkpointing, dtype, side)
-    return pytest.param(*arguments, id=name, marks=pytest.mark.slow if slow else ())
+    return pytest.param(*arguments, id=name)
 
 
 @pytest.mark.parametrize(
     ("family", "config", "lora", "checkpointing", "dtype", "side"),
     [
-        case("sd3", "zero2", slow=False),
-        case("sd3", "zero3", lora=True, checkpointing=True, slow=False),
+        case("sd3", "zero2"),
+        case("sd3", "zero3", lora=True, checkpointing=True),
         case("sd3", "zero1"),
         case("sd3", "zero1", lora=True),
         case("sd3", "zero2", checkpointing=True),

@@ -67,14 +67,12 @@ def restored(folder, target, dtype):
     return target
 
 
-def marked(case):
-    """The families beside SD3 run among the slow tests."""
+def name_case(case):
     family, config, lora, dtype, _ = case
-    marks = () if family == "sd3" else pytest.mark.slow
-    return pytest.param(case, marks=marks, id=f"{family}-{config}-{'lora' if lora else 'full'}-{dtype}")
+    return pytest.param(case, id=f"{family}-{config}-{'lora' if lora else 'full'}-{dtype}")
 
 
-@pytest.mark.parametrize("case", [marked(case) for case in CASES])
+@pytest.mark.parametrize("case", [name_case(case) for case in CASES])
 def test_shards_of_mapped_files_are_those_of_a_plain_load(case, two_ranks, tiny_pipelines, tmp_path):
     family, config, lora, dtype, stored = case
     folder = restored(tiny_pipelines(family), tmp_path / "base", stored)

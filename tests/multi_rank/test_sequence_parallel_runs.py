@@ -14,7 +14,6 @@ RECIPES = ROOT / "tests" / "recipes"
 COMMON = ["optimizer.eps=1e-4", "optimizer.lr=3e-2", "logging.console=false", "engine.guard=true"]
 SHARED = "engine.sequence_parallel=2"
 NFT = ["run.steps=4", "algorithm.old_decay={initial: 0.6, slope: 0, max: 0.6}"]
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

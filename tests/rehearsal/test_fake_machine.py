@@ -10,8 +10,6 @@ import pytest
 
 from benchmarks.rehearsal.watch import DENOISE, MICRO_STEPS
 
-pytestmark = pytest.mark.slow  # 37 s of CPU, for all of them together
-
 SCENES = Path(__file__).with_name("scenes.py")
 
 

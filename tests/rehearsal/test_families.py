@@ -14,7 +14,6 @@ CASES = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("family", "ranks", "run", "waits"), CASES)
 def test_a_family_completes_all_operations_of_a_run(family, ranks, run, waits):
     (row,) = rehearse_in_subprocess("family", family, str(ranks), str(run))["rows"]

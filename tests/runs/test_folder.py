@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from each_case import check_each
 from wfm_ds.checkpoint import store
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
@@ -67,15 +68,15 @@ def test_empty_or_new_folder_is_a_new_run(recipe, tmp_path):
     assert find_run_start(recipe("run.resume=never"), 2) == RunStart()
 
 
-@pytest.mark.parametrize("name", ["samples", "logs", "checkpoints", "safetensors", "tensorboard"])
-@pytest.mark.parametrize("resume", ["auto", "never"])
+@check_each("name", ["samples", "logs", "checkpoints", "safetensors", "tensorboard"])
+@check_each("resume", ["auto", "never"])
 def test_folder_that_only_looks_like_a_runs_is_refused(recipe, tmp_path, name, resume):
     (tmp_path / "out" / name).mkdir(parents=True)
     message = refusal(recipe(f"run.resume={resume}"))
     assert message.startswith(f"run.output_dir {tmp_path / 'out'} contains {name}, which belong to no run")
 
 
-@pytest.mark.parametrize("name", ["reward", "samples", "recipe.yaml"])
+@check_each("name", ["reward", "samples", "recipe.yaml"])
 def test_overwriting_deletes_nothing_that_no_run_recorded(recipe, tmp_path, name):
     mine = tmp_path / "out" / name
     mine.mkdir(parents=True)
@@ -99,8 +100,8 @@ def test_what_a_failed_first_start_leaves_is_no_obstacle(recipe, tmp_path):
     assert "contains samples, which belong to no run" in refusal(recipe())
 
 
-@pytest.mark.parametrize("name", [".git", "pyproject.toml", "setup.py"])
-@pytest.mark.parametrize("overwrite", [False, True])
+@check_each("name", [".git", "pyproject.toml", "setup.py"])
+@check_each("overwrite", [False, True])
 def test_the_folder_of_a_project_is_refused(recipe, tmp_path, name, overwrite):
     (tmp_path / "out" / "reward").mkdir(parents=True)
     (tmp_path / "out" / name).touch()
@@ -108,7 +109,7 @@ def test_the_folder_of_a_project_is_refused(recipe, tmp_path, name, overwrite):
         find_run_start(recipe(), 2, overwrite=overwrite)
 
 
-@pytest.mark.parametrize("key", ["run.output_dir", "data.path", "data.cache_dir"])
+@check_each("key", ["run.output_dir", "data.path", "data.cache_dir"])
 def test_an_empty_path_is_not_the_working_directory(recipe, key):
     with pytest.raises(RecipeError, match="is empty"):
         recipe(f"{key}=''")
@@ -233,7 +234,7 @@ def test_micro_batches_decide_which_expert_trains_so_that_their_number_must_stay
         assert find_run_start(sft(4, 2), 2).step == 4
 
 
-@pytest.mark.parametrize(
+@check_each(
     "change",
     [
         "run.steps=9",
@@ -255,7 +256,7 @@ def test_what_does_not_change_the_training_may_be_changed(recipe, run, change):
     assert find_run_start(recipe(change), 2).step == 4
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("change", "named"),
     [
         ("optimizer.lr=0.5", "optimizer.lr: 0.0003 there, 0.5 here"),

@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from each_case import check_each
 from wfm_ds.errors import UserError
 from wfm_ds.models import registry
 from wfm_ds.recipe.schema import Recipe
@@ -44,7 +45,7 @@ def test_a_kohya_file_gives_the_values_of_its_layers_alone(model, file):
     assert load_initial_lora(recipe(file(), init_from=None), model) is None
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("written", "lora", "said"),
     [
         ({"inputs": 64}, {}, "for another base: 1 of its 1 layers do not fit, e.g. transformer_blocks.0.attn.to_out.0"),

@@ -5,6 +5,7 @@ import json
 import pytest
 
 import s3
+from each_case import check_each
 from wfm_ds.checkpoint import remote_store, store
 from wfm_ds.cli import convert
 from wfm_ds.cli.doctor import recipe as doctor_recipe
@@ -150,7 +151,7 @@ def test_a_run_begins_from_a_checkpoint_at_an_address(recipe, leave, address, tm
         find_run_start(recipe(f"run.resume={address}/checkpoints/step_5", f"checkpoint.storage={address}-2"), WORLD)
 
 
-@pytest.mark.parametrize("value", ["/mnt/backup", "gs://bucket/run", "s3://", "s3:///"])
+@check_each("value", ["/mnt/backup", "gs://bucket/run", "s3://", "s3:///"])
 def test_what_is_no_s3_address_is_refused(recipe, value):
     with pytest.raises(RecipeError, match=r"checkpoint\.storage.*s3://BUCKET/FOLDER"):
         recipe(f"checkpoint.storage={value}")

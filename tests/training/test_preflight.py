@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig
 from PIL import Image
 
+from each_case import check_each
 from wfm_ds.data.buckets import Buckets
 from wfm_ds.data.datasets import find_usable_samples, load_data
 from wfm_ds.data.pixels import Framing
@@ -156,7 +157,7 @@ def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
     assert f"trained {added:,}" in str(check_run(recipe, world_size=1))
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("overrides", "error", "message"),
     [
         (["model.path=/nowhere"], ModelError, "/nowhere does not exist"),

@@ -163,11 +163,17 @@ def test_what_a_lost_worker_held_is_done_by_another(stack, folder):
     assert collect(client)["t/0"].ok
     raw.say("beat", progress=[])
     raw.hear("who")  # it is asked to introduce itself, should it be alive after all
-    vanished = RawWorker(stack, hub, name="a")  # the first in line
-    vanished.dealer.close()  # unnoticed until it is sent a task
+
+
+def test_a_worker_that_vanished_unnoticed_is_found_out_when_it_is_sent_a_task(stack, folder):
+    hub = a_hub(stack, folder)
+    raw = RawWorker(stack, hub, name="a")  # the first in line
+    raw.dealer.close()
+    client = a_client(stack, hub)
+    submit_each(client, [5])
+    a_worker(stack, hub, double)
     started = time.monotonic()
-    submit_each(client, [5], "u")
-    assert collect(client)["u/0"].ok
+    assert collect(client)["t/0"].ok
     assert time.monotonic() - started < 10
 
 

@@ -2,7 +2,7 @@
 
 import logging
 
-from wfm_ds.transport.throttle import LOG_INTERVAL_S, RepeatFilter, throttled_logger
+from wfm_ds.transport.throttle import LOG_INTERVAL_S, RepeatFilter, get_throttled_logger
 
 
 def test_one_line_a_minute_of_each_kind_and_a_count_of_the_others(caplog):
@@ -17,5 +17,5 @@ def test_one_line_a_minute_of_each_kind_and_a_count_of_the_others(caplog):
 
 
 def test_a_logger_is_throttled_once():
-    assert throttled_logger("test.once") is throttled_logger("test.once")
-    assert len(throttled_logger("test.once").filters) == 1
+    assert get_throttled_logger("test.once") is get_throttled_logger("test.once")
+    assert len(get_throttled_logger("test.once").filters) == 1

@@ -66,6 +66,7 @@ def test_what_is_wrong_is_named():
         (since | {"v": 1}, [], "not a message of protocol 2: use the same version"),
         (since | {"t": "welcome"}, [], "'welcome' is not expected here"),
         (since | {"mid": True}, [], "mid is not an integer"),
+        (since | {"mid": 2**63}, [], "mid is not an integer"),
         (since | {"seq": "0"}, [], "since.seq: Input should be a valid integer"),
         (since | {"seq": -1}, [], "since.seq: Input should be greater than or equal to 0"),
         (since | {"more": 1}, [], "since.more: Extra inputs are not permitted"),

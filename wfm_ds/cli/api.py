@@ -40,7 +40,10 @@ class Run:
     """A training run: a recipe and its output folder. Any number of objects may read it, but only one may train."""
 
     def __init__(self, recipe: Recipe, train_arguments: list[str] | None = None) -> None:
-        """Use `from_recipe` or `open` instead. train_arguments: of `wfm train`; None for a run that is only read."""
+        """Use `from_recipe` or `open` instead.
+
+        train_arguments: arguments of `wfm train`, or None if the run is only read.
+        """
         self.recipe, self._train_arguments = recipe, train_arguments
 
     @classmethod
@@ -124,7 +127,7 @@ class Run:
         return [{k: v for k, v in row.items() if k in ("step", *tags)} for row in rows if any(t in row for t in tags)]
 
     def samples(self, step: int | None = None) -> list[ValidationSample]:
-        """Return the validation samples, oldest first; only those of `step` if given."""
+        """Return the validation samples, oldest first. If `step` is given, returns only the samples of that step."""
         from wfm_ds.monitoring.samples import SAMPLES_FILE
 
         folders = (self.output_dir / "samples").glob("step_*")

@@ -1,7 +1,7 @@
 """`wfm data captions DIR`: write a caption file for each image and video.
 
 --prompt "..." sets the same caption for all files. --from FILE.csv or FILE.jsonl reads one caption per file, from the
-columns or keys `file` (path relative to DIR) and `prompt`; other columns become metadata. --layout selects the caption
+columns or keys `file` (path relative to DIR) and `prompt`. Other columns become metadata. --layout selects the caption
 files: NAME.json or NAME.txt next to each image or video, or metas/NAME.txt of a Cosmos folder.
 """
 
@@ -40,7 +40,7 @@ def media_files(folder: Path) -> list[Path]:
 
 
 def read_caption_table(table: Path) -> dict[str, Caption]:
-    """Return {file: caption} from a .csv or .jsonl table. Raises DataError for an invalid row or duplicate file."""
+    """Return {file: caption} from a .csv or .jsonl table. Raises DataError for an invalid row or a duplicate file."""
     captions: dict[str, Caption] = {}
     for table_row in read_rows(table):
         row, where = dict(table_row.values), f"{table}: {table_row.location}"
@@ -94,7 +94,10 @@ def caption_path(folder: Path, media_file: Path, layout: str) -> Path:
 
 
 def write_captions(plan: Mapping[Path, Caption], *, overwrite: bool) -> int:
-    """Write all captions and return their number. Raises DataError before writing if one exists, unless `overwrite`."""
+    """Write all captions and return their number.
+
+    Raises DataError, before writing anything, if a caption file exists and `overwrite` is False.
+    """
     existing = [path for path in plan if path.exists()]
     if existing and not overwrite:
         raise DataError(f"{len(existing)} captions exist, e.g. {existing[0]}. Replace them with --overwrite")

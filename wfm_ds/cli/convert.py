@@ -1,8 +1,8 @@
 """`wfm convert`: convert checkpoints to diffusers files, and LoRAs between layouts. Needs no GPU.
 
 Input: a checkpoint of a run (checkpoints/step_N, any number of ranks, any ZeRO stage), a LoRA in the layout of
-diffusers, PEFT, kohya or ComfyUI, a native DeepSpeed checkpoint, or a pipeline to extract a LoRA from. Exit codes: 0
-success, 2 invalid arguments or input (one message), 1 any other error.
+diffusers, PEFT, kohya or ComfyUI, a native DeepSpeed checkpoint, or a pipeline to extract a LoRA from. Exit codes: 0 if
+successful, 2 if arguments or input are invalid (one message), 1 for any other error.
 """
 
 from __future__ import annotations
@@ -168,7 +168,10 @@ def export_run(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
 
 
 def read_export_settings(cuts: ShardedStates) -> dict[str, Any]:
-    """Return {"base", "parts", "call", "dtype", "lora"} of a checkpoint. Raises UserError if a key is missing."""
+    """Return the settings {"base", "parts", "call", "dtype", "lora"} of a checkpoint.
+
+    Raises UserError if one of them is missing.
+    """
     from wfm_ds.checkpoint.rank_state import EXPORT_KEY
 
     settings: dict[str, Any] = cuts.read_metadata(0).get(EXPORT_KEY, {})
@@ -258,7 +261,10 @@ def is_intermediate_file(path: Path, args: argparse.Namespace) -> bool:
 
 
 def find_base_folder(path: Path, args: argparse.Namespace) -> Path | None:
-    """Return --base, or else the base folder recorded in the LoRA if that is a pipeline, or else None."""
+    """Return --base if it is set, otherwise the base folder named in the LoRA.
+
+    Returns None if that is not a pipeline.
+    """
     from wfm_ds.export.lora_file import read_base_model
     from wfm_ds.export.pipeline_folder import INDEX_FILE
 
@@ -269,7 +275,7 @@ def find_base_folder(path: Path, args: argparse.Namespace) -> Path | None:
 
 
 def convert_extracted_lora(args: argparse.Namespace) -> str:
-    """Extract a LoRA from the weight difference of CHECKPOINT and --extract BASE, and convert its layout."""
+    """Extract a LoRA from the weights of CHECKPOINT minus those of --extract BASE, and convert its layout."""
     from wfm_ds.export.lora_base import denoiser_parts
     from wfm_ds.export.lora_extraction import extract_lora
     from wfm_ds.export.lora_file import iter_lora_tensors, lora_settings

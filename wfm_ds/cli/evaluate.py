@@ -154,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
 def fill_options(args: argparse.Namespace, base: EvaluatedModel, recipe: Recipe | None) -> None:
     """Set omitted options in `args` from the recipe, or else to the defaults of `wfm generate`.
 
-    Without a recipe, height and width come from the pipeline. Raises UserError if it has none.
+    Without a recipe, height and width come from the pipeline. Raises UserError if the pipeline has no default size.
     """
     from wfm_ds.cli import generate
     from wfm_ds.models import registry
@@ -218,7 +218,7 @@ def select_functions(
 
 
 def run_functions(recipe: Recipe | None) -> list[RewardFunction]:
-    """Return the rewards of a run's recipe, including those with weight 0. Returns [] without a recipe or rewards."""
+    """Return the rewards of a run's recipe, including rewards with weight 0. Returns [] without a recipe or rewards."""
     return [] if recipe is None or recipe.reward is None else recipe.reward.functions
 
 
@@ -280,7 +280,7 @@ def load_model_sampler(args: argparse.Namespace, entry: EvaluatedModel) -> Sampl
 
 
 def check_text_only(args: argparse.Namespace, entry: EvaluatedModel) -> None:
-    """Raise UserError if a model requires inputs other than text. Does not load its weights."""
+    """Raise UserError if a model requires inputs other than text. Does not load the model's weights."""
     from wfm_ds.models import registry
 
     folder = registry.resolve_pipeline(entry.model, args.family, entry.revision, weights=False)
@@ -304,7 +304,10 @@ def free_memory() -> None:
 
 @contextlib.contextmanager
 def open_reward_client(functions: Sequence[RewardFunction], timeout_s: float) -> Iterator[RewardClient]:
-    """Start a reward service and yield a client for it. Raises RewardError, and keeps the log, if it fails to start."""
+    """Start a reward service and yield a client for it.
+
+    Raises RewardError, and keeps the service's log file, if the service fails to start.
+    """
     from wfm_ds.recipe.sections import RewardRecipe
     from wfm_ds.rollout.rewards import RewardClient, RewardService
 
@@ -320,7 +323,10 @@ def open_reward_client(functions: Sequence[RewardFunction], timeout_s: float) ->
 
 
 class ModelEvaluator:
-    """Generates the samples of one model, writes them to --out, and scores each batch while the next is generated."""
+    """Generates the samples of one model and writes them to --out.
+
+    A batch is scored while the next one is generated.
+    """
 
     def __init__(
         self,
@@ -397,7 +403,7 @@ class ModelEvaluator:
 def training_rewards(
     recipe: Recipe | None, args: argparse.Namespace, measured: Sequence[str], base: ModelResults
 ) -> TrainedRewards:
-    """Return the rewards that a model was trained on, according to its recipe, or --rewards if it has no recipe.
+    """Return the rewards that a model was trained on, according to its recipe. Without a recipe, use --rewards.
 
     measured: names of all measured rewards. base: results of the base model.
     """

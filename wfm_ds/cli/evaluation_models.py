@@ -68,7 +68,7 @@ def resolve_models(
 
 
 def find_run_recipe(argument: str) -> Recipe | None:
-    """Return the recipe of the run that `argument`, a run folder or an export, belongs to, or None."""
+    """Return the recipe of the run to which `argument` belongs, or None. argument: a run folder or an export."""
     full = argument.rstrip("/") if is_remote(argument) else str(Path(argument).absolute())
     root, separator, _ = full.partition(f"/{EXPORTS}/")
     return read_run_recipe(root)[1] if separator or (Path(root) / RECIPE_FILE).is_file() else None
@@ -86,7 +86,7 @@ def find_newest_export(folder: Path, is_run: bool) -> Path:
 
 
 def find_adapter(folder: Path) -> Path | None:
-    """Return the folder with LoRA weights, `folder` or `folder`/lora, or None if neither has any."""
+    """Return the folder with LoRA weights: `folder` or `folder`/lora. Returns None if neither contains LoRA weights."""
     name = LORA_FILES[LORA_PREFIX]
     if (folder / INDEX_FILE).exists():
         return None
@@ -102,7 +102,7 @@ def base_model(argument: str, recipe: Recipe | None) -> EvaluatedModel:
 
 
 def short_name(path: str) -> str:
-    """Return a short name for tables: the last path component, ignoring a final lora/."""
+    """Return a short name for tables: the last path component, or the one before it if the last one is lora/."""
     parts = [part for part in path.rstrip("/").split("/") if part not in (LORA_FOLDER, "")]
     return re.sub(r"[^\w.-]", "_", parts[-1] if parts else "model")
 

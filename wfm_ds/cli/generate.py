@@ -1,7 +1,7 @@
 """`wfm generate`: generate images or videos for prompts, from a pipeline or an export of a run.
 
-With the seeds, steps and guidance of a run's validation, it samples from the same noise and in the same way as the
-validation. Exit codes: 0 success, 2 invalid arguments, prompt file, model or folder (one message), 1 any other error.
+With the seeds, steps and guidance of a run's validation, it reproduces the validation's noise and sampling. Exit codes:
+0 if successful, 2 for invalid arguments, prompt file, model or folder (one message), 1 for any other error.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def check_first_frame(file: Path, num_frames: int) -> None:
 
 
 def fetch_exports(args: argparse.Namespace, resources: contextlib.ExitStack) -> None:
-    """Download a remote --lora or --pipeline and replace it in `args` by the local folder.
+    """Download a remote --lora or --pipeline, and replace it in `args` by the local folder.
 
     The folders are removed when `resources` closes. Raises StorageError if a download fails.
     """
@@ -241,7 +241,10 @@ def fetch_exports(args: argparse.Namespace, resources: contextlib.ExitStack) -> 
 
 
 def generate_samples(args: argparse.Namespace) -> None:
-    """Check prompts and paths, then load the model and generate all samples. Raises UserError if one is invalid."""
+    """Check prompts and paths, then load the model and generate all samples.
+
+    Raises UserError if a prompt, a path or the model is invalid.
+    """
     from wfm_ds.checkpoint.adapter_loading import find_adapter_file
     from wfm_ds.data.prompts import load_prompt_file
     from wfm_ds.memory.out_of_memory import explain_out_of_memory
@@ -362,7 +365,7 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
 def write_samples(
     sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.Namespace, frame: torch.Tensor | None = None
 ) -> None:
-    """Generate samples and write each to a file at once; at the end write samples.jsonl and the HTML page.
+    """Generate samples and write each to a file at once. At the end, write samples.jsonl and the HTML page.
 
     items: (prompt, seed) of each sample. frame: latents [C,T,h,w] of the first frame.
     """

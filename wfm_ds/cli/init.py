@@ -271,7 +271,10 @@ def common_sections(args: argparse.Namespace, model: PipelineSummary, *, steps: 
 
 
 def training_size(model: PipelineSummary, sizes: Sequence[tuple[int, int]]) -> tuple[int, int, str]:
-    """Return (height, width, comment): the pipeline's default size, scaled down if the median file is much smaller."""
+    """Return (height, width, comment). The size is the pipeline's default.
+
+    If the median file is much smaller, the default size is scaled down.
+    """
     scale = statistics.median(min(h / model.height, w / model.width) for h, w in sizes)
     if scale * MAX_UPSCALE >= 1:
         return model.height, model.width, "default of the pipeline"

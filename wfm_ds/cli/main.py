@@ -50,7 +50,10 @@ EXAMPLE = "wfm train cp_nft --tiny"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return the exit code. argv: default sys.argv[1:], with the current folder on sys.path."""
+    """Run a command and return the exit code.
+
+    argv: the arguments. None: use sys.argv[1:], and put the current folder on sys.path.
+    """
     if argv is None:
         add_current_folder()
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -92,7 +95,7 @@ def format_overview() -> str:
 
 
 def find_command(arguments: Sequence[str]) -> str:
-    """Return the command at the start of the arguments. Raises UserError, with suggestions, if it is unknown."""
+    """Return the command at the start of the arguments. If it is unknown, raises UserError with suggestions."""
     for count in (2, 1):
         if (name := " ".join(arguments[:count])) in COMMANDS:
             return name

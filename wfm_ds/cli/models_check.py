@@ -40,7 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks, print one line each, and return the exit code. Raises ModelError if the model does not load."""
+    """Run the checks, print a line for each, and return the exit code.
+
+    Raises ModelError if the model cannot be loaded.
+    """
     from wfm_ds.contract.case import Case
     from wfm_ds.contract.checks import run_checks
     from wfm_ds.contract.family_under_test import FamilyUnderTest

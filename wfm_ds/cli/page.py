@@ -28,7 +28,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the page of each run. Raises UserError before writing any if a folder is not a run's output folder."""
+    """Write the page of each run.
+
+    Raises UserError, before writing any page, if a folder is not the output folder of a run.
+    """
     from wfm_ds.monitoring.run_page import write_page
     from wfm_ds.runs.layout import METRICS_FILE
 
@@ -47,7 +50,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def record_page(folder: Path) -> None:
-    """Add the page to the run's record of its files, if any: `wfm train --overwrite` removes only recorded files."""
+    """Add the page to the record file of the run, if it has one.
+
+    `wfm train --overwrite` removes only files that are listed there.
+    """
     from wfm_ds.runs import layout
     from wfm_ds.storage import atomic
 

@@ -53,7 +53,7 @@ SHARED_SETTINGS: dict[type[AlgorithmSettings], str] = {
     ConditioningFramesSettings: "all RL algorithms",
     ForwardProcessSettings: "RL algorithms on the forward process",
 }
-"""{base class with its own section on the page: algorithms that share its keys}. Base classes precede subclasses."""
+"""{base class with a separate section on the page: algorithms that share its keys}. Base classes precede subclasses."""
 
 SHORT_TYPES = (
     (r"(a mapping) with keys of [\w, ]+", r"\1"),  # the page lists the keys in the section of the mapping
@@ -89,7 +89,10 @@ def key_list(keys: Sequence[str]) -> str:
 
 
 def list_bases(section: type[BaseModel]) -> list[type[AlgorithmSettings]]:
-    """Return the base classes of an algorithm's settings that have their own section. [] for other recipe sections."""
+    """Return the base classes of an algorithm's settings that have a separate section on the page.
+
+    Returns [] for recipe sections that do not belong to an algorithm.
+    """
     return [base for base in SHARED_SETTINGS if issubclass(section, base)]
 
 
@@ -117,7 +120,10 @@ def heading_anchor(heading: str) -> str:
 
 
 def own_keys(section: type[BaseModel]) -> list[str]:
-    """Return the list entries of a section's keys, except those in its heading or in the section of a base class."""
+    """Return the list entries of a section's keys.
+
+    Omits keys in its heading and keys in the section of a base class.
+    """
     shared: dict[str, FieldInfo] = {}
     for base in list_bases(section):
         shared |= base.model_fields
@@ -134,7 +140,7 @@ def own_keys(section: type[BaseModel]) -> list[str]:
 
 
 def heading_keys(section: type[BaseModel]) -> set[str]:
-    """Return the keys whose only allowed value is shown in the heading, such as `name` for algorithms."""
+    """Return the keys that have only one allowed value, shown in the heading, such as `name` for algorithms."""
     return {
         key
         for key, field in section.model_fields.items()
@@ -151,7 +157,7 @@ def section_heading(path: KeyPath, title: str) -> str:
 
 
 def optional_note(path: KeyPath) -> str:
-    """Return a note if only RL recipes have this section, else ""."""
+    """Return a note that only RL recipes have this section, or "" if all recipes may have it."""
     if len(path) == 1 and path[0] in RL_SECTIONS:
         return " Required for reinforcement learning, rejected for supervised algorithms."
     return ""

@@ -61,7 +61,7 @@ def shorten_text(text: str, width: int) -> str:
 
 
 def copy_recipe(path: Path, out: Path) -> None:
-    """Copy a shipped recipe to a new file. Raises UserError if `out` exists or its folder does not."""
+    """Copy a shipped recipe to a new file. Raises UserError if `out` exists or if its folder does not exist."""
     if not out.parent.is_dir():
         raise UserError(f"{out}: folder {out.parent} not found")
     try:

@@ -35,7 +35,7 @@ class ReferenceInputs:
     call: Callable[[Path, Tensor], tuple[Any, SampleInputs, dict[str, Any]]]
     """Maps (folder, pixels [1,3,...]) to (pipeline, inputs of the sample, pipeline call arguments)."""
     num_conditioning_frames: int = 0
-    """Number of conditioning frames (latent frames) that the pipeline makes from the pixels."""
+    """Number of conditioning frames, in latent frames, that the pipeline encodes from the pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class Case:
     """Settings for the checks of one tiny pipeline. The defaults fit most families."""
 
     size: tuple[int, int, int] | None = None
-    """Height, width and number of frames of the samples. None: the smallest valid sizes with different height and
-    width, and two latent frames for videos."""
+    """Height, width and number of frames of the samples. None: two and three times `size_multiple`, and two latent
+    frames for videos."""
     load_options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for registry.load_model."""
     extra_components: Mapping[str, Any] = field(default_factory=dict)

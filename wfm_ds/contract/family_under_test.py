@@ -64,7 +64,10 @@ def require_close(description: str, got: Tensor, want: Tensor, atol: float, rtol
 
 @dataclass(frozen=True)
 class FamilyUnderTest:
-    """A tiny pipeline folder, the family to test with it (built-in or a user's class) and the case."""
+    """A tiny pipeline folder, the family to test with it, and the settings of the checks.
+
+    The family is built-in or a user's class.
+    """
 
     folder: Path
     case: Case

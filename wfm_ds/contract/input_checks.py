@@ -63,9 +63,9 @@ def check_batch_with_inputs(subject: FamilyUnderTest) -> None:
 
 
 def check_inputs_in_both_guidance_halves(subject: FamilyUnderTest) -> None:
-    """Check that negative conditioning contains the inputs too.
+    """Check that the inputs change the negative prediction of guidance.
 
-    Both halves of guidance are checked in separate forward passes and in one joint forward pass.
+    One forward pass of both halves of guidance must give the same velocities as two separate passes.
     """
     model, case = _load_model(subject), subject.case
     latents, sigma, text = _call_arguments(subject)

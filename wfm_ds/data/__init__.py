@@ -1,1 +1,1 @@
-"""Training data: scan and check captioned media and prompts, crop and order them, and shard them over the ranks."""
+"""Training data: scan captioned images, videos and prompts, crop and order them, and shard them over ranks."""

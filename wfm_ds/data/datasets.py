@@ -1,4 +1,4 @@
-"""Data of a recipe: scan it, split off validation samples, choose training sizes, and build the source of batches."""
+"""The data of a recipe: scan it, split off validation samples, choose training sizes, and build batches."""
 
 from __future__ import annotations
 
@@ -48,20 +48,24 @@ LatentLookup: TypeAlias = Callable[[Media, Framing], Any]  # returns the cached 
 
 
 class SizedModel(Protocol):
-    """The methods of the model interface (models/base.py) that determine valid sizes."""
+    """The methods of a model (models/base.py) that determine which sizes are valid."""
 
     def latent_shape(self, height: int, width: int, num_frames: int, /) -> tuple[int, ...]:
         """Return the latent shape (C,h,w) or (C,T,h,w). Raises ValueError for an unsupported size."""
         ...
 
     def size_multiple(self, num_frames: int, /) -> int:
-        """Return the number that heights and widths must be multiples of."""
+        """Return the number that must divide height and width."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingData:
-    """Data of a run. SFT: captioned images and videos for training and validation. RL: prompts, or captioned media."""
+    """The training and validation data of a run.
+
+    For SFT, it consists of captioned images and videos. For RL, it consists of prompts, or of captioned images and
+    videos.
+    """
 
     prompts: list[Prompt]  # RL: training prompts; the captions if there are samples
     samples: list[Sample]  # for training
@@ -109,12 +113,15 @@ def load_data(recipe: Recipe) -> TrainingData:
 
 
 def load_held_out_folder(data: DataRecipe, folder: Path) -> list[Sample]:
-    """Load the validation folder (any layout) of a streamed dataset. Raises DataError like `load_folder`."""
+    """Load the validation folder of a streamed dataset, in any layout. Raises DataError like `load_folder`."""
     return log_scan_result(load_folder(data.model_copy(update={"options": {}}), folder)).samples
 
 
 def split_samples(dataset: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample]]:
-    """Return one epoch's training samples, and held-out samples (from validation.path, or else split off)."""
+    """Return the training samples of one epoch, and the held-out samples.
+
+    Held-out samples come from validation.path. If it is not set, they are split off the training data.
+    """
     data, validation = recipe.data, recipe.validation
     if validation.path is not None:
         return dataset.epoch_samples(dataset.samples), scan_paths(
@@ -127,9 +134,9 @@ def split_samples(dataset: SampleSet, recipe: Recipe) -> tuple[list[Sample], lis
 
 
 def scan_paths(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> SampleSet:
-    """Scan the data at these paths and log the rejected entries. Only tar shards may have several paths.
+    """Scan the data at these paths and log the rejected entries. Several paths are allowed only for tar shards.
 
-    pairs: whether the algorithm trains on preference pairs. Raises DataError if the samples do not match.
+    pairs: whether the algorithm trains on preference pairs. Raises DataError if the samples do not fit this.
     """
     dataset = build_sample_set(data, paths)
     check_pairs(dataset, pairs)
@@ -146,7 +153,10 @@ def log_scan_result(dataset: SampleSet) -> SampleSet:
 
 
 def check_pairs(dataset: SampleSet, pairs: bool) -> None:
-    """Raise DataError unless all samples are preference pairs (`pairs`), or all are single images or videos."""
+    """Check that the samples fit the algorithm.
+
+    Raises DataError unless all samples are preference pairs (if `pairs` is True) or none of them is (if it is False).
+    """
     mismatch = next((sample for sample in dataset.samples if (sample.rejected is not None) != pairs), None)
     if mismatch is not None:
         wanted = "a pair: set `rejected`" if pairs else "a single image or video: omit `rejected`"
@@ -234,7 +244,7 @@ def build_buckets(recipe: Recipe, model: SizedModel) -> Buckets:
 
 
 def trains_on_data(recipe: Recipe) -> bool:
-    """Return whether an RL run also has loss terms on the dataset itself, not only on generated samples."""
+    """Return whether an RL run trains not only on generated samples, but also on the dataset."""
     algorithm = recipe.rl.algorithm
     return algorithm.num_data_terms(algorithm.terms_per_sample(recipe.sampling)) > 0
 
@@ -242,7 +252,8 @@ def trains_on_data(recipe: Recipe) -> bool:
 def frames_per_clip(recipe: Recipe, model: SizedModel) -> int:
     """Return the number of frames to read per clip, usually sampling.num_frames.
 
-    An RL run that trains only on generated samples reads just the conditioning frames, so a single image can be enough.
+    An RL run that trains only on generated samples reads just the conditioning frames, so that a single image can be
+    enough.
     """
     size, (_, most) = recipe.sampling, recipe.algorithm.conditioning_frame_range
     if not recipe.is_rl or most == 0 or trains_on_data(recipe):
@@ -252,7 +263,10 @@ def frames_per_clip(recipe: Recipe, model: SizedModel) -> int:
 
 
 def assign_buckets(samples: Sequence[Sample], buckets: Buckets, world: World, workers: int) -> list[int]:
-    """Return the bucket index of each sample. Collective: each rank reads the image sizes of its shard."""
+    """Return the bucket index of each sample.
+
+    Collective: each rank reads the image sizes of its shard of the samples.
+    """
     if len(buckets.sizes) == 1:
         return [0] * len(samples)
 
@@ -273,7 +287,7 @@ def assign_buckets(samples: Sequence[Sample], buckets: Buckets, world: World, wo
 
 
 def build_input_reader(recipe: Recipe, model: ConditionedModel, data: TrainingData) -> InputReader | None:
-    """Return the reader of conditioning inputs such as actions or cameras, or None if the run uses none."""
+    """Return the reader of conditioning inputs such as actions or cameras. Returns None if the run has no inputs."""
     actions = data.actions
     width, scaling = (None, None) if actions is None else (actions.width, actions.scaling)
     return InputReader.from_recipe(recipe, model, width=width, scaling=scaling)
@@ -289,10 +303,10 @@ def find_usable_samples(
     what: str = "samples",
     inputs: InputReader | None = None,
 ) -> list[Sample]:
-    """Return the first `count` samples that can be decoded, with the conditioning inputs of the centre crop.
+    """Return the first `count` samples that can be decoded, with the conditioning inputs for their centre crops.
 
-    Bad samples are skipped and logged. Raises DataError if all are bad, or if more than data.max_bad_fraction of
-    `dataset_size` samples are bad. what: name of the samples in messages.
+    Bad samples are skipped and logged. Raises DataError if all samples are bad, or if the number of bad samples exceeds
+    data.max_bad_fraction of `dataset_size`. what: name of the samples in messages.
     """
     usable, broken = list[Sample](), list[BadMedia]()
     for sample in samples:
@@ -322,7 +336,7 @@ def find_usable_samples(
 
 
 def unique_prompts(samples: Sequence[Sample]) -> list[Prompt]:
-    """Return one prompt per distinct caption, in order of first occurrence."""
+    """Return one prompt for each distinct caption, in the order in which the captions first occur."""
     return list({sample.prompt.text: sample.prompt for sample in samples}.values())
 
 
@@ -337,10 +351,11 @@ def build_batch_source(
     cached_latents: LatentLookup | None,
     inputs: InputReader | None = None,
 ) -> BatchReader:
-    """Return the reader of training batches, to be closed by the caller. Collective.
+    """Return the reader of training batches. The caller must close it. Collective.
 
-    global_batch: samples per optimizer step over all ranks. unit: number of consecutive samples of equal size.
-    cached_latents: function that returns the cached latents of an image or video, or None.
+    global_batch: samples per optimizer step over all ranks. unit: number of consecutive samples that have the same
+    size.
+    cached_latents: function that returns the cached latents of an image or video, or None if they are not cached.
     """
     if recipe.data.streaming:
         return StreamSource(

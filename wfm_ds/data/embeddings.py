@@ -1,7 +1,7 @@
 """`wfm data embeddings FOLDER --from-pickle`: convert the text embeddings of a Cosmos folder.
 
-The command writes NAME.safetensors next to each NAME.pickle, so that training never opens a pickle. Pickles can execute
-code; the unpickler in this module only creates numpy arrays of numbers, lists and plain values.
+The command writes NAME.safetensors next to each NAME.pickle, so that training never opens a pickle. A pickle can
+execute code. The unpickler of this module creates only numpy arrays of numbers, lists and plain values.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ PICKLE_ERRORS = (
 
 
 class ArrayUnpickler(Unpickler):
-    """Unpickler that only imports the functions and classes that numpy needs to reconstruct arrays."""
+    """An unpickler that imports only the functions and classes that numpy needs to reconstruct arrays."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED_NAMES:
@@ -69,7 +69,10 @@ class ArrayUnpickler(Unpickler):
 
 
 def read_pickle(path: Path) -> npt.NDArray[np.floating[Any]]:
-    """Read a float embedding [n, D] from a pickle with one array, or a list with one. Raises DataError otherwise."""
+    """Read a float embedding [n tokens, D channels] from a pickle.
+
+    The pickle must contain one array, or a list with one array. Raises DataError otherwise.
+    """
     try:
         content = ArrayUnpickler(io.BytesIO(read_regular(path))).load()
     except PICKLE_ERRORS as error:
@@ -85,7 +88,7 @@ def read_pickle(path: Path) -> npt.NDArray[np.floating[Any]]:
 
 
 def convert_pickles(folder: Path) -> tuple[int, list[str]]:
-    """Write the missing safetensors files of a Cosmos folder. Return (number written, error messages)."""
+    """Write the safetensors files that a Cosmos folder lacks. Return (number of files written, error messages)."""
     num_written, errors = 0, list[str]()
     for name in EMBEDDING_FOLDERS:
         for paths in files_by_id(folder / name, frozenset(PICKLE_SUFFIXES)).values():

@@ -26,7 +26,7 @@ KOHYA = re.compile(r"(\d+)_.+")
 
 
 def load_folder(data: DataRecipe, folder: Path, layout: FolderLayout | None = None) -> SampleSet:
-    """Scan a folder in this layout (None: detect it). Raises DataError like the SampleSet classes."""
+    """Scan a folder in this layout. None: detect the layout. Raises DataError like the SampleSet classes."""
     detected = layout or detect_layout(folder)
     limit, cache_dir = data.max_bad_fraction, data.cache_dir or user_cache_dir()
     if detected.kind == "cosmos":
@@ -54,7 +54,10 @@ def load_hf_dataset(data: DataRecipe, path: str) -> HfDataset:
 
 
 class MediaFolder(CaptionedFolder):
-    """CaptionedFolder for `data.kind: folder`. Errors about missing captions describe the folder and suggest a fix."""
+    """A CaptionedFolder with more helpful errors, for `data.kind: folder`.
+
+    Errors about missing captions describe the folder and suggest a fix.
+    """
 
     def empty_message(self) -> str:
         return empty_folder_message(self.folder, self.source)
@@ -74,7 +77,10 @@ class MediaFolder(CaptionedFolder):
 def missing_captions_message(
     folder: Path, source: str, uncaptioned: Sequence[str], captioned: Sequence[str], lone_texts: Sequence[str]
 ) -> str:
-    """Return the error message for media without captions. lone_texts: text files without an image or video."""
+    """Return the error message for images and videos without captions.
+
+    lone_texts: text files without an image or video.
+    """
 
     def relative(path: str) -> str:
         return to_printable(os.path.relpath(path, folder))

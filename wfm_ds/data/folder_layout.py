@@ -1,4 +1,8 @@
-"""Layout detection for `data.kind: folder`, from file names. No file is opened; the first matching sign decides."""
+"""Layout detection for `data.kind: folder`. It uses only file names and opens no file.
+
+Every layout has a sign, such as the folder `metas/`. The first sign that is found decides. If there is no sign, the
+folder is read as images and videos with caption files.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ SAVED_FILES = ("state.json", "dataset_info.json")  # written by save_to_disk of 
 
 @dataclass(frozen=True, slots=True)
 class FolderLayout:
-    """Layout of a folder, and the sign (file names, for messages) that identified it."""
+    """The layout of a folder, and the file names that identified it, for messages."""
 
     kind: LayoutKind
     sign: str
@@ -64,13 +68,16 @@ def missing_folder_message(folder: Path) -> str:
 
 
 def demo_command(folder: Path) -> str | None:
-    """Return the command that writes the digits demo if `folder` is named like that demo, else None."""
+    """Return the command that writes the digits demo. Returns None unless `folder` is named like the demo's folder."""
     root = next((candidate for candidate in (folder, folder.parent) if candidate.name == "digits"), None)
     return None if root is None else f"wfm data digits {shorten_path(root)}"
 
 
 def cosmos_sign(folder: Path, names: list[str]) -> str | None:
-    """Return the file names that identify a Cosmos folder, such as `metas/*.txt and videos/`, or None."""
+    """Return the file names that identify a Cosmos folder, such as `metas/*.txt and videos/`.
+
+    Returns None if the folder is not a Cosmos folder.
+    """
     media = next((name for name in ("videos", "images") if name in names), None)
     if media is None or "metas" not in names or not os.path.isdir(folder / "metas"):
         return None
@@ -79,7 +86,10 @@ def cosmos_sign(folder: Path, names: list[str]) -> str | None:
 
 
 def parquet_sign(folder: Path, names: list[str]) -> str | None:
-    """Return the parquet shards in the folder or in data/, as text for messages, or None without any."""
+    """Return a text for messages that names the parquet shards in the folder or in data/.
+
+    Returns None if there are none.
+    """
     inner = list_names(folder / "data") if "data" in names and os.path.isdir(folder / "data") else []
     for prefix, files in (("", names), ("data/", inner)):
         if shards := [name for name in files if name.lower().endswith(".parquet")]:

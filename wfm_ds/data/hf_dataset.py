@@ -1,7 +1,7 @@
-"""Hugging Face datasets: by Hub id, from `save_to_disk`, or as parquet shards.
+"""Hugging Face datasets: from the Hub, from `save_to_disk`, or as parquet shards.
 
-The `datasets` library writes arrow files to its own cache, and images and videos are read from them by row. Only rank 0
-needs network access; the other ranks read the arrow files.
+The `datasets` library writes arrow files to its cache. Images and videos are read from these files row by row. Only
+rank 0 needs network access, because the other ranks read the arrow files.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HfColumn:
 
 @dataclass(frozen=True, slots=True)
 class HfMedia:
-    """An image or video in a row of a Hugging Face dataset."""
+    """An image or video in one row of a Hugging Face dataset."""
 
     column: HfColumn
     row: int
@@ -55,7 +55,10 @@ class HfMedia:
 
 @functools.lru_cache(maxsize=8)
 def open_column(source: HfColumn) -> Any:
-    """Return a memory-mapped dataset with this column only; each row has bytes and path. Cached per process."""
+    """Return a memory-mapped dataset that contains only this column. Each row has the keys bytes and path.
+
+    The dataset is cached per process.
+    """
     from datasets import Dataset, concatenate_datasets
 
     dataset = concatenate_datasets([Dataset.from_file(file) for file in source.files]).select_columns([source.name])
@@ -63,12 +66,12 @@ def open_column(source: HfColumn) -> Any:
 
 
 def disable_decoding(dataset: Any, column: str) -> Any:
-    """Return the dataset with raw bytes instead of decoded images or videos in `column`."""
+    """Return the dataset with `column` as file bytes instead of decoded images or videos."""
     return dataset.cast_column(column, type(dataset.features[column])(decode=False))
 
 
 class HfDataset(SampleSet):
-    """Captioned images or videos of one split. Ids are SPLIT/ROW, e.g. train/000000012."""
+    """Captioned images or videos of one split. Ids are SPLIT/ROW, such as train/000000012."""
 
     def __init__(
         self,
@@ -82,8 +85,8 @@ class HfDataset(SampleSet):
     ) -> None:
         """Load the split.
 
-        image_column: None uses the only column with images or videos. caption_column: None uses the first of
-        CAPTION_COLUMNS. options: further arguments of load_dataset, e.g. name and revision.
+        image_column: None selects the only column with images or videos. caption_column: None selects the first of
+        CAPTION_COLUMNS that exists. options: further arguments of load_dataset, such as name and revision.
         Raises DataError if the dataset cannot be loaded, a column is missing, there is no usable sample, or more than
         max_bad_fraction of the rows are bad.
         """
@@ -111,7 +114,10 @@ class HfDataset(SampleSet):
 
 
 def parse_row(sample_id: str, media: Media | None, text: Any, metadata: dict[str, Any]) -> Sample | str:
-    """Return the sample of a row, or a key of REASONS if it is unusable. metadata: {column: value} of other columns."""
+    """Return the sample of a row. If the row is unusable, return the reason, a key of REASONS.
+
+    metadata: {column: value} of the columns other than media and caption.
+    """
     negative = metadata.pop(NEGATIVE_COLUMN, None)
     if media is None:
         return "no_media"
@@ -122,7 +128,7 @@ def parse_row(sample_id: str, media: Media | None, text: Any, metadata: dict[str
 
 
 def load_split(path: str, split: str, options: dict[str, Any]) -> Any:
-    """Load one split from a `save_to_disk` folder or with `load_dataset`. Raises DataError."""
+    """Load one split from a `save_to_disk` folder or with `load_dataset`. Raises DataError if this fails."""
     try:
         import datasets
     except ImportError as error:
@@ -149,14 +155,15 @@ def load_split(path: str, split: str, options: dict[str, Any]) -> Any:
 
 
 def is_saved_dataset(path: str) -> bool:
-    """Return whether a folder contains one split that was written by `save_to_disk`."""
+    """Return whether `save_to_disk` wrote this folder, with a single split."""
     return all(os.path.isfile(os.path.join(path, name)) for name in SAVED_FILES)
 
 
 def find_media_column(features: Mapping[str, Any], source: str, wanted: str | None) -> tuple[str, str]:
-    """Return the name of the media column and its type, `Image` or `Video`.
+    """Return the name of the column with images or videos, and its type, `Image` or `Video`.
 
-    wanted: data.image_column; None: the only column with media. Raises DataError if it is missing or ambiguous.
+    wanted: data.image_column. None selects the only such column. Raises DataError if the column is missing or
+    ambiguous.
     """
     kinds = {name: type(feature).__name__ for name, feature in features.items()}
     candidates = [name for name, kind in kinds.items() if kind in DEFAULT_SUFFIX]
@@ -177,7 +184,10 @@ def describe_media_columns(columns: Sequence[str]) -> str:
 
 
 def find_text_column(columns: Sequence[str], source: str, wanted: str | None) -> str:
-    """Return the caption column: `wanted`, or else the first of CAPTION_COLUMNS. Raises DataError if it is missing."""
+    """Return the name of the caption column: `wanted`, or else the first of CAPTION_COLUMNS that exists.
+
+    Raises DataError if the column is missing.
+    """
     prefix = f"{source} has the columns {', '.join(columns)}"
     if wanted is not None and wanted not in columns:
         raise DataError(f"{prefix}, but not data.caption_column {wanted} {DOCS_HINT}")
@@ -188,7 +198,7 @@ def find_text_column(columns: Sequence[str], source: str, wanted: str | None) ->
 
 
 def list_media(dataset: Any, source: HfColumn, default: str) -> list[Media | None]:
-    """Return the image or video of each row, None for an empty row. Does not read the bytes."""
+    """Return the image or video of each row, without reading its bytes. Empty rows give None."""
     import pyarrow.compute as pc
 
     column = disable_decoding(dataset, source.name).data.column(source.name)
@@ -209,7 +219,10 @@ def media_suffix(name: str | None, default: str) -> str:
 
 
 def metadata_columns(dataset: Any, used: set[str]) -> dict[str, list[Any]]:
-    """Return {column: values} for the columns that are not in `used` and that JSON can represent."""
+    """Return {column: values} for the columns that are not in `used`.
+
+    Columns that JSON cannot represent are omitted.
+    """
     columns = {name: dataset.data.column(name) for name in dataset.column_names if name not in used}
     return {name: column.to_pylist() for name, column in columns.items() if is_json_type(column.type)}
 

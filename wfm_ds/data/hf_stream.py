@@ -1,4 +1,4 @@
-"""`data.streaming`: rows of a Hugging Face dataset in stored order, streamed from its shards without a local copy."""
+"""`data.streaming`: stream rows of a Hugging Face dataset from its shards, in stored order and without a local copy."""
 
 from __future__ import annotations
 
@@ -49,17 +49,20 @@ class InMemoryMedia:
 
 @dataclass(frozen=True, slots=True)
 class StreamedRow:
-    """A usable row, and the number of complete passes over the dataset before it."""
+    """A usable row, and the number of complete passes over the dataset before this row."""
 
     sample: Sample
     epoch: int
 
 
 class HfStream:
-    """Endless stream of the usable rows of one split, in stored order. Sample ids are as in HfDataset."""
+    """An endless stream of the usable rows of one split, in stored order. Sample ids are the same as in HfDataset."""
 
     def __init__(self, data: DataRecipe) -> None:
-        """Open data.path without reading a row. Raises DataError, also if the order is not reproducible."""
+        """Open data.path without reading a row.
+
+        Raises DataError, for example if the order of rows is not reproducible.
+        """
         assert isinstance(data.path, str)
         self.source, self._split, self._max_bad_fraction = to_printable(data.path), data.split, data.max_bad_fraction
         self._version = stream_version(data.path, data.options)
@@ -98,7 +101,7 @@ class HfStream:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next row and the counts of the rows read so far, as JSON."""
+        """Return the position of the next row and the counts of rows read so far, as JSON."""
         return {
             "version": self._version,
             "epoch": self._epoch,
@@ -109,7 +112,10 @@ class HfStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the row of a saved state. Raises DataError if the dataset has changed since."""
+        """Continue at the row of a saved state.
+
+        Raises DataError if the dataset has changed since the state was saved.
+        """
         if state["version"] != self._version:
             raise DataError(
                 f"{self.source} has changed since the checkpoint ({state['version']}, now {self._version}): restore "
@@ -165,7 +171,10 @@ class HfStream:
 
 
 def stream_version(path: str, options: Mapping[str, Any]) -> str:
-    """Return the commit of a Hub dataset, or a hash of a folder's file names and sizes. Raises DataError."""
+    """Return a version of the dataset: the commit on the Hub, or a hash of a folder's file names and sizes.
+
+    Raises DataError if the version cannot be determined.
+    """
     if os.path.isdir(path):
         if is_saved_dataset(path) or os.path.isfile(os.path.join(path, "dataset_dict.json")):
             raise DataError(f"{path} was written by save_to_disk and needs no streaming: remove data.streaming")

@@ -2,9 +2,9 @@
 
 An input is a key of NAME.json, or of its object `camera`. Its value is a number, a list of numbers, or the name of an
 .npy file in the folder of the image or video. Row i of `actions` [N-1,D] moves frame i to frame i + 1. `c2w` [N,4,4]
-and `intrinsics` [4] or [N,4] belong to the N frames of the file. Other inputs do not depend on the frames. For an
-image, N is the number of frames of a generated sample. FIRST_FRAME is not listed in data.inputs: it is decoded from the
-image or video.
+and `intrinsics` [4] or [N,4] belong to the N frames of the file. All other inputs do not depend on the frames. For an
+image, N is the number of frames of a generated sample. FIRST_FRAME is not listed in data.inputs, because it is decoded
+from the image or video.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class DeclaredInput(Protocol):
 
 
 class ConditionedModel(Protocol):
-    """The members of the model interface (models/base.py) that concern conditioning inputs."""
+    """The attributes and methods of a model (models/base.py) that concern conditioning inputs."""
 
     @property
     def input_specs(self) -> Mapping[str, DeclaredInput]: ...
@@ -57,12 +57,12 @@ class ConditionedModel(Protocol):
     def uses_clean_frames(self) -> bool: ...
 
     def encode_inputs(self, inputs: Sequence[Mapping[str, Floats]], num_frames: int, size: tuple[int, int], /) -> Any:
-        """Encode the inputs of B samples as conditioning tensors. Raises ValueError for invalid inputs."""
+        """Encode the inputs of B samples as conditioning tensors. Raises ValueError if an input is invalid."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputReader:
-    """Reads the conditioning inputs of samples, except text. Thread-safe."""
+    """Reads the conditioning inputs, other than text, of samples. Thread-safe."""
 
     input_ndims: Mapping[str, int]  # number of axes of each input in data.inputs
     num_frames: int  # sampling.num_frames
@@ -94,7 +94,7 @@ class InputReader:
     def load_prompt(self, sample: Sample, framing: Framing, draw: Draw) -> Prompt:
         """Return the sample's prompt with the conditioning inputs of the clip that `load_media` would decode.
 
-        Raises BadMedia with reason `bad_actions` or `bad_input`, or for an unusable image or video.
+        Raises BadMedia with reason `bad_actions` or `bad_input`, or with the reason why the image or video is unusable.
         """
         inputs = self._read_inputs(sample, framing, draw) if self.input_ndims else {}
         if self.needs_first_frame:
@@ -117,7 +117,10 @@ class InputReader:
         return inputs
 
     def _select_frames(self, name: str, raw: Floats, frames: Sequence[int], total: int) -> Floats:
-        """Return an input's values for these frames of a file with `total` frames. Raises ValueError."""
+        """Return the values of an input for these frames of a file with `total` frames.
+
+        Raises ValueError if the input does not fit the file.
+        """
         if not np.isfinite(raw).all():
             raise ValueError("contains NaN or infinite numbers")
         if name == ACTIONS:
@@ -138,7 +141,10 @@ class InputReader:
 
 
 def load_first_frame(media: Media, framing: Framing, draw: Draw) -> Floats:
-    """Return the first frame of the clip that `load_media` would decode, float32 [H,W,3], 0 to 255. Raises BadMedia."""
+    """Return the first frame of the clip that `load_media` would decode: float32 [H,W,3], from 0 to 255.
+
+    Raises BadMedia if the image or video is unusable.
+    """
     single = replace(framing, num_frames=1, span=framing.span or framing.num_frames)
     pixels = load_media(media, single, draw).astype(np.float32)
     return pixels if pixels.ndim == 3 else pixels[0]
@@ -146,7 +152,7 @@ def load_first_frame(media: Media, framing: Framing, draw: Draw) -> Floats:
 
 @contextlib.contextmanager
 def convert_input_errors(name: str, media: Media) -> Iterator[None]:
-    """Convert READ_ERRORS of the block to BadMedia with reason `bad_actions` or `bad_input`."""
+    """Convert READ_ERRORS in the `with` block to BadMedia with reason `bad_actions` or `bad_input`."""
     try:
         yield
     except READ_ERRORS as error:
@@ -159,14 +165,14 @@ def require_shape(array: Floats, shape: tuple[int | None, ...]) -> None:
 
 
 def transform_intrinsics(intrinsics: Floats, media: Media, framing: Framing, draw: Draw) -> Floats:
-    """Convert intrinsics [F,4] from pixels of the file's frames to pixels of the cropped and resized frames."""
+    """Convert intrinsics [F,4] from the pixels of the file to the pixels of the cropped and resized frames."""
     height, width = media_size(media)
     box = crop_box((height, width), framing, framing.crop_position(draw))
     return crop_intrinsics(intrinsics, box, (framing.height, framing.width))
 
 
 def read_raw_input(sample: Sample, name: str) -> Floats:
-    """Return the input `name` for all frames of the file, in float32. Raises KeyError, OSError or ValueError."""
+    """Return the input `name` for all frames of the file, as float32. Raises KeyError, OSError or ValueError."""
     camera = sample.prompt.metadata.get(CAMERA_KEY)
     mappings = [sample.prompt.metadata, *([camera] if isinstance(camera, dict) else [])]
     value = next((mapping[name] for mapping in mappings if name in mapping), None)
@@ -179,7 +185,7 @@ def read_raw_input(sample: Sample, name: str) -> Floats:
 
 
 def find_sibling_file(sample: Sample, name: str) -> Media:
-    """Return the .npy file `name` from the sample's folder or tar. Raises ValueError or FileNotFoundError."""
+    """Return the .npy file `name` next to the sample, in its folder or tar. Raises ValueError or FileNotFoundError."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not name.endswith(".npy"):
         raise ValueError(f"{name} is not an .npy file below the folder of the image or video")
@@ -194,7 +200,10 @@ def find_sibling_file(sample: Sample, name: str) -> Media:
 
 
 def strip_inputs(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the metadata for rewards: without these inputs, and without a `camera` object that contains one."""
+    """Return the metadata that rewards receive.
+
+    It contains neither these inputs nor a `camera` object with one of them.
+    """
     camera = metadata.get(CAMERA_KEY)
     camera_keys = (
         [CAMERA_KEY]

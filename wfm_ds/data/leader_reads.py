@@ -1,4 +1,7 @@
-"""Reading by replica leaders: the first rank of a replica reads files and sends sample metadata to its other ranks."""
+"""Reading by replica leaders. The leader is the first rank of a replica.
+
+It reads the files and sends the metadata of the samples to the other ranks of its replica.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from wfm_ds.distributed.world import World
 def read_on_leader(world: World, read: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
     """Call `read` on each replica leader and return its samples on all ranks of the replica. Collective.
 
-    Only the leader's samples have media, pixels or latents. A leader's UserError is raised on all ranks.
+    Only the leader's samples have media, pixels or latents. If `read` raises UserError on a leader, all ranks raise it.
     """
     samples: list[TrainingSample] | None = world.run_checked(read, on="leaders")
     packed = world.broadcast_in_replica(None if samples is None else [pack_sample(sample) for sample in samples])
@@ -24,7 +27,7 @@ def read_on_leader(world: World, read: Callable[[], list[TrainingSample]]) -> li
 def choose_on_leader(world: World, samples: Sequence[Sample], choose: Callable[[], list[Sample]]) -> list[Sample]:
     """Call `choose` on each replica leader and return its choice on all ranks of the replica. Collective.
 
-    samples: all samples, identical on every rank. A leader's UserError is raised on all ranks.
+    samples: all samples, identical on every rank. If `choose` raises UserError on a leader, all ranks raise it.
     """
     chosen: list[Sample] | None = world.run_checked(choose, on="leaders")
     if chosen is not None:
@@ -35,7 +38,7 @@ def choose_on_leader(world: World, samples: Sequence[Sample], choose: Callable[[
 
 
 def pack_sample(sample: TrainingSample) -> list[Any]:
-    """Return a sample as JSON, without media, pixels and latents."""
+    """Return a sample as JSON. Media, pixels and latents are omitted."""
     return [sample.sample_id, sample.epoch, sample.position, pack_prompt(sample.prompt)]
 
 

@@ -1,6 +1,6 @@
-"""Weighted mixture of datasets: each dataset's share of the samples in an epoch is proportional to its weight.
+"""Weighted mixture of datasets. The number of samples that a dataset has in an epoch is proportional to its weight.
 
-An epoch contains every sample at least once, and repeats of some samples to reach these shares.
+An epoch contains every sample at least once. Samples are repeated where the weights require it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_GROWTH = 100  # maximum epoch length relative to the number of samples
 
 
 class SampleSetMixture(SampleSet):
-    """Weighted mixture of named datasets. Sample ids are NAME/ID."""
+    """A weighted mixture of named datasets. The sample ids are NAME/ID."""
 
     def __init__(self, sets: Mapping[str, tuple[SampleSet, float]]) -> None:
         """sets: {name: (dataset, weight)}, with weights > 0."""
@@ -33,7 +33,10 @@ class SampleSetMixture(SampleSet):
         self.samples.sort(key=lambda sample: sample.id)
 
     def epoch_samples(self, training: Sequence[Sample]) -> list[Sample]:
-        """Return an epoch's samples, with repeats. Raises DataError if there are over MAX_GROWTH * len(training)."""
+        """Return an epoch's samples, including repeats.
+
+        Raises DataError if there are more than MAX_GROWTH * len(training).
+        """
         by_dataset: dict[str, list[Sample]] = {name: [] for name in self.weights}
         for sample in training:
             by_dataset[sample.id.partition("/")[0]].append(sample)
@@ -56,7 +59,10 @@ class SampleSetMixture(SampleSet):
 
 
 def epoch_counts(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
-    """Return {dataset: samples per epoch}, proportional to the weights and at least the dataset's size; 0 if empty."""
+    """Return {dataset: number of samples per epoch}. The numbers are proportional to the weights.
+
+    Each number is at least the size of the dataset. It is 0 if the dataset is empty.
+    """
     total = sum(weights[name] for name, size in sizes.items() if size)
     shares = {name: weights[name] / total if size else 0.0 for name, size in sizes.items()}
     length = max((sizes[name] / share for name, share in shares.items() if share), default=0.0)
@@ -64,7 +70,7 @@ def epoch_counts(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict
 
 
 def repeat_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Repeat samples evenly to length `count`. New ids for repeats make their crop, clip and noise independent."""
+    """Repeat samples evenly until there are `count`. Repeats get new ids, so that their crop, clip and noise differ."""
     rounds, rest = divmod(count, len(samples)) if samples else (0, 0)
     extra = [samples[i * len(samples) // rest] for i in range(rest)]  # evenly spaced: neighbours may be similar
     copies = [*samples]

@@ -1,4 +1,4 @@
-"""Order of the training samples, independent of world size and number of workers, and the batches in this order."""
+"""The order of the training samples, which depends on neither ranks nor workers, and the batches in this order."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ T = TypeVar("T")
 
 
 def sample_index(position: int, num_samples: int, seed: int, shuffle: bool) -> int:
-    """Return the dataset index of the sample at a position, counted from 0 over all epochs.
+    """Return the dataset index of the sample at a position. Positions count from 0 over all epochs.
 
-    Each epoch contains every sample once. With shuffle, its order depends only on (seed, epoch).
+    Each epoch contains every sample once. If the samples are shuffled, their order in an epoch depends only on seed and
+    epoch.
     """
     epoch, offset = divmod(position, num_samples)
     return int(epoch_order(num_samples, seed, epoch)[offset]) if shuffle else offset
@@ -43,15 +44,15 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64
 def permutation(count: int, seed: int) -> npt.NDArray[np.int64]:
     """Return a permutation of range(count) that depends only on the seed.
 
-    A resumed run must see the same order after an upgrade: numpy keeps raw random numbers stable across versions, but
-    not `Generator.permutation`. So this function sorts raw 64-bit random numbers.
+    It is computed by sorting random 64-bit numbers. A resumed run must see the same order even after an upgrade of
+    numpy. numpy keeps raw random numbers the same across versions, but not the results of `Generator.permutation`.
     """
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable").astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPosition:
-    """Position of a sample in its bucket: an epoch, and the offset in the bucket's order of that epoch."""
+    """The position of a sample in its bucket: an epoch, and the offset in the bucket's order in that epoch."""
 
     bucket: int
     epoch: int
@@ -59,12 +60,13 @@ class BucketPosition:
 
 
 class BucketOrder:
-    """Endless sample order for several buckets. Every `unit` consecutive samples (a unit) are from one bucket.
+    """Endless sample order for several buckets.
 
-    Samples enter their buckets in the order of `sample_index`, epoch after epoch. As soon as a bucket contains `unit`
-    samples, they form the next unit. Samples left at the end of an epoch stay in their bucket, so all samples appear
-    equally often. Any position can be computed directly, because in a number of epochs a bucket with n samples fills
-    epochs * n // unit units.
+    The order consists of units. A unit is `unit` consecutive samples from one bucket. Samples enter their buckets in
+    the order of `sample_index`, epoch after epoch. As soon as a bucket contains `unit` samples, they form the next
+    unit. Samples left over at the end of an epoch stay in their bucket, so all samples occur equally often. Any
+    position can be computed directly: a bucket with n samples fills epochs * n // unit units in the first `epochs`
+    epochs.
     """
 
     def __init__(self, buckets: Sequence[int], *, unit: int, seed: int, shuffle: bool) -> None:
@@ -76,7 +78,7 @@ class BucketOrder:
         self._cached_units = cache_epochs(self._epoch_units, maxsize=2)
 
     def locate(self, position: int) -> BucketPosition:
-        """Return the bucket and the position in it for a position of the endless order (from 0)."""
+        """Return the bucket, and the position in it, for a position (counted from 0) of the endless order."""
         unit, offset = divmod(position, self.unit)
         epoch = unit * self.unit // len(self.buckets)  # earliest epoch in which the unit can be filled
         while self._count_units(epoch + 1) <= unit:
@@ -95,14 +97,20 @@ class BucketOrder:
         return sum(epoch * count // self.unit for count in self.counts)
 
     def _split_epoch(self, epoch: int) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
-        """Return the sample order of an epoch and, per bucket, the sorted positions of its samples in that order."""
+        """Return the sample order of an epoch, and the positions of each bucket's samples in it.
+
+        The positions are sorted, with one array per bucket.
+        """
         num_samples = len(self.buckets)
         order = epoch_order(num_samples, self.seed, epoch) if self.shuffle else np.arange(num_samples)
         by_bucket = np.argsort(self.buckets[order], kind="stable")
         return order, np.split(by_bucket, np.cumsum(self.counts)[:-1])
 
     def _epoch_units(self, epoch: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Return bucket index and number in the bucket of each unit of this epoch, ordered by their last samples."""
+        """Return the bucket index of each unit of this epoch, and the unit's number within its bucket.
+
+        Units are ordered by their last samples.
+        """
         _, offsets = self._cached_split(epoch)
         numbers = [np.arange(epoch * n // self.unit, (epoch + 1) * n // self.unit) for n in self.counts]
         ends = [
@@ -115,7 +123,7 @@ class BucketOrder:
 
 
 def cache_epochs(function: Callable[[int], T], maxsize: int) -> Callable[[int], T]:
-    """Cache the last results of a function of the epoch. Concurrent threads compute each value only once."""
+    """Cache the most recent results of a function of the epoch. Concurrent threads compute each result only once."""
     cached, lock = functools.lru_cache(maxsize=maxsize)(function), threading.Lock()
 
     def lookup(epoch: int) -> T:
@@ -128,8 +136,8 @@ def cache_epochs(function: Callable[[int], T], maxsize: int) -> Callable[[int], 
 class BatchSource(BatchReader):
     """Batches of a scanned dataset, in the order of BucketOrder.
 
-    A file that cannot be decoded is replaced by a sample of the same bucket that depends only on the position. All
-    ranks therefore run the same number of forward passes.
+    A file that cannot be decoded is replaced by a sample from the same bucket. The choice depends only on the position.
+    All ranks therefore run the same number of forward passes.
     """
 
     def __init__(
@@ -150,8 +158,8 @@ class BatchSource(BatchReader):
     ) -> None:
         """global_batch: samples per optimizer step over all ranks. workers: number of decoding threads.
 
-        buckets: for each sample, its index in `framings`; None: all 0. unit: see BucketOrder.
-        cached_latents: function that returns the latents of an image or video, or None to decode it.
+        buckets: index in `framings` for each sample. None: all samples use the first framing. unit: see BucketOrder.
+        cached_latents: function that returns the latents of an image or video, or None if it must be decoded.
         rejected: {reason: number of entries that the scan rejected}. inputs: reader of conditioning inputs.
         """
         if global_batch % unit:

@@ -1,4 +1,4 @@
-"""Resizing and cropping to the training size, and decoding of images."""
+"""Decoding of images, and resizing and cropping to the training size."""
 
 from __future__ import annotations
 
@@ -43,17 +43,18 @@ DECODE_ERRORS: tuple[type[Exception], ...] = (
 
 
 Draw = Callable[[str], float]
-"""Function from a purpose (`clip`, `crop_x`, `crop_y`) to a random number in [0, 1), fixed per sample and epoch."""
+"""Function that maps a purpose (`clip`, `crop_x`, `crop_y`) to a random number in [0, 1). The number is the same
+whenever the function is called for this sample and epoch."""
 
 
 def draw_centre(purpose: str) -> float:
-    """Return 0.5: the `Draw` function for centre crops and clips from the middle of a video."""
+    """Return 0.5. This is the `Draw` function for centre crops, and for clips from the middle of a video."""
     return 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framing:
-    """Resizing, cropping and frame selection that turn an image or video into training pixels."""
+    """How an image or video becomes training pixels: size, crop and selected frames."""
 
     height: int
     width: int
@@ -66,12 +67,12 @@ class Framing:
     span: int | None = None  # frames covered by the inputs, if only the first num_frames of them are decoded
 
     def crop_position(self, draw: Draw) -> tuple[float, float]:
-        """Return the (x, y) position of the crop: 0 is left or top, 1 is right or bottom."""
+        """Return the (x, y) position of the crop. 0 is the left or upper edge, 1 is the right or lower edge."""
         return (draw("crop_x"), draw("crop_y")) if self.crop == "random" else (0.5, 0.5)
 
 
 class BadMedia(DataError):
-    """An unusable image or video. It is skipped and counted under `reason`, one of BAD_MEDIA_REASONS."""
+    """Raised for an unusable image or video. It is skipped and counted under `reason`, one of BAD_MEDIA_REASONS."""
 
     def __init__(self, reason: str, name: str, detail: str) -> None:
         super().__init__(f"{name}: {detail} ({reason})")
@@ -81,7 +82,10 @@ class BadMedia(DataError):
 
 @contextlib.contextmanager
 def convert_decode_errors(media: Media, errors: tuple[type[Exception], ...] = DECODE_ERRORS) -> Iterator[None]:
-    """Convert decoding errors of the block to BadMedia `decode`. UserErrors (lost connection) are not converted."""
+    """Convert decoding errors in the `with` block to BadMedia with reason `decode`.
+
+    UserErrors, such as a lost connection, are not converted.
+    """
     try:
         yield
     except UserError:
@@ -91,11 +95,14 @@ def convert_decode_errors(media: Media, errors: tuple[type[Exception], ...] = DE
 
 
 def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
-    """Decode an image to uint8 RGB [height, width, 3]: rotate upright, resize to cover (bicubic, antialiased), crop.
+    """Decode an image to uint8 RGB [height, width, 3].
 
-    Images of exactly this size are not resampled. Transparent images are blended over white, 16-bit grey is rounded to
-    8 bits, and animations yield their first frame. Raises BadMedia: `decode` if the file is missing, damaged, not JPEG,
-    PNG or WebP, or above Pillow's decompression bomb limit; `too_small` if it needs more than max_upscale.
+    The image is rotated upright, resized to cover this size (bicubic, antialiased), and cropped. An image that already
+    has this size is not resampled. Transparent images are blended over white, 16-bit grey is rounded to 8 bits, and
+    animations yield their first frame.
+    Raises BadMedia with reason `decode` if the file is missing, damaged, not JPEG, PNG or WebP, or above Pillow's
+    decompression bomb limit. Raises BadMedia with reason `too_small` if the image must be enlarged by more than
+    max_upscale.
     """
     with convert_decode_errors(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
         rgb = to_rgb(ImageOps.exif_transpose(image))
@@ -104,7 +111,7 @@ def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
 
 
 def image_size(media: Media) -> tuple[int, int]:
-    """Return height and width of an image after upright rotation. Reads only the header. Raises BadMedia."""
+    """Return height and width of an image after it is rotated upright. Reads only the header. Raises BadMedia."""
     with convert_decode_errors(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
         # Use the base class: PNG's override decodes the whole image to find an orientation after the pixels.
         is_rotated = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) in QUARTER_TURNS
@@ -112,7 +119,7 @@ def image_size(media: Media) -> tuple[int, int]:
 
 
 def check_size(media: Media, framing: Framing, height: int, width: int) -> None:
-    """Raise BadMedia `too_small` if an image of this size must be enlarged by more than max_upscale."""
+    """Raise BadMedia with reason `too_small` if an image of this size must be enlarged by more than max_upscale."""
     scale = max(framing.height / height, framing.width / width)
     if scale > framing.max_upscale:
         raise BadMedia(
@@ -124,7 +131,7 @@ def check_size(media: Media, framing: Framing, height: int, width: int) -> None:
 
 
 def crop_to_cover(rgb: Image.Image, framing: Framing, position: tuple[float, float]) -> Image.Image:
-    """Resize an image to cover the framing's height x width, and crop it at `position`."""
+    """Resize an image to cover the framing's height x width. Then crop it to this size at `position`."""
     if rgb.size == (framing.width, framing.height):
         return rgb
     return ImageOps.fit(rgb, (framing.width, framing.height), method=Image.Resampling.BICUBIC, centering=position)
@@ -133,7 +140,10 @@ def crop_to_cover(rgb: Image.Image, framing: Framing, position: tuple[float, flo
 def crop_box(
     size: tuple[int, int], framing: Framing, position: tuple[float, float]
 ) -> tuple[float, float, float, float]:
-    """Return the (left, top, right, bottom) pixels of an image of `size` (height, width) that `crop_to_cover` keeps."""
+    """Return the box (left, top, right, bottom) that `crop_to_cover` keeps, in pixels of the original image.
+
+    size: (height, width) of the original image.
+    """
     height, width = size
     crop_height = min(height, width * framing.height / framing.width)
     crop_width = min(width, height * framing.width / framing.height)
@@ -142,7 +152,7 @@ def crop_box(
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image in any mode of JPEG, PNG or WebP to RGB. Transparent pixels become white."""
+    """Convert an image in any mode that JPEG, PNG or WebP can have to RGB. Transparent pixels become white."""
     if image.mode.startswith("I;16"):
         return grey16_to_rgb(image)
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
@@ -152,7 +162,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def grey16_to_rgb(image: Image.Image) -> Image.Image:
-    """Convert 16-bit grey to RGB by rescaling. Pillow's conversion would clip values at 255 to white."""
+    """Convert 16-bit grey to RGB by rescaling. Pillow's conversion would make all values above 255 white."""
     levels = np.asarray(image).astype(np.uint32)
     grey = (levels * 255 + 32767) // 65535
     transparent = image.info.get("transparency")

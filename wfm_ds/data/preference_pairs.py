@@ -1,4 +1,4 @@
-"""Preference pairs: a preferred and a rejected image or video per prompt. Scanning decodes no media."""
+"""Preference pairs: a chosen and a rejected image or video for each prompt. Scanning does not decode them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def load_pairs(paths: Sequence[str], *, cache_dir: Path | None, max_bad_fraction
 
 
 class PairTable(SampleSet):
-    """Preference pairs of a JSONL file with `prompt` and relative paths `chosen` and `rejected` in each line.
+    """Preference pairs of a JSONL file. Each line has `prompt` and the relative paths `chosen` and `rejected`.
 
-    The sample id is the line's `id` or else `CHOSEN > REJECTED`, never the line number. Other keys become metadata.
+    The sample id is the value of `id` or, if there is none, `CHOSEN > REJECTED`. It is never the line number. All other
+    keys become metadata.
     """
 
     def __init__(self, table: Path, *, max_bad_fraction: float) -> None:
@@ -77,7 +78,7 @@ class PairTable(SampleSet):
         self.samples.append(Sample(id=pair_id, media=chosen, prompt=prompt, rejected=rejected))
 
     def _resolve_path(self, name: Any) -> str | None:
-        """Return the path if `name` is an existing image or video, otherwise None."""
+        """Return the path of an existing image or video called `name`. Returns None if there is no such file."""
         if not isinstance(name, str) or "\0" in name or os.path.splitext(name)[1].lower() not in MEDIA_SUFFIXES:
             return None
         path = os.path.normpath(self._folder / name)
@@ -86,7 +87,7 @@ class PairTable(SampleSet):
 
 
 def list_folder(folder: str) -> frozenset[str]:
-    """Return the names in a folder, or an empty set if it cannot be listed."""
+    """Return the names in a folder, or an empty set if the folder cannot be listed."""
     try:
         return frozenset(os.listdir(folder))
     except OSError:
@@ -94,7 +95,7 @@ def list_folder(folder: str) -> frozenset[str]:
 
 
 class PairShards(TarShards):
-    """Preference pairs in tar files: KEY.chosen.EXT, KEY.rejected.EXT and the caption KEY.json or KEY.txt."""
+    """Preference pairs in tar files: KEY.chosen.EXT and KEY.rejected.EXT, with the caption KEY.json or KEY.txt."""
 
     content = "pairs (NAME.chosen.EXT and NAME.rejected.EXT)"
 
@@ -120,6 +121,9 @@ class PairShards(TarShards):
 
 
 def is_pair_member(member: IndexEntry, role: str) -> bool:
-    """Return whether a tar member is the image or video with this role (`chosen` or `rejected`) of a pair."""
+    """Return whether a tar member is the `chosen` or the `rejected` image or video of a pair.
+
+    role: `chosen` or `rejected`.
+    """
     stem, suffix = os.path.splitext(member.field)
     return stem == role and suffix in MEDIA_SUFFIXES

@@ -1,7 +1,7 @@
 """`wfm data prepare RECIPE [section.key=value ...]`: fill the cache of text embeddings and latents.
 
-Under the `deepspeed` launcher the ranks share the work. After an interruption, run it again: existing entries are kept.
-Exit codes: see wfm_ds.train.
+Under the `deepspeed` launcher, the ranks divide the work. If the command was interrupted, run it again: existing
+entries are kept. The exit codes are those of wfm_ds.train.
 """
 
 from __future__ import annotations
@@ -72,7 +72,10 @@ def run_prepare(recipe: Recipe) -> int:
 
 
 def fill_caches(recipe: Recipe, world: World) -> str:
-    """Fill the text-embedding and latent caches. Return a summary. Raises UserError on all ranks. Collective."""
+    """Fill the caches of text embeddings and latents. Return a summary. Collective.
+
+    If an error of the user occurs on one rank, all ranks raise UserError.
+    """
     from wfm_ds.data.broadcast import read_on_main
     from wfm_ds.data.datasets import load_data
     from wfm_ds.memory.advice import suggest_part_keys

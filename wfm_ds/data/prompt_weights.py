@@ -2,10 +2,10 @@
 
     weight = floor + (1 - floor) s / max s      s^2: running mean of the reward variance within a group
 
-Groups with equal rewards have zero gradient, so their prompts are sampled less often, but at least `floor` times as
-often as the prompt with the largest std. The scale of the rewards has no effect. For rewards of 0 or 1 with success
-rate p, s^2 estimates p (1 - p). Prompts without rewards so far get the mean std of the others. If all stds are 0, all
-weights are equal.
+Groups with equal rewards have zero gradient, so their prompts are sampled less often. Every prompt is still sampled at
+least `floor` times as often as the prompt with the largest std. The scale of the rewards has no effect. For rewards of
+0 or 1 with success rate p, s^2 estimates p (1 - p). A prompt that has no rewards yet gets the mean std of the prompts
+with rewards. If all stds are 0, all weights are equal.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SEED_BITS = 63  # number of bits of derive_seed
 
 
 class RewardStdTable:
-    """Running reward variance of each prompt, NaN for prompts without rewards so far."""
+    """Running reward variance of each prompt. It is NaN for a prompt that has no rewards yet."""
 
     def __init__(self, num_prompts: int, *, floor: float, memory: float) -> None:
         """floor: smallest weight, in (0, 1]. memory: decay of the running variance per group, in [0, 1)."""
@@ -36,13 +36,13 @@ class RewardStdTable:
         self.variances = np.full(num_prompts, np.nan)
 
     def update(self, prompt: int, variances: Sequence[float]) -> None:
-        """Update a prompt's running variance with the reward variances of its groups in one RL step."""
+        """Update a prompt's running variance. variances: reward variances of the prompt's groups in one RL step."""
         decay = 0.0 if math.isnan(self.variances[prompt]) else self.memory ** len(variances)
         mean = math.fsum(variances) / len(variances)
         self.variances[prompt] = mean if decay == 0 else decay * self.variances[prompt] + (1 - decay) * mean
 
     def weights(self) -> Weights:
-        """Return the sampling weight of each prompt as an integer up to UNIT."""
+        """Return the sampling weight of each prompt as a positive integer, at most UNIT."""
         stds = np.sqrt(self.variances)
         known_stds = stds[~np.isnan(stds)]
         if not known_stds.any():
@@ -55,7 +55,10 @@ class RewardStdTable:
         return weights
 
     def stats(self) -> dict[str, float]:
-        """Return metrics: prompts with rewards, their mean reward std, effective prompts (sum w)^2 / (sum w^2)."""
+        """Return metrics: number of prompts with rewards, their mean reward std, and the effective number of prompts.
+
+        The effective number is (sum w)^2 / (sum w^2) for weights w.
+        """
         stds = np.sqrt(self.variances[~np.isnan(self.variances)])
         weights = self.weights().astype(np.float64)
         stats = {
@@ -65,7 +68,10 @@ class RewardStdTable:
         return stats | ({"data/prompt_reward_std_mean": math.fsum(stds) / len(stds)} if len(stds) else {})
 
     def state(self) -> dict[str, str]:
-        """Return indices and variances of the prompts with rewards as base64 text, 16 characters per prompt."""
+        """Return the indices and variances of the prompts with rewards as base64 text.
+
+        It has 16 characters per prompt.
+        """
         (indices,) = np.nonzero(~np.isnan(self.variances))
         return {
             "seen": encode_array(indices.astype("<i4")),
@@ -78,9 +84,10 @@ class RewardStdTable:
 
 
 def draw_prompts(weights: Weights, count: int, *, seed: int, step: int) -> list[int]:
-    """Return the indices of the `count` prompts of RL step `step`.
+    """Return `count` prompt indices for RL step `step`.
 
-    Prompt i is drawn n = count * w_i / sum(w) times on average, and n rounded up or down times in each step.
+    The average number of times that prompt i is drawn is n = count * w_i / sum(w). In each step, the number is n
+    rounded up or down.
     """
     order = permutation(len(weights), derive_seed(seed, "prompt_order", step))
     # Scale to the sum instead of modulo, so that rounding errors in rewards rarely change the draw.
@@ -89,9 +96,10 @@ def draw_prompts(weights: Weights, count: int, *, seed: int, step: int) -> list[
 
 
 def systematic_sample(weights: Weights, count: int, start: int) -> npt.NDArray[np.int64]:
-    """Return `count` indices by systematic sampling (Madow 1949). start: uniform in [0, sum(w)).
+    """Return `count` indices by systematic sampling (Madow 1949).
 
-    The weights are laid end to end on a line. Points at distance sum(w) / count, from start / count on, select indices.
+    The weights are laid end to end on a line. Points at distance sum(w) / count select the indices, and the first point
+    is at start / count. start: uniform in [0, sum(w)).
     """
     total = int(weights.sum())
     return np.searchsorted(count * np.cumsum(weights), start + total * np.arange(count), side="right")

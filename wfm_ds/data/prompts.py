@@ -1,6 +1,6 @@
-"""Prompt sets for RL and validation: prompt files and the order of prompts in training.
+"""Prompt sets for RL and validation: prompt files, and the order of prompts in training.
 
-An invalid line is an error instead of being skipped: ids contain line numbers, and prompt files are easy to repair.
+An invalid line is an error and is not skipped, because ids contain line numbers and prompt files are easy to repair.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ QUOTED = re.compile(r'"([^"]*)"')
 NUM_SHOWN = 10
 
 ParseLine = Callable[[str, str], Prompt]
-"""Function that parses (id, stripped line) to a prompt. Raises ValueError for an invalid line."""
+"""Function that parses (id, stripped line) and returns a prompt. Raises ValueError if the line is invalid."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """File format of a published prompt set: its file names in order of preference, and the line parser."""
+    """The file format of a published prompt set: its file names, in order of preference, and its line parser."""
 
     files: tuple[str, ...] = ("{split}.txt", "{split}.jsonl")
     parse: ParseLine | None = None  # None: chosen by suffix (PARSERS)
@@ -37,11 +37,13 @@ class PromptFormat:
 def load_prompts(folder: Path, name: str, split: str) -> list[Prompt]:
     """Read the prompt set `name` in its published file format. Ids are `name/split/line number`.
 
-    pickscore: {split}.txt with one prompt per line. ocr: the same; the text in the first double quotes becomes the
-    metadata `ocr_target`. geneval: {split}_metadata.jsonl or {split}.jsonl; the whole object becomes metadata.
-    dance_grpo_t2v: {split}.txt, or video_prompts.txt if it does not exist. Other names: {split}.txt, or {split}.jsonl
-    with `prompt` and optional `negative_prompt`; other keys become metadata. Blank lines are skipped.
-    Raises DataError for a missing folder or file, an empty file, or invalid lines.
+    pickscore: {split}.txt with one prompt per line.
+    ocr: {split}.txt with one prompt per line. The text in the first double quotes becomes the metadata `ocr_target`.
+    geneval: {split}_metadata.jsonl or {split}.jsonl. The whole object becomes metadata.
+    dance_grpo_t2v: {split}.txt, or video_prompts.txt if it does not exist.
+    Any other name: {split}.txt, or {split}.jsonl with `prompt` and optional `negative_prompt`. Further keys become
+    metadata.
+    Blank lines are skipped. Raises DataError for a missing folder or file, an empty file, or invalid lines.
     """
     if not folder.is_dir():
         raise DataError(f"data.path {folder} is not a folder: it must contain the prompt file of {name}")
@@ -68,7 +70,10 @@ def load_prompt_file(path: Path) -> list[Prompt]:
 
 
 class PromptOrder:
-    """Order of the prompts in RL training: every prompt once per epoch. An epoch can end in the middle of a step."""
+    """The order of the prompts in RL training. Every epoch contains each prompt once.
+
+    It can end in the middle of a step.
+    """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         if not prompts:
@@ -78,14 +83,14 @@ class PromptOrder:
         self._shuffle = shuffle
 
     def step_prompts(self, step: int, count: int) -> list[Prompt]:
-        """Return the `count` prompts of RL step `step` (from 1). Identical on every rank."""
+        """Return `count` prompts for RL step `step` (counted from 1). Identical on every rank."""
         return self._select((step - 1) * count, count, self._seed)
 
     def extra_prompts(self, step: int, count: int, attempt: int) -> list[Prompt]:
-        """Return `count` additional prompts for an RL step. attempt: number of the refill round, from 1.
+        """Return `count` additional prompts for an RL step, if samples must be generated again.
 
-        With shuffle, each attempt has a separate order that contains every prompt once per epoch. Without it, the
-        prompts that follow the step's prompts are used.
+        attempt: number of the attempt, counted from 1. If prompts are shuffled, each attempt has a separate order,
+        which contains every prompt once per epoch. Otherwise the prompts that follow those of the step are used.
         """
         return self._select((step - 1 + attempt) * count, count, derive_seed(self._seed, "further_prompts", attempt))
 
@@ -95,7 +100,10 @@ class PromptOrder:
 
 
 def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Prompt]:
-    """Read all prompts of a file. Raises DataError that lists the invalid lines. parse=None chooses by suffix."""
+    """Read all prompts of a file. Raises DataError, which lists the invalid lines.
+
+    parse: line parser. None selects it by file suffix.
+    """
     parse = parse or PARSERS[path.suffix]
     prompts: list[Prompt] = []
     errors: list[str] = []
@@ -113,7 +121,10 @@ def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Pr
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, stripped line) for lines that are not blank. Raises DataError if not UTF-8."""
+    """Yield (line number, stripped line) for each line that is not blank. Line numbers count from 1.
+
+    Raises DataError if the file is not UTF-8.
+    """
     try:
         raw = read_regular(path)
     except OSError as error:
@@ -153,7 +164,7 @@ def parse_geneval_line(prompt_id: str, line: str) -> Prompt:
 
 
 def parse_prompt_object(line: str) -> dict[str, Any]:
-    """Parse a JSON object with a non-empty string `prompt`. Raises ValueError for anything else."""
+    """Parse a JSON object with a non-empty string `prompt`. Raises ValueError for any other line."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""Samples of a dataset: captioned images and videos in local or remote files, and rejected entries."""
+"""Samples of a dataset: captioned images and videos in local or remote files, and the entries that a scan rejects."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ NUM_SHOWN = 10
 
 
 class Media(Protocol):
-    """Interface of an image or video file, such as a local file, an S3 object or a tar member."""
+    """Interface of an image or video, which may be a local file, an S3 object or a tar member."""
 
     @property
     def name(self) -> str:
-        """The path or address, for messages."""
+        """The path or address. Used in messages."""
 
     @property
     def suffix(self) -> str:
-        """The suffix in lower case with its dot, one of MEDIA_SUFFIXES."""
+        """The file suffix in lower case, including the dot. It is one of MEDIA_SUFFIXES."""
 
     def open(self) -> BinaryIO:
         """Open the file as a seekable binary stream. Raises OSError."""
 
     def identity(self) -> tuple[str | int, ...]:
-        """Return a key that changes when the content changes, without reading the content. Raises OSError."""
+        """Return a key that changes when the content changes. Computed without reading the content. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,15 @@ def media_from_path(address: str) -> Media:
 
 
 def to_printable(name: str) -> str:
-    r"""Return a file name as valid UTF-8, for ids and messages. Invalid bytes become \udcNN."""
+    """Return a file name as valid UTF-8, for ids and messages. Each invalid byte NN becomes the text \\udcNN."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def is_encodable(value: Any) -> bool:
-    r"""Return whether a JSON value can be encoded as UTF-8. Half of a surrogate pair, such as "\ud800", cannot."""
+    """Return whether a JSON value can be encoded as UTF-8.
+
+    A value such as "\\ud800", which is half of a surrogate pair, cannot be encoded.
+    """
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError):
@@ -110,14 +113,14 @@ def is_encodable(value: Any) -> bool:
 
 
 def file_identity(path: Path) -> tuple[str | int, ...]:
-    """Return (path, size, modification time in ns). Raises OSError."""
+    """Return (path, size in bytes, modification time in nanoseconds). Raises OSError."""
     status = path.stat()
     return str(path.resolve()), status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A captioned image or video, or a preference pair, before decoding."""
+    """A captioned image or video, or a preference pair. Its files are not decoded yet."""
 
     id: str
     media: Media
@@ -128,18 +131,19 @@ class Sample:
 
     @property
     def all_media(self) -> list[Media]:
-        """The image or video, or the chosen and the rejected one of a pair."""
+        """The image or video of the sample. For a preference pair, the chosen and the rejected one."""
         return [self.media] if self.rejected is None else [self.media, self.rejected]
 
 
 class SampleSet:
-    """Base class of scanned datasets. Subclasses scan one kind of dataset in their constructor.
+    """Base class of scanned datasets. The constructor of a subclass scans one kind of dataset.
 
-    `samples` is sorted by id. `bad` maps reasons (keys of REASONS) to the names of rejected entries, in scan order.
+    `samples` is sorted by id. `bad` maps each reason (a key of REASONS) to the names of the rejected entries, in scan
+    order.
     """
 
     def __init__(self, source: str) -> None:
-        """source: name of the dataset in messages."""
+        """source: name of the dataset for messages."""
         self.source = to_printable(source)
         self.samples: list[Sample] = []
         self.bad: dict[str, list[str]] = {}
@@ -161,14 +165,15 @@ class SampleSet:
             )
 
     def epoch_samples(self, training: Sequence[Sample]) -> list[Sample]:
-        """Return the samples of one epoch. Subclasses may repeat training samples."""
+        """Return the samples of one epoch. Subclasses may return some training samples several times."""
         return list(training)
 
     def split_holdout(self, holdout: float) -> tuple[list[Sample], list[Sample]]:
-        """Return (training, held-out) samples, both sorted by id.
+        """Return (training samples, held-out samples), both sorted by id.
 
-        holdout: expected share of held-out samples, in [0, 1). A hash of the id decides, so adding or removing samples
-        does not move the others. With two or more samples and holdout > 0, both lists are non-empty.
+        holdout: expected fraction of held-out samples, in [0, 1). A hash of the id decides for each sample, so it does
+        not change sides when samples are added or removed. If there are at least two samples and holdout > 0, both
+        lists are non-empty.
         """
         if holdout == 0 or len(self.samples) < 2:
             return list(self.samples), []
@@ -181,7 +186,10 @@ class SampleSet:
 
 
 def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
-    """Parse a JSON caption, None if it has no prompt. Keys other than prompt and negative_prompt become metadata."""
+    """Parse a JSON caption. Returns None if it has no prompt.
+
+    Keys other than prompt and negative_prompt become metadata.
+    """
     caption = parse_object(content)
     if caption is None:
         return None
@@ -192,7 +200,7 @@ def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
 
 
 def parse_object(content: bytes) -> dict[str, Any] | None:
-    """Parse a JSON object that can be encoded as UTF-8. Return None for anything else."""
+    """Parse a JSON object that can be encoded as UTF-8. Returns None for any other content."""
     try:
         value = json.loads(content)  # accepts UTF-8, UTF-16 and UTF-32, with or without BOM
     except (ValueError, RecursionError):
@@ -201,7 +209,7 @@ def parse_object(content: bytes) -> dict[str, Any] | None:
 
 
 def pack_prompt(prompt: Prompt) -> list[Any]:
-    """Return a prompt as a JSON list for `unpack_prompt`."""
+    """Return a prompt as a JSON list. `unpack_prompt` is the inverse."""
     packed = [prompt.id, prompt.text, prompt.negative_text, dict(prompt.metadata)]
     return [*packed, pack_arrays(prompt.inputs)] if prompt.inputs else packed
 

@@ -1,4 +1,7 @@
-"""Batches of a streamed dataset. Every replica reads all rows of the stream and decodes only its shard."""
+"""Batches of a streamed dataset.
+
+Every replica reads all rows of the stream, but decodes only its shard of each batch.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,18 @@ from wfm_ds.data.samples import REASONS
 
 @dataclass(frozen=True, slots=True)
 class StreamStep:
-    """Rows of one optimizer step, and the state of the stream after them."""
+    """The rows of one optimizer step, and the state of the stream after these rows."""
 
     rows: Sequence[StreamedRow]
     state: dict[str, Any]
 
 
 class StreamSource(BatchReader):
-    """Batches of an endless stream, identical for any number of ranks. Position p is the usable row p of the stream.
+    """Batches of an endless stream. They are the same for any number of ranks.
 
-    A file that cannot be decoded is replaced by another row of its step. Undecoded rows of two steps are in memory.
+    Position p is the usable row p of the stream.
+    A file that cannot be decoded is replaced by another row of the same step. The rows of two steps are kept in memory,
+    with their files not decoded.
     """
 
     def __init__(
@@ -39,7 +44,10 @@ class StreamSource(BatchReader):
         workers: int = 2,
         inputs: InputReader | None = None,
     ) -> None:
-        """open_stream: opens the stream at its first row. Called for the first batch, so only on replica leaders."""
+        """open_stream: opens the stream at its first row.
+
+        It is called for the first batch, so only on replica leaders.
+        """
         super().__init__(
             global_batch=global_batch, seed=seed, max_bad_fraction=max_bad_fraction, workers=workers, inputs=inputs
         )
@@ -51,7 +59,7 @@ class StreamSource(BatchReader):
         self._stream_pool = ThreadPoolExecutor(1, thread_name_prefix="stream")  # one thread keeps the order
 
     def read_batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
-        """Return the batch like BatchReader.read_batch. Steps must be consecutive."""
+        """Return the batch of a step like BatchReader.read_batch. Steps must be read in order."""
         if self._steps and step not in self._steps:
             raise ValueError(f"a stream is read step by step: the next step is {min(self._steps)}, not {step}")
         for wanted in (step, step + 1):
@@ -68,7 +76,7 @@ class StreamSource(BatchReader):
         return super().bad_counts(world_sums) | rejected
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's record of bad files and the stream state, as JSON."""
+        """Return this rank's record of bad files and the state of the stream, as JSON."""
         return {**super().state(), "stream": self._stream_state}
 
     def restore_from_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Index of a tar file, built from its headers and optionally cached on disk. Members are never extracted to files."""
+"""Index of a tar file, built from its headers and optionally cached on disk. No member is extracted to a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORMAT = 2  # version of the index files
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """A file in a tar. The first dot of its name separates key and field."""
+    """A file in a tar. The first dot of its name separates the key of the sample from the field."""
 
     key: str
     field: str  # in lower case, e.g. "mp4" or "left.png"
@@ -34,7 +34,10 @@ class IndexEntry:
 
 @dataclass(frozen=True, slots=True)
 class TarIndex:
-    """The members of one tar in order. intact: False if the tar is damaged after the last listed member."""
+    """The members of one tar, in order.
+
+    intact: False if the tar is damaged after the last member in the list.
+    """
 
     version: tuple[str | int, ...]
     members: list[IndexEntry]
@@ -42,7 +45,7 @@ class TarIndex:
 
 
 def load_tar_index(address: str, cache_dir: Path | None) -> TarIndex:
-    """Return the index of a local or S3 tar, from cache_dir if the tar is unchanged.
+    """Return the index of a local or S3 tar. It comes from cache_dir if the tar has not changed since.
 
     Raises DataError if the file is missing or not an uncompressed tar, and StorageError if it cannot be read.
     """
@@ -62,7 +65,7 @@ def load_tar_index(address: str, cache_dir: Path | None) -> TarIndex:
 
 
 def read_index_file(path: Path, version: tuple[str | int, ...]) -> TarIndex | None:
-    """Return a cached index, or None if it does not exist or was made from a different version of the tar."""
+    """Return the cached index. Returns None if there is none, or if the tar has changed since it was cached."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -73,7 +76,7 @@ def read_index_file(path: Path, version: tuple[str | int, ...]) -> TarIndex | No
 
 
 def scan_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
-    """Read all headers and captions of a tar in one pass that skips the media."""
+    """Read all headers and captions of a tar in one pass. Images and videos are skipped."""
     fs, path = storage.open_filesystem(address)
     members: list[IndexEntry] = []
     intact, size = True, int(version[1])
@@ -102,7 +105,7 @@ def scan_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
 
 
 def index_member(tar: tarfile.TarFile, info: tarfile.TarInfo) -> IndexEntry | None:
-    """Return the entry of a tar member, or None for hidden files and names without a dot."""
+    """Return the index entry of a tar member. Returns None for hidden files and for names without a dot."""
     folder, name = os.path.split(info.name.removeprefix("./"))
     stem, _, field = name.partition(".")
     if not stem or not field:

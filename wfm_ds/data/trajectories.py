@@ -1,4 +1,4 @@
-"""Actions and camera paths of a clip: compose actions of skipped frames, scale actions, crop intrinsics."""
+"""Actions and camera paths of a clip: combine the actions of skipped frames, scale actions, crop intrinsics."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ STATS_KEYS = {"quantile": ("q01", "q99"), "meanstd": ("mean", "std")}  # lists i
 
 
 def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None) -> Floats:
-    """Return the actions [len(frames)-1,D] between consecutive selected frames.
+    """Return the actions [len(frames)-1,D] that lead from each selected frame to the next.
 
-    actions: [N-1,D]; row i moves frame i to frame i + 1. compose: how to combine the actions between two selected
-    frames, `sum` or `pose` (see `pose_product`); None: raise ValueError if frames are skipped or repeated.
+    actions: [N-1,D]. Row i moves frame i to frame i + 1. compose: how to combine the actions between two selected
+    frames, `sum` or `pose` (see `pose_product`). None: raise ValueError if frames are skipped or repeated.
     """
     spans = list(itertools.pairwise(frames))
     if compose is None and any(stop != start + 1 for start, stop in spans):
@@ -51,8 +51,9 @@ def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None)
 
 
 def pose_product(poses: Floats) -> Floats:
-    """Compose n poses [n,9], each relative to the previous one, to one pose [9]. n = 0 yields the identity.
+    """Combine n poses [n,9], each relative to the previous one, into one pose [9].
 
+    If n = 0, the result is the identity.
     A pose is a translation [3] and the first two columns of a rotation matrix [6] (Zhou et al., CVPR 2019).
     """
     orientation, translation = np.eye(3), np.zeros(3)
@@ -63,7 +64,10 @@ def pose_product(poses: Floats) -> Floats:
 
 
 def rotation_matrix(first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the rotation [3,3] from its first two columns by Gram-Schmidt. Raises ValueError if they are parallel."""
+    """Compute a rotation matrix [3,3] from its first two columns by Gram-Schmidt.
+
+    Raises ValueError if the columns are parallel.
+    """
     x = first / (np.linalg.norm(first) or 1)
     y = second - (x @ second) * x
     if np.linalg.norm(x) == 0 or np.linalg.norm(y) < 1e-6 * np.linalg.norm(second) or not second.any():
@@ -73,7 +77,7 @@ def rotation_matrix(first: npt.NDArray[np.float64], second: npt.NDArray[np.float
 
 
 def require_rigid(poses: Floats) -> None:
-    """Raise ValueError unless all poses [F,4,4] are rigid: a rotation, a translation and the last row 0 0 0 1."""
+    """Raise ValueError unless all poses [F,4,4] consist of a rotation, a translation and the last row 0 0 0 1."""
     rotations = poses[:, :3, :3].astype(np.float64)
     products = np.einsum("fji,fjk->fik", rotations, rotations)
     if np.abs(products - np.eye(3)).max() > RIGID_TOLERANCE or (np.linalg.det(rotations) < 0).any():
@@ -84,21 +88,24 @@ def require_rigid(poses: Floats) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ActionScaling:
-    """Scaling of actions (data.actions.normalize): (actions - low) / scale - offset. low and scale are float64 [D]."""
+    """Scaling of actions with D numbers (data.actions.normalize): (actions - low) / scale - offset.
+
+    low and scale are float64 [D].
+    """
 
     low: npt.NDArray[np.float64]
     scale: npt.NDArray[np.float64]
     offset: float
 
     def __call__(self, actions: Floats) -> Floats:
-        """Scale actions [N,D]. Constant components (scale 0) become 0."""
+        """Scale actions [N,D]. Components that are constant in the data (scale 0) become 0."""
         constant = self.scale == 0
         scaled = (actions - self.low) / np.where(constant, 1, self.scale) - self.offset
         return np.where(constant, 0, scaled).astype(np.float32)
 
 
 def load_scaling(actions: ActionsRecipe) -> ActionScaling | None:
-    """Return the scaling from data.actions.stats, or None if actions are not normalized. Raises DataError."""
+    """Return the scaling from data.actions.stats. Returns None if actions are not normalized. Raises DataError."""
     if actions.normalize == "none" or actions.stats is None:
         return None
     first, second = STATS_KEYS[actions.normalize]
@@ -128,12 +135,12 @@ def load_scaling(actions: ActionsRecipe) -> ActionScaling | None:
 
 
 def first_larger_index(low: npt.NDArray[np.float64], high: npt.NDArray[np.float64]) -> int:
-    """Return the first index with low > high."""
+    """Return the first index at which low > high."""
     return int(np.argmax(low > high))
 
 
 def crop_intrinsics(intrinsics: Floats, box: tuple[float, float, float, float], size: tuple[int, int]) -> Floats:
-    """Return intrinsics fx, fy, cx, cy [F,4] for frames that are cropped to `box` and resized to `size`.
+    """Return the intrinsics fx, fy, cx, cy [F,4] of F frames after cropping to `box` and resizing to `size`.
 
     box: left, top, right, bottom. size: height, width. Coordinate 0 is the left or upper edge of the first pixel.
     """

@@ -1,4 +1,4 @@
-"""Clips of video files: choose frames and decode them with FFmpeg through PyAV."""
+"""Clips of video files: choose frames, and decode them with FFmpeg through PyAV."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ HD_HEIGHT = 720  # without a colour tag, videos of at least this height are BT.7
 
 
 def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
-    """Decode a clip to uint8 RGB [num_frames, height, width, 3]. Resizes and crops each frame as load_image does.
+    """Decode a clip to uint8 RGB [num_frames, height, width, 3]. Each frame is resized and cropped as in load_image.
 
-    Raises BadMedia: `decode`, `too_small`, and the reasons of choose_frames.
+    Raises BadMedia with reason `decode`, `too_small`, or a reason of choose_frames.
     """
     with open_video(media) as container:
         stream = container.streams.video[0]
@@ -48,7 +48,7 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
 
 
 def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], int]:
-    """Return (frame indices of the clip, number of frames in the file) without decoding. Raises BadMedia."""
+    """Return (frame indices of the clip, number of frames in the file). Does not decode frames. Raises BadMedia."""
     with open_video(media) as container:
         stream = container.streams.video[0]
         times, _ = read_timestamps(container, stream)
@@ -57,7 +57,7 @@ def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], 
 
 
 def video_size(media: Media) -> tuple[int, int]:
-    """Return height and width of a video after upright rotation. Decodes the first frame. Raises BadMedia."""
+    """Return height and width of a video after it is rotated upright. Decodes the first frame. Raises BadMedia."""
     with open_video(media) as container:
         frame = next(container.decode(container.streams.video[0]), None)
         if frame is None:
@@ -68,7 +68,10 @@ def video_size(media: Media) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def open_video(media: Media) -> Iterator[InputContainer]:
-    """Open a video for single-threaded decoding (worker threads decode files in parallel). Raises BadMedia."""
+    """Open a video for decoding with a single thread. Worker threads decode several files in parallel.
+
+    Raises BadMedia.
+    """
     with (
         convert_decode_errors(media, (*DECODE_ERRORS, av.FFmpegError)),
         media.open() as file,
@@ -79,17 +82,22 @@ def open_video(media: Media) -> Iterator[InputContainer]:
 
 
 def read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
-    """Return the ascending times of all frames and of the keyframes, in the stream's time base, without decoding."""
+    """Return the ascending times of all frames, and of the keyframes. Does not decode frames.
+
+    The times are in units of the stream's time base.
+    """
     is_keyframe = {p.pts: p.is_keyframe for p in container.demux(stream) if p.pts is not None and not p.is_discard}
     return sorted(is_keyframe), sorted(time for time, is_key in is_keyframe.items() if is_key)
 
 
 def choose_frames(media: Media, seconds: npt.NDArray[np.float64], framing: Framing, draw: Draw) -> Sequence[int]:
-    """Return the ascending frame indices of a clip of framing.span frames, or else framing.num_frames.
+    """Return the ascending frame indices of a clip.
 
-    seconds: [N], times of the video's frames. Without framing.fps the frames are consecutive. With it, they are the
-    frames nearest to times 1 / fps apart, from a start at which the clip fits. Raises BadMedia: `too_short`, or
-    `low_fps` if a frame would be repeated and framing.allow_repeats is False.
+    The clip has framing.span frames or, if span is None, framing.num_frames. seconds: [N], times of the video's frames.
+    If framing.fps is None, the frames are consecutive. Otherwise they are the frames nearest to times that are 1 / fps
+    apart, from a start at which the clip fits.
+    Raises BadMedia with reason `too_short`, or with reason `low_fps` if a frame would be repeated and
+    framing.allow_repeats is False.
     """
     count, total = framing.span or framing.num_frames, len(seconds)
     u = draw("clip") if framing.clip == "random" else 0.5
@@ -114,7 +122,10 @@ def choose_frames(media: Media, seconds: npt.NDArray[np.float64], framing: Frami
 
 
 def nearest_frame(seconds: npt.NDArray[np.float64], moment: float) -> int:
-    """Return the index of the frame nearest to the time `moment`. Ties go to the earlier frame."""
+    """Return the index of the frame nearest to the time `moment`.
+
+    If two frames are equally near, return the earlier one.
+    """
     after = min(int(np.searchsorted(seconds, moment)), len(seconds) - 1)
     before = max(0, after - 1)
     return before if moment - seconds[before] <= seconds[after] - moment else after
@@ -123,7 +134,7 @@ def nearest_frame(seconds: npt.NDArray[np.float64], moment: float) -> int:
 def decode_frames(
     container: InputContainer, stream: VideoStream, start: int, wanted: Set[int]
 ) -> Iterator[tuple[int, VideoFrame]]:
-    """Seek to time `start`, decode, and yield (time, frame) for each frame with a time in `wanted`."""
+    """Seek to the time `start` and decode. Yield (time, frame) for each frame at a time in `wanted`."""
     container.seek(start, stream=stream)
     last = max(wanted)
     for frame in container.decode(stream):
@@ -136,7 +147,7 @@ def decode_frames(
 
 
 def frame_to_rgb(media: Media, frame: VideoFrame) -> Image.Image:
-    """Convert a frame to an upright RGB image. Raises BadMedia if it exceeds Pillow's size limit."""
+    """Convert a frame to an upright RGB image. Raises BadMedia if the frame exceeds Pillow's size limit."""
     if frame.width * frame.height > (Image.MAX_IMAGE_PIXELS or np.inf):
         raise BadMedia("decode", media.name, f"frames of {frame.height} x {frame.width} pixels exceed the size limit")
     unspecified = frame.colorspace == UNSPECIFIED and frame.height >= HD_HEIGHT

@@ -1,4 +1,4 @@
-"""Tar shards (WebDataset), local or on S3. Members are read by byte range and never extracted."""
+"""Tar shards (WebDataset), local or on S3. Members are read by byte range and not extracted to files."""
 
 from __future__ import annotations
 
@@ -47,8 +47,9 @@ class TarMember:
 class TarShards(SampleSet):
     """Captioned images and videos in tar files. Consecutive members with the same key form a sample.
 
-    A sample has one image or video and a caption: `json` with `prompt`, or `txt`. With `txt`, a `json` without `prompt`
-    becomes metadata. Ids are FOLDER/SHARD/KEY: the shard's folder name, its file name without .tar, and the key.
+    A sample has one image or video and a caption, which is `json` with `prompt`, or `txt`. If the caption is `txt`, a
+    `json` without `prompt` becomes metadata. Ids are FOLDER/SHARD/KEY: the name of the shard's folder, the shard's file
+    name without .tar, and the key.
     """
 
     content: ClassVar = "captioned media"  # for messages
@@ -56,9 +57,9 @@ class TarShards(SampleSet):
     def __init__(self, patterns: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float) -> None:
         """Index the shards.
 
-        patterns: paths and s3:// addresses with optional {000..123} and globs. cache_dir: folder for cached indices.
-        Raises DataError if a shard is missing, two shards have equal file and folder names, there is no usable sample,
-        or more than max_bad_fraction of the entries are bad.
+        patterns: paths and s3:// addresses, which may contain {000..123} and globs. cache_dir: folder for cached
+        indices. Raises DataError if a shard is missing, if two shards have equal file and folder names, if there is no
+        usable sample, or if more than max_bad_fraction of the entries are bad.
         """
         super().__init__(", ".join(patterns))
         shards = list(dict.fromkeys(address for pattern in patterns for address in storage.expand_pattern(pattern)))
@@ -112,7 +113,7 @@ class TarShards(SampleSet):
 
 
 def parse_prompt(json_text: str | None, plain_text: str | None, sample_id: str) -> Prompt | None:
-    """Return the prompt from a sample's json or txt caption, or None if neither is valid."""
+    """Return the prompt in a sample's json or txt caption. Returns None if neither is valid."""
     if json_text is not None and (prompt := parse_caption(json_text.encode(), sample_id)) is not None:
         return prompt
     if plain_text is None or not plain_text.strip():
@@ -126,7 +127,7 @@ def parse_prompt(json_text: str | None, plain_text: str | None, sample_id: str) 
 
 
 def unique_shard_names(shards: Sequence[str]) -> list[str]:
-    """Return FOLDER/NAME of each shard, without .tar, for sample ids. Raises DataError if two are equal."""
+    """Return FOLDER/NAME of each shard, without .tar, for sample ids. Raises DataError if two of them are equal."""
     shard_by_name: dict[str, str] = {}
     for shard in shards:
         path = PurePosixPath(shard)

@@ -62,7 +62,10 @@ class ActionsDemo(Demo):
 
 
 def write_pairs(path: Path, samples: Path, clips: Path) -> None:
-    """Write an image with a row of frames per video: each generated video below the real clip with its actions."""
+    """Write an image with a row of frames for each video.
+
+    Each generated video is below the real clip with its actions.
+    """
     from wfm_ds.monitoring.images import image_grid, save_png
 
     entries = [json.loads(line) for line in (samples / "samples.jsonl").read_text().splitlines()][:NUM_SHOWN]

@@ -28,7 +28,7 @@ PROMPTS, START = "prompts.txt", "start.png"
 
 
 def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
-    """Write NNNN.mkv, .json and .actions.npy, and return the frames [T,H,W,3].
+    """Write NNNN.mkv, NNNN.json and NNNN.actions.npy, and return the frames [T,H,W,3].
 
     wrong: probability that the stored actions are unrelated to the frames.
     """

@@ -1,4 +1,4 @@
-"""Base class of the quickstart's demos: data, model, recipes, and the comparison before and after RL."""
+"""Base class of the quickstart's demos. A demo has data, a model, recipes, and a comparison of before and after RL."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class Demo(ABC):
         """Write the data into a new or empty folder, and return the number of images or videos."""
 
     def sft_overrides(self, folder: Path) -> list[str]:
-        """Return recipe overrides for SFT: paths in `folder`, other than model.path and data.path."""
+        """Return recipe overrides for SFT that set paths in `folder`. Does not include model.path and data.path."""
         return []
 
     def rl_overrides(self, folder: Path) -> list[str]:
-        """Return recipe overrides for RL: paths in `folder`, other than model.path and data.path."""
+        """Return recipe overrides for RL that set paths in `folder`. Does not include model.path and data.path."""
         return []
 
     @abstractmethod
     def write_comparison(self, folder: Path, run: Path) -> list[str]:
-        """Write images of the first and last evaluation of an RL run into `folder`, and return the report's lines.
+        """Write images of the first and last evaluation of an RL run into `folder`. Returns the lines of the report.
 
         run: output folder of the RL run.
         """
 
     @abstractmethod
     def generate_arguments(self, folder: Path) -> str:
-        """Return the arguments of `wfm generate` for more samples, without those that select the model."""
+        """Return the arguments of `wfm generate` for more samples, without the options that select the model."""
 
 
 def find_sft_pipeline(run: Path) -> str:
@@ -57,7 +57,10 @@ def find_sft_pipeline(run: Path) -> str:
 
 
 def load_evaluations(run: Path, tag: str) -> list[tuple[Path, EvaluationMetrics]]:
-    """Return (samples folder, metrics) of each evaluation of a run, in order. tag: a metric that they all log."""
+    """Return (samples folder, metrics) of each evaluation of a run, in order.
+
+    tag: a metric that all evaluations log.
+    """
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = sorted(int(folder.name.removeprefix("step_")) for folder in (run / "samples").iterdir())
     metric_records = [record for record in records if tag in record]

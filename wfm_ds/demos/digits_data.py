@@ -31,7 +31,7 @@ def sft_split() -> DigitSplit:
 
 
 def reward_split() -> DigitSplit:
-    """Return the images with odd indices, for the classifier of the `digits` reward."""
+    """Return the images with odd indices, which the classifier of the `digits` reward is fitted to."""
     images, labels = all_digits()
     return images[1::2], labels[1::2]
 

@@ -31,7 +31,10 @@ MAX_TURN, MAX_STEP = 5.0, 0.08  # per frame, in degrees and metres
 
 
 def camera_path(turn: float, forward: float, sideways: float) -> Floats:
-    """Return camera-to-world poses [9,4,4] in OpenCV axes. Arguments: motion per frame in degrees and metres."""
+    """Return camera-to-world poses [9 frames,4,4] in OpenCV axes.
+
+    turn: rotation per frame in degrees. forward, sideways: motion per frame in metres.
+    """
     poses = np.tile(np.eye(4), (NUM_FRAMES, 1, 1))
     for previous, pose, angle in zip(poses, poses[1:], np.radians(turn) * np.arange(1, NUM_FRAMES), strict=False):
         pose[:3, :3] = [[np.cos(angle), 0, np.sin(angle)], [0, 1, 0], [-np.sin(angle), 0, np.cos(angle)]]

@@ -105,7 +105,7 @@ def count_correct_starts(videos: Sequence[PromptedVideo]) -> float:
 
 
 def write_strips(path: Path, videos: Sequence[PromptedVideo]) -> None:
-    """Write an image with a row per prompt: the frames of two videos side by side."""
+    """Write an image with a row per prompt. A row contains the frames of two videos side by side."""
     from wfm_ds.monitoring.images import image_grid, save_png
 
     shown = {prompt: frame_lists[:2] for prompt, frame_lists in group_by_prompt(videos).items()}

@@ -26,7 +26,7 @@ def caption_fields(clip: MovingClip) -> dict[str, str]:
 
 
 def noisy_captions(clip: MovingClip) -> list[dict[str, str]]:
-    """Return COPIES captions for a clip. The first NUM_WRONG name wrong directions."""
+    """Return COPIES captions for a clip. The first NUM_WRONG captions name wrong directions."""
     other_directions = [direction for direction in DIRECTIONS if direction != clip.direction]
     wrong = [
         MovingClip(clip.shape, other_directions[k % len(other_directions)], clip.variant) for k in range(NUM_WRONG)

@@ -32,7 +32,10 @@ def draw_square(number: int, colour: tuple[int, int, int]) -> Image.Image:
 
 
 def annotation_row(number: int, names: Sequence[str]) -> dict[str, Any]:
-    """Return the LLaVA annotation of image `number`: a question about it and, every fourth time, the next image."""
+    """Return the LLaVA annotation of image `number`: a question about this image.
+
+    Every fourth annotation has a second question, about the next image.
+    """
     turns = [
         {"from": "human", "value": "<image>\nthe square is"},
         {"from": "gpt", "value": f"{names[number]} square"},

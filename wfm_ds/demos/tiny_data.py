@@ -21,7 +21,7 @@ NUM_ACTION_CLIPS = 24
 
 
 def write_action_clips(folder: Path) -> int:
-    """Write clips of the brightness demo with correct actions, in domain 0. Return their number."""
+    """Write clips of the brightness demo with correct actions and domain number 0. Return the number of clips."""
     folder.mkdir(parents=True)
     for number in range(1, NUM_ACTION_CLIPS + 1):
         write_clip(folder, number, wrong=0.0)
@@ -36,7 +36,7 @@ WRITERS: Mapping[str, Callable[[Path], int]] = MappingProxyType(
 
 
 def write_tiny_data(recipe: Recipe) -> None:
-    """Write the built-in data set that a tiny recipe reads, unless it is there. Safe in parallel processes.
+    """Write the built-in data set of a tiny recipe, unless it exists. Safe in parallel processes.
 
     Raises DataError if the cache folder cannot be written.
     """

@@ -26,7 +26,10 @@ DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # values for which cuBLAS docum
 
 
 def is_accelerator_present(devices: Path = Path("/dev")) -> bool:
-    """Return whether this machine has a GPU or another accelerator, by its device nodes. Does not import torch."""
+    """Return whether this machine has a GPU or another accelerator, according to its device files.
+
+    Does not import torch.
+    """
     return any(next(devices.glob(pattern), None) is not None for pattern in DEVICE_NODES)
 
 
@@ -44,7 +47,7 @@ def choose_accelerator() -> None:
 
 
 def device_context(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context that makes this device the thread's current one. A new thread starts with GPU 0."""
+    """Return a context that makes this device the thread's current device. A new thread starts with GPU 0."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

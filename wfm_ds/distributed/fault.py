@@ -93,9 +93,9 @@ class RankStates:
         self.first_end_s = now_s if self.first_end_s is None else self.first_end_s
 
     def find_fault(self, now_s: float) -> Fault | None:
-        """Return the fault that ends the run, None if there is none.
+        """Return the fault that ends the run, or None if there is none.
 
-        For SETTLE_S seconds or more after the first failure it returns None, so that the other ranks can report too.
+        After the first failure it returns None for at least SETTLE_S seconds, so that the other ranks can report too.
         """
         self._exclude_sleep(now_s)
         for member in self._ranks_in_state("runs"):

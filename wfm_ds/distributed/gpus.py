@@ -27,7 +27,7 @@ COUNT_TIMEOUT_S = 300.0
 
 
 def launch_gpus_value(environ: Mapping[str, str]) -> str:
-    """Return WFM_LAUNCH_GPUS for a run that is started with this environment."""
+    """Return the value of WFM_LAUNCH_GPUS for a run that is started with this environment."""
     return environ.get(VISIBLE_DEVICES, ALL_GPUS)
 
 
@@ -44,7 +44,7 @@ class MachineGpus:
     training_gpus: frozenset[str]  # used by the training ranks of this machine
 
     def visible_name(self, device: str, key: str) -> str | None:
-        """Return the CUDA_VISIBLE_DEVICES entry of a device such as `cuda:1`, None if the device is not a GPU.
+        """Return the CUDA_VISIBLE_DEVICES entry of a device such as `cuda:1`, or None if the device is not a GPU.
 
         key: recipe key of the device, for the message. Raises RecipeError if the GPU does not exist.
         """
@@ -78,7 +78,10 @@ def gpu_environment(environ: Mapping[str, str], gpu: str) -> dict[str, str]:
 
 
 def run_gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that sees all GPUs of the run on this machine, with `cuda:k` as the k-th."""
+    """Return the environment of a process that sees all GPUs of the run on this machine.
+
+    In this process, `cuda:k` is the k-th of these GPUs.
+    """
     run_gpus = environ.get(LAUNCH_GPUS)
     if run_gpus is None:
         return dict(environ)

@@ -55,14 +55,14 @@ class JsonConnection:
         self._unread = b""
 
     def send(self, **message: Any) -> bool:
-        """Send keyword arguments as a JSON object. Returns False if the connection is broken or its buffer full."""
+        """Send keyword arguments as a JSON object. Returns False if the connection is broken or its buffer is full."""
         with self._lock, contextlib.suppress(OSError):
             self.sock.sendall(json.dumps(message).encode() + b"\n", socket.MSG_DONTWAIT)
             return True
         return False
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return the objects that have arrived, [] if none is complete. Call it when the socket is readable.
+        """Return the JSON objects that have arrived, or [] if none is complete. Call it when the socket is readable.
 
         Returns None if the peer closed the connection or sent invalid data.
         """
@@ -95,7 +95,7 @@ class RankRegistry:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop after a successful run, and tell the ranks that are still connected."""
+        """Stop after a successful run and inform the ranks that are still connected."""
         self._stopping.set()
         self._thread.join(timeout=FLUSH_TIMEOUT_S)
 
@@ -188,7 +188,7 @@ def listen_on_host(host: str) -> socket.socket:
 
 
 def listen_on_all_addresses() -> socket.socket:
-    """Listen on a free port of all addresses. Connections without the token are closed later."""
+    """Listen on a free port of all addresses. Connections that do not send the token are closed later."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=1024)
@@ -259,7 +259,7 @@ class Heartbeat:
             self.registry.stop()
 
     def report_failure(self, reason: str, *, is_secondary: bool) -> Fault | None:
-        """Report an error of the main thread. Returns the fault that ends the run, None if none arrives in time.
+        """Report an error of the main thread. Returns the fault that ends the run, or None if none arrives in time.
 
         is_secondary: communication with other ranks failed, so another rank is assumed to be the cause.
         """

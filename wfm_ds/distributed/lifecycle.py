@@ -172,8 +172,8 @@ def fail_rank(message: str) -> NoReturn:
 def _wait_for_signal(timeout_s: float) -> None:
     """Wait up to `timeout_s` for SIGTERM or SIGINT. Returns immediately if one has already arrived.
 
-    Not with sigtimedwait: the kernel may deliver the signal to a torch thread that does not block it. A wake-up file
-    descriptor works for all threads.
+    sigtimedwait would not work, because the kernel may deliver the signal to a torch thread that does not block it. A
+    wake-up file descriptor works for all threads.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

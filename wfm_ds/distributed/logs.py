@@ -39,7 +39,10 @@ class _OwnHandler(logging.Handler):
 
 class _FileHandler(logging.FileHandler, _OwnHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop the line on an OSError such as a full disk, which writers of essential files report themselves."""
+        """Drop the line on an OSError, such as a full disk.
+
+        Writers of essential files report such errors themselves.
+        """
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
@@ -49,7 +52,7 @@ class _FileHandler(logging.FileHandler, _OwnHandler):
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO], _OwnHandler):
-    """Writes to sys.stderr, looked up per line: rich replaces it while it shows a progress bar."""
+    """Writes to the current sys.stderr, which rich replaces while it shows a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -72,11 +75,11 @@ def _is_for_console(record: logging.LogRecord) -> bool:
 def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
     """Log to `output_dir/logs/rank_<R>.log` (INFO and above) and, on rank 0, to stderr.
 
-    output_dir: None writes no file. console: True shows INFO lines of wfm_ds and wfm_reward and warnings of other
-    packages on stderr; False shows only errors. Python warnings are logged too. Replaces the handlers of an earlier
-    call. Raises UserError if the file cannot be written.
+    output_dir: if None, no file is written. console: True shows INFO lines of wfm_ds and wfm_reward and warnings of
+    other packages on stderr; False shows only errors. Python warnings are logged too. Replaces the handlers of an
+    earlier call. Raises UserError if the file cannot be written.
 
-    Call it after heavy imports: it removes the handlers that noisy libraries install on import.
+    Call it after heavy imports, because it removes the handlers that noisy libraries install on import.
     """
     root = logging.getLogger()
     close_logging()

@@ -15,13 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch.distributed as dist
-from torch.distributed import ProcessGroup
 
 from wfm_ds.distributed.accelerator import uses_cuda
 from wfm_ds.distributed.liveness import LIVENESS
@@ -30,6 +27,7 @@ from wfm_ds.errors import UserError
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 WAIT_INTERVAL_S = 10.0  # between two polls of the ranks in run_without_timeout
@@ -66,7 +64,10 @@ class World:
 
     @classmethod
     def join(cls, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
-        """Join the launcher's process group, or create one of size 1 without a launcher. Collective; once per run."""
+        """Join the launcher's process group. Without a launcher, create one of size 1.
+
+        Collective; call it once per run.
+        """
         import deepspeed
         import torch
         import torch.distributed as dist
@@ -96,8 +97,6 @@ class World:
         Raises UserError if the number of ranks is not a multiple of sp_size.
         """
         import torch.distributed as dist
-
-        from wfm_ds.distributed.world import create_sequence_group
 
         if sp_size == 1:
             return replace(self, replica=None)
@@ -133,7 +132,7 @@ class World:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank does the work that its replica needs only once: reading data, decoding, rewards."""
+        """Whether this rank does the work that only one rank of a replica must do: reading data, decoding, rewards."""
         return self.sp_rank == 0
 
     def _all_reduce(self, values: Mapping[str, float], op: Any) -> dict[str, float]:
@@ -175,14 +174,17 @@ class World:
         return _broadcast_json(0, self.host_group, value if self.is_main else None, is_source=self.is_main)
 
     def broadcast_in_replica(self, value: Any) -> Any:
-        """Return the leader's JSON value on all ranks of its replica. Collective in the replica."""
+        """Return the JSON value of the replica's leader on all of its ranks. Collective in the replica."""
         if self.replica is None:
             return value
         LIVENESS.record_progress("a broadcast in a replica")  # the number of calls differs between replicas
         return _broadcast_json(self.rank - self.sp_rank, self.replica.host_group, value, is_source=self.is_leader)
 
     def broadcast_tensor_in_replica(self, tensor: Tensor | None) -> Tensor:
-        """Return the leader's tensor on each rank's device; other ranks pass None. Collective in the replica."""
+        """Return the tensor of the replica's leader on the device of each rank. Other ranks pass None.
+
+        Collective in the replica.
+        """
         import torch
         import torch.distributed as dist
 
@@ -200,8 +202,8 @@ class World:
     def transfer_tensor(self, tensor: Tensor, source: int, target: int) -> Tensor:
         """Send a tensor from replica `source` to replica `target` through the CPU.
 
-        Only the ranks of these two replicas call it, in the same order. `source` gets `tensor` back. `target` passes
-        any tensor of the same shape and dtype and gets the sent one.
+        Only the ranks of these two replicas call it, in the same order. On `source`, it returns `tensor`. On `target`,
+        `tensor` is any tensor of the same shape and dtype, and it returns the received tensor.
         """
         import torch
         import torch.distributed as dist
@@ -281,9 +283,10 @@ class World:
         return [a.numpy() for a in arrays]
 
     def run_without_timeout(self, work: Callable[[], Any], *, runs_here: bool | None = None) -> Any:
-        """Run `work` on rank 0, or where `runs_here` is True, while other ranks wait without a time limit. Collective.
+        """Run `work` on rank 0 while the other ranks wait without a time limit. Collective.
 
-        Returns the result, or None on the waiting ranks. If `work` raises UserError on any rank, all ranks raise it.
+        runs_here: if given, `work` runs on the ranks that pass True instead. Returns the result, or None on the waiting
+        ranks. If `work` raises UserError on any rank, all ranks raise it.
         """
         is_runner = self.is_main if runs_here is None else runs_here
         with ThreadPoolExecutor(1) as pool:
@@ -326,7 +329,10 @@ def _json_roundtrip(value: Any) -> Any:
 
 
 def _broadcast_json(source: int, group: ProcessGroup | None, value: Any, *, is_source: bool) -> Any:
-    """Return the JSON value of rank `source` on every rank of the group. is_source: this is that rank. Collective."""
+    """Return the JSON value of rank `source` on every rank of the group. Collective.
+
+    is_source: whether this rank is `source`.
+    """
     import torch
     import torch.distributed as dist
 
@@ -354,19 +360,23 @@ def find_free_port() -> int:
 
 
 def threads_per_rank() -> int:
-    """Return OMP_NUM_THREADS if set, else the number of cores divided by the ranks on this host."""
+    """Return OMP_NUM_THREADS if it is set, otherwise the number of cores per rank on this host."""
     if "OMP_NUM_THREADS" in os.environ:
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
     return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1")))
 
 
-def create_sequence_group(num_ranks: int, timeout: timedelta | None = None, backend: str | None = None) -> ProcessGroup:
+def create_sequence_group(
+    num_ranks: int, timeout: datetime.timedelta | None = None, backend: str | None = None
+) -> ProcessGroup:
     """Create the sequence-parallel groups and return this rank's group. Collective over all ranks.
 
-    A group has `num_ranks` consecutive ranks, to use the fast links within a node. timeout: timeout of the group's
-    collectives; None for torch's default. backend: None for the default group's backend. Raises UserError if num_ranks
-    does not divide the number of ranks.
+    A group has `num_ranks` consecutive ranks, to use the fast links within a node. timeout: time limit of the group's
+    collectives, or None for torch's default. backend: None for the default group's backend. Raises UserError if
+    num_ranks does not divide the number of ranks.
     """
+    import torch.distributed as dist
+
     world_size = dist.get_world_size()
     if num_ranks < 1 or world_size % num_ranks:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]

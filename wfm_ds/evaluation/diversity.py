@@ -1,4 +1,7 @@
-"""Diversity: mean distance between samples of one prompt with different seeds, in an embedding space."""
+"""Diversity: how different the samples of one prompt with different seeds are.
+
+It is the mean distance between their embeddings.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,15 @@ Frames = npt.NDArray[np.uint8]
 
 
 class SampleEmbedder(Protocol):
-    """Embeds images and videos as vectors. Their Euclidean distance measures how different two samples are."""
+    """Embeds images and videos as vectors.
+
+    The Euclidean distance of two vectors measures how different two samples are.
+    """
 
     name: str
 
     def embed(self, frames: Frames) -> Array:
-        """Embed an image or video, uint8 [T,H,W,3], as a vector [D]."""
+        """Embed an image or video, uint8 [T frames, H, W, 3], as a vector [D numbers]."""
         ...
 
 
@@ -49,7 +55,7 @@ class DinoEmbedder:
     """Embeds frames as the normalized class tokens of DINOv2 (arXiv 2304.07193)."""
 
     def __init__(self, address: str, device: torch.device) -> None:
-        """address: a folder, or the Hub id of a cached model. Raises ModelError if it cannot be loaded."""
+        """address: a folder, or the Hub id of a model in the cache. Raises ModelError if it cannot be loaded."""
         from transformers import AutoImageProcessor, AutoModel
 
         self.name, self._device = f"features of {Path(address).name}", device
@@ -76,9 +82,9 @@ class DinoEmbedder:
 
 
 def load_embedder(choice: str, device: torch.device) -> SampleEmbedder:
-    """Load the embedder for `--diversity`: `rgb`, `auto` (DINOv2 if cached, else rgb), or a model address.
+    """Load the embedder that the option `--diversity` names: `rgb`, `auto`, or the address of a model.
 
-    Raises ModelError if the model cannot be loaded.
+    `auto` is DINOv2 if it is in the Hub cache, and otherwise `rgb`. Raises ModelError if the model cannot be loaded.
     """
     if choice == "auto":
         from huggingface_hub import try_to_load_from_cache
@@ -93,9 +99,10 @@ def select_frames(frames: Frames) -> list[Frames]:
 
 
 def prompt_diversity(vectors: Sequence[Array | None], num_seeds: int) -> Array:
-    """Return the mean pairwise distance between the samples of each prompt, [P]; NaN for fewer than two samples.
+    """Return the mean pairwise distance between the samples of each prompt, [P prompts].
 
-    vectors: embedding [D] of each sample, ordered by prompt; None for a failed sample.
+    It is NaN for a prompt with fewer than two samples. vectors: embedding [D] of each sample, ordered by prompt; None
+    for a failed sample.
     """
     means = []
     for first in range(0, len(vectors), num_seeds):

@@ -1,6 +1,7 @@
-"""The evaluation report as one HTML page: verdicts, plots of the differences, and samples side by side.
+"""The evaluation report as one HTML page: verdicts, plots of the differences, and samples next to each other.
 
-The page has no scripts or external resources and uses relative links. All text is escaped, since prompts are untrusted.
+The page has no scripts or external resources and uses relative links. All text is escaped, because prompts are
+untrusted.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def render_page(results: EvaluationResults) -> str:
 
 
 def render_comparison(results: EvaluationResults, comparison: ModelComparison) -> str:
-    """Return the HTML of a model's verdict and of its table of differences to the base model."""
+    """Return the HTML of a model's verdict, and of the table that compares its scores with those of the base model."""
     verdict = comparison.verdict
     titles = ["", "", results.base.name, comparison.results.name, "difference", "better in", "", "in sd of the base"]
     rows = []
@@ -60,7 +61,7 @@ def render_comparison(results: EvaluationResults, comparison: ModelComparison) -
 
 
 def render_base(results: EvaluationResults) -> str:
-    """Return the HTML table of the base model's scores. Used if no other model is evaluated."""
+    """Return the HTML table of the base model's scores. Used if the base model is the only model."""
     rows = (
         f"<tr><td>{escape(name)}</td><td>{escape(format_interval(results.means[name]))}</td></tr>"
         for name in results.rewards
@@ -69,18 +70,27 @@ def render_base(results: EvaluationResults) -> str:
 
 
 def axis_scale(comparison: ModelComparison) -> float:
-    """Return the largest absolute interval bound, in standard deviations of the base model's scores; 1 without one."""
+    """Return the largest absolute bound of the confidence intervals. Returns 1 if there are no intervals.
+
+    The unit is the standard deviation of the base model's scores.
+    """
     ends = [abs(gap.z) + interval_width(gap) for gap in comparison.differences.values() if gap is not None]
     return max((end for end in ends if math.isfinite(end)), default=0.0) or 1.0
 
 
 def interval_width(gap: Difference) -> float:
-    """Return half the width of the confidence interval, in standard deviations of the base model's scores."""
+    """Return half the width of the confidence interval.
+
+    The unit is the standard deviation of the base model's scores.
+    """
     return (gap.estimate.half_width or 0.0) / gap.base_std if gap.base_std > 0 else 0.0
 
 
 def render_interval(gap: Difference | None, scale: float) -> str:
-    """Return an SVG plot of a difference: a dot on its interval, and a line at 0. "" if the difference is unknown."""
+    """Return an SVG plot of a difference: its interval with a dot for the value, and a line at 0.
+
+    Returns "" if the difference is unknown.
+    """
     if gap is None or not math.isfinite(gap.z):
         return ""
     centre, half, middle = HALF + HALF * gap.z / scale, HALF * interval_width(gap) / scale, HEIGHT / 2
@@ -93,7 +103,7 @@ def render_interval(gap: Difference | None, scale: float) -> str:
 
 
 def render_samples(results: EvaluationResults, prompt: int) -> str:
-    """Return the HTML table of a prompt's samples: one row per seed, one column per model."""
+    """Return the HTML table of the samples of one prompt. It has one row per seed and one column per model."""
     text = results.prompts[prompt].text
     titles = "".join(f"<th>{escape(model.name)}</th>" for model in results.models)
     rows = []

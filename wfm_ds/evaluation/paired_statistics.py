@@ -1,8 +1,9 @@
 """Paired statistics of two models that sampled the same prompts with the same seeds.
 
-Prompts are the statistical unit: samples of one prompt are correlated, so an interval over all samples would be too
-narrow. Equal seeds give equal noise, so differences are computed between samples with the same prompt and seed. This
-removes the effects of prompt and seed. NaN marks a missing score; pairs with a missing score are excluded.
+Samples of one prompt are correlated, so an interval over all samples would be too narrow. Scores are therefore first
+averaged over each prompt. The same seed gives the same noise, so differences are computed between samples with the same
+prompt and seed. This removes the effects of prompt and seed. NaN marks a missing score. A pair in which a score is
+missing is excluded.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ Array = npt.NDArray[np.float64]
 
 CONFIDENCE = 0.95
 MIN_PROMPTS = 5
-"""Minimum number of prompts for an interval."""
+"""Minimum number of prompts for a confidence interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeanEstimate:
-    """A mean over prompts with its confidence interval."""
+    """A mean over prompts, with its confidence interval."""
 
     value: float
     half_width: float | None  # confidence interval: value +- half_width; None for fewer than MIN_PROMPTS prompts
@@ -46,7 +47,10 @@ class MeanEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Difference of two models' scores over pairs with the same prompt and seed: other minus base model."""
+    """Difference of two models' scores over pairs with the same prompt and seed.
+
+    It is the score of the evaluated model minus the score of the base model.
+    """
 
     estimate: MeanEstimate
     num_better: int  # pairs in which the other model has the higher score
@@ -56,14 +60,17 @@ class Difference:
 
     @property
     def z(self) -> float:
-        """The difference in standard deviations of the base model's scores."""
+        """The difference in units of the standard deviation of the base model's scores."""
         if self.base_std > 0:
             return self.estimate.value / self.base_std
         return math.copysign(math.inf, self.estimate.value) if self.estimate.value else 0.0
 
 
 def prompt_means(scores: Array) -> Array:
-    """Average scores [P, S] over seeds. Returns one mean per prompt that has a score, so at most P."""
+    """Average scores [P prompts, S seeds] over seeds. NaN scores are ignored.
+
+    Returns one mean for each prompt that has a score.
+    """
     known = ~np.isnan(scores)
     counts = known.sum(axis=1)
     sums = np.where(known, scores, 0.0).sum(axis=1)
@@ -72,7 +79,10 @@ def prompt_means(scores: Array) -> Array:
 
 
 def estimate_mean(scores: Array) -> MeanEstimate | None:
-    """Estimate the mean of scores [P, S] over prompts, with a t interval. Returns None if there are no scores."""
+    """Estimate the mean over prompts of scores [P prompts, S seeds], with a t interval.
+
+    Returns None if there are no scores.
+    """
     means = prompt_means(scores)
     if not len(means):
         return None
@@ -81,7 +91,7 @@ def estimate_mean(scores: Array) -> MeanEstimate | None:
 
 
 def compare_scores(base: Array, other: Array) -> Difference | None:
-    """Compare the scores [P, S] of two models. Returns None if all pairs have a missing score."""
+    """Compare two models by their scores [P prompts, S seeds]. Returns None if every pair has a missing score."""
     gaps = other - base
     estimate = estimate_mean(gaps)
     if estimate is None:
@@ -97,7 +107,7 @@ def compare_scores(base: Array, other: Array) -> Difference | None:
 
 
 def p_value_decrease(means: Array) -> float:
-    """Return the p value of a one-sided t test for a mean below 0, NaN for fewer than MIN_PROMPTS means."""
+    """Return the p value of a one-sided t test for a mean below 0. Returns NaN for fewer than MIN_PROMPTS means."""
     if len(means) < MIN_PROMPTS:
         return math.nan
     value, error = float(means.mean()), standard_error(means)
@@ -107,10 +117,10 @@ def p_value_decrease(means: Array) -> float:
 
 
 def estimate_ratio(base: Array, other: Array) -> MeanEstimate | None:
-    """Estimate the ratio other / base of positive values [P], as the geometric mean over prompts.
+    """Estimate the ratio other / base of positive values [P prompts], as the geometric mean over prompts.
 
-    Prompts with a missing or zero value are excluded; returns None if no prompt remains. `half_width` of the result is
-    in the logarithm of the ratio; see `ratio_bounds`.
+    Prompts with a missing or zero value are excluded. Returns None if no prompt remains. `half_width` of the result is
+    in the logarithm of the ratio. `ratio_bounds` converts it.
     """
     usable = (base > 0) & (other > 0)  # False for NaN
     logs = np.log(other[usable]) - np.log(base[usable])
@@ -123,14 +133,20 @@ def estimate_ratio(base: Array, other: Array) -> MeanEstimate | None:
 
 
 def ratio_bounds(ratio: MeanEstimate) -> tuple[float, float] | None:
-    """Return the confidence interval (low, high) of a result of `estimate_ratio`, None if it has none."""
+    """Return the confidence interval (low, high) of a ratio from `estimate_ratio`.
+
+    Returns None if it has no interval.
+    """
     if ratio.half_width is None:
         return None
     return ratio.value * math.exp(-ratio.half_width), ratio.value * math.exp(ratio.half_width)
 
 
 def adjust_holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p values for multiple comparisons (Holm 1979, family-wise error rate). NaN values are not counted."""
+    """Adjust p values for multiple comparisons (Holm 1979), which controls the family-wise error rate.
+
+    NaN values do not count as comparisons.
+    """
     adjusted = list(p_values)
     order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
     largest = 0.0

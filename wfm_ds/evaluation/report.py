@@ -19,13 +19,16 @@ MARKS = {"trained": "T", "held_out": "", "related": "R"}
 
 
 def format_headline(results: EvaluationResults) -> str:
-    """Return one line with the numbers of prompts and seeds and the kind of interval."""
+    """Return one line with the number of prompts, the number of seeds and the kind of confidence interval."""
     seeds = f"{len(results.seeds)} seed{'' if len(results.seeds) == 1 else 's'}"
     return f"{len(results.prompts)} prompts x {seeds}, paired by seed, 95 % intervals over prompts"
 
 
 def format_text(results: EvaluationResults) -> str:
-    """Return the report as text: a table per model that compares it to the base model, or the base model's table."""
+    """Return the report as text.
+
+    Each model has a table that compares it with the base model. If there is only the base model, its scores are shown.
+    """
     blocks = [format_headline(results)]
     if not results.comparisons:
         blocks.append(
@@ -46,7 +49,7 @@ def format_text(results: EvaluationResults) -> str:
 
 
 def table_rows(results: EvaluationResults, comparison: ModelComparison) -> Iterator[list[str]]:
-    """Yield the cells of each row of a model's table.
+    """Yield the rows of a model's table, as lists of cells.
 
     Columns: reward, mark (T: trained on, R: related), mean of the base model, mean of the model, difference, number of
     pairs in which the model is better, remark.
@@ -99,7 +102,7 @@ def describe_missing(model: ModelResults, rewards: Sequence[str]) -> str:
 
 
 def format_json(results: EvaluationResults) -> str:
-    """Return the results as JSON, without individual samples. `format_csv` has them."""
+    """Return the results as JSON, without individual samples. `format_csv` returns the samples."""
     content = {
         "settings": dict(results.settings),
         "prompts": [{"id": prompt.id, "prompt": prompt.text} for prompt in results.prompts],
@@ -175,7 +178,10 @@ def estimate_dict(estimate: MeanEstimate | None) -> dict[str, Any] | None:
 
 
 def format_csv(results: EvaluationResults) -> str:
-    """Return a CSV line per sample: model, prompt_id, prompt, seed, file, and each score (empty if missing)."""
+    """Return CSV text with one line per sample.
+
+    Columns: model, prompt_id, prompt, seed, file, and one column per score. A missing score is empty.
+    """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(["model", "prompt_id", "prompt", "seed", "file", *results.rewards])
@@ -232,7 +238,7 @@ def mean_or_nan(values: Any) -> float:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Join rows of cells to one text, with aligned columns and a line per row."""
+    """Join rows of cells to a text with aligned columns and one line per row."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in padded)

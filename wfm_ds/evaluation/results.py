@@ -1,4 +1,4 @@
-"""Results of an evaluation: a base model, other models, and the comparison of their scores."""
+"""Results of an evaluation: a base model, the models compared with it, and the comparison of their scores."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.types import Prompt
 
 RewardRole = Literal["trained", "held_out", "related"]
-"""Role of a reward: trained on, held out, or held out but using the same network as a trained reward."""
+"""Role of a reward. `trained`: the model was trained on it. `held_out`: it was not. `related`: it was not, but it uses
+the same network as a trained reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelResults:
-    """Samples and scores of one model, ordered by prompt, then by seed."""
+    """The samples and scores of one model, ordered by prompt, then by seed."""
 
     name: str  # short, for tables and folders
     path: str  # as given on the command line

@@ -1,4 +1,4 @@
-"""Scores of one model: arrays [prompts, seeds] with NaN for missing scores, and the scores of published benchmarks."""
+"""Scores of one model as arrays [prompts, seeds] with NaN for missing scores, and scores of published benchmarks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
 from wfm_ds.types import Prompt, Score
 
 SampleScores = Sequence[Mapping[str, Score]]
-"""Scores of each sample by reward, ordered by prompt, then by seed."""
+"""One {reward: score} for each sample, ordered by prompt, then by seed."""
 GENEVAL_PROMPTS, GENEVAL_SEEDS = 553, 4  # number of prompts in prompts/evaluation_metadata.jsonl; images per prompt
 GENEVAL_TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 
 
 def scores_by_reward(samples: SampleScores, num_seeds: int) -> dict[str, Array]:
-    """Return {reward: scores [P, S]}, and {`reward/part`: [P, S]} for rewards that report partial scores."""
+    """Return {reward: scores [P prompts, S seeds]}.
+
+    For rewards that report partial scores, the result also contains {`reward/part`: partial scores [P, S]}.
+    """
     names = list(dict.fromkeys(name for sample in samples for name in sample))
     arrays = {name: reshape_scores([sample[name].value for sample in samples], num_seeds) for name in names}
     for name in names:
@@ -30,12 +33,15 @@ def scores_by_reward(samples: SampleScores, num_seeds: int) -> dict[str, Array]:
 
 
 def total_rewards(samples: SampleScores, num_seeds: int, reward: RewardRecipe) -> Array:
-    """Return the total rewards [P, S]: the weighted sums that `reward` defines."""
+    """Return the total rewards [P prompts, S seeds]. A total reward is the weighted sum that `reward` defines."""
     return reshape_scores(combine_scores(samples, reward).totals, num_seeds)
 
 
 def unit_std_reward_recipe(names: Sequence[str], base: Mapping[str, Array]) -> RewardRecipe:
-    """Return a recipe that weights each reward by 1 / its std over the base model's samples (by 1 if the std is 0)."""
+    """Return a recipe in which the weight of each reward is 1 / std of the base model's scores.
+
+    If the std is 0, the weight is 1.
+    """
     functions = []
     for name in names:
         valid = base[name][~np.isnan(base[name])]
@@ -45,7 +51,7 @@ def unit_std_reward_recipe(names: Sequence[str], base: Mapping[str, Array]) -> R
 
 
 def reshape_scores(values: Sequence[float | None], num_seeds: int) -> Array:
-    """Reshape one value per sample to [P, S], with NaN for None."""
+    """Reshape a list with one value per sample to [P prompts, S seeds]. None becomes NaN."""
     return np.array([np.nan if value is None else value for value in values], np.float64).reshape(-1, num_seeds)
 
 
@@ -58,7 +64,10 @@ class BenchmarkScore:
 
 
 def benchmark_scores(prompts: Sequence[Prompt], scores: Mapping[str, Array], num_seeds: int) -> list[BenchmarkScore]:
-    """Return the benchmark scores for which `scores` {reward: [P, S]} has the rewards."""
+    """Return the scores of all benchmarks that can be computed from these rewards.
+
+    scores: {reward: [P prompts, S seeds]}.
+    """
     geneval_scores = (
         [geneval_score(prompts, scores["gen_eval/gen_eval_score"], num_seeds)]
         if "gen_eval/gen_eval_score" in scores
@@ -68,9 +77,9 @@ def benchmark_scores(prompts: Sequence[Prompt], scores: Mapping[str, Array], num
 
 
 def geneval_score(prompts: Sequence[Prompt], correct: Array, num_seeds: int) -> BenchmarkScore | None:
-    """Compute GenEval's accuracy (arXiv 2310.11513, evaluation/summary_scores.py): the mean over its tasks.
+    """Compute GenEval's accuracy: the mean over its tasks (arXiv 2310.11513, evaluation/summary_scores.py).
 
-    correct: [P, S], 1 for a correct image. Returns None if all scores are missing.
+    correct: [P prompts, S seeds], 1 for a correct image. Returns None if all scores are missing.
     """
     by_task: dict[str, list[float]] = defaultdict(list)
     for prompt, row in zip(prompts, correct, strict=True):

@@ -35,7 +35,7 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def pipeline_components(index: dict[str, Any]) -> dict[str, tuple[str | None, str | None]]:
-    """Return {component: (library, class)} of a pipeline index; (None, None) for an unused component."""
+    """Return {component: (library, class)} of a pipeline index. The value of an unused component is (None, None)."""
     pairs = {name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)}
     return {name: (value[0], value[1]) for name, value in pairs.items()}
 

@@ -1,4 +1,4 @@
-"""Parser for conversations: LLaVA annotations, and rows with `messages`. Locates their images and videos."""
+"""Parser for conversations: LLaVA annotations, and rows with `messages`. It also locates their images and videos."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Part: TypeAlias = str | MediaReference
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A turn of a conversation: its role, and its texts and media in order."""
+    """A turn of a conversation: its role, and its texts, images and videos in order."""
 
     role: Role
     parts: tuple[Part, ...]
@@ -62,7 +62,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns in order: an optional system turn, then alternating user and assistant turns."""
+    """The turns of a conversation: an optional system turn, then alternating user and assistant turns."""
 
     id: str
     turns: tuple[Turn, ...]
@@ -73,7 +73,10 @@ class Conversation:
 
 
 def annotation_files(paths: Sequence[str]) -> list[str]:
-    """Return the annotation files at these paths; s3:// folders end with a slash. Empty folders raise DataError."""
+    """Return the annotation files at these paths. An s3:// path that ends with a slash is a folder.
+
+    Raises DataError for a folder without annotation files.
+    """
     files: list[str] = []
     for path in paths:
         is_folder = path.endswith("/") if is_remote(path) else Path(path).is_dir()
@@ -107,7 +110,7 @@ def read_content(file: str) -> bytes:
 
 
 def parse_rows(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield (name, row) for all rows of an annotation file; the row is None for a JSONL line that is not JSON.
+    """Yield (name, row) for all rows of an annotation file. The row is None for a JSONL line that is not valid JSON.
 
     Raises DataError if the file is not UTF-8, or if a .json file does not contain a list.
     """
@@ -142,9 +145,9 @@ def _json_or_none(text: str) -> Any:
 def parse_conversation(
     row: Any, name: str, *, root: str | None = None, system_prompt: str | None = None
 ) -> Conversation:
-    """Parse an annotation row to a conversation. Raises BadConversation.
+    """Parse an annotation row to a conversation. Raises BadConversation if the row is unusable.
 
-    root: folder that relative media paths refer to. system_prompt: used for rows without one.
+    root: folder that relative media paths refer to. system_prompt: used for rows that have no system prompt.
     """
     if not isinstance(row, dict) or not is_encodable(row):
         raise BadConversation("row", name, "not a JSON object")
@@ -161,7 +164,10 @@ def parse_conversation(
 
 
 class _MediaSupply:
-    """Assigns the images and videos that a row lists to the tags, such as <image>, in its texts, in order."""
+    """Matches the tags in the texts of a row, such as <image>, with the images and videos that the row lists.
+
+    The first tag gets the first file of its kind, and so on.
+    """
 
     def __init__(self, row: Mapping[str, Any], name: str, root: str | None) -> None:
         self._name, self._root = name, root
@@ -177,17 +183,21 @@ class _MediaSupply:
         return values
 
     def locate(self, kind: MediaKind, path: str) -> MediaReference:
-        """Return the image or video at a path relative to the root, at an absolute path or at an address."""
+        """Return a reference to an image or video. path: absolute, relative to the root, or an address."""
         full_path = path if self._root is None or "://" in path else f"{self._root.rstrip('/')}/{path}"
         return MediaReference(kind, path if path.startswith("/") else full_path)
 
     def add_tag(self, kind: MediaKind) -> MediaReference:
-        """Return a placeholder for a tag. `resolve_media` replaces it when all tags are known."""
+        """Return a placeholder for a tag. `resolve_media` replaces it when all tags of the row are known."""
         self._num_tags[kind] += 1
         return MediaReference(kind, "")
 
     def resolve_media(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Replace the placeholders. Media without a tag are inserted before the first question, as in LLaVA."""
+        """Replace the placeholders by images and videos.
+
+        If the row lists more files than it has tags, the first files are inserted before the first question, as in
+        LLaVA.
+        """
         remaining: dict[MediaKind, list[str]] = {}
         untagged: list[Part] = []
         for kind in MEDIA_KINDS:

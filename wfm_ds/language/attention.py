@@ -1,7 +1,8 @@
 """Attention within each conversation of a packed sequence: one SDPA call per conversation, without a mask.
 
-A mask for the whole sequence would need quadratic memory and compute, and torch's fused causal kernels do not accept a
-mask. FlashAttention 2, if installed, handles packed sequences itself.
+A mask for the whole sequence would need memory and compute that grow with the square of its length. Torch's fused
+causal kernels also do not accept a mask. If FlashAttention 2 is installed, it handles packed sequences without this
+module.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ def has_windows(network: Any) -> bool:
 
 
 def install_segment_attention(network: nn.Module) -> bool:
-    """Replace SDPA in the decoder, in place, by attention per conversation. Return whether it was replaced.
+    """Replace SDPA in the decoder, in place, by attention within each conversation. Return whether it was replaced.
 
-    Forward calls then need the argument `segments`, the number of tokens of each conversation. Decoders that do not use
-    SDPA, or that have sliding windows, are not changed.
+    Forward calls then need the argument `segments`, which is the number of tokens of each conversation. Decoders that
+    do not use SDPA, or that have sliding windows, are not changed.
     """
     unwrapped: Any = network
     decoder = unwrapped.model.language_model
@@ -54,7 +55,10 @@ def segment_attention_forward(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute `segment_attention` with the interface of transformers: inputs [B,H,L,D], output [B,L,H,D]."""
+    """Compute `segment_attention` with the interface of transformers: inputs [B,H,L,D], output [B,L,H,D].
+
+    There are B sequences, H heads, L tokens and D channels per head.
+    """
     output = segment_attention(query_BHLD, key_BKLD, value_BKLD, segments, scaling=scaling, dropout=dropout)
     return output.transpose(1, 2).contiguous(), None
 
@@ -62,7 +66,7 @@ def segment_attention_forward(
 def segment_attention(
     query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, segments: Sequence[int], *, scaling: float, dropout: float
 ) -> Tensor:
-    """Compute causal attention [B,H,L,D] within each segment. H query heads share K key and value heads."""
+    """Compute causal attention [B,H,L,D] within each segment. The H query heads share K key and value heads."""
     is_grouped = query_BHLD.shape[1] != key_BKLD.shape[1]
     parts = [
         F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=is_grouped)

@@ -1,4 +1,4 @@
-"""Conversations of a recipe: read them, count their tokens, and split off the held-out ones."""
+"""The conversations of a recipe: read them, count their tokens, and split off held-out conversations."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NUM_SHOWN = 3  # bad rows shown in a message
 
 @dataclass(frozen=True, slots=True)
 class Annotations:
-    """Content of annotation files: the valid conversations and the errors of the other rows."""
+    """The content of annotation files: the valid conversations, and the errors of all invalid rows."""
 
     conversations: list[Conversation]
     bad: list[BadConversation]
@@ -43,7 +43,7 @@ class Annotations:
 
 @dataclass(frozen=True)
 class SizedConversations:
-    """Conversations that fit into a packed sequence, with their sizes."""
+    """Conversations that fit into a packed sequence, with their token counts."""
 
     conversations: list[Conversation]
     sizes: list[ConversationSize]
@@ -60,7 +60,7 @@ class SizedConversations:
 
 @dataclass(frozen=True, slots=True)
 class LanguageData:
-    """Training and held-out conversations of a run, and the number of bad rows."""
+    """The training and held-out conversations of a run, and the number of bad rows."""
 
     training: SizedConversations
     held_out: SizedConversations
@@ -99,9 +99,9 @@ def measure_conversations(
     source: str,
     cache: SizeCache | None = None,
 ) -> LanguageData:
-    """Count the tokens of all conversations that are not in `cache`, sharded over the ranks. Collective.
+    """Count the tokens of all conversations that are not in `cache`. The work is sharded over the ranks. Collective.
 
-    Return all valid conversations as training data. Raises DataError on all ranks if too many rows are bad.
+    Returns all valid conversations as training data. Raises DataError on all ranks if too many rows are bad.
     """
     count = len(annotations.conversations)
     cached_sizes = [UNKNOWN_SIZE] * count if cache is None else cache.read(count)
@@ -152,7 +152,10 @@ def _check_bad_rows(bad: Sequence[tuple[str, str]], num_good: int, max_bad_fract
 
 
 def load_conversations(recipe: Recipe, reader: ConversationReader, world: World) -> LanguageData:
-    """Load the recipe's conversations. Without validation.path, the held-out ones are split off. Collective."""
+    """Load the recipe's conversations. Collective.
+
+    Held-out conversations come from validation.path. If it is not set, they are split off the training data.
+    """
     data, validation = recipe.data, recipe.validation
 
     def load_paths(paths: Sequence[str]) -> LanguageData:
@@ -175,7 +178,8 @@ def load_conversations(recipe: Recipe, reader: ConversationReader, world: World)
 def split_holdout(dataset: SizedConversations, share: float) -> tuple[SizedConversations, SizedConversations]:
     """Return (training, held-out) conversations. A hash of the id decides, so the split is identical in every run.
 
-    share: expected share of held-out conversations. With two or more conversations and share > 0, neither is empty.
+    share: expected fraction of held-out conversations. If there are at least two conversations and share > 0, neither
+    list is empty.
     """
     draws = [draw_uniform(0, "holdout", conversation.id) for conversation in dataset.conversations]
     if share == 0 or len(draws) < 2:
@@ -191,6 +195,6 @@ def split_holdout(dataset: SizedConversations, share: float) -> tuple[SizedConve
 
 
 def first_by_id(dataset: SizedConversations, count: int) -> SizedConversations:
-    """Return the first `count` conversations in the order of their ids."""
+    """Return the first `count` conversations, sorted by id."""
     order = sorted(range(len(dataset.conversations)), key=lambda i: dataset.conversations[i].id)[:count]
     return SizedConversations([dataset.conversations[i] for i in order], [dataset.sizes[i] for i in order])

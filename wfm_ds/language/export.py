@@ -1,6 +1,6 @@
 """Export of a language model: a folder for transformers, vLLM and SGLang, or a LoRA in peft format.
 
-Every rank iterates over the engine's tensors, because gathering each one is collective. Rank 0 writes.
+Every rank iterates over the engine's tensors, because gathering a tensor is collective. Only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PREFIX_ALIASES = (("model.language_model.", "model."), ("model.visual.", "visual
 
 @dataclass(frozen=True, slots=True)
 class LanguageTarget:
-    """Folder of the base model, and dtype and shape of each tensor during training."""
+    """The folder of the base model, and the dtype and shape that each tensor has during training."""
 
     base: Path
     specs: Mapping[str, StoredTensorSpec]  # by transformers' names, tied weights only once
@@ -65,7 +65,7 @@ class LanguageTarget:
 
 
 class BaseWeights:
-    """Safetensors files of a model folder, read one tensor at a time."""
+    """The safetensors files of a model folder. They are read one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._file_of: dict[str, Path] = {}
@@ -78,15 +78,18 @@ class BaseWeights:
                 }
 
     def file_key(self, name: str) -> str:
-        """Return the name of a transformers tensor in the files, or `name` if the files do not contain it."""
+        """Return the name that a transformers tensor has in the files.
+
+        If the files do not contain it, return `name`.
+        """
         aliases = [old + name.removeprefix(new) for new, old in PREFIX_ALIASES if name.startswith(new)]
         return next((candidate for candidate in (name, *aliases) if candidate in self._file_of), name)
 
     def file_shape(self, key: str, shape: torch.Size) -> torch.Size:
         """Return the shape that a tensor has in the files, given its shape in transformers.
 
-        transformers transposes the expert weights of some mixture-of-experts models on loading. Exports keep the layout
-        of the files, because inference servers expect it.
+        When transformers loads some mixture-of-experts models, it transposes the expert weights. Exports keep the
+        layout of the files, because inference servers expect it.
         """
         original = self._shapes.get(key, shape)
         return original if len(shape) == 3 and original == swap_last_dims(shape) else shape
@@ -116,11 +119,11 @@ def _open_safetensors(file: Path) -> Iterator[Any]:
 def export_language(
     target: LanguageTarget, source: TensorSource, out: Path, *, policy: str, dtype: torch.dtype, is_main: bool
 ) -> Path:
-    """Export the weights of `policy` and return the folder to load. Collective, with equal arguments on all ranks.
+    """Export the weights of `policy` and return the folder to load. Collective, with the same arguments on all ranks.
 
     A LoRA run writes `out/lora/adapter_model.safetensors` and `adapter_config.json`. A full run writes a model folder:
-    weights in `dtype` with the tensor names of the base model, and links to or copies of its other files. An incomplete
-    `out` is never left behind. Raises UserError on rank 0 if `out` cannot be written.
+    weights in `dtype` with the tensor names of the base model, and links to or copies of its other files. The function
+    never leaves an incomplete folder `out`. Raises UserError on rank 0 if `out` cannot be written.
     """
     result = out / LORA_FOLDER if source.uses_lora else out
     stream = source.iter_full_tensors(policy)
@@ -156,13 +159,13 @@ def loading_code(base: Path, exported: Path, lora: bool) -> str:
 
 
 def _drain(stream: Iterator[tuple[str, Tensor | None]]) -> None:
-    """Iterate to the end, so that this rank takes part in the remaining collective gathers."""
+    """Iterate to the end. This rank thereby takes part in the remaining gathers, which are collective."""
     for _ in stream:
         pass
 
 
 def _check_finite(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield rank 0's tensors. Raises ModelError if one contains NaN or infinity."""
+    """Yield the tensors of rank 0. Raises ModelError if a tensor contains NaN or infinity."""
     for name, tensor in stream:
         assert tensor is not None, f"rank 0 got nothing for {name}"
         if not bool(torch.isfinite(tensor).all()):
@@ -217,7 +220,7 @@ def _write_model(
 
 
 def _write_config(base: Path, making: Path, dtype: torch.dtype) -> None:
-    """Write the base model's config with the dtype of the exported weights. Inference servers read this dtype."""
+    """Write the base model's config, with the dtype of the exported weights because inference servers use it."""
     config = read_json(base / CONFIG)
     name = str(dtype).removeprefix("torch.")
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):

@@ -1,9 +1,10 @@
-"""Floating-point operations of a vision-language model for packed sequences, from layer shapes and token counts.
+"""Floating-point operations of a vision-language model on packed sequences, from layer shapes and token counts.
 
-Linear layers and attention count 2 per multiply-add; pointwise operations are ignored. Attention costs as much as the
-sum of the squared lengths of the conversations, the head as the labelled tokens, the vision tower as the patches. In
-the backward pass, the gradients of a layer's input and weights cost as much as its forward pass each. This gives the
-usual 6 per weight and token for full training.
+A multiply-add counts as 2 operations, and pointwise operations are ignored. The cost of attention is proportional to
+the sum of the squared conversation lengths. The cost of the head is proportional to the number of labelled tokens, that
+of the vision tower to the number of patches. In the backward pass of a layer, the gradient of its input and the
+gradient of its weights each cost as much as the forward pass. For full training, this gives the usual 6 operations per
+weight and token.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LayerPosition: TypeAlias = tuple[int, int, int]  # model component, block in it,
 
 @dataclass(frozen=True, slots=True)
 class SequenceSize:
-    """The sizes of a packed sequence that its FLOPs depend on."""
+    """The token and patch counts of a packed sequence, which determine its FLOPs."""
 
     segments: Sequence[int]  # number of tokens of each conversation
     num_labelled: int
@@ -53,7 +54,7 @@ class SequenceSize:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """The weights of a linear layer, and the kind of items (such as tokens or patches) that it is applied to."""
+    """A linear layer: the number of its weights, and what they are applied to (such as tokens or patches)."""
 
     kind: str  # items it is applied to: patch, merged, token or labelled
     weights: int  # number of weights per item
@@ -63,7 +64,10 @@ class Layer:
 
 
 class SequenceWork:
-    """FLOP counter for packed sequences. Create it from the unsharded model, after adding adapters and freezing."""
+    """FLOP counter for packed sequences.
+
+    Create it when the model has its adapters and frozen parameters, and is not sharded yet.
+    """
 
     def __init__(self, network: Any, *, checkpointing: bool) -> None:
         self._layers = list(find_layers(network))
@@ -91,7 +95,10 @@ class SequenceWork:
         return work
 
     def estimate(self, size: SequenceSize) -> FlopCount:
-        """Return the FLOPs of the forward pass, the backward pass and the recomputation by gradient checkpointing."""
+        """Return the FLOPs of the forward pass, the backward pass and the recomputation for one sequence.
+
+        Gradient checkpointing causes the recomputation.
+        """
         patches = size.num_patches
         items = {
             "patch": patches,
@@ -110,7 +117,7 @@ class SequenceWork:
         return FlopCount(required, recomputed)
 
     def _attention_flops(self, size: SequenceSize) -> Iterator[tuple[int, bool]]:
-        """Yield (FLOPs of the forward pass, whether there is a backward pass) for each attention layer."""
+        """Yield the FLOPs of the forward pass, and whether there is a backward pass, for each attention layer."""
         squares = sum(length**2 for length in size.segments)
         for number in range(self._num_layers):
             yield 4 * self._text_width * squares, self._has_gradient((3, number, 1))
@@ -119,7 +126,10 @@ class SequenceWork:
             yield 4 * self._vision_width * pairs, self._has_gradient((0, number, 1))
 
     def _count_pairs(self, height: int, width: int, *, is_global: bool) -> int:
-        """Return the number of attending patch pairs in a frame (size in patches). is_global: without windows."""
+        """Return the number of pairs of patches that attend to each other in a frame of height x width patches.
+
+        is_global: attention covers the whole frame and not only windows.
+        """
         if is_global or not self._window:
             return (height * width) ** 2
         return _sum_squares(height, self._window) * _sum_squares(width, self._window)
@@ -129,12 +139,12 @@ class SequenceWork:
 
 
 def _sum_squares(length: int, part: int) -> int:
-    """Split `length` into pieces of size `part` and a remainder, and return the sum of their squared sizes."""
+    """Split `length` into pieces of size `part` and a remainder. Return the sum of the squared sizes."""
     return length // part * part**2 + (length % part) ** 2
 
 
 def layer_position(name: str) -> LayerPosition:
-    """Return the position of a module or parameter in the forward pass. Smaller positions run earlier."""
+    """Return the position of a module or parameter in the forward pass. Modules with smaller positions run earlier."""
     parts = name.split(".")
     number = next((int(word) for word in parts if word.isdigit()), 0)
     if name.startswith(VISION):
@@ -151,12 +161,15 @@ def layer_position(name: str) -> LayerPosition:
 
 
 def first_trainable_position(network: nn.Module) -> LayerPosition:
-    """Return the position of the first trainable parameter, at which the backward pass ends."""
+    """Return the position of the first trainable parameter. The backward pass ends there."""
     return min(layer_position(name) for name, parameter in network.named_parameters() if parameter.requires_grad)
 
 
 def find_layers(network: nn.Module) -> Iterator[Layer]:
-    """Yield the linear layers of a model, with adapters. Expert weights count by the fraction of active experts."""
+    """Yield the linear layers of a model, including adapters.
+
+    Of the expert weights, only the fraction of experts that is active for a token is counted.
+    """
     config: Any = network.config
     text = config.get_text_config()
     first = first_trainable_position(network)

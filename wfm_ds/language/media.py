@@ -1,7 +1,7 @@
 """Images and videos for a model's image processor: token counts from file headers, and pixel patches.
 
-Each frame of a video is processed as an image, and the patches of successive frames are then joined in time. Videos are
-therefore resized like images, and their token count also follows from the header.
+Each frame of a video is processed as an image. The patches of successive frames are then joined along the time axis.
+Videos are therefore resized like images, and their token count also follows from the header.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MIN_FRAMES = 2
 
 @dataclass(frozen=True, slots=True)
 class MediaSize:
-    """Properties of an image or video that determine its tokens."""
+    """The properties of an image or video that determine its tokens."""
 
     kind: MediaKind
     num_tokens: int  # per image, or per time step of a video
@@ -40,7 +40,7 @@ class MediaSize:
 
 @dataclass(frozen=True, slots=True)
 class MediaPatches:
-    """Pixel patches of an image or video, the input of the vision tower."""
+    """The pixel patches of an image or video, which the vision tower receives."""
 
     patches: npt.NDArray[np.float32]  # [patches, channels * frames * height * width of a patch]
     grid: tuple[int, int, int]  # number of patches: time, height, width
@@ -48,17 +48,17 @@ class MediaPatches:
 
 @dataclass(frozen=True, slots=True)
 class FrameSelection:
-    """Frames selected from a video: ascending indices, and times in seconds."""
+    """Frames selected from a video: ascending frame indices, and their times in seconds."""
 
     indices: list[int]
     seconds: list[float]
 
 
 class MediaReader:
-    """Reads images and videos with the size limits of the recipe. Raises BadMedia for unusable files."""
+    """Reads images and videos within the size limits of the recipe. Raises BadMedia for unusable files."""
 
     def __init__(self, image_processor: Any, data: DataRecipe) -> None:
-        """image_processor: a Qwen-VL image processor (patches, patch merging, size limits by area)."""
+        """image_processor: a Qwen-VL image processor. It sets the patch size and the patch merging."""
         self.processor, self._pixels, self._video = image_processor, data.pixels, data.video
         self.merge, self.times = int(image_processor.merge_size), int(image_processor.temporal_patch_size)
         self.patch = int(image_processor.patch_size)
@@ -66,7 +66,7 @@ class MediaReader:
         self._total = int(0.9 * data.max_tokens * (self.patch * self.merge) ** 2) if total == "auto" else total
 
     def measure(self, item: MediaReference) -> MediaSize:
-        """Return the token count and times of an image or video. Decodes at most the first frame."""
+        """Return the token count and frame times of an image or video. Decodes at most the first frame."""
         file = media_from_path(item.address)
         if item.kind == "image":
             return MediaSize("image", self._count_tokens(file, *image_size(file), self._pixels.max))
@@ -94,7 +94,7 @@ class MediaReader:
         )
 
     def blank(self, kind: MediaKind) -> MediaPatches:
-        """Return the patches of the smallest blank image or video, which is one token."""
+        """Return the patches of the smallest blank image or video. It is one token for the decoder."""
         size = 3 * self.times * self.patch**2
         return MediaPatches(np.zeros((self.merge**2, size), np.float32), (1, self.merge, self.merge))
 

@@ -1,8 +1,8 @@
-"""Memory estimate of a vision-language training run: the engine memory that any run has, plus activations.
+"""Memory estimate of a vision-language training run: the engine memory that every run needs, plus activations.
 
-Activations and logits of the decoder are counted on the meta device, for a packed sequence of `data.max_tokens` tokens.
-Its numbers of labelled tokens and of image and video tokens are the largest ones in the data. Activations of the vision
-tower are measured on the CPU for two small images and extrapolated linearly in the number of patches.
+The activations and logits of the decoder are counted on the meta device, for a packed sequence of `data.max_tokens`
+tokens. The numbers of labelled tokens and of image and video tokens are the largest ones in the data. The activations
+of the vision tower are measured on the CPU for two small images and extrapolated linearly in the number of patches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def estimate_language_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of each rank.
 
-    meta_network: the network on the meta device with its adapters and requires_grad flags. row_size: token counts of
+    meta_network: the network on the meta device, with its adapters and requires_grad flags. row_size: token counts of
     one forward pass.
     """
     sums = EngineMemory(recipe, meta_network, world_size, device)
@@ -62,7 +62,7 @@ def estimate_language_memory(
 def largest_row_size(recipe: Recipe, data: LanguageData, order: PackingOrder) -> ConversationSize:
     """Return upper bounds of the token counts of a forward pass.
 
-    Each count is the maximum over the packed sequences of the first epoch, times the micro-batch size.
+    Each bound is the maximum over the packed sequences of the first epoch, times the micro-batch size.
     """
     num_rows = next(k for k in range(len(data.training.sizes) + 1) if order.locate(k)[0] > 0)
     rows = [[data.training.sizes[i] for i in order.conversations(place)] for place in range(num_rows)]
@@ -73,9 +73,9 @@ def largest_row_size(recipe: Recipe, data: LanguageData, order: PackingOrder) ->
 
 
 def decoder_bytes(recipe: Recipe, meta_network: nn.Module, row_size: ConversationSize) -> tuple[int, int]:
-    """Return (bytes of the layers, bytes of the logits with losses and gradients). Their sum is the peak.
+    """Return (bytes of the layers, bytes of the logits, losses and their gradients).
 
-    The peak covers the forward and the backward pass of the decoder.
+    Their sum is the peak memory of the decoder in a forward and backward pass.
     """
     module: Any = meta_network
     decoder, dtype = module.model.language_model, DTYPES[recipe.model.dtype]
@@ -110,14 +110,14 @@ def decoder_bytes(recipe: Recipe, meta_network: nn.Module, row_size: Conversatio
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
-    """Free the gradient: the engine moves it to a reduction bucket, which is counted elsewhere."""
+    """Free the gradient of a parameter. The engine moves it to a reduction bucket, which is counted separately."""
     parameter.grad = None
 
 
 def tower_bytes(recipe: Recipe, model: LanguageModel, meta_network: nn.Module, media: int) -> int:
-    """Return the bytes of the patches of images and videos, plus the activations of the vision tower.
+    """Return the bytes of the patches of images and videos, plus those of the vision tower's activations.
 
-    media: number of image and video tokens in the decoder. A frozen tower stores no activations.
+    media: number of image and video tokens in the decoder. If the tower is frozen, it stores no activations.
     """
     tower: Any = model.network.get_submodule("model.visual")
     trains = [p.requires_grad for p in meta_network.get_submodule("model.visual").parameters()]

@@ -1,4 +1,4 @@
-"""Vision-language models from transformers: loading, the forward pass on a packed sequence, and parameter groups."""
+"""Vision-language models of transformers: loading, forward passes on packed sequences, and parameter groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOSS_CHUNK = 1024  # number of tokens with float32 logits in memory at a time
 
 @dataclass(frozen=True, slots=True)
 class TokenPrediction:
-    """Cross-entropy loss and accuracy of each labelled token."""
+    """The cross-entropy loss and the accuracy of each labelled token."""
 
     losses: Tensor  # [N] float32, cross-entropy
     hits: Tensor  # [N] float32, 1 if the most likely token was correct, else 0
@@ -65,12 +65,12 @@ class LanguageModel:
 
     @property
     def has_frame_times(self) -> bool:
-        """Whether the model expects timestamps in the text between the frames of a video (Qwen3-VL)."""
+        """Whether the text of a video needs timestamps between its frames, as in Qwen3-VL."""
         return str(self.config.model_type).startswith("qwen3")
 
     @property
     def default_lora_targets(self) -> list[str]:
-        """Full names of the text decoder's linear layers. Name suffixes would also match the vision tower."""
+        """The full names of the text decoder's linear layers. Suffixes of names would match the vision tower too."""
         return [
             name
             for name, layer in self.network.named_modules()
@@ -78,7 +78,7 @@ class LanguageModel:
         ]
 
     def group_parameter_names(self, groups: Sequence[str]) -> frozenset[str]:
-        """Return the names of the parameters in these groups, which are vision, merger and language."""
+        """Return the names of the parameters in these groups. The groups are vision, merger and language."""
         return frozenset(name for name, _ in self.network.named_parameters() if parameter_group(name) in groups)
 
     @property
@@ -86,7 +86,7 @@ class LanguageModel:
         return sum(parameter.numel() for parameter in self.network.parameters())
 
     def rotary_positions(self, sample: ConversationSample) -> Tensor:
-        """Return the rotary positions int64 [3, L] of one conversation, on the CPU."""
+        """Return the rotary positions of one conversation with L tokens, int64 [3, L] on the CPU."""
         if not sample.pixels:
             return torch.arange(len(sample.tokens)).expand(3, -1)
         unwrapped: Any = self.network
@@ -107,7 +107,7 @@ class LanguageModel:
         """Return the loss and accuracy of each labelled token. Logits are computed only for these tokens.
 
         Collective: all ranks must run the same number of forward passes. With sequence parallelism, all ranks of a
-        group pass the same sequence, and each receives the results of all labelled tokens.
+        group pass the same sequence, and each rank receives the results of all labelled tokens in the sequence.
         """
         if self.group is None:
             return self._forward(sequence, sequence.label_positions, sequence.targets)
@@ -143,9 +143,9 @@ def parameter_group(name: str) -> str:
 
 
 def score_logits(logits: Tensor, targets: Tensor) -> TokenPrediction:
-    """Compute cross-entropy and accuracy of logits [N, V] against target tokens [N], in float32.
+    """Compute cross-entropy and accuracy of logits [N tokens, V words] against target tokens [N], in float32.
 
-    The backward pass recomputes the float32 logits, LOSS_CHUNK tokens at a time, instead of storing them.
+    The float32 logits are not stored. The backward pass recomputes them for LOSS_CHUNK tokens at a time.
     """
     losses: list[Tensor] = []
     for chunk, chunk_targets in zip(torch.split(logits, LOSS_CHUNK), torch.split(targets, LOSS_CHUNK), strict=True):
@@ -200,15 +200,18 @@ def load_language_model(path: str, dtype: torch.dtype, revision: str | None = No
 def checkpoint_blocks(network: Any) -> None:
     """Enable non-reentrant gradient checkpointing of the transformer blocks.
 
-    transformers also sets requires_grad on embedding outputs, which only reentrant checkpointing needs. This is undone
-    here, because it would make a frozen vision tower run a useless backward pass.
+    transformers also sets requires_grad on embedding outputs, which only reentrant checkpointing needs. This function
+    undoes that, because a frozen vision tower would run a useless backward pass.
     """
     network.gradient_checkpointing_enable({"use_reentrant": False})
     network.disable_input_require_grads()
 
 
 def attention_kernel(dtype: torch.dtype) -> str:
-    """Return transformers' attention implementation: FlashAttention 2 for bf16 if installed, else SDPA."""
+    """Return the name of transformers' attention implementation.
+
+    It is FlashAttention 2 for bf16 if installed, and otherwise SDPA.
+    """
     from transformers.utils import is_flash_attn_2_available
 
     return "flash_attention_2" if dtype == torch.bfloat16 and is_flash_attn_2_available() else "sdpa"

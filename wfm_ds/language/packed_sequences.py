@@ -1,9 +1,9 @@
-"""Packed sequences: several conversations, with their images and videos, that do not attend to each other.
+"""Packed sequences. Each consists of several conversations with their images and videos.
 
-Only the positions separate the conversations. `position_ids` has four rows: the position of each token within its
-conversation, starting at 0, and the three rotary positions of the model. Without mask and cache, transformers uses the
-first row to limit attention to one conversation. With only three rows, or with a cache, it silently lets the
-conversations attend to each other.
+Conversations in a sequence do not attend to each other. Only the positions separate them. `position_ids` has four rows:
+the position of each token within its conversation, starting at 0, and the three rotary positions of the model. If there
+is no mask and no cache, transformers uses the first row to limit attention to one conversation. If there are only three
+rows, or if there is a cache, transformers lets the conversations attend to each other, without an error.
 """
 
 from __future__ import annotations
@@ -41,19 +41,22 @@ class ConversationSample:
     seconds_per_time: list[float]  # time step of each video
 
     def media_grids(self, kind: MediaKind) -> Tensor | None:
-        """Return the patch grids int64 [number of media, 3] of all images or all videos, or None without any."""
+        """Return the patch grids int64 [number of files, 3] of all images or of all videos.
+
+        Returns None if there are none. A grid is the number of patches along time, height and width.
+        """
         grids = [pixels.grid for media_kind, pixels in self.pixels if media_kind == kind]
         return torch.tensor(grids) if grids else None
 
     def token_types(self, pad_ids: dict[MediaKind, int]) -> Tensor:
-        """Return the token types [1, L] int64: 0 for text, 1 for image tokens, 2 for video tokens."""
+        """Return the type of each of the L tokens, int64 [1, L]: 0 for text, 1 for image tokens, 2 for video tokens."""
         ids = torch.tensor([self.tokens.ids])
         return (ids == pad_ids["image"]).long() + 2 * (ids == pad_ids["video"]).long()
 
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """Model inputs and labels of one forward pass."""
+    """The model inputs and labels of one forward pass."""
 
     input_ids: Tensor  # [1, L] int64
     position_ids: Tensor  # [4, 1, L] int64
@@ -72,7 +75,10 @@ class PackedSequence:
 
 
 class ConversationReader:
-    """Reads and tokenizes conversations. Token counts need only file headers (of videos also the first frame)."""
+    """Reads and tokenizes conversations.
+
+    Token counts need only the headers of images and videos, and for videos also the first frame.
+    """
 
     def __init__(
         self,
@@ -83,12 +89,12 @@ class ConversationReader:
         max_tokens: int,
         too_long: Literal["skip", "truncate_answer"],
     ) -> None:
-        """has_frame_times: whether timestamps are written between the frames of a video (Qwen3-VL)."""
+        """has_frame_times: whether timestamps are written between the frames of a video, as Qwen3-VL needs."""
         self._renderer, self._media, self._has_frame_times = renderer, media, has_frame_times
         self._max_tokens, self._too_long = max_tokens, too_long
 
     def tokenize(self, conversation: Conversation) -> tuple[Tokens, list[MediaSize]]:
-        """Return the tokens of a conversation and the sizes of its media. Raises BadConversation."""
+        """Return the tokens of a conversation, and the sizes of its images and videos. Raises BadConversation."""
         media_sizes = self._measure_media(conversation)
         tokens = self._renderer.render(conversation, [self._media_text(size) for size in media_sizes])
         if len(tokens) > self._max_tokens:
@@ -104,7 +110,10 @@ class ConversationReader:
         return ConversationSize(len(tokens), media, sum(label != IGNORE_INDEX for label in tokens.labels))
 
     def cache_key(self, recipe: Recipe, digest: str) -> str:
-        """Return the SizeCache key for this recipe, tokenizer and image processor. digest: hash of the annotations."""
+        """Return the key in SizeCache for this recipe, tokenizer and image processor.
+
+        digest: hash of the annotations.
+        """
         return cache_key(recipe, digest, self._renderer.tokenizer, self._media.processor)
 
     def read(self, conversation: Conversation) -> ConversationSample:
@@ -112,7 +121,10 @@ class ConversationReader:
         return self._with_pixels(conversation, *self.tokenize(conversation))
 
     def read_question(self, conversation: Conversation) -> ConversationSample:
-        """Like `read`, for a conversation that ends with a question, to generate the answer. Raises BadConversation."""
+        """Read a conversation that ends with a question, so that the model can generate the answer.
+
+        Raises BadConversation.
+        """
         media_sizes = self._measure_media(conversation)
         tokens = self._renderer.render_question(conversation, [self._media_text(size) for size in media_sizes])
         return self._with_pixels(conversation, tokens, media_sizes)
@@ -138,7 +150,7 @@ class ConversationReader:
         )
 
     def blank_sample(self, kind: MediaKind) -> ConversationSample:
-        """Return a conversation without labels that consists of one blank image or video of one token."""
+        """Return a conversation without labels. It contains only one blank image or video, which is one token."""
         text = f"{VISION_START}{self._renderer.pads[kind]}{VISION_END}"
         ids = list(self._renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
         seconds = [1.0] if kind == "video" else []
@@ -153,7 +165,10 @@ class ConversationReader:
         return f"{VISION_START}{pads * size.num_times}{VISION_END}"
 
     def _truncate(self, conversation: Conversation, tokens: Tokens) -> Tokens:
-        """Cut to max_tokens. Raises BadConversation for too_long: skip, or if image or video tokens would be lost."""
+        """Cut the tokens to max_tokens.
+
+        Raises BadConversation if the recipe says `too_long: skip`, or if an image or video would lose tokens.
+        """
         media_ids, limit = frozenset(self._renderer.pad_ids.values()), self._max_tokens
         if self._too_long == "skip" or media_ids & set(tokens.ids[limit:]):
             raise BadConversation("too_long", conversation.id, f"{len(tokens)} tokens, the limit is {limit}")
@@ -161,18 +176,22 @@ class ConversationReader:
 
 
 class SequencePacker:
-    """Packs conversations into one sequence, with a blank image or video for each kind of media that is missing.
+    """Packs conversations into one sequence.
 
-    All ranks must run the vision tower equally often, to gather its weights (ZeRO-3) or to sum its gradients. No other
+    All ranks must run the vision tower equally often, because its weights are gathered (ZeRO-3) or its gradients
+    summed. If a sequence has no image or no video although the run has some, a blank one is therefore added. No other
     token attends to a blank image or video.
     """
 
     def __init__(self, positions: Positions, blanks: Sequence[ConversationSample], *, by_sample: bool) -> None:
-        """blanks: one blank sample per kind of media in the run. by_sample: weight 1 per sample, not per token."""
+        """blanks: one blank sample for each kind (image, video) in the run.
+
+        by_sample: weigh samples equally, not tokens.
+        """
         self._positions, self._blanks, self._by_sample = positions, blanks, by_sample
 
     def pack_samples(self, samples: Sequence[ConversationSample]) -> PackedSequence:
-        """Pack samples into one sequence. An empty list gives a blank sequence without labels."""
+        """Pack samples into one sequence. If the list is empty, return a blank sequence without labels."""
         kinds = {kind for sample in samples for kind, _ in sample.pixels}
         # A sequence must not be empty, so use a blank sample also for data without media.
         missing_blanks = [b for b in self._blanks if b.pixels[0][0] not in kinds]
@@ -194,12 +213,15 @@ class SequencePacker:
         )
 
     def _stack_positions(self, sample: ConversationSample) -> Tensor:
-        """Return positions [4, L]: the position within the conversation, then the three rotary positions."""
+        """Return the positions [4, L] of L tokens.
+
+        The first row is the position within the conversation. The next three rows are the rotary positions.
+        """
         return torch.cat([torch.arange(len(sample.tokens))[None], self._positions(sample)])
 
 
 def stack_media(samples: Sequence[ConversationSample]) -> dict[str, Tensor]:
-    """Return model arguments {name: tensor} with all images concatenated, and all videos concatenated."""
+    """Return model arguments {name: tensor} in which all images are concatenated, and all videos."""
     media: dict[str, Tensor] = {}
     for kind in MEDIA_KINDS:
         patches = [pixels for sample in samples for media_kind, pixels in sample.pixels if media_kind == kind]

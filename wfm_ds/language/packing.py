@@ -1,4 +1,4 @@
-"""Packing of conversations into sequences. It depends only on their lengths, not on ranks or previous steps."""
+"""Packing of conversations into sequences. The result depends only on their lengths, not on ranks or previous steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ WINDOW = 1024  # packing window in an epoch's order; keeps distant conversations
 
 
 def pack_items(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items into bins by best-fit decreasing. Return the item indices of each bin. lengths: up to `capacity`."""
+    """Pack items into bins by best-fit decreasing. Return the item indices of each bin.
+
+    lengths: length of each item, at most `capacity`.
+    """
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (free capacity, bin), ascending
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -36,7 +39,7 @@ class PackingOrder:
         self._ends: list[int] = []  # number of sequences up to the end of each epoch
 
     def conversations(self, position: int) -> list[int]:
-        """Return the indices of the conversations in the sequence at this position, from 0."""
+        """Return the indices of the conversations in the sequence at this position. Positions count from 0."""
         epoch, offset = self.locate(position)
         return self._cached_epoch(epoch)[offset]
 

@@ -1,4 +1,4 @@
-"""Tokens and labels of a conversation: apply the chat template, locate the answers in its text, tokenize the text."""
+"""Tokens and labels of a conversation. The chat template is applied, and the answers in its text become labels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ TrainOn = Literal["answers", "last_answer", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Tokens of a conversation and their labels. A label is the token itself, or IGNORE_INDEX outside the loss."""
+    """The tokens of a conversation and their labels.
+
+    The label of a token is the token itself if it counts in the loss, and otherwise IGNORE_INDEX.
+    """
 
     ids: list[int]
     labels: list[int]
@@ -29,10 +32,10 @@ class Tokens:
 class Renderer:
     """Renders conversations to tokens for one model.
 
-    The whole text is tokenized at once, because tokens can differ at the borders of separately tokenized pieces. To
-    locate an answer, the template is applied to the turns before it (with the generation prompt) and to the turns up to
-    and including it. The first text must be a prefix of the second. The rest of the second text, up to the end-of-turn
-    token, is the answer.
+    The whole text is tokenized at once, because separate pieces can have different tokens at their borders. To locate
+    an answer, the template is applied twice: to the turns before the answer (with the generation prompt), and to the
+    turns up to and including the answer. The first text must be a prefix of the second text. The rest of the second
+    text, up to the end-of-turn token, is the answer.
     """
 
     def __init__(self, tokenizer: Any, *, train_on: TrainOn = "answers") -> None:
@@ -52,9 +55,10 @@ class Renderer:
         self._media_pattern = re.compile(rf"(?:<\|vision_start\|>)?(?P<pad>{pads})(?:<\|vision_end\|>)?")
 
     def render(self, conversation: Conversation, expansions: Sequence[str]) -> Tokens:
-        """Tokenize a conversation. expansions: for each image or video, its text with start and end tokens.
+        """Tokenize a conversation.
 
-        Raises BadConversation if the text contains other media tokens, and ModelError for an unsupported template.
+        expansions: the text that replaces each image or video, with start and end tokens. Raises BadConversation if the
+        text contains further media tokens, and ModelError for an unsupported template.
         """
         text = self._apply_template(conversation.turns)
         answers = [(0, len(text))] if self.train_on == "all" else self._find_answers(conversation, text)
@@ -75,7 +79,10 @@ class Renderer:
     def _expand_media(
         self, text: str, conversation: Conversation, expansions: Sequence[str]
     ) -> tuple[str, Callable[[int], int]]:
-        """Replace each media token by its expansion. Return the new text and a function from old to new positions."""
+        """Replace each media token by its expansion.
+
+        Returns the new text, and a function that maps positions in the old text to positions in the new text.
+        """
         matches = list(self._media_pattern.finditer(text))
         media = [self.pads[item.kind] for item in conversation.media]
         if [match["pad"] for match in matches] != media:
@@ -94,7 +101,7 @@ class Renderer:
             raise ModelError(f"the chat template of {self.tokenizer.name_or_path} fails: {error}") from error
 
     def _find_answers(self, conversation: Conversation, text: str) -> list[tuple[int, int]]:
-        """Return the (start, end) positions of the answers in the text. Each answer includes its end-of-turn token."""
+        """Return the (start, end) positions of the answers in the text. An answer includes its end-of-turn token."""
         turns = conversation.turns
         answer_turns = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
         spans = []
@@ -130,14 +137,17 @@ class Renderer:
 
 
 def _template_content(turn: Turn) -> Any:
-    """Return the content of a turn for templates: a string, or a list if it contains media."""
+    """Return the content of a turn for templates: a list if it contains images or videos, otherwise a string."""
     if all(isinstance(part, str) for part in turn.parts):
         return "".join(map(str, turn.parts))
     return [{"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind} for p in turn.parts]
 
 
 def splice_text(text: str, replacements: Sequence[tuple[int, int, str]]) -> tuple[str, Callable[[int], int]]:
-    """Apply ascending (start, end, new text) edits. Return the text and a function from old to new positions."""
+    """Replace parts of a text. replacements: (start, end, new text), in ascending order.
+
+    Returns the new text, and a function that maps positions in the old text to positions in the new text.
+    """
     pieces, last, shifts, shift = [], 0, [], 0
     for start, end, new in replacements:
         pieces += [text[last:start], new]

@@ -1,9 +1,9 @@
-"""Sequence parallelism in the language model: the ranks of a replica share the tokens (DeepSpeed-Ulysses).
+"""Sequence parallelism in the language model. The ranks of a replica divide the tokens (DeepSpeed-Ulysses).
 
-Every rank embeds the text and media of the whole packed sequence. In the decoder, each rank has a shard of the tokens,
-with their positions and, in Qwen3-VL, the deepstack features of the media tokens. In attention, each rank has all
-tokens for a shard of the heads. After the backward pass, each rank has only a partial gradient of every parameter,
-including the vision tower, so gradients must be summed over the ranks of a replica.
+Every rank embeds the text, images and videos of the whole packed sequence. In the decoder, each rank has a shard of the
+tokens, with their positions and, in Qwen3-VL, the deepstack features of image and video tokens. In attention, each rank
+has all tokens for a shard of the heads. After the backward pass, each rank has only a partial gradient of every
+parameter, including the vision tower. Gradients must therefore be summed over the ranks of a replica.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ ATTENTION_NAME = "wfm_ds_ulysses"  # in transformers' attention registry
 
 @dataclass(frozen=True, slots=True)
 class SequenceShards:
-    """Shards of one packed sequence on the ranks of a replica.
+    """How one packed sequence is sharded over the ranks of a replica.
 
-    Layers receive it as an argument, because gradient checkpointing may recompute a layer after the next sequence has
-    started. A global variable would then describe the wrong sequence.
+    Layers receive this object as an argument, because gradient checkpointing may recompute a layer after the next
+    sequence has started. A global variable would then describe the wrong sequence.
     """
 
     lengths: list[int]  # number of tokens of each rank
@@ -58,7 +58,7 @@ def install_sequence_parallel(network: nn.Module, group: ProcessGroup) -> None:
     """Enable sequence parallelism in a model, in place. Raises UserError like `check_sequence_parallel`.
 
     All ranks of `group` must then call forward with the same sequence. Each rank receives the logits of its token
-    shard, and `logits_to_keep` counts from the first token of the shard.
+    shard. `logits_to_keep` counts from the first token of the shard.
     """
     check_sequence_parallel(network, dist.get_world_size(group))
     unwrapped: Any = network
@@ -73,13 +73,19 @@ def install_sequence_parallel(network: nn.Module, group: ProcessGroup) -> None:
 
 
 def tokens_per_rank(count: int, num_ranks: int) -> list[int]:
-    """Return the number of tokens of each rank, at least one (`pad_tokens` pads shorter sequences)."""
+    """Return the number of tokens of each rank, at least one.
+
+    `pad_tokens` pads sequences that are too short for this.
+    """
     count = max(count, num_ranks)
     return [count // num_ranks + (rank < count % num_ranks) for rank in range(num_ranks)]
 
 
 def labels_per_rank(label_positions: Tensor, count: int, num_ranks: int) -> list[int]:
-    """Return the number of labels in each rank's token shard. label_positions: ascending, in `count` tokens."""
+    """Return the number of labels in the token shard of each rank.
+
+    label_positions: ascending positions in a sequence of `count` tokens.
+    """
     ends = torch.tensor(tokens_per_rank(count, num_ranks)).cumsum(0)
     label_ends = torch.searchsorted(label_positions, ends.to(label_positions.device)).tolist()
     return [end - start for start, end in itertools.pairwise([0, *label_ends])]
@@ -88,9 +94,10 @@ def labels_per_rank(label_positions: Tensor, count: int, num_ranks: int) -> list
 def local_labels(
     label_positions: Tensor, targets: Tensor, count: int, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, list[int]]:
-    """Return this rank's label positions (from its first token), their targets, and the number of labels per rank.
+    """Return the label positions in this rank's shard, their targets, and the number of labels of each rank.
 
-    Targets are already shifted by one token, so the last token of a shard has its target too.
+    Positions count from the first token of the shard. Targets are already shifted by one token, so the last token of a
+    shard also has a target.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     lengths = labels_per_rank(label_positions, count, num_ranks)
@@ -99,7 +106,7 @@ def local_labels(
 
 
 def shard_arguments(arguments: dict[str, Any], group: ProcessGroup) -> None:
-    """Replace the decoder's forward arguments, in place, by this rank's shards."""
+    """Replace the decoder's forward arguments, in place, by the shards of this rank."""
     lengths = tokens_per_rank(arguments["inputs_embeds"].shape[1], dist.get_world_size(group))
     embeddings, positions, mask = (
         None if arguments.get(name) is None else pad_tokens(arguments[name], dim, sum(lengths))
@@ -118,9 +125,9 @@ def shard_arguments(arguments: dict[str, Any], group: ProcessGroup) -> None:
 
 
 def pad_tokens(x: Tensor, dim: int, count: int) -> Tensor:
-    """Pad dimension `dim` to length `count` with zeros.
+    """Pad dimension `dim` with zeros to length `count`.
 
-    Padding tokens get position 0, so each one is a separate conversation that no other token attends to.
+    Padding tokens get position 0. Each of them is therefore a separate conversation that no other token attends to.
     """
     num_missing = count - x.shape[dim]
     if num_missing == 0:
@@ -129,13 +136,16 @@ def pad_tokens(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 def segment_lengths(positions: Tensor) -> list[int]:
-    """Return the number of tokens of each conversation. positions: [L], starting at 0 in each conversation."""
+    """Return the number of tokens of each conversation.
+
+    positions: [L], position of each token within its conversation, starting at 0.
+    """
     starts = [*torch.nonzero(positions == 0)[:, 0].tolist(), len(positions)]
     return [end - start for start, end in itertools.pairwise(starts)]
 
 
 def kv_head_repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """Return how often each key and value head must be repeated to shard the heads evenly over the ranks."""
+    """Return how often each key and value head must be repeated so that every rank gets equally many heads."""
     return next(
         factor
         for factor in range(1, num_heads // num_kv_heads + 1)
@@ -157,8 +167,9 @@ def ulysses_attention_forward(
 ) -> tuple[Tensor, None]:
     """Compute attention within each conversation, with the interface of transformers. Return [B,n,H,D]. Collective.
 
-    H query heads, K key and value heads, n local tokens. There are three all-to-all exchanges: for queries, for keys
-    and values together, and for the output. No mask is needed, so memory grows linearly with the number of tokens.
+    There are B sequences, n tokens on this rank, H query heads, K key and value heads, and D channels per head. The
+    ranks exchange data three times (all-to-all): the queries, the keys and values together, and the output. There is no
+    mask, so memory grows linearly with the number of tokens.
     """
     num_ranks, num_heads, num_kv_heads = dist.get_world_size(row.group), query_BHnD.shape[1], key_BKnD.shape[1]
     num_repeats = kv_head_repeats(num_heads, num_kv_heads, num_ranks)

@@ -1,4 +1,7 @@
-"""Reader of the packed sequences of each training step, one step ahead. Their content depends only on the step."""
+"""Reader of the packed sequences of each training step. It reads one step ahead.
+
+The sequences of a step depend only on the step.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ MIN_TRIED = 100  # minimum denominator of the fraction of bad conversations
 
 @dataclass(frozen=True, slots=True)
 class StepSequences:
-    """This rank's sequences of a step, and the number of conversations that were skipped."""
+    """The sequences of this rank in one step, and the number of conversations that were skipped."""
 
     sequences: list[list[ConversationSample]]
     num_bad: int
@@ -30,7 +33,7 @@ class StepSequences:
 
 
 class SequenceSource:
-    """Reads the packed sequences of one rank. Conversations with unreadable media are skipped."""
+    """Reads the packed sequences of one rank. Conversations with unreadable images or videos are skipped."""
 
     def __init__(
         self,
@@ -48,7 +51,10 @@ class SequenceSource:
         self.tried, self.bad = 0, 0  # over all ranks, from `check_bad_fraction`
 
     def read_step(self, step: int, rank: int, num_ranks: int) -> StepSequences:
-        """Return every `num_ranks`-th sequence of a step (from 1), for this rank. Raises DataError after a timeout."""
+        """Return this rank's sequences of a step (counted from 1), which are every `num_ranks`-th one of the step.
+
+        Raises DataError after a timeout.
+        """
         for upcoming in (step, step + 1):
             if upcoming not in self._ahead:
                 self._ahead[upcoming] = self._submit(upcoming, rank, num_ranks)
@@ -61,12 +67,15 @@ class SequenceSource:
         return StepSequences(sequences, num_bad, num_tried)
 
     def epoch(self, step: int) -> float:
-        """Return the number of completed epochs after this step."""
+        """Return the number of epochs that are complete after this step."""
         epoch, _ = self._order.locate(step * self._sequences_per_step - 1)
         return float(epoch)
 
     def check_bad_fraction(self, bad: int, tried: int, max_bad_fraction: float) -> None:
-        """Add the counts of a step, summed over all ranks. Raises DataError on all ranks if too many are bad."""
+        """Add the counts of a step, summed over all ranks.
+
+        Raises DataError on all ranks if too many have failed so far.
+        """
         self.bad, self.tried = self.bad + bad, self.tried + tried
         if self.bad > max_bad_fraction * max(self.tried, MIN_TRIED):
             raise DataError(

@@ -3,8 +3,8 @@
     CACHE/lengths/<hash>.npy    int32 [conversations, 3]: tokens, media tokens, labelled tokens; 0 0 0 if unknown
 
 The hash covers the annotation files, the tokenizer with its chat template, the image processor and all settings that
-change the tokens, but not the media files. If the size of a media file has changed when it is read, its conversation is
-skipped.
+change the tokens. It does not cover the images and videos. If the size of an image or video has changed when it is
+read, its conversation is skipped.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZE_SETTINGS = ("media_path", "system_prompt", "max_tokens", "too_long", "pixel
 
 
 class ConversationSize(NamedTuple):
-    """Token counts of a conversation: all tokens, media tokens and labelled tokens."""
+    """The token counts of a conversation: all tokens, image and video tokens, and labelled tokens."""
 
     tokens: int
     media: int
@@ -59,7 +59,10 @@ class SizeCache:
         self.file = cache_dir / "lengths" / f"{key}.npy"
 
     def read(self, count: int) -> list[ConversationSize]:
-        """Return `count` sizes. Sizes that are not cached, or all if the file is invalid, are UNKNOWN_SIZE."""
+        """Return the sizes of `count` conversations. A size that is not cached is UNKNOWN_SIZE.
+
+        If the file is invalid, all sizes are UNKNOWN_SIZE.
+        """
         try:
             array = np.load(self.file, allow_pickle=False)
         except (FileNotFoundError, ValueError, EOFError, OSError):

@@ -38,7 +38,8 @@ class PassMemory:
 def build_shadow_model(model: DiffusionModel, recipe: Recipe, policies: frozenset[str]) -> DiffusionModel:
     """Return a copy of the model on the meta device, prepared for training with this recipe.
 
-    model: the model before adapters are added. policies: the engine's policies; in a LoRA run each is an adapter.
+    model: the model before adapters are added. policies: the engine's policies. In a LoRA run each policy is an
+    adapter.
     """
     shadow, dtype = copy.copy(model), DTYPES[recipe.model.dtype]
     shadow.pipeline = copy.copy(model.pipeline)
@@ -146,7 +147,7 @@ def measure_decode_bytes(shadow: DiffusionModel, shape: Sequence[int], batch: in
 
 
 def measure_encode_bytes(shadow: DiffusionModel, pixels: Sequence[int], batch: int) -> int:
-    """Return the peak bytes of encoding a batch of images or videos. pixels: shape of one, [3,H,W] or [3,F,H,W]."""
+    """Return the peak bytes of encoding a batch. pixels: shape of an image [3,H,W] or of a video [3,F,H,W]."""
     return _measure_peak(lambda: shadow.encode_pixels(torch.empty(batch, *pixels, device=META)))
 
 
@@ -157,7 +158,7 @@ def _measure_peak(work: Callable[[], object]) -> int:
 
 
 def text_bytes(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype) -> int:
-    """Return the bytes of one prompt's text conditioning. shapes: {name: shape} of its tensors."""
+    """Return the bytes of one prompt's text conditioning. shapes: {tensor name: shape}."""
     return sum(tensor.nbytes for tensor in empty_conditioning(shapes, text_dtype, 1).values())
 
 

@@ -27,12 +27,12 @@ def fits_memory(needed: int, memory: int) -> bool:
 
 
 def smallest_gpu(needed: int) -> int | None:
-    """Return the size in GB of the smallest common GPU with enough memory for `needed` bytes, or None."""
+    """Return the memory in GB of the smallest common GPU type that has at least `needed` bytes, or None."""
     return next((size for size in GPU_SIZES_GB if fits_memory(needed, size * 10**9)), None)
 
 
 def suggest_keys(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
-    """Return the recipe keys that reduce the peak memory, those for the largest memory category first."""
+    """Return the recipe keys that reduce the peak memory. Keys for the largest memory category come first."""
     if recipe.algorithm.trains_language:
         return suggest_language_keys(recipe)
     phase = estimate.phases[estimate.peak_phase]
@@ -45,7 +45,8 @@ def suggest_keys(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
 def suggest_keys_after_oom(recipe: Recipe, phase: str, num_ranks: int) -> list[str]:
     """Return the recipe keys that reduce the memory of a run that was out of memory, cheapest first.
 
-    Exhausted keys are omitted. phase: stopwatch phase of the error, "" for none. num_ranks: ranks per machine.
+    Keys that cannot be changed further are omitted. phase: the stopwatch phase in which the error occurred, or "" if
+    unknown. num_ranks: number of ranks per machine.
     """
     keys: list[str] = []
     if recipe.algorithm.trains_language:
@@ -108,7 +109,10 @@ def suggest_part_keys(part: str, phase: str, recipe: Recipe) -> list[str]:
 
 
 def suggest_activation_keys(phase: str, recipe: Recipe, shorter: list[str], pixels: list[str]) -> list[str]:
-    """Return recipe keys that reduce activations. shorter, pixels: keys for smaller denoiser and VAE dtypes."""
+    """Return recipe keys that reduce the memory of activations in this phase.
+
+    shorter: keys for a smaller dtype of the denoiser. pixels: keys for a smaller dtype of the VAE.
+    """
     engine, several = recipe.engine, recipe.engine.micro_batch_size > 1
     terms = [f"engine.micro_batch_size below {engine.micro_batch_size}"] if several else []
     if phase == "train":
@@ -127,7 +131,10 @@ def suggest_activation_keys(phase: str, recipe: Recipe, shorter: list[str], pixe
 
 
 def memory_verdict(recipe: Recipe, estimate: MemoryEstimate, memory: int | None) -> str:
-    """Return a line for `--check`: whether the peak fits into `memory` bytes, or (None) into which GPU it fits."""
+    """Return a line for `--check` that says whether the peak fits into `memory` bytes.
+
+    If `memory` is None, the line names the smallest GPU into which the peak fits.
+    """
     if memory is None:
         size = smallest_gpu(estimate.peak_bytes)
         if size is not None:

@@ -19,7 +19,10 @@ REDUCE_BUCKET, PREFETCH_BUCKET, MAX_LIVE, MAX_REUSE_DISTANCE, SUB_GROUP = 500_00
 
 
 class EngineMemory:
-    """Memory of an engine on one rank. network: on the meta device, with the adapters and requires_grad of training."""
+    """Memory of an engine on one rank.
+
+    network: the network on the meta device, with the adapters and requires_grad flags of training.
+    """
 
     def __init__(self, recipe: Recipe, network: nn.Module, world_size: int, device: str) -> None:
         self.recipe, self.network, self.world_size, self.on_cuda = recipe, network, world_size, device == "cuda"
@@ -32,7 +35,10 @@ class EngineMemory:
         self.num_trained = sum(p.numel() for p in parameters if p.requires_grad)
 
     def state_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of weights, optimizer states, policy copies, and with ZeRO-3 gradients."""
+        """Return {category: bytes} of weights, optimizer states and policy copies.
+
+        ZeRO-3 adds gradients and buffers.
+        """
         shared = self.world_size if self.zero_config["stage"] == 3 else 1
         # Buffers (position tables, a quantized base) are not sharded.
         tables = sum(buffer.nbytes for buffer in self.network.buffers())
@@ -67,7 +73,10 @@ class EngineMemory:
         return 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // shared
 
     def gather_memory(self, *, training: bool) -> dict[str, int]:
-        """Return {category: bytes} of weights that ZeRO-3 has gathered at a time; {} at other stages."""
+        """Return {category: bytes} of the weights that ZeRO-3 gathers at the same time.
+
+        Returns {} for other ZeRO stages.
+        """
         if self.zero_config["stage"] != 3:
             return {}
         ahead = int(self.zero_config.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
@@ -80,7 +89,7 @@ class EngineMemory:
         return {"gathered weights": live * self.compute_bytes}
 
     def optimizer_step_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of flattened gradients and temporaries of an unfused AdamW step."""
+        """Return {category: bytes} of the flattened gradients and the temporary tensors of an unfused AdamW step."""
         share = 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // self.world_size
         if self.zero_config["stage"] == 3:
             share = min(share, int(self.zero_config.get("sub_group_size", SUB_GROUP)) * FLOAT32_BYTES)

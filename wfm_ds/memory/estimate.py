@@ -48,7 +48,7 @@ def count_lora_parameters(denoiser: nn.Module, targets: Sequence[str], rank: int
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of one rank as {phase: {category: bytes}}, and the counts that they were computed from."""
+    """Bytes of one rank as {phase: {category: bytes}}, and the parameter counts from which they follow."""
 
     phases: Mapping[str, Mapping[str, int]]
     world_size: int
@@ -86,7 +86,7 @@ def estimate_memory(
     device: `cuda` or `cpu`. On the CPU, text encoders are float32.
     encoder_bytes: size of the text encoders, if `model` does not contain them.
     keeps_encoders: True if the text encoders stay loaded because texts are not cached.
-    Raises RecipeError like derive_run_sizes.
+    Raises RecipeError in the same cases as derive_run_sizes.
     """
     sums = _DiffusionMemory(recipe, model, world_size, device)
     encoders = sums.encoder_bytes() if encoder_bytes is None else encoder_bytes
@@ -138,7 +138,7 @@ class _DiffusionMemory(EngineMemory):
     # Phases
 
     def phase_parts(self) -> dict[str, dict[str, int]]:
-        """Return {phase: {category: bytes}} that each phase uses in addition to the static memory."""
+        """Return {phase: {category: bytes}} of the memory that each phase uses in addition to the static memory."""
         samples, batch = self.sampling_batch_size(), self.training_batch_size()
         sample_passes = self.measure_passes(samples, training=False)
         step_data = self.step_data_parts()
@@ -192,7 +192,7 @@ class _DiffusionMemory(EngineMemory):
         return 2 * size if joined else size
 
     def step_data_parts(self) -> dict[str, int]:
-        """Return {category: bytes} that stay on the device during a step: texts and, in RL, rollouts."""
+        """Return {category: bytes} of the data on the device during a step: texts and, in RL, rollouts."""
         if not self.recipe.is_rl:
             return {"texts": self.training_batch_size() * self.text_row_bytes}
         groups = math.ceil(self.run_sizes.samples_per_rank / self.recipe.rl.rollout.group_size)
@@ -204,7 +204,7 @@ class _DiffusionMemory(EngineMemory):
     def num_resident_latents(self) -> int:
         """Return the maximum number of sample latents that a rank stores at a time.
 
-        Counts training samples and candidates (sampling.explore), or two full rounds with rollout.max_refills.
+        With sampling.explore, it includes the candidate samples. With rollout.max_refills, it includes two full rounds.
         """
         recipe, derived = self.recipe, self.run_sizes
         training = derived.samples_per_rank * self.latents_per_rollout()
@@ -231,7 +231,7 @@ class _DiffusionMemory(EngineMemory):
     def measure_reference_passes(self, of_samples: PassMemory) -> PassMemory | None:
         """Return the memory of a forward pass for reference predictions, or None if the loss does not use any.
 
-        of_samples: memory of a rollout's forward pass. In RL, reference passes have the same batch size as the rollout.
+        of_samples: memory of a forward pass in a rollout. In RL, reference passes use the same batch size.
         """
         if self.recipe.is_rl:
             return of_samples if self.algorithm.uses_old_predictions or self.algorithm.references else None
@@ -242,7 +242,7 @@ class _DiffusionMemory(EngineMemory):
         return self.recipe.data.kind != "prompts"
 
     def encode_peak_bytes(self) -> int:
-        """Return the peak bytes of encoding: videos one at a time, images of a micro-batch together."""
+        """Return the peak bytes of encoding. Videos are encoded one at a time, images of a micro-batch together."""
         size = self.recipe.sampling
         frames = (size.num_frames,) if self.model.is_video else ()
         batch = 1 if self.model.is_video else self.encode_batch_size()
@@ -253,7 +253,7 @@ class _DiffusionMemory(EngineMemory):
         return size if self.recipe.is_rl else size * self.recipe.supervised_settings.items_per_sample
 
     def merge_lora_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of the base weights that are kept while rollout.merge_lora has merged the LoRA."""
+        """Return {category: bytes} of the base weights that are stored while rollout.merge_lora has merged the LoRA."""
         if not self.recipe.is_rl or not self.recipe.rl.rollout.merge_lora:
             return {}
         layers = find_adapter_layers(self.shadow_model.unwrapped_denoiser)
@@ -273,7 +273,7 @@ class _DiffusionMemory(EngineMemory):
     def training_parts(self, passes: PassMemory, batch: int) -> dict[str, int]:
         """Return {category: bytes} of a forward and backward pass with batch size `batch`.
 
-        With guidance in RL, one of the two predictions is computed while the activations of the other one are kept.
+        With guidance in RL, the activations of one prediction are stored while the other prediction is computed.
         """
         guided = (
             passes.saved_for_backward + passes.inference
@@ -286,7 +286,10 @@ class _DiffusionMemory(EngineMemory):
 
 
 def format_memory_table(estimate: MemoryEstimate, *, trained_part: str = "denoiser") -> list[str]:
-    """Format the estimate in GiB: a line per memory category, a column per phase. trained_part: network name."""
+    """Format the estimate in GiB, with a line per memory category and a column per phase.
+
+    trained_part: name of the trained network.
+    """
     names = list(estimate.phases)
     parts = list(dict.fromkeys(part for of_phase in estimate.phases.values() for part in of_phase))
     rows = [(part, [estimate.phases[name].get(part, 0) for name in names]) for part in parts]

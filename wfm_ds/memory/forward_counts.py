@@ -50,11 +50,14 @@ class ForwardCount:
 
 NO_FORWARDS = ForwardCount(0, 0)
 IsGuided = Callable[[float], bool]
-"""Function that returns whether predictions at a noise level use guidance, which adds an unconditional pass."""
+"""Function that returns whether predictions at a noise level use guidance.
+
+Guidance adds an unconditional forward pass.
+"""
 
 
 def count_batched_forwards(samples: int, batch: int, num_passes: int = 1) -> ForwardCount:
-    """Count the forward passes for `samples` samples in batches of size `batch`, `num_passes` per batch."""
+    """Count the forward passes for `samples` samples in batches of `batch` samples. Each batch needs `num_passes`."""
     return ForwardCount(num_passes * math.ceil(samples / batch), num_passes * samples)
 
 
@@ -87,8 +90,8 @@ def count_rl_step(
 
     Includes the predictions of every optimizer step, and the rollout unless rollout workers generate it.
 
-    guided: function that returns whether predictions at a noise level use guidance; required if only some levels do.
-    Training terms are assumed to use guidance as often as the rollout.
+    guided: function that returns whether predictions at a noise level use guidance. Required if only some noise levels
+    use it. Loss terms are assumed to use guidance as often as the rollout.
     exploration_sigmas: noise levels at which candidates of sampling.explore are denoised.
 
     The actual count is lower if samples or loss terms are dropped (failed rewards, `zero_std: drop`, no gradient), and
@@ -136,7 +139,7 @@ def count_rl_step(
 
 
 def equal_policies(algorithm: RlAlgorithm, derived: RunSizes, step: int) -> set[str]:
-    """Return the policies that equal the trained one at the start of RL step `step`; their passes are skipped."""
+    """Return the policies that equal the trained one at the start of RL step `step`. They need no forward passes."""
     if step == 1:
         return {algorithm.rollout_policy}
     decays = algorithm.policy_decays(step - 1, (step - 1) * derived.updates_per_step)
@@ -176,7 +179,7 @@ def num_grouped_calls(sizes: Iterable[int], max_terms: int) -> int:
 
 
 def policy_forwards(policy: str, forwards: ForwardCount) -> ForwardCount:
-    """Return the count for this policy: `ref` runs all samples of `forwards` without adapters."""
+    """Return the count for this policy. The policy `ref` runs all forward passes without adapters."""
     return dataclasses.replace(forwards, without_adapters=forwards.samples) if policy == "ref" else forwards
 
 
@@ -194,7 +197,7 @@ def count_evaluation(
 
     Includes sampling and, in supervised training, the validation loss on `num_images` images or preference pairs.
 
-    guided_steps: number of denoising steps with guidance; None: all or none of the sampling.eval_steps use it.
+    guided_steps: number of denoising steps with guidance. None: either all or none of the sampling.eval_steps use it.
     rollout_sigmas: noise levels of a rollout, if validation.rollout_correlation also samples rollouts. guided: as in
     count_rl_step.
     """
@@ -219,7 +222,10 @@ def count_evaluation(
 
 
 def count_validation_loss(recipe: Recipe, num_replicas: int, num_images: int) -> ForwardCount:
-    """Count the forward passes of the validation loss on `num_images` held-out samples, including references."""
+    """Count the forward passes of the validation loss on `num_images` held-out samples.
+
+    Includes the predictions of the reference policies.
+    """
     settings, size = recipe.supervised_settings, recipe.engine.max_forward_batch
     terms = math.ceil(num_images * NUM_BUCKETS / num_replicas)
     count = ForwardCount(
@@ -229,7 +235,7 @@ def count_validation_loss(recipe: Recipe, num_replicas: int, num_images: int) ->
 
 
 def count_sampling(recipe: Recipe, purpose: str, samples: int, steps: int, guided_steps: int) -> ForwardCount:
-    """Count the forward passes of sampling this number of samples in batches of engine.max_forward_batch.
+    """Count the forward passes of sampling `samples` samples in batches of engine.max_forward_batch.
 
     steps: number of denoising steps. guided_steps: number of steps that use guidance. A step with guidance runs two
     forward passes, or one joint forward pass if the doubled batch fits.
@@ -241,7 +247,10 @@ def count_sampling(recipe: Recipe, purpose: str, samples: int, steps: int, guide
 
 
 def guidance_predicate(recipe: Recipe, expert_of: Callable[[float], int] = lambda sigma: 0) -> IsGuided:
-    """Return a function: noise level -> whether it uses guidance. expert_of: noise level -> expert index."""
+    """Return a function that tells whether predictions at a noise level use guidance.
+
+    expert_of: maps a noise level to the index of its expert.
+    """
     return lambda sigma: recipe.sampling.uses_guidance(expert_of(sigma))
 
 

@@ -35,7 +35,7 @@ def count_flops(
     """Count the denoiser's FLOPs for one sample, with its current adapters and requires_grad flags.
 
     latent_shape: latent shape of the sample, without batch dimension.
-    conditioning: conditioning tensors of the sample, [1, ...] each; only their shapes and dtypes are used.
+    conditioning: conditioning tensors of the sample, each [1, ...]. Only their shapes and dtypes are used.
     checkpointing: count the recomputation of block activations in the backward pass.
     """
     shadow = copy.copy(model)
@@ -52,7 +52,10 @@ def count_flops(
 
 
 def flops_by_purpose(forwards: Mapping[str, ForwardCount], flops: Flops) -> dict[str, ForwardFlops]:
-    """Return the FLOPs of forward passes by purpose; only `policy` includes backward passes. flops: of one sample."""
+    """Return the FLOPs of forward passes by purpose. Only the purpose `policy` includes backward passes.
+
+    flops: FLOPs of one sample.
+    """
     work = {}
     for purpose, f in forwards.items():
         with_adapters = f.samples - f.without_adapters

@@ -32,7 +32,7 @@ def explain_out_of_memory(
     """Convert failed allocations in the block to OutOfMemory, with an explanation.
 
     phase: function that returns the phase in which the error occurred, or None.
-    advice: function that returns the keys to change, best first, for a phase or "".
+    advice: function that returns the recipe keys to change for a phase ("" if unknown), best first.
     """
     try:
         yield
@@ -53,7 +53,7 @@ def out_of_memory_message(error: BaseException, device: torch.device, phase: str
 
 
 def describe_memory_usage(device: torch.device) -> str:
-    """Describe this process's peak memory, the device's memory, and on a GPU how much other processes use."""
+    """Describe the memory use: this process's peak, the device's total and, on a GPU, the use by other processes."""
     if device.type != "cuda":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]

@@ -1,4 +1,4 @@
-"""A Cosmos-RL configuration during its conversion: its keys, the defaults of its mode, and notes for the user."""
+"""A Cosmos-RL configuration during its conversion: its keys, the default values of its mode, and notes for the user."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ VLM_SFT = "SFT of a vision-language model"
 
 
 class NoCounterpart(RecipeError):
-    """Raised by a converter if no recipe value corresponds to a Cosmos-RL value. The message is the reason."""
+    """Raised by a converter if no recipe value corresponds to a Cosmos-RL value. The message gives the reason."""
 
 
 @dataclass(slots=True)
 class CosmosConfig:
     """A Cosmos-RL configuration as flat dotted keys.
 
-    settings: keys that the configuration sets. defaults: Cosmos-RL's values for the others. notes: messages for the
-    user, added during the conversion.
+    settings: keys that the configuration sets. defaults: Cosmos-RL's default values of all other keys. notes: messages
+    for the user, added during the conversion.
     """
 
     mode: str
@@ -42,7 +42,7 @@ class CosmosConfig:
 
     @property
     def model(self) -> str:
-        """Model name or path in the configuration, in lower case."""
+        """The name or path of the model in the configuration, in lower case."""
         return str(
             self.settings.get("policy.model_name_or_path", self.settings.get("checkpoint.load_path", ""))
         ).lower()
@@ -52,7 +52,7 @@ ValueConverter = Callable[[Any, CosmosConfig], Any]
 
 
 def choice_converter(choices: Mapping[Any, str]) -> Callable[[Any, CosmosConfig], str]:
-    """Return a converter that looks up the value in `choices`. It raises NoCounterpart for any other value."""
+    """Return a converter that looks up a value in `choices`. It raises NoCounterpart for a value that is not there."""
 
     def convert(value: Any, _: CosmosConfig) -> str:
         if value not in choices:

@@ -1,7 +1,7 @@
-"""Converters for the values of configurations of Cosmos-RL's diffusers trainers. keys.py uses them.
+"""Converters for values in configurations of Cosmos-RL's diffusers trainers. The table in keys.py refers to them.
 
-A converter receives the Cosmos-RL value and the configuration, and returns the recipe value. It raises NoCounterpart
-with the reason if there is none.
+A converter receives the Cosmos-RL value and the configuration, and returns the recipe value. If there is no recipe
+value, it raises NoCounterpart with the reason.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from wfm_ds.migrate.config import CosmosConfig, NoCounterpart, choice_converter
 
 
 def model_folder(value: str, source: CosmosConfig) -> str:
-    """Return the model folder. For a Hub id, it is a local folder to which the user must download the model."""
+    """Return the model folder.
+
+    For a Hub id, this is a local folder, and a note asks the user to download the model to it.
+    """
     if not value:
         raise NoCounterpart("empty value")
     if value.startswith((".", "/", "~")) or value.count("/") != 1:
@@ -37,7 +40,10 @@ def zero_stage(_: Any, source: CosmosConfig) -> str:
 
 
 def zero_config_name(shards: int, replicas: int, source: CosmosConfig) -> str:
-    """Return the DeepSpeed config for `replicas` model copies in `shards` shards each (-1: one shard per rank)."""
+    """Return the name of the DeepSpeed config for `replicas` model copies, each split into `shards` shards.
+
+    shards = -1: one shard per rank.
+    """
     if shards == 1:
         return "zero2"
     if replicas == 1:
@@ -50,14 +56,14 @@ def zero_config_name(shards: int, replicas: int, source: CosmosConfig) -> str:
 
 
 def num_replicas(source: CosmosConfig) -> int:
-    """Return the number of model copies. Each copy may be sharded over several ranks."""
+    """Return the number of model copies. A copy may be sharded over several ranks."""
     return int(
         source["policy.parallelism.dp_replicate_size"] * source.settings.get("policy.parallelism.n_init_replicas", 1)
     )
 
 
 def num_data_ranks(source: CosmosConfig) -> int | None:
-    """Return the number of ranks that process different data, None if it depends on the launcher."""
+    """Return the number of ranks that process different data. Returns None if it depends on the launcher."""
     shards = source["policy.parallelism.dp_shard_size"]
     return int(shards * num_replicas(source)) if shards > 0 else None
 
@@ -154,7 +160,11 @@ def timestep_density(value: str, source: CosmosConfig) -> str:
 
 
 def guidance_scale(value: float, source: CosmosConfig) -> float:
-    """Return w = 1 + g: wfm_ds guides with v_u + w * (v_c - v_u), Cosmos in diffusers with v_c + g * (v_c - v_u)."""
+    """Return the guidance scale w of the recipe. For Cosmos models, w = 1 + g with Cosmos-RL's guidance value g.
+
+    wfm_ds guides with v_u + w * (v_c - v_u), Cosmos in diffusers with v_c + g * (v_c - v_u). v_c is the conditional
+    velocity and v_u the unconditional velocity. Values of at most 1 disable guidance (w = 1).
+    """
     if value <= 1:
         return 1.0
     if "cosmos" in source.model:

@@ -1,8 +1,9 @@
-"""The table that maps Cosmos-RL keys to recipe keys, used by `wfm migrate`.
+"""The table that maps Cosmos-RL keys to recipe keys. `wfm migrate` uses it.
 
-Cosmos-RL has two configuration formats for diffusion models: one for its diffusers trainers (`[policy]`, `[train]`,
-...; SFT and DiffusionNFT) and one for `--wfm-mode` (`[model]`, `[trainer]`, ...; DDRL and SFT). Vision-language models
-use the first format, with `[custom.dataset]` and `[custom.vision]` for the script that reads the annotations.
+Cosmos-RL has two configuration formats for diffusion models. The first is for its diffusers trainers (SFT and
+DiffusionNFT), with `[policy]`, `[train]` and others. The second is for `--wfm-mode` (DDRL and SFT), with `[model]`,
+`[trainer]` and others. Vision-language models use the first format, with `[custom.dataset]` and `[custom.vision]` for
+the script that reads the annotations.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ ABSENT = object()  # no default; None could be one
 
 @dataclass(frozen=True, slots=True)
 class KeyMapping:
-    """Maps a Cosmos-RL key to a recipe key, or to several if `convert` returns a tuple.
+    """Maps a Cosmos-RL key to a recipe key, or to several recipe keys if `convert` returns a tuple.
 
     A Cosmos-RL key may have several mappings. default: Cosmos-RL's default value. If the configuration does not set the
     key, the recipe gets this value, because the default of wfm_ds may differ.

@@ -1,4 +1,4 @@
-"""Converters for the values of configurations of vision-language models (see diffusers_values.py)."""
+"""Converters for values in configurations of vision-language models (see diffusers_values.py)."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def system_turn(value: str, _: CosmosConfig) -> str:
 
 
 def pixel_limits(_: Any, source: CosmosConfig) -> dict[str, int]:
-    """Return the recipe section data.pixels as {"min", "max": number of pixels}, without limits that are not set."""
+    """Return the recipe section data.pixels: {"min", "max"}, in pixels. Limits that are not set are omitted."""
     limits = {name: source.settings.get(f"custom.vision.{name}_pixels") for name in ("min", "max")}
     return {name: int(value) for name, value in limits.items() if value is not None}
 
 
 def video_settings(_: Any, source: CosmosConfig) -> dict[str, float]:
-    """Return the recipe section data.video as {"fps"} and, if set, {"max_frames"}."""
+    """Return the recipe section data.video: {"fps"} and, if it is set, {"max_frames"}."""
     max_frames = source.settings.get("custom.vision.max_frames")
     return {"fps": float(source["custom.vision.fps"])} | ({} if max_frames is None else {"max_frames": int(max_frames)})
 
@@ -57,7 +57,7 @@ def num_readers(value: int, _: CosmosConfig) -> int:
 
 
 def count_conversations(source: CosmosConfig) -> int | None:
-    """Return the number of conversations in the annotation file, None if it is not on this machine."""
+    """Return the number of conversations in the annotation file. Returns None if the file is not on this machine."""
     file = Path(str(source.settings.get(ANNOTATIONS, "")))
     if not file.is_file():
         return None

@@ -1,7 +1,7 @@
 """Convert the rewards of a Cosmos-RL configuration to entries of reward.functions.
 
-Cosmos-RL requests rewards from a service, which returns several named outputs. `score_key` names the output that is the
-score, or several outputs that are summed.
+Cosmos-RL requests rewards from a service that returns several named outputs. `score_key` names the output that is the
+score. It can also name several outputs, which are summed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,19 @@ SERVICE_NOTE = (
 
 
 def remote_reward(name: str, output: str, source: CosmosConfig) -> dict[str, Any]:
-    """Return the recipe entry of a reward of Cosmos-RL's service. output: name of its score, or a sum of names."""
+    """Return the recipe entry for a reward of Cosmos-RL's service.
+
+    output: name of the output that is the score, or a sum of output names.
+    """
     source.add_note(SERVICE_NOTE)
     return {"name": f"remote/{name}", "options": {"output": output}}
 
 
 def convert_named_rewards(value: list[dict[str, Any]] | None, source: CosmosConfig) -> list[dict[str, Any]]:
-    """Convert a list of rewards with `name` and `score_key`. None: the configuration has no list."""
+    """Convert a list of rewards with `name` and `score_key`.
+
+    value: the list, or None if the configuration has none.
+    """
     if not source[USE_REMOTE]:
         if value is None:
             raise NoCounterpart("the rewards are computed by functions in the user's script")
@@ -48,7 +54,7 @@ def _reward_entry(function: dict[str, Any], source: CosmosConfig) -> dict[str, A
 
 
 def convert_weighted_rewards(value: dict[str, float], source: CosmosConfig) -> list[dict[str, Any]]:
-    """Convert rewards in the older form {name: weight}, in which the score is the output `name`."""
+    """Convert rewards in the older form {name: weight}. In this form, the score is the output called `name`."""
     functions = [
         (remote_reward(name, name, source) if source[USE_REMOTE] else {"name": name}) | {"weight": weight}
         for name, weight in value.items()
@@ -57,7 +63,7 @@ def convert_weighted_rewards(value: dict[str, float], source: CosmosConfig) -> l
 
 
 def convert_wfm_rewards(_: Any, source: CosmosConfig) -> list[dict[str, Any]]:
-    """Convert the rewards of a `--wfm-mode` configuration. Raises NoCounterpart if none is enabled."""
+    """Convert the rewards of a `--wfm-mode` configuration. Raises NoCounterpart if no reward is enabled."""
     functions: list[dict[str, Any]] = []
     service = f"{WFM_REWARD}.remote_reward"
     if source[f"{service}.enabled"]:

@@ -1,4 +1,4 @@
-"""The length of a run in steps. Cosmos-RL counts epochs, so the samples of the data set must be counted.
+"""The length of a run in steps. Cosmos-RL counts epochs, so the samples of the dataset must be counted.
 
 If the data is not on this machine, the user must set the length with `--steps`.
 """
@@ -19,9 +19,10 @@ POLICY_TABLE = "train.train_policy"
 
 
 def run_steps(_: Any, source: CosmosConfig) -> int:
-    """Return --steps if given, else the steps of all epochs, limited by train.max_num_steps.
+    """Return the value of --steps if it is set. Otherwise return the steps of all epochs, at most train.max_num_steps.
 
-    Raises NoCounterpart if the data cannot be counted and no limit is set, or if all epochs are shorter than one step.
+    Raises NoCounterpart if the data cannot be counted and train.max_num_steps is not set, or if all epochs together are
+    shorter than one step.
     """
     if source.steps is not None:
         return source.steps
@@ -38,7 +39,10 @@ def run_steps(_: Any, source: CosmosConfig) -> int:
 
 
 def epoch_steps(source: CosmosConfig) -> int | None:
-    """Return the optimizer steps (SFT) or RL steps in all epochs, None if samples or ranks cannot be counted."""
+    """Return the number of optimizer steps (SFT) or RL steps in all epochs.
+
+    Returns None if samples or ranks cannot be counted.
+    """
     samples, ranks = num_samples(source), num_data_ranks(source)
     if samples is None or ranks is None:
         return None
@@ -51,7 +55,7 @@ def epoch_steps(source: CosmosConfig) -> int | None:
 
 
 def num_samples(source: CosmosConfig) -> int | None:
-    """Return the number of samples (SFT) or prompts (RL), None if the data is not on this machine."""
+    """Return the number of samples (SFT) or prompts (RL). Returns None if the data is not on this machine."""
     if source.mode == VLM_SFT:
         return language_values.count_conversations(source)
     folder = find_data_folder(source)

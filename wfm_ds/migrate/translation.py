@@ -1,6 +1,6 @@
 """Convert a Cosmos-RL configuration of a diffusion or vision-language model to a recipe.
 
-Each key is converted to a recipe key, or the recipe contains a comment with the reason why not.
+Each key is converted to a recipe key. If this is not possible, a comment in the recipe gives the reason.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ REQUIRED_FOR_RL = {"reward.functions": "the rewards, e.g. [{name: ocr}]"}
 
 @dataclass(slots=True)
 class Migration:
-    """The recipe as {dotted key: value}, and what happened to the configuration's other keys."""
+    """The recipe as {dotted key: value}, and the outcome for each key of the configuration that was not converted."""
 
     mode: str
     values: dict[str, Any]
@@ -65,7 +65,7 @@ def render_key_table() -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises RecipeError if it cannot be read or is not TOML."""
+    """Read a TOML file. Raises RecipeError if the file cannot be read or is not valid TOML."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
@@ -75,10 +75,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def migrate_config(config: Mapping[str, Any], *, steps: int | None = None) -> Migration:
-    """Convert a configuration. steps: run length that overrides the configuration's.
+    """Convert a configuration. steps: length of the run; if set, it replaces the length in the configuration.
 
-    Raises RecipeError if the kind of model or training is not supported, a value has the wrong type, or a key is set
-    twice under an old and a new name.
+    Raises RecipeError if the kind of model or training is not supported, if a value has the wrong type, or if a key is
+    set under both its old and its new name.
     """
     settings, renamed = rename_old_keys(flatten_tables(config))
     mode = detect_mode(settings)
@@ -109,7 +109,7 @@ def migrate_config(config: Mapping[str, Any], *, steps: int | None = None) -> Mi
 
 
 def list_required_keys(mode: str) -> dict[str, str]:
-    """Return {recipe key that the mode requires: description for the user}."""
+    """Return {recipe key: description} of the recipe keys that this mode requires."""
     if mode == VLM_SFT:
         without_sampling = {key: what for key, what in REQUIRED.items() if not key.startswith("sampling.")}
         return without_sampling | REQUIRED_FOR_LANGUAGE
@@ -117,7 +117,7 @@ def list_required_keys(mode: str) -> dict[str, str]:
 
 
 def flatten_tables(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables to dotted keys. Lists and the tables in WHOLE_TABLES remain single values."""
+    """Flatten nested tables to dotted keys. Lists, and the tables in WHOLE_TABLES, are not flattened."""
     flat: dict[str, Any] = {}
     for name, value in table.items():
         key = f"{prefix}{name}"
@@ -174,19 +174,22 @@ def detect_mode(settings: Mapping[str, Any]) -> str:
 
 
 def is_vision_model(settings: Mapping[str, Any]) -> bool:
-    """Return whether a language model is a vision-language model, by its LLaVA annotations or its name."""
+    """Return whether a language model is a vision-language model. Its LLaVA annotations or its name show this."""
     name = str(settings.get("policy.model_name_or_path", "")).lower()
     return ANNOTATIONS in settings or any(word in name for word in ("-vl", "cosmos-reason"))
 
 
 def should_apply_default(row: KeyMapping, source: CosmosConfig) -> bool:
-    """Return whether to write Cosmos-RL's default of a missing key. LoRA defaults need a table `policy.lora`."""
+    """Return whether to write Cosmos-RL's default value of a key that is not set.
+
+    The defaults of LoRA keys are written only if the configuration has the table `policy.lora`.
+    """
     is_lora_key = row.cosmos_key.startswith("policy.lora.")
     return row.default is not ABSENT and (not is_lora_key or source.has_table("policy.lora"))
 
 
 def apply_mapping(row: KeyMapping, value: Any, source: CosmosConfig, migration: Migration) -> bool:
-    """Convert a value and add it to the migration. Returns False, with the reason recorded, if that is impossible.
+    """Convert a value and add it to the migration. Returns False if this is impossible, and records the reason.
 
     Raises RecipeError if the value has the wrong type or form.
     """
@@ -206,7 +209,7 @@ def apply_mapping(row: KeyMapping, value: Any, source: CosmosConfig, migration: 
 
 
 def render_recipe(migration: Migration, name: str) -> str:
-    """Return the recipe as text: comments about keys that need attention, then the YAML sections."""
+    """Return the text of the recipe: comments about keys that need attention, then the YAML sections."""
     head = [
         f"{migration.mode}, converted from the Cosmos-RL configuration {name}",
         *comment_section("To be filled in", [f"{key}: {what}" for key, what in migration.missing.items()]),
@@ -227,7 +230,7 @@ def comment_section(title: str, lines: Sequence[str]) -> list[str]:
 
 
 def render_sections(migration: Migration) -> str:
-    """Return the YAML sections in schema order, with a comment for each key that the user must fill in."""
+    """Return the YAML sections in the order of the recipe schema. Each key that the user must fill in has a comment."""
     text = ""
     for section in Recipe.model_fields:
         values = {key: value for key, value in migration.values.items() if key.startswith(f"{section}.")}

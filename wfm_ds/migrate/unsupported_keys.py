@@ -1,6 +1,6 @@
-"""Keys of Cosmos-RL configurations that have no counterpart in recipes, with the reasons. Complements keys.py.
+"""Cosmos-RL keys that have no counterpart in recipes, with the reasons.
 
-A key that is in neither table is reported as unknown.
+A key that is neither in this table nor in keys.py is reported as unknown.
 """
 
 from __future__ import annotations
@@ -254,7 +254,10 @@ UNSUPPORTED, UNSUPPORTED_LANGUAGE = _reasons_by_key(_DIFFUSION_ROWS), _reasons_b
 
 
 def find_reason(key: str, mode: str = SFT) -> str | None:
-    """Return why recipes of this mode have no counterpart of a Cosmos-RL key, None if the key is unknown."""
+    """Return the reason why recipes of this mode have no counterpart of a Cosmos-RL key.
+
+    Returns None if the key is unknown.
+    """
     tables = [key.rpartition(".")[0] if n == 0 else ".".join(key.split(".")[:n]) for n in range(len(key.split(".")))]
     names = (key, *(f"{t}.*" for t in tables))
     if mode != VLM_SFT:

@@ -1,4 +1,4 @@
-"""Converters for the values of wfm mode configurations (see diffusers_values.py)."""
+"""Converters for values in configurations for `--wfm-mode` (see diffusers_values.py)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def random_weights(value: str, source: CosmosConfig) -> str:
 
 
 def num_model_copies(source: CosmosConfig) -> int:
-    """Return the number of model copies. Each copy generates `batch_size` samples of its own at a time."""
+    """Return the number of model copies. Each copy generates `batch_size` samples at a time."""
     data_parallel = max(
         source.settings.get("model_parallel.data_parallel_size", -1), 1
     )  # -1 in Cosmos-RL: derived from the other sizes
@@ -51,7 +51,7 @@ def num_model_copies(source: CosmosConfig) -> int:
 def groups_per_step(_: Any, source: CosmosConfig) -> int:
     """Return the number of groups per optimizer step.
 
-    In Cosmos-RL, num_rollout model copies generate a group together, and gradients accumulate over grad_accum_iter
+    In Cosmos-RL, num_rollout model copies generate one group together. Gradients are accumulated over grad_accum_iter
     rounds. Raises NoCounterpart if the number of copies is not a multiple of num_rollout.
     """
     copies = num_model_copies(source)
@@ -90,7 +90,7 @@ def gradient_checkpointing(value: str, source: CosmosConfig) -> bool:
 
 
 def power_ema(_: Any, source: CosmosConfig) -> tuple[float, int]:
-    """Return (ema.decay, ema.every) of an EMA that approximates a power-law average (arXiv 2312.02696)."""
+    """Return (ema.decay, ema.every). The EMA approximates Cosmos-RL's power-law average (arXiv 2312.02696)."""
     if not source["model.ema.enabled"]:
         raise NoCounterpart("omit the section `ema`")
     width = float(source["model.ema.rate"]) ** -2
@@ -105,7 +105,7 @@ def power_ema(_: Any, source: CosmosConfig) -> tuple[float, int]:
 
 
 def landscape_size(value: list[int], source: CosmosConfig) -> tuple[int, int]:
-    """Return (height, width) of a size that the published configurations list as [width, height]."""
+    """Return (height, width). The published configurations list a size as [width, height]."""
     if value[0] > value[1]:
         source.add_note(
             f"sampling.height and width: video_size {value} is read as width {value[0]}, height {value[1]}; Cosmos-RL "
@@ -125,7 +125,7 @@ def first_value(value: list[int], _: CosmosConfig) -> int:
 
 
 def callback_settings(value: list[dict[str, Any]], _: CosmosConfig) -> tuple[Any, Any]:
-    """Return (maximum gradient norm, steps between sample images) of Cosmos-RL's callbacks."""
+    """Return (maximum gradient norm, number of steps between sample images) from the callbacks of Cosmos-RL."""
     arguments = {str(entry.get("name")): entry.get("args", {}) for entry in value}
     names = [name for name in ("every_n_sample_ema", "every_n_sample_reg") if name in arguments]
     every = [arguments[name].get("every_n", 0) for name in names]

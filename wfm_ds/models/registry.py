@@ -27,7 +27,7 @@ from wfm_ds.models.assets import hub
 from wfm_ds.models.assets.guardrail import Guardrail
 from wfm_ds.models.assets.loading import load_pipeline, read_json, read_max_sequence_length
 from wfm_ds.models.base import DiffusionModel, temporary_seed
-from wfm_ds.recipe.shared_defaults import DEFAULT_FPS
+from wfm_ds.recipe.shared_defaults import DEFAULT_FPS, user_cache_folder
 from wfm_ds.seeds import derive_seed
 from wfm_ds.user_class import import_class
 
@@ -145,7 +145,7 @@ def get_tiny_folder(family: str) -> Path:
 
     Several processes may call this function at the same time.
     """
-    root = Path(os.environ.get("WFM_CACHE") or "~/.cache/wfm_ds").expanduser() / "tiny" / tiny_cache_key()
+    root = user_cache_folder() / "tiny" / tiny_cache_key()
     folder = root / family
     if family in (*tiny.FAMILIES, *tiny.LANGUAGE_FAMILIES) and folder.is_dir():
         return folder

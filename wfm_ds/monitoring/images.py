@@ -26,7 +26,7 @@ def check_image(image: ImageArray) -> None:
 
 
 def enlarge_image(image: ImageArray, scale: int) -> ImageArray:
-    """Repeat every pixel scale x scale times, so that small images stay sharp."""
+    """Repeat every pixel `scale` times in both directions, so that small images stay sharp."""
     return image.repeat(scale, axis=0).repeat(scale, axis=1)
 
 
@@ -46,8 +46,8 @@ def image_grid(
 ) -> ImageArray:
     """Draw images in rows of `columns` on a white background, each enlarged by `scale`. Returns [H,W,3] uint8.
 
-    An image smaller than its cell is aligned top left. labels: one per image, below it. row_titles: one per row, above
-    it. Text that is too wide is truncated. Raises ValueError if there are no images, an image is not uint8 [H,W,3],
+    An image smaller than its cell is aligned top left. labels: a text below each image. row_titles: a text above each
+    row. Text that is too wide is truncated. Raises ValueError if there are no images, an image is not uint8 [H,W,3],
     `columns` or `scale` is below 1, or the number of labels or titles is wrong.
     """
     _check_grid(images, columns, scale)

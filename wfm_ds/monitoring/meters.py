@@ -1,8 +1,8 @@
 """Measurements of a step: statistics of its loss terms, and time and device memory by phase. monitor.py writes them.
 
-Statistics need no host synchronization per micro-batch. The host only queues work for a GPU. With the host's clock, the
-GPU time of a phase would therefore count for the later phase that waits for the result. So phases on a GPU are measured
-by two CUDA events on the current stream, which are read at the end of the step. If the host waits in a phase, e.g. for
+Statistics need no host synchronization per micro-batch. The host only queues work for a GPU, so the host's clock would
+attribute GPU time to a later phase, in which the host waits for the result. On a GPU, phases are therefore measured by
+two CUDA events on the current stream, which are read at the end of the step. If the host waits in a phase, e.g. for
 data, the time of that phase is the time for which the GPU was idle.
 """
 
@@ -30,9 +30,9 @@ TimePoint = TypeVar("TimePoint")
 class Meter:
     """Weighted statistics of a step over all of its loss terms and all replicas.
 
-    A name that ends in `_std` is a population standard deviation, a name with the word `max` (`x_max`, `x_max_abs_dev`)
-    is a maximum, and all others are means. Every rank must add the same names in the same order. Statistics with total
-    weight 0 are omitted from the result.
+    A name that ends in `_std` is a population standard deviation. A name with the word `max` (`x_max`, `x_max_abs_dev`)
+    is a maximum. All other statistics are means. Every rank must add the same names in the same order. Statistics with
+    total weight 0 are omitted from the result.
     """
 
     def __init__(self) -> None:
@@ -41,9 +41,9 @@ class Meter:
         self._maxima: dict[tuple[str, ...], Tensor] = {}  # [N]
 
     def add(self, stats: Mapping[str, Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> None:
-        """Add the statistics of a micro-batch. weight_B: weights [B] of its loss terms, 0 for padding.
+        """Add the statistics of a micro-batch. weight_B: weights [B] of its loss terms; padding has weight 0.
 
-        stats: {name: [B] tensor, detached}, or (values, mask) if only some loss terms have a value.
+        stats: {name: values [B], detached}, or {name: (values [B], mask [B])} if only some loss terms have a value.
         """
         means = {name: stat for name, stat in stats.items() if not is_maximum(name)}
         squares = {f"{name}^2": stat for name, stat in means.items() if name.endswith("_std")}
@@ -96,7 +96,10 @@ def stack_stats(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tenso
 
 
 def sum_weighted(stats: Sequence[Tensor | tuple[Tensor, Tensor]], num_squared: int, weight_B: Tensor) -> Tensor:
-    """Return weighted sums and sums of weights of N statistics, [2, N] float64. Squares the last `num_squared`."""
+    """Return the weighted sum and the sum of weights of each of N statistics, [2, N] float64.
+
+    The values of the last `num_squared` statistics are squared first.
+    """
     value_NB, weight_NB = stack_stats(stats, weight_B)
     value_NB = value_NB.double()
     if num_squared:
@@ -157,7 +160,7 @@ class EventClock:
 
 
 class ProcessMemory:
-    """Peak resident memory of this process since its start. On a CPU, the peak of a phase is not known."""
+    """Peak resident memory of this process since its start. On a CPU, the peaks of single phases are unknown."""
 
     def record_peak(self, phases: Sequence[str]) -> None:
         pass
@@ -167,7 +170,7 @@ class ProcessMemory:
 
 
 class GpuMemory:
-    """Peak of allocated memory in each phase, and peak of reserved memory in the step."""
+    """Records the peak of allocated memory in each phase, and the peak of reserved memory in the step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -175,7 +178,7 @@ class GpuMemory:
         self._reserved = 0
 
     def record_peak(self, phases: Sequence[str]) -> None:
-        """Record the allocation peak since the last call for each of these phases, which are all active."""
+        """Record the allocation peak since the last call for each of these phases. All of them are active."""
         allocated = torch.cuda.max_memory_allocated(self._device)
         for phase in phases:
             self._phase_peaks[phase] = max(self._phase_peaks[phase], allocated)

@@ -1,4 +1,4 @@
-"""Output for users: metrics.jsonl, a progress line and trackers. Metrics may have any names."""
+"""Output for users: metrics.jsonl, a progress line and trackers."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ class Monitor:
             tracker.log_samples(step, tag, siblings)
 
     def set_outcome(self, status: str, metrics: Mapping[str, float]) -> None:
-        """Set the run's outcome for the trackers. Without one when the monitor closes, they report a failed run."""
+        """Set the run's outcome for the trackers. If none is set when the monitor closes, they report a failed run."""
         if self._open:
             self._outcome = status, {tag: value for tag, value in metrics.items() if finite_or_none(value) is not None}
 
     def update_progress(self, step: int, *, samples: int, note: str = "") -> None:
         """Show that `step` is done. samples: number of samples since the last call. note: text to append.
 
-        Call it once with samples=0 at the start of the run: speed is measured from there.
+        Call it once with samples=0 at the start of the run, because speed is measured from that time.
         """
         if not self._open:
             return
@@ -108,7 +108,10 @@ class Monitor:
         self._progress.update(now_s, step, self._pace.format_text(step, note))
 
     def sync_metrics(self) -> int:
-        """Flush metrics.jsonl to disk. Returns its size in bytes (0 on other ranks). Raises OSError if that fails."""
+        """Flush metrics.jsonl to disk. Returns its size in bytes, or 0 on ranks other than 0.
+
+        Raises OSError if that fails.
+        """
         if not self._open:
             return 0
         self._metrics.flush()
@@ -121,7 +124,7 @@ class Monitor:
             log.info("%s", text)
 
     def log_at_close(self, text: str) -> None:
-        """Log these lines when the monitor closes. Before that, a live progress line would wrap them."""
+        """Log these lines when the monitor closes. While a live progress line is shown, they would be wrapped."""
         if self._open:
             self._final_messages.append(text)
 
@@ -191,7 +194,7 @@ class Pace:
         self._points.append(_ProgressPoint(now_s, step, before + samples))
 
     def speed(self) -> tuple[float, float] | None:
-        """Return (steps per second, samples per second), None until there are two updates to compare."""
+        """Return (steps per second, samples per second), or None until there are two updates."""
         if len(self._points) < 2:
             return None
         first, last = self._points[0], self._points[-1]
@@ -201,7 +204,7 @@ class Pace:
         return (last.step - first.step) / seconds, (last.samples - first.samples) / seconds
 
     def format_text(self, step: int, note: str = "") -> str:
-        """Return `step 12/300, 1:04:10 left, 8.1 images/s, NOTE`, without time and speed until they are known."""
+        """Return `step 12/300, 1:04:10 left, 8.1 images/s, NOTE`. Time and speed are omitted until they are known."""
         parts = [f"step {step}/{self.total_steps}"]
         speed = self.speed()
         if speed is not None:

@@ -34,7 +34,7 @@ PANELS = (
     ("samples per second", r"perf/samples_per_second"),
     ("memory, GiB", r"perf/peak_memory_gib"),
 )
-"""Charts of the page: title, and a pattern of the tags in the chart."""
+"""Charts of the page as (title, regular expression of the tags in the chart)."""
 LOG_LINE = re.compile(r"^(\d{4}-\d\d-\d\dT[\d:.]+Z) rank \d+ ([A-Z]+) [\w.]+: (.*)$")
 ALARM_PREFIX = "ALARM:"  # prefix of log messages shown at the top of the page
 LOAD_LINE = "load it with:"  # log message before the lines that load the weights
@@ -43,7 +43,7 @@ LOAD_LINE = "load it with:"  # log message before the lines that load the weight
 class BoundedCurve:
     """A curve with a bounded number of points, for runs of any length.
 
-    Consecutive points form a stretch, of which only the lowest and the highest point are stored. If there are too many
+    Consecutive points form a stretch, which stores only its lowest and its highest point. If there are too many
     stretches, neighbours are merged in pairs.
     """
 
@@ -76,7 +76,7 @@ def merge_stretches(
     one: tuple[int, tuple[float, float], tuple[float, float]],
     other: tuple[int, tuple[float, float], tuple[float, float]],
 ) -> tuple[int, tuple[float, float], tuple[float, float]]:
-    """Merge two neighbouring stretches (number of points, lowest point, highest point)."""
+    """Merge two neighbouring stretches, each given as (number of points, lowest point, highest point)."""
     lowest, highest = min(one[1], other[1], key=_point_value), max(one[2], other[2], key=_point_value)
     return one[0] + other[0], lowest, highest
 
@@ -155,7 +155,10 @@ class RunReader:
                 self._curves.setdefault(tag, BoundedCurve()).add(step, value)
 
     def _build_panels(self) -> list[dict[str, Any]]:
-        """Return the non-empty charts as [{title, curves}]. The first charts have priority up to MAX_CURVES curves."""
+        """Return the non-empty charts as [{title, curves}].
+
+        The page has at most MAX_CURVES curves. Further curves, those of the last charts, are omitted.
+        """
         num_left, panels = MAX_CURVES, []
         for title, _ in PANELS:
             tags = [tag for tag in sorted(self._curves) if self._tag_panels[tag] == title][:num_left]
@@ -205,7 +208,10 @@ class RunReader:
                 yield {"step": step, "items": items}
 
     def _load_recipe(self) -> dict[str, Any]:
-        """Return the content of `read_recipe`, read again only if the file has changed. {} without a recipe."""
+        """Return the result of `read_recipe`. The file is read again only if it has changed.
+
+        Returns {} without a recipe.
+        """
         path = self.folder / "recipe.yaml"
         if not path.exists():
             return {}
@@ -252,7 +258,10 @@ def pick_evenly(steps: Sequence[int], count: int) -> list[int]:
 
 
 def parse_sample(line: str, step: int) -> dict[str, Any] | None:
-    """Return a line of samples.jsonl as {file, prompt, seed, rewards}, None if invalid or its file is elsewhere."""
+    """Return a line of samples.jsonl as {file, prompt, seed, rewards}.
+
+    Returns None if the line is invalid or names a file in another folder.
+    """
     try:
         row = json.loads(line)
         file, rewards = str(row["file"]), dict(row.get("rewards") or {})
@@ -272,7 +281,7 @@ def parse_sample(line: str, step: int) -> dict[str, Any] | None:
 def read_recipe(path: Path) -> dict[str, Any]:
     """Return {text, changed, steps, model, algorithm} of a recipe file. changed: {dotted key: non-default value}.
 
-    Returns only {text} if the recipe is from another version and cannot be parsed.
+    Returns only {text} if the recipe cannot be parsed, because another version wrote it.
     """
     from wfm_ds.recipe import file as recipe_file
 
@@ -292,7 +301,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, {} if there is none."""
+    """Return the object in a JSON file, or {} if the file does not exist."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, ValueError):

@@ -1,6 +1,6 @@
 """The HTML page of a run: a constant `index.html`, and `page/data.js`, which is rewritten while the run continues.
 
-The page works from disk without a server. Without a server, browsers load scripts but no data files, so the data is a
+The page works from disk without a server. In this case browsers load scripts but not data files, so the data is a
 script. If the page cannot be written, the run logs one warning and continues.
 """
 
@@ -61,7 +61,7 @@ def is_run_page(index: Path) -> bool:
 def encode_script(content: Mapping[str, Any]) -> str:
     """Return the text of data.js. Characters of HTML tags are escaped, because prompts may contain any text.
 
-    If the text is longer than MAX_BYTES, the curves are omitted; if it is still too long, the samples too.
+    If the text is longer than MAX_BYTES, the curves are omitted. If it is still too long, the samples are omitted too.
     """
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     for name in ("panels", "samples"):
@@ -73,7 +73,10 @@ def encode_script(content: Mapping[str, Any]) -> str:
 
 
 def machine_info(devices: str) -> dict[str, str]:
-    """Return {"devices", "system", "python", package: its version} of this machine."""
+    """Return the devices, operating system, Python version and package versions of this machine.
+
+    The keys are "devices", "system", "python" and the names of the packages.
+    """
     facts = {"devices": devices, "system": platform.platform(), "python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -84,7 +84,7 @@ def group_by_prompt(samples: Sequence[GeneratedSample]) -> list[GeneratedSample]
 def sample_grid(samples: Sequence[GeneratedSample]) -> ImageArray:
     """Draw the first frame of each sample in a grid, with its rewards below. Returns [H,W,3] uint8.
 
-    The grid has one row per prompt if all prompts have the same number of samples, otherwise it is a square.
+    The grid has one row per prompt if all prompts have the same number of samples. Otherwise it is a square.
     """
     return _draw_grid(samples, [sample.frames[0] for sample in samples])
 
@@ -92,7 +92,7 @@ def sample_grid(samples: Sequence[GeneratedSample]) -> ImageArray:
 def sample_animation(samples: Sequence[GeneratedSample]) -> tuple[VideoArray, float]:
     """Return the sample grid as (video [T,H,W,3] uint8, its fps). Raises ValueError if no sample has an fps.
 
-    Samples are scaled down, and of long videos only every k-th frame is used. Shorter samples repeat their last frame.
+    Samples are scaled down. Long videos are reduced to every k-th frame. Shorter samples repeat their last frame.
     """
     fps = next((sample.fps for sample in samples if sample.fps is not None), None)
     if fps is None:
@@ -117,7 +117,7 @@ def _draw_grid(samples: Sequence[GeneratedSample], cells: Sequence[ImageArray]) 
 
 
 def _samples_per_prompt(samples: Sequence[GeneratedSample]) -> int:
-    """Return the number of consecutive samples per prompt if it is the same for all prompts, else 1."""
+    """Return the number of consecutive samples per prompt if all prompts have the same number, else 1."""
     runs: list[int] = []
     last = None
     for sample in samples:

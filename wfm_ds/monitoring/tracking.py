@@ -1,7 +1,7 @@
-"""Experiment trackers, which show a run's numbers and samples elsewhere. Each runs in its own thread.
+"""Experiment trackers, which show a run's numbers and samples in other programs. Each runs in its own thread.
 
-A run never waits for a tracker and never fails because of one: a tracker that raises is dropped with one warning, and a
-slow one loses samples but no numbers. metrics.jsonl does not depend on trackers and is always complete.
+A run never waits for a tracker and never fails because of one. A tracker that raises is dropped with one warning. A
+slow tracker loses samples but no numbers. metrics.jsonl does not depend on trackers and is always complete.
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ class RunInfo:
         return folder
 
     def load_or_create(self, name: str, create: Callable[[], str]) -> str:
-        """Return the text of the file `name` in `folder`. A new run, or a missing file, gets the text from `create`."""
+        """Return the text of the file `name` in `folder`.
+
+        In a new run, or if the file does not exist, it is first written with the text that `create` returns.
+        """
         path = self.folder / name
         if self.resumed_at is None or not path.is_file():
             path.write_text(create(), encoding="utf-8")
@@ -77,7 +80,7 @@ class Tracker(Protocol):
 
 
 class TrackerThread:
-    """Runs a tracker in a thread of its own."""
+    """Runs a tracker in a separate thread."""
 
     def __init__(self, tracker: Tracker, run: RunInfo) -> None:
         """Start the tracker. Raises TrackerError if it fails or takes longer than START_S seconds."""

@@ -33,9 +33,9 @@ def check_video(video: VideoArray) -> None:
 def save_mp4(path: Path, video: VideoArray, fps: float) -> None:
     """Write an H.264 video in yuv420p with BT.709 colours, which every browser and player supports.
 
-    Equal frames give equal bytes. yuv420p has one colour per 2 x 2 pixels, so odd sizes are padded by repeating the
-    last row or column. Raises ValueError if the video is not uint8 [T,H,W,3] or fps is not positive, OSError if writing
-    fails.
+    Writing the same frames twice gives identical files. yuv420p has one colour per 2 x 2 pixels, so odd sizes are
+    padded by repeating the last row or column. Raises ValueError if the video is not uint8 [T,H,W,3] or fps is not
+    positive, OSError if writing fails.
     """
     check_video(video)
     if not fps > 0:

@@ -98,7 +98,8 @@ class ExploreRecipe(Section):
 
     group_size: Annotated[int, Field(ge=2)]
     """Candidates per prompt, at least `rollout.group_size`. Half of the selected samples are the best candidates, half
-    the worst, ranked as in `algorithm.best_of_n`. Candidates without a reward are ignored."""
+    the worst, ranked as in `algorithm.best_of_n`. Candidates without a reward are selected only if
+    there are too few others."""
     steps: Annotated[PositiveInt, Field(le=10_000)]
     """Denoising steps per candidate, at most `sampling.steps`. With fewer steps and a stochastic solver, candidates are
     generated with `ode`, so that they depend only on their initial noise."""

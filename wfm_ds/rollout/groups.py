@@ -188,11 +188,10 @@ class CaptionedGroups:
         num_conditioning_frames: tuple[int, int] = (0, 0),
         trajectories: CounterfactualTrajectories | None = None,
     ) -> None:
-        """encode: collective function that encodes samples to clean latents [B, ...] float32; None to leave `data`
-        unset.
+        """encode: collective function that encodes samples to clean latents [B, ...] float32. None leaves `data` unset.
 
         num_conditioning_frames: smallest and largest number of conditioning frames (latent frames) of a group.
-        trajectories: replaces the recorded trajectories; None to use the recorded ones.
+        trajectories: replaces the recorded trajectories, or None to use the recorded ones.
         """
         self.trajectories = trajectories
         self.job, self.reader, self.encode, self.num_conditioning_frames = job, reader, encode, num_conditioning_frames

@@ -87,7 +87,7 @@ class CommonJob(ABC):
         return {}
 
     def pop_work(self) -> FlopCount | None:
-        """Return the FLOPs of rank 0's forward passes since the last call; None on other ranks."""
+        """Return the FLOPs of rank 0's forward passes since the last call. Returns None on other ranks."""
         return self.engine.pop_flop_count()
 
 

@@ -64,7 +64,7 @@ NUM_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
-    """Where a run starts: at step 0, at a checkpoint, or not at all because it has finished."""
+    """The start of a run: at step 0, at a checkpoint, or none because the run has finished."""
 
     checkpoint: str | None = None  # folder or s3:// address to continue from
     step: int = 0  # last completed step

@@ -1,4 +1,4 @@
-"""Atomic writing of files and folders: write under a temporary name, flush to disk, then rename."""
+"""Atomic writes of files and folders: write under a temporary name, flush to disk, then rename."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from pathlib import Path
 
 
 def sync_to_disk(path: Path) -> None:
-    """Flush a file or folder to disk. Call it before renaming, so that no final name refers to incomplete content."""
+    """Flush a file or folder to disk.
+
+    Call this before renaming it, so that the final name never has incomplete content.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -24,8 +27,8 @@ def sync_to_disk(path: Path) -> None:
 def new_file(path: Path) -> Iterator[Path]:
     """Yield the path of an empty temporary file in the same folder. It replaces `path` if the block succeeds.
 
-    Concurrent writers use different temporary files; the last one wins. The file gets the default permissions, even if
-    the writer creates it with access only for its owner (safetensors does). Raises OSError.
+    Concurrent writers use different temporary files, and the last writer wins. The file gets the default permissions,
+    even if the code in the block creates it with access only for its owner, as safetensors does. Raises OSError.
     """
     part = path.with_name(f".{secrets.token_hex(8)}.part")
     part.touch(exist_ok=False)
@@ -42,7 +45,7 @@ def new_file(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text atomically: readers see the old or the new text, never a mix. Raises OSError."""
+    """Write UTF-8 text atomically. Readers see the old text or the new text, never a mix. Raises OSError."""
     with new_file(path) as part:
         part.write_text(text, encoding="utf-8")
 
@@ -51,8 +54,8 @@ def write_text(path: Path, text: str) -> None:
 def new_folder(final: Path) -> Iterator[Path]:
     """Yield the path of an empty temporary folder. It replaces `final` if the block succeeds.
 
-    If an earlier writer was killed, its temporary folder is removed first, and the folder that it was replacing is
-    restored. Raises OSError.
+    If an earlier writer was killed, its temporary folder is first removed, and the folder that it was about to replace
+    is restored. Raises OSError.
     """
     making = final.with_name(f".{final.name}.wfm-tmp")  # users do not give such names to folders
     replaced = final.with_name(f".{final.name}.wfm-old")
@@ -76,6 +79,6 @@ def new_folder(final: Path) -> Iterator[Path]:
 
 
 def finite_or_none(value: float) -> float | None:
-    """Return the number, or None if it is NaN or infinite, which JSON cannot represent."""
+    """Return the number. Returns None if it is NaN or infinite, because JSON has no such numbers."""
     number = float(value)
     return number if math.isfinite(number) else None

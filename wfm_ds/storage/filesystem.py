@@ -1,6 +1,7 @@
 """Access to local files and s3:// addresses. Only this module opens remote storage and reads its credentials.
 
-`open_regular` opens only regular files, so that a pipe or device in a user's folder cannot block the reader.
+Use `open_regular` for files in a user's folder. It opens only regular files, because a pipe or device could block the
+reader.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def is_remote(address: str) -> bool:
 
 
 def shorten_path(path: str | os.PathLike[str]) -> str:
-    """Return a path for messages, without the middle if it is very long."""
+    """Return a path for messages. The middle of a very long path is omitted."""
     text = os.fspath(path)
     if len(text) <= MAX_SHOWN_CHARS:
         return text
@@ -49,9 +50,9 @@ def shorten_path(path: str | os.PathLike[str]) -> str:
 def open_filesystem(address: str, num_tries: int | None = None) -> tuple[Any, str]:
     """Return the fsspec file system of a path or `s3://` address, and the path within this file system.
 
-    S3 settings come from the four environment variables PROD_S3_CHECKPOINT_*, or else from the default AWS
-    configuration. Requests are tried num_tries times (default NUM_TRIES). Raises StorageError for other schemes, for an
-    access key without a secret key, and if s3fs is not installed.
+    The S3 settings come from the four environment variables PROD_S3_CHECKPOINT_*, or else from the default AWS
+    configuration. Requests are tried up to `num_tries` times (default: NUM_TRIES). Raises StorageError for other
+    schemes, for an access key without a secret key, and if s3fs is not installed.
     """
     num_tries = num_tries or NUM_TRIES
     scheme, separator, rest = address.partition("://")
@@ -68,7 +69,7 @@ def open_filesystem(address: str, num_tries: int | None = None) -> tuple[Any, st
 
 
 def s3_options(environment: Mapping[str, str], num_tries: int) -> dict[str, Any]:
-    """Return the options for s3fs. Raises StorageError (without showing keys) if only one of the two keys is set."""
+    """Return the options for s3fs. Raises StorageError if only one of the two keys is set. The message shows no key."""
     key, secret = environment.get(ACCESS_KEY), environment.get(SECRET_KEY)
     if bool(key) != bool(secret):
         present, missing = (ACCESS_KEY, SECRET_KEY) if key else (SECRET_KEY, ACCESS_KEY)
@@ -89,7 +90,7 @@ def s3_options(environment: Mapping[str, str], num_tries: int) -> dict[str, Any]
 
 @contextlib.contextmanager
 def convert_storage_errors(address: str, action: str = "read") -> Iterator[None]:
-    """Convert I/O errors of the block to StorageError, except FileNotFoundError. action: `read` or `written`."""
+    """Convert I/O errors in the `with` block to StorageError, except FileNotFoundError. action: `read` or `written`."""
     try:
         yield
     except FileNotFoundError:
@@ -110,9 +111,9 @@ def storage_errors(remote: bool) -> tuple[type[Exception], ...]:
 
 
 def read_range(address: str, offset: int, size: int) -> bytes:
-    """Read `size` bytes of a local or S3 file from byte `offset` on. S3 requests are tried up to NUM_TRIES times.
+    """Read `size` bytes of a local or S3 file, starting at byte `offset`. S3 requests are tried up to NUM_TRIES times.
 
-    Raises FileNotFoundError, and StorageError if reading fails or the file is too short.
+    Raises FileNotFoundError. Raises StorageError if reading fails or the file is too short.
     """
     fs, path = open_filesystem(address)
     with convert_storage_errors(address):
@@ -123,9 +124,10 @@ def read_range(address: str, offset: int, size: int) -> bytes:
 
 
 def file_version(address: str) -> tuple[str | int, ...]:
-    """Return (address, size, ETag or modification time). The value changes when the file changes.
+    """Return (address, size, ETag or modification time). The result changes when the file changes.
 
-    Raises FileNotFoundError and StorageError, also for pipes and devices, because reading them could block forever.
+    Raises FileNotFoundError and StorageError. A pipe or device raises StorageError too, because reading it could block
+    forever.
     """
     fs, path = open_filesystem(address)
     if not is_remote(address) and os.path.exists(path) and not os.path.isfile(path):
@@ -136,9 +138,10 @@ def file_version(address: str) -> tuple[str | int, ...]:
 
 
 def expand_pattern(pattern: str) -> list[str]:
-    """Expand {000..123} and * ? [ ] in a path or s3:// address. Glob matches are sorted; paths become absolute.
+    """Expand {000..123} and * ? [ ] in a path or s3:// address. Glob matches are sorted. Paths become absolute.
 
-    Files of a range need not exist. Raises DataError if a glob matches nothing, StorageError for a descending range.
+    The files of a range need not exist. Raises DataError if a glob matches no file, and StorageError for a descending
+    range.
     """
     return [address for part in expand_ranges(pattern) for address in expand_glob(part)]
 
@@ -168,7 +171,7 @@ def expand_glob(pattern: str) -> list[str]:
 
 
 def open_regular(path: Path | str) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError, also if it is a pipe, a socket, a device or a folder."""
+    """Open a regular file for reading. Raises OSError. Pipes, sockets, devices and folders raise OSError too."""
     # Without O_NONBLOCK, opening a pipe waits for a writer. The flag has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -187,7 +190,7 @@ def read_regular(path: Path | str) -> bytes:
 
 
 class StorageStream(io.RawIOBase):
-    """Unbuffered stream over a path or s3:// address. Opening and reading raise FileNotFoundError and StorageError."""
+    """Unbuffered stream of a path or s3:// address. Opening and reading raise FileNotFoundError and StorageError."""
 
     def __init__(self, address: str) -> None:
         self._address, self._position = address, 0

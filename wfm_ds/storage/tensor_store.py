@@ -1,4 +1,7 @@
-"""Cache of tensors on disk, keyed by everything they depend on. One safetensors file per entry, written atomically."""
+"""Cache of tensors on disk. Each entry is one safetensors file that is written atomically.
+
+The key of an entry describes everything that the tensors depend on.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,14 @@ from torch import Tensor
 from wfm_ds.storage import atomic
 
 TensorKey = Mapping[str, Any]
-"""Everything that the tensors depend on, as JSON. Equal keys mean equal tensors."""
+"""Everything that the tensors depend on, as JSON. Entries with equal keys have equal tensors."""
 
 
 class TensorStore:
-    """Cache of tensors on disk. Any number of runs and ranks may share it and write the same entry concurrently.
+    """Cache of tensors on disk. Any number of runs and ranks may use it and write the same entry concurrently.
 
-    Files are named by a hash of their key and also store it. Damaged files and other keys are treated as absent.
+    A file is named by the hash of its key and also stores the key. A file that is damaged or stores a different key
+    counts as missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -54,7 +58,7 @@ class TensorStore:
         return self.folder / digest[:2] / f"{digest}.safetensors"
 
     def _tensor_names(self, key: TensorKey) -> list[str] | None:
-        """Return the names of an entry's tensors, or None if there is no entry."""
+        """Return the names of the tensors in an entry, or None if there is no entry."""
         try:
             with safe_open(self._entry_path(key), framework="pt") as file:
                 if (file.metadata() or {}).get("key") == canonical_json(key):

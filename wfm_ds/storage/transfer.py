@@ -1,8 +1,8 @@
 """Upload and download whole files to and from S3, with verification.
 
-After an upload, the size and the ETag (MD5) that S3 reports must match the data read locally. Each request also
-contains a Content-MD5, so S3 rejects data that changed in transit. With KMS encryption the ETag is not an MD5, and only
-Content-MD5 protects the data.
+After an upload, the size and the ETag (MD5) that S3 reports must match the data that was read locally. Each request
+also contains a Content-MD5, so S3 rejects data that changed in transit. With KMS encryption, the ETag is not an MD5,
+and only the Content-MD5 protects the data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MD5_TAG = re.compile(r'"?([0-9a-f]{32}(-[0-9]+)?)"?')
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 ProgressCallback = Callable[[int], None]
-"""Function that is called with the number of bytes of each transferred part. If it raises, the transfer is aborted."""
+"""Function that receives the number of bytes of each transferred part. If it raises, the transfer is aborted."""
 
 
 def ignore_progress(num_bytes: int) -> None:
@@ -44,8 +44,8 @@ def upload_file(
 ) -> str:
     """Upload a file, or its first `size` bytes, to an s3:// address. Return the SHA-256 of the uploaded bytes.
 
-    An existing object is replaced atomically at the end. Raises OSError if the file cannot be read, and StorageError if
-    the upload fails or S3 reports a different size or MD5.
+    If the object exists, it is replaced atomically at the end. Raises OSError if the file cannot be read. Raises
+    StorageError if the upload fails or S3 reports a different size or MD5.
     """
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
@@ -65,7 +65,7 @@ def upload_file(
 
 
 def put_object(content: bytes, address: str) -> None:
-    """Write `content` to an s3:// address and verify it. Raises StorageError."""
+    """Write `content` to an s3:// address and verify the object. Raises StorageError if this fails."""
     target = _S3Object(address)
     target.verify_upload(len(content), target.put(content))
 
@@ -123,7 +123,7 @@ def read_text(address: str) -> str:
 
 
 def remove_objects(addresses: Iterable[str]) -> None:
-    """Remove S3 objects in this order, ignoring missing ones. Raises StorageError."""
+    """Remove S3 objects in this order. Missing objects are ignored. Raises StorageError."""
     for address in addresses:
         target = _S3Object(address)
         with _convert_write_errors(address):
@@ -131,7 +131,10 @@ def remove_objects(addresses: Iterable[str]) -> None:
 
 
 def require_writable(address: str) -> None:
-    """Write, read back and remove a small S3 object below `address`. Raises StorageError if this fails."""
+    """Check write access by writing, reading and removing a small S3 object below `address`.
+
+    Raises StorageError if this fails.
+    """
     probe, content = f"{address}/.wfm_ds-{secrets.token_hex(8)}", b"may be removed\n"
     put_object(content, probe)
     if _read_range(probe, 0, len(content)) != content:
@@ -147,7 +150,10 @@ def _convert_write_errors(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _convert_missing_bucket(address: str) -> Iterator[None]:
-    """Convert FileNotFoundError of the block, a missing bucket or cancelled upload, to StorageError."""
+    """Convert FileNotFoundError in the `with` block to StorageError.
+
+    When S3 objects are written, it means that the bucket is missing or that the upload was cancelled.
+    """
     try:
         yield
     except FileNotFoundError as error:
@@ -182,7 +188,10 @@ class _S3Object:
         return md5.hexdigest()
 
     def put_parts(self, parts: Iterable[bytes], on_progress: ProgressCallback) -> str:
-        """Upload the object in parts. Return the expected ETag: the MD5 of the parts' MD5s, and the number of parts."""
+        """Upload the object in parts. Return the expected ETag.
+
+        It consists of the MD5 of the parts' MD5s and the number of parts.
+        """
         with _convert_write_errors(self.address):
             upload_id = self.call("create_multipart_upload")["UploadId"]
         try:
@@ -214,7 +223,7 @@ class _S3Object:
         return response["ETag"], md5, len(content)
 
     def verify_upload(self, size: int, tag: str | None) -> None:
-        """Raise StorageError unless S3 reports this size and, if its ETag is an MD5, this ETag."""
+        """Raise StorageError unless S3 reports this size and this ETag. An ETag that is not an MD5 is not compared."""
         with _convert_write_errors(self.address):
             response = self.call("head_object")
         if int(response["ContentLength"]) != size:
@@ -251,7 +260,7 @@ def _hash_parts(parts: Iterable[bytes], update: Callable[[bytes], None]) -> Iter
 
 
 def _map_concurrently(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Yield work(item) in order, computed in threads. At most NUM_CONNECTIONS items are in progress."""
+    """Call work(item) in threads and yield the results in order. At most NUM_CONNECTIONS items are in progress."""
     running: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(NUM_CONNECTIONS, thread_name_prefix="storage") as pool:
         for item in items:

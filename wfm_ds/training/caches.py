@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from wfm_ds.chunks import split_into_chunks
+from wfm_ds.data.batch_reader import TrainingSample
 from wfm_ds.data.buckets import ImageSize
 from wfm_ds.data.cosmos import SAFE_SUFFIX
 from wfm_ds.data.datasets import TrainingData, build_buckets
@@ -37,15 +39,18 @@ from wfm_ds.models.assets.latent_cache import LatentCache
 from wfm_ds.models.assets.text_cache import Text, TextCache, create_text_store, format_prompts, remove_unused_folders
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.sampler import negative_texts
+from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.storage.tensor_store import TensorStore
 from wfm_ds.types import Prompt
 
+if TYPE_CHECKING:
+    from wfm_ds.runs.job import Job
+
 log = logging.getLogger(__name__)
 
 MAX_DECODED_MEDIA = 16  # images or videos decoded in memory at once
-
 MAX_EMBEDDING_BYTES = 64 * 2**30  # largest size on disk of the embeddings that are precomputed automatically
 MAX_TEXTS_PER_DRAW = 2  # texts per sample that the run draws; above this, precomputing wastes time
 PRECOMPUTE_HINT = "set data.cache_dir and run wfm data prepare"
@@ -308,3 +313,24 @@ def encode_local_texts(texts: TextCache, needed: Sequence[Text], world: World) -
         except OSError as error:
             raise DataError(f"{texts.folder} cannot be written: {error}. Free space or set data.cache_dir") from error
     return len(missing)
+
+
+def load_clean_latents(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
+    """Return the samples' clean latents, [B, ...] float32, on every rank of the replica. Collective in the replica."""
+    return job.world.broadcast_tensor_in_replica(encode_samples(job, samples) if job.world.is_leader else None)
+
+
+def encode_samples(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
+    """Return the samples' latents, [B, ...] float32. Encodes and caches latents that are not cached yet."""
+    pixels = {i: sample.pixels for i, sample in enumerate(samples) if sample.pixels is not None}
+    if job.latent_cache is None:
+        return job.model.encode_uint8(list(pixels.values()))
+    # Encode one by one, as in the text cache: the last bits must not depend on the content of the cache.
+    encoded_now = {i: job.model.encode_uint8([array])[0] for i, array in pixels.items()}
+    for i, latents in encoded_now.items():
+        media, framing = samples[i].media, samples[i].framing
+        assert media is not None
+        assert framing is not None
+        job.latent_cache.write(media, framing, latents)
+    rows = [encoded_now.get(i, sample.latents) for i, sample in enumerate(samples)]
+    return torch.stack([copy_to_device(row, job.world.device) for row in rows])

@@ -45,12 +45,12 @@ from wfm_ds.runs.initial_lora import load_initial_lora
 from wfm_ds.runs.job import Job
 from wfm_ds.runs.model_loading import choose_attention, load_model
 from wfm_ds.runs.output_folder import RunStart
-from wfm_ds.training.caches import open_latent_cache, precompute_texts
+from wfm_ds.training.caches import load_clean_latents, open_latent_cache, precompute_texts
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.preflight import check_and_load_data, data_summary
 from wfm_ds.training.rl import RlLoop
-from wfm_ds.training.sft import SftLoop, ValidationLoss, load_clean_latents
+from wfm_ds.training.sft import SftLoop, ValidationLoss
 from wfm_ds.training.validation import Validator
 from wfm_ds.training.validation_frames import load_validation_prompts
 
@@ -87,7 +87,7 @@ def build_diffusion_engine(
 ) -> DenoiserEngine:
     """Wrap the model's denoiser in an engine. All later forward passes go through the engine.
 
-    policies: names of the weight copies to keep. adapter_tensors: {name: initial LoRA tensor}; None creates new
+    policies: names of the weight copies to keep. adapter_tensors: {name: initial LoRA tensor}, or None to create new
     adapters.
     """
     mark_frozen_layers(model, recipe)

@@ -85,7 +85,7 @@ class LanguageLoop(TrainingLoop):
         weights_by_sample: bool,
         rejected: Mapping[str, int],
     ) -> None:
-        """weights_by_sample: give each conversation, not each token, the same weight in the loss.
+        """weights_by_sample: give every conversation the same weight in the loss, instead of every token.
 
         rejected: {reason: number of rejected conversations}.
         """

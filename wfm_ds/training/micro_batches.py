@@ -127,7 +127,7 @@ class TermGroup(Generic[TermT]):
 
     @property
     def max_sigma(self) -> float:
-        """Return the largest noise level of the terms, 0 if the group is empty."""
+        """Return the largest noise level of the loss terms, or 0 if the group is empty."""
         return max((term.sigma for term in self.terms), default=0.0)
 
     @property
@@ -202,9 +202,9 @@ def group_terms(
 def split_into_micro_batches(
     terms: Sequence[TermT], max_terms: int, expert_of: Callable[[float], int]
 ) -> list[tuple[Sequence[TermT], int]]:
-    """Split loss terms into micro-batches of at most `max_terms` terms with the same expert and `num_parts`.
+    """Split loss terms into micro-batches of at most `max_terms` loss terms with the same expert and `num_parts`.
 
-    Returns [(terms, expert)], sorted by expert and `num_parts`. expert_of: maps a noise level to its expert.
+    Returns [(loss terms, expert)], sorted by expert and `num_parts`. expert_of: maps a noise level to its expert.
     """
     by_kind: dict[tuple[int, int], list[TermT]] = defaultdict(list)
     for term in terms:
@@ -235,6 +235,6 @@ def group_micro_batches(micros: Iterable[MicroBatch], max_terms: int) -> Iterato
         if group and (count > max_terms or micro.expert != group[0].expert):
             yield group
             group = []
-        group.append(micro)
+        group.append(micro.reference_inputs())
     if group:
         yield group

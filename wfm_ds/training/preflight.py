@@ -277,7 +277,7 @@ def data_summary(recipe: Recipe, data: TrainingData) -> str:
 
 
 def gpu_memory() -> int | None:
-    """Return the memory of the first GPU in bytes, None without a GPU."""
+    """Return the memory of the first GPU in bytes, or None if there is no GPU."""
     return torch.cuda.get_device_properties(0).total_memory if uses_cuda() else None
 
 

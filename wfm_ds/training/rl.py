@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -91,7 +92,9 @@ class RlLoop(TrainingLoop):
         if not any(update.terms for update in updates):  # the same on all ranks, because updates are padded
             log.warning("step %d: no gradient: every sample failed or its group has identical rewards", step)
         old_predictions = self.predict_with_old_weights(updates, rollouts)
-        metrics = [self.optimize(update, rollouts, old) for update, old in zip(updates, old_predictions, strict=True)]
+        metrics = []
+        for update, predictions in zip(updates, old_predictions, strict=True):
+            metrics.append(self.optimize(update, rollouts, predictions))
         step_metrics |= self.update_policy_copies()
         self.source.publish_policy(step)  # later samples may be generated with these weights
         return StepReport(step_metrics, metrics, num_samples=int(step_metrics["rollout/samples"]))
@@ -233,7 +236,7 @@ class RlLoop(TrainingLoop):
         job = self.job
         return MicroBatches(
             split_into_micro_batches(terms, job.recipe.engine.micro_batch_size, job.model.select_expert),
-            lambda part: self.algorithm.assemble(part, rollouts.local_rollouts, job.world.device),
+            functools.partial(self.algorithm.assemble, rollouts=rollouts.local_rollouts, device=job.world.device),
             free_memory(job.world.device, GPU_BUFFER_FRACTION, default=HOST_CACHE_BYTES),
         )
 
@@ -299,7 +302,7 @@ class RlLoop(TrainingLoop):
         A forward pass has at most `max_terms` loss terms.
         """
         predictions: list[Tensor] = []
-        for group in group_micro_batches((m.reference_inputs() for m in micros), max_terms):
+        for group in group_micro_batches(micros, max_terms):
             velocity = offload_buffer.store(self.predict_velocity(purpose, MicroBatch.concat(group)))
             predictions += torch.split(velocity, [len(m.batch.sigma) for m in group])
         return predictions

@@ -32,10 +32,11 @@ from wfm_ds.data.samples import Sample
 from wfm_ds.models.assets.text_cache import Text, format_prompts
 from wfm_ds.models.base import NegativeText
 from wfm_ds.models.conditioning_frames import MASK_KEY
-from wfm_ds.pinned_memory import copy_to_device, free_memory, lists_to_device
+from wfm_ds.pinned_memory import free_memory, lists_to_device
 from wfm_ds.runs.job import Job
 from wfm_ds.sampling.latents import add_noise, draw_cpu_normal, noisy_latents
 from wfm_ds.seeds import derive_seed, draw_uniform
+from wfm_ds.training.caches import load_clean_latents
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.loop import TrainingLoop
@@ -246,27 +247,6 @@ def iter_media(samples: Sequence[TrainingSample]) -> Iterator[TrainingSample]:
     yield from (sample.rejected for sample in samples if sample.rejected is not None)
 
 
-def load_clean_latents(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
-    """Return the samples' clean latents, [B, ...] float32, on every rank of the replica. Collective in the replica."""
-    return job.world.broadcast_tensor_in_replica(encode_samples(job, samples) if job.world.is_leader else None)
-
-
-def encode_samples(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
-    """Return the samples' latents, [B, ...] float32. Encodes and caches latents that are not cached yet."""
-    pixels = {i: sample.pixels for i, sample in enumerate(samples) if sample.pixels is not None}
-    if job.latent_cache is None:
-        return job.model.encode_uint8(list(pixels.values()))
-    # Encode one by one, as in the text cache: the last bits must not depend on the content of the cache.
-    encoded_now = {i: job.model.encode_uint8([array])[0] for i, array in pixels.items()}
-    for i, latents in encoded_now.items():
-        media, framing = samples[i].media, samples[i].framing
-        assert media is not None
-        assert framing is not None
-        job.latent_cache.write(media, framing, latents)
-    rows = [encoded_now.get(i, sample.latents) for i, sample in enumerate(samples)]
-    return torch.stack([copy_to_device(row, job.world.device) for row in rows])
-
-
 class ValidationLoss:
     """The loss on held-out samples with fixed noise. Equal weights give equal losses, at any step and world size.
 
@@ -317,7 +297,7 @@ class ValidationLoss:
         """Compute this replica's shard of the velocity errors and write it into `errors` [M, N, L].
 
         terms: (sample index, noise-level index) pairs of one expert and one image size. All ranks run the same number
-        of forward passes: a rank with fewer pairs repeats some of them and drops the results.
+        of forward passes. A rank with fewer pairs therefore repeats some of them and drops the results.
         """
         world = self.job.world
         shard_size = math.ceil(len(terms) / world.dp_size)

@@ -26,10 +26,10 @@ from wfm_ds.transport.messages import BROKER_TO_CLIENT, MAX_ROWS, MAX_TASKS
 from wfm_ds.transport.payload_requests import PayloadRequest, PayloadRequests
 from wfm_ds.transport.pending_submissions import RESUBMIT_INTERVAL_S, PendingSubmissions, Submission, TaskRequest
 from wfm_ds.transport.sockets import Dealer, EndpointNotAllowed, Mailbox, PipeError, SendQueueFull, check_endpoint
-from wfm_ds.transport.throttle import throttled_logger
+from wfm_ds.transport.throttle import get_throttled_logger
 from wfm_ds.transport.wire import Array, Buffer, Message, WireError
 
-peer_log = throttled_logger(f"{__name__}.peers")
+peer_log = get_throttled_logger(f"{__name__}.peers")
 
 POLL_MS = 100
 ATTACH_INTERVAL_S = 0.1  # between attempts to attach; each one looks up the broker's address again

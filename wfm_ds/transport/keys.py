@@ -24,10 +24,10 @@ import zmq.auth
 
 from wfm_ds.errors import UserError
 from wfm_ds.program import run_command
-from wfm_ds.transport.throttle import throttled_logger
+from wfm_ds.transport.throttle import get_throttled_logger
 
 # Anyone can trigger a handshake, which reads the key folder.
-peer_log = throttled_logger(f"{__name__}.peers")
+peer_log = get_throttled_logger(f"{__name__}.peers")
 
 BROKER_NAME = "hub"
 SECRET_SUFFIX, PUBLIC_SUFFIX = ".key_secret", ".key"

@@ -15,10 +15,10 @@ import zmq
 from wfm_ds.transport import wire
 from wfm_ds.transport.messages import REASON_CHARS
 from wfm_ds.transport.sockets import PeerUnreachable, Router, SendQueueFull
-from wfm_ds.transport.throttle import throttled_logger
+from wfm_ds.transport.throttle import get_throttled_logger
 from wfm_ds.transport.wire import Message, TensorSpec, WireError
 
-peer_log = throttled_logger(f"{__name__}.peers")
+peer_log = get_throttled_logger(f"{__name__}.peers")
 
 MESSAGES_PER_TURN = 256  # per socket, so that neither socket starves the other
 

@@ -30,7 +30,7 @@ class RepeatFilter(logging.Filter):
         return True
 
 
-def throttled_logger(name: str) -> logging.Logger:
+def get_throttled_logger(name: str) -> logging.Logger:
     """Return the logger `name` with a RepeatFilter. Use fixed message formats: each has its own limit."""
     logger = logging.getLogger(name)
     if not any(isinstance(known, RepeatFilter) for known in logger.filters):

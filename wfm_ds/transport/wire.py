@@ -129,8 +129,8 @@ def decode_message(frames: Sequence[Buffer], expected: frozenset[str]) -> Messag
     message_type, mid = header.pop("t", None), header.pop("mid", None)
     if not isinstance(message_type, str) or message_type not in expected:
         raise WireError(f"message type {str(message_type)[:40]!r} is not expected here")
-    if type(mid) is not int or mid < 0:
-        raise WireError(f"{message_type}: mid is not an integer >= 0")
+    if type(mid) is not int or not 0 <= mid < 2**63:
+        raise WireError(f"{message_type}: mid is not an integer from 0 to 2**63 - 1")
     table = header.pop("tensors", [])
     _validate(SCHEMAS[message_type].model_validate, header, message_type)
     specs = _validate(_TENSOR_TABLE.validate_python, table, f"{message_type}.tensors")

@@ -26,11 +26,11 @@ from wfm_ds.transport import wire
 from wfm_ds.transport.keys import ClientKeys
 from wfm_ds.transport.messages import BROKER_TO_WORKER, DETAIL_CHARS, META_BYTES, REASON_CHARS
 from wfm_ds.transport.sockets import Dealer, Mailbox, SendQueueFull
-from wfm_ds.transport.throttle import throttled_logger
+from wfm_ds.transport.throttle import get_throttled_logger
 from wfm_ds.transport.wire import Array, Buffer, Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
-peer_log = throttled_logger(f"{__name__}.peers")
+peer_log = get_throttled_logger(f"{__name__}.peers")
 
 POLL_MS = 100
 HELLO_INTERVAL_S = 0.1  # between `hello` messages until `welcome`

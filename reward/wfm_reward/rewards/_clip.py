@@ -1,4 +1,4 @@
-"""Normalized image and text embeddings of transformers' CLIP models."""
+"""Normalized embeddings of images and texts from CLIP models of transformers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ class ClipModel:
         return float(self.model.logit_scale.float().exp())
 
     def embed_images(self, media: npt.NDArray[np.uint8] | Sequence[Any]) -> Tensor:
-        """Return unit vectors float32 [B,D] of images, uint8 [B,H,W,3] or PIL. The processor resizes and crops them."""
+        """Return one unit vector per image, float32 [B images, D numbers].
+
+        Images are uint8 [B,H,W,3] or PIL images. The processor resizes and crops them.
+        """
         import torch
 
         images = to_pil_images(media) if isinstance(media, np.ndarray) else list(media)
@@ -49,7 +52,7 @@ class ClipModel:
             return _normalize_rows(self.model.visual_projection(pooled))
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
-        """Return unit vectors float32 [B,D] of texts, truncated to the context length."""
+        """Return one unit vector per text, float32 [B texts, D numbers]. Texts are truncated to the context length."""
         import torch
 
         max_length = self.model.config.text_config.max_position_embeddings

@@ -1,4 +1,4 @@
-"""Convert CLIP weights from open_clip to transformers, which names the layers differently."""
+"""Convert CLIP weights from open_clip to transformers. The two libraries name the layers differently."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ IGNORED_WEIGHTS = ("attn_mask",)
 
 
 def convert_to_transformers(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an open_clip state dict to one of transformers' CLIPModel. Raises KeyError for unknown weights."""
+    """Convert a state dict of open_clip to a state dict of transformers' CLIPModel.
+
+    Raises KeyError for unknown weights.
+    """
     return {name: tensor for key, weight in weights.items() for name, tensor in _convert_weight(key, weight)}
 
 

@@ -1,4 +1,4 @@
-"""GenEval's checks of an image (arXiv 2310.11513): object classes, counts, colours and positions."""
+"""GenEval's checks of an image (arXiv 2310.11513): classes, counts, colours and positions of objects."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ class DetectedObject:
 class SceneScore:
     """Scores of one image.
 
-    soft: mean partial score over the clauses of `include`. correct: GenEval's own test passes: at least the
-    required objects, none of the excluded ones. strict: all clauses of `include` hold with exact counts.
+    soft: mean of the partial scores of all clauses in `include`.
+    correct: whether the image passes GenEval's original test. It must have at least the required objects and no
+    excluded objects.
+    strict: whether all clauses in `include` hold with exact counts.
     """
 
     soft: float
@@ -45,9 +47,10 @@ def score_scene(
     """Score detected objects against the clauses of a prompt.
 
     objects: {class: detected objects, most confident first}.
-    include: [{class, count, color?, position?: [relation, index]}]. A position is relative to the clause with that
-    index. exclude: [{class, count}]; the image must contain fewer than `count` of them.
-    classify_colors: returns the colour of each object, given a class name and objects.
+    include: [{class, count, color?, position?: [relation, index]}]. A position is relative to the clause with this
+    index.
+    exclude: [{class, count}]. The image must contain fewer than `count` objects of the class.
+    classify_colors: function that returns the colour of each object, given a class name and objects.
     """
     strict, shares = _check_clauses(objects, include, classify_colors, exact=True)
     correct, _ = _check_clauses(objects, include, classify_colors, exact=False)
@@ -62,9 +65,9 @@ def _check_clauses(
     *,
     exact: bool,
 ) -> tuple[bool, list[float]]:
-    """Return (whether all clauses hold, partial scores of counts, colours and positions).
+    """Return whether all clauses hold, and the partial scores of counts, colours and positions.
 
-    exact: a clause fails if there are more objects than required.
+    exact: a clause also fails if there are more objects than required.
     """
     shares: list[float] = []
     matched: list[Sequence[DetectedObject] | None] = []
@@ -90,7 +93,10 @@ def _check_clauses(
 
 
 def spatial_relations(a: DetectedObject, b: DetectedObject) -> set[str]:
-    """Return where `a` is relative to `b`: a subset of {left of, right of, above, below}, empty if too close."""
+    """Return the position of `a` relative to `b`: a subset of {left of, right of, above, below}.
+
+    The result is empty if the objects are too close.
+    """
     centre = [((box[0] + box[2]) / 2, (box[1] + box[3]) / 2) for box in (a.box, b.box)]
     size = [(abs(box[2] - box[0]), abs(box[3] - box[1])) for box in (a.box, b.box)]
     offset = [centre[0][axis] - centre[1][axis] for axis in (0, 1)]
@@ -111,7 +117,7 @@ def spatial_relations(a: DetectedObject, b: DetectedObject) -> set[str]:
 
 
 def find_metadata_problem(metadata: Mapping[str, Any]) -> str:
-    """Return an error message for invalid clauses in an item's metadata, or "" if all are valid."""
+    """Return an error message if an item's metadata has invalid clauses. Returns "" if all clauses are valid."""
     for key in ("include", "exclude"):
         clauses = metadata.get(key, [])
         if not isinstance(clauses, list) or (key == "include" and not clauses):

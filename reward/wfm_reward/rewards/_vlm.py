@@ -1,4 +1,4 @@
-"""Rewards from a vision-language model behind an OpenAI-compatible chat completions endpoint, such as vLLM."""
+"""Rewards from a vision-language model (VLM) behind an OpenAI-compatible chat completions endpoint, such as vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VIDEO_CRF = "12"  # H.264 quality, nearly lossless
 
 
 class VlmReward(Reward):
-    """Base class of rewards that ask a VLM for the score of each item, with concurrent requests."""
+    """Base class of rewards that ask a VLM for the score of each item. Requests are concurrent."""
 
     stall_s = 660.0
 
@@ -38,10 +38,11 @@ class VlmReward(Reward):
         concurrency: int = 8,
         **options: Any,
     ) -> None:
-        """Store the options. Raises RewardError if they are invalid.
+        """Store the options. Raises RewardError if an option is invalid.
 
-        endpoint: URL without /chat/completions, such as http://127.0.0.1:8000/v1. model: its name at the endpoint.
-        api_key_env: name of the environment variable with the API key. concurrency: number of requests at a time.
+        endpoint: URL without /chat/completions, such as http://127.0.0.1:8000/v1. model: name of the model at the
+        endpoint. api_key_env: name of the environment variable with the API key. concurrency: maximum number of
+        concurrent requests.
         """
         super().__init__(device, **options)
         if not 0 < timeout_s <= 600 or not isinstance(concurrency, int) or concurrency < 1:
@@ -50,7 +51,7 @@ class VlmReward(Reward):
         self.model, self.api_key_env, self.timeout_s, self.concurrency = model, api_key_env, timeout_s, concurrency
 
     def load(self) -> None:
-        """Create the HTTP client. Raises RewardError if the environment variable of the API key is not set."""
+        """Create the HTTP client. Raises RewardError if the environment variable for the API key is not set."""
         key = None if self.api_key_env is None else os.environ.get(self.api_key_env)
         if self.api_key_env is not None and not key:
             raise RewardError(f"reward {self.name}: the environment variable {self.api_key_env} is not set")
@@ -62,13 +63,13 @@ class VlmReward(Reward):
 
     @abstractmethod
     def request_fields(self, item: MediaItem) -> Mapping[str, Any]:
-        """Return the fields of the chat completions request, except `model`: messages and sampling parameters."""
+        """Return the fields of the chat completions request: messages and sampling parameters, but not `model`."""
 
     @abstractmethod
     def parse_score(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
         """Read the score from the first choice of a chat completions reply.
 
-        Raises KeyError, IndexError, TypeError or ValueError if there is no score: the item then fails.
+        Raises KeyError, IndexError, TypeError or ValueError if there is no score. The item then fails.
         """
 
     def _score_item(self, item: MediaItem) -> Score:
@@ -100,7 +101,10 @@ def mp4_data_url(frames: npt.NDArray[np.uint8], fps: float) -> str:
 
 
 def encode_mp4(frames: npt.NDArray[np.uint8], fps: float) -> bytes:
-    """Encode a video uint8 [T,H,W,3] as nearly lossless H.264. Drops an odd last row or column (4:2:0 subsampling)."""
+    """Encode a video uint8 [T,H,W,3] as nearly lossless H.264.
+
+    If height or width is odd, the last row or column is dropped, because of 4:2:0 subsampling.
+    """
     from fractions import Fraction
 
     import av

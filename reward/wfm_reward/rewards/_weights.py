@@ -1,4 +1,4 @@
-"""Load weights of published models from a local path or the Hugging Face Hub."""
+"""Load the weights of published models from a local path or the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 def load_pretrained(reward: str, label: str, address: str, load: Callable[[str], T]) -> T:
     """Load a model from a local path or the Hub. Raises RewardError if a package is missing or loading fails.
 
-    label: name of what is loaded, for the error message. load: called with the path or Hub name.
+    label: name of the model in the error message. load: function that receives the path or Hub name.
     """
     path = Path(address).expanduser()
     try:
@@ -33,7 +33,10 @@ def load_pretrained(reward: str, label: str, address: str, load: Callable[[str],
 
 
 def resolve_file(address: str) -> str:
-    """Return a local file, or download OWNER/REPOSITORY:FILE. Raises OSError or ValueError if there is none."""
+    """Return the path of a local file, or download OWNER/REPOSITORY:FILE from the Hub.
+
+    Raises OSError or ValueError if there is no such file.
+    """
     path = Path(address).expanduser()
     if path.is_file():
         return str(path)
@@ -52,7 +55,7 @@ def to_pil_images(media: npt.NDArray[np.uint8]) -> list[Any]:
 
 
 def torch_dtype(reward: str, name: str) -> Any:
-    """Return the torch dtype of this name. Raises RewardError unless it is float32, bfloat16 or float16."""
+    """Return the torch dtype with this name. Raises RewardError unless it is float32, bfloat16 or float16."""
     import torch
 
     if name not in ("float32", "bfloat16", "float16"):

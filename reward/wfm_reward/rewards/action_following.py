@@ -1,4 +1,4 @@
-"""Action following: a frozen Cosmos3 predicts the actions from the frames (inverse dynamics)."""
+"""Action following: a frozen Cosmos3 model predicts the actions from the frames (inverse dynamics)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Actions = npt.NDArray[np.float32]
 
 
 class ActionFollowing(Reward):
-    """Mean over transitions of exp(-MSE / temperature) between the predicted and the conditioning actions.
+    """Mean over all actions of exp(-MSE / temperature), where MSE compares predicted and conditioning actions.
 
-    `temperature` has the unit of squared actions, which are normalized if the run normalizes actions (data.actions). To
-    find the noise floor, first score real clips with their own actions. Parts: `mse`, and `following_moving`, the mean
-    over those transitions with larger actions than the median.
+    `temperature` has the unit of squared actions. If the run normalizes actions (data.actions), this is the unit of
+    normalized actions. To find the noise floor, first score real clips with their recorded actions. Parts: `mse`, and
+    `following_moving`, which is the mean over only those actions that are larger than the median.
     """
 
     name = "action_following"
@@ -47,7 +47,8 @@ class ActionFollowing(Reward):
         """Store the options. Raises RewardError unless `temperature` and `steps` are positive.
 
         model: folder or Hub name of a Cosmos3 pipeline, preferably the initial model of the run. domain: name of the
-        embodiment in diffusers, which defines the action size. steps, resolution_tier: inference settings.
+        embodiment (robot type) in diffusers, which defines the number of action components. steps, resolution_tier:
+        settings of the inference.
         """
         super().__init__(device)
         if not temperature > 0 or steps < 1:
@@ -86,7 +87,7 @@ class ActionFollowing(Reward):
         return item.score(**following_scores(predicted, target, self.temperature))
 
     def _predict_actions(self, item: MediaItem) -> Actions:
-        """Predict the actions [F-1,D] from a video's frames. Deterministic."""
+        """Predict the actions [F-1,D] from the F frames of a video. Deterministic."""
         import torch
         from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import CosmosActionCondition
 
@@ -113,7 +114,10 @@ class ActionFollowing(Reward):
 
 
 def following_scores(predicted: Actions, target: Actions, temperature: float) -> dict[str, float]:
-    """Compare predicted with target actions [F-1,D]. Returns {"value", "mse", and "following_moving" if defined}."""
+    """Compare predicted and target actions [F-1,D].
+
+    Returns {"value", "mse"}, and "following_moving" if it is defined.
+    """
     errors = np.square(predicted - target).mean(axis=1)
     scores = np.exp(-errors / temperature)
     sizes = np.linalg.norm(target, axis=1)

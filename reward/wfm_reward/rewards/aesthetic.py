@@ -1,4 +1,4 @@
-"""LAION's aesthetic predictor (github.com/christophschuhmann/improved-aesthetic-predictor): a head on CLIP ViT-L/14."""
+"""LAION's aesthetic predictor: a head on CLIP ViT-L/14 (github.com/christophschuhmann/improved-aesthetic-predictor)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINEAR_LAYERS = (0, 2, 4, 6, 7)  # indices of the linear layers in the published
 
 
 class Aesthetic(Reward):
-    """Predicted aesthetic rating, about 1 to 10, usually 4 to 7; unbounded. Ignores the prompt."""
+    """Predicted aesthetic rating: about 1 to 10, usually 4 to 7, without a limit. The prompt has no effect."""
 
     name = "aesthetic"
     backbone = "CLIP"
@@ -30,12 +30,12 @@ class Aesthetic(Reward):
         dtype: str = "float32",
         **options: Any,
     ) -> None:
-        """head: sac+logos+ava1-l14-linearMSE.pth, as a local file or OWNER/REPOSITORY:FILE on the Hub."""
+        """head: path of sac+logos+ava1-l14-linearMSE.pth, or OWNER/REPOSITORY:FILE on the Hub."""
         super().__init__(device, **options)
         self.model, self.head, self.dtype = model, head, dtype
 
     def load(self) -> None:
-        """Load CLIP and the head. Raises RewardError if the head does not fit this CLIP."""
+        """Load CLIP and the head. Raises RewardError if the head does not fit this CLIP model."""
         import torch
         from torch import nn
 

@@ -13,10 +13,10 @@ MAX_RESIDUAL = 10.0  # upper bound of `residual`, in steps
 
 
 class BrightnessFollowing(Reward):
-    """Fraction of moves that the video follows, minus the mean pixel distance to the nearest ideal frame.
+    """Fraction of moves that the video follows, minus the mean distance of its pixels from the nearest ideal frame.
 
-    The unit of the distance is BRIGHTNESS_STEP. Parts: `following`, the fraction; `residual`, the distance; `still`,
-    the fraction of "unchanged" moves that the video follows, if there are any.
+    The unit of the distance is BRIGHTNESS_STEP. Parts: `following` is the fraction. `residual` is the distance. `still`
+    is the fraction of "unchanged" moves that the video follows, and is missing if there are no such moves.
     """
 
     name = "brightness"

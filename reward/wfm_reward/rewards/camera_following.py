@@ -1,4 +1,4 @@
-"""Camera following: compare estimated camera poses of a video with the conditioning path."""
+"""Camera following: compare the estimated camera poses of a video with the camera path of its conditioning."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ MIN_LENGTH = 1e-6  # of a translation; shorter ones have no direction
 
 
 class CameraFollowing(Reward):
-    """Mean of rotation and translation agreement, 0 to 1, between estimated and conditioning camera poses.
+    """Agreement between the estimated camera poses of a video and the conditioning poses, 0 to 1.
 
-    A pose service estimates camera-to-world matrices [F,4,4] with OpenCV axes. All poses are relative to the first
-    frame. Parts: `rotation`, which is exp(-mean angle / option `degrees`); `direction`, which is (1 + mean cosine) / 2
-    of the translations, because the scale of a scene is unknown, and is omitted if the path does not move; `degrees`,
-    the mean angle.
+    The score is the mean of the parts `rotation` and `direction`. `rotation` is exp(-mean angle / option `degrees`).
+    `direction` is (1 + mean cosine) / 2 of the translations. It ignores their lengths, because the scale of a scene is
+    unknown, and is omitted if the path does not move. The part `degrees` is the mean angle. All poses are relative to
+    the first frame.
 
-    The service receives POST `url` with the frames uint8 [F,H,W,3] as an .npy file, and replies with JSON: {"c2w":
-    [F,4,4]}.
+    A pose service estimates the poses as camera-to-world matrices [F,4,4] with OpenCV axes. The service receives POST
+    `url` with the frames uint8 [F,H,W,3] as an .npy file, and replies with JSON: {"c2w": [F,4,4]}.
     """
 
     name = "camera_following"
@@ -41,9 +41,9 @@ class CameraFollowing(Reward):
     stall_s = 660.0
 
     def __init__(self, device: str = "cpu", *, url: str = "", degrees: float = 10.0, timeout_s: float = 120.0) -> None:
-        """Store the options. Raises RewardError if they are invalid.
+        """Store the options. Raises RewardError if an option is invalid.
 
-        url: address of the pose service. degrees: rotation error at which `rotation` is 1/e.
+        url: address of the pose service. degrees: mean angle at which `rotation` is 1/e.
         """
         super().__init__(device)
         if not url.startswith(("http://", "https://")) or not degrees > 0:
@@ -66,7 +66,10 @@ class CameraFollowing(Reward):
         return item.score(**camera_scores(estimated, target, self.degrees))
 
     def _request_poses(self, item: MediaItem) -> Poses:
-        """Return the camera poses [F,4,4] that the pose service estimates. Raises RewardError if it returns none."""
+        """Return the camera poses [F,4,4] that the pose service estimates.
+
+        Raises RewardError if its reply has no poses.
+        """
         body = io.BytesIO()
         np.save(body, item.frames)
         request = urllib.request.Request(
@@ -81,7 +84,10 @@ class CameraFollowing(Reward):
 
 
 def camera_scores(estimated: Poses, target: Poses, degrees: float) -> dict[str, float]:
-    """Compare poses [F,4,4]. Returns {"value", "rotation", "degrees", and "direction" if the target path moves}."""
+    """Compare estimated and target poses [F,4,4].
+
+    Returns {"value", "rotation", "degrees"}, and "direction" if the target path moves.
+    """
     poses, target_poses = relative_to_first(estimated), relative_to_first(target)
     turns = np.einsum("fji,fjk->fik", poses[1:, :3, :3], target_poses[1:, :3, :3])
     cosines = (np.trace(turns, axis1=1, axis2=2) - 1) / 2
@@ -99,13 +105,13 @@ def camera_scores(estimated: Poses, target: Poses, degrees: float) -> dict[str, 
 
 
 def is_rigid(poses: Poses) -> bool:
-    """Return True if the 3 x 3 matrix of each pose [F,4,4] is a rotation within ROTATION_TOLERANCE."""
+    """Return whether the 3 x 3 part of each pose [F,4,4] is a rotation, within ROTATION_TOLERANCE."""
     turns = poses[:, :3, :3]
     products = np.einsum("fji,fjk->fik", turns, turns)
     return bool((np.abs(products - np.eye(3)) <= ROTATION_TOLERANCE).all() and (np.linalg.det(turns) > 0).all())
 
 
 def relative_to_first(poses: Poses) -> Poses:
-    """Return poses [F,4,4] relative to the first one."""
+    """Return the poses [F,4,4] relative to the first pose."""
     relative: Poses = np.linalg.inv(poses[0]) @ poses
     return relative

@@ -1,4 +1,4 @@
-"""Colour match: a reward without a model, for tests and first steps."""
+"""Colour match: a reward that needs no model, for tests and first steps."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ COLOR_WORD = re.compile(rf"\b({'|'.join(COLORS)})\b", re.IGNORECASE)
 
 
 class ColorMatch(Reward):
-    """1 - mean absolute distance of the pixels to a target colour, with channels scaled to 0..1.
+    """1 minus the mean absolute distance of the pixels from a target colour, with channels scaled to 0..1.
 
-    The target colour is the metadata `target_rgb`, three numbers from 0 to 255. Without it, the target is the first
-    colour word of the prompt.
+    The target colour is the metadata `target_rgb`, three numbers from 0 to 255. If there is no such metadata, the
+    target is the first colour word of the prompt.
     """
 
     name = "color"

@@ -1,4 +1,4 @@
-"""Consistency of a video with its start: a guard against videos that follow actions at the cost of quality."""
+"""Consistency of a video with its start. It detects videos that follow actions at the cost of quality."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ NEGLIGIBLE = 1e-4  # brightness differences (0..1) below this count as zero
 
 
 class Consistency(Reward):
-    """Mean of start continuity, steadiness and sharpness, 0 to 1 each. Needs at least three frames; uses no model.
+    """Mean of start continuity, steadiness and sharpness, each from 0 to 1. Needs at least three frames and no model.
 
-    Parts: `start`, the PSNR between the first two frames / 40 dB (the first frame is often a conditioning frame);
-    `start_db`, this PSNR; `steadiness`, which is 1 - |second temporal differences| / (2 |first differences|) and low
-    for flicker; `sharpness`, which compares the mean spatial gradients of the first and last third of the frames (the
-    smaller divided by the larger). It is low for videos that drift into blur or noise, which inverse dynamics does not
-    penalize.
+    Parts: `start` is the PSNR between the first two frames divided by 40 dB (the first frame is often a conditioning
+    frame). `start_db` is this PSNR in dB. `steadiness` is 1 - |second temporal differences| / (2 |first differences|),
+    which is low for flicker. `sharpness` is the ratio between the mean spatial gradients of the first third and the
+    last third of the frames, as smaller divided by larger. It is low for videos that drift into blur or noise, which
+    inverse dynamics does not penalize.
     """
 
     name = "consistency"
@@ -57,7 +57,7 @@ def psnr_db(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
 def motion_steadiness(frames: npt.NDArray[np.float32]) -> float:
     """Return 1 - |second differences| / (2 |first differences|) over time, for frames [T,H,W,3] with T > 2.
 
-    The value is 1 for steady or no motion, and 0 for frames that alternate.
+    The value is 1 for steady motion or no motion, and 0 for frames that alternate.
     """
     first = float(np.abs(np.diff(frames, axis=0)).mean())
     second = float(np.abs(np.diff(frames, n=2, axis=0)).mean())
@@ -65,7 +65,10 @@ def motion_steadiness(frames: npt.NDArray[np.float32]) -> float:
 
 
 def sharpness_ratio(frames: npt.NDArray[np.float32]) -> float:
-    """Return the smaller / the larger of the mean gradients of the first and last third of frames [T,H,W,3]."""
+    """Compare the mean gradients of the first third and the last third of frames [T,H,W,3].
+
+    Returns the smaller divided by the larger.
+    """
     third = max(1, len(frames) // 3)
     first, last = mean_gradient(frames[:third]), mean_gradient(frames[-third:])
     if max(first, last) < NEGLIGIBLE:

@@ -1,4 +1,4 @@
-"""Cosmos-Reason1-7B-Reward (arXiv 2503.15558): a VLM decides whether a video contains anomalies."""
+"""Cosmos-Reason1-7B-Reward (arXiv 2503.15558): a vision-language model decides whether a video contains anomalies."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ SYSTEM_PROMPT = (  # the prompt that the model was trained with: huggingface.co/
 
 
 class CosmosReason1(VlmReward):
-    """Probability of "No" (no anomaly) versus "Yes" as the first token of the reply, 0 to 1.
+    """Probability, 0 to 1, that the reply starts with "No" (no anomaly) and not with "Yes".
 
-    Parts: `yes_logprob` and `no_logprob`, the log-probabilities. A token that is not in the endpoint's top 20 gets the
-    lowest log-probability among them. Ignores the prompt.
+    Parts: `yes_logprob` and `no_logprob`, the log-probabilities of these two tokens. A token that is not among the
+    endpoint's top 20 gets the lowest log-probability of the top 20. The prompt has no effect.
     """
 
     name = "cosmos_reason1"

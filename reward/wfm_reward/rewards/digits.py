@@ -14,12 +14,12 @@ MAX_GREY = 16  # scikit-learn's digits have grey levels 0 to 16
 
 
 class DigitsReward(Reward):
-    """1.0 if the classifier predicts metadata `label`, 0 to 9, else 0.0.
+    """1.0 if the classifier predicts the digit in the metadata `label`, otherwise 0.0.
 
-    The classifier, SVC(gamma=.1, C=10), is fitted on the odd indices of scikit-learn's digits; models are trained on
-    the even ones. Part `second_judge`: result of a 3-nearest-neighbour classifier fitted on the even indices. It is
-    reported but not part of the reward, so an improvement of the reward alone reveals reward hacking. Larger images are
-    averaged to 8x8.
+    The classifier, SVC(gamma=.1, C=10), is fitted on the images of scikit-learn's digits with odd indices. Models are
+    trained on those with even indices. The part `second_judge` is the result of a second classifier (3 nearest
+    neighbours), fitted on the even indices. It is reported, but it is not part of the reward. If only the reward
+    improves, the model is hacking the reward. Larger images are averaged to 8x8 pixels.
     """
 
     name = "digits"
@@ -56,12 +56,12 @@ class DigitsReward(Reward):
 
 
 def classifier_input(grey: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:
-    """Convert a grey image [8,8] (0..255) to classifier inputs float64 [64] (-1..1)."""
+    """Convert a grey image [8,8] (0 to 255) to classifier inputs float64 [64] (-1 to 1)."""
     return (2.0 * np.asarray(grey, np.float64) / 255.0 - 1.0).reshape(-1)
 
 
 def average_to_8x8(image: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-    """Convert an RGB image [H,W,3] to grey and average it to float32 [8,8] (0..255)."""
+    """Convert an RGB image [H,W,3] to grey and average it to float32 [8,8] (0 to 255)."""
     from PIL import Image
 
     grey = image.mean(axis=2, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""GenEval (arXiv 2310.11513): check the objects of the prompt with an object detector and CLIP."""
+"""GenEval (arXiv 2310.11513): check the objects that the prompt requires, with an object detector and CLIP."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class Detector(ABC):
 
     @abstractmethod
     def detect_objects(self, image: npt.NDArray[np.uint8]) -> list[DetectedObject]:
-        """Return all objects detected in an RGB image [H,W,3], at any confidence."""
+        """Return all objects that are detected in an RGB image [H,W,3], with any confidence."""
 
 
 class Mask2Former(Detector):
-    """Mask2Former of transformers, trained on COCO instances. GenEval uses the same model through mmdet."""
+    """Mask2Former from transformers, trained on COCO instances. GenEval uses the same model from mmdet."""
 
     def load(self) -> None:
         from transformers import Mask2FormerForUniversalSegmentation, Mask2FormerImageProcessor
@@ -76,11 +76,12 @@ class Mask2Former(Detector):
 
 
 class GenEval(Reward):
-    """Mean score over the clauses of a GenEval prompt, at most 1; negative for many extra objects.
+    """Mean score over the clauses of a GenEval prompt: at most 1, negative if there are many extra objects.
 
-    A clause scores 1 - |detected - required| / required for the count, the same for colours, and 0 or 1 for positions.
-    Parts, 0 or 1: `gen_eval_score`, GenEval's own test (at least the required objects, and no excluded ones);
-    `gen_eval_strict`, exact counts. Metadata as in GenEval's prompt file: `tag`, `include`, and optionally `exclude`.
+    A clause has a score for the count, which is 1 - |detected - required| / required. The score for colours has the
+    same form, and the score for a position is 0 or 1. Parts, each 0 or 1: `gen_eval_score` is GenEval's original test
+    (at least the required objects, and no excluded objects). `gen_eval_strict` requires exact counts. The metadata are
+    those of GenEval's prompt file: `tag`, `include`, and optionally `exclude`.
     """
 
     name = "gen_eval"
@@ -102,9 +103,9 @@ class GenEval(Reward):
         clip: str = "openai/clip-vit-large-patch14",
         **options: Any,
     ) -> None:
-        """Store the options. Raises RewardError for an invalid detector.
+        """Store the options. Raises RewardError if the detector is invalid.
 
-        detector: `package.module:Class` of a Detector. detector_model, clip: folders or Hub names.
+        detector: `package.module:Class` of a Detector. detector_model, clip: folders or Hub names of the two models.
         """
         super().__init__(device, **options)
         module, _, name = detector.partition(":")
@@ -146,7 +147,7 @@ class GenEval(Reward):
         return item.score(score.soft, gen_eval_score=float(score.correct), gen_eval_strict=float(score.strict))
 
     def _classify_colors(self, image: npt.NDArray[np.uint8], name: str, objects: Sequence[DetectedObject]) -> list[str]:
-        """Return the most likely colour in COLORS of each object, according to CLIP."""
+        """Return the colour in COLORS that is most likely for each object, according to CLIP."""
         if not objects:
             return []
         if name not in self._color_texts:
@@ -156,7 +157,10 @@ class GenEval(Reward):
         return [COLORS[index] for index in indices.tolist()]
 
     def _embed_color_texts(self, name: str) -> Tensor:
-        """Return CLIP text embeddings [len(COLORS), D] of unit length, averaged over COLOR_TEMPLATES."""
+        """Return one CLIP text embedding of unit length per colour: [len(COLORS), D numbers].
+
+        Each one is averaged over COLOR_TEMPLATES.
+        """
         import torch
 
         texts = [template.format(color=color, name=name) for color in COLORS for template in COLOR_TEMPLATES]
@@ -171,7 +175,7 @@ def _object_from_mask(name: str, confidence: float, mask: npt.NDArray[np.bool_])
 
 
 def _crop_object(image: npt.NDArray[np.uint8], detected: DetectedObject) -> Any:
-    """Crop an object as a PIL image, with a grey background if the object has a mask."""
+    """Crop an object from an image, as a PIL image. If the object has a mask, its background becomes grey."""
     from PIL import Image
 
     pixels = (

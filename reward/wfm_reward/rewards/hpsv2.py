@@ -1,4 +1,4 @@
-"""HPS v2.1 (arXiv 2306.09341): human preference score of a fine-tuned CLIP-H."""
+"""HPS v2.1 (arXiv 2306.09341): human preference score from a fine-tuned CLIP-H."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class HpsV2(Reward):
     ) -> None:
         """Store the options.
 
-        model: published weights, as a local file or OWNER/REPOSITORY:FILE on the Hub. base: folder or Hub name of the
-        base CLIP model, of which only the configuration and processor are used.
+        model: the published weights, as a local file or OWNER/REPOSITORY:FILE on the Hub. base: folder or Hub name of
+        the base CLIP model. Only the configuration and the processor of the base model are used.
         """
         super().__init__(device, **options)
         self.model, self.base, self.dtype = model, base, dtype
@@ -71,7 +71,10 @@ class _OpenClipModel(ClipModel):
 
 
 def letterbox_images(media: npt.NDArray[np.uint8], size: int) -> Sequence[Any]:
-    """Resize images to fit `size` x `size` and pad with black, as in the training of HPS v2. Returns PIL images."""
+    """Resize images to fit into `size` x `size` and pad them with black. Returns PIL images.
+
+    The training of HPS v2 prepared images in the same way.
+    """
     from PIL import Image
 
     _, height, width, _ = media.shape

@@ -1,4 +1,4 @@
-"""HPS v3 (arXiv 2508.03789): human preference score of a Qwen2-VL-7B, from the package hpsv3."""
+"""HPS v3 (arXiv 2508.03789): human preference score from a Qwen2-VL-7B, from the package hpsv3."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from wfm_reward.rewards._weights import load_pretrained, to_pil_images
 
 
 class HpsV3(Reward):
-    """HPS v3: mean of the predicted preference, unbounded and not normalized.
+    """HPS v3: mean of the predicted preference, without limits and not normalized.
 
-    The values in Cosmos-RL's example are 7 to 11, so make sure that a `clip` in the recipe allows them. Part `sigma`:
-    the predicted standard deviation. Needs the package hpsv3 (github.com/MizzenAI/HPSv3). It has its own requirements:
-    install it in a separate environment and set the key `python` in the service configuration.
+    The values in Cosmos-RL's example are 7 to 11. If the recipe sets `clip`, make sure that it allows such values. Part
+    `sigma`: the predicted standard deviation. The reward needs the package hpsv3 (github.com/MizzenAI/HPSv3), which has
+    its own requirements. Install it in a separate environment and set the key `python` in the service configuration.
     """
 
     name = "hpsv3"
@@ -26,7 +26,10 @@ class HpsV3(Reward):
     def __init__(
         self, device: str = "cpu", *, checkpoint: str | None = None, config: str | None = None, **options: Any
     ) -> None:
-        """checkpoint: HPSv3.safetensors, by default downloaded by the package. config: YAML file of the package."""
+        """checkpoint: path of HPSv3.safetensors; the package downloads it by default.
+
+        config: YAML file of the package.
+        """
         super().__init__(device, **options)
         self.checkpoint, self.config = checkpoint, config
 
@@ -40,7 +43,7 @@ class HpsV3(Reward):
         self._model = load_pretrained(self.name, "the model", self.checkpoint or "MizzenAI/HPSv3", load_model)
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        """Score images. Raises RewardError unless the package returns two numbers per image."""
+        """Score images. Raises RewardError unless the package returns two numbers for each image."""
         # Keyword arguments, because releases of the package differ in the order.
         rows = self._model.reward(prompts=list(batch.prompts), image_paths=to_pil_images(batch.media)).float().tolist()
         if len(rows) != len(batch) or not all(len(row) == 2 for row in rows):

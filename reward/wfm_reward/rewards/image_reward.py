@@ -10,9 +10,9 @@ from wfm_reward.rewards._weights import load_pretrained, to_pil_images
 
 
 class ImageReward(Reward):
-    """ImageReward: standardized on the authors' validation set (mean 0, std 1), usually -2.3 to 2.
+    """ImageReward: rating with mean 0 and std 1 on the authors' validation set, usually -2.3 to 2.
 
-    Needs the package image-reward; the weights are ImageReward-v1.0.
+    Needs the package image-reward. The weights are ImageReward-v1.0.
     """
 
     name = "image_reward"
@@ -23,7 +23,7 @@ class ImageReward(Reward):
     def __init__(
         self, device: str = "cpu", *, model: str = "ImageReward-v1.0", med_config: str | None = None, **options: Any
     ) -> None:
-        """model: ImageReward.pt (then also set `med_config`), or the name of a model that the package downloads."""
+        """model: path of ImageReward.pt (also set `med_config`), or the name of a model that the package downloads."""
         super().__init__(device, **options)
         self.model, self.med_config = model, med_config
 

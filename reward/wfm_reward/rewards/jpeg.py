@@ -1,4 +1,4 @@
-"""JPEG compressibility and incompressibility, the rewards of DDPO (arXiv 2305.13301). They use no model."""
+"""JPEG compressibility and incompressibility, the rewards of DDPO (arXiv 2305.13301). They need no model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def jpeg_kb(item: MediaItem) -> float:
 
 
 class JpegReward(Reward):
-    """Base class of rewards that are a function of the JPEG size."""
+    """Base class of rewards that depend only on the size of the image as a JPEG file."""
 
     media_types = frozenset({"image"})
     backbone = "JPEG"
@@ -35,7 +35,7 @@ class JpegReward(Reward):
 
 
 class JpegIncompressibility(JpegReward):
-    """JPEG size in KB: rewards detail."""
+    """JPEG size in kB. It rewards detail."""
 
     name = "jpeg_incompressibility"
     outputs: ClassVar = {"jpeg_incompressibility": Range(0.0, UNBOUNDED)}
@@ -46,7 +46,7 @@ class JpegIncompressibility(JpegReward):
 
 
 class JpegCompressibility(JpegReward):
-    """Negative JPEG size in units of 500 KB: rewards smooth images."""
+    """Negative JPEG size in units of 500 kB. It rewards smooth images."""
 
     name = "jpeg_compressibility"
     outputs: ClassVar = {"jpeg_compressibility": Range(-UNBOUNDED, 0.0)}

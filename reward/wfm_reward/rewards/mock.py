@@ -9,7 +9,7 @@ from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
 
 
 class Mock(Reward):
-    """Pseudo-random number in [0, 1), a hash of the pixels. It carries no learning signal."""
+    """Pseudo-random number in [0, 1), computed as a hash of the pixels. A model cannot learn from it."""
 
     name = "mock"
     media_types = frozenset({"image", "video"})

@@ -1,4 +1,4 @@
-"""Motion of a video: a reward without a model, for tests and dry runs."""
+"""Motion of a video: a reward that needs no model, for tests and dry runs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
 
 
 class Motion(Reward):
-    """Mean absolute difference of consecutive frames, with channels scaled to 0..1.
+    """Mean absolute difference between consecutive frames, with channels scaled to 0..1.
 
-    It is highest for noise, and 0 for a video without motion.
+    It is 0 for a video without motion and largest for noise.
     """
 
     name = "motion"

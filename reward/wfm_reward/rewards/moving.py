@@ -14,11 +14,12 @@ FULL_LIGHT_CELLS = 16  # bright cells for `light` = 1; the shapes have 4 to 9
 
 
 class MovingReward(Reward):
-    """Motion in the requested direction, 0 to 1, times a quality term, 0 to 1.
+    """Motion in the requested direction, 0 to 1, multiplied by a quality score, 0 to 1.
 
-    The option `what` selects the quality term. `shape`: the part `identity`, the similarity to the requested shape in
-    every frame. `light`: the part `light`, which only grows with the amount of light, so this reward is easy to hack.
-    Other parts: `way`, the motion; `right_way`, whether the motion exceeds 0.5. Metadata: `shape`, `direction`.
+    The option `what` selects the quality score. With `shape`, it is the part `identity`, which is the similarity to the
+    requested shape in every frame. With `light`, it is the part `light`, which only grows with the amount of light, so
+    this reward is easy to hack. Further parts: `way` is the motion, and `right_way` is 1 if the motion exceeds 0.5.
+    Metadata: `shape`, `direction`.
     """
 
     name = "moving"
@@ -55,9 +56,9 @@ class MovingReward(Reward):
 
 
 def motion_share(cells: Cells, direction: str) -> float:
-    """Return how far the centre of brightness moves in `direction` from the first to the last frame, 0 to 1.
+    """Return how far the centre of brightness moves in `direction` between the first and the last frame, 0 to 1.
 
-    1 is the distance in a real clip. Sideways motion is subtracted.
+    The unit is the distance that a shape moves in a real clip. Motion to the side is subtracted.
     """
     positions = np.arange(GRID_SIZE, dtype=np.float32)
     weights = cells.sum(axis=(1, 2)) + 1e-6
@@ -70,7 +71,10 @@ def motion_share(cells: Cells, direction: str) -> float:
 
 
 def shape_similarity(cells: Cells, shape: str) -> float:
-    """Return the mean over frames of max(0, 1 - |frame - shape|^2 / |shape|^2), with the shape at its best position."""
+    """Return the mean over frames of max(0, 1 - |frame - shape|^2 / |shape|^2).
+
+    In each frame, the shape is at the position with the best match.
+    """
     template = shape_mask(shape)
     windows = np.lib.stride_tricks.sliding_window_view(cells, template.shape, axis=(1, 2))  # [T,6,6,3,3]
     energy = np.square(cells).sum(axis=(1, 2))
@@ -80,5 +84,8 @@ def shape_similarity(cells: Cells, shape: str) -> float:
 
 
 def light_share(cells: Cells) -> float:
-    """Return total cell brightness per frame / FULL_LIGHT_CELLS, averaged over frames, at most 1."""
+    """Return the total brightness of the cells of a frame divided by FULL_LIGHT_CELLS.
+
+    It is averaged over frames and at most 1.
+    """
     return float(min(1.0, cells.sum(axis=(1, 2)).mean() / FULL_LIGHT_CELLS))

@@ -16,8 +16,9 @@ MAX_PSNR = 60.0
 class NearestClip(Reward):
     """PSNR in dB, at most 60, between the cells of the video and the nearest real clip.
 
-    Parts, 0.0 or 1.0: `shape`, `direction` and `both`, whether the nearest clip has the requested shape, direction, or
-    both; `real`, whether the mean squared error is below .01. Metadata: `shape`, `direction`.
+    Parts, each 0.0 or 1.0: `shape`, `direction` and `both` say whether the nearest clip has the requested shape, the
+    requested direction, or both. `real` says whether the mean squared error is below .01. Metadata: `shape`,
+    `direction`.
     """
 
     name = "nearest_clip"

@@ -1,4 +1,4 @@
-"""OCR reward of Flow-GRPO (arXiv 2505.05470), with RapidOCR: is the requested text in the image?"""
+"""OCR reward of Flow-GRPO (arXiv 2505.05470), with RapidOCR: does the image show the requested text?"""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ QUOTED_TEXT = re.compile(r'"([^"]*)"')
 
 
 class Ocr(Reward):
-    """1 - d / len(target), 0 to 1: d is 0 if the recognized text contains the target, else the edit distance.
+    """1 - d / len(target), 0 to 1, for the edit distance d between the recognized text and the target.
 
-    d is at most len(target). The target is the metadata `ocr_target`. Without it, the target is the first text in
-    double quotes in the prompt. Case and whitespace are ignored. The models are part of the package
-    rapidocr-onnxruntime (PP-OCRv4, Apache-2.0).
+    d is 0 if the recognized text contains the target, and at most len(target). The target is the metadata `ocr_target`.
+    If there is no such metadata, it is the first text in double quotes in the prompt. Case and whitespace are ignored.
+    The models are part of the package rapidocr-onnxruntime (PP-OCRv4, Apache-2.0).
     """
 
     name = "ocr"
@@ -27,7 +27,7 @@ class Ocr(Reward):
     primary_output = "ocr_reward"
 
     def __init__(self, device: str = "cpu", *, threads: int = 1, **options: Any) -> None:
-        """threads: CPU threads per worker process. Raises RewardError for devices other than cpu."""
+        """threads: CPU threads per worker process. Raises RewardError unless the device is cpu."""
         super().__init__(device, **options)
         if device != "cpu":
             raise RewardError(f"reward ocr runs on the CPU, not on {device}: set device to cpu and add workers instead")
@@ -59,13 +59,16 @@ class Ocr(Reward):
         return item.score(1.0 - distance / len(target))
 
     def _read_text(self, image: npt.NDArray[np.uint8]) -> str:
-        """Return the recognized lines, joined from top to bottom. RapidOCR drops lines with confidence below 0.5."""
+        """Return the recognized lines of text, joined from top to bottom.
+
+        RapidOCR drops lines with a confidence below 0.5.
+        """
         lines, _ = self._reader(np.ascontiguousarray(image[..., ::-1]))  # RapidOCR expects BGR
         return "".join(text for _box, text, _confidence in lines or ())
 
 
 def ocr_target(item: MediaItem) -> str:
-    """Return the normalized text that the image should show, or "" if none is given."""
+    """Return the normalized text that the image should show. Returns "" if there is no target."""
     target = item.metadata.get("ocr_target")
     if target is None:
         quoted = QUOTED_TEXT.search(item.prompt)

@@ -1,4 +1,4 @@
-"""PickScore (arXiv 2305.01569): human preference score of a fine-tuned CLIP-H."""
+"""PickScore (arXiv 2305.01569): human preference score from a fine-tuned CLIP-H."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SCALE = 26.0
 
 
 class PickScore(Reward):
-    """PickScore: exp(logit_scale) * cosine / 26, scaled as in Flow-GRPO and Cosmos-RL; usually 0.6 to 1."""
+    """PickScore: exp(logit_scale) * cosine / 26, usually 0.6 to 1. Flow-GRPO and Cosmos-RL use the same scale."""
 
     name = "pickscore"
     backbone = "CLIP"

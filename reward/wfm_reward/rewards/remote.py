@@ -1,4 +1,7 @@
-"""Scores from another reward service with Cosmos-RL's HTTP protocol: Cosmos-RL's own, or wfm_reward with `http:`."""
+"""Scores from another reward service with Cosmos-RL's HTTP protocol.
+
+This can be Cosmos-RL's reward service, or a wfm_reward service with the section `http:`.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,12 @@ BINARY_HEADERS = {"Content-Type": "application/octet-stream"}
 
 
 class Remote(Reward):
-    """Score of the reward `reward` of another service, in the range of that reward.
+    """Score of a reward in another service. The option `reward` names it.
 
     Set the addresses with the environment variables REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and, if needed,
-    REMOTE_REWARD_TOKEN. The prefixes WFM_REWARD_ and DIFFUSION_REWARD_ work too. `remote/NAME` is `remote` with the
-    option `reward: NAME`, so that a recipe can use several remote rewards.
+    REMOTE_REWARD_TOKEN. The prefix of these names can also be WFM_REWARD_ or DIFFUSION_REWARD_. `remote/NAME` is
+    `remote` with the option `reward: NAME`, so that a recipe can use several remote rewards. The limits of the score
+    are those of the remote reward.
     """
 
     name = "remote"
@@ -45,10 +49,10 @@ class Remote(Reward):
     def __init__(
         self, device: str = "cpu", *, reward: str, output: str | None = None, timeout_s: float = 600.0, **options: Any
     ) -> None:
-        """Store the options. Raises RewardError if they are invalid.
+        """Store the options. Raises RewardError if an option is invalid.
 
-        output: an output of the other service, or a sum such as vq_reward+mq_reward; None if it has only one.
-        timeout_s: per batch, at most 600.
+        output: name of an output of the other service, or a sum such as vq_reward+mq_reward. None if there is only one
+        output. timeout_s: timeout per batch, at most 600.
         """
         super().__init__(device, **options)
         if not 0 < timeout_s <= 600:
@@ -56,13 +60,19 @@ class Remote(Reward):
         self.reward, self.output, self.timeout_s = reward, output, timeout_s
 
     def load(self) -> None:
-        """Read the addresses from environment variables. Raises RewardError if they are unset or contradictory."""
+        """Read the addresses from environment variables.
+
+        Raises RewardError if they are not set or contradict each other.
+        """
         self._enqueue_url, self._fetch_url, token = read_service_addresses(os.environ)
         self._client = HttpClient(token)
         self._keep_replica = os.environ.get(IGNORE_REPLICA_VARIABLE, "").lower() not in ("1", "true")
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        """Send the batch in one request. Raises RewardError if the token is rejected, or for unusable scores."""
+        """Send the batch in one request.
+
+        Raises RewardError if the service rejects the token or returns unusable scores.
+        """
         deadline_s = time.monotonic() + self.timeout_s
         try:
             reply = self._request_scores(enqueue_body(self.reward, batch), deadline_s)
@@ -71,7 +81,7 @@ class Remote(Reward):
         return list(self._parse_scores(reply, batch))
 
     def _request_scores(self, body: bytes, deadline_s: float) -> Mapping[str, Any]:
-        """Enqueue the batch and poll for its scores. Raises HttpRequestError if none arrive in time."""
+        """Enqueue the batch and poll for its scores. Raises HttpRequestError if no scores arrive in time."""
         accepted = _require_ok(self._client.post(self._enqueue_url, body, BINARY_HEADERS, deadline_s))
         uuid, replica = accepted.get("uuid"), accepted.get("replica_id")
         if not isinstance(uuid, str):
@@ -110,7 +120,10 @@ class Remote(Reward):
         ]
 
     def _select_outputs(self, numbers: Mapping[str, Sequence[Any]]) -> list[str]:
-        """Return the names of the outputs to sum to the score. Raises RewardError if they are missing or ambiguous."""
+        """Return the names of the outputs whose sum is the score.
+
+        Raises RewardError if outputs are missing or ambiguous.
+        """
         outputs = list(numbers) if self.output is None else [part.strip() for part in self.output.split("+")]
         if (self.output is None and len(outputs) != 1) or not set(outputs) <= numbers.keys():
             raise RewardError(
@@ -121,9 +134,10 @@ class Remote(Reward):
 
 
 def read_service_addresses(environment: Mapping[str, str]) -> tuple[str, str, str | None]:
-    """Return (enqueue URL, fetch URL, token or None) from PREFIX_ENQUEUE_URL, PREFIX_FETCH_URL and PREFIX_TOKEN.
+    """Return (enqueue URL, fetch URL, token or None) from environment variables.
 
-    Raises RewardError if no prefix has both URLs, if one has only a single URL, or if prefixes have different values.
+    Their names are PREFIX_ENQUEUE_URL, PREFIX_FETCH_URL and PREFIX_TOKEN. Raises RewardError if no prefix has both
+    URLs, if a prefix has only one URL, or if prefixes have different values.
     """
     addresses = {}
     for family in VARIABLE_PREFIXES:
@@ -147,7 +161,10 @@ def read_service_addresses(environment: Mapping[str, str]) -> tuple[str, str, st
 
 
 def enqueue_body(reward: str, batch: MediaBatch) -> bytes:
-    """Return the body of the enqueue request: a line of JSON, then images [B,H,W,3] or videos [B,3,T,H,W] as .npy."""
+    """Return the body of the enqueue request.
+
+    It is a line of JSON, followed by images [B,H,W,3] or videos [B,3,T,H,W] as an .npy file.
+    """
     video = batch.media.ndim == 5
     fields: dict[str, Any] = {
         "prompts": list(batch.prompts),

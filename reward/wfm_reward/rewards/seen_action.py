@@ -1,4 +1,4 @@
-"""Held-out reward of the action quickstart: an inverse dynamics model fitted on real clips."""
+"""Held-out reward of the action quickstart: an inverse dynamics model that is fitted on real clips."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ MAX_NEIGHBOUR_DISTANCE = 0.15  # maximum RMS distance to a neighbour, with brigh
 
 
 class SeenAction(Reward):
-    """Fraction of moves that a nearest-neighbour classifier recognizes from their five frames.
+    """Fraction of moves that a nearest-neighbour classifier recognizes from the five frames of a move.
 
-    The classifier is fitted on real clips. A move counts as not recognized if its nearest neighbour is farther away
-    than MAX_NEIGHBOUR_DISTANCE. The reward `brightness` measures changes, whereas this one compares with the look of
-    real clips.
+    The classifier is fitted on real clips. If the nearest neighbour of a move is farther away than
+    MAX_NEIGHBOUR_DISTANCE, the move is not recognized. The reward `brightness` measures changes. In contrast, this
+    reward compares the frames with real clips.
     """
 
     name = "seen_action"
@@ -66,7 +66,10 @@ class SeenAction(Reward):
 
 
 def move_features(frames: Frames) -> npt.NDArray[np.float32]:
-    """Return features [2, 5 * 8 * 16] per move: the grey frame before it (-1..1) and four frames relative to that."""
+    """Return features [2 moves, 5 * 8 * 16] of each move.
+
+    They are the grey frame before the move (-1 to 1), and the move's four frames relative to it.
+    """
     grey = frames.mean(axis=3, dtype=np.float32).reshape(len(frames), -1) / 127.5 - 1
     before = grey[:-1:FRAMES_PER_MOVE, None]
     return np.concatenate([before, grey[1:].reshape(NUM_MOVES, FRAMES_PER_MOVE, -1) - before], axis=1).reshape(

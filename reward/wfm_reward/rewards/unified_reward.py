@@ -21,7 +21,7 @@ PROMPT_TEMPLATE = (  # the prompt that the model was trained with: github.com/Co
 
 
 class UnifiedReward(VlmReward):
-    """UnifiedReward: "Final Score" (1 to 5) divided by 5, 0.2 to 1.
+    """UnifiedReward: the "Final Score" (1 to 5) divided by 5, which gives 0.2 to 1.
 
     A reply without a final score is a failure.
     """

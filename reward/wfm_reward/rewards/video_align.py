@@ -1,7 +1,7 @@
 """VideoAlign's VideoReward (arXiv 2501.13918): visual quality, motion quality and text alignment of a video.
 
-Uses the authors' code (github.com/KwaiVGI/VideoAlign, also in FastVideo). It has its own requirements: install it in a
-separate environment and set the key `python` in the service configuration.
+This module uses the authors' code (github.com/KwaiVGI/VideoAlign, also in FastVideo), which has its own requirements.
+Install it in a separate environment and set the key `python` in the service configuration.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ UNBOUNDED = Range(-math.inf, math.inf)
 
 
 class VideoAlign(Reward):
-    """VideoReward: sum of VQ, MQ and TA, each standardized on the authors' videos; unbounded.
+    """VideoReward: visual quality + motion quality + text alignment, without limits.
 
-    The output `overall_reward` is this sum. The model reads video files, so clips are passed as nearly lossless H.264.
+    Each of the three scores is standardized on the authors' videos. The output `overall_reward` is the sum. The model
+    reads video files, so it receives clips as nearly lossless H.264.
     """
 
     name = "video_align"
@@ -43,10 +44,10 @@ class VideoAlign(Reward):
         dtype: str = "bfloat16",
         **options: Any,
     ) -> None:
-        """Store the options. Raises RewardError for an unknown `output`.
+        """Store the options. Raises RewardError if `output` is unknown.
 
-        model: folder of the checkpoint. code: a checkout of VideoAlign; None for the copy in FastVideo. output: the
-        output to use as score, overall_reward or a sum such as vq_reward+mq_reward.
+        model: folder of the checkpoint. code: folder with the code of VideoAlign. None selects the copy in FastVideo.
+        output: the output to use as score, overall_reward or a sum such as vq_reward+mq_reward.
         """
         super().__init__(device, **options)
         self.score_outputs = [part.strip() for part in output.split("+")]
@@ -96,7 +97,7 @@ class VideoAlign(Reward):
 
 
 class DanceGrpo(VideoAlign):
-    """VideoReward under the name `dance_grpo`, which Cosmos-RL uses, with the same four outputs."""
+    """VideoReward under the name `dance_grpo`, which Cosmos-RL uses. It has the same four outputs."""
 
     name = "dance_grpo"
     outputs: ClassVar = dict.fromkeys(OUTPUTS, UNBOUNDED)

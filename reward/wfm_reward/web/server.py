@@ -27,7 +27,7 @@ import wfm_ds
 from wfm_ds.errors import RewardError
 from wfm_ds.transport.broker import Broker
 from wfm_ds.transport.keys import BrokerKeys
-from wfm_ds.transport.throttle import throttled_logger
+from wfm_ds.transport.throttle import get_throttled_logger
 from wfm_reward import registry
 from wfm_reward.config import ServiceConfig
 from wfm_reward.decoder import VaeScale
@@ -57,7 +57,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(frozen=True, slots=True)
 class ServiceParts:
-    """What the HTTP server needs of the service."""
+    """Components of the service that the HTTP server uses."""
 
     config: ServiceConfig
     broker: Broker
@@ -81,7 +81,7 @@ class HttpServer:
         }
         self._token = read_service_token(self.config, base, os.environ)
         self._requests: Counter[tuple[str, int]] = Counter()
-        self._client_log = throttled_logger(f"{__name__}.clients")
+        self._client_log = get_throttled_logger(f"{__name__}.clients")
         self._client_log.addFilter(_shorten_parse_error)
         self._started_at_s, _ = read_clocks()
         self._loop = asyncio.new_event_loop()

@@ -52,7 +52,7 @@ def script_finding(scripts: Path) -> DoctorFinding:
 def repair_script(scripts: Path, packages: Path) -> Iterator[str]:
     """Restore wfm_ds's .pth file in `packages` and the `deepspeed` script in `scripts`. Yield a message per change.
 
-    Uninstalling an old version of wfm_ds, which replaced the script, can have removed it.
+    An old version of wfm_ds replaced the script, and uninstalling that version may have removed it.
     """
     hook = packages / PTH_FILE.name
     if not hook.is_file() or hook.read_bytes() != PTH_FILE.read_bytes():

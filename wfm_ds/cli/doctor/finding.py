@@ -13,7 +13,7 @@ FindingLevel = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class DoctorFinding:
-    """Result of one check. Level `error`: a run cannot work. `warning`: it may fail or be slow."""
+    """Result of one check. The level `error` means that a run cannot work, `warning` that it may fail or be slow."""
 
     name: str
     level: FindingLevel
@@ -22,7 +22,7 @@ class DoctorFinding:
 
 
 def run_check(name: str, action: Callable[[], str], advice: str = "") -> DoctorFinding:
-    """Run `check`. Its returned text becomes an `ok` finding, its UserError an `error` finding."""
+    """Run a check. The text that `action` returns becomes an `ok` finding, its UserError an `error` finding."""
     try:
         return DoctorFinding(name, "ok", action())
     except UserError as error:

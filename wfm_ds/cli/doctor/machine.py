@@ -47,7 +47,10 @@ def python_finding() -> DoctorFinding:
 
 
 def version_finding(package: str) -> DoctorFinding:
-    """Check the installed version of a package against wfm_ds's requirements, and the package's own requirements."""
+    """Check that the installed version of a package fits wfm_ds.
+
+    Also checks that the requirements of the package itself are met.
+    """
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -95,7 +98,10 @@ def unmet_requirements(package: str) -> Iterator[tuple[Requirement, str | None]]
 
 
 def read_constraints(path: Path) -> dict[str, str]:
-    """Return {package: version} from a constraints file, or {} if it does not exist, as in an installed wheel."""
+    """Return {package: version} from a constraints file.
+
+    Returns {} if the file does not exist, as in an installed wheel.
+    """
     if not path.is_file():
         return {}
     lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
@@ -152,7 +158,7 @@ def open_files_finding() -> DoctorFinding:
 def port_finding(port: int, *, is_needed: bool) -> DoctorFinding:
     """Check that the launcher's master port is free.
 
-    is_needed: report a busy port as an error, not a warning. Runs on one machine choose another port by themselves.
+    is_needed: report a busy port as an error, not as a warning. Runs on one machine choose another port by themselves.
     """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Check a recipe: the checks of training/preflight.py one by one, memory and disk space."""
+"""Check a recipe: the checks of training/preflight.py one by one, then memory and disk space."""
 
 from __future__ import annotations
 
@@ -136,7 +136,10 @@ def estimate_from_config(recipe: Recipe, world_size: int) -> MemoryEstimate:
 
 
 def memory_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
-    """Compare the estimated peak memory of a rank with free GPU memory; on CPU, that of all ranks with free RAM."""
+    """Compare the estimated peak memory of a rank with the free GPU memory.
+
+    On a CPU, compare the sum over all ranks with the free RAM.
+    """
     if uses_cuda():
         free, needed = torch.cuda.mem_get_info()[0], sizes.peak_bytes
         device = "on a GPU"
@@ -159,7 +162,10 @@ def memory_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
 
 
 def disk_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
-    """Compare free disk space with all exports and checkpoint.keep + 1 checkpoints (one more while it is written)."""
+    """Compare the free disk space with the size of all exports and of checkpoint.keep + 1 checkpoints.
+
+    One more checkpoint than checkpoint.keep exists while a new one is written.
+    """
     folder = recipe.run.output_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(existing).free

@@ -15,7 +15,7 @@ TRACKERS = {
     "mlflow": ("mlflow", "MLflow"),
     "trackio": ("trackio", "Trackio"),
 }
-"""Package of each tracker, and its class in the module named after the tracker."""
+"""Package of each tracker, and the name of its class. The class is in the module named after the tracker."""
 
 
 def require_trackers(recipe: Recipe) -> None:

@@ -1,4 +1,4 @@
-"""MLflow tracker: logs to MLFLOW_TRACKING_URI or, without it, to a SQLite file in the run's folder."""
+"""MLflow tracker. It logs to MLFLOW_TRACKING_URI if that is set, otherwise to a SQLite file in the run's folder."""
 
 from __future__ import annotations
 

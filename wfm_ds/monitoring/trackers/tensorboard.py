@@ -29,14 +29,17 @@ CHART_LAYOUT: Mapping[str, Mapping[str, tuple[str, list[str]]]] = {
     "4 optimizer": {"gradient norm": ("", ["optim/grad_norm"]), "learning rate": ("", ["optim/lr"])},
     "5 time": {"seconds": ("", ["time/.+"]), "throughput": ("", ["perf/samples_per_second", "perf/tflops_per_gpu"])},
 }
-"""Charts of the tab CUSTOM SCALARS by page and title: the recipe key that a chart needs ("" for none), and regular
-expressions of its tags, which TensorBoard matches from the start of a tag."""
+"""Charts of TensorBoard's CUSTOM SCALARS tab as {page: {title: (recipe key, tag patterns)}}.
+
+A chart is shown only if the recipe sets the key; "" means always. TensorBoard matches the regular expressions from the
+start of a tag.
+"""
 
 
 def chart_layout(recipe: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
     """Return the charts for a recipe, in the format of add_custom_scalars.
 
-    recipe: its values by dotted key.
+    recipe: {dotted key: value}.
     """
     pages = {
         page: {title: ["Multiline", tags] for title, (needs, tags) in titles.items() if not needs or recipe.get(needs)}
@@ -91,7 +94,7 @@ class TensorBoard:
 
 
 def scalars_summary(values: Mapping[str, float]) -> Any:
-    """Return all numbers of a step as one summary: one record in the file instead of one record per tag."""
+    """Return all numbers of a step as one summary. The file then has one record per step instead of one per tag."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])

@@ -1,6 +1,6 @@
 """Weights & Biases tracker.
 
-Without an API key and without WANDB_MODE it runs offline; the run's folder can be synced later.
+Without an API key and without WANDB_MODE it runs offline, and the run's folder can be synced later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STEP_METRIC = "step"  # separate from wandb's own step, which cannot decrease: a
 
 
 class WeightsAndBiases:
-    """Logs numbers by the run's own step, samples with captions, and the recipe as config."""
+    """Logs numbers under the step of the run, samples with captions, and the recipe as config."""
 
     name = "wandb"
 

@@ -44,8 +44,9 @@ class NftAlgorithm(ForwardProcessSettings):
         Annotated[Literal["copy", "standard", "slow"], Tag("scalar")] | Annotated[DecaySchedule, Tag("mapping")],
         Discriminator(value_form),
     ] = "standard"
-    """Decay of the old policy, which generates the rollouts. `copy`: 0. `standard`: increases by .001 per step to .5.
-    `slow`: 0 for 75 steps, then increases by .0075 per step to .999. Or a custom schedule as a mapping."""
+    """Decay of the old policy, which generates the rollouts. `copy`: 0. `standard`: increases by .001 per optimizer
+    step to .5. `slow`: 0 for 75 optimizer steps, then increases by .0075 per step to .999. Or a custom schedule as a
+    mapping."""
 
     implementation = "wfm_ds.algorithms.diffusion_nft:DiffusionNft"
 

@@ -1,0 +1,20 @@
+"""The list of mutants fits the code. Whether tests find them is checked by `python tests/reference/mutants.py`."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from reference.mutants import MUTANTS, ROOT
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_each_mutant_is_a_line_of_the_code_and_names_a_test(mutant):
+    text = (ROOT / mutant.find_file()).read_text()
+    ast.parse(text.replace(mutant.old, mutant.new))
+    file, _, name = mutant.test.partition("::")
+    assert f"def {name}(" in (Path(__file__).parent / file).read_text()
+
+
+def test_names_are_unique():
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
