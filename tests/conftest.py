@@ -24,12 +24,12 @@ hypothesis.settings.load_profile("wfm")
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(Path(__file__).parent))  # for ranks.py and the helpers beside tests: tests/ is no package
 
-
 RANKS = {"one_rank", "two_ranks", "three_ranks", "four_ranks"}
 SLOW_FOLDERS = {"benchmarks", "faults", "kernels", "rehearsal"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests by their folder. Those that start ranks or are in SLOW_FOLDERS are slow, unless marked `unit`."""
     for item in items:
         folder = item.path.parent.name
         marks = {mark.name for mark in item.iter_markers()}
@@ -79,12 +79,14 @@ def tiny_pipelines(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
-def create_rank_fixture(name: str, num_ranks: int):
-    """Processes of one gloo group: `two_ranks.run(function, **kwargs)` (ranks.py). The first test that needs them
-    starts them, and they stay for the session: importing torch and DeepSpeed takes longer than most of these tests.
+def create_rank_fixture(name: str, num_ranks: int, scope: str):
+    """Processes of one gloo group: `two_ranks.run(function, **kwargs)` (ranks.py).
+
+    The first test that needs them starts them, and they stay: importing torch and DeepSpeed takes longer than most of
+    these tests. Each takes about half a GiB of memory, so that larger groups end with their file.
     """
 
-    @pytest.fixture(scope="session", name=name)
+    @pytest.fixture(scope=scope, name=name)
     def ranks(tmp_path_factory: pytest.TempPathFactory):
         from ranks import started
 
@@ -94,10 +96,10 @@ def create_rank_fixture(name: str, num_ranks: int):
     return ranks
 
 
-one_rank = create_rank_fixture("one_rank", 1)
-two_ranks = create_rank_fixture("two_ranks", 2)
-three_ranks = create_rank_fixture("three_ranks", 3)
-four_ranks = create_rank_fixture("four_ranks", 4)
+one_rank = create_rank_fixture("one_rank", 1, "session")
+two_ranks = create_rank_fixture("two_ranks", 2, "session")
+three_ranks = create_rank_fixture("three_ranks", 3, "module")
+four_ranks = create_rank_fixture("four_ranks", 4, "module")
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,8 @@ def check_each(names, cases):
     `tmp_path`, changes of `monkeypatch` and captured output; the other fixtures are shared.
     """
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
+    cases = list(cases)
+    assert not any(hasattr(case, "marks") for case in cases), "marks of a case need pytest.mark.parametrize"
     cases = [case if len(names) > 1 else (case,) for case in cases]
     assert cases, f"no case of {', '.join(names)}"
     assert all(len(case) == len(names) for case in cases), f"each case has a value of {', '.join(names)}"

@@ -33,6 +33,8 @@ def test_all_cases_run_and_those_that_failed_are_named():
     assert [error.__notes__ for error in caught.value.exceptions] == [["case 1: number=1"], ["case 3: number=3"]]
 
 
-def test_a_test_without_cases_is_a_mistake():
+def test_tests_without_cases_and_cases_with_marks_are_mistakes():
     with pytest.raises(AssertionError, match="no case of number"):
         check_each("number", [])
+    with pytest.raises(AssertionError, match=r"marks of a case need pytest\.mark\.parametrize"):
+        check_each("number", [pytest.param(1, marks=pytest.mark.slow)])

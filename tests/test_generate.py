@@ -12,10 +12,9 @@ from PIL import Image
 from each_case import check_each
 from wfm_ds.cli.generate import main
 from wfm_ds.demos.room_data import write_room
-from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
-from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import Prompt
 

@@ -1,6 +1,7 @@
 """The shape of the repository: who imports whom, what stays light, and what every file must and must not hold."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -42,9 +43,13 @@ FOREIGN_FORBIDDEN = {
 LOADS_MODELS = ("wfm_reward.rewards", "wfm_reward.decoder")
 
 
+@functools.cache
 def imports(path):
     """Every module imported anywhere in a file, but not for the type checker only."""
-    tree = ast.parse(path.read_text())
+    return tuple(find_imports(ast.parse(path.read_text())))
+
+
+def find_imports(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
             node.body = []

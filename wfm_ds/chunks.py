@@ -14,7 +14,7 @@ def split_into_chunks(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
 
 
 def even_ranges(count: int, parts: int) -> list[range]:
-    """Split range(count) into `parts` consecutive ranges with lengths that differ by at most one, longer ones first."""
+    """Split range(count) into `parts` consecutive ranges. Lengths differ by at most one; longer ranges come first."""
     size, longer = divmod(count, parts)
     starts = [i * size + min(i, longer) for i in range(parts + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(starts)]

@@ -8,7 +8,7 @@ class UserError(ValueError):
     """
 
     agreed = False
-    """True if all ranks raise this error, so that collectives still work. Set by World.run_checked."""
+    """True if all ranks raise this error, so that they can still run collectives. Set by World.run_checked."""
 
 
 class RecipeError(UserError):
@@ -42,7 +42,7 @@ OUT_OF_MEMORY_TEXTS = ("out of memory", "defaultcpuallocator", "std::bad_alloc",
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if an error, or an error in its chain of causes, is a failed memory allocation."""
+    """Return True if an error, or any error in its chain of causes, reports a failed memory allocation."""
     while error is not None:
         if isinstance(error, MemoryError):
             return True

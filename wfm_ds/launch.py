@@ -2,13 +2,13 @@
 
     deepspeed --num_gpus 8 -m wfm_ds.train recipes/mine.yaml
 
-It starts DeepSpeed's runner as a child in a new process group and passes its arguments on, except --num_gpus together
-with CUDA_VISIBLE_DEVICES, which the runner would ignore. `python -m wfm_ds.launch ...` does the same.
-distributed/lifecycle.py reads the environment variables that are set here.
+It starts DeepSpeed's runner as a child in a new process group and passes its arguments on. The only exception is
+--num_gpus together with CUDA_VISIBLE_DEVICES, which the runner would ignore (see `apply_visible_devices`). `python -m
+wfm_ds.launch ...` does the same. distributed/lifecycle.py reads the environment variables that are set here.
 
 DeepSpeed's runner loses ranks when it receives a signal, and reports success when its inner launcher is killed.
 Therefore signals are sent to the ranks first, so that they can save a checkpoint, and the whole process group is killed
-at the end. A wfm_ds module that ends without a final status counts as failed.
+at the end. If a wfm_ds module ends without a final status, the run counts as failed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REAP_TIMEOUT_S = 30.0
 def normalize_arguments(argv: Sequence[str]) -> tuple[list[str], int | None]:
     """Replace the runner's option `-m` by `--module`. Arguments after the script or module name are not changed.
 
-    Returns (arguments, index of the script or module name, or None if there is none).
+    Returns (arguments, index of the script or module name). The index is None if there is no such name.
     """
     arguments = list(argv)
     options, name_at = parse_runner_options(argv)
@@ -58,7 +58,7 @@ def normalize_arguments(argv: Sequence[str]) -> tuple[list[str], int | None]:
 
 @dataclass(frozen=True, slots=True)
 class LaunchJob:
-    """A command line for DeepSpeed's runner, and how to check its exit."""
+    """A command line for DeepSpeed's runner, and information for checking its exit."""
 
     argv: tuple[str, ...]  # arguments of DeepSpeed's runner
     env: Mapping[str, str]  # changes to the environment
@@ -71,7 +71,7 @@ def plan_launch(
 ) -> LaunchJob:
     """Return the job for these arguments and environment. Its only side effect is to probe for a free port.
 
-    Raises UserError if --num_gpus and CUDA_VISIBLE_DEVICES do not fit together.
+    Raises UserError if --num_gpus and CUDA_VISIBLE_DEVICES contradict each other.
     """
     arguments, name_at = normalize_arguments(argv)
     options, _ = parse_runner_options(argv)
@@ -95,11 +95,11 @@ def plan_launch(
 
 
 def apply_visible_devices(argv: list[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return (arguments, environment changes) with which --num_gpus N uses the first N GPUs of CUDA_VISIBLE_DEVICES.
+    """Make --num_gpus N use the first N GPUs of CUDA_VISIBLE_DEVICES. Returns (arguments, environment changes).
 
     With --num_gpus alone, DeepSpeed's runner ignores CUDA_VISIBLE_DEVICES and uses the first GPUs of the machine, which
-    may belong to another job. --include, --exclude and --num_nodes refer to all GPUs of the machine. For a single node
-    only. Raises UserError if there are too few GPUs, or if CUDA_VISIBLE_DEVICES contains anything but numbers.
+    may belong to another job. Nothing is changed with --include, --exclude or --num_nodes, which refer to all GPUs of
+    the machine. Raises UserError if there are too few GPUs, or if CUDA_VISIBLE_DEVICES contains anything but numbers.
     """
     visible, (options, _) = environ.get(VISIBLE_DEVICES, ""), parse_runner_options(argv)
     if not visible or options.keys() & {"--include", "--exclude", "--num_nodes"}:
@@ -150,9 +150,9 @@ def print_message(text: str) -> None:
 class Supervisor:
     """Runs DeepSpeed's runner in a new process group and passes signals on to the ranks.
 
-    A stop signal is first passed to the ranks (stage `signaled`). After `grace_s` seconds the process group receives
-    SIGTERM (`ending`), and TERM_WAIT_S seconds later SIGKILL (`killed`). Another signal, at least SIGNAL_REPEAT_S
-    seconds later, skips the current wait.
+    A stop signal is first passed to the ranks (stage `signaled`). After `grace_s` seconds, the process group receives
+    SIGTERM (`ending`). After another TERM_WAIT_S seconds, it receives SIGKILL (`killed`). A second signal skips the
+    current wait if it comes at least SIGNAL_REPEAT_S seconds later.
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], *, grace_s: float, is_local: bool) -> None:
@@ -177,7 +177,7 @@ class Supervisor:
         )
 
     def run(self) -> int:
-        """Wait for the runner, handle signals, and return its exit code, or 128 + n if signal n killed it."""
+        """Wait for the runner and handle signals. Returns its exit code, or 128 + n if signal n killed it."""
         try:
             while not self.has_ended() and self.stage != "lost":
                 now_s = time.monotonic()
@@ -240,7 +240,7 @@ class Supervisor:
             self.stage = "lost"
 
     def rank_pids(self) -> list[int]:
-        """Return the process ids of local ranks, the children of DeepSpeed's inner launcher. [] for a remote job."""
+        """Return the process ids of local ranks (children of DeepSpeed's inner launcher), or [] for a remote job."""
         if not self.is_local:
             return []
         import psutil
@@ -257,7 +257,7 @@ class Supervisor:
 
 
 def has_final_status(path: Path) -> bool:
-    """Return True if rank 0 wrote a final status, the last thing it does."""
+    """Return True if rank 0 wrote a final status. This is the last thing that rank 0 does."""
     try:
         status = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -266,7 +266,10 @@ def has_final_status(path: Path) -> bool:
 
 
 def read_grace_s(environ: Mapping[str, str]) -> float:
-    """Return WFM_GRACE_S in seconds, or GRACE_S if it is unset. Raises UserError if it is not a number >= 0."""
+    """Return WFM_GRACE_S in seconds, or the default GRACE_S if it is unset.
+
+    Raises UserError if it is not a number >= 0.
+    """
     text = environ.get("WFM_GRACE_S", str(GRACE_S))
     try:
         grace_s = float(text)
@@ -296,7 +299,7 @@ def run_job(job: LaunchJob, grace_s: float) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the launcher and return the exit code. argv: default sys.argv."""
+    """Run the launcher and return the exit code. argv: arguments; None for sys.argv."""
     arguments = sys.argv[1:] if argv is None else argv
     return run_with_exit_code(lambda: run_launcher(arguments))
 

@@ -22,7 +22,7 @@ def copy_to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def lists_to_device(device: torch.device | str, *values: Sequence[float]) -> Sequence[Tensor]:
-    """Return a float32 tensor [B] on the device for each list of B numbers, with a single copy."""
+    """Return a float32 tensor [B] on the device for each list of B numbers. Uses a single copy for all lists."""
     return copy_to_device(torch.tensor(values, dtype=torch.float32), device).unbind()
 
 
@@ -37,18 +37,21 @@ def offload_tensor(tensor: Tensor) -> Tensor:
 
 
 def free_memory(device: torch.device, fraction: float, default: int = 0) -> int:
-    """Return `fraction` of the GPU's free memory in bytes, or `default` for other devices."""
+    """Return `fraction` of the GPU's free memory in bytes. For other devices, return `default`."""
     return int(fraction * torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else default
 
 
 class OffloadBuffer:
-    """Stores tensors for later use: up to `num_bytes` stay on the GPU, the rest moves to pinned CPU memory."""
+    """Stores tensors for later use: up to `num_bytes` on the GPU, and all further tensors in pinned CPU memory."""
 
     def __init__(self, num_bytes: int) -> None:
         self._free = num_bytes
 
     def store(self, tensor: Tensor) -> Tensor:
-        """Return the tensor, or a copy in pinned CPU memory if the budget is spent. Read it with `copy_to_device`."""
+        """Return the tensor, or its copy in pinned CPU memory if the GPU budget is used up.
+
+        Read the result with `copy_to_device`.
+        """
         if tensor.nbytes > self._free:
             return offload_tensor(tensor)
         self._free -= tensor.nbytes

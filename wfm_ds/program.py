@@ -48,7 +48,7 @@ def run_command(
 
 
 def run_with_exit_code(work: Callable[[], int | None], *, fail: FailHandler | None = None) -> int:
-    """Run `work` and return its exit code. fail: function called with the message of a user error; see report_error."""
+    """Run `work` and return its exit code. fail: handles the message of a user error; see report_error."""
     try:
         return work() or 0
     except (UserError, OSError) as error:
@@ -56,11 +56,11 @@ def run_with_exit_code(work: Callable[[], int | None], *, fail: FailHandler | No
 
 
 def report_error(error: UserError | OSError, fail: FailHandler | None) -> int:
-    """Return the exit code of a user error and print its message, or raise an OSError that is not one.
+    """Print the message of a user error and return the exit code. Other errors are raised again.
 
-    fail: function called with the message. It returns the exit code. Default: print_error.
-    Without `fail`, an OSError with a file name counts as a user error. With `fail`, it is raised: on a single rank of a
-    run it is an unexpected error.
+    fail: function that is called with the message and returns the exit code. Default: print_error.
+    Without `fail`, an OSError with a file name counts as a user error. With `fail`, every OSError is raised again,
+    because it is unexpected on a single rank of a run.
     """
     if isinstance(error, UserError):
         return (fail or print_error)(str(error))

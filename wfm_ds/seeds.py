@@ -1,4 +1,4 @@
-"""Derive seeds and orders from keys instead of global state, so that a run does not depend on the world size."""
+"""Derive seeds and random orders from keys instead of global state, so that a run does not depend on the world size."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import hashlib
 def derive_seed(run_seed: int, purpose: str, *key: int | str) -> int:
     """Return a seed in [0, 2**63): a BLAKE2b hash of (run seed, purpose, key).
 
-    purpose: separates independent random numbers of a sample: initial noise, training noise, caption dropout, ...
+    purpose: name of the use, such as initial noise or caption dropout. Different purposes get independent random
+    numbers.
     """
     text = "\x1f".join([str(run_seed), purpose, *(str(part) for part in key)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

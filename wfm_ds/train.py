@@ -90,7 +90,7 @@ def load_and_run(args: argparse.Namespace) -> int:
 
 
 def load_tiny_recipe(path: Path, overrides: Sequence[str], rank: int) -> Recipe:
-    """Load the tiny version of a recipe and write its data set, if it is missing. Rank 0 says what was replaced."""
+    """Load the tiny version of a recipe, and write its data set if it is missing. Rank 0 logs what was replaced."""
     from wfm_ds.demos.tiny_data import write_tiny_data
     from wfm_ds.recipe import file as recipe_file
     from wfm_ds.recipe.tiny import describe_tiny_recipe
@@ -140,7 +140,7 @@ def prepare_and_train(
 ) -> tuple[RunOutcome, StorageCopies | None]:
     """Check the recipe, load model and data on all ranks, prepare the output folder and train. Collective.
 
-    Returns (outcome of the run, state of the uploads to checkpoint.storage, or None without remote storage).
+    Returns (outcome of the run, state of the uploads to checkpoint.storage). The state is None without remote storage.
     """
     from wfm_ds.distributed.logs import setup_logging
     from wfm_ds.distributed.world import ranks_per_node
@@ -191,7 +191,7 @@ def memory_advice_context(recipe: Recipe, world: World) -> AdviceContext:
 
 
 def memory_advice(recipe: Recipe, world: World) -> Callable[[str], list[str]]:
-    """Return a function from the phase in which memory ran out to the recipe keys to change."""
+    """Return a function that maps the phase in which memory ran out to advice on which recipe keys to change."""
     from wfm_ds.distributed.world import ranks_per_node
     from wfm_ds.memory.advice import suggest_keys_after_oom
 
@@ -227,7 +227,7 @@ def run_loop(
     mirror: Mirror | None,
     ending: RunShutdown,
 ) -> tuple[RunOutcome, StorageCopies | None]:
-    """Build the training loop and run it. Collective. Identical on every rank."""
+    """Build the training loop and run it. Collective. The result is identical on every rank."""
     from wfm_ds.runs.shutdown import record_run
     from wfm_ds.runs.storage_copies import discard_fetched_checkpoint
 

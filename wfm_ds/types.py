@@ -28,13 +28,15 @@ class Prompt:
     negative_text: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)  # OCR target, GenEval spec, ...; passed to the rewards
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict, compare=False)
-    """Conditioning inputs besides the text (data/inputs.py): actions [F-1,D], c2w [F,4,4], intrinsics [F,4], ...
-    FIRST_FRAME: pixels [H,W,3] of the first frame, 0 to 255, for networks that are conditioned on pixels."""
+    """Conditioning inputs in addition to the text (data/inputs.py): actions [F-1,D], c2w [F,4,4], intrinsics [F,4], ...
+
+    F is the number of frames. FIRST_FRAME: pixels [H,W,3] of the first frame, 0 to 255, for networks that are
+    conditioned on pixels."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConditioningFrames:
-    """Clean latent frames that condition samples: the first counts[i] frames of latents[i] for sample i."""
+    """Clean latent frames that condition samples: for sample i, the first counts[i] frames of latents[i]."""
 
     latents: Tensor  # [B,C,T,h,w] float32
     counts: Tensor  # [B] int64
@@ -91,7 +93,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaItem:
-    """One image (T = 1) or video of a MediaBatch, with its prompt and metadata."""
+    """One image [1,H,W,3] or video [T,H,W,3] of a MediaBatch, with its prompt and metadata."""
 
     sample_id: str
     frames: npt.NDArray[np.uint8]  # [T,H,W,3]
@@ -102,7 +104,7 @@ class MediaItem:
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # conditioning inputs such as actions
 
     def score(self, value: float, **parts: float) -> Score:
-        """Return a Score with this value, or a failed one if the value is not finite."""
+        """Return a Score with this value. If the value is not finite, the score counts as failed."""
         if not np.isfinite(value):
             return self.fail(f"non-finite value {value}")
         return Score(sample_id=self.sample_id, reward=self.reward, value=float(value), parts=parts)

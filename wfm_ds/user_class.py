@@ -38,7 +38,7 @@ def import_class(path: str, base: type[Any], *, key: str, error: type[UserError]
 
 
 def import_object(path: str, *, key: str, error: type[UserError], form: str = CLASS_PATH_FORM) -> Any:
-    """Import the object at `path` (package.module:NAME), or return None if the module does not define it.
+    """Import the object at `path` (package.module:NAME). Returns None if the module does not define it.
 
     Raises `error` if the path does not have this form or the module cannot be imported.
     """

@@ -42,9 +42,8 @@ class Windows:
 @contextmanager
 def watch_job(record: Record, job: Job) -> Iterator[None]:
     """Record the phases and windows of a job."""
-    from wfm_ds.engine.denoiser_forward import CountingForward
     from wfm_ds.engine.engine import DenoiserEngine
-    from wfm_ds.models.sampler import Sampler
+    from wfm_ds.models.sampler import CountingForward, Sampler
 
     denoising, training = Windows(record), Windows(record)
     timer = type(job.timer).__call__

@@ -1,4 +1,4 @@
-"""Coefficients of stochastic samplers: five numbers per step, since samplers are affine in latents and velocity."""
+"""Coefficients of stochastic samplers. Each step has five, because samplers are affine in latents and velocity."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def sde_coefficients(
 
     kind: `flow_sde` (arXiv 2505.05470), `dance` (2505.07818), `cps` (2509.05952) or `ode` (Euler; ignores eta).
     sigma, sigma_next: [B] floating point, 1 >= sigma >= sigma_next >= 0.
-    eta: noise level, a number or [B], at least 0 (at most 1 for `cps`); `a` of Flow-SDE and CPS.
-    sigma_max: second sigma of the whole schedule; bounds the sigma in Flow-SDE's 1 - sigma.
+    eta: noise level, a number or [B], at least 0 (at most 1 for `cps`). The Flow-SDE and CPS papers call it `a`.
+    sigma_max: second sigma of the whole schedule. In Flow-SDE's term 1 - sigma, larger sigmas are replaced by it.
 
     A step without noise has w = c0 = 0 and no policy gradient. Values are validated, so call this with CPU tensors,
     once per schedule. Raises ValueError for invalid shapes, ranges or kinds, for `flow_sde` at sigma 1 without a
@@ -59,7 +59,10 @@ def sde_coefficients(
 
 
 def _clamp_sigma(s: Tensor, sigma_max: float | None) -> Tensor:
-    """Return the sigma in Flow-SDE's 1 - sigma: at most sigma_max, because a schedule may start close to 1."""
+    """Return the sigma to use in Flow-SDE's term 1 - sigma.
+
+    It is limited to sigma_max, because a schedule may start close to 1.
+    """
     bounded = s if sigma_max is None else s.clamp(max=sigma_max)
     if bool((bounded >= 1).any()):
         raise ValueError(

@@ -1,7 +1,7 @@
 """`python -m wfm_kernels.compile_check`: compile every kernel for sm_90 without a GPU and check the generated code.
 
-Checks for register spills, 16-byte memory accesses, contracted multiply-adds, and equal summation order in rollout and
-training. Does not check results or speed. The exit code is 1 if a check fails, 3 if Triton is not installed.
+Checks for register spills, 16-byte memory accesses, contracted multiply-adds, and the same summation order in rollout
+and training. Does not check results or speed. The exit code is 1 if a check fails, 3 if Triton is not installed.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def _noise_variants() -> Iterator[KernelVariant]:
 
 
 def _row_variants() -> Iterator[KernelVariant]:
-    """Yield the variants for the row lengths of linear layers in SD3 and Wan 14B, and for the longest row."""
+    """Yield variants of the row kernels for the linear layers of SD3 and Wan 14B, and for the longest row."""
     from wfm_kernels.ops import MAX_ROW
     from wfm_kernels.torch_backend import E4M3_MAX, MIN_SCALE
     from wfm_kernels.triton_backend import row_launch_shape
@@ -213,7 +213,7 @@ def _row_variants() -> Iterator[KernelVariant]:
 
 
 def _finish_variants() -> Iterator[KernelVariant]:
-    """Yield the kernels that add partial sums, which read only a few hundred numbers per sample."""
+    """Yield variants of the kernels that add partial sums. They read only a few hundred numbers per sample."""
     sums = {"n": "i32", "coef_stride": "i32"}
     arguments = {
         "sde_finish_kernel": {"part_ptr": "*fp32", "coef_ptr": "*fp64", "log_prob_ptr": "*fp32"} | sums,
@@ -286,7 +286,10 @@ def _read_resources(ptx: str, report: CompileReport) -> None:
 
 
 def _assemble_ptx(source: Path) -> str:
-    """Return the output of the first bundled ptxas that accepts the PTX file. Raises RuntimeError if none does."""
+    """Return the output of the first bundled ptxas program that accepts the PTX file.
+
+    Raises RuntimeError if none accepts it.
+    """
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -309,7 +312,7 @@ def _match_number(pattern: str, text: str) -> str:
 
 
 def _sum_layout(ttgir: str) -> str:
-    """Return the definition of the layout of the first tt.reduce operand in TTGIR; empty if there is none."""
+    """Return the definition of the layout in which the first tt.reduce of a TTGIR text sums; empty if there is none."""
     operand = re.search(r'"tt\.reduce"\([^)]*\).*?\}\)\s*:\s*\(tensor<[^,]*,\s*(#\w+)>', ttgir, re.DOTALL)
     if operand is None:
         return ""

@@ -1,6 +1,7 @@
 """Registration of the torch operators `wfm_kernels::*`, which torch.compile and CUDA graphs treat as opaque nodes.
 
-Arguments are validated in ops.py. Operators must return new tensors, so unrequested results are empty tensors.
+Arguments are validated in ops.py. Operators must always return new tensors. Results that were not requested are empty
+tensors.
 """
 
 from __future__ import annotations

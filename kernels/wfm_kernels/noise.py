@@ -1,10 +1,10 @@
 """The noise contract: each normal number depends only on its sample's seed and on its index in the sample.
 
 Number i of a sample with seed s is word i mod 4 of the Box-Muller transform of Philox4x32-10 (Salmon et al. 2011) with
-key s (64 bits) and counter i div 4, for every batch, rank, launch shape and backend. The integers are equal on all
-devices; logarithm and sine may differ between devices in the last bits (below 1e-6).
+key s (64 bits) and counter i div 4. It does not depend on batch, rank, launch shape or backend. The integers are equal
+on all devices; logarithm and sine may differ between devices in the last bits (below 1e-6).
 
-CPUs use a NumPy implementation: the same bits in a third to half of the time.
+On CPUs, a NumPy implementation returns the same bits as torch operations in a third to half of the time.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def torch_normal_noise(seeds: Tensor, n: int) -> Tensor:
 def host_philox_words(seeds: npt.NDArray[np.int64], num_counters: int, block_size: int) -> Iterator[PhiloxWords]:
     """Yield the Philox words of `num_counters` counters in blocks [2, 2, B, count] uint32, for seeds [B].
 
-    Element [i, j] of a block is word 2 j + i of each counter. block_size: maximum number of counters per block. The
-    next block overwrites the array.
+    Element [i, j] of a block is word 2 j + i of each counter. block_size: maximum number of counters per block. All
+    blocks share one array, so each block overwrites the previous block.
     """
     keys = seeds.view(_U64)
     # Carries into the upper halves are masked off in each round.

@@ -1,7 +1,7 @@
 """The public operators: validation and backend selection. The registered torch operators are in library.py.
 
-Shapes, dtypes, devices and the environment are checked, but no values, because reading them would synchronize with the
-device.
+Shapes, dtypes, devices and the environment are checked. The values of tensors are not checked, because reading them
+would synchronize with the device.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ MAX_ROW = 32_768  # elements of a row that one program of quantise_rows holds
 
 
 def require_latents(**latents: Tensor | None) -> None:
-    """Raise ValueError unless all tensors are non-empty [B, ...] of one shape and valid dtypes. None is skipped."""
+    """Raise ValueError unless all tensors are non-empty [B, ...] of one shape and valid dtypes.
+
+    Optional tensors may be None; they are not checked.
+    """
     present = {name: tensor for name, tensor in latents.items() if tensor is not None}
     for name, tensor in present.items():
         if tensor.dtype not in (*LATENT_DTYPES, EXACT_DTYPE):
@@ -47,7 +50,7 @@ def require_latents(**latents: Tensor | None) -> None:
 
 
 def require_vectors(latents: Tensor, **vectors: Tensor) -> None:
-    """Raise ValueError unless each tensor is [B] float32 (float64 for float64 latents), with B as in the latents."""
+    """Raise ValueError unless each tensor is [B] with the B of the latents, float32 (float64 for float64 latents)."""
     for name, tensor in vectors.items():
         if tensor.shape != latents.shape[:1]:
             raise ValueError(f"{name} must be [{len(latents)}], one value per sample, got {list(tensor.shape)}")
@@ -81,8 +84,8 @@ def require_one_source(latents: Tensor, seeds: Tensor | None, noise: Tensor | No
 def should_use_triton(backend: Backend, latents: Tensor, *others: Tensor | None) -> bool:
     """Return whether to use the Triton backend. The environment variable WFM_KERNELS overrides `backend`.
 
-    `auto` uses Triton for CUDA tensors if possible, else torch, with one warning. Raises ValueError for an unknown
-    name, for tensors on several devices, and if `triton` is requested but cannot run.
+    `auto` uses Triton for CUDA tensors if possible. Otherwise it uses torch and warns once. Raises ValueError for an
+    unknown name, for tensors on several devices, and if `triton` is requested but cannot run.
     """
     tensors = [latents, *(tensor for tensor in others if tensor is not None)]
     devices = {tensor.device for tensor in tensors}
@@ -162,12 +165,13 @@ def sde_step(
     """Run one denoising step of any sampler in sde_coefficients, and return the log-probability of the result.
 
     velocity, latents: [B, ...] of one shape, each float32, bfloat16 or float16.
-    coefficients: [B,5] float64; one expanded row is allowed.
-    seeds, noise: exactly one of them; seeds [B] int64 (see noise.py), noise of the latents' shape. Unused if std is 0.
+    coefficients: [B,5] float64. They may be one row that is expanded to B rows.
+    seeds, noise: pass exactly one of them. seeds: [B] int64 (see noise.py). noise: shape of the latents. Unused if std
+    is 0.
     uncond_velocity: if given, the velocity is u + guidance_scale * (v - u), computed in float32.
 
-    log_prob is computed from next_latents rounded to the latents' dtype, so sde_log_prob returns the same bits for
-    them. Not differentiable. Raises ValueError for invalid arguments.
+    log_prob is computed from next_latents after rounding to the latents' dtype, so that sde_log_prob returns the same
+    bits for these latents. Not differentiable. Raises ValueError for invalid arguments.
     """
     require_latents(velocity=velocity, latents=latents, uncond_velocity=uncond_velocity, noise=noise)
     require_coefficients(coefficients, latents)
@@ -282,8 +286,9 @@ def flow_noise(
     """Return ((1 - sigma) * clean_latents + sigma * noise, noise). Not differentiable.
 
     clean_latents: [B, ...] float32, bfloat16 or float16; the noisy latents have the same dtype. sigma: [B] float32.
-    seeds, noise: exactly one of them; seeds [B] int64 (see noise.py), noise float32 of the latents' shape. Raises
-    ValueError for invalid arguments.
+    seeds, noise: pass exactly one of them. seeds: [B] int64 (see noise.py). noise: float32, shape of the latents.
+
+    Raises ValueError for invalid arguments.
     """
     require_latents(clean_latents=clean_latents, noise=noise)
     require_vectors(clean_latents, sigma=sigma)
@@ -299,9 +304,10 @@ def flow_noise(
 def quantise_rows(x: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
     """Quantize each row to float8 e4m3. Return q (shape of x) and scales float32 [..., 1], x ~ q * scale.
 
-    x: [..., K] float32, bfloat16 or float16. A row's scale is its largest magnitude / 448 (the maximum of e4m3), or 1
-    for a row of zeros. Values are rounded to nearest even. If a row contains NaN or infinity, its products are NaN, so
-    that the error stays visible. Not differentiable. Raises ValueError for other dtypes, an empty x, or K above 32768.
+    x: [..., K] float32, bfloat16 or float16. A row's scale is its largest magnitude divided by 448 (the maximum of
+    e4m3), or 1 for a row of zeros. Values are rounded to nearest even. If a row contains NaN or infinity, matrix
+    products with it are NaN, so that the error stays visible. Not differentiable. Raises ValueError for other dtypes,
+    an empty x, or K above 32768.
     """
     if x.dtype not in LATENT_DTYPES or x.ndim == 0 or x.numel() == 0 or x.shape[-1] > MAX_ROW:
         raise ValueError(

@@ -92,7 +92,10 @@ def sde_log_prob_backward(
     for_velocity: bool,
     for_uncond: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the conditional and the unconditional velocity; empty if not requested."""
+    """Return the gradients of the conditional and the unconditional velocity.
+
+    A gradient that was not requested is an empty tensor.
+    """
     mean = _step_mean(velocity, latents, coefficients, uncond, guidance)
     slope = upstream.double() * 2 * coefficients[:, 3] * coefficients[:, 1] / mean.shape[1]
     gradient = slope.to(mean.dtype).unsqueeze(1) * (_flatten_samples(next_latents, mean.dtype) - mean)

@@ -1,7 +1,7 @@
 """Triton backend: launch shapes, alignment and workspaces. Same arguments and results as torch_backend.py.
 
-Operators do not synchronize with the device and are not tuned per call. Their memory allocation does not depend on
-tensor values. So they can be captured in a CUDA graph.
+Operators do not synchronize with the device and are not tuned at each call. Their memory allocation does not depend on
+tensor values, so they can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, *
 
 
 def _align_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor, copied unless it is contiguous and 16-byte aligned, as vector loads require."""
+    """Return the tensor, or a copy if it is not contiguous and 16-byte aligned. Vector loads require this."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -69,7 +69,10 @@ def _run_sde_kernel(
     seeds: Tensor | None = None,
     mean: Tensor | None = None,
 ) -> Tensor:
-    """Return the log-probability [B] of the next latents `out`, which the kernel reads if `given`, else writes."""
+    """Return the log-probability [B] of the next latents `out`.
+
+    The kernel reads them from `out` if `given`, and writes them to `out` otherwise.
+    """
     batch, n = len(latents), latents.numel() // len(latents)
     tiles, split = _split_sample(n, BLOCK)
     coefficients = _contiguous_rows(coefficients)
@@ -296,7 +299,7 @@ def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor
 
 
 def row_launch_shape(n: int) -> tuple[int, int]:
-    """Return (BLOCK, warps) for rows of n elements: 16 elements per thread, or more for the longest rows."""
+    """Return (BLOCK, warps) for rows of n elements. Each thread has 16 elements, or more for the longest rows."""
     block = max(512, triton.next_power_of_2(n))
     return block, min(16, block // 512)
 

@@ -1,8 +1,8 @@
 """Triton kernels (device code). triton_backend.py launches them.
 
-The grid is programs per sample x samples; each program handles TILES blocks of a sample. Loads are converted to
-float32. Each program writes one float32 partial sum, and a second kernel adds the partial sums. The split depends only
-on the length of a sample, so a sample's sum does not depend on its batch.
+The grid has two axes: programs per sample, and samples. Each program handles TILES blocks of one sample. Loads are
+converted to float32. Each program writes one float32 partial sum, and a second kernel adds the partial sums. The split
+depends only on the length of a sample, so a sample's sum does not depend on its batch.
 """
 
 import os
@@ -32,7 +32,7 @@ def load_float32(ptr, row, i, mask):
 
 @triton.jit
 def philox_normals(seed, base, QUADS: tl.constexpr):
-    """Return the normal numbers base to base + 4*QUADS - 1 of a sample (see noise.py). base: a multiple of 4."""
+    """Return the 4*QUADS normal numbers of a sample that start at index `base`, a multiple of 4 (see noise.py)."""
     z0, z1, z2, z3 = tl.randn4x(seed, base // 4 + tl.arange(0, QUADS))
     return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
 
@@ -65,7 +65,7 @@ def sde_kernel(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute a step, or the log-probability of a stored step (GIVEN), with one order of summation for both."""
+    """Compute a denoising step, or the log-probability of a stored step (GIVEN). Both sum in the same order."""
     part, sample = tl.program_id(0), tl.program_id(1)
     row = sample.to(tl.int64) * n  # int64: a batch of videos can exceed 2**31 elements
     coef = coef_ptr + sample * coef_stride
@@ -139,7 +139,7 @@ def sde_gradient_kernel(
 
 @triton.jit
 def nft_errors(v, old, clean_ptr, noise_ptr, row, i, mask, sigma, beta):
-    """Return p, q (see ops.nft_loss) and v - v_old. All are 0 past the end of a sample."""
+    """Return p and q (see ops.nft_loss) and v - v_old. All are 0 past the end of a sample."""
     change = v - old
     error = sigma * (load_float32(noise_ptr, row, i, mask) - load_float32(clean_ptr, row, i, mask) - old)
     step = sigma * (beta * change)

@@ -7,9 +7,10 @@ import time
 import pytest
 
 from wfm_ds.data import caption_cache
-from wfm_ds.data.caption_cache import CaptionCache, user_cache_dir
+from wfm_ds.data.caption_cache import CaptionCache
 from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.cosmos import CosmosFolder
+from wfm_ds.recipe.shared_defaults import user_cache_folder
 
 LATER_NS = int(2 * caption_cache.RECENT_S * 1e9)  # by then nothing that a test wrote is recent
 
@@ -149,7 +150,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_time(folder, reads, la
 
 def test_the_users_cache_is_where_the_tiny_pipelines_are(monkeypatch, tmp_path):
     monkeypatch.setenv("WFM_CACHE", str(tmp_path))
-    assert user_cache_dir() == tmp_path
+    assert user_cache_folder() == tmp_path
     monkeypatch.delenv("WFM_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert user_cache_dir() == tmp_path / ".cache" / "wfm_ds"
+    assert user_cache_folder() == tmp_path / ".cache" / "wfm_ds"

@@ -66,7 +66,7 @@ def with_heads_of(family, size):
         return type(built(CASES[family], heads=2)).from_config(config)
 
 
-@check_each("name", SERVED)
+@pytest.mark.parametrize("name", SERVED)
 def test_every_attention_call_reaches_the_chosen_kernel(name, counted):
     case = CASES[name]
     plain = built(case)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from each_case import check_each
 from families import CASES, PROMPTS
 from multi_rank.training import inputs, small_sd3
 from wfm_ds.engine import optional_packages
@@ -37,16 +36,16 @@ def layer(kind, k, n, dtype=FP32):
     return made, LAYER_CLASSES[kind](made, dtype, CPU)
 
 
-@check_each("k", [64, 96, 1536])
-@check_each("kind", KINDS)
+@pytest.mark.parametrize("k", [64, 96, 1536])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_error_is_that_of_the_bits(kind, k):
     plain, stored = layer(kind, k, 48)
     low, high = ERRORS[kind]
     assert low < relative(stored.weight, plain.weight) < high
 
 
-@check_each("dtype", [FP32, BF16])
-@check_each("kind", KINDS)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("kind", KINDS)
 def test_products_and_gradients_are_those_of_the_stored_weight(kind, dtype):
     _, stored = layer(kind, 96, 64, dtype)
     x = torch.randn(4, 96, dtype=dtype, requires_grad=True)

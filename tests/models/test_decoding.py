@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from streams import recorded_streams
-from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
-from wfm_ds.models.sampler import Sampler, get_decode_stream
+from wfm_ds.models.sampler import CountingForward, Sampler, get_decode_stream
 from wfm_ds.recipe.sampling import SamplingRecipe
 
 

@@ -4,10 +4,9 @@ import pytest
 import torch
 
 from families import CASES, PROMPTS, load_reference_pipeline
-from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
-from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.latents import draw_cpu_normal
 from wfm_ds.sampling.plan import deterministic_plan

@@ -8,13 +8,12 @@ import pytest
 import torch
 
 from families import CASES, EXACT, PROMPTS, load_reference_pipeline
-from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.errors import ModelError
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.qwen_image import EMBEDS, MASK, pack_latents, unpack_latents
-from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.types import Prompt
 

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from each_case import check_each
-from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import registry, vae
 from wfm_ds.models.assets.text_cache import TextCache
-from wfm_ds.models.sampler import GuidanceConditioning, Sampler
+from wfm_ds.models.sampler import CountingForward, GuidanceConditioning, Sampler
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.edm import Churn, make_edm_plan
 from wfm_ds.sampling.plan import deterministic_plan

@@ -21,10 +21,9 @@ from wfm_ds.data.inputs import InputReader, transform_intrinsics
 from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.demos import room_data as room
-from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.export.weights import loading_lines
 from wfm_ds.models.assets.text_cache import TextCache
-from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.models.sana_wm import SanaWM
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe

@@ -16,11 +16,10 @@ from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, exported, records
 from steered import WIDTH, write_world
 from wfm_ds.demos.room_data import camera_path, write_room
-from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
-from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.rollout.trajectories import shuffle_trajectories

@@ -1,6 +1,7 @@
 """Two steps of each shipped recipe with --tiny, and of each algorithm on each family."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 from transformers import AutoModelForImageTextToText
 
 from clips import write_clip
+from each_case import check_each
 from families import CASES
 from multi_rank.exports import assert_all_steps_taken, assert_draws, assert_loads, assert_trained
 from multi_rank.resuming import train_on_rank
@@ -44,23 +46,19 @@ SHORT = [
 # algorithm: the recipe in tests/recipes whose settings it has on every family. AWM and RAM are nft with another loss.
 BASE = {"sft": "wan_sft_lora", "dpo": "sd3_dpo", "nft": "sd3_nft", "flow_grpo": "sd3_flow_grpo", "ddrl": "sd3_ddrl"}
 PAIRED = {"sft", "ddrl"}
+# Every family with every algorithm; all weights and adapters take turns, so that each meets every family and algorithm.
+ADAPTERS = [(algorithm, "lora") for algorithm in ("flow_grpo", "ddrl", "dpo")]
 KINDS = [
-    *(("sft", kind) for kind in ("full", "lora")),
-    *(("nft", kind) for kind in ("full", "lora")),
-    *((algorithm, "lora") for algorithm in ("flow_grpo", "ddrl", "dpo")),
+    [("sft", "full"), ("nft", "lora"), *ADAPTERS],
+    [("sft", "lora"), ("nft", "full"), *ADAPTERS],
 ]
-FAST = {
-    *(("sft", "full", family) for family in ("cosmos25", "sana", "sana_video")),
-    *(("nft", "lora", family) for family in ("cosmos25", "sana", "sana_video")),
-    ("sft", "lora", "wan22"),
-}
-# Their recipes train adapters by NFT and Flow-GRPO: what the matrix adds are all weights, and the pictures of SFT.
-FEW = {"flux2": KINDS[:2], "qwen_image": KINDS[:2], "z_image": KINDS[:2]}
+# Their recipes train adapters by NFT and Flow-GRPO: the matrix adds all weights, and the pictures of SFT.
+FEW = {name: [("sft", "full")] for name in ("flux2", "qwen_image", "z_image")}
 FEW |= {"flux2_dev": []}  # all but its guidance and text is flux2's
 FEW |= {"digits": [], "moving": [], "world": []}  # the quickstarts' are an SD3, a Wan 2.1 and a Cosmos3
 FEW |= {"wan21_i2v": [], "wan22_i2v": []}  # prompts alone are not enough for them; their recipes train them
 FEW |= {"sana_wm": []}  # is told a camera, which the media of the matrix do not have: its recipes are of all kinds
-MATRIX = [(*kind, family) for family in FAMILIES for kind in FEW.get(family, KINDS)]
+MATRIX = [(*kind, family) for i, family in enumerate(FAMILIES) for kind in FEW.get(family, KINDS[i % 2])]
 EVAL_STEPS = 3  # noise levels of both experts of Wan 2.2
 SMALL_GROUPS = ["rollout.group_size=2", "reward.functions=[{name: jpeg_compressibility}]"]
 CHANGES = {
@@ -185,24 +183,24 @@ def assert_tiny_trains(ranks, name, out):
             network.load_adapter(str(export / "lora"))
         return
     assert_all_steps_taken(out, outcome["updates"])
+    failures = re.findall(r'"reward/[^"]*/failed": ([^,}]*)', (out / "metrics.jsonl").read_text())
+    assert set(map(float, failures)) == ({0.0} if SHIPPED[name].is_rl else set())
     assert_trained(export, base, family, more_than=0)
     assert_loads(export, base, family)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in SHIPPED]
+    "name", [pytest.param(name, marks=pytest.mark.unit) if name in OFTEN else name for name in SHIPPED]
 )
 def test_a_shipped_recipe_trains_with_tiny_and_its_export_loads(name, one_rank, tmp_path):
     assert_tiny_trains(one_rank, name, tmp_path / "out")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SHARDED)
 def test_a_recipe_that_shards_its_model_or_samples_trains_with_tiny_on_two_ranks(name, two_ranks, tmp_path):
     assert_tiny_trains(two_ranks, name, tmp_path / "out")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_kinds_of_runs_train_and_their_exports_load(name, run):
     result = run(TESTS / "recipes" / f"{name}.yaml")
@@ -210,10 +208,7 @@ def test_other_kinds_of_runs_train_and_their_exports_load(name, run):
     assert_loads(*result)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "kind", "family"),
-    [case if case in FAST else pytest.param(*case, marks=pytest.mark.slow) for case in MATRIX],
-)
+@pytest.mark.parametrize(("algorithm", "kind", "family"), MATRIX)
 def test_each_algorithm_trains_each_family_and_sft_exports_draw_its_pictures(
     algorithm, kind, family, run, media, tmp_path
 ):
@@ -254,7 +249,7 @@ def test_each_algorithm_trains_each_family_and_sft_exports_draw_its_pictures(
         assert_draws(*result, frames=frames, sample=sample, steps=EVAL_STEPS, clip=clip)
 
 
-@pytest.mark.parametrize("name", [name for name in SHIPPED if "/" not in name])
+@check_each("name", [name for name in SHIPPED if "/" not in name])
 def test_a_full_size_recipe_is_shared_out_over_eight_ranks(name):
     shares = derive_run_sizes(SHIPPED[name], 8)
     assert shares.samples_per_rank * shares.num_replicas == shares.samples_per_step

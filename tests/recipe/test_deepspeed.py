@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from each_case import check_each
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.deepspeed import (
     CONFIG_FOLDERS,
@@ -47,8 +48,8 @@ def config_file(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3_offload", "zero3_hpz"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@check_each("name", ["zero1", "zero2", "zero3", "zero3_offload", "zero3_hpz"])
+@check_each("dtype", ["bfloat16", "float32"])
 def test_shipped_files_merge_and_deepspeed_accepts_them(name, dtype):
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -80,7 +81,7 @@ def test_bfloat16_reduces_and_accumulates_in_float32():
         assert ("data_types" in config) == (name != "zero1")
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("name", "lora", "overlaps"),
     [
         *[("zero1", True, False), ("zero2", True, False), ("zero1", False, True), ("zero2", False, True)],
@@ -91,9 +92,9 @@ def test_adapters_do_not_wait_for_the_device_after_each_backward(name, lora, ove
     assert merged(recipe(name, lora=lora))["zero_optimization"]["overlap_comm"] is overlaps
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("lora", [True, False])
-@pytest.mark.parametrize("overlaps", [True, False])
+@check_each("stage", [1, 2, 3])
+@check_each("lora", [True, False])
+@check_each("overlaps", [True, False])
 def test_overlap_is_what_a_file_says_it_is(config_file, stage, lora, overlaps):
     path = config_file({"stage": stage, "overlap_comm": overlaps})
     assert merged(recipe(path, lora=lora))["zero_optimization"]["overlap_comm"] is overlaps
@@ -157,7 +158,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@check_each("case", REFUSED)
 def test_what_would_be_ignored_or_wrong_is_refused(config_file, case):
     zero, top, message = REFUSED[case]
     path = config_file(zero, **top)
@@ -219,7 +220,7 @@ def test_nvme_is_fine_without_copies(config_file):
     merged(recipe(path))
 
 
-@pytest.mark.parametrize("name", ["zero2", "zero3", "zero3_hpz"])
+@check_each("name", ["zero2", "zero3", "zero3_hpz"])
 def test_two_experts_train_with_these(name):
     require_idle_expert_support(recipe(name))
 
@@ -236,7 +237,7 @@ def test_settings_that_lose_gradients_of_an_idle_expert_are_refused(name, messag
         require_idle_expert_support(recipe(name))
 
 
-@pytest.mark.parametrize("size", [3, 0, "all", 2.0])
+@check_each("size", [3, 0, "all", 2.0])
 def test_hpz_must_divide_the_ranks(config_file, size):
     path = config_file({"stage": 3, "zero_hpz_partition_size": size})
     with pytest.raises(RecipeError, match="must divide the 4 ranks"):

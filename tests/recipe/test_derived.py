@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.run_sizes import derive_run_sizes, num_replicas
 from wfm_ds.recipe.schema import Recipe
@@ -85,7 +86,7 @@ def test_accumulation_is_derived_in_rl_and_may_not_be_set_too():
         derive_run_sizes(nft(gradient_accumulation=2), world_size=1)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("sampling", "algorithm", "count"),
     [
         ({}, {"name": "diffusion_nft", "timestep_fraction": 0.5}, 5),

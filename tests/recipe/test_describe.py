@@ -1,15 +1,15 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import pytest
 from annotated_types import MinLen
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from each_case import check_each
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.schema_description import SCHEMA_ROOT, SchemaNode, describe_type, iterate_sections, scalar_types
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("annotation", "want"),
     [
         (PositiveInt | None, "a whole number > 0"),

@@ -3,6 +3,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.algorithms import DecaySchedule, NftAlgorithm, SftAlgorithm
@@ -67,7 +68,7 @@ def test_a_good_recipe_has_its_values_and_the_defaults(load):
     assert recipe.lora is None
 
 
-@pytest.mark.parametrize(("text", "value"), [("1e-4", 1e-4), ("3E-4", 3e-4), ("1e5", 1e5), ("2", 2.0), (".5", 0.5)])
+@check_each(("text", "value"), [("1e-4", 1e-4), ("3E-4", 3e-4), ("1e5", 1e5), ("2", 2.0), (".5", 0.5)])
 def test_numbers_with_exponents_are_numbers(load, text, value):
     assert load(GOOD + f"optimizer: {{lr: {text}}}\n").optimizer.lr == value
 
@@ -113,7 +114,7 @@ def test_all_errors_are_reported_sorted_by_line(errors):
     ]
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("old", "new", "line", "message"),
     [
         (", steps: 3", "", 1, "the key run.steps is missing; expected a whole number > 0"),
@@ -204,7 +205,7 @@ def test_a_key_named_like_its_algorithm_is_an_unknown_key(errors):
     assert line.startswith("recipes/mine.yaml:8: algorithm.sft is not a key of sft")
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("text", "message"),
     [
         ("", ":1: the file is empty"),
@@ -299,7 +300,7 @@ def test_an_override_of_the_algorithm_drops_its_keys_in_any_order(load, turn):
     assert load(with_algorithm("beta: 7"), *words).algorithm == SftAlgorithm(name="sft", logit_std=2)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("word", "message"),
     [
         ("run.steps", "expected section.key=value"),
@@ -379,7 +380,7 @@ def test_an_infinity_is_written_as_one(tmp_path):
 SFT = ["algorithm={name: sft}", "data.kind=paired", "rollout=null", "reward=null"]
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("overrides", "named"),
     [
         (["data.caption_dropout=0.2"], "data.caption_dropout"),
@@ -395,7 +396,7 @@ def test_keys_that_the_run_would_not_read_are_refused(load, errors, overrides, n
     assert any(f"does not read {named}: remove it" in line for line in errors(GOOD, *overrides))
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("overrides", "said"),
     [
         (["data.choose_floor=0.2"], "choose_floor: only read with choose: reward_std; remove it"),
@@ -416,7 +417,7 @@ GRPO = ["algorithm={name: flow_grpo}", "sampling.solver=flow_sde"]
 SERVICE = ["reward.spawn=false", "reward.endpoint=pipes.json"]
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("overrides", "named", "reader"),
     [
         ([*SFT, "algorithm.mode_scale=1"], "mode_scale", ["algorithm.timestep_density=mode"]),

@@ -3,6 +3,7 @@
 import pytest
 import yaml
 
+from each_case import check_each
 from wfm_ds.cli.main import main
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
@@ -45,7 +46,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(("override", "message"), MESSAGES.items())
+@check_each(("override", "message"), MESSAGES.items())
 def test_an_old_name_in_an_override_fails_with_the_new_one(tmp_path, override, message):
     (tmp_path / "mine.yaml").write_text(RECIPE)
     with pytest.raises(RecipeError) as caught:

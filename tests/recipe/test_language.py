@@ -2,6 +2,7 @@
 
 import pytest
 
+from each_case import check_each
 from wfm_ds.errors import RecipeError
 from wfm_ds.memory.advice import suggest_keys_after_oom
 from wfm_ds.recipe import file as recipe_file
@@ -43,7 +44,7 @@ def test_the_stored_recipe_of_a_run_keeps_the_commit_of_its_hub_model(load):
     assert load(text=stored).model.revision == "0" * 40
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("override", "words"),
     [
         ("sampling.height=64", "vlm_sft does not read the section sampling: remove it"),
@@ -80,7 +81,7 @@ def test_lora_freezes_all_of_the_base(load):
         load("lora.rank=4", "algorithm.freeze=[vision]")
 
 
-@pytest.mark.parametrize("override", ["data.max_tokens=64", "data.media_path=/data", "data.pack=false"])
+@check_each("override", ["data.max_tokens=64", "data.media_path=/data", "data.pack=false"])
 def test_other_recipes_do_not_read_their_keys(root, override):
     key = override.partition("=")[0].replace(".", r"\.")
     with pytest.raises(RecipeError, match=f"does not read {key}"):

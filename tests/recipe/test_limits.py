@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from each_case import check_each
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 
@@ -46,7 +47,7 @@ def refused(load, *args):
     return line
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("text", "message"),
     [
         ("run: [" + "1, " * 700_000 + "]", "r.yaml: a recipe has at most 1,048,576 characters"),
@@ -59,7 +60,7 @@ def test_a_recipe_beyond_the_limits_is_refused_in_a_moment(load, text, message):
     assert refused(load, text) == message
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("word", "message"),
     [
         ("run.steps=" + "[" * 5000, "nested too deeply"),

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from each_case import check_each
 from wfm_ds.recipe.schema import Recipe
 
 BASE = {
@@ -150,7 +151,7 @@ def test_candidates_are_for_rollouts_that_can_be_chosen_from():
     assert not Recipe.model_validate(RL).selects_samples
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("changes", "sampling", "explore", "said"),
     [
         ({}, {}, {"steps": 11}, "explore.steps 11 is more than steps 10"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.released import RELEASED
+from each_case import check_each
 from wfm_ds.recipe import file as recipe_file
 
 RECIPES = {
@@ -22,7 +23,7 @@ def names(algorithm, *, full_size=True):
     return [name for name in found if "/" not in name] if full_size else found
 
 
-@pytest.mark.parametrize("name", names("flow_grpo", full_size=False))
+@check_each("name", names("flow_grpo", full_size=False))
 def test_log_probabilities_that_are_compared_come_from_batches_of_one_size(name):
     """In bfloat16, other batch sizes (other kernels) change them by as much as the published clip ranges; in float32,
     in which the small recipes compute, by a thousandth of theirs."""
@@ -38,12 +39,12 @@ def test_log_probabilities_that_are_compared_come_from_batches_of_one_size(name)
         assert equal_batches or not compares_with_rollout
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name.startswith("sd3_") and RECIPES[name].is_rl])
+@check_each("name", [name for name in RECIPES if name.startswith("sd3_") and RECIPES[name].is_rl])
 def test_prompts_of_sd3_are_as_long_as_in_the_published_runs(name):
     assert RECIPES[name].model.max_sequence_length == 128
 
 
-@pytest.mark.parametrize("name", [*names("ddrl"), *(n for n in names("diffusion_nft") if n.startswith(("cp", "sana")))])
+@check_each("name", [*names("ddrl"), *(n for n in names("diffusion_nft") if n.startswith(("cp", "sana")))])
 def test_recipes_of_cosmos_rl_divide_by_its_standard_deviation(name):
     assert RECIPES[name].algorithm.std_unbiased
     assert RECIPES[name].algorithm.advantage_std == "group"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from each_case import check_each
 from wfm_ds.demos.tiny_data import write_tiny_data
 from wfm_ds.errors import RecipeError
 from wfm_ds.models.assets.hub import RELEASED_REPOS
@@ -39,7 +40,7 @@ def load(name, *overrides, world_size=1):
     return recipe_file.load_tiny_recipe(Path(name), overrides, world_size=world_size)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@check_each("name", NAMES)
 def test_a_tiny_recipe_names_only_files_that_exist_and_keeps_what_the_recipe_is(name, cache):
     full, tiny = recipe_file.load_recipe(Path(name)), load(name)
     write_tiny_data(tiny)
@@ -78,6 +79,7 @@ def test_a_reward_without_weights_stays_and_is_not_held_out_and_trained(cache):
     assert [one.name for one in video.validation.held_out_rewards] == ["motion"]
     assert [one.name for one in video.rl.reward.functions] == ["color"]
     assert [(one.name, one.weight) for one in camera.rl.reward.functions] == [("consistency", 0.3)]
+    assert [one.name for one in load("wan22_i2v_nft").rl.reward.functions] == ["jpeg_compressibility"]  # no colours
     actions = load("cosmos3_nano_actions_nft").rl.reward.functions
     assert [one.name for one in actions] == ["consistency", "brightness"]
 
@@ -91,6 +93,8 @@ def test_windows_and_trained_steps_fit_few_denoising_steps(cache):
     assert load("cp_ddrl_2b").algorithm.train_on == [0, 2, 4]
     assert load("sd3_mix_grpo").sampling.window.model_dump(include={"size", "range"}) == {"size": 4, "range": (0, 5)}
     assert load("wan22_i2v_flow_grpo").sampling.window.indices == [1, 3]
+    assert load("z_image_flow_grpo").sampling.window.range == (1, 2)
+    assert load("sd3_flow_grpo_fast").sampling.window.range == (0, 3)  # as noisy as the first half of ten steps
 
 
 def test_offload_services_trackers_and_uploads_are_off(tmp_path, cache):
@@ -123,7 +127,7 @@ def test_every_family_and_released_model_is_known():
         assert find_tiny_family(repo).name in FAMILIES
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("digits", "moving", "world")])
+@check_each("family", [name for name in FAMILIES if name not in ("digits", "moving", "world")])
 def test_a_local_pipeline_is_known_by_its_files(family, tiny_pipelines):
     assert find_tiny_family(str(tiny_pipelines(family))).name == family
 

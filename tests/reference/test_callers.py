@@ -13,12 +13,11 @@ from multi_rank.training import TARGETS, small_sd3
 from wfm_ds.algorithms.diffusion_nft import DiffusionNft
 from wfm_ds.algorithms.forward_process import ForwardBatch
 from wfm_ds.engine.adapter_layers import use_merged_weights
-from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.engine.policies import add_adapters
 from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.base import NegativeText
-from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.sections import LoraRecipe

@@ -3,12 +3,11 @@
 import ast
 from pathlib import Path
 
-import pytest
-
+from each_case import check_each
 from reference.mutants import MUTANTS, ROOT
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+@check_each("mutant", MUTANTS)
 def test_each_mutant_is_a_line_of_the_code_and_names_a_test(mutant):
     text = (ROOT / mutant.find_file()).read_text()
     ast.parse(text.replace(mutant.old, mutant.new))

@@ -9,6 +9,7 @@ from PIL import Image
 from torch import nn
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor
 
+from each_case import check_each
 from wfm_ds.errors import RewardError
 from wfm_ds.models.tiny.parts.clip import clip_tokenizer
 from wfm_ds.types import MediaBatch
@@ -216,7 +217,7 @@ def test_letterboxing_keeps_the_whole_picture():
     assert not pixels[12:].any()
 
 
-@pytest.mark.parametrize("name", ["pickscore", "clipscore", "aesthetic", "hpsv2"])
+@check_each("name", ["pickscore", "clipscore", "aesthetic", "hpsv2"])
 def test_weights_that_are_not_there_are_named_with_the_way_out(name, tmp_path):
     with pytest.raises(RewardError, match=rf"reward {name}: the .* cannot be loaded: .* Set the option to a local"):
         loaded(name, model=str(tmp_path / "nowhere"))

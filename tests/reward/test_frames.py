@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.errors import RewardError
 from wfm_ds.types import MediaBatch
 from wfm_reward import registry
@@ -45,7 +46,7 @@ def scored(videos, max_batch=16, **options):
     return [score for part in some for score in part], reward.shapes
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("frames", "values"),
     [
         ({}, [10, 5]),
@@ -120,7 +121,7 @@ def test_frames_of_all_videos_share_batches_in_order():
     assert seen[0][:3] == [("a", "w", 0, 1), ("a", "w", 0, 4), ("b", "x", 1, 7)]
 
 
-@pytest.mark.parametrize("frames", ["all", "uniform", "uniform:0", "uniform:-1", "uniform:3.5", "", 3, None])
+@check_each("frames", ["all", "uniform", "uniform:0", "uniform:-1", "uniform:3.5", "", 3, None])
 def test_other_rules_are_refused_by_the_rewards_name(frames):
     with pytest.raises(RewardError, match=r"reward color: frames is .*; it must be first, middle, last or uniform:N"):
         registry.create_reward("color", "cpu", {"frames": frames})

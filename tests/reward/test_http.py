@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+from each_case import check_each
 from reward_http import TIMEOUT_S, TOKEN, Http, enqueue_body, serving
 from wfm_ds.errors import RewardError
 from wfm_ds.monitoring.videos import encode_gif, save_mp4
@@ -232,7 +233,7 @@ def test_nothing_but_health_is_answered_without_the_token(service):
     assert unknown.get("/health")[:2] == (200, {"ready": True})
 
 
-@pytest.mark.parametrize("sent", [b"\xff", b"Bearer \xff", b"Basic \xff", b"Basic /w=="])
+@check_each("sent", [b"\xff", b"Bearer \xff", b"Basic \xff", b"Basic /w=="])
 def test_a_header_that_is_not_utf_8_is_a_wrong_token(sent):
     with pytest.raises(HttpProblem) as problem:
         check_token(sent.decode("utf-8", "surrogateescape"), TOKEN)  # as aiohttp decodes headers

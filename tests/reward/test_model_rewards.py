@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.errors import RewardError
 from wfm_ds.types import MediaBatch
 from wfm_reward import registry
@@ -82,7 +83,7 @@ def test_hpsv3_is_the_mean_and_its_deviation_a_part(monkeypatch):
         reward.score(batch)
 
 
-@pytest.mark.parametrize("name", ["image_reward", "hpsv3", "video_align", "dance_grpo"])
+@check_each("name", ["image_reward", "hpsv3", "video_align", "dance_grpo"])
 def test_a_package_that_is_not_there_is_named(name, monkeypatch):
     for module in ("ImageReward", "hpsv3", "fastvideo"):
         monkeypatch.setitem(sys.modules, module, None)
@@ -173,7 +174,7 @@ def one(name, box, confidence=0.99, mask=None):
 LEFT, RIGHT, BELOW = (0, 0, 10, 10), (30, 0, 40, 10), (0, 30, 10, 40)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("a", "b", "want"),
     [
         (LEFT, RIGHT, {"left of"}), (RIGHT, LEFT, {"right of"}), (BELOW, LEFT, {"below"}), (LEFT, BELOW, {"above"}),
@@ -232,7 +233,7 @@ def test_what_is_excluded_spoils_the_published_test_alone():
     assert (got.soft, got.correct) == (0.5, False)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("metadata", "says"),
     [
         ({"include": []}, "`include` is not a list of clauses"),

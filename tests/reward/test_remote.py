@@ -10,6 +10,7 @@ from urllib.parse import parse_qs
 import numpy as np
 import pytest
 
+from each_case import check_each
 from reward_http import TOKEN, Server, serving
 from wfm_ds.errors import RewardError
 from wfm_ds.recipe.sections import RewardRecipe
@@ -232,7 +233,7 @@ def variables(family, url="http://h", token="t"):
     return {f"{family}_ENQUEUE_URL": f"{url}/e", f"{family}_FETCH_URL": f"{url}/f", f"{family}_TOKEN": token}
 
 
-@pytest.mark.parametrize("family", VARIABLE_PREFIXES)
+@check_each("family", VARIABLE_PREFIXES)
 def test_each_family_of_variables_is_read(family):
     assert read_service_addresses(variables(family)) == ("http://h/e", "http://h/f", "t")
 

@@ -12,6 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from sklearn.neighbors import KNeighborsClassifier
 from sklearn.svm import SVC
 
+from each_case import check_each
 from wfm_ds.demos.digits_data import reward_split, sft_split
 from wfm_ds.errors import RewardError
 from wfm_ds.types import MediaBatch
@@ -82,7 +83,7 @@ def test_the_built_in_rewards_are_found_and_describe_themselves():
         )
 
 
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
+@check_each("name", sorted(BUILT_IN))
 def test_an_unknown_option_is_refused_by_name(name):
     with pytest.raises(RewardError, match=f"{name} has no option qualty"):
         registry.create_reward(name, "cpu", {"qualty": 3, **NEEDED.get(name, {})})
@@ -172,7 +173,7 @@ def test_the_wrong_digit_is_worth_nothing(digits):
     assert sum(s.value for s in wrong) <= 2
 
 
-@pytest.mark.parametrize(("height", "width"), [(32, 32), (16, 40), (64, 8)])
+@check_each(("height", "width"), [(32, 32), (16, 40), (64, 8)])
 def test_larger_pictures_are_averaged_cell_by_cell(digits, height, width):
     """Noise that cancels within each cell hides the digit from whoever picks single pixels."""
     images, labels = sft_split()
@@ -188,7 +189,7 @@ def test_larger_pictures_are_averaged_cell_by_cell(digits, height, width):
     )
 
 
-@pytest.mark.parametrize("label", [None, "7", 7.0, 10, -1, True])
+@check_each("label", [None, "7", 7.0, 10, -1, True])
 def test_a_label_that_is_no_digit_is_a_failure(digits, label):
     metadata = [{} if label is None else {"label": label}]
     (one,) = score(digits, [flat(0, 8)], metadata=metadata)
@@ -247,7 +248,7 @@ def test_metadata_goes_before_the_prompt():
     assert one.value == 1.0
 
 
-@pytest.mark.parametrize("target", [[1, 2], [1, 2, 256], [-1, 0, 0], "red", [True, 0, 0], 255, [float("nan"), 0, 0]])
+@check_each("target", [[1, 2], [1, 2, 256], [-1, 0, 0], "red", [True, 0, 0], 255, [float("nan"), 0, 0]])
 def test_a_target_that_is_no_colour_is_a_failure(target):
     (one,) = score(loaded("color"), [flat(0)], ["a red ball"], [{"target_rgb": target}])
     assert one.failure == f"the metadata `target_rgb` is {target!r}, not three numbers from 0 to 255"
@@ -294,7 +295,7 @@ def test_lines_are_read_from_top_to_bottom(ocr):
     assert scores[1].value < 1.0
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("prompt", "metadata"), [("no quotes", {}), ('empty ""', {}), ('"a"', {"ocr_target": " "}), ("", {"ocr_target": 3})]
 )
 def test_nothing_to_look_for_is_a_failure(ocr, prompt, metadata):

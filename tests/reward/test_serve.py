@@ -18,6 +18,7 @@ import psutil
 import pytest
 import yaml
 
+from each_case import check_each
 from pages import write_code
 from wfm_ds.errors import RewardError
 from wfm_ds.transport import wire
@@ -70,7 +71,7 @@ def score(reward, prompts, metadata=None, max_batch=16, shape=(4, 4, 3), value=5
 # The checks around a reward
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("prompt", "failure"),
     [
         ("raise", "RuntimeError: this picture is unbearable"),
@@ -151,7 +152,7 @@ def test_tasks_that_arrive_together_are_scored_in_batches_of_one_shape_and_speed
     assert [len(a["scores"]) for a in answers if isinstance(a, dict)] == [2, 1, 1, 1, 3]
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("change", "says"),
     [
         ({"id": None}, "row 1: missing or wrong type: id"),
@@ -215,7 +216,7 @@ def test_an_unknown_reward_names_the_nearest_and_all():
         registry.get_reward_class("color_")
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("name", "says"),
     [
         ("no_such_package:X", "cannot import 'no_such_package'"),
@@ -320,7 +321,7 @@ def test_nothing_heavy_is_imported():
 # The configuration
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("text", "says"),
     [
         ("rewards: {color: {devcie: cpu}}", r"rewards\.color\.devcie is not a key; did you mean device\?"),

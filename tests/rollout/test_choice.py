@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.rollout.group_selection import GroupSelection, within_group_correlation
 from wfm_ds.rollout.groups import Group, plan_step_samples
 from wfm_ds.types import Prompt
@@ -66,9 +67,7 @@ def test_the_correlation_within_groups_is_that_of_numpy_without_the_means_of_the
     assert within_group_correlation([1.0, 2.0], [2.0, 4.0], ["a", "a"]) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(
-    "rewards", [([1.0, 1.0], [0.0, 1.0]), ([0.0, 1.0], [0.1, 0.1]), ([None, 1.0], [1.0, None]), ([], [])]
-)
+@check_each("rewards", [([1.0, 1.0], [0.0, 1.0]), ([0.0, 1.0], [0.1, 0.1]), ([None, 1.0], [1.0, None]), ([], [])])
 def test_a_correlation_that_cannot_be_known_is_none(rewards):
     first, second = rewards
     got = within_group_correlation(first, second, ["a"] * len(first))

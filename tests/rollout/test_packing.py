@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.rollout.groups import Group, extract_rollout, plan_step_samples
 from wfm_ds.rollout.remote.packing import (
     ChunkTask,
@@ -42,7 +43,7 @@ def windowed(steps, **options):
     return stochastic_plan("flow_sde", GRID, noise_level=0.7, stored_steps=steps, **options)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("plan", "points"),
     [
         (windowed((1, 2, 3)), 4),  # consecutive steps share the latents between them
@@ -74,7 +75,7 @@ def test_what_is_not_finite_becomes_zero():
     assert np.isfinite(dict(arrays)["clean"]).all()
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("name", "change", "complaint"),
     [
         ("clean", lambda t: t[:2], r"clean: expected \[3, 2, 3, 4\] float32, got \[2, 2, 3, 4\] torch.float32"),
@@ -121,7 +122,7 @@ def test_work_arrives_as_it_was_sent():
         ChunkTask.from_rows([{"step": 1}])
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
+@check_each("count", [0, 1, 2])
 def test_the_frames_that_samples_are_given_travel_beside_their_work_and_nothing_else_of_the_medium(count):
     data = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
     group = Group(prompt=Prompt(id="p", text="p"), data=data, num_conditioning_frames=count)

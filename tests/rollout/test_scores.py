@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from wfm_ds.distributed.world import World
-from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
-from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.rollout.groups import Group, plan_step_samples
 from wfm_ds.rollout.rewards import RewardClient, RewardService

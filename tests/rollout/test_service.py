@@ -12,6 +12,7 @@ import psutil
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.distributed import gpus
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.recipe import file as recipe_file
@@ -42,7 +43,7 @@ def changed(**sections):
     return Recipe.model_validate(plain)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("key", "value"),
     [
         ("max_staleness", 0),
@@ -62,7 +63,7 @@ def test_keys_about_workers_need_them(key, value):
         changed(rollout={"mode": "colocated", "max_staleness": 1, "spawn": 1, key: value, **more})
 
 
-@pytest.mark.parametrize(("in_flight", "ahead"), [(1, 1), (2, 1), (3, 2), (5, 4)])
+@check_each(("in_flight", "ahead"), [(1, 1), (2, 1), (3, 2), (5, 4)])
 def test_a_chunk_may_wait_for_all_that_its_worker_has_before_it(in_flight, ahead):
     recipe = changed(rollout={"in_flight": in_flight, "timeout_s": 100}, reward={"timeout_s": 7})
     assert chunk_stall_s(recipe.rollout, recipe.reward) == ahead * 100 + 7
@@ -108,7 +109,7 @@ def test_a_service_that_cannot_be_announced_leaves_no_hub(started, tmp_path):
         started(QUIET)
 
 
-@pytest.mark.parametrize(
+@check_each(
     ("overrides", "message"),
     [
         (

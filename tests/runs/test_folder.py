@@ -68,15 +68,15 @@ def test_empty_or_new_folder_is_a_new_run(recipe, tmp_path):
     assert find_run_start(recipe("run.resume=never"), 2) == RunStart()
 
 
-@check_each("name", ["samples", "logs", "checkpoints", "safetensors", "tensorboard"])
-@check_each("resume", ["auto", "never"])
+@pytest.mark.parametrize("name", ["samples", "logs", "checkpoints", "safetensors", "tensorboard"])
+@pytest.mark.parametrize("resume", ["auto", "never"])
 def test_folder_that_only_looks_like_a_runs_is_refused(recipe, tmp_path, name, resume):
     (tmp_path / "out" / name).mkdir(parents=True)
     message = refusal(recipe(f"run.resume={resume}"))
     assert message.startswith(f"run.output_dir {tmp_path / 'out'} contains {name}, which belong to no run")
 
 
-@check_each("name", ["reward", "samples", "recipe.yaml"])
+@pytest.mark.parametrize("name", ["reward", "samples", "recipe.yaml"])
 def test_overwriting_deletes_nothing_that_no_run_recorded(recipe, tmp_path, name):
     mine = tmp_path / "out" / name
     mine.mkdir(parents=True)
@@ -100,8 +100,8 @@ def test_what_a_failed_first_start_leaves_is_no_obstacle(recipe, tmp_path):
     assert "contains samples, which belong to no run" in refusal(recipe())
 
 
-@check_each("name", [".git", "pyproject.toml", "setup.py"])
-@check_each("overwrite", [False, True])
+@pytest.mark.parametrize("name", [".git", "pyproject.toml", "setup.py"])
+@pytest.mark.parametrize("overwrite", [False, True])
 def test_the_folder_of_a_project_is_refused(recipe, tmp_path, name, overwrite):
     (tmp_path / "out" / "reward").mkdir(parents=True)
     (tmp_path / "out" / name).touch()
@@ -234,7 +234,7 @@ def test_micro_batches_decide_which_expert_trains_so_that_their_number_must_stay
         assert find_run_start(sft(4, 2), 2).step == 4
 
 
-@check_each(
+@pytest.mark.parametrize(
     "change",
     [
         "run.steps=9",
@@ -256,7 +256,7 @@ def test_what_does_not_change_the_training_may_be_changed(recipe, run, change):
     assert find_run_start(recipe(change), 2).step == 4
 
 
-@check_each(
+@pytest.mark.parametrize(
     ("change", "named"),
     [
         ("optimizer.lr=0.5", "optimizer.lr: 0.0003 there, 0.5 here"),

@@ -6,11 +6,11 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.storage.tensor_store import TensorStore
 
 KEY = {"family": "sd3", "text": "a cat/../\u4e2d", "length": 77}
@@ -55,7 +55,7 @@ def entry(folder):
     return path
 
 
-@pytest.mark.parametrize("damage", ["short", "empty", "text", "other key"])
+@check_each("damage", ["short", "empty", "text", "other key"])
 def test_a_damaged_entry_is_absent_and_can_be_written_again(tmp_path, damage):
     store = TensorStore(tmp_path)
     store.write(KEY, tensors())

@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
-from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.training.diffusion_builder import make_rl_algorithm
 

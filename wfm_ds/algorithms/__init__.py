@@ -1,4 +1,4 @@
-"""Training algorithms and their losses. Pure torch and numpy: no DeepSpeed, sockets or files."""
+"""Training algorithms and their losses. Uses only torch and numpy: no DeepSpeed, sockets or files."""
 
 from typing import Any, TypeAlias
 
@@ -15,10 +15,10 @@ RlAlgorithm: TypeAlias = base.RlAlgorithm[Any, Any]
 
 
 def build_rl_algorithm(recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> RlAlgorithm:
-    """Build the recipe's RL algorithm for the rollout noise levels `sigmas` [N+1] float64.
+    """Build the recipe's RL algorithm. sigmas: noise levels of the N rollout steps and the final 0, [N+1] float64.
 
-    model: properties of the model to train; without it the algorithm can only plan rollouts. Raises RecipeError if the
-    algorithm does not support these noise levels.
+    model: properties of the model to train. Without them, the algorithm can only plan rollouts. Raises RecipeError if
+    the algorithm does not support these noise levels.
     """
     settings = recipe.rl.algorithm
     path = settings.implementation or settings.name

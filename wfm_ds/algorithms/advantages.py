@@ -1,6 +1,7 @@
-"""Rewards and advantages of an RL step, computed from its scores in float64 on the host. Bit-identical on every rank.
+"""Rewards and advantages of an RL step, computed in float64 on the host. Bit-identical on every rank.
 
-A sample with a failed reward has reward None. Samples of groups with fewer than two rewards have advantage None.
+The total reward of a sample is None if one of its weighted rewards failed. If a group has fewer than two total rewards,
+the advantages of its samples are None.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ CLIP_WARNING_FRACTION = 0.5  # warn if a larger fraction of scores is clipped
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """The rewards of an RL step, one entry per sample. `totals` and `parts` are None for a sample without a reward."""
+    """The rewards of an RL step, one entry per sample. Entries of `totals` and `parts` are None for missing rewards."""
 
     totals: list[float | None]  # R = scale * clip(sum of weight * part)
     parts: list[tuple[float, ...] | None]  # clipped scores of the functions with non-zero weight
@@ -59,8 +60,8 @@ class Advantages:
 def combine_scores(scores: Sequence[Mapping[str, Score]], recipe: RewardRecipe) -> Rewards:
     """Combine the scores of each sample into its reward.
 
-    scores: {reward function: score} of each sample. A reward is None if a function with non-zero weight failed or has
-    no score, or if the sum overflows.
+    scores: one mapping {reward function: score} per sample. A reward is None if a function with non-zero weight failed
+    or has no score, or if the sum overflows.
     """
     weighted = [f for f in recipe.functions if f.weight != 0]
     weights = tuple(f.weight for f in weighted)
@@ -107,10 +108,10 @@ def compute_advantages(
         gdpo  the reward of each function f: B = sum of weight_f * A_f, A = (B - mean B) / (std B + 1e-4)
               with mean and std over all samples of groups with at least two rewards
 
-    transform: elementwise function. Groups with constant rewards get exactly 0 before `transform`, or None with
-    `zero_std: drop`. best_of_n ranks the values after `transform`; ties go to earlier samples. Without ties, the result
-    does not depend on the order of the samples, bit for bit. Raises ValueError for unequal lengths and for non-finite
-    rewards.
+    transform: elementwise function. If all rewards of a group are equal, its advantages before `transform` are exactly
+    0, or None with `zero_std: drop`. best_of_n ranks the values after `transform`; in a tie, the earlier sample wins.
+    Without ties, the result does not depend on the order of the samples, bit for bit. Raises ValueError for unequal
+    lengths and for non-finite rewards.
     """
     valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
     raw = _normalize_advantages(columns, valid, compared, settings)
@@ -135,7 +136,7 @@ def select_best_and_worst(
 
     Returns (sorted indices of the selected samples, ids of the groups with unequal rewards). Samples without a reward
     are selected only if a group has fewer than `count` rewards. Groups need at least `count` samples, or exactly
-    `count` if it is odd. Raises ValueError as compute_advantages does.
+    `count` if it is odd. Raises ValueError in the same cases as compute_advantages.
     """
     valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
     ranked = _normalize_advantages(columns, valid, compared, settings)
@@ -154,8 +155,8 @@ def _compare_groups(
 ) -> tuple[list[int], list[Indices], list[tuple[float, Array]], list[bool]]:
     """Check rewards and groups. Returns (valid, compared, columns, constant).
 
-    valid: indices of samples with a reward. compared: these indices by group, for groups with at least two rewards.
-    columns: result of `_reward_columns`. constant: for each compared group, whether all its rewards are constant.
+    valid: indices of samples with a reward. compared: these indices by group, without groups that have only one reward.
+    columns: result of `_reward_columns`. constant: for each group in `compared`, whether all its rewards are constant.
     """
     if len(rewards.totals) != len(groups):
         raise ValueError(f"{len(rewards.totals)} rewards but {len(groups)} group ids")
@@ -241,10 +242,11 @@ def group_variance(rewards: Sequence[float | None]) -> float | None:
 def reward_stats(
     scores: Sequence[Mapping[str, Score]], groups: Sequence[str], functions: Sequence[RewardFunction]
 ) -> dict[str, float]:
-    """Return the metrics `reward/<name>/...` of every function (weight 0 too), from raw scores before clip and weight.
+    """Return the metrics `reward/<name>/...` of every reward function, including functions with weight 0.
 
-    mean, std (population), min, max and clipped_fraction cover valid scores, group_std_mean groups with at least two
-    valid scores, seconds_mean all scores. failed counts failed and missing scores. Undefined metrics are omitted.
+    The metrics describe raw scores, before clip and weight. mean, std (population), min, max and clipped_fraction are
+    over valid scores. group_std_mean is over groups with at least two valid scores. seconds_mean is over all scores.
+    failed counts failed and missing scores. Undefined metrics are omitted.
     """
     stats: dict[str, float] = {}
     for function in functions:

@@ -27,9 +27,15 @@ POWER_OFFSET = 1e-10  # added to the squared error before the power: its slope a
 def matching_log_prob(error: Tensor, sigma: Tensor, weighting: str, power: float) -> Tensor:
     """Return the surrogate log-probability of each sample, [B], at most 0.
 
-    error: mean squared velocity error l; sigma: noise level; both [B] float32. Weightings: `uniform` is -l, `sigma`
-    -sigma*l, `sigma_squared` -sigma^2*l, `ghuber` -sigma*((l + 1e-10)^power - 1e-10^power)/power. Raises ValueError for
-    an unknown weighting and for wrong shapes.
+    error: mean squared velocity error l, [B] float32. sigma: noise level, [B] float32. The result depends on
+    `weighting`:
+
+        uniform        -l
+        sigma          -sigma * l
+        sigma_squared  -sigma^2 * l
+        ghuber         -sigma * ((l + 1e-10)^power - 1e-10^power) / power
+
+    Raises ValueError for an unknown weighting and for wrong shapes.
     """
     require_vectors(error, error=error, sigma=sigma)
     match weighting:

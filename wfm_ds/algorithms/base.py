@@ -1,6 +1,6 @@
 """Interface between the RL loop and an algorithm: loss terms, their batches, and the choice of noise levels.
 
-Pure torch and numpy: no engine, files or collectives.
+Uses only torch and numpy: no engine, files or collectives.
 """
 
 from __future__ import annotations
@@ -56,11 +56,14 @@ class LossTermBatch:
 
     @property
     def loss_mask(self) -> Tensor | None:
-        """Mask [B,1,T,1,1]: 0 on conditioning frames, which losses exclude, else 1; None without conditioning."""
+        """Mask [B,1,T,1,1] of the frames that losses use; None in runs without conditioning frames.
+
+        The mask is 0 on conditioning frames and 1 on all other frames.
+        """
         return None if self.conditioning_frames is None else free_frame_mask(self.conditioning_frames)
 
     def parts(self) -> Sequence[LossTermBatch]:
-        """Return one batch for each forward and backward pass: only `self` unless num_parts > 1.
+        """Return one batch for each forward and backward pass. If num_parts is 1, this is only `self`.
 
         Each batch has the weights [B] of all loss terms. The loss of a term is the sum of its losses in all batches.
         """
@@ -99,9 +102,8 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     references: tuple[str, ...] = ()
     """Policies that the loss compares against (`old`, `ref`, `ema`), in the order of their forward passes.
 
-    While a policy's weights equal the trained ones, it is omitted from the loss's `references`; the loss then uses its
-    own detached prediction.
-    """
+    While the weights of such a policy equal the trained weights, the policy is missing from the loss's `references`.
+    The loss then uses the detached prediction of the trained policy instead."""
     uses_old_predictions = False
     """Whether `old` predictions come from the trained weights at the start of the RL step, not from a policy copy."""
 
@@ -142,8 +144,8 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     def has_gradient(self, term: TermT, equal_policies: Set[str]) -> bool:
         """Return False if the gradient of the loss term is known to be zero, else True.
 
-        equal_policies: names of the policies that equal the trained policy. The RL loop skips terms without gradient
-        but counts them in the loss denominator.
+        equal_policies: names of the policies with weights equal to the trained weights. The RL loop skips terms without
+        gradient but counts them in the loss denominator.
         """
         return True
 
@@ -179,7 +181,7 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
         raise NotImplementedError
 
     def policy_decays(self, step: int, num_updates: int) -> Mapping[str, float]:
-        """Return {policy: decay d} of the policy copies to update at the end of this RL step.
+        """Return {policy: decay d} for the policy copies that are updated at the end of this RL step.
 
         The update is copy <- d*copy + (1-d)*trained weights. num_updates: optimizer steps of the run so far.
         """
@@ -190,9 +192,10 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 
 
 def split_rows_over_updates(num_samples: int, first_index: int, num_updates: int) -> list[list[int]]:
-    """Return, for each optimizer step, the indices of this rank's samples that it trains.
+    """Return, for each optimizer step, the indices of this rank's samples that are trained in it.
 
-    Sample i of all ranks is trained in step i mod num_updates. first_index: i of this rank's first sample.
+    Samples are numbered over all ranks. Sample i is trained in optimizer step i mod num_updates. first_index: number of
+    this rank's first sample.
     """
     return [[row for row in range(num_samples) if (first_index + row) % num_updates == u] for u in range(num_updates)]
 
@@ -200,8 +203,8 @@ def split_rows_over_updates(num_samples: int, first_index: int, num_updates: int
 def draw_training_steps(num_steps: int, fraction: float, seed: int) -> list[int]:
     """Return the denoising steps that one sample is trained on, in training order.
 
-    Draws count_of_fraction(num_steps, fraction) of the steps 0 .. num_steps-1. seed must differ between samples and RL
-    steps. Raises ValueError for a fraction outside (0, 1].
+    Draws count_of_fraction(num_steps, fraction) of the steps 0 .. num_steps-1. Use a different seed for each sample and
+    RL step. Raises ValueError for a fraction outside (0, 1].
     """
     if num_steps < 1 or not 0 < fraction <= 1:
         raise ValueError(
@@ -216,10 +219,10 @@ def draw_steps(num_steps: int, count: int, seed: int) -> list[int]:
 
 
 def draw_stratified_sigmas(num_levels: int, shift: float, run_seed: int, *key: int | str) -> list[float]:
-    """Draw one noise level per stratum of (0, 1), ascending: q is uniform in its stratum and then shifted.
+    """Draw num_levels noise levels, ascending: one from each of num_levels equal parts of (0, 1), then shifted.
 
-    Values are float32 in (0, 1], as the denoiser gets them, so that both choose the same expert. The overall density
-    does not depend on num_levels. Depends only on the arguments.
+    The overall density does not depend on num_levels. Values are in (0, 1] and rounded to float32 like the denoiser's
+    inputs, so that rounding cannot change the selected expert. Depends only on the arguments.
     """
     draws = [(part + draw_uniform(run_seed, "train_sigma", *key, part)) / num_levels for part in range(num_levels)]
     q = torch.tensor(draws, dtype=torch.float64).clamp(QUANTILE_MARGIN, 1 - QUANTILE_MARGIN)

@@ -1,7 +1,7 @@
 """DDRL (arXiv 2512.04332): policy gradients on churned EDM rollouts, regularized by a diffusion loss on data.
 
 For each trained step, a rollout stores only the input latents of the denoiser. The transition to the next state is
-Gaussian: its mean is affine in the velocity, its noise is drawn again from the sample's seed, and its gain and std are
+Gaussian. Its mean is affine in the velocity. Its noise is drawn again from the sample's seed. Its gain and std are
 constants of the sampling plan. The loss functions are in ddrl_losses.py.
 """
 
@@ -46,7 +46,7 @@ class DdrlTerm(LossTerm):
 
 @dataclass(frozen=True, slots=True)
 class DataNoise:
-    """The noise to add to the data sample of a loss term."""
+    """The noise to add to the data sample of one loss term."""
 
     sigma: float
     seed: int
@@ -77,8 +77,8 @@ class DdrlBatch(LossTermBatch):
     """B loss terms, D of them with a data sample.
 
     The rows of `latents`, `sigma`, `prompts` and `conditioning_frames` are the B rollout states, then the D noisy data
-    samples. One forward pass covers all rows, unless `is_split`: then `parts` returns a batch of the states and a batch
-    of the data samples.
+    samples. One forward pass covers all rows. If `is_split`, `parts` returns two batches instead: the states and the
+    data samples.
     """
 
     transitions: Transitions | None  # None in the batch of data samples
@@ -293,7 +293,10 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         return loss, stats
 
     def _data_loss(self, velocity: Tensor, batch: DdrlBatch, data: CleanData) -> tuple[Tensor, Tensor]:
-        """Return (data loss [B], mask [B] of loss terms with a data sample). velocity: [D, ...], at these samples."""
+        """Return (data loss [B], mask [B] of the loss terms that have a data sample).
+
+        velocity: prediction at the D noisy data samples, [D, ...].
+        """
         zeros = torch.zeros_like(batch.weight)
         if len(velocity) == 0:
             return zeros, zeros
@@ -335,7 +338,10 @@ class NoisyData:
 
 
 def make_noisy_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], states: Tensor) -> NoisyData:
-    """Add noise to the data samples of loss terms that have one. samples, states: rollout and state of each term."""
+    """Add noise to the data samples of these loss terms. Terms without a data sample are skipped.
+
+    samples, states: the rollout and the rollout state of each term.
+    """
     chosen = [(i, t.data, samples[i]) for i, t in enumerate(terms) if t.data is not None]
     if not chosen:
         empty = states[:0]

@@ -1,8 +1,8 @@
 """DGPO (arXiv 2510.08425): direct group preference optimization, weighted by advantages.
 
 The loss decreases the velocity errors of samples with positive advantage and increases the errors of other samples. A
-group's weight is large while the policy does not yet prefer its better samples more than the reference does. Samples of
-a group share noise levels and noise, so that their errors are comparable.
+group has a large weight until the policy prefers the group's better samples more than the reference policy does.
+Samples of a group share noise levels and noise, so that their errors are comparable.
 """
 
 from __future__ import annotations
@@ -55,7 +55,11 @@ class Dgpo(ForwardProcess):
         batch: ForwardBatch,
         references: Mapping[str, Tensor],
     ) -> tuple[list[str], Tensor]:
-        """See RlAlgorithm. The noise seed is the group id: only a group's samples at one noise level share it."""
+        """See RlAlgorithm. The noise seed serves as group id.
+
+        Two loss terms have the same noise seed only if their samples are in the same group and have the same noise
+        level.
+        """
         errors, ref_errors = self._velocity_errors(velocity, batch), self._velocity_errors(references["ref"], batch)
         contributions = batch.credit * self.settings.beta * (errors - ref_errors) / self.group_size
         return [str(term.noise_seed) for term in terms], contributions

@@ -62,11 +62,11 @@ def nft_loss(
 
         l = adv_clip_max*(r*L+ + (1-r)*L-)/beta + kl_beta*mean((v - v_ref)^2)
 
-    The denominator mean|e| is a constant of at least 1e-5. mask: [B,1,T,1,1], 0 on frames excluded from means and
-    maxima; None if all frames count. Only `velocity` gets a gradient; the gradient of a sample does not depend on other
-    samples.
+    The denominators mean|e+-| have no gradient and are at least 1e-5. mask: [B,1,T,1,1], 0 on frames excluded from
+    means and maxima; None if all frames count. Only `velocity` gets a gradient. The gradient of a sample does not
+    depend on other samples.
 
-    Raises ValueError for wrong shapes or dtypes, for beta <= 0, and if exactly one of kl_beta > 0 and ref_velocity is
+    Raises ValueError for wrong shapes or dtypes, for beta <= 0, and if only one of `kl_beta > 0` and ref_velocity is
     set.
     """
     latents = {"velocity": velocity, "old_velocity": old_velocity, "clean_latents": clean_latents, "noise": noise}
@@ -142,7 +142,7 @@ class DiffusionNft(ForwardProcess):
         return float(reward_weights([advantage], self.settings.adv_clip_max)[0])
 
     def has_gradient(self, term: ForwardTerm, equal_policies: Set[str]) -> bool:
-        """Return False if v = v_old, r = 1/2 and there is no KL loss: the two halves of the policy loss then cancel."""
+        """Return False if v = v_old, r = 1/2 and there is no KL loss, because the policy loss is then constant."""
         return (
             self.settings.kl_beta > 0
             or "old" not in equal_policies

@@ -35,7 +35,10 @@ def preference_loss(rewards: Tensor) -> Tensor:
 
 
 def is_preferred(margins: Tensor) -> Tensor:
-    """Return 1 for a positive reward margin, 0 for a negative one, and 1/2 for 0 (as before the first update)."""
+    """Return 1 for a positive reward margin, 0 for a negative margin, and 1/2 for a margin of 0.
+
+    Before the first update, all margins are 0.
+    """
     return (1 + torch.sign(margins)) / 2
 
 
@@ -58,6 +61,6 @@ class Dpo(SupervisedAlgorithm):
         return preference_loss(rewards), stats
 
     def validation_loss(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """See SupervisedAlgorithm. `accuracy` [N] compares the rewards of each pair, averaged over noise levels."""
+        """See SupervisedAlgorithm. `accuracy` [N] compares each pair's implicit rewards, averaged over noise levels."""
         rewards = implicit_rewards(errors, references["ref"], self.settings.beta)
         return preference_loss(rewards), {"accuracy": is_preferred((rewards[0] - rewards[1]).mean(dim=1))}

@@ -3,8 +3,8 @@
 Its settings also cover Flow-GRPO-Fast, MixGRPO (2507.21802), DanceGRPO (2505.07818), GRPO-Guard (2510.22319) and
 Flow-DPPO (2606.11025).
 
-With a stochastic solver each noisy step draws x' ~ N(mu, s^2) with mu = c_x*x + c_v*v. The rollout uses the trained
-weights and stores (x, x', log-probability). The loss predicts v at x again, and increases or decreases the probability
+With a stochastic solver, each noisy step draws x' ~ N(mu, s^2) with mu = c_x*x + c_v*v. The rollout uses the trained
+weights and stores (x, x', log-probability). The loss predicts v at x again. It increases or decreases the probability
 of x' according to the sample's advantage. Log-probabilities are averaged over the n elements of a sample, so ratios are
 the n-th root of the true ratios.
 """
@@ -70,9 +70,9 @@ def grpo_guard_log_ratio(
 ) -> Tensor:
     """Return GRPO-Guard's log ratio [B]: (log p - log p_old + mean((mu - mu_old)^2)/(2 s^2)) * s.
 
-    It removes the bias of the log ratio and normalizes its scale across steps. The equivalent form mean(z*(mu -
-    mu_old)), z = (x' - mu_old)/s, is computed, which is exactly 0 for equal means. Latents and means: [B, ...]. std: s,
-    [B]. mask: as in sample_mean. Gradients flow to `mean`.
+    It removes the bias of the log ratio and normalizes its scale across steps. It is computed in the equivalent form
+    mean(z*(mu - mu_old)) with z = (x' - mu_old)/s, which is exactly 0 for equal means. Latents and means: [B, ...].
+    std: s, [B]. mask: as in sample_mean. Gradients flow to `mean`.
     """
     old = old_mean.detach()
     return sample_mean((next_latents - old) * (mean - old), mask) / std
@@ -81,9 +81,13 @@ def grpo_guard_log_ratio(
 def kl_scale(kind: str, coefficients: Tensor, dt: Tensor) -> Tensor:
     """Return the factor [B] float64 that turns mean((v - v_ref)^2) into the KL of this kind.
 
-    The means of two steps with equal std s differ by c_v*(v - v_ref). `gaussian`: c_v^2/(2 s^2). `flow_grpo`: c_v^2/(2
-    g^2) with the diffusion g^2 = s^2/-dt. `velocity`: 1. dt: [B], sigma_next - sigma, negative. Raises ValueError for
-    an unknown kind.
+    If two steps have the same std s, their means differ by c_v*(v - v_ref). The factors are:
+
+        gaussian   c_v^2/(2 s^2)
+        flow_grpo  c_v^2/(2 g^2) with the diffusion g^2 = s^2/-dt
+        velocity   1
+
+    dt: sigma_next - sigma, [B], negative. Raises ValueError for an unknown kind.
     """
     gaussian = coefficients[:, 1].square() / (2 * coefficients[:, STD_COLUMN].square())
     match kind:
@@ -307,7 +311,11 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     def _old_policy_source(
         self, batch: TransitionBatch, references: Mapping[str, Tensor]
     ) -> Literal["own", "rollout", "recomputed"]:
-        """Return the source of old probabilities: `own` prediction, stored by the `rollout`, or `recomputed`."""
+        """Return the source of the old log-probabilities.
+
+        `own`: the current prediction, detached. `rollout`: stored during the rollout. `recomputed`: an extra forward
+        pass.
+        """
         if self.uses_old_predictions:
             return "recomputed" if "old" in references else "own"
         return "own" if self.settings.old_log_prob == "auto" and batch.is_first_update else "rollout"
@@ -334,7 +342,10 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         return transition_mean(velocity, batch.latents, batch.coefficients)
 
     def _outside_trust_region(self, comparison: PolicyComparison) -> tuple[Tensor, Tensor]:
-        """Return masks [B] of loss terms outside the trust region: (probability increased, probability decreased)."""
+        """Return two masks [B] of loss terms outside the trust region.
+
+        The first is for terms with an increased probability, the second for terms with a decreased probability.
+        """
         log_ratio = comparison.log_ratio.detach()
         if comparison.divergence is None:
             return outside_clip_range(log_ratio, self.clip_low, self.clip_high)

@@ -66,7 +66,7 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
 
     @functools.cached_property
     def _fixed_plan(self) -> FlowPlan | None:
-        """The plan of every step, if the solver is deterministic."""
+        """The sampling plan of all RL steps if the solver is deterministic, else None."""
         return None if self.sampling.is_stochastic else rollout_plan(self.sampling, self.grid)
 
     def plan(self, step: int) -> SamplingPlan:
@@ -77,11 +77,11 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
         return advantage
 
     def noise_key(self, rollout: Rollout) -> tuple[int | str, ...]:
-        """Return the seed key of a sample's noise levels and noise, which samples with equal keys share."""
+        """Return the key that seeds a sample's noise levels and noise. Samples with equal keys share both."""
         return (rollout.seed,)
 
     def noise_levels(self, step: int, *key: int | str) -> list[tuple[int, float]]:
-        """Return (index, sigma) of each noise level on which samples with this key are trained, in training order.
+        """Return (index, sigma) of each noise level that samples with this key are trained on, in training order.
 
         The index is the denoising step of the rollout (`levels: grid`) or the stratum of (0, 1) (`levels: stratified`).
         """

@@ -33,18 +33,24 @@ def divergence_policy_loss(log_ratio: Tensor, divergence: Tensor, advantage: Ten
 
 
 def step_divergence(mean: Tensor, old_mean: Tensor, std: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the KL per element of N(mean, s^2) and N(old_mean, s^2), [B], detached. Means: [B, ...]; std: s, [B]."""
+    """Return the KL divergence per element of N(mean, s^2) from N(old_mean, s^2), [B], detached.
+
+    mean, old_mean: [B, ...]. std: s, [B].
+    """
     return (sample_mean((mean - old_mean).square(), mask) / (2 * std.square())).detach()
 
 
 def outside_clip_range(log_ratio: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Return two masks [B]: (ratio above 1 + clip_high, ratio below 1 - clip_low)."""
+    """Return two masks [B]: whether the ratio is above 1 + clip_high, and whether it is below 1 - clip_low."""
     deviation = torch.expm1(log_ratio)
     return deviation > clip_high, deviation < -clip_low
 
 
 def ratio_stats(log_ratio: Tensor, higher: Tensor, lower: Tensor, advantage: Tensor) -> Stats:
-    """Return detached metrics [B] of the ratio. higher, lower: masks [B] of ratios above, below the trust region."""
+    """Return detached metrics [B] of the probability ratio.
+
+    higher: mask [B] of ratios above the trust region. lower: mask [B] of ratios below the trust region.
+    """
     deviation = torch.expm1(log_ratio)
     active = torch.where(advantage > 0, higher, lower & (advantage < 0))
     return {

@@ -1,6 +1,7 @@
 """Supervised fine-tuning: the velocity-matching loss, and the noise levels of all supervised algorithms.
 
-A noise level is drawn as q in (0, 1), larger for more noise. The model family's timestep shift turns q into sigma.
+A noise level is first drawn as q in (0, 1); a larger q means more noise. Then the model family's timestep shift turns q
+into sigma.
 """
 
 from __future__ import annotations
@@ -46,7 +47,10 @@ class Sft(SupervisedAlgorithm):
 
 
 def density_quantile(algorithm: SupervisedSettings, a: Tensor) -> Tensor:
-    """Return the q below which the fraction a in (0, 1) of the training density lies. `mode`: arXiv 2403.03206."""
+    """Return the quantile of the training density: a fraction `a` in (0, 1) of the density is below the returned q.
+
+    The density `mode` is from arXiv 2403.03206.
+    """
     match algorithm.timestep_density:
         case "uniform":
             return a.clone()
@@ -58,7 +62,7 @@ def density_quantile(algorithm: SupervisedSettings, a: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SigmaBand:
-    """The noise levels of one expert (of a two-expert model) and their fraction of the training density."""
+    """The noise levels of one expert of a two-expert model, and their fraction of the training density."""
 
     low: float = 0.0  # sigma in [low, high); 1 belongs to the last band
     high: float = 1.0
@@ -95,8 +99,8 @@ def _density_below(algorithm: SupervisedSettings, shift: float, sigma: float) ->
 def draw_experts(bands: Sequence[SigmaBand], run_seed: int, step: int, num_micro_steps: int) -> list[int]:
     """Draw the expert that all ranks train in each micro-batch of an optimizer step. Identical on every rank.
 
-    Each expert gets exactly its fraction of the training density on average over steps, and within one micro-batch of
-    it in every step. The order is random.
+    On average over steps, each expert gets exactly its fraction of the training density. In a single step, its number
+    of micro-batches differs from this fraction by less than one. The order is random.
     """
     ends = list(itertools.accumulate(band.density_below_high - band.density_below_low for band in bands))
     offset = draw_uniform(run_seed, "training_expert", step)
@@ -158,9 +162,9 @@ def _batch_strata(run_seed: int, batch: int, global_batch: int) -> list[int]:
 def loss_weight(kind: str, sigma: Tensor) -> Tensor:
     """Return the weight of the squared velocity error, with the shape and dtype of sigma (in [0, 1]).
 
-    sigma_sqrt (sigma^-2, at most 100) and cosmap are the weightings of diffusers' SD3 training script. edm (arXiv
-    2206.00364) and min_snr (arXiv 2303.09556, gamma 5) are converted from weights of x0 errors to weights of velocity
-    errors. Raises ValueError for an unknown kind.
+    The kinds sigma_sqrt (sigma^-2, at most 100) and cosmap are from diffusers' SD3 training script. The kinds edm
+    (arXiv 2206.00364) and min_snr (arXiv 2303.09556, gamma 5) are published as weights of x0 errors, and are converted
+    to weights of velocity errors. Raises ValueError for an unknown kind.
     """
     data_square, noise_square = (1 - sigma).square(), sigma.square()
     match kind:
@@ -178,9 +182,10 @@ def loss_weight(kind: str, sigma: Tensor) -> Tensor:
 
 
 def conditioning_frame_counts(num_frames: tuple[int, int], draws: Sequence[float]) -> Tensor | None:
-    """Return each sample's number of conditioning frames (first latent frames), [B] int64; None if it is always 0.
+    """Return each sample's number of conditioning frames (first latent frames), [B] int64.
 
-    num_frames: smallest and largest number. draws: one uniform random number in [0, 1) per sample.
+    Returns None if the number is always 0. num_frames: (smallest, largest) number. draws: one uniform random number in
+    [0, 1) per sample.
     """
     low, high = num_frames
     if high == 0:
@@ -189,7 +194,10 @@ def conditioning_frame_counts(num_frames: tuple[int, int], draws: Sequence[float
 
 
 def validation_sigmas(shift: float, num_levels: int = NUM_BUCKETS) -> Tensor:
-    """Return the noise levels of the validation loss, [num_levels] float64: the shifted q = (j + 1/2)/num_levels."""
+    """Return the noise levels of the validation loss, [num_levels] float64.
+
+    Level j = 0, 1, ... is q = (j + 1/2)/num_levels after the timestep shift.
+    """
     return apply_shift((torch.arange(num_levels, dtype=torch.float64) + 0.5) / num_levels, shift)
 
 

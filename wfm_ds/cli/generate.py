@@ -304,11 +304,10 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
     from wfm_ds.checkpoint.adapter_loading import load_adapter
     from wfm_ds.engine import attention_kernels
     from wfm_ds.engine.block_compilation import compile_blocks
-    from wfm_ds.engine.denoiser_forward import CountingForward
     from wfm_ds.models import registry
     from wfm_ds.models.assets.loading import select_device
     from wfm_ds.models.assets.text_cache import TextCache
-    from wfm_ds.models.sampler import Sampler
+    from wfm_ds.models.sampler import CountingForward, Sampler
     from wfm_ds.recipe.sampling import SamplingRecipe
 
     device = select_device(args.device)

@@ -1,4 +1,4 @@
-"""Broadcast of a scanned dataset from rank 0, so that the other ranks do not scan the files."""
+"""Broadcast of a scanned dataset from rank 0, so that only rank 0 scans the files."""
 
 from __future__ import annotations
 

@@ -102,8 +102,3 @@ def read_caption(path: str, cache: CaptionCache | None, parse: Callable[[bytes],
         return None
     cache.store(path, state, caption)
     return caption
-
-
-def user_cache_dir() -> Path:
-    """Return the cache folder shared by all runs of this user: $WFM_CACHE, or ~/.cache/wfm_ds."""
-    return Path(os.environ.get("WFM_CACHE") or "~/.cache/wfm_ds").expanduser()

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 from wfm_ds.data.actions import ActionData, load_action_data
 from wfm_ds.data.batch_reader import BatchReader
 from wfm_ds.data.buckets import Buckets, automatic_sizes
-from wfm_ds.data.caption_cache import user_cache_dir
 from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.cosmos import CosmosFolder
 from wfm_ds.data.folder import load_folder, load_hf_dataset
@@ -36,6 +35,7 @@ from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.shared_defaults import user_cache_folder
 from wfm_ds.types import Prompt
 from wfm_ds.user_class import import_class
 
@@ -181,7 +181,7 @@ def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
         return load_hf_dataset(data, paths[0])
     if data.kind == "webdataset":
         return TarShards(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
-    (folder,), cache_dir = map(Path, paths), data.cache_dir or user_cache_dir()
+    (folder,), cache_dir = map(Path, paths), data.cache_dir or user_cache_folder()
     if data.kind == "folder":
         return load_folder(data, folder)
     if data.kind == "cosmos":
@@ -192,7 +192,10 @@ def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
 
 
 def build_user_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
-    """Scan with the user-defined SampleSet class. Raises DataError if it is invalid or rejects data.options."""
+    """Scan the data with the user's SampleSet class.
+
+    Raises DataError if the class is invalid or rejects data.options.
+    """
     key = "data.kind"
     make: Callable[..., SampleSet] = import_class(data.kind, SampleSet, key=key, error=DataError)
     arguments: dict[str, Any] = {"max_bad_fraction": data.max_bad_fraction, **data.options}

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from wfm_ds.data.caption_cache import user_cache_dir
 from wfm_ds.data.caption_table import CaptionTable
 from wfm_ds.data.captioned_folder import CaptionedFolder, files_below
 from wfm_ds.data.cosmos import CosmosFolder
@@ -18,6 +17,7 @@ from wfm_ds.data.samples import IMAGE_SUFFIXES, MEDIA_SUFFIXES, VIDEO_SUFFIXES, 
 from wfm_ds.data.webdataset import TarShards
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
+from wfm_ds.recipe.shared_defaults import user_cache_folder
 
 COMMAND = "wfm data captions"
 NUM_NAMED = 3
@@ -28,7 +28,7 @@ KOHYA = re.compile(r"(\d+)_.+")
 def load_folder(data: DataRecipe, folder: Path, layout: FolderLayout | None = None) -> SampleSet:
     """Scan a folder in this layout. None: detect the layout. Raises DataError like the SampleSet classes."""
     detected = layout or detect_layout(folder)
-    limit, cache_dir = data.max_bad_fraction, data.cache_dir or user_cache_dir()
+    limit, cache_dir = data.max_bad_fraction, data.cache_dir or user_cache_folder()
     if detected.kind == "cosmos":
         return CosmosFolder(folder, allow_pickle=data.allow_pickle, max_bad_fraction=limit, cache_dir=cache_dir)
     if detected.kind == "webdataset":

@@ -54,7 +54,7 @@ def draw_centre(purpose: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framing:
-    """How an image or video becomes training pixels: size, crop and selected frames."""
+    """Settings for converting an image or video to training pixels: size, crop and selected frames."""
 
     height: int
     width: int

@@ -1,8 +1,8 @@
-"""The layers of a denoiser that have LoRA adapters: their selection, and merging adapters into their weights.
+"""Select the layers of a denoiser that get LoRA adapters, and merge adapters into the weights of these layers.
 
-Layers are selected by the target names of a recipe or a model family. Merged weights are restored bit for bit from
-copies on the same device; PEFT's unmerge would subtract the update and round. Weights are changed in place, so captured
-CUDA graphs stay valid.
+The target names of a recipe or of the model family select the layers. Merging keeps copies of the original weights on
+the same device, which restore them bit for bit. (PEFT's unmerge subtracts the update instead and leaves rounding
+errors.) Weights are changed in place, so captured CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -24,12 +24,18 @@ BLOCK_NUMBER = "{}"
 
 
 def match_linear_layers(network: nn.Module, targets: Iterable[str]) -> list[str]:
-    """Return the names of the linear layers that equal a target or end with a dot and a target (PEFT's rule)."""
+    """Return the names of the linear layers that the LoRA targets select.
+
+    As in PEFT, a target is a full layer name or its last components: `to_k` selects `attn.to_k`.
+    """
     return [name for name, part in _match_modules(network, targets) if isinstance(part, nn.Linear)]
 
 
 def peft_targets(network: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Return targets that PEFT accepts: a target with BLOCK_NUMBER becomes the names of all modules that it matches."""
+    """Convert LoRA targets to targets that PEFT accepts.
+
+    A target with BLOCK_NUMBER is replaced by the names of all modules that it matches.
+    """
     names: list[str] = []
     for target in targets:
         names += [name for name, _ in _match_modules(network, [target])] if BLOCK_NUMBER in target else [target]
@@ -39,8 +45,9 @@ def peft_targets(network: nn.Module, targets: Sequence[str]) -> list[str]:
 def check_lora_layers(network: nn.Module, lora: LoraRecipe, default_targets: Sequence[str]) -> None:
     """Raise RecipeError if the layers of a LoRA cannot be trained or exported.
 
-    Adapters are for linear layers. A fully trained layer (lora.modules_to_save) has parameters but no inner modules.
-    default_targets: targets of the model family, for an unset lora.target_modules.
+    Only linear layers can have adapters. A fully trained layer (lora.modules_to_save) must have parameters and must not
+    contain other layers.
+    default_targets: targets of the model family, used if lora.target_modules is unset.
     """
     targets = lora.target_modules or default_targets
     if not hasattr(network, "add_adapter"):
@@ -81,8 +88,8 @@ def _match_modules(network: nn.Module, targets: Iterable[str]) -> Iterator[tuple
 class AdapterMerge:
     """Merges a LoRA adapter into the weights of its layers, and restores these weights.
 
-    layers: the adapted layers of a denoiser (`find_adapter_layers`), not partitioned (no ZeRO-3). The caller must
-    disable all adapters while one is merged.
+    layers: result of `find_adapter_layers`. Their weights must not be partitioned (ZeRO-3). While an adapter is merged,
+    the caller must disable all adapters.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:

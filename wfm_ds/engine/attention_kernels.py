@@ -34,7 +34,7 @@ REPLACEMENT_PROCESSORS: Mapping[type, Any] = {
     JointAttnProcessor2_0: SD3JointAttention,
     CosmosAttnProcessor2_0: Cosmos25Attention,
 }
-"""Replacements for diffusers' attention processors that bypass its dispatcher or do not pass it a backend."""
+"""Replacements for diffusers' attention processors that bypass diffusers' dispatcher or call it without a backend."""
 # Processors that mask the padding of the text.
 MASKED_PROCESSORS = frozenset(
     {
@@ -49,7 +49,7 @@ MASKED_PROCESSORS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKernel:
-    """A half-precision attention kernel for GPUs and its requirements. None of the kernels supports masks."""
+    """A half-precision attention kernel for GPUs, and its requirements. Attention masks are not supported."""
 
     backend: AttentionBackendName
     capabilities: tuple[Capability, Capability]  # compute capability of the GPU: lowest supported, first unsupported
@@ -90,10 +90,10 @@ KERNELS: Mapping[AttentionName, AttentionKernel] = {
 def choose_kernel(
     name: AttentionName, denoiser: nn.Module, dtype: torch.dtype, device: torch.device, *, trains: bool
 ) -> AttentionName:
-    """Return `name`, or the kernel that `auto` selects for this denoiser, dtype and device.
+    """Return the attention kernel to use: `name`, or for `auto` the best one for this denoiser, dtype and device.
 
-    trains: whether gradients are needed. The denoiser may be on the meta device. Raises UserError with a reason and a
-    fix if an explicitly named kernel cannot be used.
+    trains: whether gradients are needed. The denoiser may be on the meta device. Raises UserError if the kernel `name`
+    cannot be used; the message has the reason and a fix.
     """
     if name == "native":
         return name
@@ -111,7 +111,10 @@ def choose_kernel(
 def find_obstacle(
     name: AttentionName, denoiser: nn.Module, dtype: torch.dtype, capability: Capability | None, *, trains: bool
 ) -> str | None:
-    """Return why a kernel cannot be used, with a fix; None if it can. capability: of the GPU, None on a CPU."""
+    """Return why a kernel cannot be used, and how to fix it. Returns None if it can be used.
+
+    capability: compute capability of the GPU; None on a CPU.
+    """
     kernel, layers = KERNELS[name], list(attention_layers(denoiser))
     if trains and not kernel.has_backward:
         return "has no backward pass and cannot be used for training: use it for rollout workers and generate"
@@ -170,7 +173,10 @@ def attention_layers(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def use_kernel(denoiser: nn.Module, name: AttentionName) -> None:
-    """Set a kernel returned by `choose_kernel` in all attention layers. Install sequence parallelism before."""
+    """Make all attention layers use a kernel that `choose_kernel` returned.
+
+    Sequence parallelism, if any, must be installed first.
+    """
     if name == "native":
         return
     # Not diffusers' set_attention_backend, which also changes every other model in the process.

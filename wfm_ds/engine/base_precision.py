@@ -1,4 +1,7 @@
-"""Low-precision base weights for LoRA: replaces linear layers by the layer class of the recipe's base_precision."""
+"""Low-precision base weights for LoRA.
+
+Linear layers are replaced by low-precision layers. The recipe key `base_precision` selects their class.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ def quantise_base(
 
 
 def require_layers(layers: Sequence[object], key: str, denoiser: nn.Module) -> None:
-    """Raise RecipeError for this recipe key if `layers` is empty."""
+    """Raise RecipeError for the recipe key `key` if `layers` is empty."""
     if not layers:
         raise RecipeError(
             f"{key}: the blocks of {type(denoiser).__name__} have no linear layer with sides that are "

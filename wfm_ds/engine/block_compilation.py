@@ -18,10 +18,10 @@ from torch import nn
 from wfm_ds.errors import UserError
 
 MAX_GRAPHS = 256
-"""Maximum number of compiled versions per block class: block kinds x shapes x policies x (with, without gradient).
+"""Maximum number of compiled versions of a block class.
 
-torch's default of 8 is too low. Beyond the limit, a forward pass raises an error instead of running uncompiled.
-"""
+Each combination of block structure, input shapes, policy and gradient mode needs its own version. torch's default of 8
+is too low. Beyond the limit, a forward pass raises an error instead of running uncompiled."""
 
 # Round half-precision values inside fused operators at the same places as eager kernels do. Without this, a forward
 # pass with gradient, which keeps other intermediate values than one without, has different results in bfloat16, and the
@@ -51,7 +51,10 @@ def compile_blocks(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]
 
 
 def lift_recompile_limits(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a compiled function increase torch's recompile limits, which are per thread, in every calling thread."""
+    """Wrap a compiled function so that every thread that calls it gets higher recompile limits.
+
+    torch stores these limits per thread.
+    """
 
     @functools.wraps(compiled)
     def forward(*args: Any, **kwargs: Any) -> Any:

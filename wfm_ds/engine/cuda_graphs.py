@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 NUM_WARM_UPS = 2  # calls before the recording, in which kernels are compiled and selected and workspaces are allocated
 CaptureFunction: TypeAlias = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
-"""Records a computation. Returns (function that repeats it, its result, which each repetition overwrites)."""
+"""Function that records a computation. It returns (replay function, result). Each replay overwrites the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class GraphReplayer:
 
 
 class ReplayingNetwork:
-    """Wrapper that replays the calls of a network and passes on access to its attributes."""
+    """Wrapper of a network: calls are replayed, and attributes are read from the network."""
 
     def __init__(self, network: Any) -> None:
         self._network = network
@@ -109,7 +109,7 @@ def argument_signature(value: Any) -> Hashable:
 
 
 def clone_tensor(value: Any) -> Any:
-    """Return a copy of a tensor, so that the next replay does not overwrite it; other values unchanged."""
+    """Copy a tensor, so that the next replay does not overwrite it. Other values are returned unchanged."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -157,7 +157,7 @@ class CudaCapture:
         return graph.replay, output
 
     def _warm_up(self, compute: Callable[[], Any]) -> None:
-        """Run the computation on a side stream, as capturing does."""
+        """Run the computation several times before it is captured, on a side stream as required by torch."""
         cuda: Any = torch.cuda  # its streams are not typed
         stream, current = cuda.Stream(self._device), cuda.current_stream(self._device)
         stream.wait_stream(current)

@@ -1,8 +1,8 @@
 """DenoiserEngine: the denoiser with DeepSpeed.
 
-Handles loss scaling, optimizer steps, the learning rate, the active policy, and gathering of full tensors. Independent
-of algorithms, model families and files. theta denotes the trained weights (policy `train`); the other policies are old,
-ref and ema (policies.py). An update is an optimizer step that was not skipped.
+Handles loss scaling, optimizer steps, the learning rate, the active policy, and gathering of full tensors. Does not
+depend on algorithms, model families or files. theta denotes the trained weights (policy `train`). The other policies
+are old, ref and ema (policies.py). An update is an optimizer step that was not skipped.
 """
 
 from __future__ import annotations
@@ -48,14 +48,17 @@ class StepResult:
 
 
 class EngineForward:
-    """The denoiser as model families use it: calls run the active policy, attributes come from the module."""
+    """The denoiser as model families use it. Calls run the active policy; attributes are the module's attributes."""
 
     # Not the DeepSpeed engine itself, because its `config` would hide diffusers' `config`.
     def __init__(self, engine: DenoiserEngine) -> None:
         self._engine = engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the denoiser with the active policy. Collective: equal forward passes in equal order on all ranks."""
+        """Run the denoiser with the active policy.
+
+        Collective: all ranks must run the same forward passes in the same order.
+        """
         LIVENESS.start_operation("a forward pass of the denoiser")
         engine = self._engine
         if engine.flop_counter is not None:
@@ -140,7 +143,7 @@ class DenoiserEngine:
     ) -> DenoiserEngine:
         """Prepare the denoiser (preparation.py) and create its DeepSpeed engine and policy copies. Collective.
 
-        denoiser: a diffusers model with equal weights on all ranks; changed in place.
+        denoiser: a diffusers model with the same weights on every rank. It is changed in place.
         lora_targets: name suffixes of the layers to adapt; `lora.target_modules` in the recipe overrides them.
         policies: the required policies in addition to `train`: a subset of old, ref and ema.
         accumulation: number of backward passes per optimizer step.
@@ -148,11 +151,12 @@ class DenoiserEngine:
         block_classes: classes of the repeated blocks.
         frozen: names of parameters that full training does not train.
         initial_adapter: initial adapter tensors, named as in `iter_full_tensors`.
-        count_flops: whether to count FLOPs; tensor arguments of the denoiser must then have one row per sample.
+        count_flops: whether to count FLOPs. If so, tensor arguments of the denoiser must have one row per sample.
         shard_tokens: function that installs sequence parallelism over the ranks of a replica.
-        find_part: maps a parameter's name to its network component, such as an expert. A step may leave out components.
+        find_part: maps a parameter's name to its network component, such as an expert. A step may run only some
+        components.
 
-        Raises RecipeError if the DeepSpeed JSON or the LoRA targets cannot work, and UserError if the denoiser does not
+        Raises RecipeError if the DeepSpeed JSON or the LoRA targets are invalid, and UserError if the denoiser does not
         support sequence parallelism or the attention kernel.
         """
         unknown = policies - {"old", "ref", "ema"}
@@ -211,7 +215,7 @@ class DenoiserEngine:
             self.flop_counter.discard()
 
     def check_ranks_agree(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
-        """Raise on all ranks if their next forward passes differ (step_checks.py). Only with `engine.guard`."""
+        """Raise an error on all ranks if their next forward passes differ. Does nothing without `engine.guard`."""
         if self._guard is not None:
             self._guard.compare_ranks(*what, inputs=inputs)
 
@@ -219,9 +223,9 @@ class DenoiserEngine:
     def use_policy(self, name: str, *, merge: bool = False) -> Iterator[None]:
         """Run the forward passes inside the context with this policy. Collective. Cannot be nested.
 
-        Gradients are disabled, except for `train` without `merge`. Each change of policy exchanges weights or, at
-        ZeRO-3, resets the prefetch order, so group forward passes by policy. merge: merge the policy's adapter into the
-        weights (adapter_layers.py); not for LoRA at ZeRO-3.
+        Gradients are enabled only for the policy `train` without `merge`. Each change of policy exchanges weights or,
+        at ZeRO-3, resets the prefetch order, so group forward passes by policy. merge: merge the policy's adapter into
+        the weights (adapter_layers.py). Not supported for LoRA at ZeRO-3.
         """
         self._require_trained_policy(f"use_policy({name!r})")
         if name == "train" and not merge:
@@ -256,7 +260,10 @@ class DenoiserEngine:
     # Optimization
 
     def expect_backwards(self, num_backwards: int) -> None:
-        """Set the number of backward passes of the next optimizer step. Call it before the first one. Collective."""
+        """Set the number of backward passes of the next optimizer step. Collective.
+
+        Call it before the first of these backward passes.
+        """
         if num_backwards < 1 or self._num_backwards:
             raise RuntimeError(
                 f"cannot expect {num_backwards} backward passes: {self._num_backwards} of the step are done"
@@ -302,7 +309,8 @@ class DenoiserEngine:
         if self._num_backwards != self._expected_backwards:
             raise RuntimeError(f"step() after {self._num_backwards} of {self._expected_backwards} backward passes")
         self._num_backwards, self._expected_backwards = 0, self.accumulation
-        self._gradient_watch.check_gradients(self.world)
+        if self._gradient_watch.watched:
+            self._gradient_watch.check_gradients(self.world)
         LIVENESS.start_operation("an optimizer step")
         lr = learning_rate(self.recipe.optimizer, self.num_updates + 1, self.total_updates)
         for group in self.ds.optimizer.param_groups:
@@ -383,8 +391,8 @@ class DenoiserEngine:
         """Return this rank's shards of all states that training changes, {name: one tensor per optimizer group}.
 
         Names are `train`, the policies that change during training, and `optimizer.NAME` for each optimizer state.
-        Tensors are partitioned as in `shards.slices_by_name()`; a 0-dimensional tensor is one number for the whole
-        group (AdamW's step). They are views and change with the next step.
+        Tensors are partitioned as in `shards.slices_by_name()`. A 0-dimensional tensor is one number for the whole
+        group (AdamW's step). The tensors are views, which the next step changes.
         """
         states = {
             "train": self.shards.master_weights(),
@@ -397,7 +405,7 @@ class DenoiserEngine:
 
     @torch.no_grad()
     def restore_state(self, counters: Mapping[str, int], states: Mapping[str, Flats]) -> None:
-        """Restore the results of `step_counters` and `shard_states`, and update the weights to match. Collective."""
+        """Restore a state returned by `step_counters` and `shard_states`, and set the weights to match. Collective."""
         self._require_trained_policy("restore_state")
         self.num_updates, self.num_skipped = counters["updates"], counters["skipped"]
         self._last_ema_update = counters["ema_seen"]

@@ -61,7 +61,7 @@ def convolution_backward_flops(
 
 
 def make_flop_counter() -> FlopCounterMode:
-    """Return a context manager that counts FLOPs, with a corrected formula for convolutions."""
+    """Return a context manager that counts FLOPs. It corrects torch's formula for convolutions."""
     return FlopCounterMode(
         display=False, custom_mapping={torch.ops.aten.convolution_backward: convolution_backward_flops}
     )
@@ -113,7 +113,7 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class FlopCount:
-    """FLOPs of a number of forward passes and their backward passes."""
+    """Total FLOPs of several forward passes and of their backward passes."""
 
     required: int = 0  # needed mathematically
     recomputed: int = 0  # additionally computed by gradient checkpointing
@@ -124,7 +124,7 @@ class FlopCount:
 
 @dataclass(frozen=True, slots=True)
 class ForwardKind:
-    """Key of forward passes that have the same FLOPs per sample."""
+    """Key that groups forward passes with the same FLOPs per sample."""
 
     shapes: Hashable
     with_gradient: bool
@@ -161,7 +161,7 @@ class FlopCounter:
         batch = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         shapes = (
             tuple(map(_argument_shape, args)),
-            tuple((name, _argument_shape(value)) for name, value in kwargs.items()),
+            tuple(zip(kwargs, map(_argument_shape, kwargs.values()), strict=True)),
         )
         self._samples[ForwardKind(shapes, with_gradient, with_adapters)] += batch
         if shapes not in self._examples:
@@ -171,7 +171,10 @@ class FlopCounter:
             )
 
     def pop_count(self) -> FlopCount | None:
-        """Return the FLOPs since the last call; None if the denoiser reads tensor values, which meta tensors lack."""
+        """Return the FLOPs since the last call.
+
+        Returns None if the denoiser reads the values of tensors, because meta tensors have no values.
+        """
         try:
             return sum((self._count_forwards(kind, samples) for kind, samples in self._samples.items()), FlopCount())
         except RuntimeError as error:
@@ -206,7 +209,11 @@ def make_trainable(
     names: Sequence[str],
     frozen: AbstractSet[str] = frozenset(),
 ) -> None:
-    """Give a meta-device denoiser the adapters (`default` and `names`), requires_grad flags and dtype of the engine."""
+    """Prepare a denoiser on the meta device for training, like the engine does.
+
+    Adds the adapters `default` and `names` (LoRA), or freezes the parameters in `frozen` (full training). Sets the
+    dtype.
+    """
     if recipe.lora is None:
         set_trainable(meta_denoiser, frozen)
     else:
@@ -217,10 +224,10 @@ def make_trainable(
 
 
 def _argument_shape(value: Any) -> Hashable:
-    """Return (shape without batch dimension, dtype) of a tensor; other values unchanged."""
+    """Return (shape without batch dimension, dtype) of a tensor. Other values are returned unchanged."""
     return (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else value
 
 
 def _single_sample(value: Any) -> Any:
-    """Return a tensor's first sample on the meta device; other values unchanged."""
+    """Return a tensor's first sample on the meta device. Other values are returned unchanged."""
     return torch.empty_like(value[:1], device="meta") if isinstance(value, Tensor) else value

@@ -50,7 +50,10 @@ class Fp8Linear(FrozenLinear):
 
 
 class Fp8TwiceLinear(Fp8Linear):
-    """An Fp8Linear that also computes the gradient of its input in float8, with a second, transposed weight."""
+    """An Fp8Linear that also computes the gradient of its input in float8.
+
+    It stores a second, transposed copy of the weight for this.
+    """
 
     back_bytes: Tensor
     back_scale_bits: Tensor
@@ -78,7 +81,10 @@ class _Fp8Matmul(torch.autograd.Function):
         back: Tensor | None = None,
         back_scale: Tensor | None = None,
     ) -> Tensor:
-        """back, back_scale: transposed weight, e4m3 [K, N] and float32 [K, 1], for a float8 gradient of x."""
+        """back, back_scale: the transposed weight, e4m3 [K, N], and its scale, float32 [K, 1].
+
+        The backward pass uses them to compute the gradient of x in float8.
+        """
         ctx.in_float8 = back is not None
         ctx.save_for_backward(*((values, scale) if back is None else (back, back_scale)))
         rows, row_scale = quantise_rows(x)
@@ -102,7 +108,10 @@ def dequantise(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def fp8_matmul(
     rows: Tensor, row_scale: Tensor, values: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return (rows * row_scale) @ (values * scale)^T + bias in `dtype`, for e4m3 rows [..., K] and values [N, K]."""
+    """Return (rows * row_scale) @ (values * scale)^T + bias in `dtype`.
+
+    rows: e4m3 [..., K]. values: e4m3 [N, K].
+    """
     if rows.device.type != "cpu":
         return torch._scaled_mm(
             rows.view(-1, rows.shape[-1]),
@@ -118,7 +127,7 @@ def fp8_matmul(
 
 
 def require_fp8(key: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise RecipeError, naming the recipe key, if the GPU cannot multiply in float8 with outputs in `dtype`."""
+    """Raise RecipeError for the recipe key `key` if the GPU cannot multiply in float8 with outputs in `dtype`."""
     if device.type != "cuda":
         return
     if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:

@@ -37,7 +37,7 @@ def train_in_float8(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Replace the denoiser's `eligible_layers` by float8 layers of the library that share their parameters.
+    """Replace the denoiser's `eligible_layers` by float8 layers of `library`, which share the original parameters.
 
     Returns the number of replaced layers; 0 if `library` is None. On a CPU, torchao emulates the products, for tests.
     Raises RecipeError if the library cannot be imported, the GPU does not support float8, or no layer is eligible.

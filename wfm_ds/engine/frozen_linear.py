@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer without a weight parameter. Subclasses define how it stores the weight and computes with it.
+    """A linear layer without a weight parameter. Subclasses define how the weight is stored and multiplied.
 
     Subclasses must store the weight in integer buffers outside state dicts, so that casting, saving or partitioning the
     module does not affect it.

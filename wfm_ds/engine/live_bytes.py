@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of live tensors that operators inside the context create on one type of device."""
+    """Context manager that counts the bytes of live tensors created by operators on one type of device."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -62,8 +62,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 def emulate_gpu_attention() -> Iterator[None]:
     """Make attention on the meta device save the same tensors for the backward pass as GPU kernels do.
 
-    By default, torch stores a matrix of all pairs of tokens there. The attention function is replaced, because a torch
-    mode would miss recomputation in the backward pass.
+    By default, attention on the meta device saves a matrix over all pairs of tokens. The attention function is
+    replaced, because a torch mode would miss recomputation in the backward pass.
     """
     original = functional.scaled_dot_product_attention
 

@@ -56,7 +56,10 @@ class Int8Linear(LowBitLinear):
 
 
 class Nf4Linear(LowBitLinear):
-    """A linear layer with an NF4 weight [N, K]: 4 bits per element, a float32 scale per 64 (arXiv 2305.14314)."""
+    """A linear layer with an NF4 weight [N, K] (arXiv 2305.14314).
+
+    Each element has 4 bits, and each block of 64 elements has a float32 scale.
+    """
 
     codes: Tensor
     scale_bits: Tensor

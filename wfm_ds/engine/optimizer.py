@@ -1,8 +1,9 @@
-"""The optimizer of the trained parameters: its schedules, and one checkpoint format for the states of all optimizers.
+"""Build the optimizer of the trained parameters, compute its schedules, and convert its states for checkpoints.
 
-The format is AdamW's: `step` is one number; `exp_avg` and `exp_avg_sq` are float32 with one element per master weight.
-So a run can resume with a different number of ranks. For an 8-bit optimizer, the format also has the scale of each
-element, which restores the exact 8-bit codes if a block contains the same elements as before.
+Checkpoints store the states of all optimizers in AdamW's format: `step` is one number; `exp_avg` and `exp_avg_sq` are
+float32 with one element per master weight. So a run can resume with a different number of ranks. For an 8-bit
+optimizer, checkpoints also store the scale of each element. With it, the exact 8-bit codes are restored if each block
+still contains the same elements.
 """
 
 from __future__ import annotations
@@ -43,14 +44,17 @@ def build_optimizer(denoiser: nn.Module, options: OptimizerRecipe, device: torch
 
 
 def should_use_fused(device: torch.device) -> bool | None:
-    """Return AdamW's argument `fused`: True on a GPU; None on a CPU, where fused kernels round differently."""
+    """Return the value of AdamW's argument `fused`.
+
+    True on a GPU. None on a CPU, because fused CPU kernels round differently.
+    """
     return True if device.type == "cuda" else None
 
 
 def read_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
     """Return one master tensor's optimizer states, {AdamW's name: tensor}; empty before the first step.
 
-    For AdamW these are the optimizer's own tensors, for other optimizers copies on the CPU.
+    AdamW's states are returned without a copy. The states of other optimizers are converted to float32 on the CPU.
     """
     state: dict[str, Any] = optimizer.state[flat]
     if "state1" not in state:
@@ -99,8 +103,8 @@ def decode_blocks(codes: Tensor, absmax: Tensor, code_book: Tensor) -> tuple[Ten
 def encode_blocks(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise optimizer states: the inverse of `decode_blocks`. Returns (codes [n], one scale per block).
 
-    If the elements of a block have different scales, the largest magnitude becomes the block's scale. Elements with
-    scale 0 were not quantised before.
+    If the elements of a block have different scales, the block's scale is its largest magnitude. A scale of 0 marks
+    elements that were not quantised before.
     """
     missing = -len(values) % STATE_BLOCK
     rows, scales = (functional.pad(x, (0, missing)).view(-1, STATE_BLOCK) for x in (values, scale))
@@ -113,7 +117,7 @@ def encode_blocks(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Ten
 
 
 def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> float:
-    """Return the learning rate of update 1, 2, ..., total_updates.
+    """Return the learning rate of optimizer step `update`, from 1 to total_updates.
 
     Warm-up is linear, from 0 at update 0 to lr at update `warmup_steps`. Then the linear and cosine schedules decay
     from lr to final_lr_fraction * lr at the last update. Without warm-up, the decay starts at the first update.
@@ -128,7 +132,7 @@ def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> f
 
 
 def ema_decay(largest: float, update: int) -> float:
-    """Return the EMA decay after update 1, 2, ...: min((1 + update) / (10 + update), largest)."""
+    """Return the EMA decay after optimizer step `update` (from 1): min((1 + update) / (10 + update), largest)."""
     return min((1 + update) / (10 + update), largest)
 
 

@@ -58,11 +58,11 @@ class Shards:
         return [flat.detach() for flat in self._optimizer_flats()]
 
     def optimizer_states(self) -> list[dict[str, Tensor]]:
-        """Return the optimizer states {name: tensor} of each master tensor; empty before the first step."""
+        """Return {name: tensor} for each optimizer group of this rank; empty before the first step."""
         return [read_states(self.ds.optimizer.optimizer, flat) for flat in self._optimizer_flats()]
 
     def load_optimizer_states(self, states: Mapping[str, Flats]) -> None:
-        """Set the optimizer states. states: {name as in `optimizer_states`: one tensor per master tensor}."""
+        """Set the optimizer states. states: {name as in `optimizer_states`: one tensor per optimizer group}."""
         for group, flat in enumerate(self._optimizer_flats()):
             group_states = {name: flats[group] for name, flats in states.items()}
             write_states(self.ds.optimizer.optimizer, flat, group_states)
@@ -109,7 +109,10 @@ class Shards:
         return flats[piece.group][piece.flat_start : piece.flat_start + piece.numel]
 
     def gather_parameter(self, parameter: nn.Parameter, flats: Flats, device: torch.device) -> Tensor | None:
-        """Return one full parameter in fp32 on rank 0's CPU, None on other ranks. Collective. Gathers on `device`."""
+        """Return one full parameter in fp32 on rank 0's CPU, None on other ranks. Collective.
+
+        device: device on which the parameter is gathered.
+        """
         piece, shape = self.slices[parameter], getattr(parameter, "ds_shape", parameter.shape)
         whole = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
         whole[piece.parameter_start : piece.parameter_start + piece.numel] = self.local_elements(parameter, flats).to(
@@ -121,8 +124,8 @@ class Shards:
     def zero_gradients(self) -> None:
         """Zero the accumulated gradients at ZeRO-3 after an optimizer step.
 
-        ZeRO-3 overwrites them only in the first micro-step, and only for the parameters used there. An expert that is
-        used later, or not at all, would be updated with old gradients.
+        ZeRO-3 overwrites old gradients only in the first micro-step, and only for parameters used in that micro-step.
+        Without this call, an expert that is used later or not at all would be updated with old gradients.
         """
         if self.stage == 3:
             self.ds.optimizer.grad_partitions_flat_buffer.zero_()
@@ -154,8 +157,8 @@ class Shards:
 def refresh_gathered_weights(parameters: Sequence[Any]) -> None:
     """Discard outdated copies of these parameters after their shards changed at ZeRO-3. Collective.
 
-    Copies are parameters that stay gathered and, with zero_hpz_partition_size, the secondary shards of each node, from
-    which DeepSpeed would gather until its next optimizer step.
+    Some parameters stay gathered, and are gathered again here. With zero_hpz_partition_size, each node also has
+    secondary shards, from which DeepSpeed would gather old weights until its next optimizer step.
     """
     persistent = [p for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
     if persistent:
@@ -249,7 +252,7 @@ def add_adapters(
 
 @torch.no_grad()
 def write_initial_values(denoiser: nn.Module, initial_values: Mapping[str, Tensor], names: Sequence[str]) -> None:
-    """Write initial values, named as in DenoiserEngine.iter_full_tensors, into each adapter in `names`."""
+    """Write initial values into each adapter in `names`. They are named as in DenoiserEngine.iter_full_tensors."""
     parameters = dict(denoiser.named_parameters())
     adapter_names = {name.replace(".default.", "."): name for name in parameters if ".default." in name}
     for name, value in initial_values.items():
@@ -260,8 +263,8 @@ def write_initial_values(denoiser: nn.Module, initial_values: Mapping[str, Tenso
 class Adapters:
     """The LoRA adapters of a denoiser and the choice of the active one. Only `default` requires gradients.
 
-    PEFT's own switch visits all modules and sets thousands of flags. The active adapter changes many times per step, so
-    this class finds the adapted layers once.
+    The active adapter changes many times per step. PEFT's own switch visits all modules and sets thousands of flags
+    each time, so this class finds the adapted layers once and switches only these.
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
@@ -317,7 +320,10 @@ class AdapterDropout:
 
     @contextlib.contextmanager
     def seed_masks(self, step: int, device: torch.device) -> Iterator[None]:
-        """Enable dropout for one forward pass, unless gradients are disabled. step: optimizer steps, skipped or not."""
+        """Enable dropout for one forward pass, unless gradients are disabled.
+
+        step: number of optimizer steps so far, including skipped ones.
+        """
         with_gradient = torch.is_grad_enabled()
         for layer in self._layers:
             layer.training = with_gradient

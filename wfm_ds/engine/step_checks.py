@@ -20,7 +20,7 @@ MAX_NAMED = 3  # maximum number of names in the error
 
 
 def single_part(name: str) -> str:
-    """Return one component for all parameter names. For networks that every step runs completely."""
+    """Map every parameter name to the same component. For networks that every step runs completely."""
     return ""
 
 
@@ -37,18 +37,19 @@ class GradientWatch:
     ) -> None:
         """Watch all trained parameters of a module.
 
-        frozen: names of weights without effect on the output; their adapters are not watched, because their B stays 0.
-        find_part: maps a parameter's name to its network component, such as an expert. A step may leave out components.
+        frozen: names of weights that do not affect the output. Their adapters are not watched, because their B stays 0.
+        find_part: maps a parameter's name to its network component, such as an expert. A step may run only some
+        components.
         """
         self._find_part = find_part
-        self._watched: dict[str, Any] = {}
+        self.watched: dict[str, Any] = {}  # {parameter name: its hook}; empty once all components were checked
         self._names_with_gradient: set[str] = set()
         self._has_checked = False  # whether any component was checked before
         parameter: Any
         for name, parameter in module.named_parameters():
             layer, adapter, _ = name.partition(".lora_")
             if parameter.requires_grad and not (adapter and f"{layer}.weight" in frozen):
-                self._watched[name] = parameter.register_post_accumulate_grad_hook(self._make_hook(name))
+                self.watched[name] = parameter.register_post_accumulate_grad_hook(self._make_hook(name))
 
     def _make_hook(self, name: str) -> Callable[[Any], None]:
         return lambda _: self._names_with_gradient.add(name)
@@ -58,16 +59,14 @@ class GradientWatch:
 
         Raises ModelError on all ranks if a component was run but one of its parameters has no gradient on any rank.
         """
-        if not self._watched:
-            return
-        reached = world.max_over_ranks({name: float(name in self._names_with_gradient) for name in self._watched})
+        reached = world.max_over_ranks({name: float(name in self._names_with_gradient) for name in self.watched})
         parts = {self._find_part(name) for name, has_gradient in reached.items() if has_gradient}
         if not parts and not self._has_checked:  # otherwise the step ran a component that was checked before
             parts = set(map(self._find_part, reached))
         self._has_checked = True
         checked = [name for name in reached if self._find_part(name) in parts]
         for name in checked:
-            self._watched.pop(name).remove()
+            self.watched.pop(name).remove()
         if missed := [name.replace(".default", "") for name in checked if not reached[name]]:
             more = f" and {len(missed) - MAX_NAMED} more" if len(missed) > MAX_NAMED else ""
             error = ModelError(

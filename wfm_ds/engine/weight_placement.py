@@ -1,7 +1,7 @@
 """Placement of the denoiser's weights: moves one parameter at a time from memory-mapped files to the device.
 
-All ranks of a machine share the mapped pages (models/loading.py). At ZeRO-3 each rank copies only its shard, otherwise
-the whole parameter. No rank ever holds two copies of more than one parameter.
+All ranks of a machine share the mapped pages (models/loading.py). At ZeRO-3 each rank copies only its shard, else the
+whole parameter. A rank never holds two copies of more than one parameter.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 def place_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
     """Move the weights to their device, or partition them at ZeRO-3. Collective; call it before adapters are added.
 
-    config: the config for deepspeed.initialize. All ranks must have loaded the same weights: nothing is broadcast.
+    config: the config for deepspeed.initialize. Nothing is broadcast, so all ranks must have loaded the same weights.
     """
     zero = config["zero_optimization"]
     on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"  # DeepSpeed sets up NVMe swapping itself
@@ -65,7 +65,7 @@ def partition_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: tor
 
 
 def cast_adapters(denoiser: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the adapters of a partitioned denoiser, because DeepSpeed casts only models that are not partitioned."""
+    """Cast the adapters of a partitioned denoiser. (DeepSpeed casts only models that are not partitioned.)"""
     for parameter in denoiser.parameters():
         if not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.to(dtype)

@@ -97,7 +97,10 @@ def geneval_score(prompts: Sequence[Prompt], correct: Array, num_seeds: int) -> 
 
 
 def ocr_score(scores: Array | None) -> BenchmarkScore | None:
-    """Compute the mean OCR reward of Flow-GRPO (arXiv 2505.05470). Returns None if all scores are missing."""
+    """Compute the mean of the OCR reward that Flow-GRPO defines (arXiv 2505.05470).
+
+    Returns None if all scores are missing.
+    """
     if scores is None or np.isnan(scores).all():
         return None
     deviations = ["RapidOCR, not PaddleOCR"]

@@ -28,7 +28,7 @@ ATTENTION_NAME = "wfm_ds_ulysses"  # in transformers' attention registry
 
 @dataclass(frozen=True, slots=True)
 class SequenceShards:
-    """How one packed sequence is sharded over the ranks of a replica.
+    """The shards of one packed sequence on the ranks of a replica.
 
     Layers receive this object as an argument, because gradient checkpointing may recompute a layer after the next
     sequence has started. A global variable would then describe the wrong sequence.

@@ -19,7 +19,6 @@ from torch import nn
 
 from wfm_ds.algorithms import RlAlgorithm, build_rl_algorithm, engine_policy_copies
 from wfm_ds.engine.adapter_layers import find_adapter_layers, match_linear_layers
-from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.engine.frozen_linear import FrozenLinear
 from wfm_ds.memory.activations import (
     PassMemory,
@@ -33,7 +32,7 @@ from wfm_ds.memory.activations import (
 from wfm_ds.memory.engine import FLOAT32_BYTES, EngineMemory
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.monitoring.meters import GIB
 from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
 from wfm_ds.recipe.schema import Recipe

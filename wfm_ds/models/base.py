@@ -133,7 +133,7 @@ class DiffusionModel(ABC):
 
     @classmethod
     def has_embedded_guidance(cls, folder: Path) -> bool:
-        """Return whether the network in this pipeline folder takes a guidance scale as an input."""
+        """Return whether the network in this pipeline folder receives a guidance scale as an input."""
         return False
 
     @classmethod  # noqa: B027, optional hook
@@ -189,7 +189,7 @@ class DiffusionModel(ABC):
         """Raise ModelError for sampling settings that the diffusers pipeline does not support."""
 
     def check_prompts(self, prompts: Sequence[str]) -> None:  # noqa: B027, optional hook
-        """Raise ModelError if the pipeline's guardrail rejects a prompt. Called before generating from it."""
+        """Raise ModelError if the pipeline's guardrail rejects a prompt. Called before samples are generated."""
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
@@ -369,7 +369,8 @@ class DiffusionModel(ABC):
         height, width = pixels.shape[-2:]
         self.latent_shape(height, width, pixels.shape[2] if self.is_video else 1)
         shifted = 2 * pixels.to(self.device) - 1
-        return torch.cat([self.to_latents(part) for part in torch.split(shifted, self.encode_batch_size(pixels))])
+        parts = torch.split(shifted, self.encode_batch_size(pixels))
+        return torch.cat(list(map(self.to_latents, parts)))
 
     def encode_batch_size(self, pixels: Tensor) -> int:
         """Return the number of samples to encode together.

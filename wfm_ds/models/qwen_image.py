@@ -148,7 +148,10 @@ class QwenImage(DiffusionModel):
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def text_call_kwargs(self) -> dict[str, Any]:
-        """Add the negative prompt. Without it the pipeline disables guidance."""
+        """Return the call arguments that change how prompts are encoded, including a negative prompt.
+
+        The pipeline disables guidance if there is no negative prompt.
+        """
         return {**super().text_call_kwargs(), NEGATIVE_PROMPT_KEY: self.resolve_negative_prompt()}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:

@@ -1,23 +1,24 @@
 """Sampling of images or videos from prompts and noise seeds, for rollouts, validation and `wfm generate`.
 
-On a GPU, decoding is asynchronous: latents are decoded on a separate CUDA stream, in parallel with later work. On a
-CPU, decoding is synchronous. The streams have not run on a GPU yet; tests check the order of the CUDA calls.
+Forward passes of the denoiser are counted by purpose and optionally checked for agreement between ranks. Decoding is
+asynchronous: a GPU decodes latents on a separate CUDA stream, in parallel with later work. On a CPU it is synchronous.
+The streams have not run on a GPU yet; tests check the order of the CUDA calls.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from wfm_ds.engine.denoiser_forward import ForwardFunction
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import vae
 from wfm_ds.models.assets.text_cache import Text, TextCache, format_prompts
@@ -30,9 +31,61 @@ from wfm_ds.sampling.plan import deterministic_plan
 from wfm_ds.types import Prompt
 
 if TYPE_CHECKING:
+    from wfm_ds.engine.engine import DenoiserEngine
     from wfm_ds.types import Conditioning, ConditioningFrames
 
 UNCONDITIONAL = "uncond"  # training counts negative forward passes under this purpose; rollouts use their own
+
+
+class DenoiseFunction(Protocol):
+    """Signature of DiffusionModel.denoise. Returns the velocity eps - x0 in float32, in the shape of the latents."""
+
+    def __call__(
+        self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
+    ) -> Tensor: ...
+
+
+class ForwardFunction(Protocol):
+    """Signature of a forward pass that is counted under a purpose, such as rollout, policy, old, ref or validation."""
+
+    def __call__(
+        self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
+    ) -> Tensor: ...
+
+
+class CountingForward:
+    """A ForwardFunction that counts its forward passes (`counts`) and their samples (`num_samples`) by purpose."""
+
+    def __init__(
+        self, denoise: DenoiseFunction, engine: DenoiserEngine | None = None, *, one_size: bool = True
+    ) -> None:
+        """engine: checks before each forward pass that all ranks run the same one. None: no check.
+
+        one_size: whether all replicas use the same height and width. If so, the check compares them too.
+        """
+        self._denoise, self._engine, self._one_size = denoise, engine, one_size
+        self.counts: Counter[str] = Counter()
+        self.num_samples: Counter[str] = Counter()
+
+    def reset_counts(self) -> None:
+        self.counts.clear()
+        self.num_samples.clear()
+
+    def __call__(
+        self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
+    ) -> Tensor:
+        """Return the velocity [B, ...] float32 for latents [B, ...] at sigma [B] under the active policy.
+
+        expert: for models with two experts, the index of the expert that runs all samples. None: the model derives it
+        from sigma.
+        """
+        self.counts[purpose] += 1
+        self.num_samples[purpose] += len(sigma)
+        if self._engine is not None:
+            shape = latents.shape if self._one_size else latents.shape[:-2]
+            what = (self._engine.active_policy, torch.is_grad_enabled(), tuple(shape), expert)
+            self._engine.check_ranks_agree(*what, inputs=(latents, sigma, *conditioning.values()))
+        return self._denoise(latents, sigma, conditioning, expert)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,10 +312,10 @@ class Sampler:
             selected = torch.where(finite_B.view(-1, *[1] * (latents.ndim - 1)), latents, 0.0)[rows]
             parts = torch.split(selected, self.decode_batch_size(latents.shape[1:])) if len(selected) else ()
             # A non-blocking copy goes to pinned memory; on a CPU nothing is copied.
-            levels = [
-                self.model.quantize_pixels(self.model.decode_latents(part)).to("cpu", non_blocking=True)
-                for part in parts
-            ]
+            levels = []
+            for part in parts:
+                pixels = self.model.quantize_pixels(self.model.decode_latents(part))
+                levels.append(pixels.to("cpu", non_blocking=True))
             finite = finite_B.to("cpu", non_blocking=True)
         return PendingPixels(levels, finite, done)
 

@@ -13,7 +13,7 @@ from wfm_ds.recipe.yaml_text import to_inline_yaml
 
 
 def annotate_recipe(path: Path) -> str:
-    """Return a recipe file with all values that differ from the schema's defaults, and the comments on them.
+    """Return a recipe as commented YAML text, with all values that differ from the schema's defaults.
 
     The comment at the top of the file comes first. Values from the file named by `defaults` are marked with its name.
     The text is a valid recipe. Raises RecipeError.
@@ -51,7 +51,7 @@ class _Comments:
         self._lines: dict[str, list[str]] = {}
 
     def describe(self, section: str, key: str) -> str:
-        """Return a comment with the name of the file that a value comes from, if it is another one, and its comment."""
+        """Return the comment on a value, after the name of the value's file if it is not the recipe file itself."""
         place = self.tree.locate((section, key))
         source = Path(place.source)
         origin = [] if source == self.path else [source.name]

@@ -198,17 +198,17 @@ class DataRecipe(Section):
 
     @property
     def folder(self) -> Path:
-        """`path` as a folder, for kinds that read a single one."""
+        """`path` as a folder, for data kinds that read a single folder."""
         assert isinstance(self.path, str)
         return Path(self.path)
 
     @property
     def shard_patterns(self) -> list[str]:
-        """`path` as a list of paths or patterns, for kinds that read several."""
+        """`path` as a list of paths or patterns, for data kinds that accept several paths."""
         return [self.path] if isinstance(self.path, str) else list(self.path)
 
     def set_recipes(self) -> dict[str, tuple[DataRecipe, float]]:
-        """Return {name: (recipe, weight)} of the data sets of `kind: sets`, {} for other kinds.
+        """Return {name: (recipe, weight)} of the data sets of `kind: sets`. For other kinds, return {}.
 
         Raises ValueError for duplicate names, and for keys that do not fit a data set's kind.
         """

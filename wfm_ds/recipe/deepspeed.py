@@ -105,8 +105,9 @@ def build_deepspeed_config(
 ) -> dict[str, Any]:
     """Return the config dict for deepspeed.initialize.
 
-    accumulation: micro-batches (backward passes) per optimizer step. policies: names besides the trained policy.
-    Raises RecipeError, with the JSON file and the key, if a setting is not supported or does not fit the recipe.
+    accumulation: micro-batches (backward passes) per optimizer step. policies: names of the policies in addition to the
+    trained one. Raises RecipeError if a setting is not supported or does not fit the recipe. The message names the JSON
+    file and the key.
     """
     source = find_deepspeed_config(recipe.engine.deepspeed)
     from_json = read_deepspeed_config(source)
@@ -121,7 +122,7 @@ def build_deepspeed_config(
 
 
 def add_overlap_default(zero: dict[str, Any], *, lora: bool) -> dict[str, Any]:
-    """Return the ZeRO settings with wfm_ds's default of `overlap_comm`, unless the JSON file sets it.
+    """Return the ZeRO settings, with wfm_ds's default of `overlap_comm` if the JSON file does not set it.
 
     At stages 1 and 2, overlap makes DeepSpeed synchronize the device after each backward pass. This pays off for full
     weights but not for adapters. At stage 3, overlap prefetches weights without synchronization.
@@ -130,9 +131,10 @@ def add_overlap_default(zero: dict[str, Any], *, lora: bool) -> dict[str, Any]:
 
 
 def find_deepspeed_config(name: str) -> Path:
-    """Return the JSON file for a value of `engine.deepspeed`: a path (with a slash or .json) or a name in ds_configs/.
+    """Return the JSON file for a value of `engine.deepspeed`.
 
-    Raises RecipeError if there is no such file.
+    The value is a path (with a slash or .json) or the name of a file in ds_configs/. Raises RecipeError if there is no
+    such file.
     """
     if "/" in name or name.endswith(".json"):
         path = Path(name).expanduser()
@@ -246,8 +248,8 @@ def check_combinations(
 def require_idle_expert_support(recipe: Recipe) -> None:
     """Raise RecipeError if a model with several experts would lose gradients: ZeRO stage 1 or optimizer offload.
 
-    Each micro-batch activates only one expert. With these settings DeepSpeed would reduce or offload only the gradients
-    of the expert that is active in the last micro-batch.
+    Each micro-batch runs only one expert. With these settings, DeepSpeed would reduce or offload only the gradients of
+    the expert that runs in the last micro-batch.
     """
     source = find_deepspeed_config(recipe.engine.deepspeed)
     zero = read_deepspeed_config(source)["zero_optimization"]

@@ -49,7 +49,7 @@ KEY_IN_TEXT = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load and validate a recipe from a YAML file, or a shipped recipe if `path` is its name instead of a file.
+    """Load and validate a recipe from a YAML file. If `path` is not a file, it is the name of a shipped recipe.
 
     A file may name a base recipe under the key `defaults`; its own values win.
     overrides: `section.key=value` arguments, applied last.
@@ -59,10 +59,10 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def load_tiny_recipe(path: Path, overrides: Sequence[str] = (), *, world_size: int = 1) -> Recipe:
-    """Load the tiny version of a recipe (tiny.py). The values of `--tiny` replace those of the file, and overrides
-    replace both.
+    """Load the tiny version of a recipe (tiny.py).
 
-    world_size: number of ranks, to which engine.sequence_parallel is reduced.
+    Values of `--tiny` take precedence over the file, and overrides take precedence over both.
+    world_size: number of ranks. A larger engine.sequence_parallel is reduced to this number.
     Raises RecipeError like `load_recipe`, and if the model family is unknown.
     """
     path = resolve_recipe_path(path)
@@ -94,7 +94,10 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def resolve_recipe_path(path: Path) -> Path:
-    """Return the file of the shipped recipe named `path`. An existing or unknown path is returned unchanged."""
+    """Return the file of the shipped recipe named `path`.
+
+    If `path` is an existing file or no shipped recipe has this name, it is returned unchanged.
+    """
     return path if os.path.lexists(path) else shipped_recipes.find_recipe(str(path)) or path
 
 
@@ -206,7 +209,7 @@ def _find_misread_values(slot: SchemaNode, value: Any, path: KeyPath) -> list[tu
 
 @dataclass(frozen=True, slots=True)
 class _ErrorLocation:
-    """A validation error's position in the recipe values and in the schema."""
+    """Position of a validation error in the recipe's values and in the schema."""
 
     path: KeyPath
     node: SchemaNode | None  # None for a key that is not in the schema
@@ -221,9 +224,10 @@ class _ErrorLocation:
 
 
 def _locate_error(loc: Sequence[str | int], values: Any) -> _ErrorLocation:
-    """Convert the `loc` of a pydantic error to a position in `values`. Pydantic adds a tag to `loc` for each union.
+    """Convert the `loc` of a pydantic error to a position in `values`.
 
-    An error inside a union without tags is located at the union's key.
+    Pydantic adds a tag to `loc` for each tagged union. An error inside a union without tags is located at the union's
+    key.
     """
     spot, rest = _ErrorLocation((), SCHEMA_ROOT, values, None), list(loc)
     while rest:

@@ -1,7 +1,7 @@
 """Convert renamed recipe keys and values, and a changed default.
 
-If a recipe or override of the user contains an old name, the error message states the new name. Resolved recipes of
-earlier versions, in run folders and checkpoints, are converted when they are loaded (recipe/file.py).
+If a user's recipe or override contains an old name, the error message states the new name. Resolved recipes that
+earlier versions wrote to run folders and checkpoints are converted when they are loaded (recipe/file.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def find_old_names(tree: RecipeTree) -> list[tuple[KeyPath, str]]:
 
 
 def convert_old_names(tree: RecipeTree) -> None:
-    """Rename old keys and values in the recipe. If both names of a key are present, the value of the new name wins."""
+    """Rename old keys and values in the recipe.
+
+    If a key is present under both its old and its new name, the value of the new name wins.
+    """
     for old, new in RENAMED_KEYS.items():
         (section, old_key), (new_section, new_key) = old.split("."), new.split(".")
         values = section_values(tree, section)

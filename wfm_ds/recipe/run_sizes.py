@@ -32,7 +32,7 @@ class RunSizes:
 
     @property
     def candidates_per_rank(self) -> int:
-        """Candidates per rank, rounded up. Ranks with fewer repeat their first one."""
+        """Number of candidate samples per rank, rounded up. Ranks with fewer candidates repeat their first one."""
         return math.ceil(self.candidates_per_step / self.num_replicas)
 
     def summary_lines(self) -> list[str]:
@@ -54,17 +54,17 @@ class RunSizes:
 
     @property
     def replicas_text(self) -> str:
-        """For example `8 ranks` or `4 replicas of 2 ranks`."""
+        """Description of the ranks for messages, such as `8 ranks` or `4 replicas of 2 ranks`."""
         if self.sequence_parallel == 1:
             return f"{self.world_size} ranks"
         return f"{self.num_replicas} replica{'s' * (self.num_replicas != 1)} of {self.sequence_parallel} ranks"
 
 
 def num_replicas(recipe: Recipe, world_size: int, *, ranks_per_node: int | None = None) -> int:
-    """Return the number of replicas of engine.sequence_parallel ranks each.
+    """Return the number of replicas. A replica has engine.sequence_parallel ranks.
 
-    Raises RecipeError if engine.sequence_parallel does not divide the world size or, if given, `ranks_per_node`: a
-    replica must not span several nodes.
+    A replica must not span several nodes. So RecipeError is raised if engine.sequence_parallel does not divide the
+    world size or, if given, `ranks_per_node`.
     """
     sp = recipe.engine.sequence_parallel
     for ranks, whose in ((world_size, ""), (ranks_per_node, " of a node")):

@@ -186,12 +186,12 @@ class SamplingRecipe(Section):
         return self.guidance_scale if expert == 0 or self.guidance_scale_low is None else self.guidance_scale_low
 
     def uses_guidance(self, expert: int = 0) -> bool:
-        """Return True if this expert runs an unconditional pass. If expert 0 does not, no expert does."""
+        """Return True if this expert runs an unconditional pass. If expert 0 runs none, no expert does."""
         return self.expert_guidance_scale(expert) != 1
 
     @property
     def candidate_sampling(self) -> SamplingRecipe | None:
-        """These settings with the candidates' number of steps, or None if `explore` is unset."""
+        """These settings with the number of steps of candidate samples. None if `explore` is unset."""
         return None if self.explore is None else self.model_copy(update={"steps": self.explore.steps})
 
     @property

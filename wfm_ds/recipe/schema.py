@@ -68,7 +68,7 @@ class Recipe(Section):
 
     @property
     def rl(self) -> RlSections:
-        """The RL sections. Raises TypeError for other recipes, so check `is_rl` first."""
+        """The RL sections. Raises TypeError if the recipe is not an RL recipe, so check `is_rl` first."""
         if not isinstance(self.algorithm, RlSettings) or self.rollout is None or self.reward is None:
             raise TypeError(
                 f"algorithm {self.algorithm.name} has neither rollouts nor rewards: check recipe.is_rl first"
@@ -84,7 +84,7 @@ class Recipe(Section):
 
     @property
     def language_settings(self) -> VlmSftAlgorithm:
-        """`algorithm` of a language model recipe. Raises TypeError for others: check `trains_language` first."""
+        """`algorithm` of a language model recipe. Raises TypeError for other recipes: check `trains_language` first."""
         if not isinstance(self.algorithm, VlmSftAlgorithm):
             raise TypeError(f"algorithm {self.algorithm.name} trains no language model: check trains_language first")
         return self.algorithm
@@ -100,7 +100,7 @@ class Recipe(Section):
 
     @property
     def all_reward_settings(self) -> RewardRecipe | None:
-        """All rewards that this run's service computes, held-out ones included, or None if there are no rewards."""
+        """All rewards that this run's service computes, including held-out rewards. None if there are no rewards."""
         if self.reward is None or self.held_out_reward_settings is None:
             return self.reward or self.held_out_reward_settings
         return self.reward.model_copy(
@@ -131,7 +131,7 @@ class Recipe(Section):
     def joint_guidance_batches(self) -> dict[str, int]:
         """{purpose: maximum batch size of a joint guidance pass}, with purposes `validation` and `rollout`.
 
-        Purposes missing from it use separate conditional and unconditional passes.
+        If a purpose is missing, its conditional and unconditional passes are separate.
         """
         if self.sampling.guidance_batch == "separate":
             return {}
@@ -232,8 +232,8 @@ class Recipe(Section):
     def _check_trajectories(self) -> None:
         """Check data.inputs and rollout.trajectories.
 
-        Shuffled and library trajectories replace inputs that must therefore exist. They do not match the clips, so
-        they exclude a loss on the clips.
+        Shuffled and library trajectories replace the trajectories of the data, so data.inputs must contain some. They
+        do not match the clips of the data, so the loss must not use these clips.
         """
         inputs = self.data.inputs
         if inputs and self.validation.prompts is not None:
@@ -346,7 +346,7 @@ class Recipe(Section):
 
 @dataclass(frozen=True, slots=True)
 class ConditionalKeys:
-    """Keys of one section that are only read if `is_read(recipe)`. Otherwise setting them is an error."""
+    """Keys of one section that are read only if `is_read(recipe)` is true. Otherwise, setting them is an error."""
 
     section: str
     keys: tuple[str, ...]

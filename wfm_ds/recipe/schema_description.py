@@ -55,7 +55,7 @@ class SchemaNode:
         return cls(slot.type, slot.constraints, str(field.discriminator) if field.discriminator else slot.discriminator)
 
     def union_members(self) -> list[SchemaNode]:
-        """Return the members of a union except None, flattened. Returns [self] if the type is not a union."""
+        """Return the members of a union except None, flattened. For other types, return [self]."""
         if get_origin(self.type) not in (Union, types.UnionType):
             return [self]
         inner = (
@@ -94,7 +94,7 @@ class SchemaNode:
         return None
 
     def child(self, key: str | int, value: Any) -> SchemaNode | None:
-        """Return the node of the entry `key` of a section, list or mapping `value`, or None if the schema has none."""
+        """Return the node of the entry `key` of a section, list or mapping `value`. None if there is no such entry."""
         section = self.section_class(value)
         if section is not None:
             field = section.model_fields.get(str(key))
@@ -119,7 +119,7 @@ def discriminator_values(section: type[BaseModel], key: str) -> tuple[Any, ...]:
 
 
 def describe_type(slot: SchemaNode) -> str:
-    """Describe the allowed values, to follow "expected": "a whole number > 0" or "one of a, b, c"."""
+    """Describe the allowed values in words that can follow "expected": "a whole number > 0" or "one of a, b, c"."""
     if slot.discriminator is not None:
         return f"a mapping with {slot.discriminator}: {' or '.join(member_names(slot))}"
     return " or ".join(_describe_member(member) for member in slot.union_members())
@@ -161,7 +161,7 @@ def _describe_member(slot: SchemaNode) -> str:
 
 
 def scalar_types(slot: SchemaNode) -> set[type]:
-    """Return the Python types allowed for a scalar value, `object` standing for any type."""
+    """Return the Python types allowed for a scalar value. `object` stands for any type."""
     scalar_kinds: set[type] = set()
     for member in slot.union_members():
         if get_origin(member.type) is Literal:
@@ -192,8 +192,8 @@ def closest_match(word: str, valid: Iterable[str]) -> str | None:
 def iterate_sections() -> Iterator[tuple[KeyPath, str, type[BaseModel]]]:
     """Yield (key path, title, Section class) of every section in schema order, parents before children.
 
-    title: the dotted path, or the value of the selector key, such as the name of an algorithm. The index of list
-    entries in the path is the text N.
+    title: the dotted path, or the value of the selector key, such as the name of an algorithm. In key paths, the text N
+    stands for any index of a list.
     """
     for name, field in Recipe.model_fields.items():
         yield from _iterate_node_sections(SchemaNode.from_field(field), (name,))

@@ -14,7 +14,7 @@ MAX_NAME_BYTES = 255
 
 
 def require_not_empty(path: Any) -> Any:
-    """Return `path`. Raises ValueError if it is empty: pathlib would read that as the working directory."""
+    """Return `path`. Raises ValueError if it is empty, because pathlib would use the working directory instead."""
     if path == "":
         raise ValueError("is empty: name a folder or file, or . for the working directory")
     return path
@@ -30,7 +30,10 @@ def require_possible_path(address: str) -> str:
 
 
 def expand_user(address: str) -> str:
-    """Expand a leading ~ in a path, not in a URL. Raises ValueError for an unknown user or a too long path."""
+    """Expand a leading ~ in a path. URLs are not changed.
+
+    Raises ValueError for an unknown user or a too long path.
+    """
     require_possible_path(address)
     try:
         return address if "://" in address else str(Path(address).expanduser())
@@ -39,7 +42,10 @@ def expand_user(address: str) -> str:
 
 
 def require_local_path(path: Path) -> Path:
-    """Expand a leading ~. Raises ValueError for a URL, which Path would turn into a local folder such as s3:/bucket."""
+    """Expand a leading ~ in a path.
+
+    Raises ValueError for a URL, because Path would turn it into a local folder such as s3:/bucket.
+    """
     if len(path.parts) > 1 and path.parts[0].endswith(":"):
         raise ValueError("expected a local path, got an address; only checkpoint.storage takes an s3:// address")
     return Path(expand_user(str(path)))
@@ -108,11 +114,14 @@ class Section(BaseModel):
     )
 
     def non_default_keys(self, *keys: str) -> list[str]:
-        """Return those of `keys` with a non-default value. (Resolved recipes contain all keys.)"""
+        """Return the keys in `keys` that have a non-default value. (Resolved recipes contain all keys.)"""
         fields = type(self).model_fields
         return [key for key in keys if getattr(self, key) != fields[key].get_default(call_default_factory=True)]
 
     def require_defaults(self, *keys: str, unless: str) -> None:
-        """Raise ValueError if one of `keys` has a non-default value. unless: when they are read, for the message."""
+        """Raise ValueError if a key in `keys` has a non-default value.
+
+        unless: text that says when these keys are read, for the error message.
+        """
         if unread := self.non_default_keys(*keys):
             raise ValueError(f"{' and '.join(unread)}: only read with {unless}; remove it")

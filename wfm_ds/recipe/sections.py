@@ -135,7 +135,7 @@ class LoraRecipe(Section):
     def trainable_layers(self, default_targets: Sequence[str]) -> list[str]:
         """Return the name suffixes of all layers with an adapter or full training.
 
-        default_targets: suffixes for an unset `target_modules`, from the model family.
+        default_targets: suffixes of the model family, used if `target_modules` is unset.
         """
         return [*(self.target_modules or default_targets), *self.modules_to_save]
 

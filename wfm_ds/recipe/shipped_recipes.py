@@ -31,13 +31,17 @@ def list_recipe_names() -> list[str]:
 
 
 def recipe_name(path: Path) -> str:
-    """Return the name of a recipe file: relative to the folder of the shipped recipes if it is there, else its stem."""
+    """Return the name of a recipe file.
+
+    For shipped recipes, this is the path relative to their folder, without suffix. For other recipes, it is the file
+    stem.
+    """
     path, root = path.resolve(), recipes_folder().resolve()
     return path.relative_to(root).with_suffix("").as_posix() if path.is_relative_to(root) else path.stem
 
 
 def find_recipe(name: str) -> Path | None:
-    """Return the file of a shipped recipe, or None if there is none. recipes/ and .yaml in the name are optional."""
+    """Return the file of a shipped recipe, or None if there is none. `name` may include recipes/ and .yaml."""
     bare = name.removeprefix(SHIPPED_PREFIX).removesuffix(".yaml")
     return recipes_folder() / f"{bare}.yaml" if bare in list_recipe_names() else None
 
@@ -59,7 +63,7 @@ def suggest_recipes(name: str) -> str:
 def resolve_shipped_paths(value: Any, root: Path) -> Any:
     """Return `value` with each text `recipes/...` replaced by the path of that file in folder `root`, recursively.
 
-    Paths that exist in the working directory, or not in `root`, are kept.
+    A path is kept if it exists in the working directory or does not exist in `root`.
     """
     if isinstance(value, dict):
         return {key: resolve_shipped_paths(entry, root) for key, entry in value.items()}

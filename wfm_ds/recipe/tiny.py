@@ -1,7 +1,7 @@
 """Tiny versions of recipes: with `--tiny`, any recipe runs in about a minute on a laptop CPU.
 
 A tiny recipe keeps the algorithm, LoRA or full training, the ZeRO stage, solver, guidance, EMA, schedules and
-conditioning. It replaces the model, sizes, data and rewards by built-in ones. No path or address remains.
+conditioning. Built-in models, sizes, data and rewards replace those of the recipe, so no path or address remains.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ MAX_SEQUENCE_PARALLEL = 2  # the tiny networks have two attention heads
 CLIP_FPS = 8.0
 NUM_ACTION_FRAMES, ACTION_SIZE = 9, (8, 16)  # of the brightness clips
 CAMERA_INPUTS, ACTION_INPUTS = frozenset({"c2w", "intrinsics"}), frozenset({"actions", "domain"})
-# Rewards that need no weights, and only inputs that the built-in data has.
-WEIGHT_FREE_REWARDS = frozenset(
-    {"mock", "color", "jpeg_compressibility", "jpeg_incompressibility", "motion", "consistency"}
-)
+# Rewards that need no weights: for any data, for prompts (the built-in ones name colours), and for actions.
+WEIGHT_FREE_REWARDS = frozenset({"mock", "jpeg_compressibility", "jpeg_incompressibility", "motion", "consistency"})
+PROMPT_REWARDS = frozenset({"color"})
 ACTION_REWARDS = frozenset({"brightness", "seen_action"})
 
 Values = dict[str, Any]
 
 
 def tiny_data_folder() -> Path:
-    """Return the folder of the built-in data sets in the user's cache. demos/tiny_data.py writes it."""
+    """Return the folder of the built-in data sets, in the user's cache. demos/tiny_data.py writes the data sets."""
     return user_cache_folder() / "demos" / wfm_ds.__version__
 
 
 def shrink_recipe(recipe: Recipe, name: str, family: TinyFamily | None, *, world_size: int = 1) -> Values:
     """Return the sections of the tiny version of a recipe.
 
-    name: folder in outputs/tiny. family: tiny model to use; None keeps `model.path`, for callers that replace it.
-    Raises RecipeError if the recipe needs data that no built-in set has.
+    name: folder in outputs/tiny for the run. family: tiny model to use. None keeps `model.path`, for callers that
+    replace it. Raises RecipeError if the recipe needs data that no built-in data set has.
     """
     values = recipe.model_dump(mode="json", exclude=set(recipe.unused_sections))
     values["run"] |= {"output_dir": f"outputs/tiny/{name}", "steps": NUM_STEPS}
@@ -87,7 +86,7 @@ def describe_tiny_recipe(recipe: Recipe) -> str:
 
 
 def _short_data_path(path: str) -> str:
-    """Return the name of a built-in data set, or the path of another one."""
+    """Return the name of a built-in data set. For other data sets, return the path."""
     roots = [root for root in (tiny_data_folder(), recipes_folder()) if Path(path).is_relative_to(root)]
     return f"{Path(path).relative_to(roots[0])} (built in)" if roots else path
 
@@ -102,7 +101,7 @@ def _model_keys(family: TinyFamily | None) -> Values:
 
 
 def _data_section(recipe: Recipe) -> Values:
-    """Return the section for a built-in data set of the same kind."""
+    """Return the recipe section `data` for a built-in data set of the same kind."""
     data, folder = recipe.data, tiny_data_folder()
     kept = data.model_dump(include={"shuffle", "caption_dropout", "clip", "crop", "choose", "choose_floor", "inputs"})
     kept |= data.model_dump(include={"choose_memory", "system_prompt", "too_long", "pack"})
@@ -152,28 +151,30 @@ def _sampling_keys(recipe: Recipe, family: TinyFamily | None) -> Values:
     steps = min(sampling.steps, MAX_DENOISING_STEPS)
     keys |= {"steps": steps, "eval_steps": min(sampling.eval_steps, MAX_EVAL_STEPS)}
     if sampling.window is not None:
-        keys["window"] = _shrink_window(sampling.window.model_dump(), steps)
+        keys["window"] = _shrink_window(sampling.window.model_dump(), sampling.steps, steps)
     if sampling.explore is not None:
         explore = {"group_size": 2 * GROUP_SIZE, "steps": min(sampling.explore.steps, steps)}
         keys["explore"] = sampling.explore.model_dump() | explore
     return keys
 
 
-def _shrink_window(window: Values, steps: int) -> Values:
-    """Move a window of noisy steps into the first `steps` - 1 denoising steps."""
+def _shrink_window(window: Values, num_steps: int, steps: int) -> Values:
+    """Shrink a window of noisy steps among `num_steps` denoising steps to one among `steps`."""
     last = steps - 1  # the last step has no noise
     if window["kind"] == "subset":
         indices = [index for index in window["indices"] if index < last] or [0]
         return window | {"indices": indices, "size": min(window["size"], len(indices))}
-    default = (0, steps // 2) if window["kind"] == "random" else (0, last)
-    start, end = window["range"] or default
-    end = min(end, last)
+    if window["kind"] == "progressive":
+        start, end = window["range"] or (0, last)
+    else:  # at the same noise levels: the last steps may have too little noise
+        start, end = (round(bound * steps / num_steps) for bound in window["range"] or (0, num_steps // 2))
+    end = max(1, min(end, last))
     start = min(start, end - 1)
     return window | {"range": [start, end], "size": min(window["size"], end - start)}
 
 
 def _rl_algorithm_keys(recipe: Recipe, steps: int) -> Values:
-    """Return the keys of an RL algorithm that depend on the number of denoising steps or the group size."""
+    """Return the RL algorithm's recipe keys that depend on the number of denoising steps or the group size."""
     keys: Values = {}
     settings = recipe.rl.algorithm.model_dump()
     if settings.get("best_of_n") is not None:
@@ -195,6 +196,9 @@ def _rollout_keys(recipe: Recipe) -> Values:
 
 
 def _is_weight_free(name: str, recipe: Recipe) -> bool:
+    """Return whether a reward needs no weights, and no inputs that the built-in data lacks."""
+    if name in PROMPT_REWARDS:
+        return recipe.data.kind == "prompts"
     return name in WEIGHT_FREE_REWARDS or (name in ACTION_REWARDS and "actions" in recipe.data.inputs)
 
 
@@ -203,7 +207,7 @@ def _list_held_out_rewards(recipe: Recipe) -> list[str]:
 
 
 def _reward_functions(recipe: Recipe) -> list[Values]:
-    """Return the recipe's weight-free rewards, and stand-ins for the others."""
+    """Return the recipe's rewards that need no model weights, and built-in rewards in place of all others."""
     functions = recipe.rl.reward.functions
     free = [function for function in functions if _is_weight_free(function.name, recipe)]
     kept = [function.model_dump(mode="json", include={"name", "weight", "clip", "options"}) for function in free]
@@ -216,14 +220,15 @@ def _reward_functions(recipe: Recipe) -> list[Values]:
 
 
 def _stand_in_rewards(recipe: Recipe) -> dict[str, float]:
-    """Return {reward: weight} for the media of the recipe."""
+    """Return {name: weight} of built-in rewards for the recipe's kind of samples."""
     if "actions" in recipe.data.inputs:
         return {"brightness": 1.0}
     if recipe.data.inputs:
         return {"consistency": 1.0}
+    takes_prompts = recipe.data.kind == "prompts"
     if recipe.sampling.num_frames > 1:
-        return {"motion": 1.0, "color": 0.5}
-    return {"color": 1.0, "jpeg_compressibility": 0.5}
+        return {"motion": 1.0, "color" if takes_prompts else "jpeg_compressibility": 0.5}
+    return {"color": 1.0, "jpeg_compressibility": 0.5} if takes_prompts else {"jpeg_compressibility": 1.0}
 
 
 def _validation_keys(recipe: Recipe) -> Values:

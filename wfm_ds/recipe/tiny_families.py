@@ -84,7 +84,7 @@ def find_tiny_family(model_path: str) -> TinyFamily:
 
 
 def match_released_name(model_path: str) -> TinyFamily | None:
-    """Return the family whose released models have a name like the last parts of this path, or None."""
+    """Return the family of a released model with a name like the last components of this path, or None."""
     if model_path.startswith(TINY_PREFIX):
         return _BY_NAME.get(model_path.removeprefix(TINY_PREFIX))
     last_part = model_path.rstrip("/").rpartition("/")[2].lower()

@@ -39,7 +39,10 @@ class RecipeTree:
     locations: dict[KeyPath, SourceLocation] = field(default_factory=dict)
 
     def locate(self, path: KeyPath) -> SourceLocation:
-        """Return the location of the value at `path`, or else of the innermost enclosing value that has one."""
+        """Return the source location of the value at `path`.
+
+        If it has none, return the location of the innermost enclosing value that has one.
+        """
         return next(self.locations[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.locations)
 
     def forget_locations(self, path: KeyPath) -> None:
@@ -59,7 +62,10 @@ class RecipeProblem:
 
 
 def raise_problems(problems: Sequence[RecipeProblem]) -> None:
-    """Raise RecipeError with one line per problem, if any: first those in files by line, then those in overrides."""
+    """Raise RecipeError with one line per problem, if there are any.
+
+    Problems in files come first, ordered by line. Problems in overrides follow.
+    """
     lines = list(dict.fromkeys(str(p) for p in sorted(problems, key=RecipeProblem.sort_key)))
     if len(lines) > MAX_PROBLEMS:
         lines[MAX_PROBLEMS:] = [f"and {len(lines) - MAX_PROBLEMS} more problems: fix these first"]
@@ -87,7 +93,10 @@ def shorten_text(text: str) -> str:
 
 
 def parse_yaml(text: str, source: str) -> RecipeTree:
-    """Parse one YAML document. An empty one has the value None. Raises RecipeError with line numbers if invalid."""
+    """Parse one YAML document. An empty document has the value None.
+
+    Raises RecipeError with line numbers if the text is invalid.
+    """
     try:
         node = compose_yaml(text)
     except RecipeError as error:

@@ -1,7 +1,7 @@
 """YAML for recipes: parse text to nodes within size limits, convert scalars, write values.
 
-Scalars follow YAML 1.2 where YAML 1.1 surprises: `1e-4` is a number; `on`, `off`, `yes`, `no` and dates are text.
-Limits on length, nesting and expanded aliases keep parsing fast for any input.
+Where YAML 1.1 would surprise users, scalars follow YAML 1.2: `1e-4` is a number; `on`, `off`, `yes`, `no` and dates are
+text. Limits on length, nesting and expanded aliases keep parsing fast for any input.
 """
 
 from __future__ import annotations
@@ -98,10 +98,12 @@ class _InlineDumper(_Dumper):
     """YAML dumper that writes everything on one line."""
 
 
-_InlineDumper.add_representer(list, lambda dumper, items: dumper.represent_sequence(YAML_TAG + "seq", items))
+_InlineDumper.add_representer(list, yaml.SafeDumper.represent_list)
 
 
 def to_inline_yaml(value: Any) -> str:
-    """Return a value as YAML on one line, to be written after a key."""
-    options = {"sort_keys": False, "allow_unicode": True, "width": math.inf, "default_flow_style": True}
-    return yaml.dump(value, Dumper=_InlineDumper, **options).removesuffix("...\n").strip()
+    """Return a value as YAML on one line, to be written after a key and a colon."""
+    text: str = yaml.dump(
+        value, Dumper=_InlineDumper, sort_keys=False, allow_unicode=True, width=math.inf, default_flow_style=True
+    )
+    return text.removesuffix("...\n").strip()

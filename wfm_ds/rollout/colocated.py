@@ -29,7 +29,8 @@ class ColocatedSource:
 
     def __init__(self, job: Job, groups: GroupSource, rewards: RewardClient, algorithm: RlAlgorithm) -> None:
         self.job, self.groups, self.rewards, self.algorithm = job, groups, rewards, algorithm
-        self.group_size = job.recipe.rl.rollout.group_size
+        self.settings = job.recipe.rl.rollout
+        self.scoring = ScoringQueue(job, rewards)
 
     def publish_policy(self, step: int) -> None:
         """Do nothing: the generating ranks already have the weights."""
@@ -43,7 +44,7 @@ class ColocatedSource:
 
     def collect_rollouts(self, step: int) -> StepRollouts:
         """Generate this replica's shard of the step's samples. Collective."""
-        samples = self.plan_samples(self.groups.step_groups(step), self.group_size, step)
+        samples = self.plan_samples(self.groups.step_groups(step), self.settings.group_size, step)
         return self.generate_samples(samples, self.algorithm.plan(step))
 
     def plan_samples(
@@ -72,10 +73,8 @@ class ColocatedSource:
         local = samples[shard.start : shard.stop]
         padded = [*local, *[samples[0]] * (len(shards[0]) - len(local))]
         trajectories: list[tuple[Sequence[RolloutSample], Trajectory]] = []
-        scoring = ScoringQueue(job, self.rewards)
-        merge = job.recipe.rl.rollout.merge_lora
         with (
-            job.engine.use_policy(self.algorithm.rollout_policy, merge=merge),
+            job.engine.use_policy(self.algorithm.rollout_policy, merge=self.settings.merge_lora),
             job.engine.replay_graphs(),
             torch.no_grad(),
         ):
@@ -94,9 +93,9 @@ class ColocatedSource:
                 if unpadded:
                     with job.timer("decode"):
                         clean = trajectory.clean_latents[: len(unpadded)]
-                        scoring.submit(clean, [s.sample_id for s in unpadded], [s.prompt for s in unpadded])
+                        self.scoring.submit(clean, [s.sample_id for s in unpadded], [s.prompt for s in unpadded])
         with job.timer("decode"):
-            failures = scoring.flush()
+            failures = self.scoring.flush()
         rollouts = [
             extract_rollout(sample, trajectory, row, replace_nonfinite=sample.sample_id in failures)
             for chunk, trajectory in trajectories

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.advantages import group_variance
-from wfm_ds.data.batch_reader import BatchReader, TrainingSample
-from wfm_ds.data.leader_reads import read_on_leader
+from wfm_ds.data.batch_reader import BatchReader, TrainingSample, read_on_leader
 from wfm_ds.data.prompt_weights import RewardStdTable, Weights, draw_prompts
 from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.data.samples import pack_prompt, unpack_prompt

@@ -75,11 +75,15 @@ class ScoringQueue:
             self._send_decoded(num_kept=int(self._decoding[-1][0].is_pending))
 
     def flush(self) -> Scores:
-        """Send the remaining chunks. Returns failed Scores of all samples with non-finite latents."""
+        """Send the remaining chunks.
+
+        Returns failed Scores of the samples with non-finite latents that were submitted since the last call.
+        """
         if self._waiting:
             self._start_decoding()
         self._send_decoded(num_kept=0)
-        return self._failures
+        failures, self._failures = self._failures, {}
+        return failures
 
     def _start_decoding(self) -> None:
         chunk, self._waiting = DenoisedChunk.concatenate(self._waiting), []

@@ -40,7 +40,7 @@ class SelectiveSource(ColocatedSource):
         self.refillable_groups = groups
         recipe = job.recipe
         self.explore, self.max_refills = recipe.sampling.explore, recipe.rl.rollout.max_refills
-        self.num_candidates = self.explore.group_size if self.explore else self.group_size  # per group
+        self.num_candidates = self.explore.group_size if self.explore else self.settings.group_size  # per group
         self.should_regenerate = self.explore is not None and self.explore.regenerate
         self._candidate_plan: FlowPlan | None = None  # None: candidates use the plan of the rollouts
         settings = recipe.sampling.candidate_sampling
@@ -54,7 +54,7 @@ class SelectiveSource(ColocatedSource):
 
         With `sampling.explore.regenerate`, the selected samples are generated again with the sampling plan of rollouts.
         """
-        selection, candidate_groups = GroupSelection(self.job.recipe.rl.rollout.prompts_per_step), list[RewardedGroup]()
+        selection, candidate_groups = GroupSelection(self.settings.prompts_per_step), list[RewardedGroup]()
         selected = SelectedRollouts(self.job.world)
         self._candidates = {}
         attempt = 0
@@ -112,7 +112,7 @@ class SelectiveSource(ColocatedSource):
                 draw_permutation(len(scores), recipe.run.seed, "candidate_shuffle", step, attempt)
             )
         group_ids = [m.group_id for m in samples]
-        indices, informative = select_best_and_worst(rewards, group_ids, recipe.rl.algorithm, self.group_size)
+        indices, informative = select_best_and_worst(rewards, group_ids, recipe.rl.algorithm, self.settings.group_size)
         selection.add_round([samples[i] for i in indices], informative)
         return generated, rewards
 

@@ -14,14 +14,13 @@ from torch import Tensor
 
 from wfm_ds.distributed.lifecycle import StopFlag
 from wfm_ds.distributed.world import World
-from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.export.target import ExportInfo, ExportTarget
 from wfm_ds.export.weights import export_weights, loading_lines
 from wfm_ds.models.assets.latent_cache import LatentCache
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.monitoring.meters import Stopwatch
 from wfm_ds.monitoring.monitor import Monitor
 from wfm_ds.recipe.run_sizes import RunSizes

@@ -50,7 +50,7 @@ class SamplingPlan(Protocol):
 
     @property
     def keep_means(self) -> bool:
-        """Whether to store the Gaussian means of the stored steps too."""
+        """Whether the stored steps include the means of their Gaussians."""
 
     @property
     def keep_states(self) -> bool:
@@ -65,8 +65,9 @@ class SamplingPlan(Protocol):
     ) -> Trajectory:
         """Denoise float32 noise [B,C,h,w] or [B,C,T,h,w].
 
-        predict: must use the same conditioning frames. seeds: one per sample; they determine all further noise. The
-        host never synchronizes with the device between the first and the last forward pass.
+        predict: function that returns velocities; it must use the same conditioning frames. seeds: one per sample; they
+        determine the noise added by stochastic steps. The host never synchronizes with the device between the first and
+        the last forward pass.
         """
 
 
@@ -109,7 +110,7 @@ class FlowPlan:
     ) -> Trajectory:
         """See SamplingPlan.denoise. seeds: in [0, 2**63).
 
-        Conditioning frames keep their latents: they are never noised and do not count in log-probabilities. Raises
+        Conditioning frames stay unchanged: they are never noised and do not count in log-probabilities. Raises
         ValueError if the noise has the wrong shape or dtype.
         """
         if noise.ndim not in (4, 5) or noise.dtype != torch.float32:

@@ -1,8 +1,7 @@
-"""Sampling in EDM coordinates with churn, as DDRL samples Cosmos-Predict2.5 (arXiv 2206.00364, 2308.02157).
+"""Sampling in EDM coordinates with churn (arXiv 2206.00364, 2308.02157). DDRL samples Cosmos-Predict2.5 in this way.
 
-The state is X = x0 + S*eps at an EDM noise level S from 200 down to 0.01. In flow-matching coordinates this is
-x_sigma = X/(1 + S) at sigma = S/(1 + S), so the same denoiser is used and D = x_sigma - sigma*velocity is its x0
-prediction.
+The state is X = x0 + S*eps at an EDM noise level S from 200 down to 0.01. In flow-matching coordinates this is x_sigma
+= X/(1 + S) at sigma = S/(1 + S), so the same denoiser is used. D = x_sigma - sigma*velocity is its x0 prediction.
 """
 
 from __future__ import annotations
@@ -36,7 +35,10 @@ def karras_levels(num_steps: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Churn:
-    """Noise added before each step at a level in (min_level, max_level). It multiplies the level by 1 + relative."""
+    """Noise that is added before a step if the step's noise level is in (min_level, max_level).
+
+    The noise multiplies the level by 1 + relative.
+    """
 
     relative: float
     min_level: float = 0.0
@@ -82,7 +84,7 @@ class EdmStep:
 
     @property
     def gain(self) -> float:
-        """d(mu)/d(velocity)/std; -inf if std is 0."""
+        """Derivative of the mean with respect to the velocity, divided by std. -inf if std is 0."""
         return -self.clean_coef * self.sigma / self.std if self.std > 0 else -math.inf
 
 
@@ -112,8 +114,9 @@ class EdmPlan:
     ) -> Trajectory:
         """See SamplingPlan.denoise. Runs N + 1 predictions and returns the x0 prediction at the last noise level.
 
-        Step k adds `step_noise` of each sample's seed (in [0, 2**63)). `conditioning_frames` is not used: the denoiser
-        inserts them into its input and predicts them as x0. Raises ValueError for noise of the wrong shape or dtype.
+        Step k adds the noise that `step_noise` draws from each sample's seed (in [0, 2**63)). `conditioning_frames` is
+        not used: the denoiser inserts the frames into its input and predicts them as x0. Raises ValueError for noise of
+        the wrong shape or dtype.
         """
         require_latents(noise=noise)
         noisy = [k for k in (INITIAL_CHURN, *range(len(self.steps))) if self._noise_std(k) > 0]

@@ -36,7 +36,10 @@ def require_latents(**latents: Tensor) -> None:
 
 
 def require_vectors(latents: Tensor, **vectors: Tensor) -> None:
-    """Raise ValueError unless each vector is [B] with the dtype of `latents`. [B, 1] would broadcast to [B, B]."""
+    """Raise ValueError unless each vector is [B] with the dtype of `latents`.
+
+    A vector [B, 1] would silently broadcast to [B, B].
+    """
     for name, tensor in vectors.items():
         if tensor.shape != latents.shape[:1]:
             raise ValueError(f"{name} must be [{len(latents)}], one value per sample, got {list(tensor.shape)}")
@@ -52,7 +55,10 @@ def free_frame_mask(frames: ConditioningFrames) -> Tensor:
 
 
 def sample_mean(tensor: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the mean over each sample's elements, [B]. mask: 1 for elements that count, else 0; broadcastable."""
+    """Return the mean over each sample's elements, [B].
+
+    mask: 1 for elements that count, else 0. It is broadcast to the shape of the samples.
+    """
     if mask is None:
         return tensor.flatten(1).mean(1)
     mask = mask.expand_as(tensor).flatten(1)
@@ -77,9 +83,10 @@ def draw_cpu_normal(seeds: Sequence[int], shape: tuple[int, ...], device: torch.
 
 
 def draw_device_normal(seeds: Tensor, like: Tensor) -> Tensor:
-    """Return standard normal noise with the shape [B, ...], dtype and device of `like`. Sample i depends on seeds[i].
+    """Return standard normal noise with the shape [B, ...], dtype and device of `like`.
 
-    seeds: [B] int64 on the device of `like`. Drawn there without host synchronization (wfm_kernels noise contract).
+    Sample i depends only on seeds[i]. seeds: [B] int64 on the device of `like`. The noise is drawn on this device
+    without host synchronization (wfm_kernels noise contract).
     """
     return flow_noise(like, torch.zeros(len(like), dtype=like.dtype, device=like.device), seeds=seeds)[1].to(like.dtype)
 
@@ -93,7 +100,10 @@ def add_noise(clean_latents: Tensor, sigma: Tensor, seeds: Sequence[int]) -> tup
 
 
 def noisy_latents(clean_latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """Return (1-sigma)*x0 + sigma*eps for float32 [B,C,h,w] or [B,C,T,h,w] and sigma [B]; else raise ValueError."""
+    """Return (1-sigma)*x0 + sigma*eps.
+
+    x0 and eps are float32 [B,C,h,w] or [B,C,T,h,w]; sigma is [B]. Raises ValueError for other shapes and dtypes.
+    """
     require_latents(clean_latents=clean_latents, noise=noise)
     require_vectors(clean_latents, sigma=sigma)
     return flow_noise(clean_latents, sigma, noise=noise)[0]

@@ -1,6 +1,6 @@
-"""Sampling plans: timestep shift, solver coefficients of every step, and the steps that add noise.
+"""Sampling plans: timestep shift, solver coefficients of every step, and the choice of the steps that add noise.
 
-Computed on the host in float64. The model's scheduler defines the noise levels.
+All values are computed on the host in float64. The model's scheduler defines the noise levels.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def solver_steps(solver: str, sigmas: Tensor) -> list[SolverStep]:
     """Return the N steps of `solver` on the noise levels `sigmas`.
 
     sigmas: [N+1] float64 on the CPU, descending from at most 1 to 0. `ode` is Euler. `dpm2` is DPM-Solver++ 2M (arXiv
-    2211.01095, midpoint form) for flow matching, with Euler steps at step 0, at the last step, at step 1 if the first
-    noise level is 1, and at steps more than MAX_STEP_GROWTH times as long as the previous one. Raises ValueError for an
-    unknown solver and for other noise levels.
+    2211.01095, midpoint form) for flow matching. It uses Euler steps at step 0, at the last step, at step 1 if the
+    first noise level is 1, and at each step that is more than MAX_STEP_GROWTH times as long as the previous step.
+    Raises ValueError for an unknown solver and for other noise levels.
     """
     grid = _validate_grid(sigmas)
     corrections = [0.0] * (len(grid) - 1)
@@ -83,7 +83,10 @@ def _half_log_snr(sigma: float) -> float:
 
 
 def deterministic_plan(solver: str, sigmas: Tensor) -> FlowPlan:
-    """Return a plan with solver `ode` or `dpm2` for noise levels [N+1] float64. Raises as solver_steps does."""
+    """Return a plan with solver `ode` or `dpm2` for noise levels [N+1] float64.
+
+    Raises ValueError in the same cases as solver_steps.
+    """
     steps = tuple(solver_steps(solver, sigmas))
     return FlowPlan(steps=steps, table=sde_coefficients("ode", sigmas[:-1], sigmas[1:]))
 
@@ -102,12 +105,13 @@ def stochastic_plan(
 
     sigmas: noise levels [N+1] float64, N > 1. The first value is replaced by 1 (pure noise), because the coefficients
     at .9997 would be extreme.
-    noisy_steps: None for all; `dance` then ends with an Euler step that returns the x0 prediction, as in DanceGRPO.
-    stored_steps: steps to store for training. keep_means: store their means too.
-    gaussian: False keeps the published log-probability of `cps`, which lacks the variance and the constant.
+    noisy_steps: None for all steps. `dance` then ends with an Euler step that returns the x0 prediction, as in
+    DanceGRPO.
+    stored_steps: steps to store for training. keep_means: whether to store their means too.
+    gaussian: False keeps the published log-probability of `cps`, which omits the variance and the constant.
 
-    Raises RecipeError if a step would flip the sign of the latents (c_x <= 0), and ValueError as solver_steps and
-    sde_coefficients do.
+    Raises RecipeError if a step would flip the sign of the latents (c_x <= 0). Raises ValueError in the same cases as
+    solver_steps and sde_coefficients.
     """
     grid = sigmas.clone()
     grid[0] = 1.0
@@ -132,10 +136,10 @@ def stochastic_plan(
 
 
 def use_gaussian_log_prob(table: Tensor) -> Tensor:
-    """Return a copy of the coefficient table [N,5] with the Gaussian log-density at noisy steps.
+    """Return a copy of the coefficient table [N,5] in which noisy steps have the Gaussian log-density.
 
-    Columns 3 and 4 are its scale and constant: -(mean d^2)/(2 s^2) - ln s - ln(2 pi)/2, where d is the distance from
-    the mean of the step and s its std.
+    The log-density is -(mean d^2)/(2 s^2) - ln s - ln(2 pi)/2, where d is the distance from the mean of the step and s
+    its std. Columns 3 and 4 are its scale and its constant.
     """
     table, noisy = table.clone(), table[:, STD_COLUMN] > 0
     std = table[noisy, STD_COLUMN]
@@ -185,9 +189,9 @@ def rollout_plan(
 ) -> FlowPlan:
     """Return the sampling plan of RL step `step` for the noise levels `sigmas` [N+1].
 
-    run_seed, step: without effect for deterministic solvers, whose plan is the same in every step. store_steps: store
-    the trainable steps. keep_means: also store the means of their Gaussians. gaussian: see
-    stochastic_plan. Raises RecipeError as stochastic_plan does.
+    run_seed, step: not used for deterministic solvers, because their plan is the same in every step. store_steps:
+    whether to store the trainable steps. keep_means: whether to store the means of their Gaussians too. gaussian: see
+    stochastic_plan. Raises RecipeError in the same cases as stochastic_plan.
     """
     if not sampling.is_stochastic:
         return deterministic_plan(sampling.solver, sigmas)
@@ -204,5 +208,8 @@ def rollout_plan(
 
 
 def exploration_plan(sampling: SamplingRecipe, sigmas: Tensor) -> FlowPlan:
-    """Return the plan for the candidates of sampling.explore: the rollout's solver, or `ode` if it is stochastic."""
+    """Return the sampling plan for the candidate samples of the recipe section sampling.explore.
+
+    The solver is the rollout's solver, or `ode` if the rollout's solver is stochastic.
+    """
     return deterministic_plan("ode" if sampling.is_stochastic else sampling.solver, sigmas)

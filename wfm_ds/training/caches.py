@@ -316,15 +316,15 @@ def encode_local_texts(texts: TextCache, needed: Sequence[Text], world: World) -
 
 
 def load_clean_latents(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
-    """Return the samples' clean latents, [B, ...] float32, on every rank of the replica. Collective in the replica."""
-    return job.world.broadcast_tensor_in_replica(encode_samples(job, samples) if job.world.is_leader else None)
+    """Return the samples' clean latents, [B, ...] float32, on every rank of the replica. Collective in the replica.
 
-
-def encode_samples(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
-    """Return the samples' latents, [B, ...] float32. Encodes and caches latents that are not cached yet."""
+    The leader encodes and caches latents that are not cached yet.
+    """
+    if not job.world.is_leader:
+        return job.world.broadcast_tensor_in_replica(None)
     pixels = {i: sample.pixels for i, sample in enumerate(samples) if sample.pixels is not None}
     if job.latent_cache is None:
-        return job.model.encode_uint8(list(pixels.values()))
+        return job.world.broadcast_tensor_in_replica(job.model.encode_uint8(list(pixels.values())))
     # Encode one by one, as in the text cache: the last bits must not depend on the content of the cache.
     encoded_now = {i: job.model.encode_uint8([array])[0] for i, array in pixels.items()}
     for i, latents in encoded_now.items():
@@ -333,4 +333,4 @@ def encode_samples(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
         assert framing is not None
         job.latent_cache.write(media, framing, latents)
     rows = [encoded_now.get(i, sample.latents) for i, sample in enumerate(samples)]
-    return torch.stack([copy_to_device(row, job.world.device) for row in rows])
+    return job.world.broadcast_tensor_in_replica(torch.stack([copy_to_device(row, job.world.device) for row in rows]))

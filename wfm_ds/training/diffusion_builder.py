@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm, build_rl_algorithm, build_supervised_algorithm, engine_policy_copies
+from wfm_ds.data.batch_reader import choose_on_leader
 from wfm_ds.data.broadcast import read_on_main
 from wfm_ds.data.datasets import (
     TrainingData,
@@ -22,7 +23,6 @@ from wfm_ds.data.datasets import (
     log_rejected,
     trains_on_data,
 )
-from wfm_ds.data.leader_reads import choose_on_leader
 from wfm_ds.data.prompt_weights import RewardStdTable
 from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.distributed.lifecycle import StopFlag, seconds_since_start

@@ -25,8 +25,7 @@ from wfm_ds.algorithms.sft import (
 )
 from wfm_ds.algorithms.supervised import SupervisedAlgorithm, velocity_errors
 from wfm_ds.chunks import split_into_chunks
-from wfm_ds.data.batch_reader import BatchReader, TrainingSample
-from wfm_ds.data.leader_reads import read_on_leader
+from wfm_ds.data.batch_reader import BatchReader, TrainingSample, read_on_leader
 from wfm_ds.data.pixels import Framing
 from wfm_ds.data.samples import Sample
 from wfm_ds.models.assets.text_cache import Text, format_prompts
@@ -54,6 +53,7 @@ class NoisyBatch:
     Row m * B + b is item m of sample b. All items of a sample get the same noise. Tensors are float32 unless noted.
     """
 
+    items_per_sample: int  # M
     clean_latents: Tensor  # [M*B, ...]
     noise: Tensor  # [M*B, ...], equal for all items of a sample
     latents: Tensor  # [M*B, ...], noisy latents
@@ -83,6 +83,7 @@ class SftLoop(TrainingLoop):
         self.settings = job.recipe.supervised_settings
         self.shift = self.settings.flow_shift or job.model.flow_shift(job.recipe.sampling)
         self.bands = density_bands(self.settings, self.shift, job.model.sigma_ranges)
+        self.frame_range = job.model.clean_frame_range(self.settings.conditioning_frame_range)
 
     def wait_for_data(self, step: int) -> bool:
         return True  # data is prefetched, and train_step waits for it
@@ -175,13 +176,14 @@ class SftLoop(TrainingLoop):
         noisy, noise = add_noise(clean, sigma, seeds * times)
         draws = [draw_uniform(seed, "conditional_frames", sample.epoch, sample.sample_id) for sample in rows]
         return NoisyBatch(
+            items_per_sample=times,
             clean_latents=clean,
             noise=noise,
             latents=noisy,
             sigma=sigma,
             texts=self.caption_texts(rows, clean.shape[1:]) * times,
             inputs=[sample.prompt.inputs for sample in rows] * times,
-            num_conditioning_frames=draw_frame_counts(self.job, draws * times),
+            num_conditioning_frames=conditioning_frame_counts(self.frame_range, draws * times),
         )
 
     def caption_texts(self, samples: Sequence[TrainingSample], shape: Sequence[int] | None = None) -> list[Text]:
@@ -203,16 +205,6 @@ class SftLoop(TrainingLoop):
         return NegativeText("") if dropped < self.job.recipe.data.caption_dropout else sample.prompt.text
 
 
-def draw_frame_counts(job: Job, draws: Sequence[float]) -> Tensor | None:
-    """Return the number of conditioning frames of each sample, [B] int64 on the host.
-
-    draws: one random number in [0, 1) per sample. Returns None in runs without conditioning frames.
-    """
-    return conditioning_frame_counts(
-        job.model.clean_frame_range(job.recipe.supervised_settings.conditioning_frame_range), draws
-    )
-
-
 def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Tensor:
     """Return the active policy's velocity errors [M, B] (see NoisyBatch).
 
@@ -226,9 +218,7 @@ def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Te
     inputs = job.sampler.encode_inputs(batch.inputs, frames, batch.clean_latents.shape[1:])
     conditioning, mask = {**job.text_cache.encode(batch.texts), **inputs}, inputs.get(MASK_KEY)
     velocity = job.forward(purpose, batch.latents, batch.sigma, conditioning, expert)
-    return velocity_errors(velocity, batch.clean_latents, batch.noise, mask).view(
-        job.recipe.supervised_settings.items_per_sample, -1
-    )
+    return velocity_errors(velocity, batch.clean_latents, batch.noise, mask).view(batch.items_per_sample, -1)
 
 
 def loss_stats(prefix: str, loss_B: Tensor, sigma_B: Tensor, shift: float) -> Stats:
@@ -262,6 +252,7 @@ class ValidationLoss:
         self.settings = job.recipe.supervised_settings
         self.shift = self.settings.flow_shift or job.model.flow_shift(job.recipe.sampling)
         self.sigmas = validation_sigmas(self.shift).tolist()
+        self.frame_range = job.model.clean_frame_range(self.settings.conditioning_frame_range)
 
     @torch.no_grad()
     def measure_loss(self) -> dict[str, float]:
@@ -324,13 +315,14 @@ class ValidationLoss:
         sigma = torch.tensor(sigmas, dtype=torch.float32, device=clean.device)
         draws = [draw_uniform(0, "validation_conditional_frames", *key) for key in keys]
         return NoisyBatch(
+            items_per_sample=times,
             clean_latents=clean,
             noise=noise,
             latents=noisy_latents(clean, noise, sigma),
             sigma=sigma,
             texts=self.job.sampler.format_prompts([sample.prompt.text for sample in samples], clean.shape[1:]) * times,
             inputs=[sample.prompt.inputs for sample in samples] * times,
-            num_conditioning_frames=draw_frame_counts(self.job, draws * times),
+            num_conditioning_frames=conditioning_frame_counts(self.frame_range, draws * times),
         )
 
     def load_latents(self, index: int) -> Tensor:

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from wfm_ds.data.batch_reader import choose_on_leader
 from wfm_ds.data.buckets import Buckets
 from wfm_ds.data.datasets import TrainingData, build_buckets, build_input_reader, find_usable_samples
-from wfm_ds.data.leader_reads import choose_on_leader
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.samples import Media, Sample

@@ -17,7 +17,7 @@ MAX_RANK = 8
 
 
 def pack_arrays(arrays: Arrays) -> dict[str, list[Any]]:
-    """Encode float32 arrays losslessly as {name: [shape, base64 of the little-endian bytes]}."""
+    """Encode float32 arrays losslessly as {name: [shape, base64 text of the little-endian bytes]}."""
     return {
         name: [list(array.shape), base64.b64encode(np.ascontiguousarray(array, dtype=FLOAT32).tobytes()).decode()]
         for name, array in arrays.items()

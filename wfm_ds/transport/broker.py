@@ -38,7 +38,7 @@ POLL_MS = 200  # upper limit for the delay of stall and deadline checks
 
 @dataclass(frozen=True, slots=True)
 class TaskKind:
-    """Scheduling limits of a kind of task, and information about the kind for clients."""
+    """Scheduling limits of a kind of task, and information about this kind for clients."""
 
     stall_s: float  # a task without progress for this long goes to another worker
     info: Mapping[str, Any]  # plain values, sent to clients in `attached`
@@ -64,10 +64,10 @@ class Broker:
     ) -> None:
         """Bind the sockets. Raises PipeError if an endpoint cannot be bound.
 
-        clients, workers: endpoints of both sockets. The port may be 0 or * (any free port).
+        clients, workers: endpoints of the two sockets. The port may be 0 or * (any free port).
         observer: called in the broker's thread with every finished task. It must be fast and must not raise.
-        on_stall: called likewise with the id of a worker that seems to hang.
-        keys: if set, clients must authenticate with an allowed key. worker_keys: workers must too.
+        on_stall: called in the broker's thread with the id of a worker that seems to hang.
+        keys: if set, clients must authenticate with an allowed key. worker_keys: the same for workers.
         worker_timeout_s: a worker that sends nothing for this long counts as lost, and its tasks are requeued. It may
         reconnect later. None: only `report_lost_worker` removes workers.
         """
@@ -135,7 +135,10 @@ class Broker:
         self._commands.put(lambda: self._ledger.disable_kind(kind, why))
 
     def announce(self, announcement: Mapping[str, Any], files: Mapping[str, Path]) -> None:
-        """Attach `announcement` to every task leased from now on. Clients may read `files`, {name: path}."""
+        """Attach `announcement` to every task that is leased from now on.
+
+        files: {name: path} of files that clients may read.
+        """
         self._commands.put(lambda: self._set_announcement(announcement, files))
 
     def dismiss_workers(self, why: str) -> None:
@@ -144,11 +147,15 @@ class Broker:
         self._commands.put(lambda: self._workers.dismiss_all(why))
 
     def worker_ids(self) -> list[str]:
-        """Return a recent snapshot of the connected worker ids."""
+        """Return a recent snapshot of the ids of connected workers."""
         return self._workers.worker_ids()
 
     def request_status(self) -> Future[BrokerStatus]:
-        """Return a future that the broker's thread sets within about POLL_MS, or cancels if it has stopped."""
+        """Return a future with the broker's status.
+
+        The broker's thread sets it within about POLL_MS milliseconds. If the thread has stopped, the future is
+        cancelled.
+        """
         future: Future[BrokerStatus] = Future()
         self._status_requests.append(future)
         self._commands.put(self._answer_status_requests)

@@ -1,4 +1,4 @@
-"""Client side of the broker: attached clients, their submissions, completions and payload requests.
+"""Client side of the broker: attached clients, their submissions, finished tasks and payload requests.
 
 Uses the same ledger and spool as broker_workers.py. Used only by the broker's thread.
 """
@@ -38,7 +38,7 @@ class _ClientState:
 
 
 class BrokerClients:
-    """The attached clients, by route (zmq routing id) and by owner (RUN/CLIENT, as in ledger and spool)."""
+    """The attached clients, indexed by route (zmq routing id) and by owner (RUN/CLIENT, as in ledger and spool)."""
 
     def __init__(
         self,
@@ -106,7 +106,10 @@ class BrokerClients:
     def _send_payload(
         self, route: bytes, name: str, read: Callable[[], tuple[Sequence[TensorSpec], Sequence[Any]]]
     ) -> None:
-        """Send the payload that `read` returns, or why it is missing. If that fails, the client asks again."""
+        """Send the payload that `read` returns, or the reason why it is missing.
+
+        If the message cannot be sent, the client will request it again.
+        """
         try:
             specs, payload = read()
         except NotInSpool as error:
@@ -170,7 +173,7 @@ class BrokerClients:
             self._port.send(route, "accepted", lists)
 
     def _send_client_completions(self, owner: str, client: _ClientState) -> None:
-        """Send the new completions. If some are lost, the client requests them again with `since`."""
+        """Send a client its new completions. If a message is lost, the client requests them again with `since`."""
         items = self._ledger.new_completions(owner, client.last_sent_seq)
         while items:
             batch: list[dict[str, Any]] = []

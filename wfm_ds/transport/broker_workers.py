@@ -44,7 +44,7 @@ class _WorkerState:
 
 
 class BrokerWorkers:
-    """The connected workers, indexed by id and by route (zmq routing id), each with its unsent tasks."""
+    """The connected workers, indexed by id and by route (zmq routing id). Each has a list of unsent tasks."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class BrokerWorkers:
         self._workers: dict[str, _WorkerState] = {}
 
     def worker_ids(self) -> list[str]:
-        """Return a recent snapshot of the connected worker ids. Thread-safe."""
+        """Return a recent snapshot of the ids of connected workers. Thread-safe."""
         return sorted(self._workers)
 
     def receive_messages(self, now_s: float) -> None:
@@ -75,7 +75,7 @@ class BrokerWorkers:
     def drop_worker(self, worker: str, why: str) -> None:
         """Requeue the tasks of a worker that died, hangs or is unreachable.
 
-        Each task that was sent to it counts a failed attempt, because it may be the cause.
+        This counts as a failed attempt of each task that was sent to the worker, because the task may be the cause.
         """
         if worker in self._workers:
             self._ledger.requeue_unsent(worker, [task.task_id for task in self._workers[worker].outbox])
@@ -91,7 +91,7 @@ class BrokerWorkers:
                 self.drop_worker(worker, f"its worker was silent for {limit_s:g} s")
 
     def expire_leases(self, now_s: float) -> None:
-        """Requeue tasks without progress, and send `stalled` messages to their workers."""
+        """Requeue tasks without progress, and send `stalled` messages to the workers that run them."""
         for worker, task_id, attempt in self._ledger.expire_leases(now_s):
             log.warning("task %s stalled in worker %s", task_id, worker)
             self._on_stall(worker)

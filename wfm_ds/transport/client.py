@@ -58,7 +58,7 @@ class PipeClient:
         """Start the background thread. Raises PipeError if the address is not allowed.
 
         endpoint: an ipc:// or tcp:// address, or the path of a pipes.json file, which is read at each connection.
-        run, client: names that together identify the client. A newer client with the same names replaces the older one.
+        run, client: names that together identify the client. A newer client with the same names replaces an older one.
         keys: key pair of this client; needed if the broker authenticates clients.
         """
         self.endpoint = endpoint if "://" not in endpoint else check_endpoint(endpoint, keys=keys is not None)
@@ -125,7 +125,7 @@ class PipeClient:
         return outcomes
 
     def cancel(self, ids: Iterable[str]) -> None:
-        """Cancel tasks. They get no outcome, unless the outcome was already sent."""
+        """Cancel tasks. A cancelled task has no outcome, unless its outcome was already sent."""
         task_ids = list(ids)
         if task_ids:
             self._commands.put(lambda: self._cancel_tasks(task_ids))
@@ -154,18 +154,18 @@ class PipeClient:
         self._commands.put(lambda: self._queue_releases(task_ids))
 
     def now_s(self) -> float:
-        """Return time.monotonic() without the time for which this process was suspended.
+        """Return a `time.monotonic()` value, minus the time for which this process was suspended.
 
         Use this clock for the deadlines of tasks and replies.
         """
         return self._clock.now_s if self._thread.is_alive() else time.monotonic()
 
     def silence_s(self) -> float:
-        """Return the seconds since the last message from the broker, measured after all arrived messages were read."""
+        """Return the seconds since the last message from the broker, after reading all messages that have arrived."""
         return self._silence_s
 
     def connection_problem(self) -> str:
-        """Return the last known connection problem, "" if there was none."""
+        """Return the last known connection problem, or "" if there was none."""
         return self._problem
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -189,7 +189,10 @@ class PipeClient:
         return messages
 
     def _wait_for_all(self, wanted: Set[str], silence_s: float) -> bool:
-        """Wait for all `wanted` payloads. Returns False if none arrives for `silence_s`. Needs self._condition."""
+        """Wait for all `wanted` payloads. Returns False if none arrives for `silence_s` seconds.
+
+        The caller must hold self._condition.
+        """
         while missing := wanted - self._payloads.keys():
             if not self._condition.wait_for(functools.partial(self._has_any, missing), silence_s):
                 return False
@@ -344,7 +347,7 @@ class PipeClient:
         self._resend_releases(self._clock.now_s)
 
     def _resend_releases(self, now_s: float) -> None:
-        """Resend unconfirmed `release` messages. If one were lost, the broker would keep the tensors forever."""
+        """Resend unconfirmed `release` messages. If a message were lost, the broker would keep the tensors forever."""
         due = [task_id for task_id, sent_at_s in self._pending_releases.items() if now_s - sent_at_s > RELEASE_RETRY_S]
         for batch in split_into_chunks(due, IDS_PER_MESSAGE):
             if not self._send("release", {"ids": batch}):
@@ -365,7 +368,10 @@ class PipeClient:
         return self._send_frames(wire.encode_header(message_type, next(self._message_ids), fields))
 
     def _send_frames(self, header: bytes, payload: Sequence[Buffer] = ()) -> bool:
-        """Send a message. If the send queue is full, return False and attach again: the broker may be a new one."""
+        """Send a message.
+
+        If the send queue is full, return False and attach again, because the broker may be a new one.
+        """
         try:
             if self._dealer is not None:
                 self._dealer.send(header, payload)
@@ -376,7 +382,10 @@ class PipeClient:
 
 
 def resolve_endpoint(endpoint: str, *, keys: bool = False) -> str:
-    """Return `endpoint`, or the clients' address in the pipes.json file at this path. Raises PipeError."""
+    """Return `endpoint`. If it is the path of a pipes.json file, return the address for clients in this file.
+
+    Raises PipeError if the file cannot be read.
+    """
     if "://" in endpoint:
         return check_endpoint(endpoint, keys=keys)
     try:

@@ -1,6 +1,6 @@
 """A clock that excludes the time for which this process was suspended.
 
-Otherwise a process that resumes would report all peers as silent or late.
+With an ordinary clock, a process that resumes would report all peers as silent or late.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 A key folder DIR contains the secret key DIR/NAME.key_secret, readable only by its owner, and public keys in DIR/public.
 The broker's folder contains hub.key_secret and the public keys of all peers that may connect. A peer's folder contains
-the peer's secret key and public/hub.key.
-Processes on the broker's machine need no key of their own, because the broker's own key may connect too. The file
-format is pyzmq's.
+the peer's secret key and public/hub.key. Processes on the broker's machine may use the broker's keys, so they need no
+key pair. The file format is pyzmq's.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ SECRET_SUFFIX, PUBLIC_SUFFIX = ".key_secret", ".key"
 
 
 class KeyFileError(UserError):
-    """A key file is missing, readable by others, or not a key."""
+    """A key file is missing, readable by other users, or not a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,24 +56,27 @@ class BrokerKeys:
 
     @property
     def local_client_keys(self) -> ClientKeys:
-        """Return the broker's own keys for a process on its machine. They may always connect."""
+        """Return the broker's own keys, for a process on its machine. Peers with these keys may always connect."""
         return ClientKeys(self.public, self.secret, self.public, BROKER_NAME)
 
 
 def load_broker_keys(folder: Path) -> BrokerKeys:
     """Load the broker's keys.
 
-    The public keys are read again at each connection, so files may be added or removed anytime.
+    The public keys are read again at each connection, so files may be added or removed at any time.
 
-    Raises KeyFileError, also if a file in public/ is not a key. Files that become unreadable later are logged and
-    ignored.
+    Raises KeyFileError if a file is missing, or if a file in public/ is not a key. Files that become unreadable later
+    are logged and ignored.
     """
     public, secret = _load_pair(folder / f"{BROKER_NAME}{SECRET_SUFFIX}")
     for path in _list_public_files(folder):
         _load_public_key(path)
 
     def is_allowed(key: bytes) -> bool:
-        """Return whether the key may connect. Never raises, because all handshakes depend on the calling thread."""
+        """Return whether a peer with this key may connect.
+
+        Never raises, because an exception would end the thread that handles all connections.
+        """
         return key == public or key in _read_public_keys(folder)
 
     return BrokerKeys(public, secret, is_allowed)
@@ -121,7 +123,7 @@ def load_client_keys(folder: Path) -> ClientKeys:
 def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
     """Create a key pair and return the paths (secret file, public file).
 
-    Raises KeyFileError if the name is invalid or taken.
+    Raises KeyFileError if the name is invalid or already used.
     """
     if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name):
         raise KeyFileError(f"{name!r} is not a valid key name: use letters, digits, - and _")

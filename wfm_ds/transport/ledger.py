@@ -40,7 +40,7 @@ MAX_REMEMBERED_IDS = 65536  # ids of removed tasks, per owner
 
 
 class Ledger:
-    """States of tasks and leases. All times are in seconds on a monotonic clock of the caller."""
+    """States of tasks and leases. All times are in seconds, on a monotonic clock that the caller reads."""
 
     def __init__(
         self,
@@ -53,9 +53,9 @@ class Ledger:
     ) -> None:
         """Create an empty ledger.
 
-        stall_s: maximum time without progress, by kind. Only these kinds can be submitted.
+        stall_s: {kind of task: maximum seconds without progress}. Only these kinds can be submitted.
         max_waiting: maximum number of waiting tasks. max_bytes: maximum payload bytes of waiting and leased tasks.
-        max_waiting_by_kind: like max_waiting, for the tasks of one kind.
+        max_waiting_by_kind: {kind of task: maximum number of waiting tasks of this kind}.
         on_end: function called as on_end(task, completion) for every task that is done or quarantined. The task still
         has its payload.
         """
@@ -82,7 +82,7 @@ class Ledger:
     # Submitters
 
     def submit(self, task: Task) -> Admission:
-        """Add a task. Adding it again has no effect.
+        """Add a task. If the same task was already added, nothing changes.
 
         Raises TaskRejected for an unknown kind, an id that another owner uses, or a full queue.
         """
@@ -110,19 +110,22 @@ class Ledger:
         return Admission.NEW
 
     def new_completions(self, owner: str, after_seq: int) -> list[Completion]:
-        """Return the unreleased completions with a seq above `after_seq`, oldest first."""
+        """Return the completions with a sequence number above `after_seq` that are not released yet, oldest first."""
         submitter = self._owners.get(owner)
         newest_first = reversed(submitter.completions.values()) if submitter else ()
         return list(itertools.takewhile(lambda c: c.seq > after_seq, newest_first))[::-1]
 
     def release_completions(self, owner: str, up_to_seq: int) -> None:
-        """Drop completions that the submitter has received, up to seq `up_to_seq`. Their task ids are remembered."""
+        """Drop the completions up to sequence number `up_to_seq`, because the submitter has received them.
+
+        Their task ids are remembered.
+        """
         completions = self._owners[owner].completions if owner in self._owners else {}
         while completions and (oldest := next(iter(completions.values()))).seq <= up_to_seq:
             self._remove_task(self._entries[oldest.id], "released")
 
     def cancel_tasks(self, owner: str, ids: Iterable[str]) -> list[tuple[str, str]]:
-        """Drop tasks. Unknown ids are ignored. Returns (worker, task id) of the tasks that are running."""
+        """Drop tasks. Unknown ids are ignored. Returns (worker, task id) of the dropped tasks that are running."""
         running = []
         for task_id in ids:
             entry = self._entries.get(task_id)
@@ -133,7 +136,7 @@ class Ledger:
         return running
 
     def forget_owner(self, owner: str) -> list[tuple[str, str]]:
-        """Drop everything about a submitter that left or restarted, including its remembered task ids.
+        """Drop all data of a submitter that left or restarted, including its remembered task ids.
 
         Returns (worker, task id) of its running tasks.
         """
@@ -153,8 +156,8 @@ class Ledger:
     def register_worker(self, worker: str, kinds: frozenset[str], credit: int, held: Iterable[str]) -> None:
         """Add or update a worker.
 
-        kinds: task kinds it accepts. credit: number of rows it can hold. held: ids of the tasks it has. Other tasks
-        that are leased to it are requeued.
+        kinds: kinds of tasks that it accepts. credit: number of rows that it can hold. held: ids of the tasks that it
+        already has. Tasks that are leased to it but not in `held` are requeued.
         """
         holder = self._workers.setdefault(worker, LeaseHolder(kinds, credit))
         holder.kinds, holder.credit = kinds, credit
@@ -180,10 +183,7 @@ class Ledger:
         return grants
 
     def record_progress(self, worker: str, task_id: str, attempt: int, done: int, now_s: float) -> None:
-        """Renew the lease if `done` has increased.
-
-        A hanging worker may report the same value again, which renews nothing.
-        """
+        """Renew the lease if `done` has increased. An unchanged value renews nothing, because the worker may hang."""
         holder = self._workers.get(worker)
         lease = holder.leases.get(task_id) if holder else None
         if lease is not None and lease.attempt == attempt and done > lease.done:
@@ -193,7 +193,7 @@ class Ledger:
     def record_result(
         self, worker: str, task_id: str, attempt: int, seconds: float, meta: Mapping[str, Any]
     ) -> ReportStatus:
-        """Record a result. Whatever status is returned, the worker may drop its copy of the result."""
+        """Record a result. The worker may drop its copy of the result, whatever status this method returns."""
         is_current = self._end_lease(worker, task_id)
         entry = self._entries.get(task_id)
         if entry is None:
@@ -220,7 +220,7 @@ class Ledger:
     def remove_lost_worker(self, worker: str, why: str) -> list[str]:
         """Requeue the tasks of a lost worker and return their ids.
 
-        Each lease counts as an attempt, so a task that kills workers is quarantined in the end.
+        Each lease counts as an attempt, so that a task that kills its workers is quarantined in the end.
         """
         holder = self._workers.get(worker)
         lost = list(holder.leases) if holder else []
@@ -247,8 +247,8 @@ class Ledger:
         """Requeue tasks without progress for `stall_s`, and quarantine waiting tasks past their deadline.
 
         Returns (worker, task id, attempt) of the stalled leases. A lease, even a void one, is returned again after each
-        further `stall_s`: its worker hangs or never received the task. It still uses the worker's credit (see the
-        module docstring).
+        further `stall_s`, because its worker hangs or never received the task. A stalled lease still uses the worker's
+        credit (see the module docstring).
         """
         stalled = []
         for worker, task_id in self._stalls.pop_due(now_s):
@@ -276,12 +276,15 @@ class Ledger:
         return worker in self._workers
 
     def find_owner(self, task_id: str) -> str | None:
-        """Return the owner (RUN/CLIENT) of a task, None if the task is unknown or removed."""
+        """Return the owner (RUN/CLIENT) of a task, or None if the task is unknown or removed."""
         entry = self._entries.get(task_id)
         return entry.task.owner if entry is not None else None
 
     def summarize_load(self, now_s: float) -> tuple[dict[str, tuple[int, int]], dict[str, float | None]]:
-        """Return {kind: (num waiting, num leased)} and {worker: seconds since its last progress, None if idle}."""
+        """Return the numbers of tasks per kind, and the seconds since the last progress of each worker.
+
+        The mappings are {kind: (num waiting, num leased)} and {worker: seconds, or None if it is idle}.
+        """
         leases = [(t, lease) for worker in self._workers.values() for t, lease in worker.leases.items()]
         leased = Counter(self._entries[task_id].task.kind for task_id, lease in leases if not lease.is_void)
         ages = {

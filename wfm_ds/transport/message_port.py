@@ -28,17 +28,23 @@ MessageHandler: TypeAlias = Callable[
 
 
 class MessagePort:
-    """Sends and receives messages over one ROUTER. Used only by the broker's thread. The router's creator closes it."""
+    """Sends and receives messages over one ROUTER socket. Used only by the broker's thread.
+
+    The creator of the router closes it.
+    """
 
     def __init__(self, router: Router, expected_types: frozenset[str], rejected: Counter[str]) -> None:
-        """expected_types: message types that may arrive. rejected: counts invalid messages by endpoint."""
+        """expected_types: message types that may arrive.
+
+        rejected: {endpoint: number of invalid messages}. This object updates it.
+        """
         self.router = router
         self._expected_types = expected_types
         self._rejected = rejected
         self._message_ids = itertools.count(1)
 
     def receive_messages(self, handle: MessageHandler, now_s: float) -> None:
-        """Pass arrived messages to `handle`. Reject those that are invalid or for which it raises WireError."""
+        """Pass arrived messages to `handle`. A message is rejected if it is invalid or `handle` raises WireError."""
         for _ in range(MESSAGES_PER_TURN):
             received = self.router.receive()
             if received is None:
@@ -64,7 +70,7 @@ class MessagePort:
         specs: Sequence[TensorSpec] = (),
         payload: Sequence[Any] = (),
     ) -> bool:
-        """Send a message. Returns False if it was not sent; the protocol repeats lost messages of these types."""
+        """Send a message of a type that the protocol repeats if it is lost. Returns False if it was not sent."""
         try:
             self.router.send(route, self.encode(message_type, fields, specs), payload)
         except (PeerUnreachable, SendQueueFull):

@@ -1,7 +1,7 @@
-"""Schemas of all messages, with the purpose of each key. wire.py rejects any other message that arrives.
+"""Schemas of all messages, with the purpose of each key. wire.py rejects messages that do not match a schema.
 
-A *task* is one unit of work for one worker: a range of the *rows* of a submission. A row is a small map, plus the
-tensor with the same index in the tensor table of the submission. Images and videos are therefore sent only once for all
+A *task* is a piece of work for one worker: a range of the *rows* of a submission. A row is a small map, plus the tensor
+with the same index in the tensor table of the submission. Images and videos are therefore sent only once for all
 rewards, and the broker forwards the rows of a task without decoding them.
 """
 
@@ -34,7 +34,7 @@ Refusal: TypeAlias = Annotated[tuple[Id, Id], Field(strict=False)]  # task id, r
 
 
 def _schema(**fields: Any) -> type[BaseModel]:
-    """Return a model with these required fields and no others. Strict: no value is converted to another type."""
+    """Return a pydantic model with exactly these required fields. Values are not converted to other types."""
     config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     required: dict[str, Any] = {name: (kind, ...) for name, kind in fields.items()}
     return create_model("Schema", __config__=config, **required)

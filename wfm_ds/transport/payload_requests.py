@@ -1,9 +1,9 @@
-"""A client's open payload requests. Detects lost requests, which must be repeated.
+"""A client's open payload requests. Detects lost requests, which must be sent again.
 
-A timeout cannot detect a lost request, because the transfer time depends on payload size and network, and a needless
-repetition delays other requests. The order of messages can, because the broker replies in order on each connection.
-After requests, the client sends *markers*: small messages that always get a reply. If a marker has a reply and an
-earlier request does not, the request or its reply was lost. A marker is a `release` message with the id of a
+A timeout cannot detect a lost request, because the transfer time depends on payload size and network, and sending a
+request twice delays other requests. The order of messages can detect it, because the broker replies in order on each
+connection. After requests, the client sends *markers*: small messages that always get a reply. If a marker gets a reply
+before an earlier request does, the request or its reply was lost. A marker is a `release` message with the id of a
 nonexistent task.
 """
 
@@ -33,7 +33,7 @@ class PayloadRequests:
     """Requests that have no reply yet, in order of creation. Not thread-safe."""
 
     def __init__(self, name: str) -> None:
-        """name: prefix of this client's marker ids, with which no task id starts."""
+        """name: prefix of this client's marker ids. Task ids must not start with it."""
         self._prefix = f"{name}/"
         self._open: dict[str, PayloadRequest] = {}  # by the id of the expected payload
         self._next_marker = 0  # number of the next marker
@@ -59,7 +59,8 @@ class PayloadRequests:
             self._next_marker, self._marker_sent_s = self._next_marker + 1, now_s
 
     def on_released(self, ids: Iterable[str]) -> None:
-        """Handle a `released` reply. Open requests that were sent before a confirmed marker are sent again."""
+        """Handle a `released` reply to a marker. Requests that were sent before it and are still open are sent again.
+        """
         markers = [i.removeprefix(self._prefix) for i in ids if i.startswith(self._prefix)]
         last = max((int(marker) for marker in markers if marker.isdecimal()), default=-1)
         for request in self._open.values():

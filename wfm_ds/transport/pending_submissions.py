@@ -1,4 +1,4 @@
-"""A client's submissions, kept until all their tasks have ended, and when to send them."""
+"""A client's submissions, kept until all their tasks have ended. Decides when to send each submission."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_IN_FLIGHT = 4  # submissions sent but not accepted; the rest waits here, not
 
 @dataclass(frozen=True, slots=True)
 class TaskRequest:
-    """A task: rows [start, stop) of a submission, for one worker of `kind`. Equal ids mean equal work."""
+    """A task: rows [start, stop) of a submission, for one worker of `kind`. Tasks with equal ids are the same work."""
 
     id: str
     kind: str
@@ -47,7 +47,7 @@ class Submission:
 
 
 class PendingSubmissions:
-    """Submissions in order, and an index by task id. Uses no clock and no sockets."""
+    """A client's submissions in order, with an index by task id. Uses no clock and no sockets."""
 
     def __init__(self) -> None:
         self._submissions: list[Submission] = []
@@ -61,7 +61,10 @@ class PendingSubmissions:
         return list(self._submission_by_task)
 
     def due_submissions(self, now_s: float) -> Iterator[Submission]:
-        """Yield the submissions to send now, among the first MAX_IN_FLIGHT unaccepted ones."""
+        """Yield the submissions to send now.
+
+        Only the first MAX_IN_FLIGHT submissions that the broker has not accepted are considered.
+        """
         in_flight = 0
         for submission in self._submissions:
             if not submission.unaccepted_ids:
@@ -83,7 +86,7 @@ class PendingSubmissions:
             self._submission_by_task[task_id].retry_at_s = now_s + FULL_RETRY_S
 
     def resend_all(self) -> None:
-        """Send all submissions immediately, to a new broker."""
+        """Send all submissions again immediately, because the broker is a new one."""
         for submission in self._submissions:
             submission.unaccepted_ids = set(submission.open_tasks)
             submission.retry_at_s = float("-inf")

@@ -14,7 +14,8 @@ K = TypeVar("K", bound=Hashable)
 class PriorityQueue(Generic[K]):
     """Priority queue with unique keys. Keys with equal priorities keep their insertion order.
 
-    Outdated heap entries are removed when they reach the front, or all at once when they outnumber the valid ones.
+    Outdated heap entries are removed when they reach the front, or all at once if there are more of them than valid
+    ones.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class PriorityQueue(Generic[K]):
             self._compact()
 
     def peek(self) -> K | None:
-        """Return the key with the lowest priority, None if the queue is empty."""
+        """Return the key with the lowest priority, or None if the queue is empty."""
         self._drop_outdated()
         return self._heap[0][2] if self._heap else None
 

@@ -1,9 +1,7 @@
 """Private folders with short paths for ipc sockets.
 
-The folder of a killed process is removed when another process starts.
-
-Each process that uses a folder has a shared lock on it until it exits. `remove_orphaned_folders` takes an exclusive
-lock before it inspects and removes a folder.
+Each process that uses a folder has a shared lock on it until it exits. If a process was killed, its folder is removed
+when another process starts: `remove_orphaned_folders` takes an exclusive lock before it inspects and removes a folder.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ class SocketFolder:
         self.remove()
 
     def restore(self) -> None:
-        """Create the folder again if it was removed, for example before this process had locked it."""
+        """Create the folder again if it was removed. This can happen before this process has locked it."""
         for _ in range(MAX_ATTEMPTS):
             if self._lock is not None and _is_same_folder(self._lock, self.path):
                 return
@@ -71,7 +69,7 @@ class SocketFolder:
 
 
 def hold_folder(path: Path) -> int | None:
-    """Lock a SocketFolder of another process, so that it is not removed, until the returned descriptor is closed.
+    """Lock another process's SocketFolder until the returned descriptor is closed, so that it is not removed.
 
     Returns None if `path` is not a SocketFolder, or if it is removed or being removed.
     """
@@ -96,7 +94,10 @@ def _find_base_folder() -> Path:
 
 
 def _remove_if_orphaned(path: Path) -> bool:
-    """Remove the folder if it is this user's, unlocked, and contains only files. Returns whether it was removed."""
+    """Remove the folder if it belongs to this user, is not locked, and contains only files.
+
+    Returns whether it was removed.
+    """
     with _open_own_folder(path) as folder:
         with contextlib.suppress(OSError):  # it is held, already removed, or contains a folder
             if folder is None:
@@ -111,7 +112,7 @@ def _remove_if_orphaned(path: Path) -> bool:
 
 
 def _lock_shared(path: Path) -> int | None:
-    """Return a descriptor with a shared lock on the folder, None if it does not exist or belongs to another user."""
+    """Return a descriptor of the folder with a shared lock. None if it does not exist or belongs to another user."""
     with _open_own_folder(path) as folder:
         if folder is None:
             return None
@@ -121,7 +122,7 @@ def _lock_shared(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _open_own_folder(path: Path) -> Iterator[int | None]:
-    """Yield a descriptor of the folder, None if it does not exist, is not a folder, or belongs to another user."""
+    """Yield a descriptor of the folder. None if it does not exist, is not a folder, or belongs to another user."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -95,7 +95,8 @@ class Mailbox(Generic[T]):
 def check_endpoint(endpoint: str, *, keys: bool = False) -> str:
     """Return the endpoint if it is allowed, else raise EndpointNotAllowed with a suggestion.
 
-    Allowed are ipc://PATH and loopback tcp:// addresses; with keys, any tcp:// address except wildcards.
+    Without keys, ipc://PATH and loopback tcp:// addresses are allowed. With keys, all tcp:// addresses except wildcards
+    are allowed too.
     """
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
@@ -123,7 +124,10 @@ class Router:
     """The broker's ROUTER socket. Each connected peer has a route (zmq routing id)."""
 
     def __init__(self, context: zmq.Context[Any], endpoint: str, keys: BrokerKeys | None = None) -> None:
-        """Bind the endpoint. With `keys`, `start_authenticator` must run in the context. Raises PipeError."""
+        """Bind the endpoint. Raises PipeError if this fails.
+
+        With `keys`, `start_authenticator` must be running in the context.
+        """
         check_endpoint(endpoint, keys=keys is not None)
         path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
         self._folder = None if path is None else hold_folder(path.parent)  # its creator may exit before this process
@@ -144,7 +148,7 @@ class Router:
         self.endpoint: str = self.socket.get_string(zmq.LAST_ENDPOINT)
 
     def receive(self) -> tuple[bytes, list[zmq.Frame]] | None:
-        """Return the next message as (route, frames), None if none has arrived."""
+        """Return the next message as (route, frames), or None if no message has arrived."""
         frames = _receive_frames(self.socket)
         return None if frames is None else (frames[0].bytes, frames[1:])
 
@@ -168,7 +172,7 @@ class Router:
 
 
 def sender_key(frame: zmq.Frame) -> str:
-    """Return the public key of the peer that sent `frame`, "" if the socket does not use keys."""
+    """Return the public key of the peer that sent `frame`, or "" if the socket does not use keys."""
     try:
         return str(frame.get("User-Id"))
     except zmq.ZMQError:
@@ -204,7 +208,7 @@ class Dealer:
         _send_frames(self.socket, [header, *payload])
 
     def connection_problem(self) -> str:
-        """Return why the broker rejected the last connection attempt, "" if it was not rejected."""
+        """Return why the broker rejected the last connection attempt, or "" if it was not rejected."""
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -219,11 +223,14 @@ class Dealer:
         return self._problem
 
     def is_settled(self) -> bool:
-        """Return whether the socket has been open long enough for a first handshake."""
+        """Return whether the socket has been open long enough to complete a handshake."""
         return time.monotonic() - self._opened_at_s > REOPEN_DELAY_S
 
     def is_stale(self) -> bool:
-        """Return whether the socket must be opened again. zmq does not reconnect to a broker that rejected it."""
+        """Return whether the broker rejected this socket, so that it must be opened again.
+
+        zmq does not reconnect to a broker that rejected a socket.
+        """
         return bool(self.connection_problem()) and self.is_settled()
 
     def close(self) -> None:
@@ -279,7 +286,7 @@ def _send_frames(sock: zmq.Socket[Any], frames: Sequence[Any]) -> None:
 
 
 def _lock_socket(path: Path) -> Any:
-    """Lock the file PATH.lock, or another process that binds PATH would silently replace this socket."""
+    """Lock the file PATH.lock. Without the lock, another process that binds PATH would silently replace this socket."""
     try:
         lock_file = path.with_name(path.name + ".lock").open("w")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Data that the broker serves to clients: tensors of results until they are released, and announced files.
+"""Data that the broker serves to clients: the tensors of results until clients release them, and announced files.
 
 The spool keeps references to the received buffers and to paths, and copies nothing. Used only by the broker's thread.
 """
@@ -21,7 +21,7 @@ class NotInSpool(LookupError):
 
 
 def owner_run(owner: str) -> str:
-    """Return the part RUN of an owner RUN/CLIENT."""
+    """Return the run of an owner, which has the form RUN/CLIENT."""
     return owner.split("/", 1)[0]
 
 
@@ -37,7 +37,7 @@ class _SpooledResult:
 
 
 class Spool:
-    """Results by task id, and announced files by name. `held_bytes` grows until clients release their results."""
+    """Results by task id, and announced files by name. `held_bytes` counts the bytes of unreleased results."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
@@ -74,7 +74,10 @@ class Spool:
         self._files = dict(files)
 
     def read_piece(self, name: str, offset: int) -> tuple[list[TensorSpec], list[Buffer]]:
-        """Return up to one frame of a file, starting at `offset`, as a uint8 tensor. Raises NotInSpool."""
+        """Return a piece of a file as a uint8 tensor: from `offset` on, at most one frame long.
+
+        Raises NotInSpool if the file is missing or cannot be read.
+        """
         path = self._files.get(name)
         if path is None:
             raise NotInSpool(f"the broker has no file {name}")

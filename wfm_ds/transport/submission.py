@@ -24,7 +24,7 @@ class SubmittedTask:
     start: int
     stop: int
     failure: str | None = None
-    """Reason why the task could not be sent, or None. A task that was not sent has no outcome."""
+    """Reason why the task could not be sent, or None if it was sent. A task that was not sent has no outcome."""
 
 
 def submit_rows(
@@ -37,8 +37,9 @@ def submit_rows(
 ) -> list[SubmittedTask]:
     """Submit all rows to each kind of worker in `max_rows`, in tasks of at most `max_rows[kind]` rows.
 
-    tensors: one per row, sent once for all kinds. Do not modify them until the tasks have ended.
-    new_id: returns a new task id for a kind. If a row exceeds the size limits of a message, only its tasks fail.
+    tensors: one per row. Each is sent only once for all kinds. Do not modify them until the tasks have ended.
+    new_id: function that returns a new task id for a kind. If a row exceeds the size limits of a message, only the
+    tasks with this row fail.
     """
     tasks: list[SubmittedTask] = []
     for start, stop in _split_into_messages([tensor.nbytes for tensor in tensors]):

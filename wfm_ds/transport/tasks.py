@@ -24,7 +24,7 @@ class Admission(Enum):
 
 
 class ReportStatus(Enum):
-    """Outcome of a worker's report in the ledger."""
+    """What the ledger did with a worker's report."""
 
     ACCEPTED = auto()
     LATE = auto()  # accepted although the lease had expired
@@ -88,7 +88,10 @@ class BrokerStatus:
 
 @dataclass(frozen=True, slots=True)
 class FinishedTask:
-    """A task that is done or quarantined. `frames`, the received tensors, are valid only while the observer runs."""
+    """A task that is done or quarantined.
+
+    `frames` contains the received tensors. They are valid only while the observer runs.
+    """
 
     kind: str
     rows: Sequence[Mapping[str, Any]]
@@ -109,7 +112,7 @@ class FinishedTask:
 
 
 def ignore_task(ended: FinishedTask) -> None:
-    """Default observer."""
+    """Do nothing. The default observer of finished tasks."""
 
 
 @dataclass(slots=True)
@@ -144,7 +147,7 @@ class Lease:
 
 @dataclass(slots=True)
 class LeaseHolder:
-    """A worker."""
+    """A worker, as the ledger sees it."""
 
     kinds: frozenset[str]
     credit: int
@@ -153,7 +156,8 @@ class LeaseHolder:
     def can_take(self, rows: int, *, exclusive: bool) -> bool:
         """Return whether the worker can hold another task with this number of rows.
 
-        exclusive: the task may have killed a worker, so it runs alone and cannot take others with it.
+        exclusive: whether the task must run alone, because it may have killed a worker and other tasks would be lost
+        with it.
         """
         if not self.leases:
             return True

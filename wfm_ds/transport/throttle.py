@@ -10,7 +10,10 @@ LOG_INTERVAL_S = 60.0
 
 
 class RepeatFilter(logging.Filter):
-    """Pass one record per message format and LOG_INTERVAL_S. The next one reports how many were suppressed."""
+    """Logging filter that passes one record per message format in LOG_INTERVAL_S seconds.
+
+    The next record reports how many were suppressed.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
@@ -31,7 +34,7 @@ class RepeatFilter(logging.Filter):
 
 
 def get_throttled_logger(name: str) -> logging.Logger:
-    """Return the logger `name` with a RepeatFilter. Use fixed message formats: each has its own limit."""
+    """Return the logger `name` with a RepeatFilter. The limit is per message format, so formats must be constants."""
     logger = logging.getLogger(name)
     if not any(isinstance(known, RepeatFilter) for known in logger.filters):
         logger.addFilter(RepeatFilter())

@@ -1,8 +1,9 @@
 """The wire format: converts between bytes and messages. Uses no sockets, no clock and no state.
 
 A message is `[header][frame]*`. The header is a msgpack map. The frames are the tensors as raw little-endian bytes in C
-order, at most MAX_FRAME_BYTES each. `decode_message` validates everything before memory is allocated; there are no
-pickles and no class names. messages.py defines the message types and their keys. TCP and CURVE detect damaged bytes.
+order, at most MAX_FRAME_BYTES each. `decode_message` validates everything before it allocates memory. Messages contain
+no pickles and no class names. messages.py defines the message types and their keys. There is no checksum, because TCP
+and CURVE detect damaged bytes.
 """
 
 from __future__ import annotations
@@ -36,11 +37,14 @@ T = TypeVar("T")
 
 
 class WireError(ValueError):
-    """A message that cannot be sent, or an invalid or unexpected message, which the receiver drops and counts."""
+    """A message that cannot be sent, or a received message that is invalid or unexpected.
+
+    The receiver drops and counts such messages.
+    """
 
 
 class TensorSpec(NamedTuple):
-    """One entry of a header's tensor table. It is enough to slice and forward the frames without decoding them."""
+    """One entry of a header's tensor table. With it, frames can be split and forwarded without decoding them."""
 
     name: Annotated[str, Field(strict=True, max_length=64)]
     dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
@@ -81,9 +85,10 @@ class Message:
 
 
 def pack_tensors(arrays: Sequence[tuple[str, Array]]) -> tuple[list[TensorSpec], list[list[Buffer]]]:
-    """Return the tensor table, and the frames of each tensor as views of its array: keep it unmodified until sent.
+    """Return the tensor table and the frames of the tensors.
 
-    Raises WireError for an unsupported dtype or too much data.
+    Frames are views of the tensors, so do not modify the tensors until the frames are sent. Raises WireError for an
+    unsupported dtype or too much data.
     """
     specs: list[TensorSpec] = []
     frames: list[list[Buffer]] = []
@@ -120,7 +125,10 @@ def pack_value(value: Any) -> bytes:
 
 
 def decode_message(frames: Sequence[Buffer], expected: frozenset[str]) -> Message:
-    """Decode a multipart message. Raises only WireError: it is invalid, or not of an `expected` type."""
+    """Decode a multipart message.
+
+    Raises WireError, and nothing else, if the message is invalid or its type is not in `expected`.
+    """
     if not 1 <= len(frames) <= 1 + MAX_FRAMES:
         raise WireError(f"{len(frames)} frames, expected 1 to {1 + MAX_FRAMES}")
     header = _unpack_header(frames[0])
@@ -157,7 +165,7 @@ def _unpack_header(frame: Buffer) -> dict[Any, Any]:
 
 
 def _validate(validate: Callable[[Any], T], value: Any, place: str) -> T:
-    """Return validate(value). Converts ValidationError to a WireError about its first error."""
+    """Return validate(value). A ValidationError is converted to a WireError about its first error."""
     try:
         return validate(value)
     except ValidationError as error:

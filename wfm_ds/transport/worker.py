@@ -39,7 +39,7 @@ WATCHDOG_INTERVAL_S = 2.0  # between resets of the watchdog, which fires if the 
 HUNG_EXIT_CODE = 3  # exit code of a worker with a hanging task
 
 ReportProgress: TypeAlias = Callable[[int, int], None]
-"""Function that a task or batch calls as report(done, total), with increasing `done`."""
+"""Function that tasks call as report(done, total). `done` must increase."""
 
 
 class TaskFailed(Exception):
@@ -60,7 +60,7 @@ class LeasedTask:
 
     @property
     def announcement(self) -> Mapping[str, Any]:
-        """Return the values that the broker's owner had announced when the task was leased (`Broker.announce`)."""
+        """Return the values that were announced (`Broker.announce`) when the task was leased."""
         announcement: Mapping[str, Any] = self.message.fields["note"]
         return announcement
 
@@ -111,13 +111,13 @@ class LeaseWorker:
         watchdog_s: float = 600.0,
         ends_process: bool = True,
     ) -> None:
-        """`run` or `run_batches` connects the worker to the broker.
+        """Configure the worker. It connects to the broker in `run` or `run_batches`.
 
         keys: needed if the broker authenticates workers.
         parent_fd: read end of a pipe from the parent process. The worker stops at end of file.
-        watchdog_s: the process exits if a task blocks the GIL for this long.
-        ends_process: exit the process if a task is still running when the worker stops. If False, the caller waits for
-        `disconnected` and exits itself.
+        watchdog_s: the process exits if a task blocks the GIL for this many seconds.
+        ends_process: whether to exit the process if a task is still running when the worker stops. If False, the caller
+        must wait for `disconnected` and exit itself.
         """
         life = uuid.uuid4().hex
         self._hello = {"worker": worker, "life": life, "name": name, "kinds": kinds, "credit": credit}
@@ -148,8 +148,8 @@ class LeaseWorker:
     def run_batches(self, handle: BatchHandler, *, max_rows: int, max_wait_s: float) -> None:
         """Run tasks in batches until stopped. If `handle` raises an exception, all tasks of the batch fail.
 
-        A batch has the tasks that arrive within `max_wait_s` seconds after the first one, up to `max_rows` rows; a
-        single task may be larger.
+        A batch has the tasks that arrive within `max_wait_s` seconds after the first one. It has at most `max_rows`
+        rows, unless a single task has more.
         """
         thread = threading.Thread(target=self._run_thread, name="pipes", daemon=True)
         thread.start()
@@ -169,7 +169,7 @@ class LeaseWorker:
         self._mailbox.put(None)
 
     def _next_batch(self, max_rows: int, max_wait_s: float) -> list[LeasedTask]:
-        """Return the next batch of tasks, [] when stopped."""
+        """Return the next batch of tasks, or [] if the worker was stopped."""
         batch: list[LeasedTask] = []
         rows, wait_until_s = 0, float("inf")
         while rows < max_rows:
@@ -321,7 +321,7 @@ class LeaseWorker:
             self._problem = fields["why"]
 
     def _accept_task(self, task: LeasedTask) -> None:
-        """Queue a task, unless this worker already has it: a broker that had lost the worker leases it again."""
+        """Queue a task, unless this worker already has it. A broker that had lost the worker may lease a task again."""
         report, attempt = self._reports.get(task.id), self._attempts.get(task.id)
         if report is not None and report.type == "failed" and report.fields["attempt"] < task.attempt:
             del self._reports[task.id]  # the broker has received the failure; this is a new attempt
@@ -372,7 +372,7 @@ class LeaseWorker:
 def _make_report(
     task_id: str, attempt: int, result: Mapping[str, Any] | TaskResult | Exception, seconds: float
 ) -> _PendingReport:
-    """Return the report of a task. Never raises: a result that cannot be sent is reported as a failure."""
+    """Return the report of a task. Never raises: if a result cannot be sent, the report says that the task failed."""
     lease = {"id": task_id, "attempt": attempt}
     if not isinstance(result, Exception):
         try:
@@ -404,5 +404,5 @@ def _failure_fields(error: Exception) -> dict[str, Any]:
 
 
 def _truncate_text(text: str, max_chars: int) -> str:
-    """Also replaces unpaired surrogates, which messages cannot contain."""
+    """Shorten a text, and replace unpaired surrogates, which messages cannot contain."""
     return text[:max_chars].encode(errors="replace").decode()

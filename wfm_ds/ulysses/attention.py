@@ -26,9 +26,9 @@ def sequence_attention(
 ) -> Tensor:
     """Return the attention of all tokens to all tokens, [B,n,H,D]. Collective in the group.
 
-    query, key, value: [B,n,H,D] of the local tokens, n = lengths[rank], after norms and rotary embedding. One
-    all-to-all gives each rank all tokens for its heads, so any attention kernel can be used (without a mask); another
-    one restores the token shards. backend: diffusers' name of the attention kernel; None for the active one.
+    query, key, value: [B,n,H,D] of the n = lengths[rank] local tokens, after norms and rotary embedding. An all-to-all
+    gives each rank all tokens for its heads, so any attention kernel can be used (without a mask). A second all-to-all
+    restores the token shards. backend: diffusers' name of the attention kernel; None for the active one.
     """
     heads = shard_sizes(query_BnHD.shape[2], dist.get_world_size(group), "attention heads")
     query, key, value = reshard((query_BnHD, key_BnHD, value_BnHD), 2, heads, 1, lengths, group)  # [B,S,h,D]

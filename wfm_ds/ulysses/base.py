@@ -18,15 +18,15 @@ from wfm_ds.ulysses.hooks import change_arguments
 
 
 class UlyssesTransformer(ABC):
-    """Shards the tokens of a diffusers transformer by hooks and attention processors. Parameters do not change.
+    """Shards the tokens of a diffusers transformer, using hooks and attention processors. Parameters do not change.
 
-    Each model family is a subclass in its own module of this package. After the patch embedding a rank has only its
+    Each model family is a subclass in its own module of this package. After the patch embedding, a rank has only its
     local tokens. Inputs without a token dimension (text, timesteps) are complete on every rank unless the family shards
-    them. The output of `proj_out` is gathered. No parameter may be used after it, because its gradient would not be a
-    partial sum.
+    them. The output of `proj_out` is gathered. Parameters used after the gathering would be wrong, because their
+    gradients would not be partial sums.
 
-    Hooks inside a block must use only the block's arguments, not the attributes of this object: gradient checkpointing
-    runs the block again in the backward pass, when these attributes may belong to a forward pass with other shapes.
+    Hooks inside a block must use only the block's arguments, not the attributes of this object. Gradient checkpointing
+    runs the block again in the backward pass, and then the attributes may belong to a forward pass with other shapes.
     """
 
     transformer_class: ClassVar[type[nn.Module]]
@@ -54,7 +54,10 @@ class UlyssesTransformer(ABC):
 
     @abstractmethod
     def shard_blocks(self, transformer: Any) -> None:
-        """Replace block operations that combine tokens. If one is unsupported, raises UserError before any change."""
+        """Replace the operations of the blocks that combine tokens.
+
+        Raises UserError, before any change, if an operation is not supported.
+        """
 
     @abstractmethod
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
@@ -68,7 +71,10 @@ class UlyssesTransformer(ABC):
         return self.copy_local_shard(embedded, 1)
 
     def copy_local_shard(self, x: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
-        """Copy this rank's shard of x along dim; a view would keep all of x. lengths: None for the token shards."""
+        """Return a copy of this rank's shard of x along dim. (A view would keep all of x in memory.)
+
+        lengths: shard size of each rank. None: the sizes of the token shards.
+        """
         shard = local_shard(x, dim, self.lengths if lengths is None else lengths, self.group)
         return shard.clone(memory_format=torch.contiguous_format)
 
@@ -80,7 +86,7 @@ class UlyssesTransformer(ABC):
 
     @classmethod
     def num_units(cls, grid: Sequence[int]) -> int:
-        """Return how many tokens, rows or frames (`shard_unit`) a grid of tokens can be split into."""
+        """Return the number of tokens, rows or frames (as `shard_unit` says) in a grid of tokens."""
         return math.prod(grid)
 
     @classmethod
@@ -116,5 +122,5 @@ class UlyssesTransformer(ABC):
 
 
 def patch_grid(shape: Sequence[int], patch_size: Sequence[int]) -> list[int]:
-    """Return the grid of tokens, [h,w] or [T,h,w] in patches. shape: shape of the latents without channels."""
+    """Return the grid of tokens, [h,w] or [T,h,w] in patches. shape: shape of the latents without the channels."""
     return [count // side for count, side in zip(shape, patch_size, strict=True)]

@@ -39,7 +39,7 @@ class UlyssesCosmos25(UlyssesTransformer):
             )
 
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
-        """Return the number of tokens of each rank, and flatten timesteps per frame [B,1,T,1,1] to [B T].
+        """Return the number of tokens of each rank. Reshapes timesteps [B,1,T,1,1], one per frame, to [B T].
 
         The transformer would expand timesteps per frame to all tokens. It leaves flat timesteps unchanged, and
         `_shard_time_embeddings` expands them to the local tokens.
@@ -58,7 +58,10 @@ class UlyssesCosmos25(UlyssesTransformer):
         return self.copy_local_shard(embedded.flatten(1, 3), 1)[:, :, None, None]
 
     def _shard_time_embeddings(self, _: nn.Module, args: Any, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Expand time embeddings per frame [B T, C] to the local tokens [B,n,C]. Embeddings [B,C] are unchanged."""
+        """Expand time embeddings with one row per frame, [B T,C], to the local tokens, [B,n,C].
+
+        Embeddings with one row per sample, [B,C], are unchanged.
+        """
         if self.frames is None:
             return embeddings
         count, num_frames = self.frames

@@ -1,8 +1,8 @@
 """Cosmos3: a shard may start at any token of a video and its actions.
 
 In the generation tower (models/cosmos3_towers.py) the output of `sequence` is sharded: all tokens with their timestep
-embeddings. Keys and values of the text are complete on every rank, which uses only its heads. With grouped-query
-attention, each rank gets whole key-value heads together with their query heads.
+embeddings. Every rank has the keys and values of all text tokens, but uses them only for its own heads. With
+grouped-query attention, each rank gets whole key-value heads together with their query heads.
 """
 
 from __future__ import annotations
@@ -65,7 +65,10 @@ class Cosmos3Attention:
         text_mask: Tensor | None,
         rotation: Sequence[Tensor],
     ) -> Tensor:
-        """Attend from local tokens [B,n,W] to text [B,L,K,D] and all tokens. rotation: for all N tokens, [B,N,D]."""
+        """Attend from local tokens [B,n,W] to text [B,L,K,D] and to all N tokens.
+
+        rotation: rotary tables of all N tokens, [B,N,D] each.
+        """
         lengths, tables, group = [0], rotation, self.group
         if group is not None:
             lengths = shard_sizes(rotation[0].shape[1], dist.get_world_size(group), "tokens")
@@ -120,5 +123,5 @@ def rotate_halves(x: Tensor, tables: Sequence[Tensor]) -> Tensor:
 
 
 def text_attention_mask(text_mask: Tensor, num_tokens: int) -> Tensor:
-    """Return the attention mask [B,1,1,L+N] bool for text_mask [B,L]: only the text's padding is masked."""
+    """Return the attention mask [B,1,1,L+N] bool for text_mask [B,L]. Only the padding of the text is masked."""
     return nn.functional.pad(text_mask, (0, num_tokens), value=True)[:, None, None]

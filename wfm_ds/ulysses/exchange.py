@@ -19,9 +19,9 @@ Tensors = tuple[Tensor, ...]
 
 
 def shard_sizes(count: int, num_ranks: int, what: str) -> list[int]:
-    """Return the shard sizes of `count` items: equal, or larger by one on the first ranks.
+    """Return the shard sizes of `count` items. Sizes differ by at most one, and the first ranks have the larger shards.
 
-    Raises UserError if a shard would be empty. what: plural noun for the items in the message.
+    Raises UserError if a shard would be empty. what: plural noun for the items in the error message.
     """
     if count < num_ranks:
         raise UserError(
@@ -49,8 +49,8 @@ def all_to_all(
     """Run one all-to-all for several tensors of equal shape and dtype. Not differentiable; see `reshard`.
 
     Each tensor is split along split_dim into pieces of sizes split_sizes; piece j is sent to rank j. The pieces
-    received from rank j have size concat_sizes[j] along concat_dim and are concatenated along it. Sizes must agree
-    between the ranks. Either all ranks pass equal sizes or none does.
+    received from rank j have size concat_sizes[j] along concat_dim and are concatenated along it. Sender and receiver
+    must agree about each size. If all sizes are equal on one rank, they must be equal on every rank.
     """
     if len(set(split_sizes)) == len(set(concat_sizes)) == 1:
         return all_to_all_equal(tensors, split_dim, concat_dim, group)
@@ -69,7 +69,7 @@ def all_to_all(
 
 
 def all_to_all_equal(tensors: Tensors, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensors:
-    """Run `all_to_all` for equal sizes, with at most one copy of the data before and one after the exchange."""
+    """Run `all_to_all` for equal piece sizes. Copies the data at most once before and once after the exchange."""
     num_ranks = dist.get_world_size(group)
     by_rank = (num_ranks, tensors[0].shape[split_dim] // num_ranks)
     pieces = [torch.unflatten(x, split_dim, by_rank).movedim(split_dim, 0) for x in tensors]
@@ -134,7 +134,10 @@ def gather_shards(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGro
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of x over the ranks. The backward pass sums gradients, because each rank's loss uses every x."""
+    """Return the sum of x over the ranks.
+
+    The backward pass sums gradients over the ranks, because the loss of each rank depends on the x of every rank.
+    """
 
     def all_reduce(xs: Tensors) -> Tensors:
         total = xs[0].clone(memory_format=torch.contiguous_format)
@@ -145,13 +148,16 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def exchange_halo(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Add the border lines of the previous and next rank, or zeros, to x: [B,C,n,W] -> [B,C,n+2,W]."""
+    """Extend x [B,C,n,W] to [B,C,n+2,W] by the border lines of the previous and the next rank.
+
+    Ranks without a previous or next rank add zeros instead.
+    """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     before, after = rank > 0, rank < num_ranks - 1
     sizes = [int(abs(other - rank) == 1) for other in range(num_ranks)]
 
     def exchange_lines(lines: Tensor) -> tuple[Tensor, Tensor]:
-        """Send the first line to the previous rank and the last to the next; return theirs, zeros at the ends."""
+        """Return (last line of the previous rank, first line of the next rank), with zeros for missing ranks."""
         outer = [lines[:, :, :1]] * before + [lines[:, :, -1:]] * after
         zeros = torch.zeros_like(lines[:, :, :1])
         if not outer:

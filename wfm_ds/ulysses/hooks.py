@@ -13,7 +13,7 @@ from wfm_ds.ulysses.exchange import exchange_halo
 
 
 def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Let `change` edit a module's arguments, {name: value}, before each call. Positional ones stay positional."""
+    """Let `change` edit a module's arguments, {name: value}, before each call. Positional arguments stay positional."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def edit_call(
@@ -30,7 +30,8 @@ def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]
 def install_halo_exchange(convolution: nn.Module, group: ProcessGroup) -> None:
     """Replace a convolution's zero padding between shards by the lines of the neighbouring ranks.
 
-    The convolution must pad its inputs [B,C,n,W] by one line. Zeros remain at the ends of the sequence, and along W.
+    The convolution must pad its inputs [B,C,n,W] by one line. The padding along W and at both ends of the sequence
+    remains zero.
     """
     for part in convolution.modules():  # also inside a LoRA layer: the base and lora_A pad, lora_B does not
         if isinstance(part, nn.Conv2d) and part.padding[0]:

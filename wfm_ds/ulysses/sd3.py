@@ -67,7 +67,7 @@ class UlyssesSD3(UlyssesTransformer):
 
 
 class SD3JointAttention:
-    """Replacement for JointAttnProcessor2_0: attention over image and text, or image only (`attn2` of SD3.5)."""
+    """Replacement for JointAttnProcessor2_0: attention over image and text, or only the image (`attn2` of SD3.5)."""
 
     _attention_backend: Any = None  # diffusers' name of a kernel
 

@@ -19,9 +19,10 @@ TOKEN_VARIABLE = "WFM_REWARD_TOKEN"
 
 
 def read_service_token(config: HttpConfig, base: Path, environment: Mapping[str, str]) -> str | None:
-    """Return the token that requests must carry; None if no token is needed.
+    """Return the token that requests must contain, or None if no token is needed.
 
-    Raises RewardError if the server is not on loopback and has no token, or if other users can read the token file.
+    Raises RewardError if other machines can reach the server and no token is set, or if other users can read the token
+    file.
     """
     token = environment.get(TOKEN_VARIABLE) or None
     if config.token_file is not None:

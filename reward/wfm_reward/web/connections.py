@@ -9,7 +9,7 @@ import logging
 import math
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from aiohttp.web import Server
@@ -22,8 +22,8 @@ BACKLOG = 128
 class ConnectionAcceptor:
     """Accepts connections for an aiohttp server. Use it within the server's event loop.
 
-    A connection without a current request for `idle_s` seconds is closed, for example if its client is silent, sends a
-    header byte by byte, or does not read the reply. Current requests have separate deadlines (see `request_body.py`).
+    A connection without a current request is closed after `idle_s` seconds. This happens if its client is silent, sends
+    a header byte by byte, or does not read the reply. Current requests have separate deadlines (see `request_body.py`).
     """
 
     def __init__(self, server: Server, max_connections: int, idle_s: float, log: logging.Logger) -> None:
@@ -34,15 +34,16 @@ class ConnectionAcceptor:
         self._idle_since_s: dict[Any, float] = {}  # by aiohttp protocol; inf during a request
         self._loop = asyncio.get_running_loop()
 
-    async def serve(self, listener: socket.socket) -> None:
-        """Accept connections until cancelled. The aiohttp server keeps the connections that are then open."""
+    async def serve(self, listeners: Iterable[socket.socket]) -> None:
+        """Accept connections until cancelled. Connections that are open at that time stay with the aiohttp server."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._close_idle_connections())
-            tasks.create_task(self._accept_connections(listener))
+            for listener in listeners:
+                tasks.create_task(self._accept_connections(listener))
 
     @contextlib.contextmanager
     def track_request(self, protocol: Any) -> Iterator[None]:
-        """Exempt a connection from the idle timeout, which starts again when the block ends."""
+        """Exempt a connection from the idle timeout inside the context. The timeout starts again at the end."""
         self._idle_since_s[protocol] = math.inf
         try:
             yield
@@ -78,12 +79,14 @@ class ConnectionAcceptor:
                     protocol.transport.abort()  # `close` would wait until the client reads the reply
 
 
-def open_listener(host: str, port: int) -> socket.socket:
-    """Listen at the first address of `host`. Raises OSError."""
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    listener = socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
-    listener.setblocking(False)
-    return listener
+def open_listeners(host: str, port: int) -> Iterator[socket.socket]:
+    """Yield a listening socket for each address of `host`, all with the same port. Raises OSError."""
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    for family, _, _, _, address in dict.fromkeys(addresses):
+        listener = socket.create_server((str(address[0]), port), family=family, backlog=BACKLOG)
+        listener.setblocking(False)
+        port = listener.getsockname()[1]  # for port 0
+        yield listener
 
 
 def _descriptor_limit() -> int:

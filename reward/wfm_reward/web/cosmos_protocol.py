@@ -1,6 +1,7 @@
 """Cosmos-RL's reward protocol (github.com/nvidia-cosmos/cosmos-rl, reward_service): parse requests, build replies.
 
-The body of an enqueue request is one line of JSON, a newline, and an array in .npy format. No I/O, no state.
+The body of an enqueue request is one line of JSON, a newline, and an array in .npy format. This module does no I/O and
+keeps no state.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class VideoInfo(BaseModel):
 
 
 class EnqueueFields(BaseModel):
-    """The JSON line of an enqueue request. Lists have one value per item."""
+    """The JSON line of an enqueue request. Each list has one value per item."""
 
     model_config = ConfigDict(strict=True)
 
@@ -46,8 +47,8 @@ class EnqueueFields(BaseModel):
     reward_fn: dict[str, float]
     """{reward name: weight}; only rewards with a positive weight are computed."""
     media_type: str = LATENT_TYPE
-    """image: uint8 [B,H,W,3]. video: uint8 [B,3,T,H,W]. latent: float16, float32, or bfloat16 viewed as uint8 with a
-    doubled last axis, [B,C,T,h,w]."""
+    """Type of the array. image: uint8 [B,H,W,3]. video: uint8 [B,3,T,H,W]. latent: [B,C,T,h,w] as float16, float32, or
+    bfloat16. The bytes of bfloat16 are sent as uint8 with a last axis of twice the length."""
     metadata: list[dict[str, Any]] | None = None
     video_infos: list[VideoInfo] | None = None
     geneval_tags: list[Any] | None = None
@@ -87,8 +88,8 @@ def parse_enqueue(body: memoryview) -> ScoreRequest:
 def read_npy(data: memoryview) -> npt.NDArray[Any]:
     """Return the array in .npy data as a view, without trusting its header and without pickle.
 
-    Raises HttpProblem: 415 if the data is not .npy; 422 for object arrays, dtypes outside DTYPES, Fortran order, or a
-    size that does not match the header.
+    Raises HttpProblem with status 415 if the data is not .npy. The status is 422 for object arrays, dtypes outside
+    DTYPES, Fortran order, or a size that does not match the header.
     """
     if bytes(data[: len(NPY_MAGIC)]) != NPY_MAGIC:
         hint = " (this looks like torch.save)" if bytes(data[:2]) in (b"PK", b"\x80\x02") else ""
@@ -178,9 +179,10 @@ def pull_reply(
     decode_seconds: float,
     failed_value: float | None,
 ) -> dict[str, Any]:
-    """Build the reply to a pull. Its `scores` has one list per output of the reward, in item order.
+    """Build the reply to a pull request. Its `scores` has one list per output of the reward, in item order.
 
-    scores: (value, failure, parts) per item. Failed items get `failed_value` in every list, and an entry in `failures`.
+    scores: (value, failure reason, parts) per item. A failed item has `failed_value` in every list, and an entry in
+    `failures`.
     """
     outputs = [primary, *sorted({part for _, _, parts in scores for part in parts} - {primary})]
     lists = {

@@ -29,7 +29,7 @@ def invalid_request(detail: str) -> HttpProblem:
 def parse_fields(model: type[Fields], content: Any) -> Fields:
     """Validate the decoded JSON of a request. Raises HttpProblem about the first invalid field.
 
-    Messages, pages and logs cannot contain strings that UTF-8 cannot encode, so these are invalid too.
+    Strings that UTF-8 cannot encode are invalid too, because messages, pages and logs cannot contain them.
     """
     try:
         fields = model.model_validate(content)

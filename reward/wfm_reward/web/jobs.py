@@ -34,35 +34,48 @@ TICK_S = 0.5
 GRACE_S = 1.0  # seconds to wait after a deadline, so that the broker can report first
 
 ItemResult: TypeAlias = tuple[float | None, str | None, dict[str, float]]
-"""Result of one item: value, failure, parts."""
+"""Result of one item: (value, failure reason, parts)."""
 
 
 @dataclass(slots=True)
 class ItemResults:
-    """Results of one reward or decoder for the rows of a submission, filled in as they arrive."""
+    """Results of one reward or decoder for the rows of a submission. They are filled in as they arrive."""
 
     items: list[Any]
     num_missing: int
     done: asyncio.Event = field(default_factory=asyncio.Event)
     seconds: float = 0.0
 
-    def put_results(self, start: int, results: Sequence[Any], seconds: float) -> None:
-        self.items[start : start + len(results)] = results
+    def put(self, indices: Sequence[int], results: Sequence[Any], seconds: float = 0.0) -> None:
+        for index, result in zip(indices, results, strict=True):
+            self.items[index] = result
         self.seconds += seconds
         self.num_missing -= len(results)
         if self.num_missing <= 0:
             self.done.set()
 
+    def fail(self, indices: Sequence[int], reason: str) -> None:
+        self.put(indices, [(None, reason, {})] * len(indices))
+
 
 @dataclass(slots=True)
 class ScoreJob:
-    """One request of a client. Holds results, but not the images and videos."""
+    """One scoring request of a client. Holds results, but not the images and videos."""
 
     id: str
     info: Mapping[str, Any]  # of the request
     results: dict[str, ItemResults]  # by reward, in the order of the request
     decode_s: float = 0.0
     finished_at_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A submitted task, and the positions of its results."""
+
+    task: SubmittedTask
+    results: ItemResults
+    indices: Sequence[int]  # of its rows in `results`
 
 
 class ScoreJobs:
@@ -75,7 +88,7 @@ class ScoreJobs:
         self._ttl_s = result_ttl_s
         self._jobs: dict[str, ScoreJob] = {}
         self._expired: OrderedDict[str, None] = OrderedDict()
-        self._pieces: dict[str, tuple[SubmittedTask, ItemResults]] = {}
+        self._pieces: dict[str, _Piece] = {}
         self._numbers = itertools.count(1)
         self._running: set[asyncio.Task[None]] = set()
         self._name = uuid.uuid4().hex[:12]
@@ -94,9 +107,9 @@ class ScoreJobs:
     def start_job(
         self, request: ScoreRequest, reservation: Reservation, timeout_s: float, decoder: str | None
     ) -> ScoreJob:
-        """Submit a request. Releases `reservation` when all items are scored.
+        """Submit a scoring request. Releases its memory `reservation` when all items are scored.
 
-        decoder: task kind that decodes the latents of the request; None for pixels.
+        decoder: task kind that decodes the latents of the request. None if the request has pixels.
         """
         self._expire_jobs()
         count = len(request.prompts)
@@ -134,7 +147,8 @@ class ScoreJobs:
         except Exception as error:  # nobody awaits this task; errors become failures with a reason
             log.exception("request %s failed", job.id)
             for results in job.results.values():
-                _fail_missing(results, f"{type(error).__name__}: {error}")
+                missing = [i for i, item in enumerate(results.items) if item is None]
+                results.fail(missing, f"{type(error).__name__}: {error}")
         finally:
             reservation.release()
             job.finished_at_s = time.monotonic()
@@ -142,33 +156,27 @@ class ScoreJobs:
     async def _score_items(
         self, job: ScoreJob, request: ScoreRequest, media: Sequence[Array | str], deadline_s: float
     ) -> None:
-        """Score the items. `media`: the array of each item, or its decoding error."""
+        """Score the items of a job. media: for each item, its array or its decoding error."""
+        for i, item in enumerate(media):
+            if isinstance(item, str):
+                for results in job.results.values():
+                    results.fail([i], item)
         indices = [i for i, item in enumerate(media) if not isinstance(item, str)]
         rows = [_task_row(job.id, request, i) for i in indices]
         arrays = [item for item in media if not isinstance(item, str)]
-        inner = {reward: ItemResults([None] * len(indices), len(indices)) for reward in job.results}
         max_rows = {f"score:{reward}": self.max_batch[reward] for reward in job.results}
-        timer = self._submit_rows(rows, arrays, max_rows, {f"score:{r}": a for r, a in inner.items()}, deadline_s)
-        for results in job.results.values():
-            for i, item in enumerate(media):
-                if isinstance(item, str):
-                    results.put_results(i, [(None, item, {})], 0.0)
-        await asyncio.gather(*(self._forward_results(inner[r], a, indices) for r, a in job.results.items()))
+        by_kind = {f"score:{reward}": results for reward, results in job.results.items()}
+        timer = self._submit_rows(rows, arrays, max_rows, by_kind, indices, deadline_s)
+        await asyncio.gather(*(results.done.wait() for results in job.results.values()))
         timer.cancel()
 
-    async def _forward_results(self, inner: ItemResults, outer: ItemResults, indices: Sequence[int]) -> None:
-        """Copy the results of one reward to positions `indices` of `outer`, independently of other rewards."""
-        if indices:
-            await inner.done.wait()
-        for index, result in zip(indices, inner.items, strict=True):
-            outer.put_results(index, [result], 0.0)
-        outer.seconds = inner.seconds
-
     async def _decode_latents(self, request: ScoreRequest, decoder: str, deadline_s: float) -> list[Array | str]:
-        """Return the decoded video or the failure reason of each item. Removes the files written by the decoder."""
+        """Return the decoded video of each item, or the reason why decoding failed. Removes the decoder's files."""
         rows = [{"id": f"latents-{i}"} for i in range(len(request.media))]
         results = ItemResults([None] * len(rows), len(rows))
-        timer = self._submit_rows(rows, list(request.media), {decoder: 1}, {decoder: results}, deadline_s)
+        timer = self._submit_rows(
+            rows, list(request.media), {decoder: 1}, {decoder: results}, range(len(rows)), deadline_s
+        )
         await results.done.wait()
         timer.cancel()
         return [await asyncio.to_thread(_load_video, result) for result in results.items]
@@ -179,27 +187,27 @@ class ScoreJobs:
         arrays: Sequence[Array],
         max_rows: Mapping[str, int],
         results: Mapping[str, ItemResults],
+        indices: Sequence[int],
         deadline_s: float,
     ) -> asyncio.TimerHandle:
         """Submit rows to workers. Returns the timer that abandons unfinished tasks after the deadline."""
         piece_ids = []
-        for piece in submit_rows(self._client, rows, arrays, max_rows, self._new_task_id, deadline_s):
-            if piece.failure is not None:
-                results[piece.kind].put_results(
-                    piece.start, [(None, piece.failure, {})] * (piece.stop - piece.start), 0.0
-                )
+        for task in submit_rows(self._client, rows, arrays, max_rows, self._new_task_id, deadline_s):
+            piece = _Piece(task, results[task.kind], indices[task.start : task.stop])
+            if task.failure is not None:
+                piece.results.fail(piece.indices, task.failure)
             else:
-                self._pieces[piece.id] = (piece, results[piece.kind])
-                piece_ids.append(piece.id)
+                self._pieces[task.id] = piece
+                piece_ids.append(task.id)
         wait_s = max(0.0, deadline_s - time.monotonic()) + GRACE_S
         return self._loop.call_later(wait_s, self._abandon_pieces, piece_ids)
 
     def _abandon_pieces(self, ids: Sequence[str]) -> None:
         late = [self._pieces.pop(piece_id) for piece_id in ids if piece_id in self._pieces]
-        for piece, results in late:
-            results.put_results(piece.start, [(None, "deadline", {})] * (piece.stop - piece.start), 0.0)
+        for piece in late:
+            piece.results.fail(piece.indices, "deadline")
         # Decoders are not cancelled: their reply contains the path of the file to remove.
-        self._client.cancel(piece.id for piece, _ in late if not piece.kind.startswith("decode:"))
+        self._client.cancel(piece.task.id for piece in late if not piece.task.kind.startswith("decode:"))
 
     def _new_task_id(self, kind: str) -> str:
         return f"{self._name}/{next(self._numbers)}#{kind}"
@@ -216,16 +224,15 @@ class ScoreJobs:
 
     def _record_outcomes(self, outcomes: Sequence[TaskOutcome]) -> None:
         for outcome in outcomes:
-            pending = self._pieces.pop(outcome.id, None)
-            if pending is None:
+            piece = self._pieces.pop(outcome.id, None)
+            if piece is None:
                 _discard_videos(outcome)
                 continue
-            piece, results = pending
             rows = outcome.meta.get("scores", outcome.meta.get("videos")) if outcome.ok else None
-            if not isinstance(rows, list | tuple) or len(rows) != piece.stop - piece.start:
-                reason = outcome.reason or "the reply of its worker cannot be read"
-                rows = [(None, reason, {})] * (piece.stop - piece.start)
-            results.put_results(piece.start, list(rows), outcome.seconds)
+            if isinstance(rows, list | tuple) and len(rows) == len(piece.indices):
+                piece.results.put(piece.indices, rows, outcome.seconds)
+            else:
+                piece.results.fail(piece.indices, outcome.reason or "the reply of its worker cannot be read")
 
     def _expire_jobs(self) -> None:
         """Drop jobs that finished more than `result_ttl_s` ago. Jobs are ordered by age."""
@@ -263,9 +270,3 @@ def _discard_videos(outcome: TaskOutcome) -> None:
     for path, _, _ in videos or []:
         if path is not None:
             Path(path).unlink(missing_ok=True)
-
-
-def _fail_missing(results: ItemResults, reason: str) -> None:
-    for i, item in enumerate(results.items):
-        if item is None:
-            results.put_results(i, [(None, reason, {})], 0.0)

@@ -1,4 +1,7 @@
-"""JSON protocol of POST /compute: prompts and base64 images or videos in, scores out. No I/O, no state."""
+"""JSON protocol of POST /compute: prompts and base64 images or videos in, scores out.
+
+This module does no I/O and keeps no state.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ AV_OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,gif"}
 
 
 class ComputeFields(BaseModel):
-    """The JSON of a request. Lists have one value per item."""
+    """The JSON of a request. Each list has one value per item."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
@@ -33,14 +36,14 @@ class ComputeFields(BaseModel):
     image: list[str] | None = None
     """Base64 PNG, JPEG or WebP."""
     video: list[str | list[str]] | None = None
-    """A list of base64 images, or a base64 MP4, WebM, Matroska or GIF."""
+    """For each item: a list of base64 images, or a base64 MP4, WebM, Matroska or GIF."""
     metadata: list[dict[str, Any]] | None = None
     fps: Annotated[float, Field(gt=0, lt=1e6)] | None = None
     timeout_s: Annotated[float, Field(gt=0, lt=1e6)] | None = None
 
 
 def parse_compute(body: memoryview, reserve: ReserveBytes) -> tuple[ScoreRequest, float | None]:
-    """Return the request and its time limit in seconds, or None. Raises HttpProblem, and exceptions of `reserve`.
+    """Return (request, its time limit in seconds or None). Raises HttpProblem, and exceptions of `reserve`.
 
     reserve: called with the size of each decoded array before the array is allocated.
     """
@@ -135,7 +138,7 @@ def _decode_base64(text: str) -> bytes:
 def compute_reply(
     rewards: Sequence[str], scores: dict[str, list[tuple[float | None, str | None, dict[str, float]]]]
 ) -> dict[str, Any]:
-    """Build the reply: `scores` of all rewards, and the first reward's values in `rewards` (for Flow-Factory)."""
+    """Build the reply. `scores` has all rewards. `rewards` has only the first reward's values (for Flow-Factory)."""
     values = {name: [value for value, _, _ in scores[name]] for name in rewards}
     failures = [
         {"reward": name, "index": i, "reason": failure}

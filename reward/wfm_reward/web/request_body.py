@@ -17,7 +17,10 @@ CHUNK_BYTES = 256 * 1024
 
 
 class MemoryBudget:
-    """Limit on the bytes of all requests of one server: arriving bodies and unscored images and videos. Thread-safe."""
+    """Limit on the memory of all requests of one server. Thread-safe.
+
+    Counts arriving bodies, and images and videos that are not scored yet.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -25,7 +28,11 @@ class MemoryBudget:
         self.lock = threading.Lock()
 
     def check_fits(self, num_bytes: int, held: int = 0) -> None:
-        """Raise HttpProblem if a request of `num_bytes`, `held` of them reserved, never fits (413) or not now (429)."""
+        """Raise HttpProblem if a request of `num_bytes` does not fit into the budget.
+
+        held: bytes that the request has already reserved. The status is 413 if the request can never fit, and 429 if it
+        cannot fit now.
+        """
         if num_bytes > self.max_bytes:
             detail = (
                 f"this request needs {num_bytes} bytes; the limit is {self.max_bytes}: send fewer items per request"
@@ -52,7 +59,7 @@ class Reservation:
             self._num_bytes = num_bytes
 
     def grow(self, num_bytes: int) -> None:
-        """Reserve more bytes, before they are allocated. Raises HttpProblem like MemoryBudget.check_fits."""
+        """Reserve more bytes. Call it before they are allocated. Raises HttpProblem like MemoryBudget.check_fits."""
         self.resize(self._num_bytes + num_bytes)
 
     def transfer(self, num_bytes: int) -> Reservation:
@@ -79,10 +86,11 @@ def check_encoding(request: web.Request) -> None:
 async def receive_body(
     request: web.Request, budget: MemoryBudget, max_bytes: int, timeout_s: float
 ) -> AsyncIterator[tuple[memoryview, Reservation]]:
-    """Yield the body and its memory reservation, which is released on exit.
+    """Yield the body of a request and its memory reservation. Releases the reservation on exit.
 
     Memory is reserved as bytes arrive, not from Content-Length, so a client cannot block others by announcing a large
-    body. Raises HttpProblem: 408 if the body does not arrive within `timeout_s`, and 411, 413, 429.
+    body. Raises HttpProblem with status 408 if the body does not arrive within `timeout_s`. Other statuses are 411, 413
+    and 429.
     """
     size = request.content_length
     if size is None:
@@ -111,7 +119,7 @@ async def _read_body(request: web.Request, reservation: Reservation, timeout_s: 
 
 
 async def read_form(request: web.Request, timeout_s: float) -> MultiDictProxy[Any]:
-    """Read the fields of a form. Raises HttpProblem 408 or 422, and web.HTTPException if it is too large."""
+    """Read the fields of a form. Raises HttpProblem 408 or 422, and web.HTTPException if the form is too large."""
     try:
         async with asyncio.timeout(timeout_s):
             return await request.post()

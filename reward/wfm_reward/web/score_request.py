@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Items, and the rewards to compute for them. Parsed and validated by `cosmos_protocol` or `json_protocol`."""
+    """Items and the rewards to compute for them. Parsed and validated by `cosmos_protocol` or `json_protocol`."""
 
     rewards: tuple[str, ...]
     prompts: Sequence[str]

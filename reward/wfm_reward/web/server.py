@@ -1,8 +1,8 @@
-"""HTTP server of the service, in a separate thread: status page, metrics, and scores for other programs.
+"""HTTP server of the service, in a separate thread. It serves a status page, metrics, and scores for other programs.
 
 POST /api/reward/enqueue, /api/reward/pull and /api/reward/ping use Cosmos-RL's protocol (`cosmos_protocol`). POST
-/compute uses plain JSON (`json_protocol`). GET: /, /metrics, /ping, /health, /api/rewards. If a token is set, all
-routes except /health require it.
+/compute uses plain JSON (`json_protocol`). GET routes are /, /metrics, /ping, /health and /api/rewards. If a token is
+set, all routes except /health require it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from wfm_reward.config import ServiceConfig
 from wfm_reward.decoder import VaeScale
 from wfm_reward.stats import ServiceStats
 from wfm_reward.web.access import check_token, read_service_token
-from wfm_reward.web.connections import ConnectionAcceptor, open_listener
+from wfm_reward.web.connections import ConnectionAcceptor, open_listeners
 from wfm_reward.web.cosmos_protocol import parse_enqueue, pull_reply
 from wfm_reward.web.http_problem import HttpProblem
 from wfm_reward.web.jobs import ItemResults, ScoreJob, ScoreJobs
@@ -127,11 +127,12 @@ class HttpServer:
             runner.server, self.config.max_connections, self.config.idle_timeout_s, self._client_log
         )
         try:
-            with open_listener(host.strip("[]"), int(port)) as listener:
-                bound, port_number = listener.getsockname()[:2]
+            with contextlib.ExitStack() as stack:
+                listeners = [stack.enter_context(one) for one in open_listeners(host.strip("[]"), int(port))]
+                bound, port_number = listeners[0].getsockname()[:2]
                 self.url = f"http://[{bound}]:{port_number}" if ":" in bound else f"http://{bound}:{port_number}"
                 self._ready.set()
-                await self._serve_until_stopped(self._connections.serve(listener))
+                await self._serve_until_stopped(self._connections.serve(listeners))
         finally:
             await runner.cleanup()
 
@@ -179,7 +180,7 @@ class HttpServer:
         return response
 
     async def _respond_safely(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Return the reply of `handler`, or an error reply if it fails."""
+        """Return the reply of `handler`. If the handler fails, return an error reply."""
         try:
             if _route_name(request) != "/health":
                 check_token(request.headers.get("Authorization"), self._token)
@@ -299,9 +300,9 @@ class HttpServer:
     def _start_job(
         self, score_request: ScoreRequest, reservation: Reservation, num_bytes: int, timeout_s: float
     ) -> ScoreJob:
-        """Start a job. It takes over the reservation, resized to `num_bytes` plus the size of decoded videos.
+        """Start a job and hand over the memory reservation, resized to `num_bytes` plus the size of decoded videos.
 
-        Raises HttpProblem if the service does not offer a reward or decoder, or lacks memory.
+        Raises HttpProblem if the service does not offer a reward or decoder, or if memory is short.
         """
         offered = self._service.config.rewards
         unknown = [name for name in score_request.rewards if name not in offered]
@@ -328,7 +329,7 @@ class HttpServer:
 
 
 def _shorten_parse_error(record: logging.LogRecord) -> bool:
-    """Replace the traceback of a request that cannot be parsed with a short text. A logging filter; passes all."""
+    """Logging filter: replace the traceback of a request that cannot be parsed with a short text. Keeps all records."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         text = " ".join(str(error).split())[:MAX_ERROR_CHARS]

@@ -49,5 +49,5 @@ class ServiceSnapshot:
 
 
 def read_clocks() -> tuple[float, float]:
-    """Return the times of the monotonic clock and the wall clock."""
+    """Return (time of the monotonic clock, time of the wall clock) in seconds."""
     return time.monotonic(), time.time()

@@ -41,9 +41,9 @@ def load_on_meta_device(
     inputs: Collection[str] = (),
     embedded_guidance: float | None = None,
 ) -> DiffusionModel:
-    """Load a pipeline on the meta device in seconds, without weights and tokenizers. It cannot encode text.
+    """Load a pipeline on the meta device in seconds, without weights and tokenizers. The pipeline cannot encode text.
 
-    Raises ModelError like `registry.resolve_pipeline`, and for an invalid config or unsupported embedded guidance.
+    Raises ModelError like `registry.resolve_pipeline`, for an invalid config, and for unsupported embedded guidance.
     """
     folder = registry.resolve_pipeline(path, user_family, revision, weights=False)
     family = registry.find_family(folder, user_family)

@@ -22,11 +22,11 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from wfm_ds.data.caption_cache import user_cache_dir
 from wfm_ds.errors import DataError, ModelError
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.pinned_memory import copy_to_device
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.shared_defaults import user_cache_folder
 from wfm_ds.storage.tensor_store import TensorStore, canonical_json
 
 Text: TypeAlias = str | NegativeText
@@ -222,7 +222,7 @@ def create_text_store(recipe: Recipe, model: DiffusionModel) -> TensorStore | No
         return TensorStore(recipe.data.cache_dir / TEXT_FOLDER)
     if recipe.data.cache_text == "off" or recipe.data.streaming:  # the number of texts in a stream is unknown
         return None
-    return TensorStore(user_cache_dir() / TEXT_FOLDER / software_key(model))
+    return TensorStore(user_cache_folder() / TEXT_FOLDER / software_key(model))
 
 
 def software_key(model: DiffusionModel) -> str:
@@ -253,7 +253,7 @@ def remove_unused_folders(now_s: float) -> None:
 
     now_s: current Unix time in seconds.
     """
-    for last_use in (user_cache_dir() / TEXT_FOLDER).glob(f"*/{LAST_USE_FILE}"):
+    for last_use in (user_cache_folder() / TEXT_FOLDER).glob(f"*/{LAST_USE_FILE}"):
         try:
             if now_s - last_use.stat().st_mtime > UNUSED_S:
                 log.info("%s: unused for %d days, removed", last_use.parent, UNUSED_S // 86400)

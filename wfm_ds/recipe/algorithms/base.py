@@ -67,13 +67,16 @@ class ModelProperties(Protocol):
         """(low, high) noise level of each expert; one entry for models without several experts."""
 
     def clean_frame_range(self, num_frames: tuple[int, int], /) -> tuple[int, int]:
-        """Return the (min, max) number of conditioning latent frames that the model takes as clean latents.
+        """Return the (min, max) number of conditioning latent frames that the model receives as clean latents.
 
         num_frames: (min, max) number of conditioning latent frames that the algorithm uses.
         """
 
     def flow_shift(self, sampling: SamplingRecipe, /) -> float:
-        """Return the scheduler's shift for this sample size and number of steps. Raises ModelError if it has none."""
+        """Return the scheduler's timestep shift for this sample size and number of steps.
+
+        Raises ModelError if the scheduler has no shift.
+        """
 
 
 class AlgorithmSettings(Section):
@@ -103,7 +106,10 @@ class AlgorithmSettings(Section):
         return 0, 0
 
     def check_recipe(self, recipe: RecipeSections) -> None:
-        """Raise ValueError if these settings do not fit the other sections. Messages name keys as `section.key`."""
+        """Raise ValueError if these settings do not fit the other sections of the recipe.
+
+        Messages name keys as `section.key`.
+        """
 
     def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
         """Raise UserError if this algorithm cannot train `model` with these settings."""
@@ -153,7 +159,7 @@ class RlSettings(AlgorithmSettings):
 
     @property
     def has_regularizer(self) -> bool:
-        """Whether the loss has more than the reward's term, such as a distance to the reference policy.
+        """Whether the loss has terms in addition to the reward term, such as a distance to the reference policy.
 
         If so, samples with advantage 0 contribute to the gradient.
         """
@@ -161,7 +167,7 @@ class RlSettings(AlgorithmSettings):
 
     @property
     def drops_zero_std(self) -> bool:
-        """Whether groups are dropped if all their samples have the same reward."""
+        """Whether a group is dropped if all its samples have the same reward."""
         return self.zero_std == "drop" or (self.zero_std is None and not self.has_regularizer)
 
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
@@ -173,18 +179,18 @@ class RlSettings(AlgorithmSettings):
         return self.compares_log_probs
 
     def num_data_terms(self, num_terms: int) -> int:
-        """Return the number of loss terms on data samples that accompany `num_terms` terms on rollout samples."""
+        """Return the number of loss terms on data samples that are added to `num_terms` terms on rollout samples."""
         return 0
 
     def num_separate_data_terms(self, num_terms: int) -> int:
-        """Return how many of the data terms (`num_data_terms`) need forward and backward passes of their own.
+        """Return the number of loss terms on data samples that have separate forward and backward passes.
 
-        The others share the passes of the rollout samples.
+        All other data terms (`num_data_terms`) share the passes of the rollout samples.
         """
         return 0
 
     def list_policies(self, rollout: RolloutRecipe) -> frozenset[str]:
-        """Return the policies besides the trained one that the loss or rollouts use: a subset of {`old`, `ref`}."""
+        """Return the policies besides the trained one that the loss or the rollouts use: `old`, `ref`, both or none."""
         return frozenset()
 
     def check_recipe(self, recipe: RecipeSections) -> None:
@@ -264,7 +270,7 @@ class ConditioningFramesSettings(RlSettings):
 
 @dataclass(frozen=True, slots=True)
 class RlSections:
-    """The algorithm settings of an RL recipe, and the sections that only RL recipes have."""
+    """The sections of an RL recipe that other recipes do not have, and its algorithm settings."""
 
     algorithm: RlSettings
     rollout: RolloutRecipe

@@ -115,7 +115,7 @@ class DdrlAlgorithm(ConditioningFramesSettings):
             )
 
     def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
-        """Raise RecipeError if noise levels of the data may belong to a different expert than the rollout step's."""
+        """Raise RecipeError if a data sample and its rollout step may need different experts of the model."""
         if self.data_beta > 0 and not self.use_rl_sigma_and_noise and len(model.sigma_ranges) > 1:
             raise RecipeError(
                 f"algorithm.use_rl_sigma_and_noise: false may select a different expert of {model.family} than the "

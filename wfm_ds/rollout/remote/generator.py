@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm
-from wfm_ds.engine.denoiser_forward import CountingForward
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.sampler import Sampler
+from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.rollout.groups import stack_conditioning_frames
 from wfm_ds.rollout.remote.packing import ChunkTask
