@@ -29,7 +29,13 @@ def hang_on_rank_0():
     dist.barrier()
 
 
-def test_results_come_by_rank_from_processes_that_stay(two_ranks):
+def test_tests_with_ranks_are_slow_unless_marked_unit(request, two_ranks):
+    assert request.node.get_closest_marker("slow")
+
+
+@pytest.mark.unit
+def test_results_come_by_rank_from_processes_that_stay(request, two_ranks):
+    assert not request.node.get_closest_marker("slow")
     for start in (1, 5):
         parts = two_ranks.run(sum_over_ranks, start=start)
         assert [part["rank"] for part in parts] == [0, 1]

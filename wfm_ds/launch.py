@@ -4,7 +4,7 @@
 
 It starts DeepSpeed's runner as a child in a new process group and passes its arguments on. The only exception is
 --num_gpus together with CUDA_VISIBLE_DEVICES, which the runner would ignore (see `apply_visible_devices`). `python -m
-wfm_ds.launch ...` does the same. distributed/lifecycle.py reads the environment variables that are set here.
+wfm_ds.launch ...` does the same. The environment variables that are set here are read in distributed/lifecycle.py.
 
 DeepSpeed's runner loses ranks when it receives a signal, and reports success when its inner launcher is killed.
 Therefore signals are sent to the ranks first, so that they can save a checkpoint, and the whole process group is killed

@@ -312,7 +312,10 @@ def _match_number(pattern: str, text: str) -> str:
 
 
 def _sum_layout(ttgir: str) -> str:
-    """Return the definition of the layout in which the first tt.reduce of a TTGIR text sums; empty if there is none."""
+    """Return the definition of the layout in which the first tt.reduce of a TTGIR text sums.
+
+    Returns "" if the text has no tt.reduce.
+    """
     operand = re.search(r'"tt\.reduce"\([^)]*\).*?\}\)\s*:\s*\(tensor<[^,]*,\s*(#\w+)>', ttgir, re.DOTALL)
     if operand is None:
         return ""

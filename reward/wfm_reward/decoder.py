@@ -106,9 +106,9 @@ class LatentDecoder:
         return [str(path), None, {}]
 
     def decode_latents(self, latents: Array) -> npt.NDArray[np.uint8]:
-        """Decode latents [C,T,h,w] to a video uint8 [T frames, H, W, 3].
+        """Decode latents [C,T,h,w] to a uint8 video [T frames,H,W,3].
 
-        The latents are normalized per channel with the VAE's statistics.
+        The given latents must be normalized per channel with the VAE's statistics.
         """
         import torch
 

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from each_case import check_each
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 
@@ -81,7 +80,7 @@ def test_rules_of_all_algorithms_hold_for_it(load):
     assert "best_of_n 6 is more than rollout.group_size 4" in the_line(load, SETTINGS, "best_of_n: 6")
 
 
-@check_each(
+@pytest.mark.parametrize(
     ("source", "name", "says"),
     [
         (SETTINGS, "Other", "has no class 'Other'"),

@@ -1,5 +1,4 @@
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +7,7 @@ from hypothesis import strategies as st
 
 from each_case import check_each
 from wfm_ds.algorithms import build_rl_algorithm
+from wfm_ds.algorithms.base import LossTermBatch
 from wfm_ds.memory.forward_counts import (
     ForwardCount,
     count_batched_forwards,
@@ -79,7 +79,8 @@ def test_candidates_take_few_steps_each_and_what_is_kept_all_of_them(regenerate)
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 30))
 def test_folded_forwards_are_those_that_the_loop_makes(sizes, most):
-    micros = [MicroBatch(SimpleNamespace(sigma=range(size)), 0) for size in sizes]
+    batches = [LossTermBatch(latents=None, sigma=range(size), weight=None, prompts=()) for size in sizes]
+    micros = [MicroBatch(batch, 0) for batch in batches]
     assert num_grouped_calls(sizes, most) == len(list(group_micro_batches(micros, most)))
 
 

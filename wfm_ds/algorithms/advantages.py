@@ -232,7 +232,10 @@ def _is_constant(values: Array) -> bool:
 
 
 def group_variance(rewards: Sequence[float | None]) -> float | None:
-    """Return the unbiased variance of one group's rewards: 0 if constant, None for fewer than two rewards."""
+    """Return the unbiased variance of one group's rewards. Returns None if there are fewer than two rewards.
+
+    The variance of constant rewards is exactly 0.
+    """
     values = np.sort(np.array([reward for reward in rewards if reward is not None], np.float64))
     if len(values) < 2:
         return None

@@ -305,7 +305,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         return zeros.index_add(0, data.term_indices, losses), zeros.index_fill(0, data.term_indices, 1.0)
 
     def _ratio_metrics(self, log_rho: Tensor, advantage: Tensor) -> Stats:
-        """Return detached metrics [B] of the ratio to the rollout policy; empty for on-policy rollouts."""
+        """Return detached metrics [B] of the ratio to the rollout policy. On-policy rollouts have no such metrics."""
         if self.on_policy:  # the ratio is 1 before the only update of the step
             return {}
         deviation, positive = torch.expm1(log_rho), advantage > 0

@@ -43,8 +43,8 @@ def log_ratio(
         literal     -q, as in the published code: in EDM coordinates, high noise levels dominate
         std_scaled  -q/(2 std)
 
-    Equal velocities give exactly 0, because no squares are subtracted. Raises ValueError for an unknown norm and for
-    wrong shapes or dtypes.
+    Equal velocities give exactly 0, because the code computes mean(noise*d - d^2/2) and not q. Raises ValueError for an
+    unknown norm and for wrong shapes or dtypes.
     """
     require_latents(velocity=velocity, old_velocity=old_velocity, noise=noise)
     require_vectors(velocity, gain=gain, std=std)

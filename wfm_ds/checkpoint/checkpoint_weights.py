@@ -46,9 +46,9 @@ class CheckpointWeights:
         return None if self.settings is None else peft.LoraConfig(**self.settings)
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, float32 tensor) of a policy, with the names and in the order of the engine.
+        """Yield (name, float32 tensor) for each weight of a policy, with the engine's names and order.
 
-        Raises UserError unless the checkpoint has exactly the weights of the target.
+        Raises UserError unless the checkpoint has exactly the weights of the model that it is loaded into.
         """
         names = self.sharded_states.read_layout(0).keys()
         for part in self.target.parts:

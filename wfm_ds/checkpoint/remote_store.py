@@ -202,10 +202,10 @@ def publish_checkpoint(
 
 
 def prune_checkpoints(root: str, *, newest: int, keep: int) -> None:
-    """Keep the last `keep` complete checkpoints up to step `newest`, and remove the others.
+    """Remove old checkpoints. Of those up to step `newest`, the last `keep` complete ones stay.
 
-    newest: step of the caller's newest checkpoint. Later checkpoints are removed if incomplete and kept if complete,
-    because they belong to another run. Raises StorageError if S3 fails.
+    newest: step of the caller's newest checkpoint. Checkpoints after `newest` are removed
+    only if they are incomplete, because complete ones belong to another run. Raises StorageError if S3 fails.
     """
     names = transfer.list_objects(root)
     complete = {step for step in _step_numbers(names) if f"step_{step}/{COMPLETE}" in names}

@@ -30,7 +30,7 @@ def rank_file_name(rank: int) -> str:
 
 
 def flat_name(state: str, group: int) -> str:
-    """Return the name of the flat tensor of a state and optimizer group in a rank's file."""
+    """Return the name under which a rank's file stores the flat tensor of this state and parameter group."""
     return f"{state}.{group}"
 
 

@@ -308,7 +308,10 @@ class Heartbeat:
         return Fault((0,), f"rank 0 ({self._address[0]}) is gone: {reason}")
 
     def _end_run(self, fault: Fault) -> None:
-        """End the process. A main thread that waits in `report_failure` gets EXIT_TIMEOUT_S seconds to exit itself."""
+        """End the process.
+
+        If the main thread is in `report_failure`, it first gets EXIT_TIMEOUT_S seconds to exit on its own.
+        """
         # Ends the process if the main thread or `on_end` hangs.
         last_resort = threading.Timer(EXIT_TIMEOUT_S + FLUSH_TIMEOUT_S, self._exit, (1,))
         last_resort.daemon = True

@@ -44,7 +44,7 @@ DEVICE_PEAKS = (
 
 
 def find_peak(name: str) -> DevicePeak | None:
-    """Return the peak of the device with this name (`torch.cuda.get_device_name`); None if it is unknown."""
+    """Return the peak FLOP/s of the device with this name (`torch.cuda.get_device_name`), or None if it is unknown."""
     words = set(re.split(r"[\s\-]+", name))
     if "Laptop" in words:  # a different chip with the same name
         return None

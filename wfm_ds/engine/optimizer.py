@@ -52,7 +52,7 @@ def should_use_fused(device: torch.device) -> bool | None:
 
 
 def read_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
-    """Return one master tensor's optimizer states, {AdamW's name: tensor}; empty before the first step.
+    """Return one master tensor's optimizer states, {AdamW's name: tensor}. Before the first step there are none.
 
     AdamW's states are returned without a copy. The states of other optimizers are converted to float32 on the CPU.
     """

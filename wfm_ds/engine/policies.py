@@ -58,7 +58,7 @@ class Shards:
         return [flat.detach() for flat in self._optimizer_flats()]
 
     def optimizer_states(self) -> list[dict[str, Tensor]]:
-        """Return {name: tensor} for each optimizer group of this rank; empty before the first step."""
+        """Return the optimizer states {name: tensor} of each optimizer group. Before the first step there are none."""
         return [read_states(self.ds.optimizer.optimizer, flat) for flat in self._optimizer_flats()]
 
     def load_optimizer_states(self, states: Mapping[str, Flats]) -> None:
@@ -109,7 +109,7 @@ class Shards:
         return flats[piece.group][piece.flat_start : piece.flat_start + piece.numel]
 
     def gather_parameter(self, parameter: nn.Parameter, flats: Flats, device: torch.device) -> Tensor | None:
-        """Return one full parameter in fp32 on rank 0's CPU, None on other ranks. Collective.
+        """Return one full parameter in fp32 on rank 0's CPU, and None on other ranks. Collective.
 
         device: device on which the parameter is gathered.
         """

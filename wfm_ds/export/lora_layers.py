@@ -104,10 +104,10 @@ def _zero_layer(like: LoraLayer) -> LoraLayer:
 
 
 def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
-    """Split a layer into `num_parts` layers, each for an equal range of its output rows. Inverse of `fuse_layers`.
+    """Split a layer into a list of `num_parts` layers, each for an equal range of its output rows.
 
-    The layer may come from any tool. If B is block-diagonal, each new layer gets only its own block of A and B. An
-    element is None if its rows have no update.
+    Inverse of `fuse_layers`, also for layers that other tools wrote. If B is block-diagonal, each new layer gets only
+    its own block of A and B. A list entry is None if its rows have no update.
     """
     rows, rank = len(layer.B) // num_parts, layer.rank // num_parts
     parts = [layer.B[i * rows : (i + 1) * rows] for i in range(num_parts)]

@@ -30,7 +30,7 @@ def pack_items(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 class PackingOrder:
-    """Endless order of packed sequences. Conversations are shuffled and packed again in every epoch."""
+    """An infinite order of packed sequences. Conversations are reshuffled and repacked in every epoch."""
 
     def __init__(self, lengths: Sequence[int], capacity: int, *, seed: int, shuffle: bool, pack: bool) -> None:
         """lengths: number of tokens of each conversation, at most `capacity`."""

@@ -65,8 +65,8 @@ class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # ty
 class SanaWM(DiffusionModel):
     """SANA-WM. The network receives num_train_timesteps * sigma and returns the velocity.
 
-    The timestep is 0 on the conditioning frame. The network truncates timesteps to integers. Prompts are encoded after
-    the text of `instruction`, negative prompts without it.
+    The timestep is 0 on the conditioning frame. The network truncates timesteps to integers. The text of `instruction`
+    is put before each prompt, but not before negative prompts.
     """
 
     family = "sana_wm"

@@ -265,7 +265,7 @@ def require_idle_expert_support(recipe: Recipe) -> None:
 
 
 def _offload_device(zero: Mapping[str, Any], part: str, source: Path) -> str | None:
-    """Return the device `cpu` or `nvme` in the ZeRO settings `part`, or None without offload.
+    """Return the device `cpu` or `nvme` in the ZeRO settings `part`. Returns None if they do not offload.
 
     Raises RecipeError for other devices, and for super_offload.
     """

@@ -60,6 +60,8 @@ def shrink_recipe(recipe: Recipe, name: str, family: TinyFamily | None, *, world
         **{"trackers": ["tensorboard"], "wandb": {}, "mlflow": {}, "trackio": {}, "run_name": None},
         **{"sample_every": 0, "num_samples": min(recipe.logging.num_samples, 4)},
     }
+    if recipe.ema is not None:
+        values["ema"]["every"] = 1  # two steps must move the average, which is exported
     if recipe.lora is not None:
         rank = min(recipe.lora.rank, LORA_RANK)
         values["lora"] |= {"rank": rank, "alpha": recipe.lora.alpha * rank / recipe.lora.rank, "init_from": None}

@@ -143,9 +143,9 @@ def submit_finite_samples(
 
 
 def drop_first_frame(inputs: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the inputs without the first frame.
+    """Return the inputs, except the first-frame image.
 
-    The video contains this frame too, and the frame would be too large for a message.
+    The video already contains this image, which would make the message too large.
     """
     return {name: array for name, array in inputs.items() if name != FIRST_FRAME}
 

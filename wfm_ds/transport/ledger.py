@@ -183,7 +183,10 @@ class Ledger:
         return grants
 
     def record_progress(self, worker: str, task_id: str, attempt: int, done: int, now_s: float) -> None:
-        """Renew the lease if `done` has increased. An unchanged value renews nothing, because the worker may hang."""
+        """Renew the lease if `done` has increased.
+
+        An unchanged `done` does not renew it, because the worker may be stuck.
+        """
         holder = self._workers.get(worker)
         lease = holder.leases.get(task_id) if holder else None
         if lease is not None and lease.attempt == attempt and done > lease.done:

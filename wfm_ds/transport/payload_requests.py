@@ -59,7 +59,9 @@ class PayloadRequests:
             self._next_marker, self._marker_sent_s = self._next_marker + 1, now_s
 
     def on_released(self, ids: Iterable[str]) -> None:
-        """Handle a `released` reply to a marker. Requests that were sent before it and are still open are sent again.
+        """Handle a `released` reply to a marker.
+
+        Requests that were sent before the marker and are still open are sent again.
         """
         markers = [i.removeprefix(self._prefix) for i in ids if i.startswith(self._prefix)]
         last = max((int(marker) for marker in markers if marker.isdecimal()), default=-1)

@@ -16,7 +16,10 @@ MAX_IN_FLIGHT = 4  # submissions sent but not accepted; the rest waits here, not
 
 @dataclass(frozen=True, slots=True)
 class TaskRequest:
-    """A task: rows [start, stop) of a submission, for one worker of `kind`. Tasks with equal ids are the same work."""
+    """A task: rows [start, stop) of a submission, for one worker of `kind`.
+
+    Two tasks with the same id are the same work.
+    """
 
     id: str
     kind: str

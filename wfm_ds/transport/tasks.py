@@ -24,7 +24,7 @@ class Admission(Enum):
 
 
 class ReportStatus(Enum):
-    """What the ledger did with a worker's report."""
+    """Outcome of recording a worker's report in the ledger."""
 
     ACCEPTED = auto()
     LATE = auto()  # accepted although the lease had expired

@@ -13,7 +13,10 @@ LINEAR_LAYERS = (0, 2, 4, 6, 7)  # indices of the linear layers in the published
 
 
 class Aesthetic(Reward):
-    """Predicted aesthetic rating: about 1 to 10, usually 4 to 7, without a limit. The prompt has no effect."""
+    """Predicted aesthetic rating, on a scale of about 1 to 10 and usually 4 to 7.
+
+    It is not clamped. The prompt has no effect.
+    """
 
     name = "aesthetic"
     backbone = "CLIP"

@@ -14,10 +14,11 @@ MAX_PSNR = 60.0
 
 
 class NearestClip(Reward):
-    """PSNR in dB, at most 60, between the cells of the video and the nearest real clip.
+    """PSNR in dB, at most 60, between the video and the nearest real clip.
 
-    Parts, each 0.0 or 1.0: `shape`, `direction` and `both` say whether the nearest clip has the requested shape, the
-    requested direction, or both. `real` says whether the mean squared error is below .01. Metadata: `shape`,
+    Both are compared as grids of large square cells. Parts, each 0.0 or 1.0: `shape`: the nearest clip has the
+    requested shape. `direction`: it has the requested direction. `both`: it has both. `real`: the mean squared error is
+    below .01. Metadata: `shape`,
     `direction`.
     """
 

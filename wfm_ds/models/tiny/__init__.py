@@ -51,7 +51,8 @@ def write_tiny_model(family: str, out: Path) -> None:
 def drop_derived_config(file: Path) -> None:
     """Remove block_out_channels from the config of an AutoencoderTiny.
 
-    AutoencoderTiny saves this value although it derives it. Loading the config would log a warning.
+    AutoencoderTiny computes this value from other keys, but saves it too. Diffusers would log a warning when it loads
+    the key.
     """
     config = json.loads(file.read_text())
     if config["_class_name"] == "AutoencoderTiny":

@@ -39,9 +39,9 @@ def build() -> tuple[StableDiffusion3Pipeline, dict[str, Any]]:
 def identity_vae() -> AutoencoderTiny:
     """Return a VAE with latents equal to the pixels in [-1, 1]. Encoding and decoding are exact to 1e-4.
 
-    The encoder receives (x + 1) / 2 for pixels x and the decoder returns 2 y - 1 for its last activations y. Clamps
-    limit both. Small latents (pixels / 20) stay in the linear range of tanh. relu(z) and relu(-z) carry both signs
-    through the decoder.
+    AutoencoderTiny passes (x + 1) / 2 to the encoder for pixels x, and returns 2 y - 1 for the decoder's output y. Its
+    decoder starts with a tanh and uses ReLUs. The encoder therefore divides by 20, so that the tanh is almost linear,
+    and the decoder multiplies again. Because a ReLU drops negative values, the decoder computes relu(z) - relu(-z).
     """
     vae = AutoencoderTiny(
         encoder_block_out_channels=(6,),

@@ -232,7 +232,7 @@ class RlSettings(AlgorithmSettings):
 
 
 class ConditioningFramesSettings(RlSettings):
-    """Keys of RL algorithms that can condition samples on frames of data samples (models/conditioning_frames.py)."""
+    """Keys of RL algorithms that can condition generated samples on frames of the data set."""
 
     min_num_conditional_frames: NonNegativeInt = 0
     """Minimum number of conditioning frames: the first latent frames of a data sample, which all samples of a group
