@@ -37,7 +37,7 @@ def command(recipe, overrides):
 def test_a_run_outlives_its_storage_and_the_same_command_sends_the_rest(proxy, tiny_pipelines, tmp_path):
     out, address = tmp_path / "out", f"s3://{s3.BUCKET}/run"
     write_digits(tmp_path / "digits")
-    changes = [f"checkpoint.storage={address}", "checkpoint.storage_timeout_s=3", "checkpoint.keep=1"]
+    changes = [f"checkpoint.storage={address}", "checkpoint.storage_timeout_s=20", "checkpoint.keep=1"]
     run = settings(
         "sft lora zero2",
         out,
