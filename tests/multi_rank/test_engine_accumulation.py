@@ -32,7 +32,7 @@ def accumulated_norm(config, dtype, micro_steps):
         engine.expect_backwards(count)
         torch.manual_seed(1)
         for _ in range(count):
-            engine.backward(engine.forward(inputs).float().square().mean(), count * world.size)
+            engine.backward(engine.forward_module(inputs).float().square().mean(), count * world.size)
         engine.num_updates = -1  # keeps the rate at 0: the second step has the weights of the first
         norms.append(engine.step().grad_norm)
     return norms
