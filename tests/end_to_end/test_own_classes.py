@@ -57,7 +57,7 @@ def wfm(tmp_path):
 
 def test_wfm_imports_a_reward_from_the_current_folder(wfm):
     write_code("own_reward.md", "my_rewards.py", wfm.folder)
-    assert wfm("rewards", "my_rewards:Brightness").startswith("brightness\n  scores     image\n")
+    assert wfm("rewards", "my_rewards:Brightness").startswith("mean_brightness\n  scores     image\n")
     assert wfm("rewards", "my_rewards:Brightness/dark") == wfm("rewards", "my_rewards:Brightness")
 
 
