@@ -21,6 +21,6 @@ def draw_uniform(run_seed: int, purpose: str, *key: int | str) -> float:
 
 
 def draw_permutation(count: int, run_seed: int, purpose: str, *key: int | str) -> list[int]:
-    """Return a uniformly random permutation of 0 .. count-1. Depends only on the arguments."""
+    """Return a uniformly random permutation of 0 .. count-1. Equal arguments give equal permutations."""
     # Sort by hashes: random generators may change between library versions.
     return sorted(range(count), key=lambda i: derive_seed(run_seed, purpose, *key, i))

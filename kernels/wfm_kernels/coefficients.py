@@ -1,4 +1,7 @@
-"""Coefficients of stochastic samplers. Each step has five, because samplers are affine in latents and velocity."""
+"""Coefficients of stochastic samplers.
+
+Each step has five coefficients, because it is affine in latents and velocity.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`python -m wfm_kernels.compile_check`: compile every kernel for sm_90 without a GPU and check the generated code.
 
-Checks for register spills, 16-byte memory accesses, contracted multiply-adds, and the same summation order in rollout
-and training. Does not check results or speed. The exit code is 1 if a check fails, 3 if Triton is not installed.
+The command reports register spills, memory accesses of less than 16 bytes, contracted multiply-adds, and different
+summation orders in rollout and training. It does not check results or speed. The exit code is 1 if a check fails, 3 if
+Triton is not installed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class KernelVariant:
     draws_noise: bool = False
 
     def wide_accesses(self, dtypes: tuple[str, ...]) -> int:
-        """Return the number of 16-byte accesses per thread for one tile of tensors with these dtypes."""
+        """Return how many 16-byte accesses a thread needs to read (or write) one tile of a tensor of each dtype."""
         per_thread = self.constants["BLOCK"] // (32 * self.warps)
         return sum(per_thread * BYTES[dtype] // ACCESS_BYTES for dtype in dtypes)
 
@@ -312,9 +313,9 @@ def _match_number(pattern: str, text: str) -> str:
 
 
 def _sum_layout(ttgir: str) -> str:
-    """Return the definition of the layout in which the first tt.reduce of a TTGIR text sums.
+    """Return the thread layout of the first sum (tt.reduce) in TTGIR code.
 
-    Returns "" if the text has no tt.reduce.
+    Returns "" if the code has no sum.
     """
     operand = re.search(r'"tt\.reduce"\([^)]*\).*?\}\)\s*:\s*\(tensor<[^,]*,\s*(#\w+)>', ttgir, re.DOTALL)
     if operand is None:

@@ -1,7 +1,7 @@
 """Registration of the torch operators `wfm_kernels::*`, which torch.compile and CUDA graphs treat as opaque nodes.
 
-Arguments are validated in ops.py. Operators must always return new tensors. Results that were not requested are empty
-tensors.
+ops.py validates the arguments. Every operator returns new tensors. An optional result that is not requested is an empty
+tensor.
 """
 
 from __future__ import annotations

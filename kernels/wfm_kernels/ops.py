@@ -50,7 +50,7 @@ def require_latents(**latents: Tensor | None) -> None:
 
 
 def require_vectors(latents: Tensor, **vectors: Tensor) -> None:
-    """Raise ValueError unless each tensor is [B] with the B of the latents, float32 (float64 for float64 latents)."""
+    """Raise ValueError unless each tensor has shape [B samples] and dtype float32 (float64 for float64 latents)."""
     for name, tensor in vectors.items():
         if tensor.shape != latents.shape[:1]:
             raise ValueError(f"{name} must be [{len(latents)}], one value per sample, got {list(tensor.shape)}")
@@ -166,8 +166,8 @@ def sde_step(
 
     velocity, latents: [B, ...] of one shape, each float32, bfloat16 or float16.
     coefficients: [B,5] float64. They may be one row that is expanded to B rows.
-    seeds, noise: pass exactly one of them. seeds: [B] int64 (see noise.py). noise: shape of the latents. Unused if std
-    is 0.
+    seeds, noise: pass exactly one of them. seeds: [B] int64 (see noise.py). noise: tensor with the shape of the
+    latents. Neither is used if std is 0.
     uncond_velocity: if given, the velocity is u + guidance_scale * (v - u), computed in float32.
 
     log_prob is computed from next_latents after rounding to the latents' dtype, so that sde_log_prob returns the same
@@ -242,9 +242,9 @@ def nft_loss(
     p and q are the published x0 errors, computed without the noisy latents to avoid cancellation. Differentiable once,
     with respect to velocity only.
 
-    stats: loss_positive, loss_negative (the two quotients), weight_positive, weight_negative (w+, w-), old_deviation,
-    old_deviation_max (mean and maximum of (v - v_old)^2), and with a reference old_ref_deviation (mean of (v_old -
-    v_ref)^2). Raises ValueError for invalid shapes and dtypes, and for beta <= 0.
+    stats: loss_positive and loss_negative (mean(p^2)/w+ and mean(q^2)/w-), weight_positive and weight_negative (w+ and
+    w-), old_deviation, old_deviation_max (mean and maximum of (v - v_old)^2), and with a reference old_ref_deviation
+    (mean of (v_old - v_ref)^2). Raises ValueError for invalid shapes and dtypes, and for beta <= 0.
     """
     require_latents(
         velocity=velocity,

@@ -1,6 +1,7 @@
 """Eager torch backend, for CPUs and machines without Triton. Computes in float32 (float64 for float64 latents).
 
-Its functions have the arguments and results of triton_backend.py. Latents are flattened to rows [B, n] internally.
+Its functions have the same arguments and results as the functions in triton_backend.py. Latents are flattened to rows
+[B, n] internally.
 """
 
 from __future__ import annotations

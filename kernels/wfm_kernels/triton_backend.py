@@ -1,4 +1,6 @@
-"""Triton backend: launch shapes, alignment and workspaces. Same arguments and results as torch_backend.py.
+"""Triton backend: chooses launch shapes, aligns tensors and allocates workspaces.
+
+Its interface equals torch_backend.py.
 
 Operators do not synchronize with the device and are not tuned at each call. Their memory allocation does not depend on
 tensor values, so they can be captured in a CUDA graph.
@@ -71,7 +73,7 @@ def _run_sde_kernel(
 ) -> Tensor:
     """Return the log-probability [B] of the next latents `out`.
 
-    The kernel reads them from `out` if `given`, and writes them to `out` otherwise.
+    If `given` is true, `out` contains these latents. Otherwise the kernel computes them and writes them to `out`.
     """
     batch, n = len(latents), latents.numel() // len(latents)
     tiles, split = _split_sample(n, BLOCK)

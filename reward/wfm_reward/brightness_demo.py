@@ -74,8 +74,8 @@ def measure_moves(frames: Frames) -> FrameBrightness:
 def measure_pixel_changes(frames: Frames) -> FrameBrightness:
     """Return the pixel changes [2 moves, 4 frames, 8 * 16 * 3 pixels], in units of BRIGHTNESS_STEP.
 
-    The change is each pixel of a move's four frames minus the mean of the frame before the move. Raises ValueError
-    unless the frames have shape [9,8,16,3].
+    A move has four frames. From each of their pixels, the mean of the frame before the move is subtracted. Raises
+    ValueError unless the frames have shape [9,8,16,3].
     """
     if frames.shape != (NUM_FRAMES, HEIGHT, WIDTH, 3):
         raise ValueError(f"the video has shape {list(frames.shape)}, not {[NUM_FRAMES, HEIGHT, WIDTH, 3]}")

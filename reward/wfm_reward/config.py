@@ -27,7 +27,7 @@ class ConfigSection(BaseModel):
 
 
 class PipesConfig(ConfigSection):
-    """Addresses and capacity of the reward service."""
+    """Addresses of the reward service, and limits on its queue."""
 
     clients: str = "ipc"
     """Address for clients: `ipc` (a socket in `folder`), `ipc:///PATH`, or a loopback address `tcp://127.0.0.1:PORT`
@@ -77,7 +77,7 @@ class RewardConfig(ConfigSection):
 
 
 class HttpConfig(ConfigSection):
-    """HTTP server: status page, metrics, and scores for clients that are not wfm_ds."""
+    """Settings of the HTTP server, which offers a status page, metrics, and scores for clients other than wfm_ds."""
 
     bind: str = "127.0.0.1:8080"
     """HOST:PORT (port 0: any free port). A token is required if HOST is not a loopback address."""

@@ -18,8 +18,8 @@ FRAME_RULE_FORMS = "first, middle, last or uniform:N"
 class FrameRule:
     """Selects the frames of a video to score. Raises RewardError if `text` is invalid.
 
-    text: `first`, `middle`, `last`, or `uniform:N`. The last one splits the video into N equal segments and selects the
-    middle frame of each.
+    text: `first`, `middle`, `last`, or `uniform:N`. `uniform:N` splits the video into N equal segments and selects the
+    middle frame of each segment.
     """
 
     text: str = "first"
@@ -73,7 +73,10 @@ def score_frames(
 
 
 def mean_score(scores: Sequence[Score], frames: Sequence[int]) -> Score:
-    """Average the scores of the frames of one video. frames: frame indices, which are named if a frame failed."""
+    """Average the frame scores of one video.
+
+    frames: indices of the scored frames, for the message if a frame failed.
+    """
     first, values = scores[0], list[float]()
     for score, frame in zip(scores, frames, strict=True):
         if score.value is None:

@@ -101,7 +101,7 @@ class RewardServer:
             raise
 
     def run(self) -> int:
-        """Serve until stopped, and return the exit status. Raises RewardError if a reward cannot start."""
+        """Serve until a stop is requested, and return the exit status. Raises RewardError if a reward cannot start."""
         self._selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
         self._selector.register(self._stalled_workers, selectors.EVENT_READ, self._on_stalled)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):

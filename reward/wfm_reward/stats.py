@@ -137,9 +137,9 @@ def _task_scores(ended: FinishedTask) -> list[Any]:
 
 
 def _failure_class(reason: str, known: Mapping[str, int]) -> str:
-    """Return the failure class of a reason: its text up to the first colon, with N for each number and quoted name.
+    """Return the failure class of a reason. Reasons that differ only in numbers and quoted names have the same class.
 
-    known: the failure classes so far. If they are already MAX_REASONS, a new class is counted as "other".
+    known: the failure classes so far. If there are already MAX_REASONS classes, a new class becomes "other".
     """
     name = re.sub(r"'[^']*'|\d+(\.\d+)?", "N", reason.partition(":")[0])[:60]
     return name if name in known or len(known) < MAX_REASONS else "other"

@@ -31,7 +31,9 @@ class WorkerSetup:
 
 
 def run_worker(load_handler: Callable[[Mapping[str, Any]], WorkerSetup]) -> int:
-    """Process tasks until stopped. Returns the exit status: 0, or 2 if `load_handler` raises an error.
+    """Process tasks until the service stops the worker.
+
+    Returns the exit status: 0, or 2 if `load_handler` raises an error.
 
     load_handler: function that receives the settings from stdin and loads the model.
     """

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent.parent
 RECIPES = ROOT / "tests" / "recipes"
 COMMON = ["run.steps=3", "logging.console=false", "validation.at_start=false"]
-RL = [f"data.path={RECIPES / 'prompts' / 'colors'}", "algorithm.zero_std=keep"]
+RL = [f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}", "algorithm.zero_std=keep"]
 CASES = {
     "nft: lora, kl, guidance, two updates, evaluation": [
         "sd3_nft.yaml",

@@ -1,7 +1,7 @@
-"""Rewards and advantages of an RL step, computed in float64 on the host. Bit-identical on every rank.
+"""Rewards and advantages of an RL step. They are computed in float64 on the host and are bit-identical on every rank.
 
-The total reward of a sample is None if one of its weighted rewards failed. If a group has fewer than two total rewards,
-the advantages of its samples are None.
+The total reward of a sample is None if a reward with non-zero weight failed. If a group has fewer than two total
+rewards, the advantages of its samples are None.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def compute_advantages(
 def select_best_and_worst(
     rewards: Rewards, groups: Sequence[str], settings: RlSettings, count: int
 ) -> tuple[list[int], list[str]]:
-    """Select `count` samples of each group, half of them the best and half the worst as ranked by best_of_n.
+    """Select the count/2 best and the count/2 worst samples of each group, as ranked by best_of_n.
 
     Returns (sorted indices of the selected samples, ids of the groups with unequal rewards). Samples without a reward
     are selected only if a group has fewer than `count` rewards. Groups need at least `count` samples, or exactly
@@ -156,7 +156,8 @@ def _compare_groups(
     """Check rewards and groups. Returns (valid, compared, columns, constant).
 
     valid: indices of samples with a reward. compared: these indices by group, without groups that have only one reward.
-    columns: result of `_reward_columns`. constant: for each group in `compared`, whether all its rewards are constant.
+    columns: result of `_reward_columns`. constant: for each group in `compared`, whether each of its rewards is equal
+    for all samples.
     """
     if len(rewards.totals) != len(groups):
         raise ValueError(f"{len(rewards.totals)} rewards but {len(groups)} group ids")

@@ -63,14 +63,16 @@ class LossTermBatch:
         return None if self.conditioning_frames is None else free_frame_mask(self.conditioning_frames)
 
     def parts(self) -> Sequence[LossTermBatch]:
-        """Return one batch for each forward and backward pass. If num_parts is 1, this is only `self`.
+        """Return the batch of each forward and backward pass that the loss needs.
+
+        The default is a single pass with `self`.
 
         Each batch has the weights [B] of all loss terms. The loss of a term is the sum of its losses in all batches.
         """
         return [self]
 
     def reference_inputs(self) -> LossTermBatch:
-        """Return a batch with only the inputs for reference policies. Default: the whole batch."""
+        """Return a batch with only the inputs for reference policies. The default is the whole batch."""
         return self
 
 
@@ -90,7 +92,7 @@ class StepSamples(Protocol):
 
 
 class RlAlgorithm(ABC, Generic[TermT, BatchT]):
-    """Base class of RL algorithms, built for one recipe. Decisions on the host are identical on every rank."""
+    """Base class of RL algorithms, built for one recipe. Its decisions on the host must be the same on every rank."""
 
     Settings: ClassVar[type[RlSettings]]
     """Class of the recipe section `algorithm`."""
@@ -173,7 +175,7 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     def group_statistics(
         self, terms: Sequence[TermT], velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]
     ) -> tuple[Sequence[str], Tensor]:
-        """Return (id of each loss term's group, value [B] that each term adds to the sum of its group).
+        """Return the group id of each loss term, and the value [B] that each term adds to the sum over its group.
 
         Called only if `uses_group_statistics`. velocity: prediction before the optimizer step, without gradient.
         references: as in `loss`.
@@ -214,7 +216,7 @@ def draw_training_steps(num_steps: int, fraction: float, seed: int) -> list[int]
 
 
 def draw_steps(num_steps: int, count: int, seed: int) -> list[int]:
-    """Return `count` different steps from 0 to num_steps - 1 in random order. Depends only on the arguments."""
+    """Return `count` different steps from 0 to num_steps - 1 in random order. Equal arguments give equal steps."""
     return draw_permutation(num_steps, seed, "trained_steps")[:count]
 
 
@@ -222,7 +224,7 @@ def draw_stratified_sigmas(num_levels: int, shift: float, run_seed: int, *key: i
     """Draw num_levels noise levels, ascending: one from each of num_levels equal parts of (0, 1), then shifted.
 
     The overall density does not depend on num_levels. Values are in (0, 1] and rounded to float32 like the denoiser's
-    inputs, so that rounding cannot change the selected expert. Depends only on the arguments.
+    inputs, so that rounding cannot change the selected expert. Equal arguments give equal levels.
     """
     draws = [(part + draw_uniform(run_seed, "train_sigma", *key, part)) / num_levels for part in range(num_levels)]
     q = torch.tensor(draws, dtype=torch.float64).clamp(QUANTILE_MARGIN, 1 - QUANTILE_MARGIN)

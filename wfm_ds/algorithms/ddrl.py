@@ -76,9 +76,9 @@ class CleanData:
 class DdrlBatch(LossTermBatch):
     """B loss terms, D of them with a data sample.
 
-    The rows of `latents`, `sigma`, `prompts` and `conditioning_frames` are the B rollout states, then the D noisy data
-    samples. One forward pass covers all rows. If `is_split`, `parts` returns two batches instead: the states and the
-    data samples.
+    The first B rows of `latents`, `sigma`, `prompts` and `conditioning_frames` are rollout states. The next D rows are
+    noisy data samples. By default, one forward pass covers all rows. If `is_split` is true, states and data samples
+    have separate forward passes.
     """
 
     transitions: Transitions | None  # None in the batch of data samples
@@ -176,7 +176,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
             )
 
     def training_steps(self, step: int) -> list[int]:
-        """Return the denoising steps trained on in RL step `step`, ascending. Identical on every rank."""
+        """Return the denoising steps trained on in RL step `step`, ascending. All ranks get the same steps."""
         steps = [k for k in self.settings.train_on if k != RANDOM_STEP]
         if len(steps) < len(self.settings.train_on):
             others = [k for k in self.edm_plan.trainable_steps() if k not in steps]

@@ -88,7 +88,10 @@ def data_loss(velocity: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, mas
 
 
 def draw_data_sigma(run_seed: int, *key: int | str, video: bool) -> float:
-    """Draw a noise level sigma in (0, 1) from Cosmos-Predict2.5's training density. Depends only on the arguments."""
+    """Draw a noise level sigma in (0, 1) from Cosmos-Predict2.5's training density.
+
+    Equal arguments give equal levels.
+    """
     quantile = min(max(draw_uniform(run_seed, "data_sigma", *key), QUANTILE_MARGIN), 1 - QUANTILE_MARGIN)
     if draw_uniform(run_seed, "data_sigma_noisy", *key) < HIGH_NOISE_FRACTION:
         low, high = map(math.log, HIGH_NOISE_LEVELS)

@@ -1,8 +1,8 @@
 """DGPO (arXiv 2510.08425): direct group preference optimization, weighted by advantages.
 
-The loss decreases the velocity errors of samples with positive advantage and increases the errors of other samples. A
-group has a large weight until the policy prefers the group's better samples more than the reference policy does.
-Samples of a group share noise levels and noise, so that their errors are comparable.
+The loss decreases the velocity errors of samples with positive advantage and increases the errors of other samples. The
+weight of a group is large at first. It decreases when the policy prefers the better samples of the group more strongly
+than the reference policy does. Samples of a group share noise levels and noise, so that their errors are comparable.
 """
 
 from __future__ import annotations

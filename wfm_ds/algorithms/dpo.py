@@ -1,7 +1,7 @@
 """Diffusion-DPO (arXiv 2311.12908) for flow matching, with one beta for all noise levels (Flow-DPO, arXiv 2501.13918).
 
-The implicit reward of a sample is how much better the policy predicts its velocity than the reference does. The loss is
-the logistic loss of the reward difference between the chosen and the rejected sample.
+The implicit reward of a sample measures how much better the policy predicts its velocity than the reference policy. The
+loss is the logistic loss of the reward difference between the chosen and the rejected sample.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from wfm_ds.recipe.algorithms import DpoAlgorithm
 def implicit_rewards(errors: Tensor, ref_errors: Tensor, beta: float) -> Tensor:
     """Return the implicit rewards -(beta / 2) * (l - l_ref) for velocity errors l and l_ref.
 
-    Both are [2, ...] with equal shapes; index 0 is the chosen sample. Raises ValueError for other shapes.
+    l and l_ref are [2, ...] with equal shapes. Index 0 is the chosen sample, index 1 the rejected one. Raises
+    ValueError for other shapes.
     """
     if errors.shape != ref_errors.shape or errors.ndim < 2 or len(errors) != 2:
         raise ValueError(
@@ -43,7 +44,10 @@ def is_preferred(margins: Tensor) -> Tensor:
 
 
 class Dpo(SupervisedAlgorithm):
-    """Offline DPO. Errors are [2, ...]: the chosen and the rejected sample of each pair, with equal noise and sigma."""
+    """Offline DPO.
+
+    Errors are [2, ...]: index 0 is the chosen and index 1 the rejected sample. Both have the same noise and sigma.
+    """
 
     area = "dpo"
     settings: DpoAlgorithm

@@ -58,8 +58,9 @@ MAX_START_DEVIATION = 0.1  # fraction of the trust region; larger initial deviat
 def policy_drift(old_log_prob: Tensor, rollout_log_prob: Tensor, clip_range: float) -> Tensor:
     """Return how stale each loss term is: |log p_old - log p_rollout| / clip_range, [B], detached.
 
-    Both log-probabilities are [B] float32, averaged over the n elements of a sample. Importance weights are not usable:
-    the true ratio is exp(difference) to the n-th power, practically 0 or infinite.
+    Both log-probabilities are [B] float32, averaged over the n elements of a sample. The true probability ratio is
+    exp(log p_old - log p_rollout) to the power n. In practice it is 0 or infinite, so it cannot serve as an importance
+    weight.
     """
     require_vectors(old_log_prob, old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob)
     return ((old_log_prob - rollout_log_prob).abs() / clip_range).detach()
@@ -81,7 +82,8 @@ def grpo_guard_log_ratio(
 def kl_scale(kind: str, coefficients: Tensor, dt: Tensor) -> Tensor:
     """Return the factor [B] float64 that turns mean((v - v_ref)^2) into the KL of this kind.
 
-    If two steps have the same std s, their means differ by c_v*(v - v_ref). The factors are:
+    The policy and the reference take the step with the same std s, and their means differ by c_v*(v - v_ref). The
+    factors are:
 
         gaussian   c_v^2/(2 s^2)
         flow_grpo  c_v^2/(2 g^2) with the diffusion g^2 = s^2/-dt
@@ -344,7 +346,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     def _outside_trust_region(self, comparison: PolicyComparison) -> tuple[Tensor, Tensor]:
         """Return two masks [B] of loss terms outside the trust region.
 
-        The first is for terms with an increased probability, the second for terms with a decreased probability.
+        The first mask marks terms with increased probability, the second mask terms with decreased probability.
         """
         log_ratio = comparison.log_ratio.detach()
         if comparison.divergence is None:

@@ -1,6 +1,6 @@
 """Base class of RL algorithms on the forward process: their loss re-noises the clean latents of a rollout.
 
-The solver and the noise levels of the rollout do not matter. Subclasses define `settings` and `loss`, and optionally
+Rollouts may use any solver and noise levels. Subclasses define `settings` and `loss`, and optionally
 `credit_from_advantage`, `references` and `policy_decays`.
 """
 
@@ -73,7 +73,10 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
         return self._fixed_plan or rollout_plan(self.sampling, self.grid, run_seed=self.run_seed, step=step)
 
     def credit_from_advantage(self, advantage: float) -> float:
-        """Return the coefficient of the loss (`batch.credit`) for this advantage. Default: the advantage itself."""
+        """Return the coefficient of the loss (`batch.credit`) for this advantage.
+
+        The default is the advantage itself.
+        """
         return advantage
 
     def noise_key(self, rollout: Rollout) -> tuple[int | str, ...]:

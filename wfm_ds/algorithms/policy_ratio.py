@@ -41,7 +41,7 @@ def step_divergence(mean: Tensor, old_mean: Tensor, std: Tensor, mask: Tensor | 
 
 
 def outside_clip_range(log_ratio: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Return two masks [B]: whether the ratio is above 1 + clip_high, and whether it is below 1 - clip_low."""
+    """Return two masks [B]. The first marks ratios above 1 + clip_high, the second ratios below 1 - clip_low."""
     deviation = torch.expm1(log_ratio)
     return deviation > clip_high, deviation < -clip_low
 

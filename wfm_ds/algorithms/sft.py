@@ -1,7 +1,7 @@
 """Supervised fine-tuning: the velocity-matching loss, and the noise levels of all supervised algorithms.
 
-A noise level is first drawn as q in (0, 1); a larger q means more noise. Then the model family's timestep shift turns q
-into sigma.
+A noise level is first drawn as a number q in (0, 1). A larger q means more noise. The timestep shift of the model
+family then converts q to sigma.
 """
 
 from __future__ import annotations
@@ -42,12 +42,15 @@ class Sft(SupervisedAlgorithm):
         return loss_weight(self.settings.loss_weighting, sigma) * errors[0], {}
 
     def validation_loss(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """See SupervisedAlgorithm. Unweighted, so that runs with different loss weightings are comparable."""
+        """See SupervisedAlgorithm.
+
+        The loss is unweighted, so that runs with different loss weightings are comparable.
+        """
         return errors[0], {}
 
 
 def density_quantile(algorithm: SupervisedSettings, a: Tensor) -> Tensor:
-    """Return the quantile of the training density: a fraction `a` in (0, 1) of the density is below the returned q.
+    """Return the q below which a fraction `a` in (0, 1) of the training density lies.
 
     The density `mode` is from arXiv 2403.03206.
     """
@@ -62,7 +65,7 @@ def density_quantile(algorithm: SupervisedSettings, a: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SigmaBand:
-    """The noise levels of one expert of a two-expert model, and their fraction of the training density."""
+    """The noise levels of one expert in a two-expert model, and the fraction of the training density in this range."""
 
     low: float = 0.0  # sigma in [low, high); 1 belongs to the last band
     high: float = 1.0
@@ -97,10 +100,10 @@ def _density_below(algorithm: SupervisedSettings, shift: float, sigma: float) ->
 
 
 def draw_experts(bands: Sequence[SigmaBand], run_seed: int, step: int, num_micro_steps: int) -> list[int]:
-    """Draw the expert that all ranks train in each micro-batch of an optimizer step. Identical on every rank.
+    """Draw the expert to train in each micro-batch of an optimizer step. All ranks draw the same experts.
 
     On average over steps, each expert gets exactly its fraction of the training density. In a single step, its number
-    of micro-batches differs from this fraction by less than one. The order is random.
+    of micro-batches differs from the average by less than one. The order of the experts is random.
     """
     ends = list(itertools.accumulate(band.density_below_high - band.density_below_low for band in bands))
     offset = draw_uniform(run_seed, "training_expert", step)
@@ -196,7 +199,7 @@ def conditioning_frame_counts(num_frames: tuple[int, int], draws: Sequence[float
 def validation_sigmas(shift: float, num_levels: int = NUM_BUCKETS) -> Tensor:
     """Return the noise levels of the validation loss, [num_levels] float64.
 
-    Level j = 0, 1, ... is q = (j + 1/2)/num_levels after the timestep shift.
+    They are the values (j + 1/2)/num_levels for j = 0, 1, ..., after the timestep shift.
     """
     return apply_shift((torch.arange(num_levels, dtype=torch.float64) + 0.5) / num_levels, shift)
 

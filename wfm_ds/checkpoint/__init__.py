@@ -1,1 +1,1 @@
-"""Saving and restoring of checkpoints, for any number of ranks and any ZeRO stage."""
+"""Saves and restores checkpoints, for any number of ranks and any ZeRO stage."""

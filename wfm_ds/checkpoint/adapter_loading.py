@@ -1,4 +1,4 @@
-"""Loading of an exported LoRA (export/weights.py) into a model, with the scale that it was trained with."""
+"""Loads an exported LoRA (export/weights.py) into a model. The LoRA keeps the scale of its training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, Safete
 def add_peft_methods(network: Any) -> Any:
     """Add the methods of diffusers' PeftAdapterMixin (`add_adapter`, `load_lora_adapter`, ...) to a network, in place.
 
-    Its class becomes a subclass with the same name, so diffusers saves the network as before.
+    The network's class becomes a subclass with an unchanged name, so diffusers saves the network as before.
     """
     network_class = type(network)
     if not issubclass(network_class, PeftAdapterMixin):
@@ -33,8 +33,8 @@ def add_peft_methods(network: Any) -> Any:
 def load_adapter(model: DiffusionModel, folder: Path) -> None:
     """Add the LoRA in `folder` (`safetensors/step_N/lora` of a run) to the model's unwrapped denoiser and activate it.
 
-    Raises ModelError if a file is missing or damaged, does not contain its alpha, or does not fit the model completely.
-    diffusers alone would ignore tensors that do not fit, and would use the rank as alpha.
+    Raises ModelError if a file is missing or damaged, lacks alpha, or does not fit the model completely. diffusers
+    would ignore tensors that do not fit, and would use the rank as alpha.
     """
     paths = {part: find_adapter_file(folder, part) for part in model.denoiser_components}
     tensor_names = {part: read_adapter_names(path) for part, path in paths.items()}
@@ -57,7 +57,10 @@ def load_adapter(model: DiffusionModel, folder: Path) -> None:
 
 
 def read_whole_layer_names(adapter: Path, part: str) -> set[str]:
-    """Return the names of the fully trained layers (modules_to_save) in the file next to the LoRA file `adapter`."""
+    """Return the names of the fully trained layers (modules_to_save) that belong to a LoRA file.
+
+    These layers are stored in a file next to `adapter`.
+    """
     path = adapter.parent / WHOLE_LAYER_FILES[part]
     if not path.is_file():
         return set()
@@ -69,7 +72,7 @@ def read_whole_layer_names(adapter: Path, part: str) -> set[str]:
 def load_whole_layers(network: torch.nn.Module, path: Path) -> None:
     """Load the fully trained layers in the file `path` into a network. Does nothing if the file does not exist.
 
-    Raises ModelError for a tensor that the network does not have or has with a different shape.
+    Raises ModelError if the network does not have a tensor or has it with a different shape.
     """
     if not path.is_file():
         return
@@ -94,7 +97,7 @@ def find_adapter_file(folder: Path, part: str = LORA_PREFIX) -> Path:
 
 
 def read_adapter_names(path: Path) -> set[str]:
-    """Return the tensor names of a LoRA file. Raises ModelError if it cannot be read or does not contain its alpha."""
+    """Return the tensor names of a LoRA file. Raises ModelError if the file cannot be read or lacks alpha."""
     try:
         with safe_open(path, framework="pt") as file:
             names, metadata = set(file.keys()), file.metadata() or {}
@@ -108,7 +111,7 @@ def read_adapter_names(path: Path) -> set[str]:
 
 
 def tensor_layer(name: str) -> str:
-    """Return the name of the network layer that a tensor in a LoRA file belongs to."""
+    """Return the name of the network layer to which a tensor of a LoRA file belongs."""
     return name.removeprefix(f"{LORA_PREFIX}.").partition(".lora_")[0]
 
 
@@ -120,7 +123,7 @@ def load_part_adapter(pipeline: Any, part: str, path: Path) -> None:
 
 
 def adapter_tensor_names(network: Any) -> set[str]:
-    """Return the names of a network's adapter tensors, as they appear in its LoRA file."""
+    """Return the names of a network's adapter tensors, in the form used in LoRA files."""
     if not getattr(network, "peft_config", None):
         return set()
     state_dict = get_peft_model_state_dict(network, adapter_name="default", save_embedding_layers=False)

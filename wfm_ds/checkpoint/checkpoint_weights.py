@@ -1,7 +1,7 @@
-"""Weights of checkpoints, for `wfm convert`.
+"""Reads the weights of checkpoints for `wfm convert`.
 
-Checkpoints of a run are read one tensor at a time. Checkpoints written by DeepSpeed's save_checkpoint are supported
-too. For LoRA files see export/lora_file.py.
+A run's checkpoints are read one tensor at a time. Checkpoints written by DeepSpeed's save_checkpoint are read into
+memory. For LoRA files see export/lora_file.py.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ PICKLE_ERRORS = (OSError, ValueError, RuntimeError, KeyError, EOFError, ImportEr
 
 
 class CheckpointWeights:
-    """All policies of a checkpoint, as a tensor source for exports, for any number of ranks and any ZeRO stage.
+    """Tensor source for exports from a checkpoint of a run. It contains all policies of the checkpoint.
 
-    Buffers are not trained, so they come from the base model's folder.
+    The run may have used any number of ranks and any ZeRO stage. Buffers come from the base model's folder, because
+    they are not trained.
     """
 
     def __init__(self, sharded_states: ShardedStates, target: ExportTarget, settings: Mapping[str, Any] | None) -> None:
-        """settings: the peft.LoraConfig as JSON, or None for full training."""
+        """settings: the peft.LoraConfig as JSON, or None after full training."""
         self.sharded_states, self.target, self.settings = sharded_states, target, settings
         self.uses_lora = settings is not None
 
@@ -46,9 +47,9 @@ class CheckpointWeights:
         return None if self.settings is None else peft.LoraConfig(**self.settings)
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, float32 tensor) for each weight of a policy, with the engine's names and order.
+        """Yield (name, float32 tensor) for each weight of a policy, with the names and order of the engine.
 
-        Raises UserError unless the checkpoint has exactly the weights of the model that it is loaded into.
+        Raises UserError if the weights in the checkpoint are not exactly those of the target model.
         """
         names = self.sharded_states.read_layout(0).keys()
         for part in self.target.parts:
@@ -68,7 +69,7 @@ class CheckpointWeights:
         return {name: parameter.shape for name, parameter in parameters if not target.is_frozen(name)}
 
     def _adapter_shapes(self, part: str) -> dict[str, list[int]]:
-        """Return {name: shape} of a component's adapter tensors, derived from the base model's layers."""
+        """Return {name: shape} for the adapter tensors of a component, derived from the layers of the base model."""
         assert self.settings is not None
         prefix, weights = self.target.tensor_prefix(part), self.target.tensor_shapes(part)
         shapes = {}
@@ -97,16 +98,16 @@ class CheckpointWeights:
 
 
 class MergedAdapter:
-    """The base model's weights with a LoRA merged into them, as a tensor source for exports.
+    """Tensor source for exports: the weights of the base model with a LoRA merged into them.
 
-    Each tensor is merged separately, in float32: W + alpha / rank * B A. DoRA weights are then scaled to their
-    magnitudes. Fully trained layers replace the layers of the base model.
+    Each tensor is merged separately, in float32: W + alpha / rank * B A. For DoRA, the rows of the sum are then scaled
+    to their magnitudes. Fully trained layers replace the layers of the base model.
     """
 
     uses_lora = False
 
     def __init__(self, adapter: TensorSource, settings: Mapping[str, Any], target: ExportTarget) -> None:
-        """Raise ModelError for a LoRA variant that cannot be merged."""
+        """Raise ModelError if this variant of LoRA cannot be merged."""
         if unsupported := [name for name in UNSUPPORTED_OPTIONS if settings.get(name)]:
             raise ModelError(f"a LoRA with {', '.join(unsupported)} cannot be merged; remove --merge")
         self.adapter, self.target, self.settings = adapter, target, settings
@@ -115,7 +116,10 @@ class MergedAdapter:
         return None
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, merged tensor) of the denoiser. Raises ModelError if the LoRA does not fit the base model."""
+        """Yield (name, merged tensor) for each tensor of the denoiser.
+
+        Raises ModelError if the LoRA does not fit the base model.
+        """
         layers, saved = collect_lora_layers(self.adapter.iter_full_tensors(policy), self.settings)
         for part in self.target.parts:
             prefix, base_weights = self.target.tensor_prefix(part), self.target.base_weights(part)
@@ -133,7 +137,7 @@ class MergedAdapter:
 def collect_lora_layers(
     tensors: Iterable[tuple[str, Tensor | None]], settings: Mapping[str, Any]
 ) -> tuple[LoraLayers, dict[str, Tensor]]:
-    """Return (LoRA layers by name, {name: tensor} of fully trained layers) from the tensors of a source.
+    """Return ({name: LoRA layer}, {name: tensor of a fully trained layer}) from the tensors of a source.
 
     Raises ModelError for incomplete layers, and for tensors that do not belong to a LoRA or a fully trained layer.
     """
@@ -157,17 +161,20 @@ def collect_lora_layers(
 
 
 def is_deepspeed_checkpoint(folder: Path) -> bool:
-    """Return whether this folder, or the folder named in its file `latest`, is a checkpoint saved by DeepSpeed."""
+    """Return whether DeepSpeed wrote this checkpoint folder, or the folder named in its file `latest`."""
     return (folder / "latest").is_file() or any(folder.glob("*_optim_states.pt"))
 
 
 class DeepSpeedWeights:
-    """Float32 weights in a checkpoint written by DeepSpeed's save_checkpoint, at any ZeRO stage."""
+    """Float32 weights of a checkpoint that DeepSpeed's save_checkpoint wrote, at any ZeRO stage."""
 
     uses_lora = False
 
     def __init__(self, folder: Path, target: ExportTarget) -> None:
-        """Read the checkpoint into memory. Its pickles can execute code. Raises UserError if reading fails."""
+        """Read the checkpoint into memory. Raises UserError if the checkpoint cannot be read.
+
+        Use only trusted checkpoints, because they contain pickles, which can execute code.
+        """
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         root, tag = (folder, None) if (folder / "latest").is_file() else (folder.parent, folder.name)
@@ -184,7 +191,7 @@ class DeepSpeedWeights:
         return None
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the checkpoint, then its missing buffers from the base model's folder."""
+        """Yield the tensors of the checkpoint. Missing buffers follow, read from the base model's folder."""
         (part,) = self.target.parts
         yield from self.states.items()
         stored = self.target.base_weights(part)
@@ -194,7 +201,7 @@ class DeepSpeedWeights:
 
 
 def strip_wrapper_prefixes(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors without the prefixes in WRAPPERS that all of their names share."""
+    """Return {name: tensor} without the prefixes in WRAPPERS. Only prefixes that all names share are removed."""
     tensors = dict(states)
     for prefix in WRAPPERS:
         if tensors and all(name.startswith(prefix) for name in tensors):

@@ -1,14 +1,13 @@
 """The state of a run's engine and training loop in a checkpoint, with one file per rank.
 
     wfm_rank00000.safetensors, ...     this rank's shards of the trained weights, the other policies and the
-                                       optimizer's states, all fp32; as metadata the engine's counters, the loop's
-                                       state, the layout of the shards, so that other ranks can read them, and
-                                       the target of exports
+                                       optimizer's states, all fp32; its metadata has the engine's counters, the
+                                       loop's state, the target of exports, and the layout of the shards, which
+                                       other ranks need to read them
     recipe.yaml                        the resolved recipe
 
-Frozen weights are not stored, because they are in the base model. Random states are not stored, because every random
-number is drawn with a seed that is derived from a key (seeds.py). Nothing is pickled, so a checkpoint cannot execute
-code.
+Frozen weights are not stored, because they are in the base model. Random states are not stored, because the seed of
+every random number is derived from a key (seeds.py). Nothing is pickled, so a checkpoint cannot execute code.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ EXPORT_KEY = "export"  # metadata key of the export target
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """This rank's state between two steps, copied to host memory so that later steps do not change it."""
+    """This rank's state between two steps. It is a copy in host memory, so later steps do not change it."""
 
     rank: int
     tensors: Mapping[str, Tensor]
@@ -44,7 +43,7 @@ class RankState:
     recipe: str | None  # on rank 0 only
 
     def write_files(self, folder: Path) -> list[Path]:
-        """Write this rank's files into `folder`. Returns their paths. Raises OSError if writing fails."""
+        """Write this rank's files into `folder` and return their paths. Raises OSError if writing fails."""
         files = [folder / rank_file_name(self.rank)]
         try:
             save_file(dict(self.tensors), files[0], metadata=dict(self.metadata))
@@ -59,7 +58,7 @@ class RankState:
 def capture_state(engine: DenoiserEngine, loop: Mapping[str, Any], target: ExportInfo, dtype: torch.dtype) -> RankState:
     """Copy this rank's state to host memory.
 
-    loop: state of the training loop as JSON. target, dtype: export settings, stored for `wfm convert`.
+    loop: state of the training loop as JSON. target, dtype: export settings that `wfm convert` reads later.
     """
     tensors = {
         flat_name(name, group): flat.to("cpu", copy=True)
@@ -79,8 +78,8 @@ def capture_state(engine: DenoiserEngine, loop: Mapping[str, Any], target: Expor
 def restore_state(engine: DenoiserEngine, folder: Path, num_ranks: int) -> dict[str, Any]:
     """Restore the state that `capture_state` saved on `num_ranks` ranks. Returns the loop's state. Collective.
 
-    The current number of ranks may be different. Call it before the first step. Raises UserError if a file is damaged
-    or from another model.
+    The current number of ranks may be different. Call this before the first step. Raises UserError if a file is damaged
+    or belongs to a different model.
     """
     rank = engine.world.rank if engine.world.rank < num_ranks else 0
     layout, lengths = engine.shards.slices_by_name(), [len(flat) for flat in engine.shards.master_weights()]

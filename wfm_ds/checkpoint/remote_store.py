@@ -1,10 +1,10 @@
-"""Checkpoints in S3. A checkpoint counts only if it is complete. For local checkpoints see store.py.
+"""Checkpoints in S3. Incomplete checkpoints are ignored. For local checkpoints see store.py.
 
     s3://bucket/run/checkpoints/step_400/wfm_rank00000.safetensors, ...    the files of the local folder
     s3://bucket/run/checkpoints/step_400/COMPLETE                          the local COMPLETE, plus SHA-256 digests
 
-S3 has no rename, so only COMPLETE marks a checkpoint as complete: it is removed first when a checkpoint is replaced or
-removed, and written last.
+S3 cannot rename, so only the object COMPLETE marks a checkpoint as complete. It is written last. It is removed first
+when a checkpoint is replaced or removed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class RemoteCheckpoint:
-    """A complete checkpoint in S3: all of its files exist and have the sizes that were written."""
+    """A complete checkpoint in S3. All of its files exist and have the recorded sizes."""
 
     path: str
     step: int
@@ -42,12 +42,12 @@ class RemoteCheckpoint:
 
 
 def read_checkpoint(address: str) -> RemoteCheckpoint | None:
-    """Return the checkpoint at an s3:// address, or None if it is not complete. Raises StorageError if S3 fails."""
+    """Return the checkpoint at an s3:// address, or None if it is incomplete. Raises StorageError if S3 fails."""
     return _read_marker(address, transfer.list_objects(address))
 
 
 def find_newest(root: str) -> RemoteCheckpoint | None:
-    """Return the newest complete checkpoint in `root`, or None. Logs newer, incomplete checkpoints.
+    """Return the newest complete checkpoint in `root`, or None. Logs incomplete checkpoints that are newer.
 
     Raises StorageError if S3 fails.
     """
@@ -61,7 +61,7 @@ def find_newest(root: str) -> RemoteCheckpoint | None:
 
 
 def find_flaws(root: str) -> list[str]:
-    """Describe the checkpoints in folder `root` that have a COMPLETE file but are damaged.
+    """Return a description of each damaged checkpoint in `root` that has a COMPLETE file.
 
     Raises StorageError if S3 fails.
     """
@@ -71,7 +71,7 @@ def find_flaws(root: str) -> list[str]:
 
 
 def _read_step(root: str, step: int, names: Mapping[str, int]) -> RemoteCheckpoint | None:
-    """Return the checkpoint of a step, or None if it is not complete.
+    """Return the checkpoint of a step, or None if it is incomplete.
 
     names: {name: size} of all objects in `root`.
     """
@@ -105,7 +105,7 @@ def _step_numbers(names: Mapping[str, int]) -> set[int]:
 
 
 def fetch_checkpoint(checkpoint: RemoteCheckpoint, folder: Path) -> Checkpoint:
-    """Download a checkpoint to `folder`, replacing it, and check the SHA-256 of each file.
+    """Download a checkpoint to `folder` and check the SHA-256 of each file. Replaces an existing folder.
 
     An error never leaves an incomplete `folder`. Raises StorageError if the download fails.
     """
@@ -134,10 +134,10 @@ def fetch_checkpoint(checkpoint: RemoteCheckpoint, folder: Path) -> Checkpoint:
 
 @contextlib.contextmanager
 def open_locally(path: str, near: Path) -> Iterator[Path]:
-    """Yield a local path for `path`: the path itself, or a temporary copy if it is an s3:// address.
+    """Yield a local path: `path` itself or, if it is an s3:// address, a temporary copy.
 
-    near: folder for the copy; if it does not exist, its closest existing parent is used. Files of a checkpoint are
-    compared with their digests. Raises StorageError if the download fails.
+    near: folder in which the copy is created. If it does not exist, its closest existing parent is used. Files of a
+    checkpoint are compared with their digests. Raises StorageError if the download fails.
     """
     if not is_remote(path):
         yield Path(path)
@@ -185,7 +185,7 @@ def publish_checkpoint(
     """Upload a local checkpoint. Returns {file name: bytes}.
 
     before_complete: function that is called when all files except COMPLETE have been uploaded.
-    moved: function that receives the number of bytes of each transfer.
+    moved: function that is called with the number of bytes of each transfer.
     Raises StorageError if the upload fails, and OSError if the local files cannot be read.
     """
     marker = json.loads((checkpoint.path / COMPLETE).read_text(encoding="utf-8"))
@@ -202,10 +202,10 @@ def publish_checkpoint(
 
 
 def prune_checkpoints(root: str, *, newest: int, keep: int) -> None:
-    """Remove old checkpoints. Of those up to step `newest`, the last `keep` complete ones stay.
+    """Remove old checkpoints. The last `keep` complete checkpoints up to step `newest` stay.
 
-    newest: step of the caller's newest checkpoint. Checkpoints after `newest` are removed
-    only if they are incomplete, because complete ones belong to another run. Raises StorageError if S3 fails.
+    newest: step of the caller's newest checkpoint. Complete checkpoints after this step stay too, because they belong
+    to another run. Incomplete ones are removed. Raises StorageError if S3 fails.
     """
     names = transfer.list_objects(root)
     complete = {step for step in _step_numbers(names) if f"step_{step}/{COMPLETE}" in names}

@@ -1,6 +1,6 @@
-"""Reads the training states in a checkpoint for any number of ranks and any ZeRO stage, also without DeepSpeed.
+"""Reads the training states in a checkpoint, for any number of ranks and any ZeRO stage. Does not need DeepSpeed.
 
-Each rank's file contains flat tensors. Its metadata lists which slices of which parameters they contain. A parameter is
+Each rank's file contains flat tensors. Its metadata lists the parameter slices that they contain. A parameter is
 assembled from all files that have some of its elements.
 """
 
@@ -30,7 +30,7 @@ def rank_file_name(rank: int) -> str:
 
 
 def flat_name(state: str, group: int) -> str:
-    """Return the name under which a rank's file stores the flat tensor of this state and parameter group."""
+    """Return the name of a flat tensor in a rank's file, for a state and a parameter group."""
     return f"{state}.{group}"
 
 
@@ -39,7 +39,7 @@ def layout_to_json(layout: Layout) -> dict[str, list[int]]:
 
 
 class ShardedStates:
-    """The files of all ranks of a checkpoint, each opened at first use."""
+    """The files of all ranks of a checkpoint. Each file is opened at first use."""
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
         self.folder, self.num_ranks = folder, num_ranks
@@ -54,7 +54,7 @@ class ShardedStates:
         self._exit_stack.close()
 
     def read_metadata(self, rank: int) -> dict[str, Any]:
-        """Return the metadata of a rank's file as JSON values. Raises UserError if it cannot be read."""
+        """Return the metadata of a rank's file as JSON values. Raises UserError if the file cannot be read."""
         with self._translate_errors(rank):
             return {name: json.loads(text) for name, text in self._open_file(rank).metadata().items()}
 
@@ -66,7 +66,7 @@ class ShardedStates:
         return self._layouts[rank]
 
     def parameter_sizes(self) -> dict[str, int]:
-        """Return the number of elements of each parameter, summed over all ranks."""
+        """Return {parameter: number of elements}, summed over the files of all ranks."""
         sizes: dict[str, int] = {}
         for rank in range(self.num_ranks):
             for name, piece in self.read_layout(rank).items():
@@ -74,11 +74,11 @@ class ShardedStates:
         return sizes
 
     def gather_states(self, layout: Layout, lengths: Sequence[int], rank: int) -> dict[str, list[Tensor]]:
-        """Return {state: [flat float32 CPU tensor of each optimizer group]}, partitioned as in `layout`.
+        """Return {state: [flat float32 CPU tensor of each optimizer group]}, with slices positioned as in `layout`.
 
         lengths: length of each group's flat tensor. Elements that belong to no parameter are 0.
         rank: rank of the file to read first. If its layout equals `layout`, no other file is opened.
-        A state that is one number per group (AdamW's step) has the same value in all groups. Raises UserError if a file
+        A state with one number per group (AdamW's step) has equal values in all groups. Raises UserError if a file
         cannot be read or has different parameters.
         """
         ranks: Sequence[int] = [rank]
@@ -102,7 +102,7 @@ class ShardedStates:
         return flats
 
     def read_parameter(self, state: str, name: str, shape: Sequence[int]) -> Tensor:
-        """Return one state of a parameter as a float32 CPU tensor, assembled from all files.
+        """Return one state of a parameter as a float32 CPU tensor. It is assembled from the files of all ranks.
 
         Raises UserError if a file cannot be read, or if the number of elements does not match `shape`.
         """
@@ -114,16 +114,16 @@ class ShardedStates:
         return tensor.view(*shape)
 
     def state_names(self) -> list[str]:
-        """Return the names of the checkpoint's states.
+        """Return the names of the states in the checkpoint.
 
-        They are `train`, the names of the other policies, and one `optimizer.NAME` per optimizer state.
+        These are `train`, the names of the other policies, and `optimizer.NAME` for each optimizer state.
         """
         with self._translate_errors(0):
             names = self._open_file(0).keys()
             return sorted({name.rpartition(".")[0] for name in names})
 
     def _read_elements(self, out: Tensor, state: str, name: str, start: int, ranks: Sequence[int]) -> None:
-        """Fill `out` with elements of a parameter's state, starting at index `start`.
+        """Fill `out` with elements of a parameter's state. start: index of the first element to read.
 
         ranks: ranks of the files to read.
         """
@@ -155,7 +155,7 @@ class ShardedStates:
         return self._files[rank]
 
     def _close_files(self) -> None:
-        """Close the files, so that their memory-mapped pages no longer count as memory of this process."""
+        """Close the files. Their memory-mapped pages would otherwise count as memory of this process."""
         self._files.clear()
         self._exit_stack.close()
 

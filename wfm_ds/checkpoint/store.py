@@ -1,12 +1,12 @@
-"""Local checkpoint folders. A checkpoint counts only if it is complete, also if the run is killed while it is written.
+"""Local checkpoint folders. Incomplete folders are ignored, for example after a run was killed while it saved.
 
     checkpoints/step_400.tmp/      during writing: the files of all ranks, and rank_00000.ok, rank_00001.ok, ...
     checkpoints/step_400/          renamed when everything is on disk; COMPLETE lists every file with its size
     checkpoints/LATEST             the name of the newest checkpoint, for people and scripts; not read here
 
 A folder with files that do not match its COMPLETE is not a checkpoint. It is skipped, and replaced when its step is
-saved again. A step_N.tmp of a killed run is removed at the start of the next save. All ranks must share one file
-system. rank_state.py defines the content of a checkpoint.
+saved again. The start of a save removes any step_N.tmp that a killed run left. All ranks must share one file system.
+rank_state.py defines the content of a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STEP_FOLDER = re.compile(r"step_(0|[1-9][0-9]*)")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint folder: all of its files exist and have the sizes that were written."""
+    """A complete checkpoint folder. All of its files exist and have the recorded sizes."""
 
     path: Path
     step: int
@@ -45,7 +45,10 @@ class Checkpoint:
 
 
 class CheckpointSave:
-    """Saves a checkpoint in a thread on each rank. All methods except `is_share_written` are collective."""
+    """A running save of a checkpoint, with one writer thread per rank.
+
+    All methods except `is_share_written` are collective.
+    """
 
     def __init__(
         self,
@@ -58,13 +61,13 @@ class CheckpointSave:
         keep: int,
         protected_steps: Callable[[], Collection[int]] = tuple,
     ) -> None:
-        """Start writing `root/step_<step>`. Raises UserError on all ranks if the folder cannot be created.
+        """Start to write `root/step_<step>`. Raises UserError on all ranks if the folder cannot be created.
 
-        write: function that the thread of each rank calls with the folder to write to. It must not communicate. It
-        returns the files that this rank wrote, and may raise OSError and UserError.
-        metadata: JSON values to store in COMPLETE; those of rank 0 are used.
-        keep: number of checkpoints to keep, including this one.
-        protected_steps: function that returns additional steps to keep; called on rank 0.
+        write: function that the thread of each rank calls with the folder to write to. It must not communicate with
+        other ranks. It returns the files that this rank wrote, and may raise OSError and UserError.
+        metadata: JSON values to store in COMPLETE. Only those of rank 0 are used.
+        keep: number of checkpoints to keep, including the new one.
+        protected_steps: function that returns additional steps to keep. It is called on rank 0.
         """
         self.root, self.step, self.world, self.metadata = root, step, world, metadata
         self.keep, self.protected_steps = keep, protected_steps
@@ -78,13 +81,13 @@ class CheckpointSave:
         )
 
     def is_share_written(self) -> bool:
-        """Return whether this rank has stopped writing, successfully or not. May differ between ranks."""
+        """Return whether this rank has finished writing or failed. Ranks may return different values."""
         return self._write_result.done()
 
     def commit(self) -> Path:
         """Wait for all ranks, mark the checkpoint as complete, and remove old ones. Returns its path. Collective.
 
-        Raises UserError on all ranks if any rank failed; all older checkpoints are then intact.
+        Raises UserError on all ranks if any rank failed. Older checkpoints then stay unchanged.
         """
         world, temporary_folder = self.world, self.temporary_folder
         try:
@@ -133,7 +136,7 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]]) -> None:
-    """Write this rank's files to disk, and then the list of these files."""
+    """Write this rank's files to disk, followed by a list of these files."""
     files = write(making)
     for path in files:
         atomic.sync_to_disk(path)
@@ -144,7 +147,7 @@ def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]
 
 
 def _complete_folder(making: Path, step: int, world_size: int, facts: Mapping[str, Any]) -> None:
-    """Check the files of all ranks, mark the checkpoint as complete and rename its folder. Called on rank 0."""
+    """Check the files of all ranks, write COMPLETE and rename the folder. Called on rank 0."""
     files: dict[str, int] = {}
     for rank in range(world_size):
         files |= json.loads((making / rank_marker_name(rank)).read_text(encoding="utf-8"))
@@ -166,19 +169,22 @@ def rank_marker_name(rank: int) -> str:
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """Return the checkpoint in this folder, or None if it is not complete. `find_flaw` returns the reason."""
+    """Return the checkpoint in this folder, or None if it is incomplete. `find_flaw` returns the reason."""
     result = _examine_folder(path)
     return result if isinstance(result, Checkpoint) else None
 
 
 def find_flaw(path: Path) -> str | None:
-    """Return the reason why this folder is not a complete checkpoint, or None if it is one."""
+    """Return the reason why this folder is not a complete checkpoint, or None if the checkpoint is complete."""
     result = _examine_folder(path)
     return result if isinstance(result, str) else None
 
 
 def _examine_folder(path: Path) -> Checkpoint | str:
-    """Return the checkpoint in this folder, or the reason why it is not complete: missing files or wrong file sizes."""
+    """Return the checkpoint in this folder, or the reason why it is incomplete.
+
+    Reasons are missing files and wrong file sizes.
+    """
     try:
         marker = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
         checkpoint = Checkpoint(path, int(marker["step"]), int(marker["world_size"]), dict(marker["facts"]))
@@ -200,7 +206,7 @@ def _examine_folder(path: Path) -> Checkpoint | str:
 def find_newest(root: Path) -> Checkpoint | None:
     """Return the newest complete checkpoint in `root`, or None.
 
-    Logs a warning for each newer, incomplete checkpoint.
+    Logs a warning for each incomplete checkpoint that is newer.
     """
     for step in sorted(list_steps(root), reverse=True):
         checkpoint = read_checkpoint(root / f"step_{step}")
@@ -211,27 +217,27 @@ def find_newest(root: Path) -> Checkpoint | None:
 
 
 def find_flaws(root: Path) -> list[str]:
-    """Describe the flaw of each incomplete checkpoint in folder `root`."""
+    """Return a description of each incomplete checkpoint in the folder `root`."""
     folder_flaws = ((f"step_{step}", find_flaw(root / f"step_{step}")) for step in sorted(list_steps(root)))
     return [f"{name}: {reason}" for name, reason in folder_flaws if reason is not None]
 
 
 def list_steps(root: Path) -> list[int]:
-    """Return the steps that have a folder in `root`, complete or not."""
+    """Return the steps with a folder in `root`, including incomplete checkpoints."""
     if not root.is_dir():
         return []
     return [int(match[1]) for entry in root.iterdir() if (match := STEP_FOLDER.fullmatch(entry.name))]
 
 
 def steps_to_keep(steps: Collection[int], *, newest: int, keep: int) -> set[int]:
-    """Return the `keep` highest steps up to `newest`."""
+    """Return the `keep` highest of the steps that are not above `newest`."""
     return set(sorted((step for step in steps if step <= newest), reverse=True)[:keep])
 
 
 def prune_checkpoints(root: Path, *, newest: int, keep: int, protected_steps: Collection[int] = ()) -> None:
-    """Keep the last `keep` checkpoints up to step `newest` and the protected steps, and remove the others.
+    """Remove all checkpoints except the last `keep` ones up to step `newest` and the protected steps.
 
-    Folders with a step beyond `newest` are removed too, because the run skipped them as damaged.
+    Folders with a step after `newest` are removed too, because the run skipped them as damaged.
     """
     all_steps = set(list_steps(root))
     steps_kept = steps_to_keep(all_steps, newest=newest, keep=keep) | {

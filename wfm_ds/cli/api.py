@@ -37,7 +37,10 @@ class ValidationSample:
 
 
 class Run:
-    """A training run: a recipe and its output folder. Any number of objects may read it, but only one may train."""
+    """A training run: a recipe and its output folder.
+
+    Any number of objects may read the same folder, but only one may train in it.
+    """
 
     def __init__(self, recipe: Recipe, train_arguments: list[str] | None = None) -> None:
         """Use `from_recipe` or `open` instead.

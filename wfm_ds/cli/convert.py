@@ -263,7 +263,7 @@ def is_intermediate_file(path: Path, args: argparse.Namespace) -> bool:
 def find_base_folder(path: Path, args: argparse.Namespace) -> Path | None:
     """Return --base if it is set, otherwise the base folder named in the LoRA.
 
-    Returns None if that is not a pipeline.
+    Returns None if this folder is not a pipeline.
     """
     from wfm_ds.export.lora_file import read_base_model
     from wfm_ds.export.pipeline_folder import INDEX_FILE
@@ -275,7 +275,7 @@ def find_base_folder(path: Path, args: argparse.Namespace) -> Path | None:
 
 
 def convert_extracted_lora(args: argparse.Namespace) -> str:
-    """Extract a LoRA from the weights of CHECKPOINT minus those of --extract BASE, and convert its layout."""
+    """Extract a LoRA from the weight difference between CHECKPOINT and --extract BASE, and convert its layout."""
     from wfm_ds.export.lora_base import denoiser_parts
     from wfm_ds.export.lora_extraction import extract_lora
     from wfm_ds.export.lora_file import iter_lora_tensors, lora_settings

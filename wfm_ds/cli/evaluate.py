@@ -371,7 +371,10 @@ class ModelEvaluator:
         )
 
     def generate_samples(self, items: Sequence[PromptAndSeed]) -> Iterator[tuple[GeneratedSample, bool]]:
-        """Yield (sample, whether its latents are finite) in the order of `items`. Also sends samples to be scored."""
+        """Yield (sample, whether its latents are finite) in the order of `items`.
+
+        Sends each sample to the reward service.
+        """
         from wfm_ds.cli.generate import iterate_samples
 
         pending: list[tuple[GeneratedSample, bool]] = []

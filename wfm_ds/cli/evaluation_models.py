@@ -36,9 +36,9 @@ def resolve_models(
 ) -> list[EvaluatedModel]:
     """Return the models to evaluate, the base model first.
 
-    If the first argument is a LoRA, or the only argument is a run or its export, the base model of that run is inserted
-    before it. Remote exports are downloaded, and removed when `stack` closes. Raises UserError if an argument cannot
-    be evaluated.
+    The base model of a run is inserted at the front if the first argument is a LoRA, or if the only argument is a run
+    or its export. Remote exports are downloaded, and removed when `stack` closes. Raises UserError if an argument
+    cannot be evaluated.
     """
     models: list[EvaluatedModel] = []
     for argument in arguments:

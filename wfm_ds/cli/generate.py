@@ -1,6 +1,6 @@
 """`wfm generate`: generate images or videos for prompts, from a pipeline or an export of a run.
 
-With the seeds, steps and guidance of a run's validation, it reproduces the validation's noise and sampling. Exit codes:
+With the seeds, steps and guidance of a run's validation, it samples with the same noise as the validation. Exit codes:
 0 if successful, 2 for invalid arguments, prompt file, model or folder (one message), 1 for any other error.
 """
 

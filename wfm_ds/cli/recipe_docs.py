@@ -122,7 +122,7 @@ def heading_anchor(heading: str) -> str:
 def own_keys(section: type[BaseModel]) -> list[str]:
     """Return the list entries of a section's keys.
 
-    Omits keys in its heading and keys in the section of a base class.
+    Keys that the page shows in the section's heading or in the section of a base class are omitted.
     """
     shared: dict[str, FieldInfo] = {}
     for base in list_bases(section):

@@ -43,7 +43,10 @@ def run(args: argparse.Namespace) -> None:
 
 
 def list_recipes(words: list[str]) -> str:
-    """Return one line (name, purpose) per shipped recipe that contains all `words`. Raises UserError if none does."""
+    """Return one line (name, purpose) per shipped recipe that contains all `words`.
+
+    Raises UserError if no recipe does.
+    """
     lower_words = [word.lower() for word in words]
     rows = [
         (name, shipped_recipes.read_purpose(shipped_recipes.require_recipe(name)))

@@ -1,4 +1,4 @@
-"""Settings that the checks need in addition to a family's class, and functions that run its diffusers pipeline."""
+"""Settings for the checks of a model family, and functions that run its diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ SampleInputs: TypeAlias = dict[str, npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceInputs:
-    """A call of the diffusers pipeline for one sample that has inputs such as actions, and the size of this sample."""
+    """Describes a call of the diffusers pipeline for one sample with inputs such as actions."""
 
     size: tuple[int, int, int]
-    """Height, width and number of frames of the sample. The pipeline may support only a few sizes with these inputs."""
+    """Height, width and number of frames of the sample. With inputs, the pipeline may support only a few sizes."""
     call: Callable[[Path, Tensor], tuple[Any, SampleInputs, dict[str, Any]]]
     """Maps (folder, pixels [1,3,...]) to (pipeline, inputs of the sample, pipeline call arguments)."""
     num_conditioning_frames: int = 0
-    """Number of conditioning frames, in latent frames, that the pipeline encodes from the pixels."""
+    """Number of conditioning latent frames that the pipeline encodes from the pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,43 +43,44 @@ class Case:
     """Settings for the checks of one tiny pipeline. The defaults fit most families."""
 
     size: tuple[int, int, int] | None = None
-    """Height, width and number of frames of the samples. None: two and three times `size_multiple`, and two latent
-    frames for videos."""
+    """Height, width and number of frames of the samples. None: 2 * size_multiple, 3 * size_multiple, and the number of
+    frames that gives two latent frames (videos) or 1 (images)."""
     load_options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for registry.load_model."""
     extra_components: Mapping[str, Any] = field(default_factory=dict)
     """Components that the diffusers pipeline needs and the folder does not contain."""
     has_euler_scheduler: bool = False
-    """Whether the pipeline's scheduler takes the same steps as our solver `ode`: Euler steps with float timesteps."""
+    """Whether the pipeline's scheduler takes Euler steps with float timesteps, like the wfm_ds solver `ode`."""
     conditioning_frames_call: Callable[..., tuple[Any, dict[str, Any]]] | None = None
     """Maps (folder, pixels, number of conditioning frames) to the diffusers pipeline and its call arguments."""
     inputs: Callable[[int, int, int], Sequence[SampleInputs]] | None = None
     """Maps (height, width, frames) to {name: array} for each of two different samples. Required for families with
     `input_specs`."""
     reference_inputs: ReferenceInputs | None = None
-    """How to run the diffusers pipeline with inputs. None: the check that compares inputs with diffusers is skipped."""
+    """The call of the diffusers pipeline with inputs. None: skip the comparison of samples with inputs."""
     sigmas: tuple[tuple[float, float], ...] = ((0.9, 0.3),)
-    """Sigmas of the two samples, for each expert."""
+    """For each expert network, the sigmas of the two samples in a batch."""
     block_lists: tuple[str, ...] = ()
-    """Names of the denoiser's attributes that list its blocks, such as "transformer_blocks". If empty, block_classes
-    are not compared with them."""
+    """Denoiser attributes that contain lists of blocks, such as "transformer_blocks". If set, block_classes must match
+    exactly these blocks."""
     zero_gradient_parameters: tuple[str, ...] = ()
-    """Parameters with a gradient that is mathematically zero, but not in autograd because of rounding errors.
-    Parameters without any gradient belong in the family's `unused_parameter_patterns`."""
+    """Parameters with a mathematically zero gradient that is nonzero in autograd because of rounding errors. Parameters
+    without any gradient belong in the family's `unused_parameter_patterns`."""
     takes_negative_prompt: bool = True
     """Whether the diffusers pipeline accepts a negative prompt."""
     one_sample_per_call: bool = False
     """Whether the diffusers pipeline generates only one sample per call."""
     shared_arguments: tuple[str, ...] = ()
-    """Names of call arguments that are lists and apply to all samples. All other lists have one item per sample."""
+    """Pipeline call arguments that are lists but apply to all samples. Other lists have one item per sample."""
     required_call_kwargs: Callable[[Tensor], Mapping[str, Any]] | None = None
-    """Maps the pixels of two samples to the call arguments (lists) for required inputs and conditioning frames."""
+    """Maps the pixels of two samples to pipeline call arguments for required inputs and conditioning frames. These
+    arguments are lists."""
     unpack_latents: Callable[[DiffusionModel, Tensor], Tensor] | None = None
-    """Maps (model, latents of the diffusers pipeline) to latents in our layout. None: both layouts are equal."""
+    """Maps (model, latents from diffusers) to latents in the layout of wfm_ds. None: the layouts are equal."""
     vae_has_frame_axis: bool = False
     """Whether an image family uses a video VAE."""
     tolerance: float = 1e-5
-    """Maximum absolute difference from the diffusers pipeline, for latents and pixels."""
+    """Maximum absolute difference between the latents or pixels of wfm_ds and diffusers."""
 
 
 class FixedGridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
@@ -97,7 +98,7 @@ class FixedGridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
 
 
 def load_reference_pipeline(folder: Path, case: Case, pipeline_class: Any = DiffusionPipeline) -> Any:
-    """Load the diffusers pipeline of a folder as `pipeline_class`, by default the class in model_index.json."""
+    """Load the diffusers pipeline in a folder. By default, the class is the class in model_index.json."""
     with hide_progress_bars():
         pipeline = pipeline_class.from_pretrained(
             folder, use_safetensors=True, local_files_only=True, **case.extra_components
@@ -134,10 +135,10 @@ def denoise_latents(
 
 
 def run_reference_pipeline(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **more: Any) -> Tensor:
-    """Generate images [B,C,H,W] or videos [B,C,F,H,W] with a diffusers pipeline and these sigmas.
+    """Generate samples with a diffusers pipeline and these sigmas.
 
-    more: further arguments of the pipeline call. The default prompts are PROMPTS. With output_type "latent" (the
-    default), the result is latents in the pipeline's layout.
+    Returns latents in the pipeline's layout. With output_type "pt", returns images [B,C,H,W] or videos [B,C,F,H,W].
+    more: further arguments of the pipeline call. The default prompts are PROMPTS.
     """
     if not case.has_euler_scheduler:
         pipeline.scheduler = FixedGridEuler(shift=1.0).use_grid(sigmas)

@@ -1,4 +1,4 @@
-"""All checks, in the order in which they run. A check receives a FamilyUnderTest and raises CheckFailed."""
+"""All checks, in the order in which they run. A check receives a FamilyUnderTest and raises CheckFailed if it fails."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def check_block_classes(subject: FamilyUnderTest) -> None:
 
 
 def check_num_tokens(subject: FamilyUnderTest) -> None:
-    """Check that num_tokens returns a positive integer, and twice as much for twice the height."""
+    """Check that num_tokens returns a positive integer that doubles if the height doubles."""
     model, frames = subject.model, subject.size[2]
     side = 2 * model.size_multiple(frames)  # the smallest size may be less than one patch
     num_small, num_large = (model.num_tokens(model.latent_shape(side * n, side, frames)) for n in (1, 2))

@@ -1,4 +1,4 @@
-"""Checks of exports: diffusers generates the same latents from an export as the trained model, and adapters reload."""
+"""Checks of exports. The trained model and diffusers with the export must generate the same latents."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIN_TRAINING_EFFECT = 1e-2  # minimum change of the latents by training, so that
 
 @dataclass
 class ExportSource:
-    """The part of the training engine that an export reads weights from, for a denoiser in one process."""
+    """Provides the denoiser's weights for an export, in place of the training engine."""
 
     model: DiffusionModel
     uses_lora: bool
@@ -42,9 +42,9 @@ class ExportSource:
 
 
 def check_lora_export(subject: FamilyUnderTest) -> None:
-    """Check that diffusers generates the same latents with an exported LoRA as the trained model.
+    """Check that the trained model and diffusers with the exported LoRA generate the same latents.
 
-    The LoRA must also have bit-identical weights after it is loaded again.
+    A LoRA that is exported and loaded again must have bit-identical weights.
     """
     model = subject.load_model()
     before = subject.sample_latents(model)
@@ -65,7 +65,7 @@ def check_lora_export(subject: FamilyUnderTest) -> None:
 
 
 def check_full_export(subject: FamilyUnderTest) -> None:
-    """Check that diffusers generates the same latents from a full export as the trained model."""
+    """Check that the trained model and diffusers with the full export generate the same latents."""
     model = subject.load_model()
     before = subject.sample_latents(model)
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""The family under test with its folder, case and loaded models, and the exceptions that checks raise."""
+"""The model family under test, and the exceptions that checks raise."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class FamilyUnderTest:
 
     @cached_property
     def model_with_inputs(self) -> DiffusionModel:
-        """The model with all inputs of the case, as in a run that lists them in data.inputs."""
+        """The model, loaded with all inputs of the case."""
         return self.load_model(inputs=sorted({name for row in self.sample_inputs() for name in row}))
 
     def sample_inputs(self) -> list[SampleInputs]:
@@ -120,7 +120,7 @@ class FamilyUnderTest:
         return draw_cpu_normal(SEEDS[:count], self.latent_shape)
 
     def noise_generators(self) -> list[torch.Generator]:
-        """Return random generators with which the diffusers pipeline draws the same noise as `initial_noise`."""
+        """Return random generators that give the diffusers pipeline the same noise as `initial_noise`."""
         return [torch.Generator("cpu").manual_seed(seed) for seed in SEEDS]
 
     def random_pixels(self, count: int = 2) -> Tensor:
@@ -132,7 +132,10 @@ class FamilyUnderTest:
     def denoise_arguments(
         self, model: DiffusionModel, count: int = 2, expert: int = 0
     ) -> tuple[Tensor, Tensor, Conditioning]:
-        """Return (noise, sigma, conditioning) for `denoise`. Sigma, prompt and frames differ between the samples."""
+        """Return (noise, sigma, conditioning) for `denoise`.
+
+        Sigma, prompt and number of conditioning frames differ between the samples.
+        """
         num_frames = (
             (min(model.conditioning_frame_counts), max(model.conditioning_frame_counts))
             if model.supports_clean_frames
@@ -142,16 +145,16 @@ class FamilyUnderTest:
         return self.initial_noise(count), torch.tensor(self.case.sigmas[expert])[:count], conditioning
 
     def encode_prompts(self, model: DiffusionModel, prompts: Sequence[str]) -> Conditioning:
-        """Format and encode prompts as in training, and add required inputs and conditioning frames."""
+        """Format and encode prompts as in training. Add required inputs and conditioning frames to the result."""
         text = model.encode_text([model.format_prompt(prompt, *self.size) for prompt in prompts])
         return text | self.encode_required_inputs(model, len(prompts))
 
     def encode_required_inputs(
         self, model: DiffusionModel, count: int = 2, num_frames: Sequence[int] | None = None
     ) -> Conditioning:
-        """Encode the required inputs and `num_frames` conditioning frames of each sample.
+        """Encode required inputs and conditioning frames.
 
-        The default of `num_frames` is the smallest number that the family supports.
+        num_frames: number of conditioning latent frames of each sample. Default: the minimum of the family.
         """
         required = {name for name, spec in model.input_specs.items() if spec.required}
         fail_unless(not required or self.case.inputs is not None, NO_CASE_INPUTS)
@@ -171,9 +174,9 @@ class FamilyUnderTest:
     def encode_inputs(
         self, model: DiffusionModel, rows: Sequence[SampleInputs], frames: Sequence[npt.NDArray[np.uint8]]
     ) -> Conditioning:
-        """Encode inputs of samples. Adds first frames [H,W,3] if the family needs them as inputs.
+        """Encode the inputs of samples.
 
-        rows: {name: array} for each sample.
+        rows: {name: array} for each sample. frames: first frames [H,W,3], for families that take them as inputs.
         """
         if not model.uses_clean_frames:
             rows = [row | {FIRST_FRAME: frame.astype(np.float32)} for row, frame in zip(rows, frames, strict=False)]
@@ -186,7 +189,7 @@ class FamilyUnderTest:
         return list((levels[:, :, 0] if self.model.is_video else levels).movedim(1, -1).numpy())
 
     def pipeline_call_kwargs(self, w: float, **more: Any) -> dict[str, Any]:
-        """Return the diffusers pipeline's call arguments at guidance scale w, including random generators for SEEDS."""
+        """Return the diffusers pipeline's call arguments for guidance scale w and the random seeds SEEDS."""
         call = {**self.model.pipeline_call_kwargs(w, *self.size), "generator": self.noise_generators()}
         if not self.model.uses_clean_frames:
             call["image"] = [Image.fromarray(frame) for frame in self.first_frames]

@@ -48,7 +48,7 @@ def check_swapped_inputs(subject: FamilyUnderTest) -> None:
 
 
 def check_batch_with_inputs(subject: FamilyUnderTest) -> None:
-    """Check that denoising two samples in one batch equals denoising each sample alone. Their inputs differ."""
+    """Check that denoising two samples with different inputs in one batch equals denoising each sample alone."""
     model, case = _load_model(subject), subject.case
     latents, sigma, text = _call_arguments(subject)
     inputs = _encode_all_inputs(subject)
@@ -63,9 +63,9 @@ def check_batch_with_inputs(subject: FamilyUnderTest) -> None:
 
 
 def check_inputs_in_both_guidance_halves(subject: FamilyUnderTest) -> None:
-    """Check that the inputs change the negative prediction of guidance.
+    """Check that the inputs change the unconditional prediction.
 
-    One forward pass of both halves of guidance must give the same velocities as two separate passes.
+    One forward pass for the conditional and unconditional predictions must give the same velocities as two passes.
     """
     model, case = _load_model(subject), subject.case
     latents, sigma, text = _call_arguments(subject)
@@ -154,7 +154,7 @@ def _encode_all_inputs(subject: FamilyUnderTest) -> Conditioning:
 
 
 def _call_arguments(subject: FamilyUnderTest) -> tuple[Tensor, Tensor, Conditioning]:
-    """Return (noise, sigma, text conditioning) of two samples, with required inputs and conditioning frames."""
+    """Return (noise, sigma, conditioning) of two samples, without optional inputs in the conditioning."""
     model = _load_model(subject)
     text = subject.encode_prompts(model, PROMPTS)
     return subject.initial_noise(), torch.tensor(subject.case.sigmas[0]), text

@@ -1,4 +1,4 @@
-"""Checks of sizes, of encoding and decoding of pixels, and of the precision of components."""
+"""Checks of supported sizes, pixel encoding and decoding, and component dtypes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def require_value_error(description: str, call: Callable[..., Any], *arguments: 
 
 
 def check_size_multiples(subject: FamilyUnderTest) -> None:
-    """Check that latent_shape accepts exactly the multiples of size_multiple. Its error must name this number."""
+    """Check that latent_shape accepts the multiples of size_multiple and rejects other sizes.
+
+    The error message must contain size_multiple.
+    """
     model, frames = subject.model, subject.size[2]
     multiple = model.size_multiple(frames)
     for size in range(1, 2 * multiple + 2):
@@ -60,7 +63,8 @@ def check_shapes(subject: FamilyUnderTest) -> None:
 def check_encode_inverts_decode(subject: FamilyUnderTest) -> None:
     """Check that decode_latents undoes the latent normalization of encode_pixels.
 
-    The expected result is an unnormalized VAE round trip, because a random VAE does not reconstruct pixels.
+    A VAE with random weights does not reconstruct pixels. The expected result is therefore an unnormalized round trip
+    through the VAE.
     """
     model, vae = subject.model, subject.model.pipeline.vae
     pixels = subject.random_pixels()
@@ -101,7 +105,7 @@ def check_bfloat16_denoiser(subject: FamilyUnderTest) -> None:
 def check_bfloat16_vae(subject: FamilyUnderTest) -> None:
     """Check that a bfloat16 VAE returns float32 values that are close to those of a float32 VAE.
 
-    Its latent_cache_key must differ from that of the float32 VAE.
+    The latent_cache_key must differ between the two VAEs.
     """
     model, low = subject.model, subject.load_model(vae_dtype=torch.bfloat16)
     pixels = subject.random_pixels()

@@ -1,4 +1,4 @@
-"""Checks of sampling: latents and pixels equal the output of the diffusers pipeline."""
+"""Checks of sampling. Latents and pixels must equal the output of the diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check_latents_with_guidance(subject: FamilyUnderTest) -> None:
 
 
 def check_latents_with_another_embedded_guidance(subject: FamilyUnderTest) -> None:
-    """Check that doubling the embedded guidance scale has the same effect on the latents as in diffusers."""
+    """Check that wfm_ds and diffusers generate equal latents with twice the default embedded guidance scale."""
     if subject.model.embedded_guidance is None:
         raise CheckNotApplicable("the network does not support embedded guidance")
     other = subject.load_model(embedded_guidance=2 * subject.model.embedded_guidance)
@@ -77,7 +77,7 @@ def _require_same_latents(subject: FamilyUnderTest, w: float, negative: str | No
 def check_decoded_pixels(subject: FamilyUnderTest) -> None:
     """Check that wfm_ds and diffusers decode latents to equal pixels.
 
-    The axes must be those that to_uint8 documents.
+    The result of to_uint8 must have the axes [B,H,W,3] for images or [B,F,H,W,3] for videos.
     """
     model, case = subject.model, subject.case
     pipeline, grid = subject.load_reference_pipeline(), model.sigmas(2, subject.latent_shape)
@@ -104,7 +104,7 @@ def check_several_samples_of_a_prompt(subject: FamilyUnderTest) -> None:
 
 
 def check_stacked_texts(subject: FamilyUnderTest) -> None:
-    """Check that stacking prompts that were encoded separately gives the same velocities as encoding them together."""
+    """Check that prompts encoded one by one and then stacked give the same velocities as prompts encoded together."""
     model = subject.model
     latents, sigma, _ = subject.denoise_arguments(model)
     shared = subject.encode_required_inputs(model)

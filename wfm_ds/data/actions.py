@@ -1,4 +1,4 @@
-"""Action width, action scaling and additional action trajectories of a run. They are loaded before the model."""
+"""Load the action width, the action scaling and the additional action trajectories of a run, before the model."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def load_action_data(recipe: Recipe, samples: Sequence[Sample]) -> ActionData | 
 
 
 def probe_action_width(samples: Sequence[Sample]) -> int:
-    """Return the action width D that is most common in the first samples.
+    """Return the most common action width D in the first samples of the dataset.
 
-    Raises DataError if none of these samples has actions [N-1,D].
+    Raises DataError if none of these samples has actions [N-1 steps, D].
     """
     widths: Counter[int] = Counter()
     for sample in samples[:NUM_PROBED]:
@@ -68,10 +68,10 @@ def probe_action_width(samples: Sequence[Sample]) -> int:
 
 
 def load_trajectory_library(path: Path, shape: tuple[int, int], scaling: ActionScaling | None) -> Floats:
-    """Load N action trajectories, float32 [N,F-1,D], from an .npy file and scale them like the training actions.
+    """Load action trajectories, float32 [N trajectories, F-1 steps, D], from an .npy file.
 
-    shape: the required shape (F-1, D) of one trajectory. Raises DataError if the file is unreadable, has a different
-    shape or contains non-finite numbers.
+    The trajectories are scaled like the training actions. shape: the required shape (F-1, D) of a trajectory, for clips
+    of F frames. Raises DataError if the file is unreadable, has a different shape or contains non-finite numbers.
     """
     try:
         with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""Readers of training batches. They decode files ahead in threads, replace bad files and count them.
+"""Readers of training batches. Threads decode files ahead of time, and bad files are replaced and counted.
 
 The leader of a replica (its first rank) reads the files and sends the metadata of the samples to the replica's other
 ranks.
@@ -36,9 +36,10 @@ READ_TIMEOUT_S = 300.0  # per sample, so that a hanging file system causes an er
 
 
 def candidate_offsets(offset: int, num_samples: int) -> list[int]:
-    """Return the positions in the epoch to try, in order.
+    """Return the sample to read and its substitutes, as offsets in an epoch of `num_samples`.
 
-    They are `offset`, then up to MAX_SUBSTITUTES positions that are about half an epoch away.
+    The sample at `offset` comes first. Its substitutes, at most MAX_SUBSTITUTES, are about half an epoch away. They are
+    tried in this order if files are bad.
     """
     half_epoch = (num_samples + 1) // 2
     return [offset, *((offset + half_epoch + attempt) % num_samples for attempt in range(MAX_SUBSTITUTES))]
@@ -61,7 +62,7 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The sample that was read for one position, and the errors of bad files that were tried before it.
+    """The sample for a position, and the errors of the bad files that were tried before it.
 
     The sample is None if all files that were tried are bad.
     """
@@ -82,9 +83,9 @@ class SampleCandidate:
 class BatchReader(ABC):
     """Base class that reads training batches from an endless sequence of samples, epoch after epoch.
 
-    A position is an index into this sequence. Optimizer step s uses the `global_batch` positions that start at (s-1) *
-    global_batch. They are sharded over the data-parallel ranks. `bad` maps each reason to the number of bad files that
-    this rank read. A file that is read twice counts twice.
+    A position is an index into this sequence. Optimizer step s reads the `global_batch` positions from (s-1) *
+    global_batch on. These positions are sharded over the data-parallel ranks. `bad` maps each reason to the number of
+    bad files that this rank read. A file that is read twice counts twice.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class BatchReader(ABC):
         return self.read_positions(positions, ahead=next_positions)
 
     def read_positions(self, positions: Sequence[int], *, ahead: Sequence[int] = ()) -> list[TrainingSample]:
-        """Return the samples at these positions, and start reading those at the positions `ahead`.
+        """Return the samples at `positions`, and start to read the samples at the positions `ahead` in threads.
 
         Raises DataError like `read_batch`.
         """
@@ -141,7 +142,8 @@ class BatchReader(ABC):
     def bad_counts(self, world_sums: Callable[[Mapping[str, float]], dict[str, float]]) -> dict[str, float]:
         """Return {data/bad/REASON: count}. Collective.
 
-        Counts the bad files of all ranks and the entries that the scan of the dataset rejected.
+        The counts include the bad files of all ranks and the entries that the scan of the dataset rejected. world_sums:
+        function that sums each value over all ranks.
         """
         counts = world_sums({f"data/bad/{reason}": self.bad[reason] for reason in BAD_MEDIA_REASONS})
         return counts | {f"data/bad/{reason}": count for reason, count in self.rejected.items()}
@@ -163,9 +165,9 @@ class BatchReader(ABC):
         self._recent.extend(bool(bad) for bad in state["recent"])
 
     def restore_from_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
-        """Restore the records of bad files that all ranks saved. The number of ranks may have changed since.
+        """Restore the counts of bad files from the states that all ranks saved.
 
-        No file is counted twice.
+        If the number of ranks has changed since, rank 0 takes over all counts, and the other ranks start at 0.
         """
         if len(states) == world_size:
             self.restore(states[rank])

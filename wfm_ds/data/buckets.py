@@ -20,9 +20,9 @@ ASPECT_RATIOS = ((1, 1), (5, 4), (4, 3), (3, 2), (16, 9), (2, 1))
 
 
 def automatic_sizes(height: int, width: int, multiple: int) -> list[ImageSize]:
-    """Return this size and sizes of about the same area with other aspect ratios.
+    """Return the given size, and sizes of about the same area with other aspect ratios.
 
-    The ratios range from 2:1 to 1:2. Sides are multiples of `multiple`.
+    The aspect ratios range from 2:1 to 1:2. The sides of the other sizes are multiples of `multiple`.
     """
 
     def snap_side(ratio: float) -> int:
@@ -36,8 +36,8 @@ def automatic_sizes(height: int, width: int, multiple: int) -> list[ImageSize]:
 def nearest_size(sizes: Sequence[ImageSize], height: int, width: int) -> int:
     """Return the index of the size with the aspect ratio nearest to height / width.
 
-    The nearest ratio is the one with the smallest quotient of the two ratios. Among sizes of equal ratio, the largest
-    that needs no upscaling is chosen, or else the smallest. Ties go to the first.
+    The distance between two ratios is the larger ratio divided by the smaller one. If several sizes are equally near,
+    the largest one that needs no upscaling is chosen. If all of them need upscaling, the smallest one is chosen.
     """
 
     def distance(index: int) -> tuple[float, bool, int]:
@@ -57,14 +57,14 @@ class Buckets:
     """The training sizes of a run, with one Framing per size. Every image or video is assigned to one of them."""
 
     def __init__(self, framing: Framing, sizes: Sequence[ImageSize]) -> None:
-        """framing: settings that all sizes share. Its height and width are replaced by those of each size."""
+        """framing: settings for all sizes. Each size replaces the height and width in these settings."""
         self.sizes = list(sizes)
         self.framings = [dataclasses.replace(framing, height=height, width=width) for height, width in sizes]
 
     def choose_bucket(self, media: Media) -> int:
         """Return the bucket index for an image or video.
 
-        If there are several buckets, its size is read from the file.
+        If there are several buckets, the height and width are read from the file.
         """
         if len(self.sizes) == 1:
             return 0

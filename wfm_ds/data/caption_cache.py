@@ -55,7 +55,7 @@ class CaptionCache:
     def store(self, path: str, state: Sequence[int], caption: Any) -> None:
         """Cache a caption (a JSON value) unless its file changed recently.
 
-        Determine `state` before reading the caption.
+        The caller must determine `state` before it reads the caption.
         """
         self._num_read += 1
         _, mtime_ns, ctime_ns, _ = state

@@ -1,6 +1,6 @@
 """Folders with a caption file NAME.txt or NAME.json next to each NAME.png or NAME.mp4.
 
-Scanning a folder does not decode images and videos.
+The scan of a folder does not decode images and videos.
 """
 
 from __future__ import annotations

@@ -136,7 +136,8 @@ def split_samples(dataset: SampleSet, recipe: Recipe) -> tuple[list[Sample], lis
 def scan_paths(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> SampleSet:
     """Scan the data at these paths and log the rejected entries. Several paths are allowed only for tar shards.
 
-    pairs: whether the algorithm trains on preference pairs. Raises DataError if the samples do not fit this.
+    pairs: whether the algorithm trains on preference pairs. Raises DataError if the data is invalid, or if
+    `check_pairs` raises it.
     """
     dataset = build_sample_set(data, paths)
     check_pairs(dataset, pairs)
@@ -153,9 +154,9 @@ def log_scan_result(dataset: SampleSet) -> SampleSet:
 
 
 def check_pairs(dataset: SampleSet, pairs: bool) -> None:
-    """Check that the samples fit the algorithm.
+    """Raise DataError if the samples do not suit the algorithm.
 
-    Raises DataError unless all samples are preference pairs (if `pairs` is True) or none of them is (if it is False).
+    pairs: True if all samples must be preference pairs, False if no sample may be a pair.
     """
     mismatch = next((sample for sample in dataset.samples if (sample.rejected is not None) != pairs), None)
     if mismatch is not None:
@@ -247,16 +248,16 @@ def build_buckets(recipe: Recipe, model: SizedModel) -> Buckets:
 
 
 def trains_on_data(recipe: Recipe) -> bool:
-    """Return whether an RL run trains not only on generated samples, but also on the dataset."""
+    """Return whether an RL run trains on the dataset in addition to generated samples."""
     algorithm = recipe.rl.algorithm
     return algorithm.num_data_terms(algorithm.terms_per_sample(recipe.sampling)) > 0
 
 
 def frames_per_clip(recipe: Recipe, model: SizedModel) -> int:
-    """Return the number of frames to read per clip, usually sampling.num_frames.
+    """Return the number of frames to read per clip.
 
-    An RL run that trains only on generated samples reads just the conditioning frames, so that a single image can be
-    enough.
+    It is sampling.num_frames, except for an RL run that trains only on generated samples. Such a run reads only the
+    conditioning frames, so that even images can serve as its data.
     """
     size, (_, most) = recipe.sampling, recipe.algorithm.conditioning_frame_range
     if not recipe.is_rl or most == 0 or trains_on_data(recipe):

@@ -88,7 +88,10 @@ def read_pickle(path: Path) -> npt.NDArray[np.floating[Any]]:
 
 
 def convert_pickles(folder: Path) -> tuple[int, list[str]]:
-    """Write the safetensors files that a Cosmos folder lacks. Return (number of files written, error messages)."""
+    """Convert each pickle in a Cosmos folder that has no safetensors file yet.
+
+    Returns (number of files written, error messages).
+    """
     num_written, errors = 0, list[str]()
     for name in EMBEDDING_FOLDERS:
         for paths in files_by_id(folder / name, frozenset(PICKLE_SUFFIXES)).values():

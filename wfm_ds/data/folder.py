@@ -1,4 +1,4 @@
-"""`data.kind: folder`: load a folder by its detected layout, with messages that suggest the nearest valid layout."""
+"""`data.kind: folder`: detect the layout of a folder and load it. Errors suggest the nearest valid layout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ KOHYA = re.compile(r"(\d+)_.+")
 
 
 def load_folder(data: DataRecipe, folder: Path, layout: FolderLayout | None = None) -> SampleSet:
-    """Scan a folder in this layout. None: detect the layout. Raises DataError like the SampleSet classes."""
+    """Scan a folder.
+
+    layout: how the folder is read. None: detect the layout. Raises DataError like the SampleSet classes.
+    """
     detected = layout or detect_layout(folder)
     limit, cache_dir = data.max_bad_fraction, data.cache_dir or user_cache_folder()
     if detected.kind == "cosmos":

@@ -86,7 +86,7 @@ def cosmos_sign(folder: Path, names: list[str]) -> str | None:
 
 
 def parquet_sign(folder: Path, names: list[str]) -> str | None:
-    """Return a text for messages that names the parquet shards in the folder or in data/.
+    """Return a description of the parquet shards in the folder or its subfolder data/, for messages.
 
     Returns None if there are none.
     """

@@ -66,7 +66,7 @@ def open_column(source: HfColumn) -> Any:
 
 
 def disable_decoding(dataset: Any, column: str) -> Any:
-    """Return the dataset with `column` as file bytes instead of decoded images or videos."""
+    """Return the dataset such that `column` yields file bytes instead of decoded images or videos."""
     return dataset.cast_column(column, type(dataset.features[column])(decode=False))
 
 
@@ -198,7 +198,7 @@ def find_text_column(columns: Sequence[str], source: str, wanted: str | None) ->
 
 
 def list_media(dataset: Any, source: HfColumn, default: str) -> list[Media | None]:
-    """Return the image or video of each row, without reading its bytes. Empty rows give None."""
+    """Return the image or video of each row, without reading its bytes. The result for an empty row is None."""
     import pyarrow.compute as pc
 
     column = disable_decoding(dataset, source.name).data.column(source.name)

@@ -1,10 +1,10 @@
 """Conditioning inputs of a sample (`data.inputs`): read them and select the values for the frames of the clip.
 
 An input is a key of NAME.json, or of its object `camera`. Its value is a number, a list of numbers, or the name of an
-.npy file in the folder of the image or video. Row i of `actions` [N-1,D] moves frame i to frame i + 1. `c2w` [N,4,4]
-and `intrinsics` [4] or [N,4] belong to the N frames of the file. All other inputs do not depend on the frames. For an
-image, N is the number of frames of a generated sample. FIRST_FRAME is not listed in data.inputs, because it is decoded
-from the image or video.
+.npy file in the folder of the image or video. For a file with N frames, row i of `actions` [N-1,D] is the action
+between frames i and i + 1, and `c2w` [N,4,4] and `intrinsics` [4] or [N,4] describe the camera in each frame. All other
+inputs do not depend on the frames. If the file is an image, its inputs describe a generated sample with N frames. The
+input FIRST_FRAME is decoded from the image or video, so data.inputs does not list it.
 """
 
 from __future__ import annotations
@@ -200,9 +200,9 @@ def find_sibling_file(sample: Sample, name: str) -> Media:
 
 
 def strip_inputs(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the metadata that rewards receive.
+    """Return a copy of the metadata without the inputs `names`, for rewards.
 
-    It contains neither these inputs nor a `camera` object with one of them.
+    If the object `camera` contains one of the inputs, it is removed too.
     """
     camera = metadata.get(CAMERA_KEY)
     camera_keys = (

@@ -14,7 +14,7 @@ from wfm_ds.data.video import load_clip, video_size
 def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
     """Decode to uint8 RGB: [H,W,3] for an image, [framing.num_frames,H,W,3] for a video.
 
-    Raises BadMedia. An image has the reason `too_short` if framing.num_frames is larger than 1.
+    Raises BadMedia. If framing.num_frames is larger than 1, an image raises BadMedia with the reason `too_short`.
     """
     if media.suffix not in IMAGE_SUFFIXES:
         return load_clip(media, framing, draw)

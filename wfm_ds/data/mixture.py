@@ -1,4 +1,4 @@
-"""Weighted mixture of datasets. The number of samples that a dataset has in an epoch is proportional to its weight.
+"""Weighted mixture of datasets. The number of samples per epoch from each dataset is proportional to its weight.
 
 An epoch contains every sample at least once. Samples are repeated where the weights require it.
 """
@@ -35,7 +35,7 @@ class SampleSetMixture(SampleSet):
     def epoch_samples(self, training: Sequence[Sample]) -> list[Sample]:
         """Return an epoch's samples, including repeats.
 
-        Raises DataError if there are more than MAX_GROWTH * len(training).
+        Raises DataError if the epoch would have more than MAX_GROWTH * len(training) samples.
         """
         by_dataset: dict[str, list[Sample]] = {name: [] for name in self.weights}
         for sample in training:

@@ -1,4 +1,7 @@
-"""The order of the training samples, which depends on neither ranks nor workers, and the batches in this order."""
+"""The order of the training samples, and batches in this order.
+
+The order depends on neither the number of ranks nor the number of decoding threads.
+"""
 
 from __future__ import annotations
 
@@ -44,15 +47,16 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64
 def permutation(count: int, seed: int) -> npt.NDArray[np.int64]:
     """Return a permutation of range(count) that depends only on the seed.
 
-    It is computed by sorting random 64-bit numbers. A resumed run must see the same order even after an upgrade of
-    numpy. numpy keeps raw random numbers the same across versions, but not the results of `Generator.permutation`.
+    Resumed runs need the same permutation even after an upgrade of numpy. numpy guarantees stable random 64-bit
+    numbers, but not a stable `Generator.permutation`. The permutation is therefore computed by sorting random 64-bit
+    numbers.
     """
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable").astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPosition:
-    """The position of a sample in its bucket: an epoch, and the offset in the bucket's order in that epoch."""
+    """The position of a sample in its bucket: an epoch, and an index into the bucket's sample order in this epoch."""
 
     bucket: int
     epoch: int
@@ -64,9 +68,9 @@ class BucketOrder:
 
     The order consists of units. A unit is `unit` consecutive samples from one bucket. Samples enter their buckets in
     the order of `sample_index`, epoch after epoch. As soon as a bucket contains `unit` samples, they form the next
-    unit. Samples left over at the end of an epoch stay in their bucket, so all samples occur equally often. Any
-    position can be computed directly: a bucket with n samples fills epochs * n // unit units in the first `epochs`
-    epochs.
+    unit. Samples left over at the end of an epoch stay in their bucket, so all samples occur equally often. Positions
+    can be located without a search, because a bucket with n samples fills epochs * n // unit units in the first
+    `epochs` epochs.
     """
 
     def __init__(self, buckets: Sequence[int], *, unit: int, seed: int, shuffle: bool) -> None:
@@ -78,7 +82,7 @@ class BucketOrder:
         self._cached_units = cache_epochs(self._epoch_units, maxsize=2)
 
     def locate(self, position: int) -> BucketPosition:
-        """Return the bucket, and the position in it, for a position (counted from 0) of the endless order."""
+        """Convert a position of the endless order, counted from 0, to a bucket position."""
         unit, offset = divmod(position, self.unit)
         epoch = unit * self.unit // len(self.buckets)  # earliest epoch in which the unit can be filled
         while self._count_units(epoch + 1) <= unit:
@@ -97,9 +101,9 @@ class BucketOrder:
         return sum(epoch * count // self.unit for count in self.counts)
 
     def _split_epoch(self, epoch: int) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
-        """Return the sample order of an epoch, and the positions of each bucket's samples in it.
+        """Return the sample order of an epoch, and the positions of each bucket's samples in this order.
 
-        The positions are sorted, with one array per bucket.
+        There is one array of ascending positions per bucket.
         """
         num_samples = len(self.buckets)
         order = epoch_order(num_samples, self.seed, epoch) if self.shuffle else np.arange(num_samples)
@@ -107,9 +111,9 @@ class BucketOrder:
         return order, np.split(by_bucket, np.cumsum(self.counts)[:-1])
 
     def _epoch_units(self, epoch: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Return the bucket index of each unit of this epoch, and the unit's number within its bucket.
+        """Return two arrays: the bucket index of each unit of this epoch, and the index of the unit within its bucket.
 
-        Units are ordered by their last samples.
+        The units are ordered by the positions of their last samples.
         """
         _, offsets = self._cached_split(epoch)
         numbers = [np.arange(epoch * n // self.unit, (epoch + 1) * n // self.unit) for n in self.counts]
@@ -136,8 +140,8 @@ def cache_epochs(function: Callable[[int], T], maxsize: int) -> Callable[[int], 
 class BatchSource(BatchReader):
     """Batches of a scanned dataset, in the order of BucketOrder.
 
-    A file that cannot be decoded is replaced by a sample from the same bucket. The choice depends only on the position.
-    All ranks therefore run the same number of forward passes.
+    A file that cannot be decoded is replaced by a sample from the same bucket, so that all ranks run the same number of
+    forward passes. The substitute depends only on the position.
     """
 
     def __init__(

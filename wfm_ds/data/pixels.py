@@ -95,11 +95,11 @@ def convert_decode_errors(media: Media, errors: tuple[type[Exception], ...] = DE
 
 
 def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
-    """Decode an image to uint8 RGB [height, width, 3].
+    """Decode an image to uint8 RGB [height, width, 3], in the size of the framing.
 
-    The image is rotated upright, resized to cover this size (bicubic, antialiased), and cropped. An image that already
-    has this size is not resampled. Transparent images are blended over white, 16-bit grey is rounded to 8 bits, and
-    animations yield their first frame.
+    The image is rotated upright, resized (bicubic, antialiased) until it covers the framing's size, and cropped. An
+    image that already has this size is not resampled. Transparent images are blended over white, 16-bit grey is rounded
+    to 8 bits, and animations yield their first frame.
     Raises BadMedia with reason `decode` if the file is missing, damaged, not JPEG, PNG or WebP, or above Pillow's
     decompression bomb limit. Raises BadMedia with reason `too_small` if the image must be enlarged by more than
     max_upscale.

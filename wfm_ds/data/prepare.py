@@ -74,7 +74,7 @@ def run_prepare(recipe: Recipe) -> int:
 def fill_caches(recipe: Recipe, world: World) -> str:
     """Fill the caches of text embeddings and latents. Return a summary. Collective.
 
-    If an error of the user occurs on one rank, all ranks raise UserError.
+    If one rank raises UserError, all ranks raise it.
     """
     from wfm_ds.data.broadcast import read_on_main
     from wfm_ds.data.datasets import load_data

@@ -72,7 +72,7 @@ def load_prompt_file(path: Path) -> list[Prompt]:
 class PromptOrder:
     """The order of the prompts in RL training. Every epoch contains each prompt once.
 
-    It can end in the middle of a step.
+    An epoch can end in the middle of an RL step.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
@@ -83,14 +83,14 @@ class PromptOrder:
         self._shuffle = shuffle
 
     def step_prompts(self, step: int, count: int) -> list[Prompt]:
-        """Return `count` prompts for RL step `step` (counted from 1). Identical on every rank."""
+        """Return the `count` prompts of RL step `step` (counted from 1). All ranks get the same prompts."""
         return self._select((step - 1) * count, count, self._seed)
 
     def extra_prompts(self, step: int, count: int, attempt: int) -> list[Prompt]:
-        """Return `count` additional prompts for an RL step, if samples must be generated again.
+        """Return `count` additional prompts for RL step `step`, to refill it with new groups.
 
-        attempt: number of the attempt, counted from 1. If prompts are shuffled, each attempt has a separate order,
-        which contains every prompt once per epoch. Otherwise the prompts that follow those of the step are used.
+        attempt: number of the refill round, counted from 1. If prompts are shuffled, each round number has a separate
+        order, which contains every prompt once per epoch. Otherwise the prompts that follow those of the step are used.
         """
         return self._select((step - 1 + attempt) * count, count, derive_seed(self._seed, "further_prompts", attempt))
 

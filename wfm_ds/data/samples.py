@@ -131,7 +131,7 @@ class Sample:
 
     @property
     def all_media(self) -> list[Media]:
-        """The image or video of the sample. For a preference pair, the chosen and the rejected one."""
+        """The files of the sample: its image or video, or the chosen and the rejected one of a preference pair."""
         return [self.media] if self.rejected is None else [self.media, self.rejected]
 
 
@@ -171,9 +171,9 @@ class SampleSet:
     def split_holdout(self, holdout: float) -> tuple[list[Sample], list[Sample]]:
         """Return (training samples, held-out samples), both sorted by id.
 
-        holdout: expected fraction of held-out samples, in [0, 1). A hash of the id decides for each sample, so it does
-        not change sides when samples are added or removed. If there are at least two samples and holdout > 0, both
-        lists are non-empty.
+        holdout: expected fraction of held-out samples, in [0, 1). A hash of the id decides for each sample, so the
+        decision stays the same when other samples are added or removed. If there are at least two samples and holdout >
+        0, both lists are non-empty.
         """
         if holdout == 0 or len(self.samples) < 2:
             return list(self.samples), []

@@ -28,9 +28,8 @@ class StreamStep:
 class StreamSource(BatchReader):
     """Batches of an endless stream. They are the same for any number of ranks.
 
-    Position p is the usable row p of the stream.
-    A file that cannot be decoded is replaced by another row of the same step. The rows of two steps are kept in memory,
-    with their files not decoded.
+    Position p is the usable row p of the stream. A file that cannot be decoded is replaced by another row of the same
+    step. Memory holds the rows of two steps. Their files are decoded when a batch needs them.
     """
 
     def __init__(
@@ -44,9 +43,9 @@ class StreamSource(BatchReader):
         workers: int = 2,
         inputs: InputReader | None = None,
     ) -> None:
-        """open_stream: opens the stream at its first row.
+        """open_stream: function that opens the stream at its first row.
 
-        It is called for the first batch, so only on replica leaders.
+        Only replica leaders call it, when they read their first batch.
         """
         super().__init__(
             global_batch=global_batch, seed=seed, max_bad_fraction=max_bad_fraction, workers=workers, inputs=inputs
@@ -59,7 +58,7 @@ class StreamSource(BatchReader):
         self._stream_pool = ThreadPoolExecutor(1, thread_name_prefix="stream")  # one thread keeps the order
 
     def read_batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
-        """Return the batch of a step like BatchReader.read_batch. Steps must be read in order."""
+        """Return this rank's shard of a step's batch, like `BatchReader.read_batch`. Steps must be read in order."""
         if self._steps and step not in self._steps:
             raise ValueError(f"a stream is read step by step: the next step is {min(self._steps)}, not {step}")
         for wanted in (step, step + 1):

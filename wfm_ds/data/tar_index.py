@@ -23,7 +23,7 @@ FORMAT = 2  # version of the index files
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """A file in a tar. The first dot of its name separates the key of the sample from the field."""
+    """A file in a tar. Its name KEY.FIELD is split at the first dot into the key of the sample and the field."""
 
     key: str
     field: str  # in lower case, e.g. "mp4" or "left.png"
@@ -45,9 +45,10 @@ class TarIndex:
 
 
 def load_tar_index(address: str, cache_dir: Path | None) -> TarIndex:
-    """Return the index of a local or S3 tar. It comes from cache_dir if the tar has not changed since.
+    """Return the index of a local or S3 tar.
 
-    Raises DataError if the file is missing or not an uncompressed tar, and StorageError if it cannot be read.
+    An index in cache_dir is used if the tar has not changed since it was cached. Raises DataError if the file is
+    missing or not an uncompressed tar, and StorageError if it cannot be read.
     """
     try:
         version = storage.file_version(address)

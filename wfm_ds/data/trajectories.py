@@ -1,4 +1,4 @@
-"""Actions and camera paths of a clip: combine the actions of skipped frames, scale actions, crop intrinsics."""
+"""Actions and camera paths of a clip: merge the actions of skipped frames, scale actions, adapt intrinsics to crops."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ STATS_KEYS = {"quantile": ("q01", "q99"), "meanstd": ("mean", "std")}  # lists i
 def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None) -> Floats:
     """Return the actions [len(frames)-1,D] that lead from each selected frame to the next.
 
-    actions: [N-1,D]. Row i moves frame i to frame i + 1. compose: how to combine the actions between two selected
-    frames, `sum` or `pose` (see `pose_product`). None: raise ValueError if frames are skipped or repeated.
+    actions: [N-1,D]. Row i is the action between frames i and i + 1. compose: how to combine the actions between two
+    selected frames, `sum` or `pose` (see `pose_product`). None: raise ValueError if frames are skipped or repeated.
     """
     spans = list(itertools.pairwise(frames))
     if compose is None and any(stop != start + 1 for start, stop in spans):
@@ -53,8 +53,8 @@ def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None)
 def pose_product(poses: Floats) -> Floats:
     """Combine n poses [n,9], each relative to the previous one, into one pose [9].
 
-    If n = 0, the result is the identity.
-    A pose is a translation [3] and the first two columns of a rotation matrix [6] (Zhou et al., CVPR 2019).
+    A pose is a translation [3] and the first two columns of a rotation matrix [6] (Zhou et al., CVPR 2019). If n = 0,
+    the result is the identity.
     """
     orientation, translation = np.eye(3), np.zeros(3)
     for pose in poses.astype(np.float64):

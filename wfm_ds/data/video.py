@@ -82,7 +82,7 @@ def open_video(media: Media) -> Iterator[InputContainer]:
 
 
 def read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
-    """Return the ascending times of all frames, and of the keyframes. Does not decode frames.
+    """Return (times of all frames, times of the keyframes), both ascending. Does not decode frames.
 
     The times are in units of the stream's time base.
     """
@@ -93,9 +93,9 @@ def read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[lis
 def choose_frames(media: Media, seconds: npt.NDArray[np.float64], framing: Framing, draw: Draw) -> Sequence[int]:
     """Return the ascending frame indices of a clip.
 
-    The clip has framing.span frames or, if span is None, framing.num_frames. seconds: [N], times of the video's frames.
-    If framing.fps is None, the frames are consecutive. Otherwise they are the frames nearest to times that are 1 / fps
-    apart, from a start at which the clip fits.
+    seconds: [N], times of the video's frames. The number of indices is framing.span or, if that is None,
+    framing.num_frames. If framing.fps is None, the frames are consecutive. Otherwise, one frame is chosen every 1 / fps
+    seconds, and each is the frame nearest to its time.
     Raises BadMedia with reason `too_short`, or with reason `low_fps` if a frame would be repeated and
     framing.allow_repeats is False.
     """

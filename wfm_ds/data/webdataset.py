@@ -47,9 +47,9 @@ class TarMember:
 class TarShards(SampleSet):
     """Captioned images and videos in tar files. Consecutive members with the same key form a sample.
 
-    A sample has one image or video and a caption: the key `prompt` of its .json member, or its .txt member. Next to a
-    .txt caption, a .json member without `prompt` is read as metadata. Ids are FOLDER/SHARD/KEY: the name of the shard's
-    folder, the shard's file name without .tar, and the key.
+    A sample has one image or video and a caption. The caption is the key `prompt` of the .json member, or the .txt
+    member. If the caption is a .txt member, a .json member without `prompt` becomes metadata. Ids are FOLDER/SHARD/KEY:
+    the name of the shard's folder, the shard's file name without .tar, and the key.
     """
 
     content: ClassVar = "captioned media"  # for messages

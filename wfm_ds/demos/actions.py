@@ -64,7 +64,7 @@ class ActionsDemo(Demo):
 def write_pairs(path: Path, samples: Path, clips: Path) -> None:
     """Write an image with a row of frames for each video.
 
-    Each generated video is below the real clip with its actions.
+    The image has pairs of rows: the real clip, and below it the video generated from the same actions.
     """
     from wfm_ds.monitoring.images import image_grid, save_png
 

@@ -63,7 +63,7 @@ def load_samples(folder: Path) -> list[tuple[npt.NDArray[np.uint8], str]]:
 def std_within_prompts(samples: Sequence[tuple[npt.NDArray[np.uint8], str]]) -> float:
     """Return the standard deviation of pixels, in [0, 1], over the images of a prompt.
 
-    The result is the average over all pixels and prompts.
+    The standard deviation is averaged over all pixels and prompts.
     """
     by_prompt: dict[str, list[npt.NDArray[np.uint8]]] = {}
     for image, prompt in samples:

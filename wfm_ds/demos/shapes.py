@@ -95,7 +95,7 @@ def count_correct_starts(videos: Sequence[PromptedVideo]) -> float:
     """Return how many different start positions the correct videos of a prompt have, averaged over prompts.
 
     A video is correct if its nearest real clip has the same prompt. A model that always generates the same correct
-    video scores 1; one without correct videos scores 0.
+    video scores 1. A model without correct videos scores 0.
     """
     counts = []
     for prompt, frame_lists in group_by_prompt(videos).items():

@@ -36,7 +36,7 @@ WRITERS: Mapping[str, Callable[[Path], int]] = MappingProxyType(
 
 
 def write_tiny_data(recipe: Recipe) -> None:
-    """Write the built-in data set of a tiny recipe, unless it exists. Safe in parallel processes.
+    """Write the built-in data set of a tiny recipe, unless it exists. Several processes may call it at the same time.
 
     Raises DataError if the cache folder cannot be written.
     """

@@ -1,4 +1,4 @@
-"""The accelerator of this process: whether DeepSpeed and torch use one, and deterministic kernels.
+"""Detect the accelerator of this process, select it for DeepSpeed, and make torch use deterministic kernels.
 
 Importing this module does not import torch.
 """
@@ -57,7 +57,7 @@ def device_context(device: torch.device) -> contextlib.AbstractContextManager[ob
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
     """Make torch use only deterministic kernels inside the context, if `enabled`.
 
-    Enter it before this process uses a GPU. Operations without a deterministic kernel raise an error. Raises
+    Enter the context before this process uses a GPU. Operations without a deterministic kernel raise an error. Raises
     RecipeError if CUBLAS_WORKSPACE_CONFIG has a value with which cuBLAS is nondeterministic, or if it is unset although
     CUDA is already initialized.
     """

@@ -1,4 +1,4 @@
-"""Find the rank that caused the failure of a run with several ranks, from the reports of all ranks.
+"""Find the rank that made a run fail, from the reports of all ranks.
 
 Uses no sockets and no clock: heartbeat.py calls it on rank 0. Three kinds of faults end a run: a rank is gone (its
 process or machine), a rank failed with an error, or a rank is stuck while the others wait for it.
@@ -16,7 +16,10 @@ MAX_NAMED_RANKS = 8  # ranks listed in one message
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The reason why a run ends. stuck: the blamed ranks still run and can print their stack traces."""
+    """The reason why a run ends, and the ranks that are blamed for it.
+
+    stuck: whether these ranks are still running and can print their stack traces.
+    """
 
     ranks: tuple[int, ...]
     text: str
@@ -63,8 +66,9 @@ class RankStates:
     def record_beat(self, rank: int, num_started: int, num_advances: int, operation: str, now_s: float) -> None:
         """Record a heartbeat.
 
-        num_started: number of operations that all ranks run in the same order; compared between ranks. num_advances:
-        number of other signs of progress; only shows that the rank is not stuck.
+        num_started: number of operations that the rank has started. All ranks run these operations in the same order,
+        so the numbers are compared between ranks. num_advances: number of other signs of progress. They only show that
+        the rank is not stuck.
         """
         member = self.members[rank]
         member.heard_at_s = now_s
@@ -115,7 +119,7 @@ class RankStates:
         return is_known and now_s - ended_at_s >= SETTLE_S
 
     def _exclude_sleep(self, now_s: float) -> None:
-        """Do not count the time for which this process was suspended: shift the recorded times of all ranks."""
+        """Shift the recorded times of all ranks by the time for which this process was suspended."""
         slept_s = 0.0 if self.last_check_s is None else now_s - self.last_check_s - self.max_gap_s
         self.last_check_s = now_s
         if slept_s > 0:
@@ -124,10 +128,10 @@ class RankStates:
                 member.advanced_at_s = min(now_s, member.advanced_at_s + slept_s)
 
     def _blame_ended(self) -> Fault:
-        """Return the fault after ranks are gone or failed.
+        """Return the fault if at least one rank is gone or failed.
 
-        It blames, in this order: ranks that are gone; a rank that failed by its own error; the ranks for which a failed
-        rank was waiting.
+        The fault blames all ranks that are gone. If no rank is gone, it blames a rank that failed by its own error. If
+        there is none either, it blames the ranks for which a failed rank was waiting.
         """
         gone = self._ranks_in_state("gone")
         if gone:

@@ -195,8 +195,8 @@ def listen_on_all_addresses() -> socket.socket:
 
 
 def wait_readable(sockets: list[socket.socket], timeout_s: float) -> set[socket.socket]:
-    """Return the sockets that are readable within `timeout_s`. select() would not support descriptors above 1023."""
-    poll = select.poll()
+    """Return the sockets that become readable within `timeout_s` seconds."""
+    poll = select.poll()  # select() does not support descriptors above 1023
     by_number = {sock.fileno(): sock for sock in sockets}
     for number in by_number:
         poll.register(number, select.POLLIN)
@@ -259,7 +259,7 @@ class Heartbeat:
             self.registry.stop()
 
     def report_failure(self, reason: str, *, is_secondary: bool) -> Fault | None:
-        """Report an error of the main thread. Returns the fault that ends the run, or None if none arrives in time.
+        """Report an error of the main thread. Returns the fault that ends the run, or None if no fault arrives in time.
 
         is_secondary: communication with other ranks failed, so another rank is assumed to be the cause.
         """
@@ -310,7 +310,7 @@ class Heartbeat:
     def _end_run(self, fault: Fault) -> None:
         """End the process.
 
-        If the main thread is in `report_failure`, it first gets EXIT_TIMEOUT_S seconds to exit on its own.
+        If the main thread is in `report_failure`, it first has EXIT_TIMEOUT_S seconds to exit on its own.
         """
         # Ends the process if the main thread or `on_end` hangs.
         last_resort = threading.Timer(EXIT_TIMEOUT_S + FLUSH_TIMEOUT_S, self._exit, (1,))

@@ -1,4 +1,4 @@
-"""Lifecycle of a rank's process: signals, exit with the launcher, final status, errors.
+"""Lifecycle of a rank's process: signals, exit after the launcher has died, final status, and exit on errors.
 
 launch.py is the counterpart: it forwards signals, sets WFM_LAUNCH_PID and WFM_STATUS_FILE, and checks the exit status.
 """
@@ -41,7 +41,7 @@ class StopFlag:
 
     @property
     def signal_name(self) -> str | None:
-        """Name of the first stop signal, SIGTERM or SIGINT. None if none has arrived."""
+        """Name of the first stop signal, SIGTERM or SIGINT. None if no signal has arrived."""
         return None if self._signal is None else self._signal.name
 
     def raise_flag(self, number: int, frame: FrameType | None) -> None:
@@ -101,7 +101,8 @@ class ParentWatch:
 def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> ParentWatch | None:
     """Start a ParentWatch if a launcher started this process, else return None.
 
-    A run without a launcher may outlive its shell. Call this before `World.join`, which sets a rank's variables.
+    Environment variables show whether there is a launcher. Call this before `World.join`, which sets one of them.
+    Without a launcher, a run may outlive its shell.
     """
     if "LOCAL_RANK" not in os.environ and "WFM_LAUNCH_PID" not in os.environ:
         return None
@@ -109,7 +110,7 @@ def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> ParentWatch | N
 
 
 def _find_launcher() -> psutil.Process | None:
-    """Return the launcher's process, given by WFM_LAUNCH_PID. Exits this process if it has died.
+    """Return the launcher's process, given by WFM_LAUNCH_PID. Exits this process if the launcher has died.
 
     Returns None if the variable is not set: with DeepSpeed's own launcher, or on other nodes.
     """
@@ -123,7 +124,7 @@ def _find_launcher() -> psutil.Process | None:
 
 
 def _is_alive(process: psutil.Process | None) -> bool:
-    """Return whether the process runs. False if it is a zombie, or if its id now belongs to another process."""
+    """Return whether the process runs. A zombie, or a new process with the same id, does not count."""
     if process is None:
         return True
     try:

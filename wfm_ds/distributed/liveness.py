@@ -1,8 +1,8 @@
 """Count the operations that the main thread starts: forward passes, optimizer steps, collectives.
 
-heartbeat.py sends the count to rank 0. A running rank with a constant count hangs; the others wait for the rank with
-the lowest count. Long work without such operations (scans, caches, exports) increases a second count. The second count
-only shows that the rank is not stuck. It is never compared, because ranks do different amounts of this work.
+heartbeat.py sends the count to rank 0. If the counts of all ranks stop, the run hangs, and the ranks wait for the rank
+with the lowest count. Long work without such operations (scans, caches, exports) increases a second count, which only
+shows that the rank is not stuck. It is never compared between ranks, because they do different amounts of this work.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ class Liveness:
         self.operation = "start"
 
     def start_operation(self, operation: str) -> None:
-        """Count an operation before it starts. Main thread only; all ranks count the same operations in order."""
+        """Count an operation. Call it in the main thread, before the operation starts.
+
+        All ranks must count the same operations in the same order.
+        """
         self.num_started += 1
         self.operation = operation
 
     def record_progress(self, operation: str | None = None) -> None:
-        """Record progress of long work. Any thread of any rank may call it at any time."""
+        """Record progress of long work. It may be called at any time, in any thread of any rank."""
         self.num_advances += 1  # not atomic; it only has to change
         if operation is not None:
             self.operation = operation

@@ -32,8 +32,8 @@ OPTION_ALIASES = {
 def parse_runner_options(argv: Sequence[str]) -> tuple[dict[str, tuple[int, str]], int | None]:
     """Return ({full option name: (index, value)}, index of the script or module name).
 
-    The index is None if there is none.
-    Like argparse, accepts `--name=value`, unambiguous prefixes of long options, and `-Xvalue`.
+    The index is None if there is no script or module. Like argparse, this function accepts `--name=value`, unambiguous
+    prefixes of long options, and `-Xvalue`.
     """
     options: dict[str, tuple[int, str]] = {}
     i = 0

@@ -147,43 +147,52 @@ class World:
         return dict(zip(values, numbers.tolist(), strict=True))
 
     def sum_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Sum each value over all ranks, in float64. All ranks must pass the same names in order. Collective."""
+        """Sum each value over all ranks, in float64. Collective.
+
+        All ranks must pass the same names in the same order.
+        """
         import torch.distributed as dist
 
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def sum_over_replicas(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Sum each value over the replica leaders, on every rank. Names as in `sum_over_ranks`. Collective."""
+        """Sum each value over the replica leaders, and return the sums on every rank. Collective.
+
+        All ranks must pass the same names in the same order.
+        """
         return self.sum_over_ranks(values if self.is_leader else dict.fromkeys(values, 0.0))
 
     def max_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return each value's maximum over all ranks. All ranks must pass the same names in order. Collective."""
+        """Return each value's maximum over all ranks. Collective.
+
+        All ranks must pass the same names in the same order.
+        """
         import torch.distributed as dist
 
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def any_rank(self, flag: bool) -> bool:
-        """Return whether the flag is True on any rank. Identical on every rank. Collective."""
+        """Return True on every rank if the flag is True on at least one rank. Collective."""
         return self.max_over_ranks({"flag": float(flag)})["flag"] > 0
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's JSON value on every rank; the values of other ranks are ignored. Collective."""
+        """Return rank 0's JSON value on every rank. The values of the other ranks are ignored. Collective."""
         if self.size == 1:
             return _json_roundtrip(value)
         LIVENESS.start_operation("a broadcast of rank 0's value")
         return _broadcast_json(0, self.host_group, value if self.is_main else None, is_source=self.is_main)
 
     def broadcast_in_replica(self, value: Any) -> Any:
-        """Return the JSON value of the replica's leader on all of its ranks. Collective in the replica."""
+        """Return the JSON value of the replica's leader on all ranks of the replica. Collective in the replica."""
         if self.replica is None:
             return value
         LIVENESS.record_progress("a broadcast in a replica")  # the number of calls differs between replicas
         return _broadcast_json(self.rank - self.sp_rank, self.replica.host_group, value, is_source=self.is_leader)
 
     def broadcast_tensor_in_replica(self, tensor: Tensor | None) -> Tensor:
-        """Return the tensor of the replica's leader on the device of each rank. Other ranks pass None.
+        """Return the tensor of the replica's leader on the device of each rank. Collective in the replica.
 
-        Collective in the replica.
+        Ranks other than the leader pass None.
         """
         import torch
         import torch.distributed as dist
@@ -200,10 +209,10 @@ class World:
         return tensor
 
     def transfer_tensor(self, tensor: Tensor, source: int, target: int) -> Tensor:
-        """Send a tensor from replica `source` to replica `target` through the CPU.
+        """Send a tensor from replica `source` to replica `target` through the CPU, and return it.
 
-        Only the ranks of these two replicas call it, in the same order. On `source`, it returns `tensor`. On `target`,
-        `tensor` is any tensor of the same shape and dtype, and it returns the received tensor.
+        Only the ranks of these two replicas call this method, in the same order. The ranks of `target` pass any tensor
+        of the same shape and dtype, and receive the tensor of `source`.
         """
         import torch
         import torch.distributed as dist
@@ -219,10 +228,10 @@ class World:
         return received.to(tensor.device)
 
     def gather_replica_rows(self, rows: npt.NDArray[np.uint8], counts: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Return the uint8 rows of a replica's ranks, concatenated, on its leader; other ranks get an empty array.
+        """Concatenate the uint8 rows of a replica's ranks on its leader. The other ranks get an empty array.
 
-        counts: number of rows of each rank; the leader has the most. All rows have the same shape. Collective in the
-        replica.
+        counts: number of rows of each rank. No rank may have more rows than the leader. All rows have the same shape.
+        Collective in the replica.
         """
         import torch
         import torch.distributed as dist
@@ -267,9 +276,9 @@ class World:
         return self.gather(value if self.is_leader else None)[:: self.sp_size]
 
     def gather_leader_arrays(self, array: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
-        """Return the uint8 arrays of all replica leaders, in replica order, on rank 0. The other leaders get [].
+        """Return the uint8 arrays of all replica leaders on rank 0, in replica order. The other leaders get [].
 
-        Only replica leaders call it, with arrays of the same shape.
+        Only replica leaders call this method, with arrays of the same shape.
         """
         import torch
         import torch.distributed as dist

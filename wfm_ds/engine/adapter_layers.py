@@ -1,8 +1,8 @@
 """Select the layers of a denoiser that get LoRA adapters, and merge adapters into the weights of these layers.
 
-The target names of a recipe or of the model family select the layers. Merging keeps copies of the original weights on
-the same device, which restore them bit for bit. (PEFT's unmerge subtracts the update instead and leaves rounding
-errors.) Weights are changed in place, so captured CUDA graphs stay valid.
+The target names of a recipe or of the model family select the layers. The original weights are copied before a merge,
+so they can be restored bit for bit. (PEFT's unmerge subtracts the update instead and leaves rounding errors.) Weights
+are changed in place, so captured CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def match_linear_layers(network: nn.Module, targets: Iterable[str]) -> list[str]
 def peft_targets(network: nn.Module, targets: Sequence[str]) -> list[str]:
     """Convert LoRA targets to targets that PEFT accepts.
 
-    A target with BLOCK_NUMBER is replaced by the names of all modules that it matches.
+    A target that contains the placeholder BLOCK_NUMBER is replaced by the names of all modules that match it. PEFT does
+    not know this placeholder.
     """
     names: list[str] = []
     for target in targets:
@@ -43,7 +44,7 @@ def peft_targets(network: nn.Module, targets: Sequence[str]) -> list[str]:
 
 
 def check_lora_layers(network: nn.Module, lora: LoraRecipe, default_targets: Sequence[str]) -> None:
-    """Raise RecipeError if the layers of a LoRA cannot be trained or exported.
+    """Raise RecipeError if a layer that the recipe's `lora` section selects cannot be trained or exported.
 
     Only linear layers can have adapters. A fully trained layer (lora.modules_to_save) must have parameters and must not
     contain other layers.
@@ -116,7 +117,7 @@ class AdapterMerge:
 
 @contextlib.contextmanager
 def use_merged_weights(layers: Sequence[Any], adapter: str) -> Iterator[None]:
-    """Merge `adapter` into the weights of these layers inside the context."""
+    """Merge `adapter` into the weights of these layers inside the context, and restore the weights at its end."""
     merge = AdapterMerge(layers)
     try:
         merge.merge(adapter)

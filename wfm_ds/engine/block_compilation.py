@@ -32,8 +32,8 @@ COMPILE_OPTIONS = {"emulate_precision_casts": True}
 def compile_blocks(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]) -> int:
     """Compile each block of these classes at its first use, as one graph. Returns the number of blocks.
 
-    Call it after adapters, gradient checkpointing and attention kernels, and before DeepSpeed. Raises UserError if the
-    denoiser has no block of these classes.
+    Call it after adapters, gradient checkpointing and attention kernels are installed, and before DeepSpeed starts.
+    Raises UserError if the denoiser has no block of these classes.
     """
     blocks = [part for part in denoiser.modules() if isinstance(part, tuple(block_classes))]
     if not blocks:

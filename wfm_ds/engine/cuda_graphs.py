@@ -1,9 +1,9 @@
-"""Replay of a network's calls from CUDA graphs: the kernels of a call are recorded once and then launched together.
+"""Record the GPU kernels of a network's forward pass as a CUDA graph, and launch them together in later calls.
 
-A graph always uses the memory of its recording. So arguments are copied to the recorded inputs, results are copied from
-the recorded outputs, and weights must be changed in place. If a weight's address changes, all graphs are recorded
-again. The network's Python code runs only during recording. Only calls without gradients are supported. On a CPU, an
-ordinary call replaces the graph. Not yet run on a GPU.
+A graph reads and writes the memory addresses of its recording. Arguments are therefore copied to the recorded inputs,
+results are copied from the recorded outputs, and weights must be changed in place. If a weight's address changes, all
+graphs are recorded again. The network's Python code runs only during recording. Only calls without gradients are
+supported. On a CPU, the network is called normally. This module has not yet been run on a GPU.
 """
 
 from __future__ import annotations

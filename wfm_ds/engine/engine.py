@@ -38,7 +38,7 @@ OPTIMIZER_PREFIX = "optimizer."  # prefix of the names of the optimizer's states
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The outcome of an optimizer step. Identical on every rank."""
+    """The outcome of an optimizer step. All ranks get equal values."""
 
     # False if a gradient was not finite on some rank, or if there were no loss terms; no weight changed on any rank
     is_applied: bool
@@ -48,7 +48,7 @@ class StepResult:
 
 
 class EngineForward:
-    """The denoiser as model families use it. Calls run the active policy; attributes are the module's attributes."""
+    """The denoiser that model families call. A call runs the active policy. Attributes are those of the module."""
 
     # Not the DeepSpeed engine itself, because its `config` would hide diffusers' `config`.
     def __init__(self, engine: DenoiserEngine) -> None:
@@ -57,7 +57,7 @@ class EngineForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the denoiser with the active policy.
 
-        Collective: all ranks must run the same forward passes in the same order.
+        Collective: all ranks must make the same calls in the same order.
         """
         LIVENESS.start_operation("a forward pass of the denoiser")
         engine = self._engine
@@ -215,17 +215,23 @@ class DenoiserEngine:
             self.flop_counter.discard()
 
     def check_ranks_agree(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
-        """Raise an error on all ranks if their next forward passes differ. Does nothing without `engine.guard`."""
+        """Raise an error on all ranks if their next forward passes differ.
+
+        Does nothing if the recipe key `engine.guard` is false.
+        """
         if self._guard is not None:
             self._guard.compare_ranks(*what, inputs=inputs)
 
     @contextlib.contextmanager
     def use_policy(self, name: str, *, merge: bool = False) -> Iterator[None]:
-        """Run the forward passes inside the context with this policy. Collective. Cannot be nested.
+        """Make the policy `name` active inside the context: forward passes use its weights.
 
-        Gradients are enabled only for the policy `train` without `merge`. Each change of policy exchanges weights or,
-        at ZeRO-3, resets the prefetch order, so group forward passes by policy. merge: merge the policy's adapter into
-        the weights (adapter_layers.py). Not supported for LoRA at ZeRO-3.
+        Collective. Cannot be nested.
+
+        Gradients are enabled only for the policy `train` without `merge`. Group forward passes by policy, because every
+        switch of the policy takes time. (It copies weights, and at ZeRO-3 it resets DeepSpeed's prefetch order.)
+
+        merge: merge the policy's adapter into the weights (adapter_layers.py). LoRA at ZeRO-3 does not support this.
         """
         self._require_trained_policy(f"use_policy({name!r})")
         if name == "train" and not merge:
@@ -384,15 +390,15 @@ class DenoiserEngine:
     # Checkpoints
 
     def step_counters(self) -> dict[str, int]:
-        """Return the counters of updates and skipped steps, for checkpoints. Identical on every rank."""
+        """Return the numbers of updates and skipped steps, for checkpoints. All ranks get equal numbers."""
         return {"updates": self.num_updates, "skipped": self.num_skipped, "ema_seen": self._last_ema_update}
 
     def shard_states(self) -> dict[str, list[Tensor]]:
-        """Return this rank's shards of all states that training changes, {name: one tensor per optimizer group}.
+        """Return this rank's shards of all states that training changes, as {name: one tensor per optimizer group}.
 
-        Names are `train`, the policies that change during training, and `optimizer.NAME` for each optimizer state.
-        Tensors are partitioned as in `shards.slices_by_name()`. A 0-dimensional tensor is one number for the whole
-        group (AdamW's step). The tensors are views, which the next step changes.
+        The names are `train`, each policy that changes during training, and `optimizer.NAME` for each optimizer state.
+        `shards.slices_by_name()` tells which elements of a tensor belong to which parameter. A tensor with 0 dimensions
+        is a number for the whole group, such as AdamW's step. The tensors are views that the next step overwrites.
         """
         states = {
             "train": self.shards.master_weights(),

@@ -1,4 +1,4 @@
-"""FLOPs of a module and of the engine's forward passes, counted per operator on the meta device.
+"""Count the FLOPs of a module and of the engine's forward passes. Operators are counted on the meta device.
 
 Linear layers, attention and convolutions count 2 FLOPs per multiply-add; pointwise operations are not counted. Nothing
 is computed or allocated, so counting a model of 14 billion parameters takes seconds on a laptop.
@@ -124,7 +124,7 @@ class FlopCount:
 
 @dataclass(frozen=True, slots=True)
 class ForwardKind:
-    """Key that groups forward passes with the same FLOPs per sample."""
+    """Dictionary key of a forward pass. Forward passes with equal keys have the same FLOPs per sample."""
 
     shapes: Hashable
     with_gradient: bool
@@ -135,7 +135,10 @@ class FlopCounter:
     """Records the forward passes of one rank and returns their total FLOPs (`pop_count`)."""
 
     def __init__(self, meta_denoiser: nn.Module, *, checkpointing: bool) -> None:
-        """meta_denoiser: the denoiser on the meta device, with its adapters and requires_grad flags."""
+        """meta_denoiser: copy of the denoiser on the meta device.
+
+        It must have the adapters and requires_grad flags of the original.
+        """
         self._meta_denoiser, self._checkpointing = meta_denoiser, checkpointing
         self._samples: Counter[ForwardKind] = Counter()
         self._examples: dict[Hashable, Arguments] = {}
@@ -173,7 +176,8 @@ class FlopCounter:
     def pop_count(self) -> FlopCount | None:
         """Return the FLOPs since the last call.
 
-        Returns None if the denoiser reads the values of tensors, because meta tensors have no values.
+        Returns None if FLOPs cannot be counted because the denoiser reads values of tensors. (Meta tensors have no
+        values.)
         """
         try:
             return sum((self._count_forwards(kind, samples) for kind, samples in self._samples.items()), FlopCount())

@@ -5,8 +5,8 @@ exports work unchanged. Scales are computed from the current values, so equal we
 uses one scale per row of weights and inputs, so a sample's prediction does not depend on its batch.
 
 TransformerEngine needs CUDA, so it is imported when the first layer is built. Its scales are per tensor
-(Float8CurrentScaling), so a sample's prediction depends on its batch, and the recipe rejects it for algorithms that
-compare predictions.
+(Float8CurrentScaling), so a sample's prediction depends on its batch. Algorithms that compare predictions therefore
+cannot use it.
 """
 
 from __future__ import annotations

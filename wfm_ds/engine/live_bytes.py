@@ -1,4 +1,4 @@
-"""Current and peak bytes of live tensors while a block of code runs, on a CPU or on the meta device.
+"""Measure the current and peak memory of tensors while a block of code runs, on a CPU or on the meta device.
 
 Meta tensors have a size and a lifetime but use no memory. So the memory of a forward and backward pass can be measured
 for a model that does not fit into the machine.
@@ -62,15 +62,15 @@ def storage_id(tensor: torch.Tensor) -> int:
 def emulate_gpu_attention() -> Iterator[None]:
     """Make attention on the meta device save the same tensors for the backward pass as GPU kernels do.
 
-    By default, attention on the meta device saves a matrix over all pairs of tokens. The attention function is
-    replaced, because a torch mode would miss recomputation in the backward pass.
+    By default, attention on the meta device saves a matrix over all pairs of tokens. Inside the context, torch's
+    attention function is replaced by `gpu_attention`.
     """
     original = functional.scaled_dot_product_attention
 
     def attention(query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return (gpu_attention if query.device.type == "meta" else original)(query, *args, **kwargs)
 
-    functional.scaled_dot_product_attention = attention
+    functional.scaled_dot_product_attention = attention  # a torch mode would miss recomputation in the backward pass
     try:
         yield
     finally:

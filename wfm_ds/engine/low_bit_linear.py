@@ -1,7 +1,7 @@
 """Frozen linear layers with an 8-bit or 4-bit weight, which is dequantised at each use.
 
-They save memory but no time: matrix products use the dequantised weight in the model's dtype. Inputs are not rounded,
-so the error is smaller than with float8. Any GPU is supported.
+These layers save memory but are not faster, because matrix products use the dequantised weight in the model's dtype.
+Inputs are not rounded, so the error is smaller than with float8. Any GPU is supported.
 """
 
 from __future__ import annotations

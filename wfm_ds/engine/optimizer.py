@@ -52,7 +52,7 @@ def should_use_fused(device: torch.device) -> bool | None:
 
 
 def read_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
-    """Return one master tensor's optimizer states, {AdamW's name: tensor}. Before the first step there are none.
+    """Return one master tensor's optimizer states, {AdamW's name: tensor}. Before the first step, the result is empty.
 
     AdamW's states are returned without a copy. The states of other optimizers are converted to float32 on the CPU.
     """
@@ -139,8 +139,8 @@ def ema_decay(largest: float, update: int) -> float:
 def accumulate_in_float32(ds: Any) -> None:
     """Make the ZeRO stage 1 optimizer accumulate gradients in float32. Call it before the first backward pass.
 
-    Sets the attributes that the optimizer's constructor sets for float32 accumulation. This can be done afterwards,
-    because nothing that the constructor creates depends on them.
+    DeepSpeed chooses the dtype in the optimizer's constructor. This function changes the attributes of the finished
+    optimizer.
     """
     optimizer = ds.optimizer
     if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.partition_gradients:

@@ -1,8 +1,8 @@
 """The policies (sets of weights) of one denoiser, as sharded fp32 copies and as LoRA adapters.
 
-The policies are theta (the trained weights), old, ref and ema. This module finds this rank's master weights (the fp32
-values that ZeRO updates) in DeepSpeed's optimizers, keeps copies with the same partitioning, and switches adapters.
-engine.py and the training loops decide when policies change.
+The policies are theta (the trained weights), old, ref and ema. The module finds this rank's master weights (the fp32
+weights that ZeRO updates) in DeepSpeed's optimizer. It keeps copies of the master weights with the same sharding, and
+switches adapters. engine.py and the training loops decide when a policy changes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Shards:
         return [flat.detach() for flat in self._optimizer_flats()]
 
     def optimizer_states(self) -> list[dict[str, Tensor]]:
-        """Return the optimizer states {name: tensor} of each optimizer group. Before the first step there are none."""
+        """Return the optimizer states {name: tensor} of each group. Before the first step, the mappings are empty."""
         return [read_states(self.ds.optimizer.optimizer, flat) for flat in self._optimizer_flats()]
 
     def load_optimizer_states(self, states: Mapping[str, Flats]) -> None:
@@ -109,7 +109,7 @@ class Shards:
         return flats[piece.group][piece.flat_start : piece.flat_start + piece.numel]
 
     def gather_parameter(self, parameter: nn.Parameter, flats: Flats, device: torch.device) -> Tensor | None:
-        """Return one full parameter in fp32 on rank 0's CPU, and None on other ranks. Collective.
+        """Return a full parameter in fp32 on the CPU of rank 0. Other ranks get None. Collective.
 
         device: device on which the parameter is gathered.
         """
@@ -157,8 +157,9 @@ class Shards:
 def refresh_gathered_weights(parameters: Sequence[Any]) -> None:
     """Discard outdated copies of these parameters after their shards changed at ZeRO-3. Collective.
 
-    Some parameters stay gathered, and are gathered again here. With zero_hpz_partition_size, each node also has
-    secondary shards, from which DeepSpeed would gather old weights until its next optimizer step.
+    Small parameters that ZeRO-3 keeps gathered are gathered again. If zero_hpz_partition_size is set, the secondary
+    shards of each node are discarded too. Otherwise DeepSpeed would gather old weights from them until the next
+    optimizer step.
     """
     persistent = [p for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
     if persistent:
@@ -189,8 +190,8 @@ class ShardedCopy:
     def use_weights(self) -> Iterator[None]:
         """Use this copy as the module's weights inside the context. Collective at entry and exit.
 
-        Restores the trained weights on exit, also after an error that all ranks agreed on. Does not restore them after
-        an error on this rank alone, because restoring is collective.
+        The trained weights are restored on exit, even if all ranks raise the same error. They are not restored if only
+        this rank raises an error, because restoring is collective.
         """
         self.shards.install_weights(self.flats)
         is_agreed = True
@@ -252,7 +253,10 @@ def add_adapters(
 
 @torch.no_grad()
 def write_initial_values(denoiser: nn.Module, initial_values: Mapping[str, Tensor], names: Sequence[str]) -> None:
-    """Write initial values into each adapter in `names`. They are named as in DenoiserEngine.iter_full_tensors."""
+    """Write initial values into each adapter in `names`.
+
+    The values are named as in DenoiserEngine.iter_full_tensors.
+    """
     parameters = dict(denoiser.named_parameters())
     adapter_names = {name.replace(".default.", "."): name for name in parameters if ".default." in name}
     for name, value in initial_values.items():
@@ -264,7 +268,7 @@ class Adapters:
     """The LoRA adapters of a denoiser and the choice of the active one. Only `default` requires gradients.
 
     The active adapter changes many times per step. PEFT's own switch visits all modules and sets thousands of flags
-    each time, so this class finds the adapted layers once and switches only these.
+    each time, so this class finds the adapted layers once and switches only these layers.
     """
 
     def __init__(self, denoiser: nn.Module) -> None:
@@ -309,7 +313,10 @@ class AdapterDropout:
     """
 
     def __init__(self, denoiser: nn.Module, seed: int, rank: int) -> None:
-        """Disable dropout in all adapters (PEFT creates them in train mode). `seed_masks` enables only `default`."""
+        """Disable dropout in all adapters, because PEFT creates them in train mode.
+
+        `seed_masks` enables it for `default`.
+        """
         layers = [dict(layer.lora_dropout) for layer in find_adapter_layers(denoiser)]
         for dropout in (dropout for by_adapter in layers for dropout in by_adapter.values()):
             dropout.training = False

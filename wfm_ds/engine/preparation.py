@@ -43,8 +43,8 @@ def prepare_denoiser(
 ) -> Adapters | None:
     """Prepare a denoiser in place for training. Returns the adapters; None in full training. Collective.
 
-    The order matters: low-precision base, weight placement, adapters or full training, gradient checkpointing, sequence
-    parallelism, attention kernel, compiled blocks.
+    The steps must run in this order: low-precision base, weight placement, adapters or full training, gradient
+    checkpointing, sequence parallelism, attention kernel, block compilation.
 
     config: the config for deepspeed.initialize.
     names: names of the adapters in addition to `default`.

@@ -1,4 +1,4 @@
-"""Checks of an optimizer step: every trained parameter gets a gradient, and all ranks run the same forward passes."""
+"""Check that every trained parameter receives a gradient, and that all ranks run the same forward passes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_NAMED = 3  # maximum number of names in the error
 
 
 def single_part(name: str) -> str:
-    """Map every parameter name to the same component. For networks that every step runs completely."""
+    """Assign every parameter to the same component. Used for networks that run completely in every step."""
     return ""
 
 
@@ -28,8 +28,8 @@ class GradientWatch:
     """Checks that all trained parameters receive a gradient.
 
     Hooks on the parameters record gradients without device synchronization. The hooks of a network component (e.g. an
-    expert) are removed after the first optimizer step that runs it. A gradient of zeros counts, because LoRA's A has
-    only zeros in the first step.
+    expert) are removed after the first optimizer step that runs it. A gradient of zeros counts as received, because the
+    gradient of LoRA's matrix A is zero in the first step.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class GradientWatch:
     ) -> None:
         """Watch all trained parameters of a module.
 
-        frozen: names of weights that do not affect the output. Their adapters are not watched, because their B stays 0.
+        frozen: names of weights that do not affect the output. Adapters of these weights are not watched, because they
+        receive no gradient other than zero.
         find_part: maps a parameter's name to its network component, such as an expert. A step may run only some
         components.
         """
@@ -81,8 +82,8 @@ class GradientWatch:
 class RankGuard:
     """Compares forward passes between ranks, so that a mismatch raises an error instead of hanging.
 
-    Create it at the same point on every rank. It waits for other ranks as long as the collectives of `world` do,
-    because a rank that is decoding videos or compiling is only late.
+    Create it at the same point on every rank. Its timeout is the timeout of the collectives of `world`, because a rank
+    may be late while it decodes videos or compiles.
     """
 
     def __init__(self, world: World) -> None:

@@ -1,7 +1,7 @@
 """Placement of the denoiser's weights: moves one parameter at a time from memory-mapped files to the device.
 
-All ranks of a machine share the mapped pages (models/loading.py). At ZeRO-3 each rank copies only its shard, else the
-whole parameter. A rank never holds two copies of more than one parameter.
+All ranks of a machine share the mapped pages (models/loading.py). At ZeRO-3, each rank copies only its shard of a
+parameter. At other stages, it copies the whole parameter. During the move, at most one parameter is in memory twice.
 """
 
 from __future__ import annotations

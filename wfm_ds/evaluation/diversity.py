@@ -1,6 +1,6 @@
-"""Diversity: how different the samples of one prompt with different seeds are.
+"""Diversity of the samples that one prompt gives with different seeds.
 
-It is the mean distance between their embeddings.
+The diversity is the mean distance between the embeddings of these samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Frames = npt.NDArray[np.uint8]
 class SampleEmbedder(Protocol):
     """Embeds images and videos as vectors.
 
-    The Euclidean distance of two vectors measures how different two samples are.
+    The Euclidean distance between two vectors measures how different the two samples are.
     """
 
     name: str
@@ -41,7 +41,7 @@ class SampleEmbedder(Protocol):
 
 
 class PixelEmbedder:
-    """Embeds the pixels of downscaled frames. The distance is their root mean square difference, from 0 to 1."""
+    """Embeds downscaled frames as pixel vectors. Their distance is the root mean square difference, from 0 to 1."""
 
     name = f"RGB at {SIDE} x {SIDE}"
 
@@ -82,9 +82,9 @@ class DinoEmbedder:
 
 
 def load_embedder(choice: str, device: torch.device) -> SampleEmbedder:
-    """Load the embedder that the option `--diversity` names: `rgb`, `auto`, or the address of a model.
+    """Load the embedder that the option `--diversity` names: `rgb`, `auto`, a model folder or a Hub id.
 
-    `auto` is DINOv2 if it is in the Hub cache, and otherwise `rgb`. Raises ModelError if the model cannot be loaded.
+    `auto` selects DINOv2 if it is in the Hub cache, otherwise `rgb`. Raises ModelError if the model cannot be loaded.
     """
     if choice == "auto":
         from huggingface_hub import try_to_load_from_cache
@@ -101,8 +101,8 @@ def select_frames(frames: Frames) -> list[Frames]:
 def prompt_diversity(vectors: Sequence[Array | None], num_seeds: int) -> Array:
     """Return the mean pairwise distance between the samples of each prompt, [P prompts].
 
-    It is NaN for a prompt with fewer than two samples. vectors: embedding [D] of each sample, ordered by prompt; None
-    for a failed sample.
+    The distance is NaN for a prompt with fewer than two valid samples.
+    vectors: embedding [D] of each sample, or None for a failed sample. The samples are ordered by prompt.
     """
     means = []
     for first in range(0, len(vectors), num_seeds):

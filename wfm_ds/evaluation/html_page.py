@@ -44,7 +44,7 @@ def render_page(results: EvaluationResults) -> str:
 
 
 def render_comparison(results: EvaluationResults, comparison: ModelComparison) -> str:
-    """Return the HTML of a model's verdict, and of the table that compares its scores with those of the base model."""
+    """Return HTML with a model's verdict and a table that compares the model with the base model."""
     verdict = comparison.verdict
     titles = ["", "", results.base.name, comparison.results.name, "difference", "better in", "", "in sd of the base"]
     rows = []
@@ -70,9 +70,9 @@ def render_base(results: EvaluationResults) -> str:
 
 
 def axis_scale(comparison: ModelComparison) -> float:
-    """Return the largest absolute bound of the confidence intervals. Returns 1 if there are no intervals.
+    """Return the largest absolute bound of all confidence intervals, or 1 if there are no intervals.
 
-    The unit is the standard deviation of the base model's scores.
+    The result is in units of the standard deviation of the base model's scores.
     """
     ends = [abs(gap.z) + interval_width(gap) for gap in comparison.differences.values() if gap is not None]
     return max((end for end in ends if math.isfinite(end)), default=0.0) or 1.0
@@ -81,15 +81,15 @@ def axis_scale(comparison: ModelComparison) -> float:
 def interval_width(gap: Difference) -> float:
     """Return half the width of the confidence interval.
 
-    The unit is the standard deviation of the base model's scores.
+    The result is in units of the standard deviation of the base model's scores.
     """
     return (gap.estimate.half_width or 0.0) / gap.base_std if gap.base_std > 0 else 0.0
 
 
 def render_interval(gap: Difference | None, scale: float) -> str:
-    """Return an SVG plot of a difference: its interval with a dot for the value, and a line at 0.
+    """Return an SVG plot of a score difference, or "" if the difference is unknown.
 
-    Returns "" if the difference is unknown.
+    The plot shows the confidence interval, a dot at the difference and a line at 0.
     """
     if gap is None or not math.isfinite(gap.z):
         return ""

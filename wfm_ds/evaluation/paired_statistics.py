@@ -1,9 +1,9 @@
 """Paired statistics of two models that sampled the same prompts with the same seeds.
 
-Samples of one prompt are correlated, so an interval over all samples would be too narrow. Scores are therefore first
-averaged over each prompt. The same seed gives the same noise, so differences are computed between samples with the same
-prompt and seed. This removes the effects of prompt and seed. NaN marks a missing score. A pair in which a score is
-missing is excluded.
+Samples of one prompt are correlated, so a confidence interval over all samples would be too narrow. Scores are
+therefore first averaged over the samples of each prompt. Differences are computed between samples with the same prompt
+and the same seed, which gives the same noise. This removes the effects of prompt and seed. NaN marks a missing score.
+Pairs with a missing score are excluded.
 """
 
 from __future__ import annotations
@@ -47,13 +47,10 @@ class MeanEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Difference of two models' scores over pairs with the same prompt and seed.
-
-    It is the score of the evaluated model minus the score of the base model.
-    """
+    """Score of an evaluated model minus score of the base model, over pairs with the same prompt and seed."""
 
     estimate: MeanEstimate
-    num_better: int  # pairs in which the other model has the higher score
+    num_better: int  # pairs in which the evaluated model has the higher score
     num_missing: int  # number of pairs with a missing score
     base_std: float  # standard deviation of all scores of the base model
     p_decrease: float  # one-sided p value of a decrease; NaN without an interval
@@ -79,7 +76,7 @@ def prompt_means(scores: Array) -> Array:
 
 
 def estimate_mean(scores: Array) -> MeanEstimate | None:
-    """Estimate the mean over prompts of scores [P prompts, S seeds], with a t interval.
+    """Estimate the mean score over prompts, with a t confidence interval. scores: [P prompts, S seeds].
 
     Returns None if there are no scores.
     """
@@ -91,7 +88,7 @@ def estimate_mean(scores: Array) -> MeanEstimate | None:
 
 
 def compare_scores(base: Array, other: Array) -> Difference | None:
-    """Compare two models by their scores [P prompts, S seeds]. Returns None if every pair has a missing score."""
+    """Compare the scores [P prompts, S seeds] of two models. Returns None if every pair has a missing score."""
     gaps = other - base
     estimate = estimate_mean(gaps)
     if estimate is None:
@@ -117,10 +114,11 @@ def p_value_decrease(means: Array) -> float:
 
 
 def estimate_ratio(base: Array, other: Array) -> MeanEstimate | None:
-    """Estimate the ratio other / base of positive values [P prompts], as the geometric mean over prompts.
+    """Estimate the ratio other / base. The estimate is the geometric mean of the ratio over prompts.
 
-    Prompts with a missing or zero value are excluded. Returns None if no prompt remains. `half_width` of the result is
-    in the logarithm of the ratio. `ratio_bounds` converts it.
+    base, other: positive values [P prompts]. Prompts with a missing or zero value are excluded. Returns None if no
+    prompt remains. `half_width` of the result is half the interval of the ratio's logarithm. `ratio_bounds` returns
+    the interval of the ratio.
     """
     usable = (base > 0) & (other > 0)  # False for NaN
     logs = np.log(other[usable]) - np.log(base[usable])
@@ -135,7 +133,7 @@ def estimate_ratio(base: Array, other: Array) -> MeanEstimate | None:
 def ratio_bounds(ratio: MeanEstimate) -> tuple[float, float] | None:
     """Return the confidence interval (low, high) of a ratio from `estimate_ratio`.
 
-    Returns None if it has no interval.
+    Returns None if the ratio has no confidence interval.
     """
     if ratio.half_width is None:
         return None
@@ -143,9 +141,9 @@ def ratio_bounds(ratio: MeanEstimate) -> tuple[float, float] | None:
 
 
 def adjust_holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p values for multiple comparisons (Holm 1979), which controls the family-wise error rate.
+    """Adjust p values for multiple comparisons with Holm's method (1979).
 
-    NaN values do not count as comparisons.
+    The adjustment controls the family-wise error rate. NaN values do not count as comparisons.
     """
     adjusted = list(p_values)
     order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])

@@ -27,7 +27,8 @@ def format_headline(results: EvaluationResults) -> str:
 def format_text(results: EvaluationResults) -> str:
     """Return the report as text.
 
-    Each model has a table that compares it with the base model. If there is only the base model, its scores are shown.
+    Each model has a table that compares it with the base model. Without other models, the report shows only the base
+    model's scores.
     """
     blocks = [format_headline(results)]
     if not results.comparisons:
@@ -49,7 +50,7 @@ def format_text(results: EvaluationResults) -> str:
 
 
 def table_rows(results: EvaluationResults, comparison: ModelComparison) -> Iterator[list[str]]:
-    """Yield the rows of a model's table, as lists of cells.
+    """Yield the rows of a model's table. Each row is a list of cells.
 
     Columns: reward, mark (T: trained on, R: related), mean of the base model, mean of the model, difference, number of
     pairs in which the model is better, remark.
@@ -102,7 +103,7 @@ def describe_missing(model: ModelResults, rewards: Sequence[str]) -> str:
 
 
 def format_json(results: EvaluationResults) -> str:
-    """Return the results as JSON, without individual samples. `format_csv` returns the samples."""
+    """Return the results as JSON. The JSON does not contain individual samples; see `format_csv`."""
     content = {
         "settings": dict(results.settings),
         "prompts": [{"id": prompt.id, "prompt": prompt.text} for prompt in results.prompts],
@@ -238,7 +239,7 @@ def mean_or_nan(values: Any) -> float:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Join rows of cells to a text with aligned columns and one line per row."""
+    """Format rows of cells as lines of text with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in padded)

@@ -26,8 +26,8 @@ from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.types import Prompt
 
 RewardRole = Literal["trained", "held_out", "related"]
-"""Role of a reward. `trained`: the model was trained on it. `held_out`: it was not. `related`: it was not, but it uses
-the same network as a trained reward."""
+"""Role of a reward. `trained`: the model was trained on this reward. `held_out`: the model was not trained on it.
+`related`: a held-out reward that uses the same network as a trained reward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ class ModelComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResults:
-    """All results that the report shows."""
+    """All results of an evaluation. The reports show them."""
 
     prompts: Sequence[Prompt]
     seeds: Sequence[int]

@@ -1,4 +1,4 @@
-"""Scores of one model as arrays [prompts, seeds] with NaN for missing scores, and scores of published benchmarks."""
+"""Score arrays of one model [P prompts, S seeds] with NaN for missing scores, and published benchmark scores."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GENEVAL_TASKS = ("single_object", "two_object", "counting", "colors", "position"
 def scores_by_reward(samples: SampleScores, num_seeds: int) -> dict[str, Array]:
     """Return {reward: scores [P prompts, S seeds]}.
 
-    For rewards that report partial scores, the result also contains {`reward/part`: partial scores [P, S]}.
+    Some rewards report partial scores. The result contains them as {`reward/part`: partial scores [P, S]}.
     """
     names = list(dict.fromkeys(name for sample in samples for name in sample))
     arrays = {name: reshape_scores([sample[name].value for sample in samples], num_seeds) for name in names}
@@ -38,9 +38,9 @@ def total_rewards(samples: SampleScores, num_seeds: int, reward: RewardRecipe) -
 
 
 def unit_std_reward_recipe(names: Sequence[str], base: Mapping[str, Array]) -> RewardRecipe:
-    """Return a recipe in which the weight of each reward is 1 / std of the base model's scores.
+    """Return a recipe that divides each reward by the standard deviation of the base model's scores.
 
-    If the std is 0, the weight is 1.
+    The weight of a reward is 1 if its standard deviation is 0.
     """
     functions = []
     for name in names:
@@ -77,9 +77,9 @@ def benchmark_scores(prompts: Sequence[Prompt], scores: Mapping[str, Array], num
 
 
 def geneval_score(prompts: Sequence[Prompt], correct: Array, num_seeds: int) -> BenchmarkScore | None:
-    """Compute GenEval's accuracy: the mean over its tasks (arXiv 2310.11513, evaluation/summary_scores.py).
+    """Compute GenEval's accuracy, the mean accuracy over its tasks (arXiv 2310.11513, evaluation/summary_scores.py).
 
-    correct: [P prompts, S seeds], 1 for a correct image. Returns None if all scores are missing.
+    correct: [P prompts, S seeds], 1 for a correct image, 0 for a wrong image. Returns None if all scores are missing.
     """
     by_task: dict[str, list[float]] = defaultdict(list)
     for prompt, row in zip(prompts, correct, strict=True):
@@ -97,7 +97,7 @@ def geneval_score(prompts: Sequence[Prompt], correct: Array, num_seeds: int) -> 
 
 
 def ocr_score(scores: Array | None) -> BenchmarkScore | None:
-    """Compute the mean of the OCR reward that Flow-GRPO defines (arXiv 2505.05470).
+    """Compute the mean OCR reward as defined by Flow-GRPO (arXiv 2505.05470).
 
     Returns None if all scores are missing.
     """

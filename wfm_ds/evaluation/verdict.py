@@ -27,8 +27,9 @@ def decide_verdict(
 ) -> Verdict:
     """Decide the verdict from the score differences between a model and its base model.
 
-    trained: names of the trained rewards, for the message. "" if there are none.
-    total: difference of the weighted sum of the trained rewards. None if it was not measured.
+    trained: names of the trained rewards, for the message. "" if there are no trained rewards.
+    total: difference in the weighted sum of the trained rewards. None if the sum was not measured.
+    held_out: {reward: difference} for rewards that the model was not trained on.
     related: held-out rewards that use the same network as a trained reward. Their increase does not confirm a gain.
     """
     if not trained:
@@ -66,7 +67,7 @@ def decide_verdict(
 
 
 def find_decreases(held_out: Mapping[str, Difference], level: float) -> dict[str, float]:
-    """Return {held-out reward: p value} of the significant decreases.
+    """Return {reward: p value} for the held-out rewards that decreased significantly.
 
     The p values are Holm-adjusted. A decrease is significant if p < `level` and if it is at least MIN_DECREASE.
     """
@@ -79,5 +80,5 @@ def find_decreases(held_out: Mapping[str, Difference], level: float) -> dict[str
 
 
 def list_decreases(decreases: Mapping[str, float], held_out: Mapping[str, Difference]) -> str:
-    """Describe the decreases for a message, in units of the standard deviation of the base model's scores."""
+    """Describe the decreases as text, in units of the standard deviation of the base model's scores."""
     return ", ".join(f"{name} decreased by {-held_out[name].z:.2g} sd (p = {p:.1g})" for name, p in decreases.items())

@@ -1,4 +1,4 @@
-"""The pipeline that a LoRA belongs to. It provides the layer names, and the weights that some LoRA layouts need."""
+"""The pipeline that a LoRA belongs to. It provides the layer names, and the base weights that some layouts need."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def family_names(family: type[DiffusionModel]) -> FamilyLoraNames:
 def read_lora(path: Path, base: Path | None) -> tuple[LoraSource, FamilyLoraNames | None]:
     """Read a LoRA in any layout. Returns (LoRA, layer names of its model family).
 
-    base: pipeline folder that determines the family. If it is None, the family is used that has all layers of the LoRA.
-    If no family or several families fit, the LoRA must use diffusers' layer names, and None is returned instead of the
-    layer names.
+    base: pipeline folder that determines the family. If it is None, the family is the one with names for all layers of
+    the LoRA. If there are no or several such families, the LoRA must use diffusers' layer names, and None is returned
+    in place of the family's layer names.
     Raises ModelError if the LoRA cannot be read or its layer names are unknown.
     """
     if base is not None:
@@ -42,7 +42,7 @@ def read_lora(path: Path, base: Path | None) -> tuple[LoraSource, FamilyLoraName
 
 
 def _read_for_family(path: Path, family: type[DiffusionModel]) -> tuple[LoraSource, FamilyLoraNames] | None:
-    """Read a LoRA of this family. Returns None if the family's table does not have all of its layers."""
+    """Read a LoRA with the layer names of a family. Returns None if the family lacks a name for one of its layers."""
     names = family_names(family)
     try:
         source = LoraSource(path, names.table)
@@ -53,13 +53,13 @@ def _read_for_family(path: Path, family: type[DiffusionModel]) -> tuple[LoraSour
 
 
 def denoiser_parts(base: Path) -> tuple[str, ...]:
-    """Return the denoiser components of a pipeline folder. Raises ModelError if its family is unknown."""
+    """Return the names of the denoiser components of a pipeline folder. Raises ModelError if its family is unknown."""
     classes = pipeline_components(read_index(base))
     return tuple(part for part in registry.find_family(base).denoiser_components if classes.get(part, (None, None))[1])
 
 
 def base_weight_readers(base: Path) -> Callable[[str], WeightReader]:
-    """Return a function that returns the `WeightReader` of a component of the pipeline folder."""
+    """Return a function that maps a component of the pipeline folder to its `WeightReader`."""
     return lambda part: functools.partial(_read_weight, ExportTarget(base, ()).base_weights(part))
 
 

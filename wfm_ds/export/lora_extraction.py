@@ -1,4 +1,4 @@
-"""Extraction of a LoRA from a fully trained model: the best low-rank approximation of its weight changes (SVD)."""
+"""Extracts a LoRA from a fully trained model. The LoRA is the best low-rank approximation of the weight changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wfm_ds.export.target import ExportTarget
 
 @dataclass
 class LoraExtraction:
-    """LoRA of one denoiser component, and the fraction of the weight change that it represents."""
+    """LoRA of one denoiser component, with the amount of the weight change that it represents."""
 
     layers: LoraLayers = field(default_factory=dict)
     squares: float = 0.0  # sum of squares of all weight differences, including tensors without a LoRA
@@ -23,17 +23,19 @@ class LoraExtraction:
 
     @property
     def kept_fraction(self) -> float:
-        """Fraction of the squared weight change that the LoRA represents."""
+        """Fraction of the weight change that the LoRA represents, measured by sums of squares."""
         return self.kept_squares / self.squares if self.squares else 1.0
 
 
 def extract_lora(
     trained: ExportTarget, base: ExportTarget, part: str, rank: int | None, energy: float | None
 ) -> LoraExtraction:
-    """Approximate component `part` of `trained` by the same component of `base` plus a LoRA with alpha = rank.
+    """Compute a LoRA that turns component `part` of `base` approximately into that of `trained`. Its alpha is its rank.
 
-    rank: maximum rank per layer. energy: fraction of each layer's squared weight change to keep; it determines the rank
-    of each layer. Raises ModelError if the two models have different tensors, or if their linear layers are equal.
+    rank: maximum rank per layer.
+    energy: fraction of each layer's squared weight change that the LoRA must represent. It determines the rank of each
+    layer.
+    Raises ModelError if the two models have different tensors, or if their linear layers are equal.
     """
     extraction = LoraExtraction()
     shapes, trained_weights, base_weights = (
@@ -66,7 +68,7 @@ def extract_lora(
 
 
 def approximate_difference(difference: Tensor, rank: int | None, energy: float | None) -> tuple[LoraLayer, float]:
-    """Return (best LoRA for a weight difference [out, in], sum of squares that it represents).
+    """Return (best LoRA for a weight difference [out, in], sum of squares that the LoRA represents).
 
     The best approximation is the truncated SVD (Eckart-Young). The singular values are split equally between A and B.
     """

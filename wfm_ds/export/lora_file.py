@@ -1,8 +1,8 @@
-"""Reading of LoRA files in the layouts of diffusers, PEFT, kohya and ComfyUI, as layers with diffusers' names.
+"""Reads LoRA files in the layouts of diffusers, PEFT, kohya and ComfyUI, and converts layer names to diffusers'.
 
-A key consists of a prefix, the name of a layer and a suffix. Tools differ in all three, and in where they store the
-scale: in the header (diffusers), in adapter_config.json (PEFT) or in `.alpha` tensors (kohya, ComfyUI). lora_layouts.py
-writes these layouts.
+A key consists of a prefix, the name of a layer and a suffix. All three differ between tools. The scale is in the file
+header (diffusers), in adapter_config.json (PEFT) or in `.alpha` tensors (kohya, ComfyUI). lora_layouts.py writes these
+layouts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WeightReader = Callable[[str], Tensor]  # reads the weight of a base layer, by i
 
 
 class LoraSource:
-    """A LoRA on disk, as a tensor source for exports. It has one file per denoiser component."""
+    """Tensor source for exports that reads a LoRA from disk. The LoRA has one file per denoiser component."""
 
     uses_lora = True
 
@@ -54,9 +54,9 @@ class LoraSource:
         """Read a LoRA.
 
         path: a LoRA file, or a folder that contains one.
-        table: layer names of its model family; None: the file must use diffusers' names.
-        weight: function that returns the `WeightReader` of a denoiser component, needed if the file has a `dora_scale`.
-        Raises ModelError if `path` is not a LoRA, or if the LoRA has layers that are not in the table.
+        table: layer names of the model family. If it is None, the file must use diffusers' names.
+        weight: function that maps a denoiser component to its `WeightReader`. Required if the file has a `dora_scale`.
+        Raises ModelError if `path` is not a LoRA, or if the table lacks a layer of the LoRA.
         """
         self.path = path
         files = find_lora_files(path)
@@ -78,7 +78,7 @@ class LoraSource:
 
     @property
     def base_model(self) -> str | None:
-        """Base model named in adapter_config.json, if any."""
+        """Base model named in adapter_config.json, or None."""
         return None if self.config is None else self.config.get("base_model_name_or_path")
 
     @property
@@ -86,14 +86,14 @@ class LoraSource:
         return lora_settings(self.layers, self.whole_layers, self.config)
 
     def summary(self) -> str:
-        """Return the number of layers, rank and alpha as text."""
+        """Return a text with the number of layers, rank and alpha."""
         layers = [layer for part_layers in self.layers.values() for layer in part_layers.values()]
         ranks, alphas = ({getattr(layer, name) for layer in layers} for name in ("rank", "alpha"))
         rank, alpha = (f"{next(iter(v)):g}" if len(v) == 1 else f"{min(v):g} to {max(v):g}" for v in (ranks, alphas))
         return f"{len(layers)} layers, rank {rank}, alpha {alpha}"
 
     def bake_alpha(self) -> None:
-        """Multiply B by alpha / rank, so that alpha equals the rank."""
+        """Multiply all B by alpha / rank and set alpha to the rank. The weight updates do not change."""
         self.layers = {p: {n: layer.bake_alpha() for n, layer in layers.items()} for p, layers in self.layers.items()}
 
     def lora_config(self) -> Any:
@@ -109,7 +109,7 @@ class LoraSource:
 
 
 def iter_lora_tensors(layers: LoraLayers, whole_layers: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (engine parameter name, tensor) of a LoRA, as in TensorSource.iter_full_tensors."""
+    """Yield (engine parameter name, tensor) for a LoRA, in the format of TensorSource.iter_full_tensors."""
     for module, layer in layers.items():
         yield f"{module}.lora_A.weight", layer.A
         yield f"{module}.lora_B.weight", layer.B
@@ -123,9 +123,9 @@ def iter_lora_tensors(layers: LoraLayers, whole_layers: Mapping[str, Tensor]) ->
 def lora_settings(
     parts: Mapping[str, LoraLayers], whole_layers: Mapping[str, Mapping[str, Tensor]], config: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the settings of the peft.LoraConfig for these layers. Known settings in `config` are kept.
+    """Return the settings of the peft.LoraConfig for these layers. Other valid settings are copied from `config`.
 
-    The most frequent rank and alpha become the defaults. Layers with other values get entries in rank_pattern and
+    The most frequent rank and alpha become the defaults. Layers with different values get entries in rank_pattern and
     alpha_pattern.
     """
     layers = {name: layer for part_layers in parts.values() for name, layer in part_layers.items()}
@@ -144,7 +144,10 @@ def lora_settings(
 
 
 def find_lora_files(path: Path) -> dict[str, Path]:
-    """Return {denoiser component: LoRA file} of a LoRA folder, export or file. Raises ModelError if there is none."""
+    """Return {denoiser component: LoRA file} for a LoRA folder, an export or a LoRA file.
+
+    Raises ModelError if there is no LoRA file.
+    """
     if path.is_file():
         return {LORA_PREFIX: path}
     for folder in (path, path / LORA_FOLDER):
@@ -161,7 +164,7 @@ def find_lora_files(path: Path) -> dict[str, Path]:
 
 
 def is_lora(path: Path) -> bool:
-    """Return whether the path is a LoRA file, or a folder with a LoRA file and its settings."""
+    """Return whether the path is a LoRA file, or a folder with a LoRA file and an adapter_config.json."""
     if path.is_file():
         return path.suffix == ".safetensors"
     names = (*LORA_FILES.values(), PEFT_FILE)
@@ -174,7 +177,7 @@ def is_lora(path: Path) -> bool:
 def read_base_model(path: Path) -> str | None:
     """Return the base model named in adapter_config.json, or None.
 
-    Raises ModelError if it contains no rank or alpha.
+    Raises ModelError if adapter_config.json lacks rank or alpha.
     """
     config = _read_config(path)
     return None if config is None else config.get("base_model_name_or_path")
@@ -183,8 +186,8 @@ def read_base_model(path: Path) -> str | None:
 def _read_config(path: Path) -> dict[str, Any] | None:
     """Return the content of the adapter_config.json next to the LoRA files.
 
-    Returns None if it does not exist, or if `path` is a file with a non-standard name. Raises ModelError if it does not
-    contain rank and alpha.
+    Returns None if there is no such file, or if `path` is a LoRA file with a non-standard name. Raises ModelError if
+    rank or alpha is missing.
     """
     if path.is_file() and path.name not in (*LORA_FILES.values(), PEFT_FILE):
         return None
@@ -222,7 +225,7 @@ def _parse_layers(
     table: LoraNameTable | None,
     weight: WeightReader | None,
 ) -> tuple[LoraLayers, dict[str, Tensor]]:
-    """Return (LoRA layers by diffusers name, {name: tensor} of fully trained modules (modules_to_save)) of a file.
+    """Return ({diffusers layer name: LoRA layer}, {name: tensor of a fully trained module}) for a file.
 
     Raises ModelError for unknown, incomplete or inconsistent layers.
     """
@@ -263,7 +266,8 @@ def _group_tensors(
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], set[str]]:
     """Group the tensors of a file by layer.
 
-    Returns ({layer: {role (A, B, alpha, ...): tensor}}, {name: tensor of a fully trained module}, unknown keys).
+    Returns ({layer: {role: tensor}}, {name: tensor of a fully trained module}, unknown keys). Roles are A, B, alpha and
+    others.
     """
     saved_modules = tuple((settings or {}).get("modules_to_save") or ())
     groups: dict[str, dict[str, Tensor]] = {}
@@ -290,7 +294,7 @@ def _strip_prefixes(name: str) -> str:
 def _diffusers_layers(module: str, table: LoraNameTable | None) -> list[tuple[str, object]]:
     """Return [(diffusers layer name, table entry or None)] for a layer of the file. Returns [] for an unknown layer.
 
-    A layer that fuses several diffusers layers has one entry for each, in the order of its rows.
+    If a layer of the file fuses several diffusers layers, the list has an entry for each, in the order of the rows.
     """
     name = _strip_prefixes(module)
     if module.startswith(FLAT_PREFIXES):
@@ -315,7 +319,8 @@ def _diffusers_layers(module: str, table: LoraNameTable | None) -> list[tuple[st
 def _make_layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str, Any] | None) -> LoraLayer:
     """Build a LoRA layer.
 
-    Alpha comes from its tensor or, without one, from the settings; by default it equals the rank.
+    Alpha comes from the alpha tensor. Without this tensor it comes from the settings, and without settings it equals
+    the rank.
     """
     A, B, rank = group["A"], group["B"], len(group["A"])
     if "alpha" in group:
@@ -327,7 +332,7 @@ def _make_layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str,
 
 
 def _require_pair(layer: LoraLayer, where: str) -> None:
-    """Raise ModelError if the shapes of A and B do not match, or if a magnitude does not have one value per output."""
+    """Raise ModelError if the shapes of A and B do not match, or if the magnitude has the wrong number of values."""
     if layer.A.ndim < 2 or layer.B.ndim < 2 or layer.B.shape[1] != layer.rank:
         raise ModelError(f"{where}: A {list(layer.A.shape)} and B {list(layer.B.shape)} are not a LoRA pair")
     if layer.magnitude is not None and len(layer.magnitude) != len(layer.B):
@@ -335,9 +340,9 @@ def _require_pair(layer: LoraLayer, where: str) -> None:
 
 
 def _convert_dora_scale(layer: LoraLayer, name: str, weight: WeightReader | None, file: Path) -> LoraLayer:
-    """Convert ComfyUI's DoRA scale to a magnitude, using the base weight.
+    """Convert ComfyUI's DoRA scale to a DoRA magnitude, using the base weight W.
 
-    ComfyUI multiplies the sum of W and the update by dora_scale / norm(W). DoRA divides by the norm of the sum instead
+    ComfyUI multiplies the sum of W and its update by dora_scale / norm(W). DoRA divides by the norm of the sum instead
     (comfy/weight_adapter/base.py of 0.3.77).
     """
     assert layer.magnitude is not None

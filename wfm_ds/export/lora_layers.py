@@ -1,4 +1,4 @@
-"""LoRA layers, independent of file formats: their weight updates, and fusing and splitting of layers."""
+"""LoRA layers, independent of file formats: their weight updates, and functions that fuse and split layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LoraLayers = dict[str, "LoraLayer"]  # by diffusers layer name
 
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
-    """The LoRA update of one layer: alpha / rank * B A is added to its weight W.
+    """The LoRA update of one layer. It adds alpha / rank * B A to the weight W of the layer.
 
     With a magnitude m (DoRA, arXiv 2402.09353), each row of the sum is scaled to the norm m.
     """
@@ -38,16 +38,19 @@ class LoraLayer:
 
     @property
     def weight_shape(self) -> torch.Size:
-        """Shape of the adapted weight."""
+        """Shape of the weight that the update changes."""
         return torch.Size([len(self.B), *self.A.shape[1:]])
 
     def delta(self) -> Tensor:
-        """Return the weight update alpha / rank * B A in the weight's shape, float32, without DoRA scaling."""
+        """Return the weight update alpha / rank * B A, float32, in the shape of the weight.
+
+        DoRA scaling is not applied.
+        """
         product: Tensor = self.B.float().flatten(1) @ self.A.float().flatten(1)
         return product.view(self.weight_shape) * self.scale
 
     def merge_weight(self, weight: Tensor) -> Tensor:
-        """Return the weight with the LoRA (and its DoRA magnitude) merged into it, float32."""
+        """Return the weight with the LoRA merged into it, float32. DoRA scaling is included."""
         merged = weight.float() + self.delta()
         return (
             merged
@@ -56,12 +59,12 @@ class LoraLayer:
         )
 
     def bake_alpha(self) -> LoraLayer:
-        """Return an equivalent layer with alpha = rank, for readers that ignore alpha."""
+        """Return an equivalent layer with alpha = rank, for tools that ignore alpha."""
         return replace(self, B=self.B * self.scale, alpha=float(self.rank))
 
 
 def row_norms(weight: Tensor) -> Tensor:
-    """Return the norm of each output row of a weight, [out] float32."""
+    """Return the norm of each output row of a weight, as float32 [out]."""
     norms: Tensor = weight.float().flatten(1).norm(dim=1)
     return norms
 
@@ -71,10 +74,10 @@ def broadcast_rows(values: Tensor, like: Tensor) -> Tensor:
 
 
 def fuse_layers(members: Sequence[LoraLayer | None]) -> LoraLayer:
-    """Fuse layers into one layer: A is stacked, B is block-diagonal. Each member updates an equal range of output rows.
+    """Fuse LoRA layers into one LoRA layer. The A matrices are stacked, and the new B is block-diagonal.
 
-    A member None stands for rows without an adapter, which get zero matrices. Raises ModelError if only some members
-    are DoRA.
+    Each member updates an equal range of output rows. A member None gets zero matrices, so its rows have no update.
+    Raises ModelError if only some members are DoRA.
     """
     first = next(member for member in members if member is not None)
     rows, scales = len(first.B), {member.scale for member in members if member is not None}
@@ -104,10 +107,10 @@ def _zero_layer(like: LoraLayer) -> LoraLayer:
 
 
 def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
-    """Split a layer into a list of `num_parts` layers, each for an equal range of its output rows.
+    """Split a LoRA layer into `num_parts` layers, each for an equal range of its output rows.
 
-    Inverse of `fuse_layers`, also for layers that other tools wrote. If B is block-diagonal, each new layer gets only
-    its own block of A and B. A list entry is None if its rows have no update.
+    This is the inverse of `fuse_layers`. If B is block-diagonal, each new layer gets only its block of A and B.
+    Otherwise each new layer gets all of A. The list contains None for rows without an update.
     """
     rows, rank = len(layer.B) // num_parts, layer.rank // num_parts
     parts = [layer.B[i * rows : (i + 1) * rows] for i in range(num_parts)]
@@ -126,9 +129,9 @@ def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
 
 
 def layer_alpha(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return a layer's alpha from PEFT's settings. For rsLoRA it is multiplied by sqrt(rank).
+    """Return the alpha of a layer, such that the scale is alpha / rank.
 
-    The scale of the layer is then always alpha / rank.
+    PEFT's settings contain alpha. For rsLoRA it is multiplied by sqrt(rank).
     """
     patterns = settings.get("alpha_pattern") or {}
     alpha = float(patterns.get(get_pattern_key(list(patterns), module), settings["lora_alpha"]))
@@ -136,13 +139,13 @@ def layer_alpha(settings: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def layer_rank(settings: Mapping[str, Any], module: str) -> int:
-    """Return a layer's rank from PEFT's settings (r and rank_pattern)."""
+    """Return the rank of a layer from PEFT's settings (r and rank_pattern)."""
     patterns = settings.get("rank_pattern") or {}
     return int(patterns.get(get_pattern_key(list(patterns), module), settings["r"]))
 
 
 def is_same_update(ours: LoraLayers, theirs: LoraLayers, tolerance: float = 1e-6) -> bool:
-    """Return whether two LoRAs have equal updates.
+    """Return whether two LoRAs have equal weight updates.
 
     tolerance: maximum norm of the difference, relative to the norm of the update.
     """

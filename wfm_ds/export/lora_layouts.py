@@ -1,7 +1,6 @@
-"""Writing of a LoRA in the layouts of other tools: kohya, ComfyUI and PEFT. weights.py writes diffusers' own layout.
+"""Writes a LoRA in the layouts of other tools: kohya, ComfyUI and PEFT. weights.py writes diffusers' layout.
 
-docs/exports.md lists which tool reads which layout, according to the tools' source code. Each written file is read back
-and compared with the LoRA before it is kept.
+docs/exports.md lists the tools that read each layout. Each written file is read back and compared with the LoRA.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ def write_layout(
     bake_alpha: bool,
     weight: Callable[[str], WeightReader] | None = None,
 ) -> list[Path]:
-    """Write a LoRA to `out`, a .safetensors file, in the layout `kohya` or `comfyui`. Returns the files.
+    """Write a LoRA to the .safetensors file `out`, in the layout `kohya` or `comfyui`. Returns the written files.
 
-    The LoRA of a two-expert model is written to two files with the experts' names in their file names.
-    weight: function that returns the `WeightReader` of a denoiser component; needed for DoRA in ComfyUI.
+    The LoRA of a two-expert model becomes two files. Their names contain the names of the experts.
+    weight: function that maps a denoiser component to its `WeightReader`. Required for DoRA in ComfyUI.
     Raises ModelError for layers without a name in the layout, and for fully trained modules, which these layouts do not
     support. Raises OSError if writing fails.
     """
@@ -77,9 +76,9 @@ def _for_any_part(weight: WeightReader | None) -> Callable[[str], WeightReader] 
 
 
 def expert_files(out: Path, parts: list[str]) -> dict[str, Path]:
-    """Return {component: output file}.
+    """Return {component: output file}. The file of a single component is `out`.
 
-    A single file is `out`; two experts get `NAME_high_noise` and `NAME_low_noise`.
+    Two experts get the files `NAME_high_noise` and `NAME_low_noise`.
     """
     if len(parts) == 1:
         return {parts[0]: out}
@@ -87,10 +86,10 @@ def expert_files(out: Path, parts: list[str]) -> dict[str, Path]:
 
 
 def kohya_tensors(layers: LoraLayers, names: FamilyLoraNames) -> dict[str, Tensor]:
-    """Return {key: tensor} in kohya's layout: down, up and alpha of each layer.
+    """Return {key: tensor} in kohya's layout, with the tensors down, up and alpha of each layer.
 
-    A key starts with `lora_unet_` and the layer's name in the original (non-diffusers) model, with underscores instead
-    of dots. DoRA is stored as in LyCORIS: the magnitude as `dora_scale` [out, 1].
+    A key starts with `lora_unet_`, followed by the layer's name in the original (non-diffusers) model with underscores
+    instead of dots. The DoRA magnitude is stored as `dora_scale` [out, 1], as in LyCORIS.
     """
     tensors: dict[str, Tensor] = {}
     for module, layer in original_layers(layers, names).items():
@@ -99,10 +98,11 @@ def kohya_tensors(layers: LoraLayers, names: FamilyLoraNames) -> dict[str, Tenso
 
 
 def comfyui_tensors(layers: LoraLayers, names: FamilyLoraNames, weight: WeightReader | None) -> dict[str, Tensor]:
-    """Return {key: tensor} in ComfyUI's layout: A, B and alpha of each layer.
+    """Return {key: tensor} in ComfyUI's layout, with the tensors A, B and alpha of each layer.
 
-    Keys use diffusers' layer names if ComfyUI has a table for them, otherwise those of the original (non-diffusers)
-    model. DoRA is stored as `dora_scale` [out, 1], which ComfyUI divides by the norms of W alone.
+    Keys use diffusers' layer names if ComfyUI supports them for the family. Otherwise they use the names of the
+    original (non-diffusers) model. DoRA is stored as `dora_scale` [out, 1], which ComfyUI divides by the norm of the
+    base weight.
     """
     if any(layer.magnitude is not None for layer in layers.values()):
         layers = {name: _convert_to_comfyui_scale(layer, name, weight) for name, layer in layers.items()}
@@ -116,7 +116,7 @@ def comfyui_tensors(layers: LoraLayers, names: FamilyLoraNames, weight: WeightRe
 
 
 def layer_tensors(layer: LoraLayer, key: str, matrices: tuple[str, str]) -> dict[str, Tensor]:
-    """Return {key: tensor} of a layer for layouts that store an alpha for each layer.
+    """Return {key: tensor} for one layer, in layouts that store alpha per layer.
 
     key: name of the layer in the layout. matrices: names of A and B in the layout.
     """
@@ -142,9 +142,10 @@ def _convert_to_comfyui_scale(layer: LoraLayer, name: str, weight: WeightReader 
 
 
 def original_layers(layers: LoraLayers, names: FamilyLoraNames) -> LoraLayers:
-    """Convert the layers to those of the original (non-diffusers) model. Layers that form one layer there are fused.
+    """Convert diffusers layers to layers of the original (non-diffusers) model.
 
-    Raises ModelError for layers that are not in the name table.
+    Layers that are a single layer in the original model are fused. Raises ModelError for layers that are not in the
+    name table.
     """
     _require_original_names(layers, names)
     groups: dict[str, dict[int, LoraLayer]] = defaultdict(dict)
@@ -171,7 +172,7 @@ def _require_original_names(layers: LoraLayers, names: FamilyLoraNames) -> None:
 
 
 def write_peft(source: LoraSource, folder: Path) -> None:
-    """Write a folder for peft.PeftModel.from_pretrained, with one subfolder per expert of a two-expert model."""
+    """Write a folder for peft.PeftModel.from_pretrained. A two-expert model gets one subfolder per expert."""
     for part in source.layers:
         part_folder = folder if len(source.layers) == 1 else folder / part
         part_folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A diffusers pipeline on disk: its folders, and copies of it that share unchanged files."""
+"""Diffusers pipelines on disk: reading their index, and linking unchanged files into a new pipeline folder."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def pipeline_components(index: dict[str, Any]) -> dict[str, tuple[str | None, str | None]]:
-    """Return {component: (library, class)} of a pipeline index. The value of an unused component is (None, None)."""
+    """Return {component: (library, class)} of a pipeline index. Unused components have the value (None, None)."""
     pairs = {name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)}
     return {name: (value[0], value[1]) for name, value in pairs.items()}
 
 
 def link_unchanged_files(base: Path, out: Path, *, changed: Collection[str]) -> None:
-    """Link the index, call.json if it exists, and all components of `base` except the `changed` ones into `out`.
+    """Link the files of the pipeline `base` into `out`, except those of the `changed` components.
 
-    The files are hard links, so they need no disk space and must not be opened for writing. Symbolic links are resolved
-    first, because an export must not consist of links into a Hub cache. If linking is not possible, files are copied
-    and one warning is logged. Raises ModelError if `base` is not a pipeline folder, OSError if files cannot be read or
-    written.
+    The linked files are model_index.json, call.json if it exists, and all files of the other components. Hard links
+    need no disk space, and the files must not be opened for writing. Symbolic links are resolved first, because an
+    export must not contain links into a Hub cache. If linking is not possible, files are copied and one warning is
+    logged. Raises ModelError if `base` is not a pipeline folder, and OSError if files cannot be read or written.
     """
     present = [
         name for name, (_, class_name) in pipeline_components(read_index(base)).items() if class_name is not None
@@ -59,7 +59,7 @@ def link_unchanged_files(base: Path, out: Path, *, changed: Collection[str]) -> 
 
 
 def link_files(base: Path, out: Path, files: Iterable[Path]) -> None:
-    """Hard-link or copy these files of `base` into `out`, as in `link_unchanged_files`."""
+    """Hard-link or copy these files of `base` into `out`. See `link_unchanged_files`."""
     copied, copied_bytes = 0, 0
     for file in files:
         source, target = file.resolve(strict=True), out / file.relative_to(base)

@@ -1,4 +1,4 @@
-"""Target of an export: the pipeline that was trained. It is read from its folder without loading the model."""
+"""Target of an export: the pipeline that was trained. Its folder is read without loading the model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WEIGHTS_STEM = "diffusion_pytorch_model"  # the file stem that diffusers expects
 
 
 class ExportInfo(Protocol):
-    """Settings of an export, stored in each checkpoint."""
+    """Settings of an export. Each checkpoint contains them."""
 
     @property
     def base(self) -> Path:
@@ -38,7 +38,7 @@ class ExportInfo(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ExportTarget:
-    """Base pipeline folder of an export, and the names of its trained components."""
+    """The base pipeline folder of an export, and the names of the trained components."""
 
     base: Path
     parts: tuple[str, ...]  # denoiser components, as in model_index.json
@@ -48,10 +48,10 @@ class ExportTarget:
 
     @classmethod
     def from_model(cls, model: DiffusionModel) -> ExportTarget:
-        """Create the target of a loaded model.
+        """Create the target for a loaded model.
 
-        It includes the prompt encoding and the embedded guidance used in training, if these differ from the base folder
-        or from the pipeline's defaults.
+        The target contains the prompt encoding and embedded guidance of training if they differ from the base folder or
+        from the pipeline's defaults.
         """
         base = model.path.absolute()
         base_call = read_json(base / CALL_FILE) if (base / CALL_FILE).exists() else {}
@@ -67,7 +67,7 @@ class ExportTarget:
     def from_json(cls, values: Mapping[str, Any]) -> ExportTarget:
         """Create a target from the result of `to_json`.
 
-        Raises ModelError for a checkpoint of a language model, because it has no pipeline.
+        Raises ModelError if the values are from a language model's checkpoint, because such a model has no pipeline.
         """
         if "parts" not in values:
             raise ModelError(
@@ -81,7 +81,7 @@ class ExportTarget:
         return note | ({"frozen": list(self.frozen)} if self.frozen else {})
 
     def is_frozen(self, name: str) -> bool:
-        """Return whether training left a tensor unchanged. name: name of the tensor within its component."""
+        """Return whether training left a tensor unchanged. name: the tensor's name within its component."""
         return matches_any_pattern(name, self.frozen)
 
     def read_config(self, part: str) -> dict[str, Any]:
@@ -91,9 +91,9 @@ class ExportTarget:
         return config
 
     def meta_network(self, part: str) -> nn.Module:
-        """Build a component's network on the meta device, with the class that model_index.json names.
+        """Build a component's network on the meta device. Its class is the one in model_index.json.
 
-        Raises ModelError if the base folder does not have the component, or its class cannot be imported.
+        Raises ModelError if the base folder does not have the component, or if its class cannot be imported.
         """
         library, class_name = pipeline_components(read_index(self.base)).get(part, (None, None))
         if library is None or class_name is None:
@@ -107,7 +107,10 @@ class ExportTarget:
         return network
 
     def tensor_specs(self, part: str) -> dict[str, StoredTensorSpec]:
-        """Return {name: dtype and shape} of a component's tensors, built from its config with float32 weights."""
+        """Return {name: dtype and shape} for the tensors of a component. Weights are float32.
+
+        Names and shapes follow from the component's config.
+        """
         return {
             name: StoredTensorSpec(tensor.dtype, tensor.shape)
             for name, tensor in self.meta_network(part).state_dict().items()
@@ -117,7 +120,7 @@ class ExportTarget:
         return {name: spec.shape for name, spec in self.tensor_specs(part).items()}
 
     def tensor_prefix(self, part: str) -> str:
-        """Return the prefix of a component's tensor names in an engine; empty if it is the only component."""
+        """Return the prefix of a component's tensor names in an engine. It is "" if there is only one component."""
         return "" if len(self.parts) == 1 else f"{part}."
 
     def base_weights(self, part: str) -> FolderWeights:
@@ -127,7 +130,7 @@ class ExportTarget:
 class FolderWeights:
     """Reads single tensors from the safetensors files of a network.
 
-    Each read opens and closes the file, so that its memory-mapped pages do not count as memory of this process.
+    Each read opens and closes the file. Otherwise its memory-mapped pages would count as memory of this process.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -138,7 +141,7 @@ class FolderWeights:
         self._file_of: dict[str, str] | None = read_json(index)["weight_map"] if index.is_file() else None
 
     def read_tensor(self, name: str) -> Tensor:
-        """Return a tensor by name. Raises ModelError if the file or the tensor is missing or cannot be read."""
+        """Return the tensor with this name. Raises ModelError if the file or tensor is missing or cannot be read."""
         file = self._single_file if self._file_of is None else self._file_of.get(name, name)
         try:
             with safe_open(self.folder / file, "pt") as handle:
@@ -149,6 +152,6 @@ class FolderWeights:
 
 
 def call_json(base: Path, arguments: Mapping[str, Any]) -> str:
-    """Return the content of the base folder's call.json with these arguments added, as text."""
+    """Return the base folder's call.json as text, with `arguments` added."""
     base_call = read_json(base / CALL_FILE) if (base / CALL_FILE).exists() else {}
     return json.dumps(base_call | dict(arguments))

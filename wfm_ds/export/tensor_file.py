@@ -1,8 +1,8 @@
-"""Writing of safetensors files tensor by tensor, so that only one tensor needs to be in memory.
+"""Writes safetensors files tensor by tensor, so that only one tensor needs to be in memory.
 
-The header of a safetensors file, which contains the position of each tensor, depends only on names, shapes and dtypes.
-The result is byte-identical to the output of safetensors' `save_file`, which needs all tensors of a file at once.
-Format: https://github.com/huggingface/safetensors#format
+The header of a safetensors file depends only on names, shapes and dtypes, so it can be written first. The result is
+byte-identical to the output of safetensors' `save_file`, which needs all tensors of a file at once. Format:
+https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StoredTensorSpec(NamedTuple):
 
 
 class TensorFile:
-    """A new safetensors file. Its tensors may be written in any order, but all within the `with` block.
+    """A new safetensors file. All tensors must be written within the `with` block, in any order.
 
     Example::
 
@@ -55,7 +55,10 @@ class TensorFile:
     """
 
     def __init__(self, path: Path, specs: Mapping[str, StoredTensorSpec], metadata: Mapping[str, str]) -> None:
-        """Write the header. Raises OSError if that fails, and KeyError for a dtype that the format does not support."""
+        """Write the header.
+
+        Raises OSError if writing fails, and KeyError for a dtype that the format does not support.
+        """
         self.path, self._specs = path, dict(specs)
         # The same order as save_file: the widest dtype first, so that every tensor is aligned.
         order = sorted(specs, key=lambda name: (DTYPE_ORDER[specs[name].dtype], name))
@@ -74,10 +77,10 @@ class TensorFile:
         self._write_bytes(0, memoryview(len(text).to_bytes(8, "little") + text))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, from any device, to its position.
+        """Write a tensor to its position in the file. The tensor may be on any device.
 
-        Raises OSError if writing fails, KeyError for an unknown name or one that was already written, and ValueError if
-        dtype or shape differ from the specification.
+        Raises OSError if writing fails, KeyError if the name is unknown or was already written, and ValueError if dtype
+        or shape differ from the specification.
         """
         spec = self._specs[name]
         if (tensor.dtype, tensor.shape) != (spec.dtype, spec.shape):
@@ -98,7 +101,7 @@ class TensorFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Flush to disk. Raises ValueError if tensors are missing, OSError if writing fails."""
+        """Flush the file to disk. Raises ValueError if tensors are missing, and OSError if writing fails."""
         with self._file:
             if kind is None:
                 if self._specs:

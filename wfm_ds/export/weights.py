@@ -1,7 +1,7 @@
-"""Export of a run's weights: a LoRA or a pipeline folder that plain diffusers loads. Not for resuming a run.
+"""Exports a run's weights as a LoRA or as a pipeline folder that diffusers loads. A run cannot resume from an export.
 
-All ranks iterate over the engine's tensors, because each one is gathered collectively; rank 0 writes. If writing fails,
-rank 0 still iterates to the end before it raises, so that no rank hangs in a gather. The caller must make all ranks
+All ranks iterate over the engine's tensors, because each tensor is gathered collectively. Rank 0 writes. If writing
+fails, rank 0 iterates to the end before it raises, so that no rank hangs in a gather. The caller must make all ranks
 agree on the outcome: `world.run_checked(lambda: export_weights(...))`.
 """
 
@@ -46,14 +46,14 @@ WHOLE_LAYER_KEY = re.compile(r"(?P<module>.+)\.modules_to_save\.(?P<kind>[^.]+)"
 
 
 class TensorSource(Protocol):
-    """Source of the tensors of an export, such as an engine or a checkpoint."""
+    """Source of the tensors for an export, such as an engine or a checkpoint."""
 
     uses_lora: bool
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the names and values of tensors. Collective: iterate to the end.
+        """Yield (name, tensor) for each tensor. Collective: every rank must iterate to the end.
 
-        Values are float32 on the CPU of rank 0, and None on other ranks.
+        Tensors are float32 on the CPU of rank 0, and None on other ranks.
         LoRA: names are `transformer_blocks.0.attn.to_k.lora_A.weight`, without the adapter's name. DoRA adds
         `lora_magnitude_vector.weight`. A fully trained layer is named `proj_out.modules_to_save.weight`.
         Full training: names are those of the denoiser's state dict, including persistent buffers.
@@ -62,7 +62,7 @@ class TensorSource(Protocol):
         ...
 
     def lora_config(self) -> Any:
-        """Return the peft.LoraConfig of the adapter, or None in full training."""
+        """Return the peft.LoraConfig of the adapter, or None after full training."""
         ...
 
 
@@ -77,16 +77,16 @@ def export_weights(
     shard_bytes: int = SHARD_BYTES,
     trained_only: bool = False,
 ) -> Path:
-    """Write the weights of `policy` in diffusers' format. Collective, with the same arguments on all ranks.
+    """Write the weights of `policy` in diffusers' format. Collective: all ranks must pass equal arguments.
 
     LoRA: writes `adapter_config.json` and `model.safetensors` (always float32) to `out/lora`. A second expert is
     written to `model_2.safetensors`.
-    Full training: makes `out` a pipeline folder. The denoiser is stored in `dtype`, in files of at most `shard_bytes`,
-    with one tensor in memory at a time. All other files are shared with `target.base`.
+    Full training: makes `out` a pipeline folder. The denoiser is stored in `dtype`, in files of at most `shard_bytes`.
+    Only one tensor is in memory at a time. All other files are shared with `target.base`.
 
-    If writing fails, no incomplete `out` is left. An earlier export in `out` is replaced. trained_only: after full
-    training, write only the tensors that were trained, so that `out` is not a pipeline; for LoRA, do not warn about an
-    adapter without effect.
+    If writing fails, no incomplete `out` is left. An earlier export in `out` is replaced.
+    trained_only: after full training, write only the trained tensors, so that `out` is not a pipeline. For LoRA, do not
+    warn about an adapter without effect.
     Returns the LoRA folder or the pipeline folder. Raises UserError on rank 0 if the tensors do not match the target or
     are not finite, or if `out` cannot be written.
     """
@@ -122,7 +122,10 @@ def _write_call_arguments(target: ExportTarget, folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_export_folder(out: Path, base: Path) -> Iterator[Path]:
-    """Yield an empty folder that becomes `out`, which must not contain `base`. Raises UserError if writing fails."""
+    """Yield an empty folder that is renamed to `out` when the block ends. Raises UserError if writing fails.
+
+    `out` must not contain `base`.
+    """
     try:
         check_overwrite(out, base)
         with atomic.new_folder(out) as temporary:
@@ -132,7 +135,7 @@ def new_export_folder(out: Path, base: Path) -> Iterator[Path]:
 
 
 def loading_lines(base: Path, exported: Path, lora: bool) -> str:
-    """Return the Python code that loads the result of `export_weights` with diffusers alone.
+    """Return Python code that loads the result of `export_weights` with diffusers alone.
 
     base: the pipeline folder that was trained. Raises ModelError if the folder has no readable index.
     """
@@ -180,7 +183,7 @@ def _network_without_loader(pipeline: Path) -> str | None:
 
 
 def _components_to_disable(pipeline: Path) -> list[str]:
-    """Return the required components of the pipeline class that the pipeline does not use, such as T5 of SD3.
+    """Return components that the pipeline class requires but the pipeline does not have, such as T5 of SD3.
 
     diffusers loads the pipeline only if these components are passed as None.
     """
@@ -194,14 +197,14 @@ def _components_to_disable(pipeline: Path) -> list[str]:
 
 
 def _builds_safety_checker(pipeline: Path) -> bool:
-    """Return whether loading the pipeline builds a safety checker that is not in the folder (Cosmos-Predict2.5)."""
+    """Return whether diffusers creates a safety checker that is not in the folder (Cosmos-Predict2.5)."""
     index = read_index(pipeline)
     parameters = inspect.signature(_pipeline_class(index)).parameters
     return SAFETY_CHECKER in parameters and pipeline_components(index).get(SAFETY_CHECKER, (None, None))[1] is None
 
 
 def _pipeline_class(index: Mapping[str, Any]) -> Any:
-    """Return the pipeline class named in the index, or diffusers' base class if diffusers does not have it."""
+    """Return the pipeline class that the index names. If diffusers does not have it, returns diffusers' base class."""
     import diffusers
 
     return getattr(diffusers, str(index.get("_class_name")), diffusers.DiffusionPipeline)
@@ -213,7 +216,7 @@ def _exhaust_stream(stream: Iterator[tuple[str, Tensor | None]]) -> None:
 
 
 def _check_tensors(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield rank 0's tensors. Raises ModelError if one is empty (not gathered) or contains NaN or infinity."""
+    """Yield rank 0's tensors. Raises ModelError if a tensor was not gathered or contains NaN or infinity."""
     for name, tensor in stream:
         assert tensor is not None, f"rank 0 received no tensor for {name}"
         if tensor.numel() == 0:
@@ -227,7 +230,7 @@ def _check_tensors(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tupl
 def _group_by_part(
     tensors: Iterator[tuple[str, Tensor]], parts: Sequence[str]
 ) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
-    """Yield (denoiser component, its tensors with names relative to the component), in the order of the tensors.
+    """Yield (denoiser component, its (name, tensor) pairs). The component is removed from the names.
 
     Raises ModelError for unknown, duplicate or missing components.
     """
@@ -262,11 +265,12 @@ def write_lora(
     shapes: Callable[[str], Mapping[str, torch.Size]] | None,
     warn_no_effect: bool = True,
 ) -> None:
-    """Write a new LoRA folder for diffusers: the tensors of each denoiser component, and adapter_config.json.
+    """Write a new LoRA folder for diffusers: one file per denoiser component, and adapter_config.json.
 
-    adapters: (component, its (name, tensor) pairs). settings: the peft.LoraConfig as JSON.
-    shapes: function that returns {name: shape} of a component's state dict, which the tensors must fit. None skips this
-    check.
+    adapters: (component, its (name, tensor) pairs).
+    settings: the peft.LoraConfig as JSON.
+    shapes: function that returns {name: shape} of a component's state dict. The LoRA must fit these shapes. If it is
+    None, shapes are not checked.
     """
     # Without the prefix diffusers loads nothing, and without this metadata it uses the rank as alpha, both silently. A
     # dropout would stay enabled, because PEFT creates layers in train mode although the denoiser is not.
@@ -291,20 +295,23 @@ def write_lora(
 
 
 def adapter_settings(config: Any, base: Path | str | None) -> dict[str, Any]:
-    """Return a LoraConfig as JSON values. Sets become sorted lists, because their order differs between processes."""
+    """Return a LoraConfig as JSON values.
+
+    Sets become sorted lists, because the order of a set varies between processes.
+    """
     settings = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
     return {**settings, "base_model_name_or_path": None if base is None else str(base)}
 
 
 def diffusers_name(name: str) -> str:
-    """Return the tensor name that diffusers expects. DoRA magnitude vectors have no `.weight` suffix."""
+    """Return the tensor name that diffusers expects. Names of DoRA magnitudes have no `.weight` suffix there."""
     return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
 
 
 def adapter_shapes(weight: torch.Size, rank: int, *, dora: bool = False) -> dict[str, list[int]]:
-    """Return {name: shape} of the matrices A and B for a weight of this shape.
+    """Return {name: shape} of the LoRA matrices A and B for a weight with shape `weight`.
 
-    With DoRA, `magnitude_vector` is added.
+    With DoRA, the result also has `magnitude_vector`.
     """
     outputs, *inputs = weight  # [out, in]; for a convolution [out, in, kh, kw], with a 1 x 1 B
     pair = {"A": [rank, *inputs], "B": [outputs, rank, *[1] * (len(inputs) - 1)]}
@@ -312,12 +319,12 @@ def adapter_shapes(weight: torch.Size, rank: int, *, dora: bool = False) -> dict
 
 
 def _pair_weight_shape(pair: Mapping[str, Tensor]) -> torch.Size | None:
-    """Return the weight shape that matrices A and B adapt, or None if one of them is missing."""
+    """Return the shape of the weight that A and B update, or None if A or B is missing."""
     return torch.Size([len(pair["B"]), *pair["A"].shape[1:]]) if {"A", "B"} <= pair.keys() else None
 
 
 def check_whole_layers(layers: Mapping[str, Tensor], expected: Mapping[str, torch.Size] | None) -> None:
-    """Raise ModelError unless every tensor of the fully trained layers fits the denoiser."""
+    """Raise ModelError if a tensor of the fully trained layers does not fit the denoiser."""
     for name, tensor in layers.items():
         if expected is not None and expected.get(name) != tensor.shape:
             raise ModelError(f"{name} {list(tensor.shape)} does not match a tensor of the denoiser: export aborted")
@@ -329,7 +336,7 @@ def check_adapter(
     settings: Mapping[str, Any],
     warn_no_effect: bool,
 ) -> None:
-    """Raise ModelError unless all tensors form pairs (A, B) that fit the denoiser's weights and the configured rank."""
+    """Raise ModelError if a tensor lacks its A or B, or does not fit the denoiser or the configured rank."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapter.items():
         match = LORA_KEY.fullmatch(name)
@@ -360,9 +367,9 @@ def _write_denoiser(
     *,
     whole: bool,
 ) -> None:
-    """Write the denoiser components after full training: config, shards, and an index if there are several shards.
+    """Write the denoiser components after full training: configs, weight files and, for several files, an index.
 
-    Each tensor is written before the next one is gathered. whole: add the untrained tensors from the base folder.
+    Each tensor is written before the next one is gathered. whole: include the untrained tensors from the base folder.
     """
     missing: dict[str, StoredTensorSpec] = {}  # by their names in `stream`
     with contextlib.ExitStack() as stack:
@@ -396,7 +403,7 @@ def _write_denoiser(
 def _create_part_folder(
     folder: Path, config: Mapping[str, Any], shards: Mapping[str, Mapping[str, StoredTensorSpec]]
 ) -> None:
-    """Create the folder of a denoiser component, with all files except the weights."""
+    """Create the folder of a denoiser component with its config and index, but without weights."""
     folder.mkdir()
     atomic.write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     if len(shards) > 1:
@@ -413,9 +420,9 @@ def _file_dtype(dtype: torch.dtype, chosen: torch.dtype) -> torch.dtype:
 def plan_shards(
     specs: Mapping[str, StoredTensorSpec], shard_bytes: int, stem: str = WEIGHTS_STEM
 ) -> dict[str, dict[str, StoredTensorSpec]]:
-    """Distribute tensors over files. Returns {file name that diffusers expects: {tensor name: spec}}.
+    """Distribute tensors over files. Returns {file name in diffusers' scheme: {tensor name: spec}}.
 
-    The order of the tensors is kept. Each file has at most `shard_bytes`; a larger tensor gets a separate file.
+    The tensors keep their order. Each file has at most `shard_bytes`. A larger tensor gets a separate file.
     """
     shards: list[dict[str, StoredTensorSpec]] = [{}]
     held_bytes = 0

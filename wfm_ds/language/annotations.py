@@ -164,7 +164,7 @@ def parse_conversation(
 
 
 class _MediaSupply:
-    """Matches the tags in the texts of a row, such as <image>, with the images and videos that the row lists.
+    """Assigns the images and videos that a row lists to the tags in its texts, such as <image>.
 
     The first tag gets the first file of its kind, and so on.
     """

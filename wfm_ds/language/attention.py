@@ -1,8 +1,8 @@
 """Attention within each conversation of a packed sequence: one SDPA call per conversation, without a mask.
 
-A mask for the whole sequence would need memory and compute that grow with the square of its length. Torch's fused
-causal kernels also do not accept a mask. If FlashAttention 2 is installed, it handles packed sequences without this
-module.
+A mask for the whole sequence would need memory and compute that grow with the square of its length. In addition,
+torch's fused causal kernels accept no mask. This module is not used if FlashAttention 2 is installed, which supports
+packed sequences itself.
 """
 
 from __future__ import annotations

@@ -220,7 +220,7 @@ def _write_model(
 
 
 def _write_config(base: Path, making: Path, dtype: torch.dtype) -> None:
-    """Write the base model's config, with the dtype of the exported weights because inference servers use it."""
+    """Write the base model's config, with `dtype` set to the dtype of the exported weights for inference servers."""
     config = read_json(base / CONFIG)
     name = str(dtype).removeprefix("torch.")
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):

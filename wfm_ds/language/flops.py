@@ -1,10 +1,10 @@
 """Floating-point operations of a vision-language model on packed sequences, from layer shapes and token counts.
 
 A multiply-add counts as 2 operations, and pointwise operations are ignored. The cost of attention is proportional to
-the sum of the squared conversation lengths. The cost of the head is proportional to the number of labelled tokens, that
-of the vision tower to the number of patches. In the backward pass of a layer, the gradient of its input and the
-gradient of its weights each cost as much as the forward pass. For full training, this gives the usual 6 operations per
-weight and token.
+the sum of the squared conversation lengths. The cost of the head is proportional to the number of labelled tokens. The
+cost of the vision tower is proportional to the number of patches. In the backward pass of a layer, the gradient of its
+input and the gradient of its weights each cost as much as the forward pass. For full training, this gives the usual 6
+operations per weight and token.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class SequenceSize:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """A linear layer: the number of its weights, and what they are applied to (such as tokens or patches)."""
+    """A linear layer: its number of weights, and the type of its inputs (such as tokens or patches)."""
 
     kind: str  # items it is applied to: patch, merged, token or labelled
     weights: int  # number of weights per item
@@ -66,7 +66,7 @@ class Layer:
 class SequenceWork:
     """FLOP counter for packed sequences.
 
-    Create it when the model has its adapters and frozen parameters, and is not sharded yet.
+    Create it after adapters are added and parameters are frozen, but before the model is sharded.
     """
 
     def __init__(self, network: Any, *, checkpointing: bool) -> None:
@@ -168,7 +168,7 @@ def first_trainable_position(network: nn.Module) -> LayerPosition:
 def find_layers(network: nn.Module) -> Iterator[Layer]:
     """Yield the linear layers of a model, including adapters.
 
-    Of the expert weights, only the fraction of experts that is active for a token is counted.
+    For experts, only the fraction of the weights that is active for a token is counted.
     """
     config: Any = network.config
     text = config.get_text_config()

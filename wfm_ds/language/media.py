@@ -79,7 +79,7 @@ class MediaReader:
         return MediaSize("video", tokens, midpoints, self.times * frame_interval)
 
     def read(self, item: MediaReference) -> MediaPatches:
-        """Decode the patches of an image or video."""
+        """Decode an image or video and return its patches."""
         file = media_from_path(item.address)
         if item.kind == "image":
             with (
@@ -94,7 +94,7 @@ class MediaReader:
         )
 
     def blank(self, kind: MediaKind) -> MediaPatches:
-        """Return the patches of the smallest blank image or video. It is one token for the decoder."""
+        """Return the patches of the smallest blank image or video. The decoder receives a single token for it."""
         size = 3 * self.times * self.patch**2
         return MediaPatches(np.zeros((self.merge**2, size), np.float32), (1, self.merge, self.merge))
 

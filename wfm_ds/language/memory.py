@@ -1,8 +1,9 @@
 """Memory estimate of a vision-language training run: the engine memory that every run needs, plus activations.
 
 The activations and logits of the decoder are counted on the meta device, for a packed sequence of `data.max_tokens`
-tokens. The numbers of labelled tokens and of image and video tokens are the largest ones in the data. The activations
-of the vision tower are measured on the CPU for two small images and extrapolated linearly in the number of patches.
+tokens. The sequence has as many labelled tokens, and as many image and video tokens, as the largest ones in the data.
+The activations of the vision tower are measured on the CPU for two small images and extrapolated linearly in the number
+of patches.
 """
 
 from __future__ import annotations
@@ -115,9 +116,9 @@ def _drop_gradient(parameter: torch.Tensor) -> None:
 
 
 def tower_bytes(recipe: Recipe, model: LanguageModel, meta_network: nn.Module, media: int) -> int:
-    """Return the bytes of the patches of images and videos, plus those of the vision tower's activations.
+    """Return the bytes of the patches of images and videos, plus the bytes of the vision tower's activations.
 
-    media: number of image and video tokens in the decoder. If the tower is frozen, it stores no activations.
+    media: number of image and video tokens in the decoder. A frozen tower stores no activations.
     """
     tower: Any = model.network.get_submodule("model.visual")
     trains = [p.requires_grad for p in meta_network.get_submodule("model.visual").parameters()]

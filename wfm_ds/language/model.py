@@ -70,7 +70,7 @@ class LanguageModel:
 
     @property
     def default_lora_targets(self) -> list[str]:
-        """The full names of the text decoder's linear layers. Suffixes of names would match the vision tower too."""
+        """The full names of the text decoder's linear layers. Shorter names would match the vision tower too."""
         return [
             name
             for name, layer in self.network.named_modules()
@@ -86,7 +86,10 @@ class LanguageModel:
         return sum(parameter.numel() for parameter in self.network.parameters())
 
     def rotary_positions(self, sample: ConversationSample) -> Tensor:
-        """Return the rotary positions of one conversation with L tokens, int64 [3, L] on the CPU."""
+        """Return the rotary positions of one conversation with L tokens, int64 [3, L] on the CPU.
+
+        The rows are the positions along time, height and width.
+        """
         if not sample.pixels:
             return torch.arange(len(sample.tokens)).expand(3, -1)
         unwrapped: Any = self.network
@@ -173,7 +176,10 @@ def check_config(folder: Path) -> Any:
 
 
 def load_language_model(path: str, dtype: torch.dtype, revision: str | None = None) -> LanguageModel:
-    """Load a model in its stored dtype; the engine casts and moves it later. Raises ModelError if loading fails."""
+    """Load a model in its stored dtype. Raises ModelError if loading fails.
+
+    The engine later converts the dtype and moves the model to the device.
+    """
     folder = download_language_model(path, revision)
     check_config(folder)
     try:
@@ -200,7 +206,7 @@ def load_language_model(path: str, dtype: torch.dtype, revision: str | None = No
 def checkpoint_blocks(network: Any) -> None:
     """Enable non-reentrant gradient checkpointing of the transformer blocks.
 
-    transformers also sets requires_grad on embedding outputs, which only reentrant checkpointing needs. This function
+    transformers makes embedding outputs require gradients, which only reentrant checkpointing needs. This function
     undoes that, because a frozen vision tower would run a useless backward pass.
     """
     network.gradient_checkpointing_enable({"use_reentrant": False})

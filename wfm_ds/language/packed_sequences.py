@@ -1,9 +1,9 @@
 """Packed sequences. Each consists of several conversations with their images and videos.
 
-Conversations in a sequence do not attend to each other. Only the positions separate them. `position_ids` has four rows:
-the position of each token within its conversation, starting at 0, and the three rotary positions of the model. If there
-is no mask and no cache, transformers uses the first row to limit attention to one conversation. If there are only three
-rows, or if there is a cache, transformers lets the conversations attend to each other, without an error.
+Conversations in a sequence do not attend to each other. transformers infers their boundaries from `position_ids`, which
+has four rows: the position of each token within its conversation, starting at 0, and the three rotary positions of the
+model. This requires all four rows, no attention mask and no cache. With only three rows, or with a cache, transformers
+lets the conversations attend to each other without an error.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PackedSequence:
 class ConversationReader:
     """Reads and tokenizes conversations.
 
-    Token counts need only the headers of images and videos, and for videos also the first frame.
+    To count tokens, it reads only the headers of images and videos, and the first frame of each video.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class ConversationReader:
         return f"{VISION_START}{pads * size.num_times}{VISION_END}"
 
     def _truncate(self, conversation: Conversation, tokens: Tokens) -> Tokens:
-        """Cut the tokens to max_tokens.
+        """Truncate the tokens to max_tokens.
 
         Raises BadConversation if the recipe says `too_long: skip`, or if an image or video would lose tokens.
         """
@@ -178,15 +178,16 @@ class ConversationReader:
 class SequencePacker:
     """Packs conversations into one sequence.
 
-    All ranks must run the vision tower equally often, because its weights are gathered (ZeRO-3) or its gradients
-    summed. If a sequence has no image or no video although the run has some, a blank one is therefore added. No other
-    token attends to a blank image or video.
+    All ranks must run the vision tower equally often, because its weights are gathered (ZeRO-3) or its gradients are
+    summed over ranks. A sequence without images, or without videos, therefore gets a blank one if the run has this kind
+    of media. No other token attends to a blank image or video.
     """
 
     def __init__(self, positions: Positions, blanks: Sequence[ConversationSample], *, by_sample: bool) -> None:
         """blanks: one blank sample for each kind (image, video) in the run.
 
-        by_sample: weigh samples equally, not tokens.
+        by_sample: True gives all conversations the same weight in the loss, False gives all labelled tokens the same
+        weight.
         """
         self._positions, self._blanks, self._by_sample = positions, blanks, by_sample
 
@@ -221,7 +222,7 @@ class SequencePacker:
 
 
 def stack_media(samples: Sequence[ConversationSample]) -> dict[str, Tensor]:
-    """Return model arguments {name: tensor} in which all images are concatenated, and all videos."""
+    """Return the model arguments {name: tensor} for images and videos. All files of a kind are concatenated."""
     media: dict[str, Tensor] = {}
     for kind in MEDIA_KINDS:
         patches = [pixels for sample in samples for media_kind, pixels in sample.pixels if media_kind == kind]

@@ -32,10 +32,7 @@ class Tokens:
 class Renderer:
     """Renders conversations to tokens for one model.
 
-    The whole text is tokenized at once, because separate pieces can have different tokens at their borders. To locate
-    an answer, the template is applied twice: to the turns before the answer (with the generation prompt), and to the
-    turns up to and including the answer. The first text must be a prefix of the second text. The rest of the second
-    text, up to the end-of-turn token, is the answer.
+    The whole text is tokenized at once, because separate pieces can have different tokens at their borders.
     """
 
     def __init__(self, tokenizer: Any, *, train_on: TrainOn = "answers") -> None:
@@ -101,7 +98,12 @@ class Renderer:
             raise ModelError(f"the chat template of {self.tokenizer.name_or_path} fails: {error}") from error
 
     def _find_answers(self, conversation: Conversation, text: str) -> list[tuple[int, int]]:
-        """Return the (start, end) positions of the answers in the text. An answer includes its end-of-turn token."""
+        """Return the (start, end) positions of the answers in the text. An answer includes its end-of-turn token.
+
+        To locate an answer, the template is applied twice: to the turns before the answer (with the generation prompt),
+        and to the turns up to and including the answer. The first text must be a prefix of the second text. The
+        remaining second text, up to the end-of-turn token, is the answer.
+        """
         turns = conversation.turns
         answer_turns = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
         spans = []

@@ -127,7 +127,7 @@ def shard_arguments(arguments: dict[str, Any], group: ProcessGroup) -> None:
 def pad_tokens(x: Tensor, dim: int, count: int) -> Tensor:
     """Pad dimension `dim` with zeros to length `count`.
 
-    Padding tokens get position 0. Each of them is therefore a separate conversation that no other token attends to.
+    Each padding token has position 0. It therefore forms a separate conversation that no other token attends to.
     """
     num_missing = count - x.shape[dim]
     if num_missing == 0:

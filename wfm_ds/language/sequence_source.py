@@ -51,9 +51,9 @@ class SequenceSource:
         self.tried, self.bad = 0, 0  # over all ranks, from `check_bad_fraction`
 
     def read_step(self, step: int, rank: int, num_ranks: int) -> StepSequences:
-        """Return this rank's sequences of a step (counted from 1), which are every `num_ranks`-th one of the step.
+        """Return this rank's sequences of a step (counted from 1). Raises DataError after a timeout.
 
-        Raises DataError after a timeout.
+        Sequence i of the step belongs to rank i % num_ranks.
         """
         for upcoming in (step, step + 1):
             if upcoming not in self._ahead:
@@ -72,9 +72,10 @@ class SequenceSource:
         return float(epoch)
 
     def check_bad_fraction(self, bad: int, tried: int, max_bad_fraction: float) -> None:
-        """Add the counts of a step, summed over all ranks.
+        """Count a step's unreadable conversations. Raise DataError if there are too many of them so far.
 
-        Raises DataError on all ranks if too many have failed so far.
+        bad, tried: number of unreadable and of all conversations in the step, summed over all ranks. All ranks
+        therefore raise the same error.
         """
         self.bad, self.tried = self.bad + bad, self.tried + tried
         if self.bad > max_bad_fraction * max(self.tried, MIN_TRIED):

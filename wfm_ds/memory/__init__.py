@@ -1,1 +1,1 @@
-"""Estimates of memory and forward passes, and advice on what to change when memory is short."""
+"""Estimates of memory and forward passes, and advice on recipe keys when memory is short."""

@@ -1,7 +1,8 @@
-"""Activation memory of a recipe, measured on the meta device, without computing or allocating anything.
+"""Activation memory of a recipe. It is measured on the meta device, without computing or allocating anything.
 
-Covers forward and backward passes of the denoiser with its adapters, with and without gradient checkpointing, and
-encoding and decoding with the VAE. Only tensors are counted, not the CUDA context and the workspaces of libraries.
+The measurements cover forward and backward passes of the denoiser with its adapters, with and without gradient
+checkpointing, and encoding and decoding with the VAE. Only tensors are counted, not the CUDA context and the workspaces
+of libraries.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True)
 class PassMemory:
-    """Memory of a model's forward and backward passes in bytes, not counting weights and their gradients."""
+    """Memory of a model's forward and backward passes, in bytes. Weights and their gradients are not counted."""
 
     inference: int  # peak of a forward pass without gradient
     saved_for_backward: int = 0  # activations kept after a forward pass with gradient
@@ -38,7 +39,7 @@ class PassMemory:
 def build_shadow_model(model: DiffusionModel, recipe: Recipe, policies: frozenset[str]) -> DiffusionModel:
     """Return a copy of the model on the meta device, prepared for training with this recipe.
 
-    model: the model before adapters are added. policies: the engine's policies. In a LoRA run each policy is an
+    model: the model before adapters are added. policies: policies of the engine. In a LoRA run each of them is an
     adapter.
     """
     shadow, dtype = copy.copy(model), DTYPES[recipe.model.dtype]
@@ -69,10 +70,12 @@ def measure_denoiser_passes(
     ranks: int,
     training: bool = True,
 ) -> PassMemory:
-    """Measure a forward pass without gradient and, if `training`, a forward pass with gradient and its backward pass.
+    """Measure the memory of a forward pass without gradient and, if `training`, of a training pass.
 
-    shape: latent shape of one sample. ranks: number of ranks that split the tokens of a sample.
-    Memory is linear in the number of tokens, except for the text. The memory per rank is therefore interpolated from
+    A training pass is a forward pass with gradient, followed by its backward pass.
+    shape: latent shape of one sample.
+    ranks: number of ranks that split the tokens of a sample.
+    Except for the text, memory is linear in the number of tokens. The memory per rank is therefore interpolated from
     measurements at two sizes.
     """
     module: Any = shadow.unwrapped_denoiser
@@ -100,7 +103,7 @@ def measure_denoiser_passes(
 
 
 def _half_rows(shadow: DiffusionModel, shape: Sequence[int]) -> int:
-    """Return about half the number of latent rows, rounded down to whole patches."""
+    """Return about half the number of latent rows. The result is a multiple of the patch size."""
     rows = shape[-2]
     patch = next(p for p in range(1, rows + 1) if shadow.num_tokens((*shape[:-2], p, shape[-1])))
     return max(patch, rows // 2 // patch * patch)
@@ -126,7 +129,7 @@ def _measure_passes(
 
 
 def _discard_gradient(parameter: Tensor) -> None:
-    """Drop a gradient. In a run the engine moves it to a reduction bucket, which is counted separately."""
+    """Delete a gradient. In a run, the engine moves it to a reduction bucket, which is counted separately."""
     parameter.grad = None
 
 
@@ -142,12 +145,15 @@ def _predict_velocity(shadow: DiffusionModel, shape: Sequence[int], batch: int, 
 
 
 def measure_decode_bytes(shadow: DiffusionModel, shape: Sequence[int], batch: int) -> int:
-    """Return the peak bytes of decoding latents [batch, *shape], without the guardrail, which runs on the CPU."""
+    """Return the peak bytes of decoding latents [batch, *shape]. The guardrail runs on the CPU and is not counted."""
     return _measure_peak(lambda: DiffusionModel.decode_latents(shadow, torch.empty(batch, *shape, device=META)))
 
 
 def measure_encode_bytes(shadow: DiffusionModel, pixels: Sequence[int], batch: int) -> int:
-    """Return the peak bytes of encoding a batch. pixels: shape of an image [3,H,W] or of a video [3,F,H,W]."""
+    """Return the peak bytes of encoding `batch` images or videos.
+
+    pixels: shape of an image [3,H,W] or of a video [3,F,H,W].
+    """
     return _measure_peak(lambda: shadow.encode_pixels(torch.empty(batch, *pixels, device=META)))
 
 
@@ -163,7 +169,7 @@ def text_bytes(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype) -> 
 
 
 def empty_conditioning(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype, batch: int) -> dict[str, Tensor]:
-    """Return {name: empty tensor [batch, *shape]} on the meta device, int64 for masks, else `text_dtype`."""
+    """Return {name: empty tensor [batch, *shape]} on the meta device. Masks are int64, other tensors `text_dtype`."""
     return {
         name: torch.empty(batch, *shape, device=META, dtype=torch.int64 if name.endswith("mask") else text_dtype)
         for name, shape in shapes.items()

@@ -1,4 +1,4 @@
-"""Compare a memory estimate with the memory of a GPU, and suggest recipe keys that reduce the memory."""
+"""Compares a memory estimate with the memory of a GPU, and suggests recipe keys that reduce the memory."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def fits_memory(needed: int, memory: int) -> bool:
 
 
 def smallest_gpu(needed: int) -> int | None:
-    """Return the memory in GB of the smallest common GPU type that has at least `needed` bytes, or None."""
+    """Return the memory in GB of the smallest common GPU type with at least `needed` bytes, or None."""
     return next((size for size in GPU_SIZES_GB if fits_memory(needed, size * 10**9)), None)
 
 
 def suggest_keys(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
-    """Return the recipe keys that reduce the peak memory. Keys for the largest memory category come first."""
+    """Return recipe keys that reduce the peak memory. Keys for the largest memory category come first."""
     if recipe.algorithm.trains_language:
         return suggest_language_keys(recipe)
     phase = estimate.phases[estimate.peak_phase]
@@ -43,7 +43,7 @@ def suggest_keys(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
 
 
 def suggest_keys_after_oom(recipe: Recipe, phase: str, num_ranks: int) -> list[str]:
-    """Return the recipe keys that reduce the memory of a run that was out of memory, cheapest first.
+    """Return recipe keys that reduce the memory of a run after an out-of-memory error, cheapest first.
 
     Keys that cannot be changed further are omitted. phase: the stopwatch phase in which the error occurred, or "" if
     unknown. num_ranks: number of ranks per machine.
@@ -60,7 +60,7 @@ def suggest_keys_after_oom(recipe: Recipe, phase: str, num_ranks: int) -> list[s
 
 
 def suggest_language_keys(recipe: Recipe) -> list[str]:
-    """Return the recipe keys that reduce the memory of a language model run, cheapest first."""
+    """Return recipe keys that reduce the memory of a vision-language run, cheapest first."""
     engine, model = recipe.engine, recipe.model
     return [
         *(["model.dtype: bfloat16"] if model.dtype == "float32" else []),
@@ -73,7 +73,7 @@ def suggest_language_keys(recipe: Recipe) -> list[str]:
 
 
 def suggest_part_keys(part: str, phase: str, recipe: Recipe) -> list[str]:
-    """Return the recipe keys that reduce memory category `part` in this phase, cheapest first."""
+    """Return recipe keys that reduce the memory category `part` in this phase, cheapest first."""
     engine, model, lora = recipe.engine, recipe.model, recipe.lora
     shorter = ["model.dtype: bfloat16"] if model.dtype == "float32" else []
     pixels = ["model.vae_dtype: bfloat16"] if model.vae_dtype == "float32" else []
@@ -109,9 +109,9 @@ def suggest_part_keys(part: str, phase: str, recipe: Recipe) -> list[str]:
 
 
 def suggest_activation_keys(phase: str, recipe: Recipe, shorter: list[str], pixels: list[str]) -> list[str]:
-    """Return recipe keys that reduce the memory of activations in this phase.
+    """Return recipe keys that reduce the activation memory of this phase.
 
-    shorter: keys for a smaller dtype of the denoiser. pixels: keys for a smaller dtype of the VAE.
+    shorter: keys that give the denoiser a smaller dtype. pixels: keys that give the VAE a smaller dtype.
     """
     engine, several = recipe.engine, recipe.engine.micro_batch_size > 1
     terms = [f"engine.micro_batch_size below {engine.micro_batch_size}"] if several else []
@@ -133,7 +133,7 @@ def suggest_activation_keys(phase: str, recipe: Recipe, shorter: list[str], pixe
 def memory_verdict(recipe: Recipe, estimate: MemoryEstimate, memory: int | None) -> str:
     """Return a line for `--check` that says whether the peak fits into `memory` bytes.
 
-    If `memory` is None, the line names the smallest GPU into which the peak fits.
+    If `memory` is None, the line names the smallest GPU with enough memory.
     """
     if memory is None:
         size = smallest_gpu(estimate.peak_bytes)

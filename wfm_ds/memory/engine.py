@@ -1,4 +1,4 @@
-"""Memory that a DeepSpeed engine uses on one rank: weights, optimizer states, gradients and buffers."""
+"""Memory of a DeepSpeed engine on one rank: weights, optimizer states, gradients and buffers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REDUCE_BUCKET, PREFETCH_BUCKET, MAX_LIVE, MAX_REUSE_DISTANCE, SUB_GROUP = 500_00
 class EngineMemory:
     """Memory of an engine on one rank.
 
-    network: the network on the meta device, with the adapters and requires_grad flags of training.
+    network: the network on the meta device, with adapters and requires_grad flags as in training.
     """
 
     def __init__(self, recipe: Recipe, network: nn.Module, world_size: int, device: str) -> None:
@@ -37,7 +37,7 @@ class EngineMemory:
     def state_parts(self) -> dict[str, int]:
         """Return {category: bytes} of weights, optimizer states and policy copies.
 
-        ZeRO-3 adds gradients and buffers.
+        At ZeRO-3 the result also has gradients and buffers.
         """
         shared = self.world_size if self.zero_config["stage"] == 3 else 1
         # Buffers (position tables, a quantized base) are not sharded.
@@ -59,7 +59,7 @@ class EngineMemory:
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the optimizer states are in host memory instead of GPU memory."""
+        """Whether the optimizer states are in host memory, not in GPU memory."""
         return self.on_cuda and bool((self.zero_config.get("offload_optimizer") or {}).get("device", "none") != "none")
 
     @property
@@ -68,12 +68,12 @@ class EngineMemory:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the float32 gradients (engine/optimizer.py), sharded from ZeRO stage 2 on."""
+        """Bytes of the float32 gradients (engine/optimizer.py). From ZeRO stage 2 on, each rank has a shard."""
         shared = self.world_size if self.zero_config["stage"] >= 2 else 1
         return 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // shared
 
     def gather_memory(self, *, training: bool) -> dict[str, int]:
-        """Return {category: bytes} of the weights that ZeRO-3 gathers at the same time.
+        """Return {category: bytes} of the full weights that ZeRO-3 has in memory at a time.
 
         Returns {} for other ZeRO stages.
         """
@@ -89,14 +89,17 @@ class EngineMemory:
         return {"gathered weights": live * self.compute_bytes}
 
     def optimizer_step_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of the flattened gradients and the temporary tensors of an unfused AdamW step."""
+        """Return {category: bytes} of an optimizer step.
+
+        The bytes are those of the gradients and of the temporary tensors of an unfused AdamW step.
+        """
         share = 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // self.world_size
         if self.zero_config["stage"] == 3:
             share = min(share, int(self.zero_config.get("sub_group_size", SUB_GROUP)) * FLOAT32_BYTES)
         return {"gradients": self.gradient_bytes + share, "activations": 0 if self.on_cuda else share}
 
     def reduction_bytes(self) -> int:
-        """Return the bytes of DeepSpeed's gradient reduction buffers in a backward pass."""
+        """Return the bytes of the buffers in which DeepSpeed reduces gradients during a backward pass."""
         reduced = min(self.bucket_elements, self.num_trained) * FLOAT32_BYTES
         if self.zero_config["stage"] == 3:
             return self.bucket_elements * FLOAT32_BYTES + 2 * reduced
@@ -106,7 +109,7 @@ class EngineMemory:
         return contiguous + (reduced if self.compute_bytes != FLOAT32_BYTES else 0)
 
     def checkpoint_bytes(self) -> int:
-        """Return the bytes of one checkpoint, over all ranks."""
+        """Return the bytes of one checkpoint, summed over all ranks."""
         num_states = {"adamw": 3, "adamw8bit": 5}[self.recipe.optimizer.name]  # master, moments and their scales
         return self.num_trained * FLOAT32_BYTES * (num_states + self.num_copies)
 

@@ -1,8 +1,8 @@
-"""Memory estimate of a run: bytes per rank for each phase of a step and each memory category.
+"""Memory estimate of a run, in bytes per rank for each phase of a step and each memory category.
 
-Activations are measured on the meta device (activations.py). The other categories follow from parameter counts. The
-memory of a phase is the sum of its categories, and the peak is the largest phase. Not included: the CUDA context,
-library workspaces and fragmentation.
+Activations are measured on the meta device (activations.py). Other categories follow from parameter counts. The memory
+of a phase is the sum of its categories, and the peak is the largest phase. The estimate does not include the CUDA
+context, library workspaces and fragmentation.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from wfm_ds.sampling.denoise import Trajectory
 
 
 def count_lora_parameters(denoiser: nn.Module, targets: Sequence[str], rank: int) -> int:
-    """Return the number of LoRA parameters (A and B) on all linear layers with a name suffix in `targets`."""
+    """Return the number of LoRA parameters (A and B) of all linear layers with a name suffix in `targets`."""
     layers: list[Any] = [denoiser.get_submodule(name) for name in match_linear_layers(denoiser, targets)]
     return sum(rank * (layer.in_features + layer.out_features) for layer in layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Bytes of one rank as {phase: {category: bytes}}, and the parameter counts from which they follow."""
+    """Estimated memory of one rank as {phase: {category: bytes}}, with the parameter counts behind it."""
 
     phases: Mapping[str, Mapping[str, int]]
     world_size: int
@@ -66,7 +66,7 @@ class MemoryEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the largest phase."""
+        """Bytes of the phase that needs the most memory."""
         return self.phase_bytes(self.peak_phase)
 
 
@@ -81,11 +81,12 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory per rank of a run with this recipe.
 
-    model: loaded or on the meta device (models/meta_loading.py), before an engine changes its denoiser.
+    model: the loaded model, or a copy on the meta device (models/meta_loading.py), before an engine changes its
+    denoiser.
     device: `cuda` or `cpu`. On the CPU, text encoders are float32.
     encoder_bytes: size of the text encoders, if `model` does not contain them.
     keeps_encoders: True if the text encoders stay loaded because texts are not cached.
-    Raises RecipeError in the same cases as derive_run_sizes.
+    Raises RecipeError for the recipes that `derive_run_sizes` rejects.
     """
     sums = _DiffusionMemory(recipe, model, world_size, device)
     encoders = sums.encoder_bytes() if encoder_bytes is None else encoder_bytes
@@ -121,7 +122,7 @@ class _DiffusionMemory(EngineMemory):
     # Static memory
 
     def static_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of the VAE and other frozen networks, except text encoders."""
+        """Return {category: bytes} of the VAE and other frozen networks. Text encoders are not included."""
         encoders = {id(part) for part in self.model.text_encoders().values()}
         others = [part for part in self.shadow_model.auxiliary_modules() if id(part) not in encoders]
         vae = parameter_bytes(self.shadow_model.pipeline.vae)
@@ -129,7 +130,7 @@ class _DiffusionMemory(EngineMemory):
         return {"VAE": vae} | ({"other parts": rest} if rest else {})
 
     def encoder_bytes(self) -> int:
-        """Return the bytes of the text encoders in the dtype in which they are loaded."""
+        """Return the bytes of the text encoders, in the dtype in which they are loaded."""
         parts = self.model.text_encoders().values()
         numel = sum(int(parameter.numel()) for part in parts for parameter in part.parameters())
         return numel * int(self.text_dtype.itemsize)
@@ -137,7 +138,7 @@ class _DiffusionMemory(EngineMemory):
     # Phases
 
     def phase_parts(self) -> dict[str, dict[str, int]]:
-        """Return {phase: {category: bytes}} of the memory that each phase uses in addition to the static memory."""
+        """Return {phase: {category: bytes}} of memory that each phase uses in addition to the static memory."""
         samples, batch = self.sampling_batch_size(), self.training_batch_size()
         sample_passes = self.measure_passes(samples, training=False)
         step_data = self.step_data_parts()
@@ -171,7 +172,10 @@ class _DiffusionMemory(EngineMemory):
         )
 
     def sampling_batch_size(self) -> int:
-        """Return the largest batch size of rollouts, validation and reference predictions (no gradients)."""
+        """Return the largest batch size of forward passes without gradient.
+
+        These are rollouts, validation and reference predictions.
+        """
         num_validated = self.recipe.validation.num_prompts * len(self.recipe.validation.seeds)
         if not self.recipe.is_rl:
             num_validated = min(num_validated, self.recipe.logging.num_samples)
@@ -191,7 +195,7 @@ class _DiffusionMemory(EngineMemory):
         return 2 * size if joined else size
 
     def step_data_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of the data on the device during a step: texts and, in RL, rollouts."""
+        """Return {category: bytes} of the data that is on the device during a step: texts and, in RL, rollouts."""
         if not self.recipe.is_rl:
             return {"texts": self.training_batch_size() * self.text_row_bytes}
         groups = math.ceil(self.run_sizes.samples_per_rank / self.recipe.rl.rollout.group_size)
@@ -201,9 +205,10 @@ class _DiffusionMemory(EngineMemory):
         return texts | {"rollouts": self.num_resident_latents() * self.latent_bytes}
 
     def num_resident_latents(self) -> int:
-        """Return the maximum number of sample latents that a rank stores at a time.
+        """Return the maximum number of sample latents on a rank at the same time.
 
-        With sampling.explore, it includes the candidate samples. With rollout.max_refills, it includes two full rounds.
+        With sampling.explore, the number includes the candidate samples. With rollout.max_refills, it includes two full
+        rounds of samples.
         """
         recipe, derived = self.recipe, self.run_sizes
         training = derived.samples_per_rank * self.latents_per_rollout()
@@ -217,7 +222,10 @@ class _DiffusionMemory(EngineMemory):
         return build_rl_algorithm(self.recipe, self.model.rollout_sigmas(self.recipe.sampling))
 
     def latents_per_rollout(self) -> int:
-        """Count the latents that a rollout stores per sample, by running its plan on one-element latents."""
+        """Return the number of latents that a rollout stores per sample.
+
+        They are counted in a run of the sampling plan on one-element latents.
+        """
         one = torch.zeros(1, *(1 for _ in self.shape))
         trajectory: Trajectory = self.algorithm.plan(1).denoise(
             lambda latents, sigma: torch.zeros_like(latents), one, [0]
@@ -228,9 +236,9 @@ class _DiffusionMemory(EngineMemory):
         return len({tensor.untyped_storage()._cdata for tensor in tensors})
 
     def measure_reference_passes(self, of_samples: PassMemory) -> PassMemory | None:
-        """Return the memory of a forward pass for reference predictions, or None if the loss does not use any.
+        """Return the memory of a forward pass of a reference policy, or None if the loss has no reference policies.
 
-        of_samples: memory of a forward pass in a rollout. In RL, reference passes use the same batch size.
+        of_samples: memory of a forward pass in a rollout. In RL, reference passes have an equal batch size.
         """
         if self.recipe.is_rl:
             return of_samples if self.algorithm.uses_old_predictions or self.algorithm.references else None
@@ -241,7 +249,10 @@ class _DiffusionMemory(EngineMemory):
         return self.recipe.data.kind != "prompts"
 
     def encode_peak_bytes(self) -> int:
-        """Return the peak bytes of encoding. Videos are encoded one at a time, images of a micro-batch together."""
+        """Return the peak bytes of encoding with the VAE.
+
+        Videos are encoded one at a time, and all images of a micro-batch together.
+        """
         size = self.recipe.sampling
         frames = (size.num_frames,) if self.model.is_video else ()
         batch = 1 if self.model.is_video else self.encode_batch_size()
@@ -252,7 +263,7 @@ class _DiffusionMemory(EngineMemory):
         return size if self.recipe.is_rl else size * self.recipe.supervised_settings.items_per_sample
 
     def merge_lora_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of the base weights that are stored while rollout.merge_lora has merged the LoRA."""
+        """Return {category: bytes} of the base weights that rollout.merge_lora stores while the LoRA is merged."""
         if not self.recipe.is_rl or not self.recipe.rl.rollout.merge_lora:
             return {}
         layers = find_adapter_layers(self.shadow_model.unwrapped_denoiser)
@@ -272,7 +283,7 @@ class _DiffusionMemory(EngineMemory):
     def training_parts(self, passes: PassMemory, batch: int) -> dict[str, int]:
         """Return {category: bytes} of a forward and backward pass with batch size `batch`.
 
-        With guidance in RL, the activations of one prediction are stored while the other prediction is computed.
+        RL with guidance computes two predictions. The activations of the first are stored during the second.
         """
         guided = (
             passes.saved_for_backward + passes.inference
@@ -285,7 +296,7 @@ class _DiffusionMemory(EngineMemory):
 
 
 def format_memory_table(estimate: MemoryEstimate, *, trained_part: str = "denoiser") -> list[str]:
-    """Format the estimate in GiB, with a line per memory category and a column per phase.
+    """Return lines of a table in GiB, with a row per memory category and a column per phase.
 
     trained_part: name of the trained network.
     """

@@ -1,14 +1,14 @@
-"""Predict the number of denoiser forward passes of a recipe (the metrics `perf/forwards_*`) without running it.
+"""Predicts the number of denoiser forward passes of a recipe (metrics `perf/forwards_*`) without running it.
 
-Counts are per rank. They are equal on all ranks, because the ranks of a replica run each forward pass together. They
+Counts are per rank. They are equal on all ranks, because the ranks of a replica run each forward pass together. Counts
 are exact if no optimizer step is skipped, with two exceptions:
 
 With two experts, each micro-batch has loss terms of only one expert. An optimizer step may then run one more forward
-pass per purpose, and one more for `policy` if data samples have their own forward passes.
+pass per purpose, and one more for `policy` if data samples have separate forward passes.
 
 With `data.buckets`, the validation loss runs one more forward pass per additional image size.
 
-Forward passes are counted by purpose, such as `rollout` or `policy`. `CountingForward.counts` uses the same names.
+Forward passes are counted by purpose, such as `rollout` or `policy`. `CountingForward.counts` uses these purposes too.
 """
 
 from __future__ import annotations
@@ -57,12 +57,15 @@ Guidance adds an unconditional forward pass.
 
 
 def count_batched_forwards(samples: int, batch: int, num_passes: int = 1) -> ForwardCount:
-    """Count the forward passes for `samples` samples in batches of `batch` samples. Each batch needs `num_passes`."""
+    """Return the number of forward passes for `samples` samples in batches of size `batch`.
+
+    Each batch needs `num_passes` forward passes.
+    """
     return ForwardCount(num_passes * math.ceil(samples / batch), num_passes * samples)
 
 
 def sum_forwards(*parts: Mapping[str, ForwardCount]) -> dict[str, ForwardCount]:
-    """Sum counts by purpose. Purposes without forward passes are omitted."""
+    """Return the sum of counts for each purpose. Purposes without forward passes are omitted."""
     sums = {
         purpose: sum((p.get(purpose, NO_FORWARDS) for p in parts), NO_FORWARDS) for part in parts for purpose in part
     }
@@ -70,7 +73,7 @@ def sum_forwards(*parts: Mapping[str, ForwardCount]) -> dict[str, ForwardCount]:
 
 
 def count_sft_step(recipe: Recipe, derived: RunSizes) -> dict[str, ForwardCount]:
-    """Count the forward passes of one optimizer step of supervised training, by purpose."""
+    """Return {purpose: number of forward passes} for one optimizer step of supervised training."""
     settings = recipe.supervised_settings
     calls = math.ceil(derived.samples_per_rank / recipe.engine.micro_batch_size)
     count = ForwardCount(calls, derived.samples_per_rank * settings.items_per_sample)
@@ -86,17 +89,18 @@ def count_rl_step(
     guided: IsGuided | None = None,
     exploration_sigmas: Sequence[float] | None = None,
 ) -> dict[str, ForwardCount]:
-    """Count the forward passes of RL step `step` (starting at 1), by purpose.
+    """Return {purpose: number of forward passes} for RL step `step`. The first step is 1.
 
-    Includes the predictions of every optimizer step, and the rollout unless rollout workers generate it.
+    The count includes the predictions of every optimizer step. It includes the rollout unless rollout workers generate
+    it.
 
     guided: function that returns whether predictions at a noise level use guidance. Required if only some noise levels
-    use it. Loss terms are assumed to use guidance as often as the rollout.
+    use it. The count assumes that loss terms use guidance as often as the rollout.
     exploration_sigmas: noise levels at which candidates of sampling.explore are denoised.
 
     The actual count is lower if samples or loss terms are dropped (failed rewards, `zero_std: drop`, no gradient), and
-    higher if groups are refilled. best_of_n is assumed to select the same fraction of samples in every optimizer step.
-    This is exact if each rank holds whole groups and trains them in one optimizer step.
+    higher if groups are refilled. For best_of_n, the count assumes that every optimizer step trains an equal fraction
+    of its samples. This is exact if each rank has whole groups and trains them in one optimizer step.
     """
     policy, sigmas = algorithm.rollout_policy, denoiser_sigmas(algorithm.plan(step))
     num_guided = sum(map(guided or guidance_predicate(recipe), sigmas))
@@ -139,7 +143,10 @@ def count_rl_step(
 
 
 def equal_policies(algorithm: RlAlgorithm, derived: RunSizes, step: int) -> set[str]:
-    """Return the policies that equal the trained one at the start of RL step `step`. They need no forward passes."""
+    """Return the policies with the same weights as the trained policy at the start of RL step `step`.
+
+    These policies need no forward passes.
+    """
     if step == 1:
         return {algorithm.rollout_policy}
     decays = algorithm.policy_decays(step - 1, (step - 1) * derived.updates_per_step)
@@ -154,7 +161,7 @@ def terms_per_update(recipe: Recipe, derived: RunSizes) -> int:
 
 
 def denoiser_sigmas(plan: SamplingPlan) -> list[float]:
-    """Return the noise levels at which this plan calls the denoiser. Runs the plan on one-element latents."""
+    """Return the noise levels at which this plan calls the denoiser. They are recorded in a run on tiny latents."""
     sigmas: list[float] = []
 
     def record_sigma(latents: Tensor, sigma: float) -> Tensor:
@@ -166,7 +173,7 @@ def denoiser_sigmas(plan: SamplingPlan) -> list[float]:
 
 
 def num_grouped_calls(sizes: Iterable[int], max_terms: int) -> int:
-    """Count the forward passes of reference predictions.
+    """Return the number of forward passes for reference predictions.
 
     Consecutive micro-batches share a forward pass of at most `max_terms` loss terms. sizes: loss terms per micro-batch.
     """
@@ -179,7 +186,7 @@ def num_grouped_calls(sizes: Iterable[int], max_terms: int) -> int:
 
 
 def policy_forwards(policy: str, forwards: ForwardCount) -> ForwardCount:
-    """Return the count for this policy. The policy `ref` runs all forward passes without adapters."""
+    """Return `forwards` as the count of this policy. All forward passes of the policy `ref` run without adapters."""
     return dataclasses.replace(forwards, without_adapters=forwards.samples) if policy == "ref" else forwards
 
 
@@ -193,13 +200,15 @@ def count_evaluation(
     rollout_sigmas: Sequence[float] = (),
     guided: IsGuided | None = None,
 ) -> dict[str, ForwardCount]:
-    """Count the forward passes of one evaluation.
+    """Return {purpose: number of forward passes} for one evaluation.
 
-    Includes sampling and, in supervised training, the validation loss on `num_images` images or preference pairs.
+    The count includes sampling and, in supervised training, the validation loss on `num_images` images or preference
+    pairs.
 
-    guided_steps: number of denoising steps with guidance. None: either all or none of the sampling.eval_steps use it.
-    rollout_sigmas: noise levels of a rollout, if validation.rollout_correlation also samples rollouts. guided: as in
-    count_rl_step.
+    guided_steps: number of denoising steps with guidance. None: either all or none of the sampling.eval_steps use
+    guidance.
+    rollout_sigmas: noise levels of a rollout, if validation.rollout_correlation also generates rollout samples.
+    guided: function that returns whether predictions at a noise level use guidance. See count_rl_step.
     """
     num_samples = min(num_prompts, recipe.validation.num_prompts) * len(recipe.validation.seeds)
     if not recipe.is_rl:
@@ -222,9 +231,9 @@ def count_evaluation(
 
 
 def count_validation_loss(recipe: Recipe, num_replicas: int, num_images: int) -> ForwardCount:
-    """Count the forward passes of the validation loss on `num_images` held-out samples.
+    """Return the number of forward passes for the validation loss on `num_images` held-out samples.
 
-    Includes the predictions of the reference policies.
+    This number includes the predictions of reference policies.
     """
     settings, size = recipe.supervised_settings, recipe.engine.max_forward_batch
     terms = math.ceil(num_images * NUM_BUCKETS / num_replicas)
@@ -235,10 +244,11 @@ def count_validation_loss(recipe: Recipe, num_replicas: int, num_images: int) ->
 
 
 def count_sampling(recipe: Recipe, purpose: str, samples: int, steps: int, guided_steps: int) -> ForwardCount:
-    """Count the forward passes of sampling `samples` samples in batches of engine.max_forward_batch.
+    """Return the number of forward passes that generate `samples` samples.
 
-    steps: number of denoising steps. guided_steps: number of steps that use guidance. A step with guidance runs two
-    forward passes, or one joint forward pass if the doubled batch fits.
+    The samples are generated in batches of engine.max_forward_batch. steps: number of denoising steps. guided_steps:
+    number of steps that use guidance. A step with guidance runs two forward passes, or one joint forward pass if the
+    doubled batch fits.
     """
     max_joint_rows = recipe.joint_guidance_batches.get(purpose, 0)
     sizes = [len(part) for part in split_into_chunks(range(samples), recipe.engine.max_forward_batch)]
@@ -247,9 +257,9 @@ def count_sampling(recipe: Recipe, purpose: str, samples: int, steps: int, guide
 
 
 def guidance_predicate(recipe: Recipe, expert_of: Callable[[float], int] = lambda sigma: 0) -> IsGuided:
-    """Return a function that tells whether predictions at a noise level use guidance.
+    """Return a function that returns whether predictions at a noise level use guidance.
 
-    expert_of: maps a noise level to the index of its expert.
+    expert_of: function that returns the index of the expert for a noise level.
     """
     return lambda sigma: recipe.sampling.uses_guidance(expert_of(sigma))
 

@@ -1,4 +1,4 @@
-"""FLOPs of the denoiser per sample, and of the forward passes of a recipe."""
+"""FLOPs of the denoiser per sample, and FLOPs of all forward passes of a recipe."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def count_flops(
     *,
     checkpointing: bool = False,
 ) -> Flops:
-    """Count the denoiser's FLOPs for one sample, with its current adapters and requires_grad flags.
+    """Return the denoiser's FLOPs for one sample, with its current adapters and requires_grad flags.
 
     latent_shape: latent shape of the sample, without batch dimension.
     conditioning: conditioning tensors of the sample, each [1, ...]. Only their shapes and dtypes are used.
-    checkpointing: count the recomputation of block activations in the backward pass.
+    checkpointing: include the recomputation of block activations in the backward pass.
     """
     shadow = copy.copy(model)
     shadow.denoiser = copy_to_meta(model.unwrapped_denoiser)
@@ -52,7 +52,7 @@ def count_flops(
 
 
 def flops_by_purpose(forwards: Mapping[str, ForwardCount], flops: Flops) -> dict[str, ForwardFlops]:
-    """Return the FLOPs of forward passes by purpose. Only the purpose `policy` includes backward passes.
+    """Return {purpose: FLOPs} of forward passes. Only the purpose `policy` includes backward passes.
 
     flops: FLOPs of one sample.
     """

@@ -1,7 +1,7 @@
-"""Explain a failed memory allocation: the phase, the memory in use, and the recipe keys to change.
+"""Explains a failed memory allocation with the phase, the memory in use, and the recipe keys to change.
 
-The error is a UserError, because the user can fix it with recipe keys. No checkpoint is saved after it, because the
-device has no free memory. The previous checkpoint remains usable.
+The error is a UserError, because the user can fix it with recipe keys. No checkpoint is saved after the error, because
+the device has no free memory. The previous checkpoint remains usable.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ UNIT_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 
 
 class OutOfMemory(UserError):
-    """This rank's device is out of memory."""
+    """The device of this rank is out of memory."""
 
 
 @contextmanager
 def explain_out_of_memory(
     device: torch.device, advice: Callable[[str], Sequence[str]], phase: Callable[[], str | None]
 ) -> Iterator[None]:
-    """Convert failed allocations in the block to OutOfMemory, with an explanation.
+    """Convert failed memory allocations in the block to OutOfMemory errors with an explanation.
 
     phase: function that returns the phase in which the error occurred, or None.
-    advice: function that returns the recipe keys to change for a phase ("" if unknown), best first.
+    advice: function that returns the recipe keys to change for a phase, best first. The phase is "" if unknown.
     """
     try:
         yield
@@ -53,7 +53,10 @@ def out_of_memory_message(error: BaseException, device: torch.device, phase: str
 
 
 def describe_memory_usage(device: torch.device) -> str:
-    """Describe the memory use: this process's peak, the device's total and, on a GPU, the use by other processes."""
+    """Return a text with this process's peak memory and the memory of the device.
+
+    On a GPU, the text includes the memory that other processes use.
+    """
     if device.type != "cuda":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]

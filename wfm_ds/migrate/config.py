@@ -1,4 +1,4 @@
-"""A Cosmos-RL configuration during its conversion: its keys, the default values of its mode, and notes for the user."""
+"""The Cosmos-RL configuration to convert: its keys, the default values of its mode, and notes for the user."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ ValueConverter = Callable[[Any, CosmosConfig], Any]
 
 
 def choice_converter(choices: Mapping[Any, str]) -> Callable[[Any, CosmosConfig], str]:
-    """Return a converter that looks up a value in `choices`. It raises NoCounterpart for a value that is not there."""
+    """Return a converter that looks up a value in `choices`. The converter raises NoCounterpart for other values."""
 
     def convert(value: Any, _: CosmosConfig) -> str:
         if value not in choices:

@@ -47,7 +47,7 @@ REQUIRED_FOR_RL = {"reward.functions": "the rewards, e.g. [{name: ocr}]"}
 
 @dataclass(slots=True)
 class Migration:
-    """The recipe as {dotted key: value}, and the outcome for each key of the configuration that was not converted."""
+    """The recipe as {dotted key: value}, and the configuration's keys that were renamed or could not be converted."""
 
     mode: str
     values: dict[str, Any]
@@ -174,7 +174,7 @@ def detect_mode(settings: Mapping[str, Any]) -> str:
 
 
 def is_vision_model(settings: Mapping[str, Any]) -> bool:
-    """Return whether a language model is a vision-language model. Its LLaVA annotations or its name show this."""
+    """Return whether a language model is a vision-language model, judged by its name and by LLaVA annotations."""
     name = str(settings.get("policy.model_name_or_path", "")).lower()
     return ANNOTATIONS in settings or any(word in name for word in ("-vl", "cosmos-reason"))
 

@@ -1,6 +1,7 @@
-"""The interface between a pipeline family and the training loops. Code outside `models/` must not branch on a family.
+"""The interface between model families and training loops. Code outside `models/` must not branch on the family.
 
-Latents, sigma and velocities are float32. Time is `sigma` in (0, 1], where 1 is pure noise. Velocity is `eps - x0`.
+Latents, sigma and velocities are float32. The noise level `sigma` is in (0, 1], where 1 is pure noise. The velocity is
+`eps - x0`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ MAX_SIZE_MULTIPLE = 1024  # largest multiple of height and width to try, in pixe
 
 @dataclass(frozen=True, slots=True)
 class NegativeText:
-    """A negative prompt, or the empty text that replaces a dropped caption. Encoded by `encode_negative_text`."""
+    """A negative prompt, or the empty text that replaces a dropped caption. `encode_negative_text` encodes it."""
 
     text: str
 
@@ -52,7 +53,7 @@ class NegativeText:
 class DiffusionModel(ABC):
     """A loaded diffusers pipeline behind one interface: encode text, convert pixels and latents, call the denoiser.
 
-    Each family is a subclass in a separate file of this folder. `registry.model_families` finds it.
+    Each model family is a subclass in its own file in this folder. `registry.model_families` discovers the subclasses.
     """
 
     family: ClassVar[str]
@@ -94,9 +95,9 @@ class DiffusionModel(ABC):
 
         prompt_template: one of prompt_templates. None selects the template that is stored with the pipeline.
         leave_denoiser: do not move the denoiser to `device`, because the training engine does it later.
-        fps: frames per second of all videos, for networks that are conditioned on it.
-        inputs: names from `input_specs` that every sample provides in addition to text and frames.
-        embedded_guidance: guidance scale that the network receives, for families with embedded guidance.
+        fps: frames per second of all videos. Some networks are conditioned on it.
+        inputs: names of the inputs in `input_specs` that every sample provides.
+        embedded_guidance: guidance scale that a network with embedded guidance receives as an input.
         Raises ModelError if the scheduler is not a flow-matching scheduler.
         """
         if not hasattr(pipeline.scheduler, "sigmas"):
@@ -142,7 +143,7 @@ class DiffusionModel(ABC):
 
     @classmethod
     def placeholder_components(cls) -> dict[str, Any]:
-        """Return {name: stand-in} for components that the pipeline's constructor needs. Used on the meta device."""
+        """Return {name: placeholder} for components that the pipeline's constructor needs on the meta device."""
         return {}
 
     @classmethod
@@ -171,7 +172,7 @@ class DiffusionModel(ABC):
         return [part for name, part in parts if isinstance(part, nn.Module) and name not in self.denoiser_components]
 
     def move_to_device(self, device: torch.device | str) -> None:
-        """Move the pipeline to a device. A denoiser that the training engine places later is not moved."""
+        """Move the pipeline to a device, except a denoiser that the training engine manages."""
         self.device = torch.device(device)
         parts = self.auxiliary_modules()
         if self.denoiser is self.unwrapped_denoiser and not self.leave_denoiser:
@@ -180,9 +181,10 @@ class DiffusionModel(ABC):
             part.to(self.device)
 
     def prepare_for_lora(self, targets: Sequence[str]) -> None:  # noqa: B027, optional hook
-        """Prepare for LoRA adapters on linear layers with names that end in one of `targets`.
+        """Prepare the denoiser for LoRA adapters on the linear layers that `targets` selects.
 
-        A family may move frozen layers from the denoiser into encode_text, which runs only once per prompt.
+        targets: suffixes of layer names.
+        A family may override this method to move frozen layers into encode_text, which runs only once per prompt.
         """
 
     def check_sampling(self, sampling: SamplingRecipe) -> None:  # noqa: B027, optional hook
@@ -193,16 +195,16 @@ class DiffusionModel(ABC):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Shell patterns for the names of denoiser parameters that never receive a gradient.
+        """Shell patterns that match the names of denoiser parameters without gradients.
 
         Full training and exports leave these parameters unchanged. Adapters on them have no effect.
         """
         return ()
 
     def parameter_component(self, name: str) -> str:
-        """Return the component name of the expert that contains this denoiser parameter.
+        """Return the component name of the expert network that contains this denoiser parameter.
 
-        Returns "" if the denoiser is a single network.
+        Returns "" if the denoiser has no expert networks.
         """
         return name.partition(".")[0] if len(self.denoiser_components) > 1 else ""
 
@@ -214,7 +216,7 @@ class DiffusionModel(ABC):
         )
 
     def format_prompt(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
-        """Return the text to encode for this size in pixels.
+        """Return the text to encode for a prompt and a size in pixels.
 
         Some pipelines append the size and duration to the prompt.
         """
@@ -222,14 +224,14 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Encode at least one prompt. Return {name: tensor [B prompts, ...]}, without gradient.
+        """Encode B prompts. Return {name: tensor [B, ...]} without gradients.
 
-        Embeddings have the dtype of the text encoders, masks are int64. Use encode_negative_text for negative prompts.
+        Embeddings have the dtype of the text encoders. Masks are int64. Use encode_negative_text for negative prompts.
         Raises ValueError for an empty list.
         """
 
     def encode_negative_text(self, texts: Sequence[str]) -> Conditioning:
-        """Encode negative prompts and dropped captions, by default like prompts.
+        """Encode negative prompts and dropped captions. The default calls `encode_text`.
 
         Override this method if the pipeline adds an instruction to prompts but not to negative prompts.
         """
@@ -238,55 +240,55 @@ class DiffusionModel(ABC):
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Encode the inputs, such as actions, of B samples. Return {name: tensor [B, ...]}.
+        """Encode inputs, such as actions, of B samples. Return {name: tensor [B, ...]}.
 
-        The names are in `optional_conditioning_keys`.
+        The names in the result are from `optional_conditioning_keys`.
         inputs: {name from input_specs: array} for each sample.
-        num_frames, size (height, width): of the pixels.
+        num_frames: number of video frames. size: (height, width) in pixels.
         Raises ValueError for arrays that the loaded checkpoint cannot use.
         """
         return {}
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape without batch axis} of the encode_inputs tensors that the network requires.
+        """Return {name: shape} for the tensors from `encode_inputs` that the network requires.
 
-        shape: latents of one sample.
+        The shapes have no batch axis. shape: shape of one sample's latents.
         """
         return {}
 
     @property
     def supports_clean_frames(self) -> bool:
-        """Whether clean latents can replace the first noisy latent frames of a sample (conditioning frames)."""
+        """Whether the first latent frames of a sample can be clean instead of noisy (conditioning frames)."""
         return self.uses_clean_frames and max(self.conditioning_frame_counts) > 0
 
     def clean_frame_range(self, num_frames: tuple[int, int]) -> tuple[int, int]:
         """Return the minimum and maximum number of clean conditioning frames.
 
-        num_frames: the values of the recipe. Returns (0, 0) if the family does not replace noisy frames by clean ones.
+        num_frames: minimum and maximum in the recipe. Returns (0, 0) if the family has no clean conditioning frames.
         """
         return num_frames if self.uses_clean_frames else (0, 0)
 
     @property
     def text_dtype(self) -> torch.dtype:
-        """The dtype of text embeddings: that of the text encoders, or float32 if the pipeline has none."""
+        """The dtype of text embeddings. It is the dtype of the text encoders, or float32 without text encoders."""
         encoders = self.text_encoders().values()
         return next((parameter.dtype for encoder in encoders for parameter in encoder.parameters()), torch.float32)
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} of the encode_text tensors of one text, without the batch axis."""
+        """Return {name: shape} for the tensors from `encode_text`. The shapes have no batch axis."""
         return {name: tuple(tensor.shape[1:]) for name, tensor in self.encode_text([""]).items()}
 
     def conditioning_from_embedding(self, embedding: Tensor) -> Conditioning | None:
-        """Convert a precomputed text embedding [n tokens, D channels] to the format of encode_text, for one prompt.
+        """Convert one prompt's precomputed embedding [n tokens, D channels] to the format of `encode_text`.
 
         Returns None if the shape does not match this model's text encoder, or if the family has several encoders.
         """
         return None
 
     def text_cache_key(self) -> dict[str, Any]:
-        """Return a JSON object that changes whenever text embeddings change.
+        """Return a JSON object that changes if any property that affects text embeddings changes.
 
-        It contains fingerprints of the encoder weights, their dtype, and the settings of encode_text.
+        The properties are the files of text encoders and tokenizers, the dtype, and the settings of encode_text.
         """
         dtypes = {str(next(encoder.parameters()).dtype) for encoder in self.text_encoders().values()}
         return {
@@ -297,18 +299,15 @@ class DiffusionModel(ABC):
         }
 
     def latent_cache_key(self) -> dict[str, Any]:
-        """Return a JSON object that changes whenever the latents from encode_pixels change.
+        """Return a JSON object that changes if any property that affects the latents from encode_pixels changes.
 
-        It contains a fingerprint of the VAE weights, and their dtype.
+        The properties are the VAE files and the dtype of the VAE.
         """
         dtype = str(next(self.pipeline.vae.parameters()).dtype)
         return {"family": self.family, "parts": fingerprint_folders(self.path, ["vae"]), "dtype": dtype}
 
     def components_with_prefix(self, prefix: str) -> dict[str, Any]:
-        """Return {name: component} for the pipeline components with this name prefix.
-
-        Components that are None are omitted.
-        """
+        """Return {name: component} for the pipeline components with this name prefix. Omits missing components."""
         parts = self.pipeline.components.items()
         return {name: part for name, part in parts if name.startswith(prefix) and part is not None}
 
@@ -317,7 +316,7 @@ class DiffusionModel(ABC):
         return self.components_with_prefix("text_encoder")
 
     def text_folders(self) -> list[str]:
-        """Return the subfolders of the text encoders and tokenizers, on which text embeddings depend."""
+        """Return the names of the subfolders that contain text encoders and tokenizers."""
         return [*self.text_encoders(), *self.components_with_prefix("tokenizer")]
 
     def drop_text_encoders(self) -> None:
@@ -348,7 +347,8 @@ class DiffusionModel(ABC):
     def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
         """Concatenate conditioning tensors along the batch axis.
 
-        Raises ValueError if their shapes differ. Families with texts of variable length pad them instead.
+        Raises ValueError if the tensors of different prompts differ in shape. Families with texts of variable length
+        override this method and pad the texts.
         """
         for name in rows[0]:
             shapes = {tuple(row[name].shape[1:]) for row in rows}
@@ -383,7 +383,7 @@ class DiffusionModel(ABC):
         return len(pixels) if self.device.type == "cpu" else vae.max_batch_size(self.pipeline.vae, height * width)
 
     def encode_uint8(self, media: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
-        """Encode uint8 images [H,W,3] or videos [F,H,W,3], all of the same shape.
+        """Encode uint8 images [H,W,3] or videos [F,H,W,3]. All arrays must have the same shape.
 
         Video families treat an image as a video with one frame.
         """
@@ -394,15 +394,18 @@ class DiffusionModel(ABC):
 
     @torch.no_grad()
     def decode_latents(self, latents: Tensor) -> Tensor:
-        """Decode normalized latents to float32 pixels in [0, 1]. The axes are those of encode_pixels."""
+        """Decode normalized latents to float32 pixels in [0, 1], in the shape that `encode_pixels` accepts."""
         return (self.to_pixels(latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
 
     def to_latents(self, pixels: Tensor) -> Tensor:
-        """Encode float32 pixels in [-1, 1], already on the device, to normalized float32 latents."""
+        """Encode float32 pixels in [-1, 1] to normalized float32 latents. The pixels must be on the model's device."""
         return vae.encode_normalized(self.pipeline.vae, pixels)
 
     def to_pixels(self, latents: Tensor) -> Tensor:
-        """Decode normalized float32 latents, already on the device, to float32 pixels, roughly in [-1, 1]."""
+        """Decode normalized float32 latents to float32 pixels, roughly in [-1, 1].
+
+        The latents must be on the model's device.
+        """
         return vae.decode_normalized(self.pipeline.vae, latents)
 
     @staticmethod
@@ -417,19 +420,19 @@ class DiffusionModel(ABC):
 
     @abstractmethod
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        """Predict the velocity eps - x0, float32, in the shape of the latents. Keeps the autograd graph.
+        """Predict the velocity eps - x0 in one forward pass. Keeps the autograd graph.
 
+        Returns float32 in the shape of the latents. The method does not apply guidance.
         latents: [B,C,...] float32. sigma: [B] float32 in (0, 1].
         conditioning: tensors [B, ...] from encode_text and encode_inputs.
-        expert: index of the expert network of a two-expert model.
-        Runs one forward pass. The caller combines predictions for guidance.
+        expert: index of the expert network, for models with two experts.
         Raises ValueError for wrong shapes, dtypes or keys. Values of sigma are checked only on the CPU, because the
         check would make the host wait for a GPU.
         """
 
     @property
     def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
-        """The sigma range of each expert network: low <= sigma < high. The first range includes sigma = 1."""
+        """(low, high) for each expert network, which runs for low <= sigma < high. The first range includes 1."""
         return ((0.0, 1.0),)
 
     def select_expert(self, sigma: float) -> int:
@@ -462,7 +465,7 @@ class DiffusionModel(ABC):
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Return the shape of one sample's latents: (C,h,w) for image families, (C,T,h,w) for video families.
 
-        Raises ValueError for an unsupported size; the message names the required multiple.
+        Raises ValueError for an unsupported size. The message names the number that must divide height and width.
         """
 
     def size_multiple(self, num_frames: int = 1) -> int:
@@ -482,9 +485,10 @@ class DiffusionModel(ABC):
         """Return the number of denoiser tokens for latents of this shape, excluding text tokens."""
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
-        """Return the pipeline's sigmas for this latent shape: float64 [num_steps + 1] on the CPU, descending to 0.
+        """Return the sigmas of the pipeline's scheduler for this latent shape.
 
-        A copy of the pipeline's scheduler computes them. Raises ModelError if they do not decrease from at most 1 to 0.
+        The result is float64 [num_steps + 1] on the CPU and decreases to 0. Raises ModelError if the scheduler's
+        sigmas do not decrease from at most 1 to 0.
         """
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
@@ -501,7 +505,7 @@ class DiffusionModel(ABC):
         return grid
 
     def rollout_sigmas(self, sampling: SamplingRecipe) -> Tensor:
-        """Return the sigmas of rollouts, as sampling.grid specifies: float64 [sampling.steps + 1] on the CPU.
+        """Return the sigmas that sampling.grid specifies for rollouts, float64 [sampling.steps + 1] on the CPU.
 
         Raises ModelError if sampling.grid needs a fixed timestep shift and the scheduler has none.
         """
@@ -515,22 +519,22 @@ class DiffusionModel(ABC):
         return apply_shift(q, shift)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the arguments that the pipeline passes to scheduler.set_timesteps, except num_inference_steps.
+        """Return the pipeline's arguments for scheduler.set_timesteps, without num_inference_steps.
 
-        If they contain `sigmas` (before the timestep shift), the scheduler is called without num_inference_steps.
+        If the result contains `sigmas`, they replace num_inference_steps. They are not yet shifted.
         """
         return {}
 
     @property
     def default_solver(self) -> str:
-        """The solver with the order of the pipeline's scheduler: `dpm2` for second order, otherwise `ode`."""
+        """The solver that fits the pipeline's scheduler: `dpm2` if its solver_order exceeds 1, otherwise `ode`."""
         return "dpm2" if self.pipeline.scheduler.config.get("solver_order", 1) > 1 else "ode"
 
     def flow_shift(self, sampling: SamplingRecipe) -> float:
         """Return the scheduler's timestep shift s: sigma = s * q / (1 + (s - 1) * q) for q in [0, 1].
 
-        If the shift depends on size or number of steps, the recipe's size and eval_steps are used. Raises ModelError if
-        the scheduler has no timestep shift.
+        If the shift depends on size or number of steps, it is computed for the recipe's size and eval_steps. Raises
+        ModelError if the scheduler has no timestep shift.
         """
         shape = self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
         shift = self._scheduler_shift(sampling.eval_steps, shape)
@@ -550,13 +554,13 @@ class DiffusionModel(ABC):
         return None if shift is None else float(shift)
 
     def text_call_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of the pipeline call that change how prompts are encoded."""
+        """Return the pipeline call arguments that affect prompt encoding."""
         return {"max_sequence_length": self.max_sequence_length}
 
     def export_call_kwargs(self) -> dict[str, Any]:
         """Return the pipeline call arguments that an export writes to call.json.
 
-        They set the encoding of prompts and the embedded guidance scale.
+        These arguments affect prompt encoding or set the embedded guidance scale.
         """
         guidance = {} if self.embedded_guidance is None else {"guidance_scale": self.embedded_guidance}
         return {**self.text_call_kwargs(), **guidance}
@@ -564,7 +568,7 @@ class DiffusionModel(ABC):
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         """Return the pipeline call arguments for guidance scale w and this size in pixels.
 
-        Prompts, number of steps and noise are not included.
+        The result does not include prompts, number of steps or noise.
         """
         return {"guidance_scale": w, "height": height, "width": width, **self.text_call_kwargs()}
 
@@ -589,7 +593,7 @@ def temporary_seed(seed: int) -> Iterator[None]:
 def hide_progress_bars() -> Iterator[None]:
     """Disable the progress bars of diffusers and transformers in the `with` block.
 
-    The bars of many ranks would flood the log.
+    Otherwise, the progress bars of all ranks would flood the log.
     """
     libraries = [lib for lib in (diffusers.utils.logging, transformers.utils.logging) if lib.is_progress_bar_enabled()]
     for library in libraries:

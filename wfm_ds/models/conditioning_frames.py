@@ -1,8 +1,8 @@
 """Conditioning frames: the first latent frames of a video may be clean instead of noisy.
 
-The conditioning has two keys for them, and contains either both or neither. `conditional_latents` holds clean latents
-in the shape of the whole video. `conditional_mask` [B,1,T,1,1] float32 is 1 on conditioning frames. The number of
-conditioning frames may differ between the samples of a batch.
+Two tensors in the conditioning describe these frames. `conditional_latents` [B,C,T,h,w] contains the clean latents.
+`conditional_mask` [B,1,T,1,1] float32 is 1 on conditioning frames and 0 on noisy frames. A conditioning contains both
+tensors or neither. The number of conditioning frames may differ between the samples of a batch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class CleanFrames:
     mask: Tensor
 
     def insert_clean_latents(self, noisy: Tensor) -> Tensor:
-        """Return the network input: clean latents on conditioning frames, `noisy` on all other frames."""
+        """Return a copy of `noisy` [B,C,T,h,w] in which clean latents replace the conditioning frames."""
         return self.mask * self.latents + (1 - self.mask) * noisy
 
     def insert_known_velocity(self, velocity: Tensor, noisy: Tensor, sigma: Tensor) -> Tensor:
-        """Replace the velocity on conditioning frames by the velocity that leads exactly to their clean latents."""
+        """Replace the velocity on conditioning frames by the exact velocity to their clean latents."""
         known = (noisy - self.latents) / sigma.view(-1, 1, 1, 1, 1)
         return self.mask * known + (1 - self.mask) * velocity
 
@@ -62,10 +62,11 @@ def pad_num_frames(latents: Tensor, num_frames: int) -> Tensor:
 
 
 def add_clean_frames(conditioning: Conditioning, latents: Tensor, counts: Tensor) -> Conditioning:
-    """Return a copy of the conditioning in which the first counts[i] latent frames of sample i are conditioning frames.
+    """Return a copy of the conditioning with added conditioning frames.
 
-    latents: clean latents [B,C,T,h,w] float32, normalized. counts: one integer from 0 to T - 1 per sample. Raises
-    ValueError for other values.
+    The first counts[i] latent frames of sample i become conditioning frames.
+    latents: clean normalized latents [B,C,T,h,w] float32. counts: [B] integers from 0 to T - 1.
+    Raises ValueError for invalid latents or counts.
     """
     if latents.ndim != 5 or latents.dtype != torch.float32 or counts.shape != latents.shape[:1]:
         raise ValueError(

@@ -38,7 +38,7 @@ LORA_NAMES = tuple(
 
 
 class Cosmos25(DiffusionModel):
-    """Cosmos-Predict2.5. The network receives sigma of each latent frame as its timestep, and returns the velocity."""
+    """Cosmos-Predict2.5. The network receives one sigma per latent frame as timesteps, and returns the velocity."""
 
     family = "cosmos25"
     pipeline_classes = ("Cosmos2_5_PredictBasePipeline",)
@@ -67,7 +67,8 @@ class Cosmos25(DiffusionModel):
     def prepare_for_lora(self, targets: Sequence[str]) -> None:
         """Move the denoiser's text projection into encode_text, unless LoRA trains it.
 
-        The embeddings of all text encoder layers need 100 MB per prompt. Projected embeddings are 100 times smaller.
+        Before the projection, a prompt's embedding contains the outputs of all text encoder layers and needs 100 MB.
+        The projected embedding is 100 times smaller.
         """
         denoiser: Any = self.unwrapped_denoiser
         if not self.config.use_crossattn_projection or self.text_projection is not None:
@@ -83,10 +84,10 @@ class Cosmos25(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, max_sequence_length, D]}. The network attends to padding too.
+        """Return {prompt_embeds: [B, max_sequence_length, D channels]}. The network also attends to padding.
 
-        D is the number of channels. It is the text encoder's width times its number of layers, or the denoiser's text
-        width after prepare_for_lora has moved the projection.
+        D is the text encoder's width times its number of layers. After prepare_for_lora has moved the projection, D is
+        the width of the projected embeddings.
         """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
@@ -111,7 +112,11 @@ class Cosmos25(DiffusionModel):
 
     @torch.no_grad()
     def conditioning_from_embedding(self, embedding: Tensor) -> Conditioning | None:
-        """Accept embeddings [max_sequence_length, D] of all text encoder layers. They must include padding tokens."""
+        """Convert one prompt's precomputed embedding [max_sequence_length, D] to the format of `encode_text`.
+
+        D is the text encoder's width times its number of layers. The embedding must include padding tokens. Returns
+        None for other shapes.
+        """
         width = self.config.crossattn_proj_in_channels if self.config.use_crossattn_projection else None
         if embedding.shape != (self.max_sequence_length, width or self.config.text_embed_dim):
             return None
@@ -128,7 +133,7 @@ class Cosmos25(DiffusionModel):
         return DEFAULT_NEGATIVE_PROMPT if negative_text is None else negative_text
 
     def decode_latents(self, latents: Tensor) -> Tensor:
-        """Decode latents to pixels and apply the guardrail to them, as the diffusers pipeline does."""
+        """Decode latents to pixels and apply the guardrail to the pixels, like the diffusers pipeline."""
         return guardrail.apply_guardrail(self.pipeline.safety_checker, super().decode_latents(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -155,7 +160,8 @@ class Cosmos25(DiffusionModel):
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Return (C, (F - 1) / 4 + 1, H / 8, W / 8) for F frames of H x W pixels.
 
-        max_size in the config limits the size.
+        Raises ValueError if the latents exceed the network config's max_size, or if the pipeline does not support the
+        size.
         """
         factor, frames_factor = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         (_, *patch), (most_frames, *largest) = self.config.patch_size, self.config.max_size

@@ -104,11 +104,12 @@ class Cosmos3(DiffusionModel):
         guardrail.require_safe_prompts(self.pipeline.safety_checker, prompts)
 
     def format_prompt(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
-        """Append size and duration to the prompt, and prepend the pipeline's system prompt if it uses one.
+        """Format a prompt as the diffusers pipeline does.
 
-        Negative prompts get the pipeline's negated sentences about size and duration. If the samples have actions, a
-        prompt becomes a JSON object with size, duration and viewpoint, unless it already is a JSON object. Negative
-        prompts of these samples get no sentences.
+        Without actions, sentences about size and duration are appended. In negative prompts, they are negated.
+        With actions, a prompt becomes a JSON object with size, duration and viewpoint. Negative prompts and prompts
+        that already are JSON objects stay unchanged.
+        Some pipelines also prepend a system prompt.
         """
         is_image = num_frames == 1
         if "actions" not in self.input_names:
@@ -165,7 +166,7 @@ class Cosmos3(DiffusionModel):
     def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
         """Concatenate conditioning tensors along the batch axis.
 
-        Shorter texts are padded with zeros, and text_mask is 0 there.
+        Shorter texts are padded with zeros. text_mask is 0 on the padding.
         """
         longest = max(row["text_mask"].shape[1] for row in rows)
 
@@ -210,7 +211,7 @@ class Cosmos3(DiffusionModel):
         return {"actions": actions.to(self.device), "domain": domain.to(self.device)}
 
     def decode_latents(self, latents: Tensor) -> Tensor:
-        """Decode latents to pixels and apply the guardrail to them, as the diffusers pipeline does."""
+        """Decode latents to pixels and apply the guardrail to the pixels, like the diffusers pipeline."""
         return guardrail.apply_guardrail(self.pipeline.safety_checker, super().decode_latents(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -231,7 +232,7 @@ class Cosmos3(DiffusionModel):
         return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, (F - 1) / 4 + 1, H / f, W / f) for F frames of H x W pixels and VAE factor f.
+        """Return (C, (F - 1) / 4 + 1, H / f, W / f) for F frames of H x W pixels and VAE scale factor f.
 
         The latent size need not be a multiple of the patch size.
         """
@@ -263,9 +264,9 @@ class Cosmos3(DiffusionModel):
 
 
 class PlaceholderTokenizer:
-    """A stand-in for the tokenizer.
+    """A placeholder for the tokenizer.
 
-    It has the attributes that the pipeline's constructor needs and cannot encode text.
+    It has the attributes that the pipeline's constructor needs, but it cannot encode text.
     """
 
     eos_token_id = 0

@@ -2,9 +2,9 @@
 
 In each layer, video tokens attend to each other and to the keys and values of the text. The text does not attend to the
 video and does not depend on time. The output of the text tower is therefore an embedding that is computed only once per
-text. The generation tower has half of the parameters, and only this half is trained and used for denoising. Parameters
-keep their names from diffusers' Cosmos3OmniTransformer, and the outputs equal the output of its `forward`. Unlike
-diffusers, these modules support batches.
+text. The generation tower has half of the parameters. Only this half is trained and used for denoising. Parameters keep
+their names from diffusers' Cosmos3OmniTransformer, and the velocity equals the output of its `forward`. Unlike the
+diffusers class, these modules support batches.
 
 Shapes: B samples, L text tokens, N video and action tokens, G layers, H heads, K key-value heads, D channels per head,
 W channels per token, A channels per action.
@@ -88,7 +88,7 @@ class TextLayer(nn.Module):
 
 
 class TextAttention(nn.Module):
-    """Causal text attention. In some networks, the keys that the video attends to have a separate norm."""
+    """Causal self-attention of the text. Some networks use a separate norm for the keys that the video attends to."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class TextAttention(nn.Module):
 class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
     """The denoising tower: the modules that process video, time and actions.
 
-    The heads for audio and actions are kept but not used.
+    The output layers for audio and actions are kept but not used.
     """
 
     fps: float = 24.0  # frames per second of all videos
@@ -145,7 +145,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         actions: Tensor | None = None,
         domain: Tensor | None = None,
     ) -> tuple[Tensor]:
-        """Return a tuple that contains only the velocity [B,C,T,h,w], as diffusers networks do.
+        """Return the tuple (velocity [B,C,T,h,w],), like diffusers networks.
 
         latents: [B,C,T,h,w] in the compute dtype. time: [B] float32, 1000 * sigma.
         free: [B,T], 1 on noisy latent frames, 0 on conditioning frames.
@@ -224,7 +224,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         return torch.stack([time, torch.zeros(count), torch.zeros(count)])
 
     def temporal_positions(self, index: Tensor, rate: float) -> Tensor:
-        """Return the time positions of latent frames or of actions. rate: number of them per second of video."""
+        """Return the time positions of latent frames or actions. rate: latent frames or actions per second."""
         if not self.config.enable_fps_modulation or len(index) == 1:
             return index.float()
         positions: Tensor = index.float() / rate * (self.config.base_fps / self.temporal_compression)
@@ -306,8 +306,8 @@ class DomainLinear(DomainAwareLinear):  # type: ignore[misc]
 def compute_rotary_tables(config: Any, positions: Tensor, dtype: torch.dtype) -> RotaryTables:
     """Return cosines and sines [B,n,D] for positions [3,B,n] float32, as diffusers' rotary embedding does.
 
-    Frequencies stay float32. diffusers stores them in the model's dtype. In bfloat16, angles at position 15000 are then
-    meaningless.
+    Frequencies are always float32. diffusers stores them in the model's dtype, but bfloat16 angles are meaningless at
+    large positions such as 15000.
     """
     size, axes = config.head_dim, config.rope_axes_dim
     with positions.device:

@@ -1,4 +1,4 @@
-"""FLUX.2-klein (base and distilled) and FLUX.2-dev. Latents are patches that the VAE's batch norm normalizes."""
+"""FLUX.2-klein (base and distilled) and FLUX.2-dev. Latents are patches that are normalized by the VAE's batch norm."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Flux2(DiffusionModel):
 
     @classmethod
     def component_overrides(cls, folder: Path) -> dict[str, Any]:
-        """Return only the tokenizer of FLUX.2-dev's processor. Its image processor would need torchvision."""
+        """Return the tokenizer in place of FLUX.2-dev's processor, which would need torchvision for images."""
         _, name = read_json(folder / "model_index.json")["tokenizer"]
         if not str(name).endswith("Processor"):
             return {}
@@ -110,8 +110,8 @@ class Flux2(DiffusionModel):
     def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
         """Return the default guidance scale w.
 
-        This is the pipeline's default for klein base. For distilled klein, and for dev with its embedded guidance, it
-        is 1.
+        For klein base, w is the pipeline's default. For distilled klein and for dev, which has embedded guidance, w is
+        1.
         """
         unguided = index.get("is_distilled") or index["_class_name"] == "Flux2Pipeline"
         return 1.0 if unguided else super().default_guidance_scale(index, call)
@@ -132,9 +132,10 @@ class Flux2(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, max_sequence_length, 3 D]}: the outputs of three text encoder layers of width D.
+        """Return {prompt_embeds: [B, max_sequence_length, 3 D]}.
 
-        The network attends to padding too.
+        The embeddings are the outputs of three text encoder layers with D channels each. The network also attends to
+        padding.
         """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
@@ -197,7 +198,7 @@ class Flux2(DiffusionModel):
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Return (4 C, H / (2 f), W / (2 f)) for H x W pixels. Each patch has 2 x 2 VAE latents.
 
-        C is the number of VAE channels, f the VAE factor.
+        C is the number of VAE channels. f is the VAE scale factor.
         """
         require_image(self.family, num_frames)
         multiple = PATCH_SIZE * self.pipeline.vae_scale_factor
@@ -216,9 +217,10 @@ class Flux2(DiffusionModel):
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Return the pipeline call arguments. guidance_scale is the embedded guidance scale if the network has one.
+        """Return the pipeline call arguments for guidance scale w.
 
-        Raises ModelError if the network has embedded guidance and w is not 1.
+        If the network has embedded guidance, `guidance_scale` is the embedded guidance scale, and w must be 1. Raises
+        ModelError for another w.
         """
         call = super().pipeline_call_kwargs(w, height, width, num_frames)
         if self.embedded_guidance is not None and w != 1:
@@ -227,9 +229,9 @@ class Flux2(DiffusionModel):
 
 
 def token_positions(num_text: int, h: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the positions of the text tokens and of the image tokens, each int64 [n tokens, 4].
+    """Return (positions of text tokens, positions of image tokens), int64 [n tokens, 4] each.
 
-    The columns are image, row, column and text token.
+    The 4 numbers of a position are the image index, row, column and text token index.
     """
     text = torch.zeros(num_text, 4, dtype=torch.int64, device=device)
     text[:, 3] = torch.arange(num_text, device=device)

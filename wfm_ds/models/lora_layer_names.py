@@ -1,6 +1,6 @@
-"""Names of layers in the original code of a model's authors. Tools other than diffusers use these names.
+"""Layer names in the original code of the model authors. Tools other than diffusers use these names.
 
-Each family defines a table, which is used for LoRA files in the layouts of kohya and ComfyUI.
+Each model family defines a table of these names for LoRA files in the layouts of kohya and ComfyUI.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def map_layers(block: str, original: str, layers: Mapping[str, str]) -> tuple[Lo
 def map_fused_layers(block: str, layers: Sequence[str], original: str) -> tuple[LoraLayerName, ...]:
     """Map several layers of a diffusers block to one fused layer of an original block.
 
-    The fused layer has one slice for each diffusers layer, in the same order and all of equal size.
+    The fused layer has one slice for each diffusers layer, in the order of `layers`. All slices have the same size.
     """
     return tuple(LoraLayerName(f"{block}.{layer}", original, i, len(layers)) for i, layer in enumerate(layers))
 

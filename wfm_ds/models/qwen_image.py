@@ -1,4 +1,4 @@
-"""Qwen-Image: Qwen2.5-VL texts of variable length, a video VAE for single frames, guidance that preserves norms."""
+"""Qwen-Image: Qwen2.5-VL texts of variable length, a video VAE for single frames, norm-preserving guidance."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class QwenImage(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Patterns of the text query and text output layers of the last block, which discards its text tokens."""
+        """Name patterns of the last block's text query and text output layers. This block discards its text tokens."""
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
 
@@ -78,7 +78,7 @@ class QwenImage(DiffusionModel):
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Return {prompt_embeds: [B, n, D], prompt_embeds_mask: [B, n] int64}.
 
-        n is the number of tokens of the longest prompt, D the number of channels.
+        n is the number of tokens of the longest prompt. D is the number of channels.
         """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
@@ -148,9 +148,9 @@ class QwenImage(DiffusionModel):
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def text_call_kwargs(self) -> dict[str, Any]:
-        """Return the call arguments that change how prompts are encoded, including a negative prompt.
+        """Return the pipeline call arguments that affect prompt encoding.
 
-        The pipeline disables guidance if there is no negative prompt.
+        They include a negative prompt, because the pipeline disables guidance without a negative prompt.
         """
         return {**super().text_call_kwargs(), NEGATIVE_PROMPT_KEY: self.resolve_negative_prompt()}
 

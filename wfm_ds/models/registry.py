@@ -67,7 +67,7 @@ def model_families() -> dict[str, type[DiffusionModel]]:
 def find_family(folder: Path, user_family: str | None = None) -> type[DiffusionModel]:
     """Return the model family for the pipeline class in model_index.json. Raises ModelError if there is none.
 
-    user_family: the class that the recipe's model.family names. If given, it is returned.
+    user_family: a user's family class, as `package.module:Class`. If set, this class is returned.
     """
     name = str(read_json(folder / "model_index.json").get("_class_name"))
     if user_family is not None:
@@ -103,7 +103,8 @@ def resolve_pipeline(
 
     path: a local folder, `tiny:FAMILY` for a tiny pipeline (created in the cache), or `owner/name` on the Hub (missing
     files are downloaded to the Hub cache).
-    user_family: the recipe's model.family. revision: branch, tag or commit on the Hub. weights: also download weights.
+    user_family: the recipe's model.family. revision: branch, tag or commit on the Hub.
+    weights: whether to download weights too.
     Raises ModelError if the folder is missing, unreadable or not a supported pipeline, or if the download fails.
     """
     folder = locate_pipeline(path, user_family, revision)
@@ -162,7 +163,7 @@ def get_tiny_folder(family: str) -> Path:
 def build_tiny_folder(family: str, folder: Path) -> None:
     """Write the folder of a tiny model.
 
-    Distributed runs use a subprocess, because transformers saves only on rank 0.
+    In distributed runs, a subprocess writes the folder, because transformers saves files only on rank 0.
     """
     if not torch.distributed.is_initialized():
         tiny.write_tiny_model(family, folder)
@@ -182,7 +183,7 @@ def tiny_cache_key() -> str:
 def publish_folder(source: Path, folder: Path) -> None:
     """Rename `source` to `folder`.
 
-    Does nothing if another process has already created `folder` with the same content.
+    If another process has already created `folder`, this function does nothing. Both have the same content.
     """
     try:
         source.rename(folder)
@@ -218,8 +219,8 @@ def load_model(
     guardrail: "stock" keeps the pipeline's safety checker, "off" disables it.
     mapped: keep the denoiser memory-mapped on the CPU in its stored dtype, shared by all processes of the machine,
     until the training engine places it (engine/weight_placement.py).
-    fps: frames per second of all videos, for networks that are conditioned on it.
-    inputs: names of the inputs that every sample provides, as in data.inputs.
+    fps: frames per second of all videos. Some networks are conditioned on it.
+    inputs: names of the inputs that every sample provides (data.inputs in recipes).
     Raises ModelError like `resolve_pipeline`, for damaged files, and for settings that the family does not support.
     """
     folder, device = resolve_pipeline(path, user_family, revision), torch.device(device)
@@ -281,7 +282,7 @@ def check_embedded_guidance(family: type[DiffusionModel], folder: Path, scale: f
 
 
 def randomize_denoiser(model: DiffusionModel, seed: int) -> None:
-    """Reinitialize the denoiser's weights in place from `seed`, keeping their dtype."""
+    """Initialize the denoiser's weights again, at random from `seed`. Their dtype does not change."""
     with temporary_seed(derive_seed(seed, "denoiser_init")):
         for part in model.denoiser_components:
             network: Any = getattr(model.pipeline, part)

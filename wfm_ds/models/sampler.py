@@ -1,7 +1,7 @@
 """Sampling of images or videos from prompts and noise seeds, for rollouts, validation and `wfm generate`.
 
-Forward passes of the denoiser are counted by purpose and optionally checked for agreement between ranks. Decoding is
-asynchronous: a GPU decodes latents on a separate CUDA stream, in parallel with later work. On a CPU it is synchronous.
+Each forward pass of the denoiser is counted under a purpose, such as rollout or validation. An optional check compares
+the forward passes of all ranks. A GPU decodes latents on a separate CUDA stream, in parallel with later work.
 The streams have not run on a GPU yet; tests check the order of the CUDA calls.
 """
 
@@ -46,7 +46,7 @@ class DenoiseFunction(Protocol):
 
 
 class ForwardFunction(Protocol):
-    """Signature of a forward pass that is counted under a purpose, such as rollout, policy, old, ref or validation."""
+    """Signature of DiffusionModel.denoise with an additional first argument `purpose`, such as "rollout"."""
 
     def __call__(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
@@ -54,14 +54,14 @@ class ForwardFunction(Protocol):
 
 
 class CountingForward:
-    """A ForwardFunction that counts its forward passes (`counts`) and their samples (`num_samples`) by purpose."""
+    """A ForwardFunction that counts forward passes (`counts`) and samples (`num_samples`) for each purpose."""
 
     def __init__(
         self, denoise: DenoiseFunction, engine: DenoiserEngine | None = None, *, one_size: bool = True
     ) -> None:
-        """engine: checks before each forward pass that all ranks run the same one. None: no check.
+        """engine: checks before each forward pass that all ranks run the same forward pass. None disables the check.
 
-        one_size: whether all replicas use the same height and width. If so, the check compares them too.
+        one_size: whether all replicas use the same height and width. If True, the check also compares the size.
         """
         self._denoise, self._engine, self._one_size = denoise, engine, one_size
         self.counts: Counter[str] = Counter()
@@ -74,10 +74,9 @@ class CountingForward:
     def __call__(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
     ) -> Tensor:
-        """Return the velocity [B, ...] float32 for latents [B, ...] at sigma [B] under the active policy.
+        """Return the active policy's velocity, float32 [B, ...], for latents [B, ...] at sigma [B].
 
-        expert: for models with two experts, the index of the expert that runs all samples. None: the model derives it
-        from sigma.
+        expert: index of the expert network, for models with two experts. None: the model selects the expert by sigma.
         """
         self.counts[purpose] += 1
         self.num_samples[purpose] += len(sigma)
@@ -102,9 +101,10 @@ class PendingPixels:
         return self.done_event is not None
 
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """Wait for decoding. Return the n decoded samples, and for each of the B latents whether it is finite.
+        """Wait for decoding. Return (samples, finite).
 
-        Samples are uint8 [n,H,W,3], or [n,F,H,W,3] for videos. If n is 0, the array is empty with shape [0].
+        samples: n decoded samples, uint8 [n,H,W,3] for images, [n,F,H,W,3] for videos, or [0] if n is 0.
+        finite: B flags. Flag i is False if the latents of sample i contain non-finite values.
         """
         if self.done_event is not None:
             self.done_event.synchronize()
@@ -121,10 +121,10 @@ def get_decode_stream(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def run_on_decode_stream(device: torch.device, latents: Tensor) -> Iterator[Any]:
-    """Run the `with` block on the decoding stream.
+    """Run the `with` block on the decoding stream. Yields the CUDA event that marks its end, or None on a CPU.
 
-    The block starts after all work queued so far and runs in parallel with later work. latents: input of the block,
-    computed on the caller's stream. Yields the CUDA event that is recorded after the block, or None on a CPU.
+    The block starts after the work that is already queued, and runs in parallel with later work.
+    latents: input of the block, computed on the caller's stream.
     """
     stream = get_decode_stream(device)
     if stream is None:
@@ -147,7 +147,7 @@ class GuidanceConditioning:
     negative: Conditioning | None  # None: no guidance
 
     def join_halves(self, model: DiffusionModel) -> Conditioning:
-        """Concatenate positive and negative conditioning to 2 B rows. Raises RecipeError if their shapes differ."""
+        """Return one conditioning with B positive, then B negative rows. Raises RecipeError if shapes differ."""
         assert self.negative is not None
         try:
             return model.stack_conditioning([self.positive, self.negative])
@@ -166,8 +166,8 @@ class Sampler:
     settings: SamplingRecipe
     forward: ForwardFunction
     max_joint_rows: Mapping[str, int] = field(default_factory=dict)
-    """Largest batch that `generate` runs with positive and negative conditioning in one forward pass, for each
-    `purpose`. Both halves of guidance count as rows. A purpose without an entry uses two forward passes."""
+    """{purpose: maximum batch size of a forward pass with both positive and negative conditioning}. This batch has two
+    rows per sample. `generate` uses separate forward passes for more rows and for purposes without an entry."""
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
@@ -181,7 +181,7 @@ class Sampler:
 
     @property
     def eval_solver(self) -> str:
-        """The solver for validation and `wfm generate`: the recipe's, or else the family's `default_solver`."""
+        """The solver for validation and `wfm generate`: the recipe's eval_solver or the model's default_solver."""
         return self.settings.eval_solver or self.model.default_solver
 
     def generate(
@@ -227,8 +227,8 @@ class Sampler:
     ) -> Tensor:
         """Predict the velocity [B, ...] float32 with one expert network, and apply guidance if this expert uses it.
 
-        Only the conditional prediction gets a gradient. Its forward pass is counted under `purpose`, that of the
-        unconditional prediction under `negative_purpose`.
+        The conditional forward pass has a gradient and is counted under `purpose`. The unconditional forward pass has
+        no gradient and is counted under `negative_purpose`.
         """
         conditional = self.forward(purpose, latents, sigma, conditions.positive, expert)
         if conditions.negative is None or not self.settings.uses_guidance(expert):
@@ -240,10 +240,10 @@ class Sampler:
     def predict_joint_velocity(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditions: GuidanceConditioning, expert: int
     ) -> Tensor:
-        """Predict like `predict_velocity`, but with both halves of guidance in one forward pass of 2 B rows.
+        """Predict the velocity with guidance. One forward pass of 2 B rows makes both predictions.
 
-        The result may differ from that of `predict_velocity` by rounding errors. Guidance must be enabled for this
-        expert network.
+        The result may differ from the result of `predict_velocity` by rounding errors. Guidance must be enabled for
+        this expert network.
         """
         both = torch.cat([latents] * 2), torch.cat([sigma] * 2), conditions.join_halves(self.model)
         conditional, unconditional = self.forward(purpose, *both, expert).chunk(2)
@@ -255,10 +255,10 @@ class Sampler:
         conditional_frames: ConditioningFrames | None = None,
         shape: Sequence[int] | None = None,
     ) -> GuidanceConditioning:
-        """Encode prompts with their inputs and conditioning frames, and negative prompts if any expert uses guidance.
+        """Encode prompts, their inputs and conditioning frames. Encode negative prompts if any expert uses guidance.
 
-        Positive and negative conditioning contain the same inputs and conditioning frames. shape: shape of one sample's
-        latents. Default: latent_shape.
+        Positive and negative conditioning contain the same inputs and conditioning frames.
+        shape: shape of one sample's latents. Default: latent_shape.
         """
         positive = self.encode_texts([prompt.text for prompt in prompts], shape)
         negative = None
@@ -268,7 +268,7 @@ class Sampler:
         return GuidanceConditioning(positive | shared, None if negative is None else negative | shared)
 
     def encode_texts(self, texts: Sequence[Text], shape: Sequence[int] | None = None) -> Conditioning:
-        """Format and encode texts for latents of this shape (default: latent_shape)."""
+        """Format and encode texts. shape: shape of one sample's latents. Default: latent_shape."""
         return self.text_cache.encode(self.format_prompts(texts, shape))
 
     def format_prompts(self, texts: Sequence[Text], shape: Sequence[int] | None = None) -> list[Text]:
@@ -280,7 +280,10 @@ class Sampler:
         conditional_frames: ConditioningFrames | None,
         shape: Sequence[int] | None = None,
     ) -> Conditioning:
-        """Encode conditioning frames and data.inputs, for latents of this shape (default: latent_shape)."""
+        """Encode the samples' inputs and conditioning frames.
+
+        shape: shape of one sample's latents. Default: latent_shape.
+        """
         conditioning: Conditioning = {}
         if any(inputs):
             conditioning |= self.model.encode_inputs(inputs, self.settings.num_frames, self.pixel_size(shape))
@@ -289,15 +292,17 @@ class Sampler:
         return conditioning
 
     def pixel_size(self, shape: Sequence[int] | None) -> tuple[int, int]:
-        """Return (height, width) in pixels for latents of this shape (default: latent_shape)."""
+        """Return (height, width) in pixels. shape: shape of one sample's latents. None: latent_shape."""
         size, (*_, h, w) = self.settings, self.latent_shape
         height, width = (h, w) if shape is None else shape[-2:]
         return height * size.height // h, width * size.width // w
 
     def decode_to_uint8(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """Decode latents to uint8 [B,H,W,3] (videos [B,F,H,W,3]) and return whether each sample is finite.
+        """Decode latents of B samples. Return (samples, finite).
 
-        Samples with non-finite latents are decoded from zeros; do not score them.
+        samples: uint8 [B,H,W,3] for images, [B,F,H,W,3] for videos.
+        finite: B flags. Flag i is False if the latents of sample i contain non-finite values. Zero latents replace
+        them, so the decoded sample must not be scored.
         """
         return self.start_decoding(latents).wait()
 
@@ -305,7 +310,7 @@ class Sampler:
     def start_decoding(self, latents: Tensor, rows: slice = slice(None)) -> PendingPixels:
         """Start decoding `latents[rows]`. On a GPU, decoding runs in parallel with later work.
 
-        The finiteness flags of the result cover all of `latents`, including those that are not decoded.
+        The result has a finiteness flag for every sample in `latents`, including samples outside `rows`.
         """
         with run_on_decode_stream(self.model.device, latents) as done:
             finite_B = latents.flatten(1).isfinite().all(1)
@@ -320,10 +325,9 @@ class Sampler:
         return PendingPixels(levels, finite, done)
 
     def decode_batch_size(self, shape: Sequence[int]) -> int:
-        """Return how many samples with latents of this shape to decode together.
+        """Return the number of samples with latents of this shape to decode together.
 
-        Decoding a large batch needs more memory than the denoiser. Decoding small samples one by one leaves a GPU
-        partly idle.
+        A large batch would need more memory than the denoiser. Small samples in batches of 1 leave a GPU partly idle.
         """
         model, size, (*_, h, w) = self.model, self.settings, self.latent_shape
         if model.device.type == "cpu" and not model.is_video:
@@ -336,7 +340,7 @@ class Sampler:
 def negative_texts(model: DiffusionModel, settings: SamplingRecipe, prompts: Sequence[Prompt]) -> list[NegativeText]:
     """Return one negative prompt for each prompt.
 
-    The first of these that is set is used: the prompt's own, the recipe's, the family's default.
+    The prompt's own negative prompt has priority, then the recipe's negative prompt, then the family's default.
     """
     texts = [p.negative_text if p.negative_text is not None else settings.negative_prompt for p in prompts]
     return [NegativeText(model.resolve_negative_prompt(text)) for text in texts]

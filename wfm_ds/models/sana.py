@@ -35,9 +35,9 @@ LORA_NAMES = (
 
 
 class Sana(DiffusionModel):
-    """SANA. The network receives num_train_timesteps * sigma * timestep_scale, not rounded, and returns the velocity.
+    """SANA. The network receives the timestep num_train_timesteps * sigma * timestep_scale and returns the velocity.
 
-    Prompts are encoded after the text of `instruction`, negative prompts without it.
+    The timestep is not rounded. The text of `instruction` is put before prompts, but not before negative prompts.
     """
 
     family = "sana"
@@ -67,8 +67,8 @@ class Sana(DiffusionModel):
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Return {prompt_embeds: [B, n, D], prompt_attention_mask: [B, n] int64} with n = max_sequence_length.
 
-        Instruction and prompt are tokenized together. As in diffusers, only the first position and the last n - 1
-        positions are kept. D is the number of channels.
+        D is the number of channels. Instruction and prompt are encoded as one text. As in diffusers, the result
+        contains only the first token and the last n - 1 tokens of this text.
         """
         return self.encode_with_instruction(self.instruction, prompts)
 

@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 
 class SanaVideo(Sana):
-    """SANA-Video. The network receives num_train_timesteps * sigma and returns the velocity.
+    """SANA-Video. The network receives the timestep num_train_timesteps * sigma and returns the velocity.
 
-    There is one timestep per sample, or one per token if there are conditioning frames. It is 0 on conditioning frames.
+    The network receives one timestep per sample. If there are conditioning frames, it receives one timestep per token,
+    which is 0 on these frames.
     """
 
     family = "sana_video"
@@ -67,8 +68,8 @@ class SanaVideo(Sana):
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Return (C, (F - 1) / k + 1, H / f, W / f) for F frames of H x W pixels.
 
-        k and f are the VAE's temporal and spatial factor. The table of rotary embeddings limits duration, height and
-        width.
+        k and f are the VAE's temporal and spatial scale factors. The size of the network's rotary embedding table
+        limits duration, height and width.
         """
         in_space, in_time = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         patch_time, patch, _ = self.config.patch_size

@@ -1,4 +1,4 @@
-"""SANA-WM: videos along a camera path through a scene that the first image shows (stage 1, without the refiner)."""
+"""SANA-WM, stage 1 without the refiner: videos that start with a given image and follow a camera path."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ UNUSED_GATES = ("A_log", "dt_bias", "beta_proj.*", "gate_proj.*")  # unused by s
 
 
 class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # type: ignore[misc]
-    """The diffusers network with LoRA support and with camera geometry that is computed in advance.
+    """The diffusers network with LoRA support and precomputed camera geometry.
 
-    diffusers computes the geometry in the network's dtype, which is inaccurate in bfloat16.
+    diffusers computes the camera geometry in the network's dtype, which is inaccurate in bfloat16.
     """
 
     def forward(
@@ -63,7 +63,7 @@ class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # ty
 
 
 class SanaWM(DiffusionModel):
-    """SANA-WM. The network receives num_train_timesteps * sigma and returns the velocity.
+    """SANA-WM. The network receives the timestep num_train_timesteps * sigma and returns the velocity.
 
     The timestep is 0 on the conditioning frame. The network truncates timesteps to integers. The text of `instruction`
     is put before each prompt, but not before negative prompts.
@@ -103,9 +103,9 @@ class SanaWM(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Patterns of the unused gates in softmax attention blocks, and of an unused ray embedding.
+        """Name patterns of gates in softmax attention blocks, and of the ray embedding.
 
-        The ray embedding is unused if Pluecker coordinates replace it.
+        The network does not use these gates. It does not use the ray embedding if it uses Pluecker coordinates.
         """
         config, every = self.config, self.config.softmax_every_n
         softmax = range(every - 1, config.num_layers, every) if every > 0 else ()
@@ -130,9 +130,9 @@ class SanaWM(DiffusionModel):
         return self.encode_tokens(texts, self.max_sequence_length)
 
     def encode_tokens(self, texts: Sequence[str], length: int, head: str = "") -> Conditioning:
-        """Encode each text after the prefix `head`.
+        """Encode each text with the prefix `head`. Return embeddings and mask.
 
-        Return embeddings and mask, truncated or right-padded to `length` tokens.
+        Longer texts are truncated to `length` tokens. Shorter texts are padded on the right.
         """
         if isinstance(texts, str) or not texts:
             raise ValueError(f"prompts must be a list of at least one text, got {texts!r}")
@@ -157,12 +157,12 @@ class SanaWM(DiffusionModel):
     ) -> Conditioning:
         """Return the camera geometry of B samples as four float32 tensors.
 
-        raymap [B,T,20]: camera poses relative to the first pose, and intrinsics, per latent frame.
+        raymap [B,T,20]: camera pose relative to the first pose, and intrinsics, for each latent frame.
         rays [B,N,4,4]: transforms from world to ray coordinates, for N = T h w tokens.
-        ray_angles [B,3,T,h,w].
-        chunk_plucker [B,6k,T,h,w], for k pixel frames per latent frame.
-        The geometry is computed in float32, because bfloat16 poses have a relative error of 1/256. The network casts
-        it.
+        ray_angles [B,3,T,h,w]: 3 numbers for each token.
+        chunk_plucker [B,6k,T,h,w]: Pluecker coordinates, for k pixel frames per latent frame.
+        The network casts these tensors to its dtype. They are computed in float32, because bfloat16 poses have a
+        relative error of 1/256.
         Raises ValueError for samples without a camera, for shapes other than c2w [F,4,4] and intrinsics [4] or [F,4],
         and for focal lengths that are not positive.
         """

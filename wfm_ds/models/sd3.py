@@ -47,7 +47,10 @@ UNUSED_TEXT_LAYERS = (
 
 
 class StableDiffusion3(DiffusionModel):
-    """Stable Diffusion 3. The network receives num_train_timesteps * sigma, not rounded, and returns the velocity."""
+    """Stable Diffusion 3. The network receives the timestep num_train_timesteps * sigma and returns the velocity.
+
+    The timestep is not rounded.
+    """
 
     family = "sd3"
     pipeline_classes = ("StableDiffusion3Pipeline",)
@@ -66,7 +69,7 @@ class StableDiffusion3(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Patterns of the text query layers of the last block, which discards its text tokens."""
+        """Name patterns of the last block's text query layers. This block discards its text tokens."""
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
 
@@ -74,8 +77,8 @@ class StableDiffusion3(DiffusionModel):
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Return {prompt_embeds: [B, n, D], pooled_prompt_embeds: [B, P]}.
 
-        The n rows of a prompt are its CLIP tokens, then its T5 tokens, or zeros if there is no T5 encoder. D and P are
-        numbers of channels.
+        Each prompt has n tokens: CLIP tokens, then T5 tokens. Without a T5 encoder, zeros replace the T5 tokens. D and
+        P are numbers of channels.
         """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
@@ -116,9 +119,9 @@ class StableDiffusion3(DiffusionModel):
         return velocity.float()
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, H / f, W / f) for H x W pixels and VAE factor f.
+        """Return (C, H / f, W / f) for H x W pixels and VAE scale factor f.
 
-        The table of positional embeddings limits the size.
+        The size of the network's positional embedding table limits height and width.
         """
         factor, patch = self.pipeline.vae_scale_factor, self.config.patch_size
         multiple, largest = factor * patch, factor * patch * self.config.pos_embed_max_size
@@ -133,7 +136,7 @@ class StableDiffusion3(DiffusionModel):
         return int((h // self.config.patch_size) * (w // self.config.patch_size))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the timestep shift `mu` that the pipeline computes if its scheduler shifts by resolution."""
+        """Return the pipeline's timestep shift `mu`, or {} if the shift does not depend on the resolution."""
         config = self.pipeline.scheduler.config
         if not config.get("use_dynamic_shifting"):
             return {}

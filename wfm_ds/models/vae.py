@@ -1,7 +1,7 @@
 """One interface for all VAEs: convert pixels to normalized latents and back.
 
-Pixels and latents are float32 for any dtype of the VAE. Differences between VAEs are read from their configs. This
-module also has the size checks that several families share.
+Pixels and latents are always float32, even if the VAE has another dtype. The VAE's config determines the conversion.
+This module also has the size checks that several families share.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def decode_normalized(vae: Any, latents: Tensor) -> Tensor:
 def encode_mode(vae: Any, pixels: Tensor) -> Tensor:
     """Return the mode z of the VAE's posterior, without normalization.
 
-    It is deterministic, so latents can be cached.
+    The mode is deterministic, so latents can be cached.
     """
     output = vae.encode(pixels.to(vae_dtype(vae)))
     posterior = next(getattr(output, name) for name in POSTERIOR_ATTRIBUTES if hasattr(output, name))
@@ -55,7 +55,7 @@ def vae_dtype(vae: Any) -> torch.dtype:
 
 
 def max_batch_size(vae: Any, pixels: int) -> int:
-    """Return how many samples to encode or decode together, at least 1. pixels: number of pixels of one sample."""
+    """Return the number of samples to encode or decode together. pixels: number of pixels of one sample."""
     budget = MAX_PIXELS_PER_BATCH * torch.float32.itemsize // vae_dtype(vae).itemsize
     return max(1, budget // pixels)
 
@@ -73,8 +73,8 @@ def frames_per_decode(vae: Any, num_frames: int) -> int:
 def latent_shift_and_scale(vae: Any) -> tuple[Tensor | float, Tensor | float]:
     """Return (shift, scale) of the latents, as numbers or as tensors [1,C,1,1,1].
 
-    Video VAEs have a mean and a std per channel, in their config or, for LTX-2, as buffers. Image VAEs have one number
-    for all channels.
+    Video VAEs have a mean and a std for each channel, in the config or in buffers (LTX-2). Image VAEs have one shift
+    and one scale for all channels.
     """
     settings = dict(vae.named_buffers(recurse=False)) | vae.config
     mean, std = settings.get("latents_mean"), settings.get("latents_std")

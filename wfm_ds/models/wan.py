@@ -1,8 +1,8 @@
 """Wan 2.1, Wan 2.2 A14B (two experts) and Wan 2.2 TI2V 5B (one timestep per token): videos, UMT5 text, the Wan VAE.
 
-Wan 2.1 and 2.2 A14B have text-to-video and image-to-video networks (wan_image_conditioning.py). A call of a model with
-two experts runs one of them. If no micro-batch of an optimizer step runs an expert, the gradient of this expert is
-zero, and Adam updates its parameters accordingly.
+Wan 2.1 and 2.2 A14B have text-to-video and image-to-video networks (wan_image_conditioning.py). In a model with two
+experts, each forward pass runs one expert. If an expert does not run in an optimizer step, its gradient is zero. Adam
+still updates it, from the moments of earlier steps.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ class Experts(nn.Module):
 
     @property
     def peft_config(self) -> dict[str, Any]:
-        """The LoRA configs {adapter name: config}, which are identical for all experts."""
+        """The LoRA configs {adapter name: config}. They are identical for all experts."""
         config: dict[str, Any] = self.networks[0].peft_config
         return config
 
     def add_adapter(self, config: Any, adapter_name: str = "default") -> None:
         """Add a separate adapter to each expert.
 
-        Torch's global generator initializes them in the order of the experts.
+        The adapters are initialized in the order of the experts, from torch's global random generator.
         """
         for network in self.networks:
             network.add_adapter(config, adapter_name=adapter_name)
@@ -96,7 +96,7 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WanVariant:
-    """The properties in which Wan pipelines differ, read from model_index.json and the network configs."""
+    """The properties that differ between Wan pipelines, read from model_index.json and the network configs."""
 
     networks: Mapping[str, Any]  # experts by component name, high noise first
     boundary_ratio: float | None  # sigma between the two experts of 2.2 A14B; None: one network
@@ -150,10 +150,11 @@ def create_image_conditioner(pipeline: Any, path: Path, configs: Sequence[Any]) 
 
 
 class Wan(DiffusionModel):
-    """Wan 2.1 and 2.2. The network receives num_train_timesteps * sigma, not rounded, and returns the velocity.
+    """Wan 2.1 and 2.2. The network receives the timestep num_train_timesteps * sigma and returns the velocity.
 
-    In model_index.json, `boundary_ratio` marks two experts (2.2 A14B). `expand_timesteps` marks TI2V, which supports a
-    conditioning frame. Networks with extra input channels receive a first frame and denoise all latent frames.
+    The timestep is not rounded. Pipelines with `boundary_ratio` in model_index.json have two experts (2.2 A14B).
+    Pipelines with `expand_timesteps` support a conditioning frame (TI2V). Networks with extra input channels receive a
+    first frame as input and denoise all latent frames.
     """
 
     family = "wan"
@@ -208,14 +209,14 @@ class Wan(DiffusionModel):
     def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
         """The sigma range of each expert. If there are two experts, boundary_ratio separates their ranges.
 
-        `transformer` denoises the high noise levels and `transformer_2` the low ones.
+        `transformer` runs above boundary_ratio, and `transformer_2` runs below it.
         """
         boundary = self.boundary_ratio
         return super().sigma_ranges if boundary is None else ((boundary, 1.0), (0.0, boundary))
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, max_sequence_length, text_dim]}. Padding tokens are zero."""
+        """Return {prompt_embeds: [B, max_sequence_length, text_dim]}. The embeddings of padding are zero."""
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
         embeds, _ = self.pipeline.encode_prompt(
@@ -280,11 +281,10 @@ class Wan(DiffusionModel):
         return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
     def resolve_expert(self, sigma: Tensor, expert: int | None) -> int:
-        """Return the index of the expert for sigma [B].
+        """Return the index of the expert for sigma [B]. If `expert` is given, return `expert`.
 
-        Raises ValueError if the values of sigma are in the ranges of different experts, or not in the range of
-        `expert`. If `expert` is given, this is checked only on the CPU, because the check would make the host wait for
-        a GPU.
+        Raises ValueError if the values of sigma are not all in the range of this expert. If `expert` is given, sigma
+        is checked only on the CPU, because the check would make the host wait for a GPU.
         """
         count = len(self.sigma_ranges)
         if expert is not None and not 0 <= expert < count:
@@ -297,9 +297,9 @@ class Wan(DiffusionModel):
         return experts.pop()
 
     def network_timesteps(self, sigma: Tensor, shape: Sequence[int], conditional_mask: Tensor | None) -> Tensor:
-        """Return the timesteps float32 [B].
+        """Return the network's timesteps, float32 [B].
 
-        For TI2V, return [B, tokens], with 0 on the tokens of conditioning frames.
+        For TI2V, the shape is [B, tokens], and the timestep is 0 for tokens of conditioning frames.
         """
         time_B: Tensor = sigma * self.pipeline.scheduler.config.num_train_timesteps
         if not self.has_token_timesteps:
@@ -310,9 +310,9 @@ class Wan(DiffusionModel):
         return time_BT.repeat_interleave(self.num_tokens(shape[1:]) // shape[2], dim=1)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, (F - 1) / 4 + 1, H / f, W / f) for F frames of H x W pixels and VAE factor f.
+        """Return (C, (F - 1) / 4 + 1, H / f, W / f) for F frames of H x W pixels and VAE scale factor f.
 
-        The table of rotary embeddings limits duration, height and width.
+        The size of the network's rotary embedding table limits duration, height and width.
         """
         _, *patch = self.config.patch_size
         factor, factor_t = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal

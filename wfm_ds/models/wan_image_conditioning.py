@@ -1,6 +1,6 @@
 """Conditioning of Wan's image-to-video networks on a first frame.
 
-The networks receive the frame through extra input channels. Wan 2.1 also receives CLIP embeddings of it.
+The networks receive the frame through extra input channels. Wan 2.1 also receives CLIP embeddings of the frame.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_CACHE_BYTES = 2**30  # on the host: 120 videos of 81 frames of 480 x 832
 
 
 class ImageConditioner:
-    """The encoder of first frames for image-to-video networks. An LRU cache on the host keeps its results."""
+    """Encodes first frames for image-to-video networks. An LRU cache on the host keeps the results."""
 
     def __init__(self, pipeline: Any, *, embeds: bool, max_cache_bytes: int = MAX_CACHE_BYTES) -> None:
         """embeds: whether the network also receives CLIP image embeddings."""
@@ -44,9 +44,9 @@ class ImageConditioner:
     ) -> Conditioning:
         """Encode the first frames [H,W,3] of videos with num_frames frames.
 
-        Returns {image_channels: [B,f+C,T,h,w] float32}. The first f channels (f: temporal VAE factor) are a mask that
-        is 1 on the first latent frame. The next C channels are normalized latents of a video that is grey after the
-        first frame.
+        Returns {image_channels: [B,f+C,T,h,w] float32}, where f is the VAE's temporal scale factor. The first f
+        channels are a mask that is 1 on the first latent frame. The other C channels are the normalized latents of a
+        video with grey frames after the first frame.
         If the network receives CLIP embeddings, the result also contains {image_embeds: [B, n tokens, D channels]} in
         CLIP's dtype.
         """
@@ -54,7 +54,7 @@ class ImageConditioner:
         return {name: copy_to_device(torch.cat([row[name] for row in rows]), device) for name in rows[0]}
 
     def conditioning_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} of the tensors from `encode_frames`, without the batch axis.
+        """Return {name: shape} for the tensors from `encode_frames`. The shapes have no batch axis.
 
         shape: shape [C,T,h,w] of the latents of one video.
         """
@@ -80,7 +80,7 @@ class ImageConditioner:
 
     @torch.no_grad()
     def _encode_frame(self, frame: npt.NDArray[np.uint8], num_frames: int) -> Conditioning:
-        """Encode one frame like prepare_latents and encode_image of the pipeline.
+        """Encode one frame as the pipeline's prepare_latents and encode_image do.
 
         The returned tensors are on the host.
         """

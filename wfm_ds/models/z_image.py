@@ -70,7 +70,7 @@ class ZImage(DiffusionModel):
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Return {prompt_embeds: [B, n, D], prompt_embeds_mask: [B, n] int64}.
 
-        n is the number of tokens of the longest prompt, D the number of channels.
+        n is the number of tokens of the longest prompt. D is the number of channels.
         """
         if isinstance(prompts, str) or not prompts:
             raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")

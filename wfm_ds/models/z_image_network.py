@@ -20,8 +20,8 @@ PATCH_LAYERS = f"{PATCH_SIZE}-1"  # name of the layers for this patch size and o
 class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
     """The diffusers network with a `forward` for batched tensors instead of lists of samples.
 
-    A sequence consists of image tokens and text tokens. Both are padded to a multiple of 32 with learned tokens. The
-    positions of image tokens follow the padded text, so they depend on its length.
+    A sequence consists of image tokens and text tokens. Both are padded to a multiple of 32 with learned tokens. Image
+    positions start after the positions of the padded text, so they depend on its length.
     """
 
     def forward(
@@ -35,7 +35,7 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
         """Return the network's output [B,C,h,w] for latents [B,C,h,w].
 
         timestep: [B], from 0 (noise) to 1 (clean). encoder_hidden_states: texts [B, n tokens, D channels].
-        encoder_attention_mask: [B,n] int64, 0 on padding, which is at the end of a row.
+        encoder_attention_mask: [B,n] int64, 0 on the padding at the end of each text.
         """
         h, w = hidden_states.shape[2:]
         time = self.t_embedder(timestep * self.t_scale).type_as(hidden_states)
@@ -78,8 +78,8 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
     def _text_tokens(self, embeds: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """Return text tokens [B,N,D], including padding tokens, and their rotary embeddings [B,N,R].
 
-        embeds: [B, n tokens, D channels]. length: [B], number of tokens without padding. The positions of padding
-        tokens continue those of the text.
+        embeds: [B, n tokens, D channels]. length: [B], number of tokens without padding. Padding tokens have the
+        positions after the last text token.
         """
         embeds = functional.pad(embeds, (0, 0, 0, -embeds.shape[1] % SEQ_MULTI_OF))
         index = torch.arange(embeds.shape[1], device=embeds.device)

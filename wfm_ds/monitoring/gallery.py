@@ -49,8 +49,8 @@ class GalleryEntry:
 def gallery_page(title: str, facts: Mapping[str, str], entries: Sequence[GalleryEntry]) -> str:
     """Return the HTML page of generated samples. facts: {name: value} listed below the title.
 
-    Consecutive entries with the same prompt form a group with the prompt as its heading. If no prompt repeats, each
-    entry has its prompt in the caption.
+    Consecutive entries with the same prompt form a group with the prompt as its heading. If no prompt repeats, the
+    caption of each entry contains the prompt.
     """
     groups = [list(group) for _, group in itertools.groupby(entries, key=lambda entry: entry.prompt)]
     if all(len(group) == 1 for group in groups):

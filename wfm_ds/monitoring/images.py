@@ -107,6 +107,9 @@ def _truncate_text(
 
 
 def save_png(path: Path, image: ImageArray) -> None:
-    """Write an image as a PNG file. Raises ValueError if it is not uint8 [H,W,3], OSError if writing fails."""
+    """Write an image as a PNG file.
+
+    Raises ValueError if the image is not uint8 [H,W,3]. Raises OSError if writing fails.
+    """
     check_image(image)
     Image.fromarray(image).save(path, format="PNG")

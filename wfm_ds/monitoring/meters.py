@@ -1,9 +1,9 @@
 """Measurements of a step: statistics of its loss terms, and time and device memory by phase. monitor.py writes them.
 
-Statistics need no host synchronization per micro-batch. The host only queues work for a GPU, so the host's clock would
-attribute GPU time to a later phase, in which the host waits for the result. On a GPU, phases are therefore measured by
-two CUDA events on the current stream, which are read at the end of the step. If the host waits in a phase, e.g. for
-data, the time of that phase is the time for which the GPU was idle.
+Statistics need no host synchronization per micro-batch. On a GPU, a phase is measured by two CUDA events on the current
+stream, which are read at the end of the step. The clock of the host would attribute GPU time to a later phase, because
+the host only queues work and waits for its result later. If the host waits in a phase, e.g. for data, the GPU is idle
+for the time of that phase.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Meter:
             self._maxima[names] = torch.maximum(self._maxima.get(names, biggest), biggest)
 
     def collect(self, world: World) -> dict[str, float]:
-        """Return {name: value over all replicas} and reset the meter. Collective. Identical on every rank."""
+        """Return {name: value over all replicas} on every rank, and reset the meter. Collective."""
         tensors = [*self._sums.values(), *self._maxima.values()]
         sums: dict[str, float] = {}
         weights: dict[str, float] = {}
@@ -178,7 +178,7 @@ class GpuMemory:
         self._reserved = 0
 
     def record_peak(self, phases: Sequence[str]) -> None:
-        """Record the allocation peak since the last call for each of these phases. All of them are active."""
+        """Record the peak of allocated memory since the last call for each of these phases, which are all active."""
         allocated = torch.cuda.max_memory_allocated(self._device)
         for phase in phases:
             self._phase_peaks[phase] = max(self._phase_peaks[phase], allocated)

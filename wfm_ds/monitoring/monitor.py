@@ -30,7 +30,7 @@ WINDOW = 20  # number of last steps over which the speed is measured
 
 
 class Monitor:
-    """A run's metrics file, progress display and trackers. Only rank 0 writes. Close it, or use it in `with`."""
+    """A run's metrics file, progress display and trackers. Only rank 0 writes. Use it in `with`, or call `close`."""
 
     def __init__(
         self,
@@ -44,8 +44,9 @@ class Monitor:
     ) -> None:
         """Open `output_dir/metrics.jsonl` for appending. Raises OSError if the folder cannot be written.
 
-        console: show progress as a live line if stderr is a terminal; otherwise it is logged periodically.
-        unit: what `update_progress` counts. trackers: already started; they receive all metrics and samples.
+        console: True shows progress as a live line if stderr is a terminal. Otherwise, progress is logged periodically.
+        unit: plural name of a sample in the progress display. trackers: trackers that were already started. They
+        receive all metrics and samples.
         """
         self._open = is_main
         if not is_main:
@@ -64,8 +65,8 @@ class Monitor:
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line `{"step", "time", tags...}` to metrics.jsonl, and send the values to each tracker.
 
-        A non-finite value becomes null in the file and is not sent to trackers; one warning is logged per tag. Raises
-        ValueError if a tag is called `step` or `time`, UserError if the line cannot be written.
+        A non-finite value becomes null in the file and is not sent to trackers. Each tag with such a value causes one
+        warning. Raises ValueError if a tag is called `step` or `time`, and UserError if the line cannot be written.
         """
         if not self._open:
             return
@@ -97,9 +98,9 @@ class Monitor:
             self._outcome = status, {tag: value for tag, value in metrics.items() if finite_or_none(value) is not None}
 
     def update_progress(self, step: int, *, samples: int, note: str = "") -> None:
-        """Show that `step` is done. samples: number of samples since the last call. note: text to append.
+        """Show that `step` is done. samples: number of samples since the last call. note: text added to the line.
 
-        Call it once with samples=0 at the start of the run, because speed is measured from that time.
+        Call it once with samples=0 at the start of the run. The speed is measured from that time.
         """
         if not self._open:
             return
@@ -124,7 +125,7 @@ class Monitor:
             log.info("%s", text)
 
     def log_at_close(self, text: str) -> None:
-        """Log these lines when the monitor closes. While a live progress line is shown, they would be wrapped."""
+        """Log these lines when the monitor closes. A live progress line would wrap them."""
         if self._open:
             self._final_messages.append(text)
 

@@ -37,7 +37,7 @@ PACKAGES = ("wfm_ds", "torch", "diffusers", "transformers", "peft", "deepspeed")
 def write_page(folder: Path, reader: RunReader | None = None) -> Path:
     """Write index.html and page/data.js into a run's folder. Returns the path of index.html.
 
-    Raises FileExistsError if index.html exists and is not the page of a run, OSError if a file cannot be read or
+    Raises FileExistsError if index.html exists and is not the page of a run. Raises OSError if a file cannot be read or
     written.
     """
     index = folder / INDEX_FILE
@@ -102,7 +102,7 @@ def try_write_page(folder: Path, reader: RunReader | None = None, *, has_warned:
 
 @contextlib.contextmanager
 def update_page_live(folder: Path, *, devices: str) -> Iterator[None]:
-    """Update the page of a run from a thread inside the context, and once more at its end. Rank 0 only."""
+    """Inside the context, update the page of a run from a thread. Update it once more at the end. Rank 0 only."""
     stop = threading.Event()
     thread = threading.Thread(target=_update_until_stopped, args=(folder, devices, stop), name="page", daemon=True)
     thread.start()

@@ -44,10 +44,10 @@ class GeneratedSample:
 
 
 def write_samples(folder: Path, samples: Sequence[GeneratedSample]) -> None:
-    """Write samples.jsonl and one PNG or MP4 file per sample to `folder`, which is complete or absent.
+    """Replace `folder` atomically by a folder with samples.jsonl and one PNG or MP4 file per sample.
 
-    An existing folder is replaced. Raises ValueError if a sample is not uint8 [H,W,3] or [T,H,W,3] or a video has no
-    fps, OSError if writing fails.
+    Raises ValueError if a sample is not uint8 [H,W,3] or [T,H,W,3], or if a video has no fps. Raises OSError if writing
+    fails.
     """
     with atomic.new_folder(folder) as temporary:
         write_table(temporary, [write_sample_file(temporary, number, sample) for number, sample in enumerate(samples)])

@@ -49,7 +49,7 @@ class RunInfo:
     def load_or_create(self, name: str, create: Callable[[], str]) -> str:
         """Return the text of the file `name` in `folder`.
 
-        In a new run, or if the file does not exist, it is first written with the text that `create` returns.
+        A new run, or a run without this file, first writes the text that `create` returns to the file.
         """
         path = self.folder / name
         if self.resumed_at is None or not path.is_file():

@@ -35,7 +35,7 @@ def save_mp4(path: Path, video: VideoArray, fps: float) -> None:
 
     Writing the same frames twice gives identical files. yuv420p has one colour per 2 x 2 pixels, so odd sizes are
     padded by repeating the last row or column. Raises ValueError if the video is not uint8 [T,H,W,3] or fps is not
-    positive, OSError if writing fails.
+    positive. Raises OSError if writing fails.
     """
     check_video(video)
     if not fps > 0:

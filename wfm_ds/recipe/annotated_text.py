@@ -51,7 +51,10 @@ class _Comments:
         self._lines: dict[str, list[str]] = {}
 
     def describe(self, section: str, key: str) -> str:
-        """Return the comment on a value, after the name of the value's file if it is not the recipe file itself."""
+        """Return the comment on a value.
+
+        If the value is from the file named by `defaults`, the file's name precedes the comment.
+        """
         place = self.tree.locate((section, key))
         source = Path(place.source)
         origin = [] if source == self.path else [source.name]

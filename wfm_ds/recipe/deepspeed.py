@@ -246,7 +246,7 @@ def check_combinations(
 
 
 def require_idle_expert_support(recipe: Recipe) -> None:
-    """Raise RecipeError if a model with several experts would lose gradients: ZeRO stage 1 or optimizer offload.
+    """Raise RecipeError if a model with several experts uses ZeRO stage 1 or optimizer offload.
 
     Each micro-batch runs only one expert. With these settings, DeepSpeed would reduce or offload only the gradients of
     the expert that runs in the last micro-batch.
@@ -265,7 +265,9 @@ def require_idle_expert_support(recipe: Recipe) -> None:
 
 
 def _offload_device(zero: Mapping[str, Any], part: str, source: Path) -> str | None:
-    """Return the device `cpu` or `nvme` in the ZeRO settings `part`. Returns None if they do not offload.
+    """Return the device (`cpu` or `nvme`) of the ZeRO section `part`, such as `offload_optimizer`.
+
+    Returns None without offload.
 
     Raises RecipeError for other devices, and for super_offload.
     """

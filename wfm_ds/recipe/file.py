@@ -51,7 +51,7 @@ KEY_IN_TEXT = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load and validate a recipe from a YAML file. If `path` is not a file, it is the name of a shipped recipe.
 
-    A file may name a base recipe under the key `defaults`; its own values win.
+    A file may name a base recipe under the key `defaults`. Values in the file override values of the base recipe.
     overrides: `section.key=value` arguments, applied last.
     Raises RecipeError with one line per problem: file and line (or override), key and expected value.
     """
@@ -174,9 +174,10 @@ def validate_tree(tree: RecipeTree) -> Recipe:
 
 
 def _find_misread_values(slot: SchemaNode, value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
-    """Return (key path, message) for each value that pydantic would silently convert or cannot store as an integer.
+    """Return (key path, message) for each value that pydantic would silently convert, and for each too large integer.
 
-    Examples: true to 1, the text "30" to the number 30, an integer above 2**63 - 1.
+    For example, pydantic converts true to 1 and the text "30" to the number 30. Integers of 2**63 or more are too
+    large.
     """
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
@@ -248,7 +249,7 @@ def _locate_error(loc: Sequence[str | int], values: Any) -> _ErrorLocation:
 def _translate_errors(errors: Sequence[ErrorDetails], tree: RecipeTree, explained: set[KeyPath]) -> list[RecipeProblem]:
     """Convert pydantic's errors to RecipeProblems.
 
-    Type errors are dropped for keys in `explained`, and for keys that also failed a validator.
+    Type errors of a key are omitted if the key is in `explained` or also failed a validator.
     """
     located = [(details, _locate_error(details["loc"], tree.values)) for details in errors]
     explained = explained | {spot.path for details, spot in located if details["type"] == "value_error"}
@@ -335,7 +336,7 @@ def _describe_unknown_name(spot: _ErrorLocation) -> tuple[str, KeyPath]:
 
 
 def _find_mentioned_key(text: str, tree: RecipeTree) -> KeyPath:
-    """Return the longest recipe key that an error message mentions, or (). Its location gives the error a line."""
+    """Return the longest recipe key that an error message mentions, or () if there is none."""
     mentioned = [tuple(word.split(".")) for word in KEY_IN_TEXT.findall(text)]
     known = [path for path in mentioned if path[0] in Recipe.model_fields and path in tree.locations]
     return max(known, key=len, default=())

@@ -11,9 +11,10 @@ from wfm_ds.recipe.schema import Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSizes:
-    """Exact numbers of samples, loss terms and optimizer steps per step of a run. Identical on every rank.
+    """Exact numbers of samples, loss terms and optimizer steps per step of a run. All ranks compute equal numbers.
 
-    "Per rank" means per replica with sequence parallelism, where all ranks of a replica process the same samples.
+    If sequence parallelism is used, "per rank" means per replica, because all ranks of a replica process the same
+    samples.
     """
 
     world_size: int
@@ -32,7 +33,10 @@ class RunSizes:
 
     @property
     def candidates_per_rank(self) -> int:
-        """Number of candidate samples per rank, rounded up. Ranks with fewer candidates repeat their first one."""
+        """Number of candidate samples per rank, rounded up.
+
+        A rank with fewer candidates generates its first candidate again.
+        """
         return math.ceil(self.candidates_per_step / self.num_replicas)
 
     def summary_lines(self) -> list[str]:

@@ -186,12 +186,15 @@ class SamplingRecipe(Section):
         return self.guidance_scale if expert == 0 or self.guidance_scale_low is None else self.guidance_scale_low
 
     def uses_guidance(self, expert: int = 0) -> bool:
-        """Return True if this expert runs an unconditional pass. If expert 0 runs none, no expert does."""
+        """Return True if this expert runs an unconditional pass.
+
+        No expert runs an unconditional pass if expert 0 does not.
+        """
         return self.expert_guidance_scale(expert) != 1
 
     @property
     def candidate_sampling(self) -> SamplingRecipe | None:
-        """These settings with the number of steps of candidate samples. None if `explore` is unset."""
+        """Sampling settings of candidate samples, which use a different number of steps. None if `explore` is unset."""
         return None if self.explore is None else self.model_copy(update={"steps": self.explore.steps})
 
     @property

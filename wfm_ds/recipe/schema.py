@@ -91,7 +91,10 @@ class Recipe(Section):
 
     @property
     def held_out_reward_settings(self) -> RewardRecipe | None:
-        """Held-out rewards as a `reward` section with the run's service settings, or None if there are none."""
+        """A `reward` section with the held-out rewards and the run's service settings.
+
+        None if there are no such rewards.
+        """
         functions = [RewardFunction(**reward.model_dump()) for reward in self.validation.held_out_rewards]
         if not functions:
             return None
@@ -118,13 +121,16 @@ class Recipe(Section):
 
     @property
     def rollout_precision(self) -> BasePrecision | None:
-        """Storage format of the base model's weights in rollouts. None: `model.dtype`."""
+        """Storage format of the base model's weights in rollouts. None means the format `model.dtype`."""
         own = None if self.rollout is None else self.rollout.base_precision
         return own or self.forward_precision
 
     @property
     def forward_precision(self) -> BasePrecision | None:
-        """Storage format of the base model's weights in training forward passes. None: `model.dtype`."""
+        """Storage format of the base model's weights in training forward passes.
+
+        None means the format `model.dtype`.
+        """
         return "fp8" if self.model.base_precision == "fp8_twice" else self.model.base_precision
 
     @property
@@ -140,7 +146,7 @@ class Recipe(Section):
 
     @property
     def unused_sections(self) -> frozenset[str]:
-        """Sections that this kind of recipe does not have. Its file must not contain them."""
+        """Sections that must not be in the file of this kind of recipe."""
         return frozenset({"sampling"} if self.algorithm.trains_language else ())
 
     @model_validator(mode="before")
@@ -232,8 +238,8 @@ class Recipe(Section):
     def _check_trajectories(self) -> None:
         """Check data.inputs and rollout.trajectories.
 
-        Shuffled and library trajectories replace the trajectories of the data, so data.inputs must contain some. They
-        do not match the clips of the data, so the loss must not use these clips.
+        `shuffled` and `library` trajectories replace the trajectories of the data, so data.inputs must contain a kind
+        of trajectory. The new trajectories do not match the clips of the data, so the loss must not use these clips.
         """
         inputs = self.data.inputs
         if inputs and self.validation.prompts is not None:

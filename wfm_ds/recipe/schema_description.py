@@ -94,7 +94,10 @@ class SchemaNode:
         return None
 
     def child(self, key: str | int, value: Any) -> SchemaNode | None:
-        """Return the node of the entry `key` of a section, list or mapping `value`. None if there is no such entry."""
+        """Return the node of the entry `key`. value: the section, list or mapping.
+
+        Returns None if the schema has no such entry.
+        """
         section = self.section_class(value)
         if section is not None:
             field = section.model_fields.get(str(key))

@@ -161,7 +161,7 @@ def _sampling_keys(recipe: Recipe, family: TinyFamily | None) -> Values:
 
 
 def _shrink_window(window: Values, num_steps: int, steps: int) -> Values:
-    """Shrink a window of noisy steps among `num_steps` denoising steps to one among `steps`."""
+    """Scale a window of noisy steps from a rollout with `num_steps` denoising steps to a rollout with `steps`."""
     last = steps - 1  # the last step has no noise
     if window["kind"] == "subset":
         indices = [index for index in window["indices"] if index < last] or [0]
@@ -198,7 +198,7 @@ def _rollout_keys(recipe: Recipe) -> Values:
 
 
 def _is_weight_free(name: str, recipe: Recipe) -> bool:
-    """Return whether a reward needs no weights, and no inputs that the built-in data lacks."""
+    """Return whether a reward works without model weights and with only the inputs in the built-in data."""
     if name in PROMPT_REWARDS:
         return recipe.data.kind == "prompts"
     return name in WEIGHT_FREE_REWARDS or (name in ACTION_REWARDS and "actions" in recipe.data.inputs)

@@ -9,7 +9,7 @@ from wfm_ds.types import Score
 
 
 class RolloutSource(Protocol):
-    """Source of the samples of each RL step and of their reward scores. All methods are collective."""
+    """Generates the samples of each RL step and collects their reward scores. All methods are collective."""
 
     groups: GroupSource
 
@@ -17,16 +17,16 @@ class RolloutSource(Protocol):
         """Make the policy after RL step `step` available for rollouts. Also called once before the first step."""
 
     def wait_until_ready(self, step: int) -> bool:
-        """Wait until the samples of this RL step are available. Returns False if any rank should stop first."""
+        """Wait until the samples of this RL step are available. Returns False if a rank gets a stop request first."""
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Return the samples of this RL step. Only this replica's samples have latents."""
+        """Return the samples of this RL step. Only the samples of this replica have latents."""
 
     def collect_rewards(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
-        """Return one {reward name: Score} per sample, in the order of `rollouts.samples`.
+        """Return a dict {reward name: Score} for each sample in `rollouts.samples`, in this order.
 
-        Includes the samples of all ranks.
+        The result includes the samples of all ranks.
         """
 
     def step_metrics(self) -> dict[str, float]:
-        """Return the metrics of the last `collect_rollouts`. Identical on every rank."""
+        """Return the metrics of the last call of `collect_rollouts`. They are identical on every rank."""

@@ -1,4 +1,4 @@
-"""Rollouts by the training ranks: a chunk is decoded and scored while the next chunk is denoised."""
+"""Rollouts on the training ranks. A chunk is decoded and scored while the next chunk is denoised."""
 
 from __future__ import annotations
 
@@ -33,24 +33,30 @@ class ColocatedSource:
         self.scoring = ScoringQueue(job, rewards)
 
     def publish_policy(self, step: int) -> None:
-        """Do nothing: the generating ranks already have the weights."""
+        """Do nothing, because the ranks that generate samples already have the weights."""
 
     def wait_until_ready(self, step: int) -> bool:
-        """Return True immediately: `collect_rollouts` generates the samples."""
+        """Return True immediately, because `collect_rollouts` generates the samples itself."""
         return True
 
     def step_metrics(self) -> dict[str, float]:
         return self.groups.data_metrics()
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Generate this replica's shard of the step's samples. Collective."""
+        """Generate the samples of the step and submit them for scoring. Collective.
+
+        Each replica generates its shard of the samples.
+        """
         samples = self.plan_samples(self.groups.step_groups(step), self.settings.group_size, step)
         return self.generate_samples(samples, self.algorithm.plan(step))
 
     def plan_samples(
         self, groups: Sequence[Group], group_size: int, step: int, *, first_group: int = 0
     ) -> list[RolloutSample]:
-        """Return the samples to generate, `group_size` per group. first_group: index of the first group in the step."""
+        """Return the samples to generate, `group_size` per group.
+
+        first_group: index of the first of these groups in the step.
+        """
         recipe = self.job.recipe
         return plan_step_samples(
             groups,
@@ -64,8 +70,8 @@ class ColocatedSource:
     def generate_samples(self, samples: Sequence[RolloutSample], plan: SamplingPlan) -> StepRollouts:
         """Denoise this replica's shard of the samples with the rollout policy and send it for scoring. Collective.
 
-        A chunk is decoded and sent while the next one is denoised. Replicas with a smaller shard repeat the first
-        sample as padding, so that all replicas run the same forward passes.
+        A chunk is decoded and sent while the next chunk is denoised. A replica with a smaller shard adds copies of the
+        first sample, because all replicas must run the same forward passes.
         """
         job = self.job
         shards = even_ranges(len(samples), job.world.dp_size)

@@ -1,6 +1,6 @@
-"""Selection of an RL step's groups from the groups generated over several rounds.
+"""Selects the groups of an RL step from the groups generated over several rounds.
 
-Results depend only on the inputs, so every rank selects the same groups.
+The selection depends only on the inputs of the functions, so it is identical on every rank.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from wfm_ds.rollout.groups import RolloutSample
 class GroupSelection:
     """Groups selected so far for one RL step.
 
-    A group is informative if its rewards differ. Other groups only fill the step until later rounds replace them with
-    informative ones.
+    A group is informative if its samples have different rewards. The selection contains other groups only until later
+    rounds generate enough informative groups.
     """
 
     def __init__(self, num_groups: int) -> None:
@@ -31,7 +31,7 @@ class GroupSelection:
         return self.num_groups - len(self._informative_groups)
 
     def add_round(self, samples: Sequence[RolloutSample], informative: Collection[str]) -> None:
-        """Add the samples of at most `num_missing` groups. informative: ids of the groups with unequal rewards."""
+        """Add the samples of at most `num_missing` groups. informative: ids of the informative groups."""
         groups: dict[str, list[RolloutSample]] = {}
         for member in samples:
             groups.setdefault(member.group_id, []).append(member)
@@ -41,7 +41,10 @@ class GroupSelection:
 
     @property
     def selected_samples(self) -> list[RolloutSample]:
-        """Samples of the selected groups: informative groups first, otherwise in the order of generation."""
+        """Samples of the selected groups. Informative groups come first.
+
+        Within both kinds, groups are in the order of generation.
+        """
         return [
             member for group in [*self._informative_groups, *self._other_groups][: self.num_groups] for member in group
         ]
@@ -50,7 +53,7 @@ class GroupSelection:
 def within_group_correlation(
     first: Sequence[float | None], second: Sequence[float | None], group_ids: Sequence[str]
 ) -> float | None:
-    """Return Pearson's correlation of two rewards after subtracting each group's mean.
+    """Return Pearson's correlation of two rewards after subtraction of each group's mean reward.
 
     Samples without both rewards are ignored. Returns None if no sample has both rewards, or if one of the rewards is
     constant within every group.

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Prompt and data shared by all samples of a group."""
+    """Prompt and data that all samples of a group share."""
 
     prompt: Prompt
     data: Tensor | None = None  # clean latents [C,...] float32 of the captioned sample, on replicas that need them
@@ -45,7 +45,10 @@ class Group:
 
 
 def stack_conditioning_frames(groups: Sequence[Group]) -> ConditioningFrames | None:
-    """Return the conditioning frames of these groups, one row per group, or None if no group has any."""
+    """Return the conditioning frames of these groups, with one row per group.
+
+    Returns None if no group has conditioning frames.
+    """
     if not any(group.num_conditioning_frames for group in groups):
         return None
     data = [group.data for group in groups if group.data is not None]
@@ -57,37 +60,41 @@ RewardedGroup: TypeAlias = tuple[Group, Sequence[float | None]]
 
 
 class GroupSource(Protocol):
-    """Source of the groups of each RL step. All methods are collective."""
+    """Provides the groups of each RL step. All methods are collective."""
 
     def step_groups(self, step: int) -> list[Group]:
-        """Return the groups of RL step `step`. Identical on repeated calls, and on every rank except for `data`."""
+        """Return the groups of RL step `step`. Repeated calls return equal groups.
+
+        Everything except `Group.data` is identical on every rank.
+        """
 
     def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
-        """Record the rewards of all samples generated in RL step `step`. Identical on every rank.
+        """Record the rewards of all samples that RL step `step` generated. All ranks must pass identical rewards.
 
-        Call once per step, in the order of the steps, before the policy after the step is published.
+        Call this once per step, in the order of the steps, before the policy after the step is published.
         """
 
     def data_metrics(self) -> dict[str, float]: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint state as JSON. Together with the step it determines all later groups."""
+        """Return the checkpoint state as JSON. This state and the step determine all later groups."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
 
 class RefillableGroups(GroupSource, Protocol):
-    """Source of groups that can return additional groups for a step."""
+    """Group source that can provide additional groups for a step."""
 
     def refill_groups(self, step: int, attempt: int) -> list[Group]:
-        """Return as many additional groups for RL step `step` as `step_groups` returns. Identical on every rank.
+        """Return additional groups for RL step `step`, as many as `step_groups` returns.
 
-        attempt: number of the refill round, starting at 1. The result depends only on step, attempt and state.
+        The groups are identical on every rank. They depend only on step, attempt and checkpoint state. attempt: number
+        of the refill round, starting at 1.
         """
 
 
 class PromptGroups:
-    """Groups with prompts only, in an order that depends only on the step."""
+    """Group source for prompts without images or videos. The order of the prompts depends only on the step."""
 
     def __init__(self, prompts: PromptOrder, num_groups: int) -> None:
         self.prompts, self.num_groups = prompts, num_groups
@@ -99,7 +106,7 @@ class PromptGroups:
         return [Group(prompt=prompt) for prompt in self.prompts.extra_prompts(step, self.num_groups, attempt)]
 
     def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
-        """Do nothing: the order does not depend on rewards."""
+        """Do nothing, because the order of the prompts does not depend on rewards."""
 
     def data_metrics(self) -> dict[str, float]:
         return {}
@@ -112,17 +119,17 @@ class PromptGroups:
 
 
 class RewardStdGroups:
-    """Groups of prompts sampled in proportion to the std of their rewards (data/prompt_weights.py).
+    """Group source that samples prompts in proportion to the std of their rewards (data/prompt_weights.py).
 
-    With n = steps_ahead, rank 0 needs the groups of step s as soon as step s - 1 - n is done. The prompts of step s are
-    therefore sampled when the rewards of step s - 1 - n are observed, and stored until the rewards of step s are
-    observed. In the first n + 1 steps of a run all prompts are equally likely.
+    With n = steps_ahead, the groups of step s are needed as soon as step s - 1 - n is done. The prompts of step s are
+    therefore sampled when the rewards of step s - 1 - n are observed. In the first n + 1 steps of a run all prompts
+    have equal probability.
     """
 
     def __init__(
         self, prompts: Sequence[Prompt], num_groups: int, *, table: RewardStdTable, seed: int, steps_ahead: int = 0
     ) -> None:
-        """table: empty table of reward stds. steps_ahead: rollout.max_staleness of an async run, else 0."""
+        """table: empty table of reward stds. steps_ahead: rollout.max_staleness in an async run, otherwise 0."""
         self.prompts, self.num_groups, self.table = prompts, num_groups, table
         self.seed, self.steps_ahead = seed, steps_ahead
         self._initial_weights = table.weights()
@@ -173,10 +180,10 @@ class RewardStdGroups:
 
 
 class CaptionedGroups:
-    """Groups of captioned images or videos.
+    """Group source for captioned images or videos.
 
-    Group g of RL step s uses position (s-1) * num_groups + g of the data order. Each replica reads and encodes only the
-    data of its local samples. Captions are gathered, because a replica may have replaced a corrupt sample.
+    Group g of RL step s is at position (s-1) * num_groups + g of the data order. Each replica reads and encodes only
+    the data of its own samples. Replicas exchange their captions, because a replica may have replaced a corrupt sample.
     """
 
     def __init__(
@@ -187,10 +194,12 @@ class CaptionedGroups:
         num_conditioning_frames: tuple[int, int] = (0, 0),
         trajectories: CounterfactualTrajectories | None = None,
     ) -> None:
-        """encode: collective function that encodes samples to clean latents [B, ...] float32. None leaves `data` unset.
+        """Create the source from a data reader.
 
-        num_conditioning_frames: smallest and largest number of conditioning frames (latent frames) of a group.
-        trajectories: replaces the recorded trajectories, or None to use the recorded ones.
+        encode: collective function that encodes samples to clean latents [B, ...] float32. If it is None, `Group.data`
+        is not set.
+        num_conditioning_frames: smallest and largest number of conditioning frames of a group, in latent frames.
+        trajectories: replaces the recorded trajectories. If it is None, the recorded trajectories are used.
         """
         self.trajectories = trajectories
         self.job, self.reader, self.encode, self.num_conditioning_frames = job, reader, encode, num_conditioning_frames
@@ -230,14 +239,14 @@ class CaptionedGroups:
         return low + derive_seed(self.job.recipe.run.seed, "given_frames", step, group) % (high - low + 1)
 
     def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
-        """Drop the reader states of finished steps. The rewards are not used."""
+        """Delete the reader states that were stored for finished steps. The rewards are not used."""
         self._reader_states = {later: state for later, state in self._reader_states.items() if later > step}
 
     def data_metrics(self) -> dict[str, float]:
         return self.reader.bad_counts(self.job.world.sum_over_replicas)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the readers' state before the first unfinished step, because a resumed run reads that step again."""
+        """Return the readers' state before the first unfinished step. A resumed run reads this step again."""
         reader_state = self._reader_states[min(self._reader_states)] if self._reader_states else self.reader.state()
         return {"sources": self.job.world.gather_from_leaders(reader_state)}
 
@@ -247,7 +256,10 @@ class CaptionedGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSample:
-    """One sample to generate. Ids and seeds depend on run seed, step, group and index in the group, not on the rank."""
+    """One sample to generate.
+
+    Its ids and seeds depend on the run seed, the step, the group and the index in the group, but not on the rank.
+    """
 
     sample_id: str
     group_id: str
@@ -269,10 +281,11 @@ def plan_step_samples(
     same_noise: bool = False,
     first_group: int = 0,
 ) -> list[RolloutSample]:
-    """Return the samples of one RL step, `group_size` consecutive samples per group.
+    """Return the samples of one RL step: `group_size` consecutive samples for each group.
 
-    same_noise: the samples of a group start from the same noise. first_group: index of the first group; above 0 for
-    additional groups of the step. A larger group_size adds samples, and the existing samples keep their ids and seeds.
+    same_noise: use equal initial noise for all samples of a group.
+    first_group: index of the first group. It is above 0 for additional groups of the step.
+    With a larger group_size, the existing samples keep their ids and seeds.
     """
     samples = []
     for g, group in enumerate(groups, start=first_group):
@@ -293,7 +306,10 @@ def plan_step_samples(
 
 
 def group_rewards(samples: Sequence[RolloutSample], rewards: Sequence[float | None]) -> list[RewardedGroup]:
-    """Return [(group, rewards of its samples)]. rewards: one reward per sample, in the order of `samples`."""
+    """Return [(group, rewards of its samples)].
+
+    rewards: one reward per sample, in the order of `samples`.
+    """
     groups = {sample.group_id: sample.group for sample in samples}
     by_group: dict[str, list[float | None]] = {group_id: [] for group_id in groups}
     for sample, reward in zip(samples, rewards, strict=True):
@@ -303,7 +319,7 @@ def group_rewards(samples: Sequence[RolloutSample], rewards: Sequence[float | No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRollouts:
-    """Samples of one RL step: descriptions of the samples of all ranks, and tensors of this replica's samples."""
+    """Samples of one RL step. It describes the samples of all ranks and has the tensors of this replica's samples."""
 
     samples: Sequence[RolloutSample]  # of all ranks
     local_rollouts: Sequence[Rollout]  # of this replica's samples, which are contiguous in `samples`
@@ -313,9 +329,9 @@ class StepRollouts:
 
 
 def extract_rollout(sample: RolloutSample, trajectory: Trajectory, row: int, *, replace_nonfinite: bool) -> Rollout:
-    """Return the Rollout of the sample at index `row` of its chunk's trajectory.
+    """Return the Rollout of one sample. row: index of the sample in the chunk's trajectory.
 
-    replace_nonfinite: replace NaN and infinity by 0 in all tensors, not only in the clean latents.
+    replace_nonfinite: replace NaN and infinity by 0 in all tensors. If it is False, only the clean latents are cleaned.
     """
     convert = replace_nonfinite_values if replace_nonfinite else torch.Tensor.detach
     return Rollout(
@@ -333,9 +349,9 @@ def extract_rollout(sample: RolloutSample, trajectory: Trajectory, row: int, *, 
 
 
 def extract_transitions(trajectory: Trajectory, row: int, *, replace_nonfinite: bool) -> list[Transition]:
-    """Return the stored denoising steps of the sample at index `row`.
+    """Return the stored denoising steps of one sample. row: index of the sample in the trajectory.
 
-    The tensors are views of the trajectory, or copies if `replace_nonfinite` is True.
+    The tensors are views of the trajectory or, if `replace_nonfinite` is True, copies.
     """
     convert = replace_nonfinite_values if replace_nonfinite else torch.Tensor.detach
     return [
@@ -351,5 +367,5 @@ def extract_transitions(trajectory: Trajectory, row: int, *, replace_nonfinite: 
 
 
 def replace_nonfinite_values(tensor: Tensor) -> Tensor:
-    """Return a copy with non-finite values replaced by 0, because NaN times a loss weight of 0 is still NaN."""
+    """Return a copy with 0 in place of NaN and infinity. A loss weight of 0 is not enough, because NaN * 0 is NaN."""
     return tensor.nan_to_num(0.0, 0.0, 0.0)

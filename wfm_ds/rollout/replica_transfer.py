@@ -1,4 +1,4 @@
-"""Transfer of samples from the replicas that generated them to the replicas that train on them."""
+"""Transfers samples from the replicas that generated them to the replicas that train on them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def transfer_to_replicas(
     local: Mapping[str, Rollout],
     template: Rollout,
 ) -> list[Rollout]:
-    """Send samples between replicas and return this replica's equal share of `samples`, in order. Collective.
+    """Transfer samples between replicas, so that all replicas have equally many. Collective.
 
-    samples: samples of all replicas; their number is a multiple of the number of replicas.
-    owners: {sample id: index of the replica that has it}, identical on all ranks.
+    Returns the rollouts of this replica: a contiguous range of `samples`.
+    samples: samples of all replicas. Their number is a multiple of the number of replicas.
+    owners: {sample id: index of the replica that has the rollout}, identical on all ranks.
     local: {sample id: rollout} of this replica.
-    template: any rollout with the same sampling plan and latent shape as the samples, without data latents.
+    template: any rollout without data latents that has the sampling plan and latent shape of the samples.
     """
     count = len(samples) // world.dp_size
     received: list[Rollout] = []
@@ -45,7 +46,7 @@ def transfer_to_replicas(
 
 
 def _list_tensors(rollout: Rollout) -> list[Tensor]:
-    """Return the generated tensors of a sample. Latents shared by consecutive steps are listed once."""
+    """Return the generated tensors of a sample. Consecutive steps share latents, which are listed once."""
     tensors = [rollout.clean_latents]
     before: Transition | None = None
     for t in rollout.transitions:
@@ -56,7 +57,10 @@ def _list_tensors(rollout: Rollout) -> list[Tensor]:
 
 
 def _fill_template(template: Rollout, sample: RolloutSample, tensors: Sequence[Tensor]) -> Rollout:
-    """Return the rollout of `sample` with the steps of `template` and tensors in the order of `_list_tensors`."""
+    """Return the rollout of `sample`, with the denoising steps of `template` and the given tensors.
+
+    The tensors have the order of `_list_tensors`.
+    """
     remaining = iter(tensors)
     clean = next(remaining)
     transitions: list[Transition] = []

@@ -1,7 +1,7 @@
-"""Client of the reward service: starts the service for a run, submits samples, and collects scores.
+"""Client of the reward service. It starts the service for a run, submits samples, and collects scores.
 
-Rewards run in other processes, because a reward may hang, crash or need its own packages. Every outcome becomes a
-Score: a finite number, or a failure with its reason.
+Rewards run in other processes, because a reward may hang, crash or need separate packages. Every sample gets a Score: a
+finite number, or a failure with a reason.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class RewardService:
     def __init__(self, reward: RewardRecipe, folder: Path, num_ranks: int = 0) -> None:
         """Start the service and wait until all rewards are loaded.
 
-        num_ranks: number of training ranks on this machine. Writes reward_service.yaml, reward_service.log and
-        pipes.json to `folder`. Raises RewardError with the service's own message if it fails to start or is not ready
-        within reward.start_timeout_s, and RecipeError if a GPU does not exist.
+        Writes reward_service.yaml, reward_service.log and pipes.json to `folder`. num_ranks: number of training ranks
+        on this machine. Raises RewardError with the service's message if the service fails to start or is not ready
+        within reward.start_timeout_s. Raises RecipeError if a GPU does not exist.
         """
         self._environment = service_environment(reward, num_ranks)
         self.endpoint = str(folder / "pipes.json")
@@ -88,11 +88,11 @@ class RewardService:
 
     @property
     def pid(self) -> int:
-        """Process id of the service. Changes after a restart."""
+        """Process id of the service. A restart changes it."""
         return self._process.pid
 
     def stop(self) -> None:
-        """Stop the service and its workers. May be called repeatedly."""
+        """Stop the service and its workers. Repeated calls are allowed."""
         with self._lock:
             self._stopping.set()
             process = self._process
@@ -121,7 +121,10 @@ class RewardService:
             )
 
     def _wait_until_ready(self, timeout_s: float) -> None:
-        """Wait for the service's ready line on stdout. Raises RewardError if it exits or is not ready in time."""
+        """Wait until the service prints that it is ready.
+
+        Raises RewardError if the service exits or is not ready in time.
+        """
         assert self._process.stdout is not None
         with selectors.DefaultSelector() as selector:
             selector.register(self._process.stdout, selectors.EVENT_READ)
@@ -137,7 +140,7 @@ class RewardService:
         return errors[-1] if errors else f"the reward service exited with status {self._process.wait()}"
 
     def _watch_process(self) -> None:
-        """Restart the service when it dies. Clients reconnect and resubmit their unfinished tasks."""
+        """Restart the service whenever it dies. Clients reconnect and submit their unfinished tasks again."""
         deaths: deque[float] = deque()
         while True:
             status = self._process.wait()
@@ -173,10 +176,10 @@ def build_service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
 
 
 def service_environment(reward: RewardRecipe, num_ranks: int) -> dict[str, str]:
-    """Return the environment variables of the reward service. It sees all GPUs of the run if any reward uses a GPU.
+    """Return the environment variables of the reward service.
 
-    num_ranks: number of training ranks on this machine. Raises RecipeError if a GPU does not exist. Warns if a GPU is
-    also used for training.
+    The service sees all GPUs of the run if any reward uses a GPU. num_ranks: number of training ranks on this machine.
+    Raises RecipeError if a GPU does not exist. Logs a warning if a GPU is also used for training.
     """
     on_gpu = {f.name: f.device for f in reward.functions if f.uses_gpu}
     if not on_gpu:
@@ -201,7 +204,7 @@ class _RewardTask:
 
 
 class RewardClient:
-    """Submits samples for scoring and collects their scores. One per rank; not thread-safe."""
+    """Submits samples for scoring and collects their scores. Each rank has one client. Not thread-safe."""
 
     def __init__(
         self, endpoint: str, reward: RewardRecipe, run: str, client: str, *, lost_after_s: float = 60.0
@@ -209,8 +212,8 @@ class RewardClient:
         """Connect to the reward service.
 
         endpoint: path of a pipes.json, or an ipc:// or tcp:// address.
-        run, client: names that identify this client in the service's log.
-        lost_after_s: submitted tasks fail if the service is silent for this many seconds.
+        run, client: names that identify this client in the log of the service.
+        lost_after_s: number of seconds of silence after which the service counts as lost and submitted tasks fail.
         Raises RewardError if the keys are unusable, if the service does not answer within reward.start_timeout_s, or if
         the service lacks a reward of the recipe or computes it with different options.
         """
@@ -238,7 +241,7 @@ class RewardClient:
             raise
 
     def submit(self, batch: MediaBatch) -> None:
-        """Send a copy of the batch to the service for all rewards, without waiting for scores."""
+        """Send a copy of the batch to the service, to be scored by all rewards. Does not wait for the scores."""
         media = np.array(batch.media)
         rows = [
             {"id": sample_id, "prompt": batch.prompts[i], "metadata": dict(batch.metadata[i]), "fps": batch.fps}
@@ -260,8 +263,8 @@ class RewardClient:
     def wait(self) -> dict[str, dict[str, Score]]:
         """Wait for the scores of all samples submitted since the last call. Returns {sample id: {reward name: Score}}.
 
-        Every sample has a Score for every reward; failures and timeouts are failed Scores, not exceptions. Returns at
-        the latest reward.timeout_s after the last submission.
+        Every sample has a Score for every reward. Failures and timeouts are failed Scores, not exceptions. The wait
+        ends at the latest reward.timeout_s after the last submission.
         """
         while self._pending_tasks:
             LIVENESS.record_progress()
@@ -279,7 +282,7 @@ class RewardClient:
     def _require_reward(self, function: RewardFunction) -> int:
         """Return a reward's maximum batch size.
 
-        Raises RewardError if the service does not have the reward or has it with different options.
+        Raises RewardError if the service does not have the reward or uses different options for it.
         """
         info = self._pipe.kinds.get(f"score:{function.name}")
         if info is None:
@@ -300,7 +303,7 @@ class RewardClient:
         return f"{self._client_id}/{self._num_submitted}#{kind.removeprefix('score:')}"
 
     def _poll_timeout_s(self) -> float:
-        """Return the seconds until the next deadline, at most 0.5 so that a lost service is noticed."""
+        """Return the seconds until the next deadline, but at most 0.5. A lost service is then detected quickly."""
         return min(0.5, min(ticket.deadline_s for ticket in self._pending_tasks.values()) - self._pipe.now_s())
 
     def _record_outcome(self, outcome: TaskOutcome) -> None:
@@ -342,9 +345,9 @@ class RewardClient:
 
 
 def _parse_scores(task: _RewardTask, outcome: TaskOutcome) -> Iterator[Score]:
-    """Yield the scores in a reply.
+    """Yield the scores in a reply of the reward service.
 
-    Raises KeyError, TypeError or ValueError unless the reply has a valid row for each sample.
+    Raises KeyError, TypeError or ValueError if a sample has no valid row.
     """
     rows = outcome.meta["scores"]
     seconds = outcome.seconds / len(task.sample_ids)

@@ -27,8 +27,8 @@ Scores = dict[str, dict[str, Score]]
 def decode_in_replica(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
     """Decode latents [B, ...] on all ranks of a replica. Collective in the replica.
 
-    Returns (uint8 images, whether each sample's latents are finite). The images are an empty array [0] on all ranks
-    except the replica leader.
+    Returns (uint8 images, whether the latents of each sample are finite). Only the replica leader gets the images. On
+    other ranks the images are an empty array [0].
     """
     return ReplicaDecoding(job, latents).wait()
 
@@ -37,7 +37,7 @@ class ReplicaDecoding:
     """Decodes samples on all ranks of a replica. Each rank decodes a contiguous shard."""
 
     def __init__(self, job: Job, latents: Tensor) -> None:
-        """Start decoding this rank's shard. latents: identical on all ranks of the replica."""
+        """Start to decode this rank's shard of `latents`. All ranks of the replica must pass identical latents."""
         self._world, ranks = job.world, job.world.sp_size
         self._counts = [len(latents) // ranks + (rank < len(latents) % ranks) for rank in range(ranks)]
         first = sum(self._counts[: job.world.sp_rank])
@@ -53,10 +53,10 @@ class ReplicaDecoding:
 
 
 class ScoringQueue:
-    """Decodes denoised chunks and sends them to the reward service.
+    """Decodes denoised chunks and sends them to the reward service. All methods are collective in the replica.
 
-    On a GPU a chunk is decoded on a side stream while the next chunk is denoised, and sent when it is ready. Chunks are
-    merged until every rank of the replica has a sample to decode. All methods are collective in the replica.
+    On a GPU, a side stream decodes a chunk while the next chunk is denoised. Chunks are merged until every rank of the
+    replica has a sample to decode.
     """
 
     def __init__(self, job: Job, rewards: RewardClient) -> None:
@@ -68,16 +68,16 @@ class ScoringQueue:
         self._failures: Scores = {}
 
     def submit(self, latents: Tensor, sample_ids: Sequence[str], prompts: Sequence[Prompt]) -> None:
-        """Start decoding a chunk and send the previous one, which is decoded by now. On a CPU, send both."""
+        """Start to decode a chunk, and send the previously submitted one. On a CPU, both chunks are sent."""
         self._waiting.append(DenoisedChunk(latents, sample_ids, prompts))
         if sum(len(chunk.latents) for chunk in self._waiting) >= self.job.world.sp_size:
             self._start_decoding()
             self._send_decoded(num_kept=int(self._decoding[-1][0].is_pending))
 
     def flush(self) -> Scores:
-        """Send the remaining chunks.
+        """Send the remaining chunks and return failed Scores.
 
-        Returns failed Scores of the samples with non-finite latents that were submitted since the last call.
+        The result covers all samples with non-finite latents that were submitted since the last call.
         """
         if self._waiting:
             self._start_decoding()
@@ -90,7 +90,7 @@ class ScoringQueue:
         self._decoding.append((ReplicaDecoding(self.job, chunk.latents), chunk))
 
     def _send_decoded(self, num_kept: int) -> None:
-        """Send the decoded chunks in order, except the last `num_kept`."""
+        """Send the decoded chunks in order, but keep the last `num_kept` in the queue."""
         while len(self._decoding) > num_kept:
             decoding, chunk = self._decoding.popleft()
             images, is_finite = decoding.wait()
@@ -121,9 +121,9 @@ def submit_finite_samples(
     prompts: Sequence[Prompt],
     fps: float | None,
 ) -> Scores:
-    """Submit the samples with finite latents for scoring. Returns failed Scores of the other samples.
+    """Submit the samples with finite latents for scoring. Returns failed Scores for the other samples.
 
-    names: names of the rewards, for the failed Scores. fps: frame rate of videos, None for images.
+    names: names of the rewards, used in the failed Scores. fps: frame rate of videos, None for images.
     """
     rows = [i for i, ok in enumerate(is_finite) if ok]
     if rows and len(images):
@@ -143,24 +143,24 @@ def submit_finite_samples(
 
 
 def drop_first_frame(inputs: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the inputs, except the first-frame image.
+    """Return the inputs without the first-frame image.
 
-    The video already contains this image, which would make the message too large.
+    The video already contains this image, and the message would become too large with it.
     """
     return {name: array for name, array in inputs.items() if name != FIRST_FRAME}
 
 
 def gather_scores(world: World, local_scores: Mapping[str, Mapping[str, Score]]) -> Scores:
-    """Return the scores of all replicas, in replica order. Only the replica leaders' `local_scores` are used.
+    """Return the scores of all replicas, in replica order. Collective.
 
-    Collective.
+    Each replica's scores come from `local_scores` of its leader. Other ranks' values are ignored.
     """
     parts = world.gather_from_leaders(pack_scores(local_scores))
     return {sample_id: scores for part in parts for sample_id, scores in unpack_scores(part).items()}
 
 
 def summarize_failures(scores: Sequence[Mapping[str, Score]]) -> str:
-    """Return a log line with the first NUM_REASONS distinct failures, or "" if nothing failed."""
+    """Return the first NUM_REASONS different failure reasons as a log line, or "" if no score failed."""
     failed = {
         f"{score.reward}: {score.failure}" for by_reward in scores for score in by_reward.values() if score.failure
     }
@@ -168,7 +168,7 @@ def summarize_failures(scores: Sequence[Mapping[str, Score]]) -> str:
 
 
 def pack_scores(scores: Mapping[str, Mapping[str, Score]], max_failure_chars: int | None = None) -> list[Any]:
-    """Return the scores as JSON. The reason of each failure is truncated to max_failure_chars characters."""
+    """Return the scores as JSON. Failure reasons are truncated to max_failure_chars characters."""
     return [
         [
             sample_id,

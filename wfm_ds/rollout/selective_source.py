@@ -1,8 +1,8 @@
-"""Colocated rollouts that generate more samples than the step trains on and select among them by reward.
+"""Rollouts on the training ranks that generate extra samples and select samples by reward.
 
-`sampling.explore` generates many cheap candidate samples per group and selects the best and the worst.
-`rollout.max_refills` replaces groups with equal rewards by groups of other prompts. With both, the rewards of the
-candidates decide whether a group is replaced.
+`sampling.explore` generates many cheap candidate samples per group, and selects the best and the worst.
+`rollout.max_refills` replaces each group with equal rewards by a group of another prompt. If both are set, the rewards
+of the candidates decide whether a group is replaced.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class SelectiveSource(ColocatedSource):
-    """Generates and scores candidate samples, round by round, until the step has enough informative groups."""
+    """Generates and scores candidate samples in rounds, until the step has enough groups with different rewards."""
 
     def __init__(self, job: Job, groups: RefillableGroups, rewards: RewardClient, algorithm: RlAlgorithm) -> None:
         super().__init__(job, groups, rewards, algorithm)
@@ -50,9 +50,9 @@ class SelectiveSource(ColocatedSource):
         self._selection_metrics: dict[str, float] = {}
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Generate candidates and select samples among them. Collective.
+        """Generate candidate samples and return the selected samples. Collective.
 
-        With `sampling.explore.regenerate`, the selected samples are generated again with the sampling plan of rollouts.
+        With `sampling.explore.regenerate`, the selected samples are generated again with the usual sampling plan.
         """
         selection, candidate_groups = GroupSelection(self.settings.prompts_per_step), list[RewardedGroup]()
         selected = SelectedRollouts(self.job.world)
@@ -124,7 +124,10 @@ class CandidateScores:
 
 
 class SelectedRollouts:
-    """Rollouts selected so far. Each stays on the replica that generated it until `distribute_evenly`."""
+    """Rollouts selected so far.
+
+    Each rollout stays on the replica that generated it until `distribute_evenly` is called.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -133,9 +136,9 @@ class SelectedRollouts:
         self._template: Rollout | None = None  # any sample: all rounds have the same plan and shape
 
     def keep_selected(self, generated: StepRollouts, selected: Sequence[RolloutSample]) -> None:
-        """Add the selected rollouts of a round, and drop the rollouts that are no longer selected.
+        """Add the selected rollouts of a round, and delete rollouts that are no longer selected.
 
-        In the first round, each replica must have generated a sample.
+        Each replica must generate at least one sample in the first round.
         """
         for replica, shard in enumerate(even_ranges(len(generated.samples), self.world.dp_size)):
             self._owner_replicas |= {generated.samples[i].sample_id: replica for i in shard}
@@ -144,7 +147,7 @@ class SelectedRollouts:
         self._template = self._template or generated.local_rollouts[0]
 
     def distribute_evenly(self, samples: Sequence[RolloutSample]) -> StepRollouts:
-        """Move rollouts so that all replicas have the same number. Returns the rollouts of this replica. Collective."""
+        """Move rollouts so that all replicas have equally many. Returns this replica's rollouts. Collective."""
         assert self._template is not None, "keep_selected was not called"
         local = transfer_to_replicas(self.world, samples, self._owner_replicas, self._local_rollouts, self._template)
         return StepRollouts(
@@ -155,7 +158,7 @@ class SelectedRollouts:
 def selection_metrics(
     selection: GroupSelection, candidate_groups: Sequence[RewardedGroup], refills: int
 ) -> dict[str, float]:
-    """Return the metrics of the candidates and of the selection. refills: number of additional rounds."""
+    """Return metrics of the candidate samples and of the selection. refills: number of additional rounds."""
     totals = [total for _, rewards in candidate_groups for total in rewards]
     valid = [total for total in totals if total is not None]
     stats = {

@@ -1,6 +1,6 @@
-"""Counterfactual trajectories: samples of an RL step start from a clip but follow other actions than the recorded ones.
+"""Counterfactual trajectories. Samples start from a recorded clip but follow actions that were not recorded with it.
 
-With recorded actions alone, a model that memorizes the clips can ignore the actions.
+With the recorded actions alone, a model could memorize the clips and ignore the actions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ log = logging.getLogger(__name__)
 
 
 class CounterfactualTrajectories:
-    """Replaces the trajectories of an RL step's prompts as set by rollout.trajectories. Identical on every rank."""
+    """Replaces the actions and camera paths of prompts according to rollout.trajectories.
+
+    The new trajectories are identical on every rank.
+    """
 
     def __init__(self, recipe: Recipe, actions: ActionData | None) -> None:
         rollout = recipe.rl.rollout
@@ -31,7 +34,7 @@ class CounterfactualTrajectories:
         self._library = None if actions is None else actions.library
 
     def replace_trajectories(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
-        """Return the prompts with new trajectories. prompts: one per group of the step."""
+        """Return the prompts of an RL step with new trajectories. prompts: one prompt per group."""
         if self.mode == "shuffle":
             shuffled = shuffle_trajectories(prompts, seed=self.seed, step=step)
             if not self._has_warned and all(new is old for new, old in zip(shuffled, prompts, strict=True)):
@@ -53,9 +56,9 @@ class CounterfactualTrajectories:
 
 
 def shuffle_trajectories(prompts: Sequence[Prompt], *, seed: int, step: int) -> list[Prompt]:
-    """Return the prompts with actions and camera paths exchanged between prompts of the same `domain`.
+    """Return the prompts after an exchange of actions and camera paths between prompts of the same `domain`.
 
-    No prompt keeps its own trajectory, unless it is the only one of its domain.
+    No prompt keeps its own trajectory, unless its domain has no other prompt.
     """
     domains: dict[float, list[int]] = {}
     for i, prompt in enumerate(prompts):
@@ -74,7 +77,10 @@ def shuffle_trajectories(prompts: Sequence[Prompt], *, seed: int, step: int) -> 
 
 
 def transplant_trajectory(target: Mapping[str, Floats], source: Mapping[str, Floats]) -> dict[str, Floats]:
-    """Return `target` with the actions and camera path of `source`, moved to the start pose of `target`."""
+    """Return `target` with the actions and camera path of `source`.
+
+    The camera path is moved so that it starts at the first pose of `target`.
+    """
     inputs = dict(target)
     if ACTIONS in target:
         inputs[ACTIONS] = source[ACTIONS]

@@ -1,4 +1,4 @@
-"""Result of checking a recipe, printed as text or JSON."""
+"""Report of a successful recipe check, printed as text or JSON."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class CheckReport:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON. Sizes are in bytes; memory.phases is {phase: {category: bytes}} of one rank."""
+        """Return the report as JSON values. Sizes are in bytes.
+
+        `memory.phases` is {phase: {category: bytes}} for one rank.
+        """
         phases = {phase: dict(parts) for phase, parts in self.memory.phases.items()}
         return {
             "facts": dict(self.facts),

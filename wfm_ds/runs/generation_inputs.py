@@ -1,4 +1,4 @@
-"""Inputs of `wfm generate` in addition to prompts: a first frame, actions, a camera path."""
+"""Inputs of `wfm generate` other than prompts: a first frame, actions, and a camera path."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ InputArrays = dict[str, npt.NDArray[np.float32]]
 
 
 def read_camera(camera: str, lens: Sequence[float] | None) -> dict[str, Floats]:
-    """Return the camera poses and intrinsics of F frames.
+    """Return the camera poses and intrinsics of F frames as {c2w: [F,4,4], intrinsics: [4] or [F,4]}, float32.
 
-    The result is float32 {c2w: [F,4,4], intrinsics: [4] or [F,4]}. c2w: camera-to-world matrices. intrinsics: fx, fy,
-    cx, cy in pixels of the source image, not rescaled.
+    c2w: camera-to-world matrices.
+    intrinsics: fx, fy, cx, cy in pixels of the source image, not rescaled.
 
-    camera: a .json file with `c2w` and optional `intrinsics`, an .npy file with c2w, or pressed keys and their numbers
-    of frames, such as `w-80,jw-40` (as in the diffusers SANA-WM pipeline).
+    camera: a .json file with `c2w` and optional `intrinsics`, an .npy file with c2w, or a list of pressed keys with
+    frame counts such as `w-80,jw-40` (the format of the diffusers SANA-WM pipeline).
     lens: fx, fy, cx, cy. Required if the camera file has no intrinsics, otherwise not allowed.
     Raises ValueError for invalid content and OSError if a file cannot be read.
     """
@@ -88,16 +88,17 @@ def poses_from_keys(keys: str) -> Floats:
 
 
 def list_option_inputs(args: argparse.Namespace) -> list[str]:
-    """Return the names of the inputs that are set by command-line options."""
+    """Return the names of the model inputs that the command-line options set."""
     camera = [POSES, INTRINSICS] if args.camera is not None else []
     return [name for name in (ACTIONS, DOMAIN) if getattr(args, name) is not None] + camera
 
 
 def encode_first_frame(sampler: Sampler, file: Path | None) -> Tensor | None:
-    """Return the latents [C,T,h,w] of the first frame.
+    """Encode the first frame to latents [C,T,h,w].
 
-    Returns None if `file` is None or the model takes the first frame as pixels. Raises UserError if the model does not
-    support a first frame, if it requires one and `file` is None, or if the file is not an image.
+    Returns None if `file` is None, or if the model uses the pixels of the first frame instead of its latents. Raises
+    UserError if the model does not support a first frame, if it requires one and `file` is None, or if the file is not
+    an image.
     """
     model = sampler.model
     if file is None:
@@ -112,7 +113,7 @@ def encode_first_frame(sampler: Sampler, file: Path | None) -> Tensor | None:
 
 
 def load_first_frame(sampler: Sampler, file: Path) -> npt.NDArray[np.uint8]:
-    """Load the first frame as pixels [H,W,3], centre-cropped to the size of the video.
+    """Load the first frame as pixels [H,W,3], scaled and centre-cropped to the size of the video.
 
     Raises UserError if the file is not an image.
     """
@@ -124,9 +125,10 @@ def image_framing(settings: SamplingRecipe) -> Framing:
 
 
 def collect_inputs(sampler: Sampler, args: argparse.Namespace) -> InputArrays:
-    """Return {name: float32 array} that all videos share: actions, domain, camera, and a first frame taken as pixels.
+    """Return the model inputs that are equal for all videos, as {name: float32 array}.
 
-    Raises UserError for inputs that the model does not support, for missing inputs that it requires, and for files that
+    The inputs are actions, domain and camera path. They include the pixels of the first frame if the model does not use
+    its latents. Raises UserError if the model does not support an input, if a required input is missing, or if a file
     cannot be used.
     """
     model, size, names = sampler.model, sampler.settings, list_option_inputs(args)
@@ -160,7 +162,7 @@ def read_actions(args: argparse.Namespace) -> InputArrays:
 
 
 def read_camera_inputs(args: argparse.Namespace, size: SamplingRecipe) -> InputArrays:
-    """Return poses and intrinsics. With a first frame, intrinsics are adapted to its crop and size."""
+    """Return camera poses and intrinsics. If a first frame is given, the intrinsics match its crop and size."""
     with explain_read_errors("--camera", args.camera):
         inputs = read_camera(args.camera, args.intrinsics)
         if args.first_frame is not None:
@@ -183,7 +185,7 @@ def check_model_inputs(
 
 @contextmanager
 def explain_read_errors(option: str, value: object) -> Iterator[None]:
-    """Convert OSError and ValueError of the block to a UserError that names the option and its value."""
+    """Convert OSError and ValueError in the block to a UserError that names the option and its value."""
     try:
         yield
     except (OSError, ValueError) as error:

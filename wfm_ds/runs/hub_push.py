@@ -1,6 +1,6 @@
-"""Upload exports to a repository on the Hub, in a thread of rank 0. A failed upload never ends the run.
+"""Uploads exports to a repository on the Hub, in a thread of rank 0. A failed upload never ends the run.
 
-huggingface_hub manages the token (HF_TOKEN or `hf auth login`); recipes do not contain it.
+huggingface_hub manages the token (HF_TOKEN or `hf auth login`), so recipes do not contain it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PUSH_ERRORS = (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, errors.H
 
 
 class HubPush:
-    """Uploads complete exports to the repository `export.push_to_hub`, one at a time. Used only by rank 0."""
+    """Uploads complete exports to the repository in `export.push_to_hub`, one at a time. Only rank 0 uses it."""
 
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.export.push_to_hub is not None
@@ -45,12 +45,12 @@ class HubPush:
     def send(self, folder: Path, base: Path, step: int, lines: str) -> None:
         """Queue the upload of an export folder. The folder must not change until `finish` returns.
 
-        base: folder of the base model. lines: Python code that loads the export, for the model card.
+        base: folder of the base model. lines: Python code that loads the export, written to the model card.
         """
         self._sending.append((self._thread.submit(self._send, folder, base, step, lines), folder))
 
     def finish(self, timeout_s: float = FINISH_TIMEOUT_S) -> None:
-        """Wait for all uploads. Logs a warning for each missing upload, with the command that repeats it."""
+        """Wait for all uploads. Logs a warning for each incomplete upload, with a command that repeats the upload."""
         deadline = time.monotonic() + timeout_s
         for future, folder in self._sending:
             while not future.done() and time.monotonic() < deadline:
@@ -89,13 +89,13 @@ class HubPush:
 
 
 def base_model_id(path: str, folder: Path) -> str | None:
-    """Return the Hub id of the base model, or None if it is a local folder."""
+    """Return the Hub id of the base model, or None if the base model is a local folder."""
     hub_origin = snapshot_origin(folder)
     return hub_origin[0] if hub_origin is not None else path if is_repo_id(path) else None
 
 
 def hub_loading_lines(lines: str, folder: Path, base: Path, repo: str) -> str:
-    """Return the loading code for other users, with `repo` and the base model's folder name instead of local paths."""
+    """Return the loading code for other users. Local paths are replaced by `repo` and the base model's folder name."""
     from_repo = lines.replace(f'load_file("{folder}/', f'load_file(hf_hub_download("{repo}", "').replace(
         '.safetensors"), strict', '.safetensors")), strict'
     )

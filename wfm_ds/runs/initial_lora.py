@@ -1,4 +1,4 @@
-"""Load the LoRA from which a run starts (lora.init_from), and check that it fits the recipe and the model."""
+"""Loads the LoRA from which a run starts (lora.init_from), and checks that it fits the recipe and the model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 def load_initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | None:
     """Return {engine parameter name: tensor} of the LoRA in lora.init_from, or None if it is unset.
 
-    The result lacks layers that the file does not contain. model: the loaded model, before an engine changes its
-    denoiser. Raises ModelError if the file cannot be read or does not fit the model, and RecipeError if its adapter
-    settings differ from the recipe.
+    Layers that are not in the file are omitted. model: the loaded model, before an engine changes its denoiser. Raises
+    ModelError if the file cannot be read or does not fit the model, and RecipeError if its adapter settings differ from
+    the recipe.
     """
     lora = recipe.lora
     if lora is None or lora.init_from is None:
@@ -58,7 +58,7 @@ def load_initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor
 
 
 def _require_same_adapter(layers: LoraLayers, saved: dict[str, Tensor], lora: LoraRecipe) -> None:
-    """Raise RecipeError unless rank, scale, DoRA and fully trained modules in the file match the recipe."""
+    """Raise RecipeError if rank, scale, DoRA or the fully trained modules of the file differ from the recipe."""
     ranks, alphas = ({getattr(layer, name) for layer in layers.values()} for name in ("rank", "alpha"))
     if len(ranks) > 1 or len(alphas) > 1:
         raise RecipeError(

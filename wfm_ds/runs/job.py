@@ -1,4 +1,4 @@
-"""Objects that the training loop and its helpers share, built once per run."""
+"""Objects that the training loop and its helpers share. Each rank builds them once per run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class CommonJob(ABC):
-    """Objects that the training loop and its helpers share on one rank, for any kind of model."""
+    """Objects that training loop and helpers share on one rank, for both diffusion and vision-language models."""
 
     recipe: Recipe
     run_sizes: RunSizes
@@ -60,7 +60,7 @@ class CommonJob(ABC):
         return "ema" if self.recipe.ema is not None else "train"
 
     def should_stop(self) -> bool:
-        """Return whether any rank has received a stop signal. Collective; call it once per step."""
+        """Return whether any rank has received a stop signal. Collective. Call it once per step."""
         return self.world.any_rank(self.stop_flag.is_set)
 
     @property
@@ -71,22 +71,25 @@ class CommonJob(ABC):
     @property
     @abstractmethod
     def export_spec(self) -> ExportInfo:
-        """Information that an export needs in addition to the engine's weights."""
+        """Information for an export that the engine's weights do not contain."""
 
     @abstractmethod
     def export_weights(self, out: Path) -> Path:
-        """Export the weights of the evaluation policy to folder `out`. Returns the folder to load. Collective."""
+        """Export the weights of the evaluation policy to the folder `out`. Collective.
+
+        Returns the folder from which the weights can be loaded.
+        """
 
     @abstractmethod
     def loading_lines(self, folder: Path) -> str:
         """Return Python code that loads the exported folder."""
 
     def pop_forward_counts(self) -> Mapping[str, float]:
-        """Return metrics that count the forward passes since the last call."""
+        """Return the number of forward passes since the last call, as metrics."""
         return {}
 
     def pop_work(self) -> FlopCount | None:
-        """Return the FLOPs of rank 0's forward passes since the last call. Returns None on other ranks."""
+        """Return the FLOPs of this rank's forward passes since the last call, on rank 0. Other ranks return None."""
         return self.engine.pop_flop_count()
 
 
@@ -115,7 +118,7 @@ class Job(CommonJob):
 
     @property
     def read_cached_latents(self) -> Callable[[Media, Framing], Tensor | None] | None:
-        """Function that reads the cached latents of an image or video. None if the run has no latent cache."""
+        """Function that returns the cached latents of an image or video. None if the run has no latent cache."""
         return None if self.latent_cache is None else self.latent_cache.read
 
     @property

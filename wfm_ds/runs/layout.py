@@ -1,4 +1,4 @@
-"""Names of the files and folders in a run's folder and in its S3 storage. The names are a stable interface."""
+"""Names of the files and folders in a run's folder and in its S3 storage. These names are a stable interface."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RECORD_FILE = ".wfm_run.json"  # lists the names that a run has written here and
 
 @dataclass(frozen=True, slots=True)
 class RunContents:
-    """Contents of a run's folder or S3 storage."""
+    """Contents of the folder or S3 storage of a run."""
 
     key: str  # recipe key and value, for messages
     location: str  # folder or address
@@ -52,12 +52,15 @@ class RunContents:
     finished_step: int | None  # last step of a finished run
 
     def newest_recipe(self) -> tuple[str, Recipe | None]:
-        """Return `read_run_recipe` of the newest checkpoint. Without a checkpoint, use the run itself."""
+        """Return (path, recipe) of the newest checkpoint or, without a checkpoint, of the run."""
         return read_run_recipe(self.location if self.checkpoint is None else str(self.checkpoint.path))
 
 
 def read_folder_contents(folder: Path) -> RunContents:
-    """Read the contents of a run's folder. Raises RecipeError if it cannot be read or result.json is invalid."""
+    """Read the contents of a run's folder.
+
+    Raises RecipeError if the folder cannot be read or its result.json is invalid.
+    """
     try:
         names = set(os.listdir(folder)) if folder.exists() else set[str]()
         files = tuple(name for name in RUN_FILES if name in names)
@@ -76,7 +79,10 @@ def read_folder_contents(folder: Path) -> RunContents:
 
 
 def read_storage_contents(address: str) -> RunContents:
-    """Read a run's S3 storage. Raises StorageError if that fails, and RecipeError if result.json is invalid."""
+    """Read the contents of a run's S3 storage.
+
+    Raises StorageError if S3 fails, and RecipeError if result.json is invalid.
+    """
     names = {name.partition("/")[0] for name in transfer.list_objects(address)}
     files = tuple(name for name in RUN_FILES if name in names)
     newest = remote_store.find_newest(f"{address}/{CHECKPOINTS}") if files else None
@@ -88,12 +94,12 @@ def read_storage_contents(address: str) -> RunContents:
 
 
 def list_unrecorded_files(folder: Path) -> tuple[str, ...]:
-    """Return the names in RUN_NAMES that exist in this folder but are not listed in its record file."""
+    """Return the names in RUN_NAMES that exist in this folder but are missing in its record file."""
     return select_unrecorded(os.listdir(folder) if folder.exists() else (), read_folder_record(folder))
 
 
 def list_unrecorded_objects(address: str) -> tuple[str, ...]:
-    """Return the names in RUN_NAMES that exist in this S3 storage but are not listed in its record file.
+    """Return the names in RUN_NAMES that exist in this S3 storage but are missing in its record file.
 
     Raises StorageError if S3 fails.
     """
@@ -106,7 +112,7 @@ def select_unrecorded(names: Collection[str], listed: Collection[str]) -> tuple[
 
 
 def read_folder_record(folder: Path) -> frozenset[str]:
-    """Return the names listed in a folder's record file. The result is empty if the file is missing or invalid."""
+    """Return the names that the folder's record file lists. Returns no names if the file is missing or invalid."""
     try:
         return parse_record((folder / RECORD_FILE).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -114,7 +120,7 @@ def read_folder_record(folder: Path) -> frozenset[str]:
 
 
 def read_storage_record(address: str) -> frozenset[str]:
-    """Return the names listed in the record file in S3. The result is empty if the file is missing or invalid.
+    """Return the names that the record file in S3 lists. Returns no names if the file is missing or invalid.
 
     Raises StorageError if S3 fails.
     """
@@ -137,10 +143,10 @@ def format_record(names: Collection[str]) -> str:
 
 
 def read_run_recipe(place: str) -> tuple[str, Recipe | None]:
-    """Return (path, recipe) of recipe.yaml in a folder or at an s3:// address.
+    """Return the path and content of recipe.yaml in a folder or at an s3:// address.
 
-    The recipe is None if the file is missing.
-    Raises RecipeError if it is invalid and StorageError if S3 cannot be read.
+    The content is None if the file is missing. Raises RecipeError if the file is invalid and StorageError if S3 cannot
+    be read.
     """
     if not is_remote(place):
         path = Path(place) / RECIPE_FILE
@@ -157,7 +163,7 @@ def read_run_recipe(place: str) -> tuple[str, Recipe | None]:
 
 
 def parse_finished_step(text: str, place: str) -> int | None:
-    """Return the last step in a result.json, or None if the run has not finished.
+    """Return the last step of a finished run from its result.json, or None if the run is not finished.
 
     Raises RecipeError if the text is invalid.
     """

@@ -1,10 +1,10 @@
-"""Copy of a run's folder in S3. A thread uploads new files during training, verifies them and retries failed uploads.
+"""Copies a run's folder to S3. During training, a thread uploads new files, verifies them and retries failed uploads.
 
     folder/.storage.json     state of the uploaded files; without it, files are uploaded again
 
-Files and folders that are not complete have hidden or .tmp names (storage/atomic.py, checkpoint/store.py), so the
-thread finds new complete files by listing the folder. The newest checkpoint is uploaded first. Growing files (logs,
-metrics) are uploaded as a whole each time.
+Incomplete files and folders have hidden or .tmp names (storage/atomic.py, checkpoint/store.py). The thread therefore
+finds new complete files by listing the folder. It uploads the newest checkpoint first. Files that grow (logs, metrics)
+are uploaded as a whole each time.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SentFile:
-    """Size and mtime of a local file when it was uploaded, and the size of its S3 object."""
+    """State of an uploaded file: size and mtime of the local file at that time, and size of its S3 object."""
 
     size: int
     mtime_ns: int
@@ -56,7 +56,10 @@ class SentFile:
 
 
 class Mirror:
-    """Copies `folder` to the S3 `address` between `start` and `finish`. Only rank 0's main thread may use it."""
+    """Copies `folder` to the S3 `address`, from the call of `start` to the call of `finish`.
+
+    Only rank 0's main thread may use it.
+    """
 
     def __init__(self, folder: Path, address: str, *, keep: int) -> None:
         self.folder, self.address, self.keep = folder, address, keep
@@ -72,7 +75,7 @@ class Mirror:
         self._thread = threading.Thread(target=self._run_thread, name="mirror", daemon=True)
 
     def clear(self) -> None:
-        """Remove the S3 objects that the record file in S3 lists. Raises StorageError if S3 fails."""
+        """Remove all S3 objects that are listed in the record file in S3. Raises StorageError if S3 fails."""
         listed = layout.read_storage_record(self.address)
         names = [name for name in transfer.list_objects(self.address) if name.partition("/")[0] in listed]
         names.sort(key=lambda name: not name.endswith(f"/{store.COMPLETE}"))
@@ -80,9 +83,9 @@ class Mirror:
         self._sent = {}
 
     def fetch_metrics(self) -> None:
-        """Download the run's metrics files from S3, including those of earlier attempts, unless they exist locally.
+        """Download the run's metrics files from S3, unless they exist locally.
 
-        Raises StorageError if that fails.
+        The files include metrics of earlier attempts. Raises StorageError if the download fails.
         """
         for name, size in transfer.list_objects(self.address).items():
             path = self.folder / name
@@ -91,7 +94,7 @@ class Mirror:
                 transfer.download_file(f"{self.address}/{name}", path, size=size)
 
     def fetch_checkpoint(self, address: str) -> Path:
-        """Download a checkpoint and its metrics. Returns its folder. Raises StorageError if that fails."""
+        """Download a checkpoint and its metrics and return its folder. Raises StorageError if the download fails."""
         checkpoint = remote_store.read_checkpoint(address)
         stored = transfer.list_objects(self.address)
         if checkpoint is None or METRICS_FILE not in stored:
@@ -105,7 +108,7 @@ class Mirror:
         return folder
 
     def newer_step(self) -> int | None:
-        """Return the newest checkpoint step in S3, or None unless it is newer than all local checkpoints.
+        """Return the step of the newest checkpoint in S3 if it is newer than all local checkpoints, else None.
 
         Raises StorageError if S3 fails.
         """
@@ -113,7 +116,10 @@ class Mirror:
         return None if newest is None or newest.step <= max(self._complete_steps(), default=-1) else newest.step
 
     def start(self) -> None:
-        """Remove result.json from S3 and start uploading. Raises StorageError if S3 fails or has a newer checkpoint."""
+        """Remove result.json from S3, then start to upload files.
+
+        Raises StorageError if S3 fails or contains a newer checkpoint.
+        """
         newer = self.newer_step()
         if newer is not None:
             raise StorageError(
@@ -133,13 +139,13 @@ class Mirror:
         self.wake()
 
     def wake(self) -> None:
-        """Upload new complete files now, instead of waiting for the next pass."""
+        """Upload new complete files now. Otherwise they are uploaded at the next regular pass."""
         self._wakeup.set()
 
     def list_unverified_steps(self) -> Collection[int]:
         """Return the steps of local checkpoints that are newer than all uploaded checkpoints.
 
-        They must not be removed.
+        These checkpoints must not be removed.
         """
         verified = max((step for step in self._complete_steps() if self._is_sent(marker_name(step))), default=-1)
         return [step for step in self._complete_steps() if step > verified]
@@ -147,7 +153,7 @@ class Mirror:
     def finish(self, stall_s: float) -> list[str]:
         """Wait until all files are uploaded and stop the thread. Returns the names of files that are missing in S3.
 
-        stall_s: stop waiting after this many seconds without progress.
+        stall_s: number of seconds without progress after which to stop waiting.
         """
         self._last_progress_s, self._most_bytes = time.monotonic(), {}
         self._is_finishing = True
@@ -163,15 +169,15 @@ class Mirror:
 
     @property
     def failure(self) -> str:
-        """Reason why the last upload pass failed, or "" if it succeeded."""
+        """Reason why the last round of uploads failed, or "" if it succeeded."""
         return self._failure
 
     def missing_names(self) -> list[str]:
-        """Return the names of files that are missing or outdated in S3. A checkpoint counts as one file."""
+        """Return the names of files that are missing or outdated in S3. Each checkpoint is one name."""
         return [*(f"{CHECKPOINTS}/step_{step}" for step in self._unsent_steps()), *self._unsent_files()]
 
     def send_result(self) -> None:
-        """Upload the run page's final data, then result.json. Call it last. Raises StorageError if that fails."""
+        """Upload the run page's final data, then result.json. Raises StorageError if that fails. Call this last."""
         if (self.folder / DATA_FILE).exists():
             transfer.upload_file(self.folder / DATA_FILE, f"{self.address}/{DATA_FILE}")
         transfer.upload_file(self.folder / RESULT_FILE, f"{self.address}/{RESULT_FILE}")
@@ -224,9 +230,9 @@ class Mirror:
             self._write_sent_files()
 
     def _send_files(self) -> None:
-        """Upload all files except checkpoints.
+        """Upload all files that do not belong to a checkpoint.
 
-        Stops after two consecutive failures and raises the first StorageError.
+        After two consecutive failures, stops and raises the first StorageError.
         """
         first, previous = None, None
         for name in self._unsent_files():
@@ -281,7 +287,7 @@ class Mirror:
         self._sent[name] = SentFile(local.st_size, local.st_mtime_ns, local.st_size)
 
     def _copy_in_storage(self, source: str, target: str, name: str, size: int) -> bool:
-        """Copy an uploaded object within S3. Returns False if that fails, for example because it was removed."""
+        """Copy an uploaded object within S3. Returns False if the copy fails, for example because it was removed."""
         try:
             transfer.copy_object(source, target, size)
         except StorageError as error:
@@ -295,10 +301,11 @@ class Mirror:
         self._sent[name] = SentFile(local.st_size, local.st_mtime_ns, stored)
 
     def _byte_counter(self, name: str) -> ProgressCallback:
-        """Return a function to call with the number of bytes of each uploaded chunk of a file.
+        """Return a function that records upload progress. Call it with the number of bytes of each uploaded chunk.
 
-        A repeated upload only counts as progress when it exceeds the bytes of the best earlier attempt, so a storage
-        that always fails at the same point counts as stalled. Aborts the upload if `finish` no longer waits for it.
+        A retry counts as progress only when it has uploaded more bytes than all earlier attempts. An upload that always
+        fails at the same point therefore counts as stalled. The function aborts the upload if `finish` has stopped
+        waiting.
         """
         sent = 0
 
@@ -319,13 +326,13 @@ class Mirror:
         return [step for step in store.list_steps(root) if store.read_checkpoint(root / f"step_{step}") is not None]
 
     def _unsent_steps(self) -> list[int]:
-        """Return the steps of checkpoints that will be kept and are not uploaded yet."""
+        """Return the steps of checkpoints that must be uploaded. Checkpoints that will soon be removed are omitted."""
         steps = self._complete_steps()
         retained = store.steps_to_keep(steps, newest=max(steps, default=0), keep=self.keep)
         return [step for step in steps if step in retained and not self._is_sent(marker_name(step))]
 
     def _unsent_files(self) -> Iterator[str]:
-        """Yield the names of new and changed files, except checkpoints and result.json."""
+        """Yield the names of new and changed files. Checkpoints and result.json are omitted."""
         yield from (
             name
             for name in (RECIPE_FILE, METRICS_FILE, PAGE)
@@ -338,7 +345,7 @@ class Mirror:
             yield from (name for name in names if not self._is_sent(name))
 
     def _is_sent(self, name: str) -> bool:
-        """Return whether the current version of the file is uploaded."""
+        """Return whether S3 has the current version of the file."""
         sent = self._sent.get(name)
         if sent is None:
             return False
@@ -363,7 +370,10 @@ class Mirror:
             log.warning("%s: %s; a continued run will upload these files again", self.folder / SENT_FILES_NAME, error)
 
     def _read_sent_files(self) -> dict[str, SentFile]:
-        """Load the state of earlier uploads. Return {} if it is missing or invalid, so that all files are uploaded."""
+        """Load the state of earlier uploads from .storage.json.
+
+        Returns {} if the file is missing or invalid. All files are then uploaded again.
+        """
         try:
             state = json.loads((self.folder / SENT_FILES_NAME).read_text(encoding="utf-8"))
             files = state["files"] if state["address"] == self.address else {}
@@ -376,7 +386,7 @@ class Mirror:
 
 
 class _ClosedError(Exception):
-    """Raised in the thread when the run no longer waits for uploads."""
+    """Ends an upload in the thread when the run no longer waits for it."""
 
 
 def marker_name(step: int) -> str:
@@ -388,7 +398,7 @@ def _is_sent_last(name: str) -> bool:
 
 
 def _list_files(folder: Path, top: str) -> Iterator[str]:
-    """Yield the complete files in the subfolder `top` of `folder`, as paths relative to `folder`."""
+    """Yield the complete files in `folder/top`, as paths relative to `folder`."""
     for parent, folders, names in os.walk(folder / top):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:

@@ -1,4 +1,4 @@
-"""Model card of an export on the Hub, with contents, training and loading code. It does not contain local paths."""
+"""Model card of an export on the Hub. It describes the training and contains loading code, but no local paths."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ PATH_PREFIXES = ("/", "~", "./", "../", "s3://", "http://", "https://", "tcp://"
 def build_model_card(
     recipe: Recipe, repo: str, step: int, lines: str, base: str | None, samples: Mapping[str, Path]
 ) -> str:
-    """Return the text of README.md.
+    """Return the text of README.md for an export.
 
-    lines: Python code that loads the export. base: Hub id of the base model, or None.
-    samples: {name in the repository: file} of the last validation.
+    lines: Python code that loads the export.
+    base: Hub id of the base model, or None.
+    samples: {name in the repository: file} for samples of the last validation.
     """
     kind = "LoRA" if recipe.lora is not None else "Weights"
     data = ModelCardData(
@@ -49,7 +50,7 @@ def build_model_card(
 
 
 def remove_private_values(value: Any) -> Any:
-    """Remove addresses from recipe values and reduce paths to their last component, recursively."""
+    """Remove addresses from recipe values and shorten paths to their last component. Works on nested values."""
     if isinstance(value, Mapping):
         return {key: remove_private_values(one) for key, one in value.items() if key not in PRIVATE_KEYS}
     if isinstance(value, list):
@@ -60,7 +61,7 @@ def remove_private_values(value: Any) -> Any:
 
 
 def list_last_samples(output_dir: Path) -> dict[str, Path]:
-    """Return {name in the repository: file} for the first samples of the newest validation."""
+    """Return {name in the repository: file} for the first samples of the last validation."""
     steps = sorted((output_dir / "samples").glob("step_*"), key=lambda folder: int(folder.name.removeprefix("step_")))
     if not steps:
         return {}
@@ -97,7 +98,7 @@ def _escape_cell(text: str) -> str:
 
 
 def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSONL file. Stops at an incomplete last row."""
+    """Yield the rows of a JSONL file. Ignores an incomplete last row."""
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
         try:
             yield json.loads(line)

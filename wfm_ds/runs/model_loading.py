@@ -1,4 +1,4 @@
-"""Load the model of a run and check that it supports the recipe."""
+"""Loads the model of a run and checks that it supports the recipe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from wfm_ds.ulysses.install import check_latent_shape
 
 
 def find_family(recipe: Recipe) -> type[DiffusionModel]:
-    """Return the model family of the recipe's pipeline. Raises ModelError if the folder or family does not exist."""
+    """Return the model family of the recipe's pipeline.
+
+    Raises ModelError if the folder does not exist or its family is unknown.
+    """
     own = recipe.model.family
     return registry.find_family(registry.locate_pipeline(recipe.model.path, own, recipe.model.revision), own)
 
@@ -32,10 +35,9 @@ def find_family(recipe: Recipe) -> type[DiffusionModel]:
 def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
     """Load the recipe's pipeline and check that it supports the recipe.
 
-    The denoiser stays as loaded until the engine places it on the device (engine/weight_placement.py). For training
-    from scratch it is re-initialized.
-    Raises ModelError if the pipeline cannot be loaded, RecipeError if the recipe does not fit the model, and UserError
-    if its tokens cannot be split over the ranks.
+    The engine later moves the denoiser to the device (engine/weight_placement.py). For training from scratch, the
+    denoiser gets random weights. Raises ModelError if the pipeline cannot be loaded, RecipeError if the recipe does not
+    fit the model, and UserError if the tokens of a sample cannot be split over the ranks.
     """
     settings, size = recipe.model, recipe.sampling
     model = registry.load_model(
@@ -86,14 +88,14 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
 
 
 def choose_attention(recipe: Recipe, model: DiffusionModel, device: torch.device) -> AttentionName:
-    """Return the attention kernel for training. Raises UserError if the recipe names a kernel that is unavailable."""
+    """Return the attention kernel for training. Raises UserError if the recipe's kernel is not available."""
     return attention_kernels.choose_kernel(
         recipe.model.attention, model.unwrapped_denoiser, model.dtype, device, trains=True
     )
 
 
 def check_shardable_sizes(recipe: Recipe, model: DiffusionModel, sizes: Sequence[ImageSize]) -> None:
-    """Raise RecipeError if samples of one of these sizes have too few tokens to split over the ranks of a replica."""
+    """Raise RecipeError if samples of one of these sizes have too few tokens to split over a replica's ranks."""
     for height, width in dict.fromkeys(sizes):
         shape = model.latent_shape(height, width, recipe.sampling.num_frames)
         try:
@@ -106,7 +108,7 @@ def check_shardable_sizes(recipe: Recipe, model: DiffusionModel, sizes: Sequence
 
 
 def check_data_inputs(recipe: Recipe, model: DiffusionModel) -> None:
-    """Raise RecipeError if data.inputs has an input that the model does not support, or lacks one that it requires."""
+    """Raise RecipeError if data.inputs has an input that the model does not support, or lacks a required input."""
     supported = ", ".join(sorted(model.input_specs)) or "only text and frames"
     if unknown := [name for name in recipe.data.inputs if name not in model.input_specs]:
         raise RecipeError(
@@ -126,7 +128,7 @@ def check_data_inputs(recipe: Recipe, model: DiffusionModel) -> None:
 
 
 def check_conditioning_frames(recipe: Recipe, model: DiffusionModel, shape: Sequence[int]) -> None:
-    """Raise RecipeError for unsupported numbers of conditioning frames, or if no frame is left to predict."""
+    """Raise RecipeError if a number of conditioning frames is not supported or leaves no frame to predict."""
     low, high = recipe.algorithm.conditioning_frame_range
     unknown = sorted(set(range(low, high + 1)) - set(model.conditioning_frame_counts))
     if unknown:

@@ -1,4 +1,7 @@
-"""Commit of a model on the Hub: resolved once, stored in the run's recipe, downloaded by one process per machine."""
+"""Resolves a model on the Hub to a commit and downloads it.
+
+The commit is resolved once and stored in the run's recipe. One process per machine downloads the files.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,10 @@ log = logging.getLogger(__name__)
 
 
 def pin_commit(recipe: Recipe, *, overwrite: bool = False) -> Recipe:
-    """Return the recipe with a commit in model.revision. A recipe with a local model is returned unchanged.
+    """Return a copy of the recipe with a commit in model.revision. Recipes with a local model do not change.
 
-    If the recipe continues a run, it gets the commit of that run, otherwise the current commit of the branch or tag.
-    overwrite: ignore an existing run. Raises ModelError if the Hub cannot resolve the revision, and RecipeError or
+    A recipe that continues a run gets the commit of that run. Otherwise it gets the current commit of the branch or
+    tag. overwrite: ignore an existing run. Raises ModelError if the Hub cannot resolve the revision, and RecipeError or
     StorageError if the recipe of the existing run cannot be read.
     """
     path, revision = recipe.model.path, recipe.model.revision
@@ -41,7 +44,7 @@ def set_revision(recipe: Recipe, revision: str | None) -> Recipe:
 
 
 def find_previous_commit(recipe: Recipe) -> str | None:
-    """Return the commit in the recipe of the run that this recipe continues, or None."""
+    """Return the model commit of the run that this recipe continues, or None."""
     for place in iterate_recipe_locations(recipe):
         _, other = layout.read_run_recipe(place)
         if other is not None and other.model.path == recipe.model.path and hub.is_commit(other.model.revision):
@@ -50,9 +53,9 @@ def find_previous_commit(recipe: Recipe) -> str | None:
 
 
 def iterate_recipe_locations(recipe: Recipe) -> Iterator[str]:
-    """Yield the places that may contain an earlier recipe.
+    """Yield the places that may contain the recipe of an earlier run.
 
-    They are the run's output folder, its S3 storage, and the checkpoint in run.resume.
+    These are the run's output folder, its S3 storage, and the checkpoint in run.resume.
     """
     yield str(recipe.run.output_dir)
     if recipe.checkpoint.storage is not None:
@@ -62,15 +65,16 @@ def iterate_recipe_locations(recipe: Recipe) -> Iterator[str]:
 
 
 def agree_on_commit(recipe: Recipe, world: World, *, overwrite: bool) -> Recipe:
-    """Call `pin_commit` on rank 0, and return the resulting recipe on all ranks. Collective."""
+    """Call `pin_commit` on rank 0 and return the resulting recipe on all ranks. Collective."""
     revision = world.run_checked(lambda: pin_commit(recipe, overwrite=overwrite).model.revision, on="main")
     return set_revision(recipe, world.broadcast(revision))
 
 
 def fetch_model(recipe: Recipe, world: World) -> None:
-    """Download a model from the Hub to the cache of each machine, by one process per machine. Collective.
+    """Download a model from the Hub to the cache of each machine. Collective.
 
-    The other ranks wait without a timeout. If any rank raises ModelError, all ranks raise it.
+    One process per machine downloads. The other processes wait without a timeout. If a download fails, all ranks raise
+    ModelError.
     """
     model = recipe.model
     if not world.broadcast(hub.is_repo_id(model.path)):  # rank 0 decides: a local folder may exist only on its machine
@@ -80,7 +84,7 @@ def fetch_model(recipe: Recipe, world: World) -> None:
 
 
 def locate_model(recipe: Recipe) -> Path:
-    """Return a model's folder. Downloads only the configuration files that determine the commit.
+    """Return a model's folder. Downloads only the configuration files, not the weights.
 
     Raises ModelError if the model is not found.
     """
@@ -91,7 +95,7 @@ def locate_model(recipe: Recipe) -> Path:
 
 
 def resolve_model(recipe: Recipe) -> Path:
-    """Return the folder of a model with all its files. Raises ModelError if it cannot be downloaded."""
+    """Return the folder of a model with all its files. Raises ModelError if the model cannot be downloaded."""
     model = recipe.model
     if recipe.algorithm.trains_language:
         return language_folders.download_language_model(model.path, model.revision)

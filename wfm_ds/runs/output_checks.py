@@ -1,4 +1,4 @@
-"""Checks of run.output_dir before anything is written to it."""
+"""Checks of run.output_dir before a run writes to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROJECT_FILES = (".git", "pyproject.toml", "setup.py")  # a folder with one of t
 
 
 def require_usable_folder(folder: Path) -> None:
-    """Raise RecipeError if the folder cannot be created, or if it contains source code."""
+    """Raise RecipeError if the folder cannot be created or contains source code."""
     existing = find_existing_parent(folder)
     if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
         raise RecipeError(f"run.output_dir {folder} cannot be created: {existing} is not a writable folder")
@@ -29,7 +29,10 @@ def require_usable_folder(folder: Path) -> None:
 
 
 def find_existing_parent(folder: Path) -> Path:
-    """Return the folder or its nearest existing parent. Raises RecipeError for invalid paths and broken links."""
+    """Return the folder itself or its nearest existing parent.
+
+    Raises RecipeError for invalid paths and broken links.
+    """
     for path in (folder, *folder.absolute().parents):
         try:
             path.stat()
@@ -48,7 +51,7 @@ def find_existing_parent(folder: Path) -> Path:
 
 
 def require_separate_inputs(recipe: Recipe) -> None:
-    """Raise RecipeError if --overwrite would delete input files of the run."""
+    """Raise RecipeError if --overwrite would delete files that the run needs as input."""
     folder, storage = recipe.run.output_dir.resolve(), recipe.checkpoint.storage
     is_folder = not recipe.model.path.startswith(TINY_PREFIX) and not is_repo_id(recipe.model.path)
     model = Path(recipe.model.path).expanduser() if is_folder else None
@@ -74,7 +77,7 @@ def require_separate_inputs(recipe: Recipe) -> None:
 
 
 def is_inside_folder(path: Path, folder: Path) -> bool:
-    """Return whether `path`, with links resolved, is inside the folder. Returns False for circular links."""
+    """Return whether `path` is inside the folder after links are resolved. Returns False for circular links."""
     try:
         return path.resolve().is_relative_to(folder)
     except (OSError, RuntimeError):

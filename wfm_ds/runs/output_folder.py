@@ -1,4 +1,4 @@
-"""Output folder of a run: its lock, the start of the run, and removal with --overwrite."""
+"""Output folder of a run: locking it, finding where the run starts, and clearing it with --overwrite."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ NUM_SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
-    """The start of a run: at step 0, at a checkpoint, or none because the run has finished."""
+    """Starting point of a run: step 0, a checkpoint, or none because the run has finished."""
 
     checkpoint: str | None = None  # folder or s3:// address to continue from
     step: int = 0  # last completed step
@@ -78,7 +78,7 @@ class RunStart:
 
 
 def find_run_start(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> RunStart:
-    """Return the starting point of the run, given run.resume and the contents of its folder and storage. Read-only.
+    """Find out where the run starts, from run.resume and the contents of its folder and storage. Writes nothing.
 
     overwrite: treat folder and storage as empty, because they will be cleared.
 
@@ -86,7 +86,7 @@ def find_run_start(recipe: Recipe, world_size: int, *, overwrite: bool = False) 
     * the folder cannot be written;
     * run.resume is not a checkpoint;
     * folder or storage contain a run that cannot continue (different recipe or global batch, all checkpoints damaged);
-    * folder or storage contain files that do not belong to a run but have names of a run's files.
+    * folder or storage contain files with reserved names that do not belong to a run.
 
     Raises StorageError if the storage does not reply.
     """
@@ -130,9 +130,9 @@ def suggest_fix(place: RunContents) -> str:
 
 
 def require_restartable(held: Sequence[RunContents], done: int | None) -> None:
-    """Raise RecipeError if a run has finished without a checkpoint, or has only damaged checkpoints.
+    """Raise RecipeError if the run finished without a checkpoint or has only damaged checkpoints.
 
-    done: last step of the finished run, or None.
+    done: last step of the finished run, or None if it is not finished.
     """
     if done is not None:
         raise RecipeError(
@@ -148,7 +148,7 @@ def require_restartable(held: Sequence[RunContents], done: int | None) -> None:
 
 
 def new_run_start(recipe: Recipe, world_size: int) -> RunStart:
-    """Return the RunStart of a new run: step 0, or the checkpoint of another run in run.resume.
+    """Return the RunStart of a new run: step 0, or another run's checkpoint in run.resume.
 
     Raises RecipeError if run.resume is not a complete checkpoint or does not fit the recipe.
     """
@@ -167,7 +167,7 @@ def new_run_start(recipe: Recipe, world_size: int) -> RunStart:
 
 
 def require_unused_names(place: RunContents) -> None:
-    """Raise RecipeError if files that do not belong to a run have names of a run's files."""
+    """Raise RecipeError if the place contains files with reserved names that do not belong to a run."""
     if place.unrecorded:
         raise RecipeError(
             f"{place.key} contains {', '.join(place.unrecorded)}, which belong to no run: move them, or set "
@@ -176,7 +176,7 @@ def require_unused_names(place: RunContents) -> None:
 
 
 def require_recorded_files(place: str, unrecorded: Collection[str]) -> None:
-    """Raise RecipeError if --overwrite would delete files that are not in the record file of a run."""
+    """Raise RecipeError if --overwrite would delete files that are missing in the run's record file."""
     if unrecorded:
         raise RecipeError(
             f"{place} contains {', '.join(unrecorded)}, which {RECORD_FILE} does not list, so --overwrite does "
@@ -186,9 +186,9 @@ def require_recorded_files(place: str, unrecorded: Collection[str]) -> None:
 
 
 def require_other_run(recipe: Recipe) -> None:
-    """Raise RecipeError if run.resume is a checkpoint of this run.
+    """Raise RecipeError if run.resume is a checkpoint of this run itself.
 
-    A run continues from its newest checkpoint anyway.
+    A run continues from its newest checkpoint without this setting.
     """
     resume, folder, storage = recipe.run.resume, recipe.run.output_dir, recipe.checkpoint.storage
     if resume in ("auto", "never"):
@@ -206,9 +206,9 @@ def require_other_run(recipe: Recipe) -> None:
 
 
 def require_same_recipe(recipe: Recipe, path: str, other: Recipe | None, hint: str) -> None:
-    """Raise RecipeError if the recipe `other`, read from `path`, is missing or belongs to a different run.
+    """Raise RecipeError if the recipe `other` is missing or belongs to a different run.
 
-    hint: how to fix it, for the message.
+    path: the file of `other`. hint: instruction for the user, added to the message.
     """
     if other is None:
         raise RecipeError(f"{path} is missing, so that run cannot be continued: {hint}")
@@ -222,7 +222,7 @@ def require_same_recipe(recipe: Recipe, path: str, other: Recipe | None, hint: s
 
 
 def list_recipe_changes(there: Recipe, here: Recipe) -> list[str]:
-    """Return `key: OLD there, NEW here` for each difference that prevents the run from being continued.
+    """Return `key: OLD there, NEW here` for each difference that prevents the run from continuing.
 
     there: recipe of the existing run. here: new recipe.
     """
@@ -238,9 +238,9 @@ def list_recipe_changes(there: Recipe, here: Recipe) -> list[str]:
 
 
 def require_same_batch_size(found: Checkpoint | RemoteCheckpoint, recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError if the global batch size, which determines the next samples, differs from the checkpoint's.
+    """Raise RecipeError if the global batch size differs from the checkpoint's, because it determines the next samples.
 
-    For SFT of a two-expert model the number of micro-batches must match too: it determines which expert trains when.
+    In SFT of a two-expert model, the number of micro-batches must be equal too. It determines which expert trains when.
     """
     derived = derive_run_sizes(recipe, world_size)
     here, there = derived.samples_per_step, found.metadata["samples_per_step"]
@@ -262,14 +262,14 @@ def require_same_batch_size(found: Checkpoint | RemoteCheckpoint, recipe: Recipe
 def claim_folder(folder: Path) -> None:
     """Write the record file, which lists the names in this folder that belong to a run.
 
-    Call it with the folder locked and before other files are written, after find_run_start found no third-party files.
+    Call this when the folder is locked and find_run_start has found no foreign files, before other files are written.
     """
     with explain_write_errors(folder):
         atomic.write_text(folder / RECORD_FILE, layout.format_record(layout.RUN_NAMES))
 
 
 def open_output_folder(recipe: Recipe, start: RunStart) -> None:
-    """Write the resolved recipe to the folder, and truncate its metrics to the step of `start`."""
+    """Write the resolved recipe to the folder and truncate its metrics to the starting step."""
     folder = recipe.run.output_dir
     with explain_write_errors(folder):
         # The recipe is written first: it identifies the other files.
@@ -281,7 +281,10 @@ def open_output_folder(recipe: Recipe, start: RunStart) -> None:
 
 
 def archive_attempt(folder: Path) -> None:
-    """Move the metrics of an attempt that ended before its first checkpoint to the subfolder `earlier/N`."""
+    """Move the metrics of an earlier attempt to the subfolder `earlier/N`.
+
+    The attempt ended before its first checkpoint, so the run starts again at step 0.
+    """
     metrics = folder / METRICS_FILE
     if not metrics.exists() or metrics.stat().st_size == 0:
         return
@@ -297,7 +300,7 @@ def archive_attempt(folder: Path) -> None:
 
 
 def clear_run(folder: Path, *, keep: Collection[str] = ()) -> None:
-    """Remove the files listed in the folder's record file, except `keep`. The caller has locked the folder."""
+    """Remove the files that the folder's record file lists, except `keep`. The caller must have locked the folder."""
     listed = layout.read_folder_record(folder)
     for name in listed.difference(keep).intersection(RUN_FOLDERS):
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -315,7 +318,7 @@ def clear_run(folder: Path, *, keep: Collection[str] = ()) -> None:
 
 @contextlib.contextmanager
 def explain_write_errors(folder: Path) -> Iterator[None]:
-    """Convert an OSError of the block to UserError, for example if the disk is full or the folder is read-only."""
+    """Convert an OSError in the block to UserError, for example if the disk is full or the folder is read-only."""
     try:
         yield
     except OSError as error:
@@ -326,7 +329,7 @@ def explain_write_errors(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Create the folder and lock it, so that no other run can use it. The lock is released when the process ends.
+    """Create and lock the folder, so that no other run uses it. The lock is released when the process ends.
 
     Raises RecipeError if another run has locked the folder, and UserError if the folder cannot be written.
     """

@@ -1,4 +1,4 @@
-"""result.json: the outcome of a run. Rank 0 writes it last. As long as it does not exist, the run is unfinished."""
+"""Writes result.json, the outcome of a run. Rank 0 writes this file last, so a run without it is unfinished."""
 
 from __future__ import annotations
 
@@ -32,9 +32,12 @@ def write_result(
 ) -> Path:
     """Write `output_dir/result.json` atomically and return its path.
 
-    step: last completed step. metrics: last value of each tag; non-finite values become null.
-    artifacts: {kind: path} of the run's output. started: start time with time zone.
-    message: reason of a failure. storage: state of the copies in S3, as JSON.
+    step: last completed step.
+    metrics: last value of each metric. Non-finite values become null.
+    artifacts: {kind: path} of the run's output.
+    started: start time with time zone.
+    message: reason of a failure.
+    storage: state of the copies in S3, as JSON.
     Raises ValueError for an unknown status, and OSError if the folder cannot be written.
     """
     if status not in STATUSES:
@@ -62,7 +65,7 @@ def _format_time(moment: datetime.datetime) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """Outcome of a training loop. With status `preempted` the run was stopped on request after a step."""
+    """Outcome of a training loop. The status `preempted` means that a stop request ended the run after a step."""
 
     status: Literal["finished", "preempted"]
     step: int

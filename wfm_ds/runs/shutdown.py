@@ -4,8 +4,7 @@
         with shutdown.use_recorder(discard_new_run(...)): a failure before the first step clears a new run's folder
             with record_run(shutdown, ...) as record:     result.json contains the last step and the error
 
-A failure is recorded only once, on rank 0, by the innermost context. This happens in the main thread or, if that hangs,
-in the heartbeat thread.
+The innermost context records a failure once, on rank 0. If the main thread hangs, the heartbeat thread records it.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ SINGLE_RANK_ERROR = "error: "  # prefix of a UserError that only one rank has, a
 
 
 class RunProgress(Protocol):
-    """Attributes of a training loop that result.json reports."""
+    """Attributes of a training loop that are written to result.json."""
 
     step: int  # last completed step
     metrics: Mapping[str, float]  # of that step
@@ -48,20 +47,20 @@ class RunProgress(Protocol):
 class RunExports(Protocol):
     @property
     def artifacts(self) -> Mapping[str, str]:
-        """Exported paths as {kind: path}."""
+        """Exported folders as {kind: path}."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorCause:
-    """Error that ended a run, as agreed by all ranks."""
+    """Error that ended a run. All ranks agree on it."""
 
     message: str
     is_reported_here: bool  # whether this rank prints it
 
 
 class RunShutdown:
-    """Agrees across ranks on the error that ends a run, and records it."""
+    """Makes all ranks agree on the error that ends a run, and records this error."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -74,7 +73,7 @@ class RunShutdown:
 
     @contextmanager
     def use_recorder(self, record: Callable[[str], None]) -> Iterator[None]:
-        """If the block fails, call `record(message)` on rank 0. Recorders of outer contexts are not called."""
+        """Call `record(message)` on rank 0 if the block fails. Recorders of outer contexts are not called."""
         self._recorders.append(record)
         try:
             yield
@@ -85,13 +84,13 @@ class RunShutdown:
             self._recorders.pop()
 
     def agree_on_cause(self, error: Exception) -> ErrorCause:
-        """Report the error to the other ranks and return the agreed cause. Further calls return the same cause."""
+        """Report the error to the other ranks and return the agreed cause. Later calls return this cause again."""
         if self._cause is None:
             self._cause = self._find_cause(error)
         return self._cause
 
     def handle_fault(self, text: str) -> None:
-        """Log and record the fault of a rank. If the main thread hangs, the heartbeat thread calls this."""
+        """Log and record the failure of a rank. The heartbeat thread calls this if the main thread hangs."""
         from wfm_ds.program import USER_ERROR_CODE
 
         if f" failed: {SINGLE_RANK_ERROR}" in text:
@@ -136,13 +135,13 @@ class RunShutdown:
 
 
 def is_shared_error(error: Exception, world: World) -> bool:
-    """Return whether all ranks have raised this error. If so, collectives still work."""
+    """Return whether all ranks have raised this error. Collectives still work after a shared error."""
     return isinstance(error, (RunError, UserError)) and (error.agreed or world.size == 1)
 
 
 @contextmanager
 def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
-    """Report an error that the block raises to the other ranks, so that all ranks end. Collective.
+    """End all ranks if the block raises an error on one rank. Collective.
 
     UserError, RunError and errors of other ranks become SystemExit with the run's exit code. Unexpected errors of this
     rank are raised unchanged.
@@ -175,9 +174,9 @@ def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
 
 
 def discard_new_run(folder: Path, start: RunStart) -> Callable[[str], None]:
-    """Return a function that clears a new run's folder after a failure before the first step.
+    """Return a function that clears the folder of a new run. Call it if the run fails before its first step.
 
-    The next attempt then starts in an empty folder.
+    The next attempt then starts with an empty folder.
     """
 
     def record(message: str) -> None:
@@ -191,7 +190,7 @@ def discard_new_run(folder: Path, start: RunStart) -> Callable[[str], None]:
 
 
 class ResultRecorder:
-    """Writes result.json after the training loop has started. Exists on every rank, but only rank 0 writes."""
+    """Writes result.json on rank 0 when the run ends. Every rank has one from the start of the training loop."""
 
     def __init__(
         self, recipe: Recipe, ending: RunShutdown, mirror: Mirror | None, loop: RunProgress, exporter: RunExports
@@ -201,7 +200,7 @@ class ResultRecorder:
         self._copies: StorageCopies | None = None  # set after waiting for them
 
     def record_outcome(self, outcome: RunOutcome) -> StorageCopies | None:
-        """Wait until a successful run is copied to checkpoint.storage, then write result.json. Collective.
+        """Wait until the files of a successful run are in checkpoint.storage, then write result.json. Collective.
 
         Returns the state of the copies, or None if checkpoint.storage is not set. Raises UserError if result.json
         cannot be written.
@@ -225,7 +224,7 @@ class ResultRecorder:
             log.error("result.json cannot be written: %s", error.strerror)
 
     def wait_for_copies(self) -> None:
-        """Wait until all files are in checkpoint.storage or uploads stall. Collective."""
+        """Wait until all files are in checkpoint.storage or the uploads make no more progress. Collective."""
         from wfm_ds.runs.storage_copies import finish_copies
 
         self._copies = finish_copies(self._recipe, self._ending.world, self._mirror)
@@ -261,7 +260,10 @@ class ResultRecorder:
 def record_run(
     ending: RunShutdown, recipe: Recipe, mirror: Mirror | None, loop: RunProgress, exporter: RunExports
 ) -> Iterator[ResultRecorder]:
-    """Record a failure of the block in result.json. If all ranks raised the error, wait for the S3 copies first."""
+    """Record a failure of the block in result.json.
+
+    After an error that all ranks raised, wait for the S3 copies first.
+    """
     record = ResultRecorder(recipe, ending, mirror, loop, exporter)
     with ending.use_recorder(record.record_failure):
         try:

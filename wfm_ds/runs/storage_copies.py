@@ -1,4 +1,4 @@
-"""Collective operations on `checkpoint.storage`: start from a checkpoint in it, and wait for copies at the end."""
+"""Collective operations on `checkpoint.storage`: fetch the starting checkpoint, and wait for copies at the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageCopies:
-    """Files of a run that are missing in S3 when the run ends, for result.json."""
+    """State of the S3 copies at the end of a run: the files that are missing in S3. Written to result.json."""
 
     address: str
     missing: list[str]  # names in the run folder that are missing or outdated in the storage
@@ -48,15 +48,15 @@ class StorageCopies:
 
 
 def require_writable_storage(recipe: Recipe) -> None:
-    """Raise StorageError if checkpoint.storage is set and cannot be written."""
+    """Raise StorageError if checkpoint.storage is set but cannot be written."""
     if recipe.checkpoint.storage is not None:
         transfer.require_writable(recipe.checkpoint.storage)
 
 
 def open_mirror(recipe: Recipe, world: World) -> Mirror | None:
-    """Create a Mirror on rank 0 without starting it.
+    """Create a Mirror on rank 0, without starting it. Returns None on other ranks.
 
-    Returns None on other ranks, and on all ranks if checkpoint.storage is not set.
+    Returns None on all ranks if checkpoint.storage is not set.
     """
     settings = recipe.checkpoint
     if settings.storage is None or not world.is_main:
@@ -67,9 +67,10 @@ def open_mirror(recipe: Recipe, world: World) -> Mirror | None:
 def open_run_folder(
     recipe: Recipe, world: World, mirror: Mirror | None, start: RunStart, *, overwrite: bool
 ) -> RunStart:
-    """Prepare the locked output folder and return `start` with a local checkpoint path. Collective.
+    """Prepare the locked output folder and download the starting checkpoint if it is in S3. Collective.
 
-    overwrite: remove the existing run first. Raises UserError if the folder or the checkpoint cannot be prepared.
+    Returns `start` with the local path of the checkpoint. overwrite: remove the existing run first. Raises UserError if
+    the folder or the checkpoint cannot be prepared.
     """
 
     def prepare_folder() -> None:
@@ -88,7 +89,7 @@ def open_run_folder(
 
 
 def fetch_start_checkpoint(recipe: Recipe, world: World, mirror: Mirror | None, start: RunStart) -> RunStart:
-    """If the checkpoint of `start` is in S3, download it. Returns `start` with the local path. Collective.
+    """Download the checkpoint of `start` if it is in S3. Returns `start` with its local path. Collective.
 
     Raises StorageError if the download fails.
     """
@@ -109,15 +110,15 @@ def fetch_start_checkpoint(recipe: Recipe, world: World, mirror: Mirror | None, 
 
 
 def discard_fetched_checkpoint(recipe: Recipe, world: World) -> None:
-    """Remove the downloaded checkpoint of another run. Call it after all ranks have loaded it."""
+    """Remove the downloaded checkpoint of another run. Call this after all ranks have loaded the checkpoint."""
     if world.is_main:
         shutil.rmtree(recipe.run.output_dir / FETCHED, ignore_errors=True)
 
 
 def finish_copies(recipe: Recipe, world: World, mirror: Mirror | None) -> StorageCopies | None:
-    """Wait for the uploads to S3 and return which files are missing. Returns None if checkpoint.storage is not set.
+    """Wait for the uploads to S3 and return which files are missing there. Collective.
 
-    Identical on every rank. Collective.
+    Returns None if checkpoint.storage is not set. The result is identical on every rank.
     """
     settings, root = recipe.checkpoint, recipe.run.output_dir / CHECKPOINTS
     if settings.storage is None:
@@ -142,7 +143,7 @@ def finish_copies(recipe: Recipe, world: World, mirror: Mirror | None) -> Storag
 
 
 def send_missing_copies(recipe: Recipe, world: World, done: int) -> StorageCopies | None:
-    """Upload the missing files of a run that finished at step `done` to S3. Collective.
+    """Upload the missing files of a finished run to S3. done: the run's last step. Collective.
 
     Does nothing if the folder is not on this machine or S3 has a newer state. Raises StorageError if S3 fails, and
     RecipeError if the folder or result.json cannot be read.
@@ -174,7 +175,7 @@ def _write_copies(folder: Path, copies: StorageCopies) -> None:
 
 
 def _is_folder_outdated(folder: Path, mirror: Mirror, done: int) -> bool:
-    """Return whether the run was continued on another machine, so that S3 is newer than this folder."""
+    """Return whether S3 is newer than this folder, because the run continued on another machine."""
     newer = mirror.newer_step()
     if newer is None and layout.read_folder_contents(folder).finished_step == done:
         return False
@@ -184,7 +185,7 @@ def _is_folder_outdated(folder: Path, mirror: Mirror, done: int) -> bool:
 
 
 def send_result(mirror: Mirror, copies: StorageCopies) -> StorageCopies:
-    """Upload result.json if all other files are uploaded. Returns the new state of the copies."""
+    """Upload result.json if S3 has all other files. Returns the new state of the copies."""
     if copies.missing:
         return copies
     try:

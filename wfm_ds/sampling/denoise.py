@@ -42,7 +42,7 @@ class Trajectory:
 
 
 class SamplingPlan(Protocol):
-    """Plan for sampling a rollout: solver, noise levels, stochastic steps, stored steps. Fixed before the rollout."""
+    """Plan of a rollout, fixed before it starts: solver, noise levels, stochastic steps and stored steps."""
 
     @property
     def stored_steps(self) -> tuple[int, ...]:
@@ -54,7 +54,7 @@ class SamplingPlan(Protocol):
 
     @property
     def keep_states(self) -> bool:
-        """Whether a stored step consists only of the denoiser's input latents."""
+        """Whether stored steps contain only the input latents of the denoiser."""
 
     def denoise(
         self,
@@ -66,8 +66,8 @@ class SamplingPlan(Protocol):
         """Denoise float32 noise [B,C,h,w] or [B,C,T,h,w].
 
         predict: function that returns velocities; it must use the same conditioning frames. seeds: one per sample; they
-        determine the noise added by stochastic steps. The host never synchronizes with the device between the first and
-        the last forward pass.
+        determine the noise added by stochastic steps. There is no host synchronization between the first and the last
+        forward pass.
         """
 
 
@@ -110,7 +110,7 @@ class FlowPlan:
     ) -> Trajectory:
         """See SamplingPlan.denoise. seeds: in [0, 2**63).
 
-        Conditioning frames stay unchanged: they are never noised and do not count in log-probabilities. Raises
+        Conditioning frames stay unchanged: noise is never added to them, and log-probabilities exclude them. Raises
         ValueError if the noise has the wrong shape or dtype.
         """
         if noise.ndim not in (4, 5) or noise.dtype != torch.float32:

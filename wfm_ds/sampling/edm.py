@@ -1,7 +1,8 @@
 """Sampling in EDM coordinates with churn (arXiv 2206.00364, 2308.02157). DDRL samples Cosmos-Predict2.5 in this way.
 
-The state is X = x0 + S*eps at an EDM noise level S from 200 down to 0.01. In flow-matching coordinates this is x_sigma
-= X/(1 + S) at sigma = S/(1 + S), so the same denoiser is used. D = x_sigma - sigma*velocity is its x0 prediction.
+The state is X = x0 + S*eps, with an EDM noise level S that decreases from 200 to 0.01. The denoiser receives this state
+in flow-matching coordinates: x_sigma = X/(1 + S) with sigma = S/(1 + S). Its x0 prediction is D = x_sigma -
+sigma*velocity.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ def karras_levels(num_steps: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Churn:
-    """Noise that is added before a step if the step's noise level is in (min_level, max_level).
+    """Settings of churn: noise that is added before a denoising step.
 
-    The noise multiplies the level by 1 + relative.
+    If the noise level of the step is in (min_level, max_level), the added noise multiplies the level by 1 + relative.
     """
 
     relative: float
@@ -59,13 +60,15 @@ class Churn:
         return level * (1 + self.relative) if self.min_level < level < self.max_level else level
 
     def noise_std(self, level: float) -> float:
-        """Return the std of the noise that raises a state from this level to `raise_level(level)`."""
+        """Return the std of the noise that raises the noise level of a state to `raise_level(level)`."""
         return self.noise_scale * math.sqrt(self.raise_level(level) ** 2 - level**2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdmStep:
-    """One step from the raised noise level S^ to the next raised noise level.
+    """One denoising step.
+
+    Churn has raised its noise level S to S^ by adding noise, and the step includes the noise of the next level.
 
         mu = state_coef*X^ + clean_coef*D + previous_clean_coef*D'          next X^ = mu + std*z,  z ~ N(0, 1)
 
@@ -115,8 +118,8 @@ class EdmPlan:
         """See SamplingPlan.denoise. Runs N + 1 predictions and returns the x0 prediction at the last noise level.
 
         Step k adds the noise that `step_noise` draws from each sample's seed (in [0, 2**63)). `conditioning_frames` is
-        not used: the denoiser inserts the frames into its input and predicts them as x0. Raises ValueError for noise of
-        the wrong shape or dtype.
+        ignored, because the denoiser itself inserts these frames into its input and returns them as x0. Raises
+        ValueError for noise of the wrong shape or dtype.
         """
         require_latents(noise=noise)
         noisy = [k for k in (INITIAL_CHURN, *range(len(self.steps))) if self._noise_std(k) > 0]

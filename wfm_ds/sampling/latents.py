@@ -23,7 +23,10 @@ ALLOWED_DTYPES = (torch.float32, torch.float64)
 
 
 def require_latents(**latents: Tensor) -> None:
-    """Raise ValueError unless all tensors are [B,C,h,w] or [B,C,T,h,w] of one shape, all float32 or all float64."""
+    """Raise ValueError unless all tensors have the same shape and dtype.
+
+    The shape must be [B,C,h,w] or [B,C,T,h,w], and the dtype float32 or float64.
+    """
     first = next(iter(latents.values()))
     for name, tensor in latents.items():
         if tensor.ndim not in (4, 5) or tensor.numel() == 0:
@@ -68,7 +71,7 @@ def sample_mean(tensor: Tensor, mask: Tensor | None = None) -> Tensor:
 def draw_cpu_normal(seeds: Sequence[int], shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
     """Return standard normal noise [B, *shape], float32 on `device`. Sample i depends only on seeds[i] and shape.
 
-    Drawn on the CPU, exactly as a diffusers pipeline with a float32 denoiser does with
+    The noise is drawn on the CPU. A diffusers pipeline with a float32 denoiser draws the same noise from
     `[torch.Generator("cpu").manual_seed(s) for s in seeds]`. seeds: in [0, 2**63); torch's CPU generator uses only
     their low 32 bits. Raises ValueError if `seeds` is empty.
     """

@@ -44,8 +44,8 @@ def solver_steps(solver: str, sigmas: Tensor) -> list[SolverStep]:
     """Return the N steps of `solver` on the noise levels `sigmas`.
 
     sigmas: [N+1] float64 on the CPU, descending from at most 1 to 0. `ode` is Euler. `dpm2` is DPM-Solver++ 2M (arXiv
-    2211.01095, midpoint form) for flow matching. It uses Euler steps at step 0, at the last step, at step 1 if the
-    first noise level is 1, and at each step that is more than MAX_STEP_GROWTH times as long as the previous step.
+    2211.01095, midpoint form) for flow matching. Some of its steps are Euler steps: step 0, the last step, step 1 if
+    the first noise level is 1, and each step that is more than MAX_STEP_GROWTH times as long as the previous step.
     Raises ValueError for an unknown solver and for other noise levels.
     """
     grid = _validate_grid(sigmas)
@@ -108,7 +108,8 @@ def stochastic_plan(
     noisy_steps: None for all steps. `dance` then ends with an Euler step that returns the x0 prediction, as in
     DanceGRPO.
     stored_steps: steps to store for training. keep_means: whether to store their means too.
-    gaussian: False keeps the published log-probability of `cps`, which omits the variance and the constant.
+    gaussian: whether `cps` uses the full Gaussian log-probability. If False, it uses the published one, without
+    variance and constant.
 
     Raises RecipeError if a step would flip the sign of the latents (c_x <= 0). Raises ValueError in the same cases as
     solver_steps and sde_coefficients.
@@ -139,7 +140,7 @@ def use_gaussian_log_prob(table: Tensor) -> Tensor:
     """Return a copy of the coefficient table [N,5] in which noisy steps have the Gaussian log-density.
 
     The log-density is -(mean d^2)/(2 s^2) - ln s - ln(2 pi)/2, where d is the distance from the mean of the step and s
-    its std. Columns 3 and 4 are its scale and its constant.
+    its std. Columns 3 and 4 of the table are the scale and the constant of this log-density.
     """
     table, noisy = table.clone(), table[:, STD_COLUMN] > 0
     std = table[noisy, STD_COLUMN]
@@ -148,7 +149,10 @@ def use_gaussian_log_prob(table: Tensor) -> Tensor:
 
 
 def trainable_steps(window: Window | None, num_steps: int, *, run_seed: int, step: int) -> list[int]:
-    """Return the stochastic steps that RL step `step` (from 1) may train on, ascending. Identical on every rank."""
+    """Return the stochastic steps that RL step `step` (from 1) may train on, ascending.
+
+    All ranks get the same steps.
+    """
     if window is None:
         return list(range(num_steps - 1))
     if window.kind == "subset":

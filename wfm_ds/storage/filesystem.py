@@ -69,7 +69,10 @@ def open_filesystem(address: str, num_tries: int | None = None) -> tuple[Any, st
 
 
 def s3_options(environment: Mapping[str, str], num_tries: int) -> dict[str, Any]:
-    """Return the options for s3fs. Raises StorageError if only one of the two keys is set. The message shows no key."""
+    """Return the options for s3fs.
+
+    Raises StorageError if only the access key or only the secret key is set. The error message contains no key.
+    """
     key, secret = environment.get(ACCESS_KEY), environment.get(SECRET_KEY)
     if bool(key) != bool(secret):
         present, missing = (ACCESS_KEY, SECRET_KEY) if key else (SECRET_KEY, ACCESS_KEY)
@@ -90,7 +93,10 @@ def s3_options(environment: Mapping[str, str], num_tries: int) -> dict[str, Any]
 
 @contextlib.contextmanager
 def convert_storage_errors(address: str, action: str = "read") -> Iterator[None]:
-    """Convert I/O errors in the `with` block to StorageError, except FileNotFoundError. action: `read` or `written`."""
+    """Convert I/O errors in the `with` block to StorageError. FileNotFoundError is not converted.
+
+    action: `read` or `written`, for the message.
+    """
     try:
         yield
     except FileNotFoundError:
@@ -138,10 +144,10 @@ def file_version(address: str) -> tuple[str | int, ...]:
 
 
 def expand_pattern(pattern: str) -> list[str]:
-    """Expand {000..123} and * ? [ ] in a path or s3:// address. Glob matches are sorted. Paths become absolute.
+    """Expand {000..123} and * ? [ ] in a path or s3:// address. Paths become absolute.
 
-    The files of a range need not exist. Raises DataError if a glob matches no file, and StorageError for a descending
-    range.
+    Files from a range {000..123} need not exist. Matches of a glob are sorted. Raises DataError if a glob matches no
+    file, and StorageError for a descending range.
     """
     return [address for part in expand_ranges(pattern) for address in expand_glob(part)]
 

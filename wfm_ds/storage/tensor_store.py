@@ -24,8 +24,8 @@ TensorKey = Mapping[str, Any]
 class TensorStore:
     """Cache of tensors on disk. Any number of runs and ranks may use it and write the same entry concurrently.
 
-    A file is named by the hash of its key and also stores the key. A file that is damaged or stores a different key
-    counts as missing.
+    The name of a file is the hash of its key, and the file also stores the key. A file that is damaged or stores a
+    different key counts as missing.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -123,7 +123,7 @@ def read_text(address: str) -> str:
 
 
 def remove_objects(addresses: Iterable[str]) -> None:
-    """Remove S3 objects in this order. Missing objects are ignored. Raises StorageError."""
+    """Remove S3 objects in the given order. Missing objects are ignored. Raises StorageError."""
     for address in addresses:
         target = _S3Object(address)
         with _convert_write_errors(address):
@@ -152,7 +152,7 @@ def _convert_write_errors(address: str) -> Iterator[None]:
 def _convert_missing_bucket(address: str) -> Iterator[None]:
     """Convert FileNotFoundError in the `with` block to StorageError.
 
-    When S3 objects are written, it means that the bucket is missing or that the upload was cancelled.
+    During an upload, this error means that the bucket is missing or that the upload was cancelled.
     """
     try:
         yield
@@ -168,7 +168,7 @@ def _read_range(address: str, offset: int, size: int) -> bytes:
 
 
 class _S3Object:
-    """An S3 object, with the requests that write it."""
+    """An S3 object. Its methods upload content and verify it."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -190,7 +190,7 @@ class _S3Object:
     def put_parts(self, parts: Iterable[bytes], on_progress: ProgressCallback) -> str:
         """Upload the object in parts. Return the expected ETag.
 
-        It consists of the MD5 of the parts' MD5s and the number of parts.
+        The ETag of such an object consists of the MD5 of the parts' MD5s and the number of parts.
         """
         with _convert_write_errors(self.address):
             upload_id = self.call("create_multipart_upload")["UploadId"]

@@ -1,4 +1,4 @@
-"""Disk caches of text embeddings and latents, and the encoding of all texts of a run before the engine is built."""
+"""Disk caches of text embeddings and latents. Also encodes all texts of a run before the engine is built."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ PRECOMPUTE_HINT = "set data.cache_dir and run wfm data prepare"
 
 @dataclass(frozen=True, slots=True)
 class CaptionEmbeddingFile:
-    """Text embedding [n tokens, D values] of a caption in a Cosmos dataset folder: a safetensors file or a pickle."""
+    """Precomputed text embedding of a caption in a Cosmos dataset folder.
+
+    The file is a safetensors file or a pickle. It contains an array [number of tokens, embedding size].
+    """
 
     path: Path
 
@@ -78,7 +81,10 @@ class CaptionEmbeddingFile:
 
 
 def open_text_cache(recipe: Recipe, model: DiffusionModel, data: TrainingData, *, in_memory: bool = False) -> TextCache:
-    """Open the text embedding cache. It is in memory if `in_memory` is True or the recipe turns the disk cache off."""
+    """Open the text embedding cache.
+
+    The cache is in memory, not on disk, if `in_memory` is True or the recipe turns the disk cache off.
+    """
     files = {s.prompt.text: CaptionEmbeddingFile(s.embedding) for s in all_samples(data) if s.embedding}
     return TextCache(model, store=None if in_memory else create_text_store(recipe, model), precomputed=files)
 
@@ -129,8 +135,8 @@ def group_samples_by_size(
 def rollout_prompts(recipe: Recipe, data: TrainingData) -> list[Prompt]:
     """Return the prompts that an RL run may use, without duplicates.
 
-    Returns all prompts if the choice is not known in advance: rewards may influence it, and in data with images or
-    videos, an unreadable file is replaced by another sample.
+    The result contains all prompts if the run chooses them by reward. It also contains all prompts in data with images
+    or videos, because another sample replaces each unreadable file.
     """
     depends_on_rewards = recipe.data.choose == "reward_std" or (recipe.is_rl and recipe.rl.rollout.max_refills > 0)
     if not data.prompts or data.samples or depends_on_rewards:
@@ -145,7 +151,10 @@ def all_samples(data: TrainingData) -> list[Sample]:
 
 
 def drop_unused_encoders(model: DiffusionModel, texts: TextCache, needed: Iterable[Text]) -> bool:
-    """Free the text encoders if the embeddings of all `needed` texts are cached. Returns whether they were freed."""
+    """Free the text encoders if the embeddings of all `needed` texts are cached.
+
+    Returns True if the encoders were freed.
+    """
     for text in needed:
         LIVENESS.record_progress()  # one file access per text, slow on network storage
         if not texts.is_stored(text):
@@ -155,7 +164,7 @@ def drop_unused_encoders(model: DiffusionModel, texts: TextCache, needed: Iterab
 
 
 class CacheFiller:
-    """Writes one rank's shard of the text embeddings and latents of a recipe to the disk caches."""
+    """Writes text embeddings and latents to the disk caches. Each rank writes a shard of them."""
 
     def __init__(self, recipe: Recipe, model: DiffusionModel, data: TrainingData, rank: int, world_size: int) -> None:
         self._recipe, self._model = recipe, model
@@ -169,8 +178,8 @@ class CacheFiller:
     def fill_caches(self, *, show_progress: bool) -> dict[str, int]:
         """Write the missing entries of this rank's shard and return {outcome: number of entries}.
 
-        Outcomes: `new`, `kept` (already cached) and `bad` (unreadable). Raises DataError if this rank's unreadable
-        files are more than data.max_bad_fraction of all files.
+        The outcomes are `new`, `kept` (already cached) and `bad` (unreadable file). Raises DataError if the fraction of
+        unreadable files on this rank exceeds data.max_bad_fraction.
         """
         self._counts = Counter(new=0, kept=0, bad=0)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -189,9 +198,9 @@ class CacheFiller:
         self._counts["new" if new else "kept"] += 1
 
     def _fill_latents(self, samples: Sequence[Sample], cache: LatentCache) -> None:
-        """Encode and write the missing latents.
+        """Encode and write the missing latents, one file at a time.
 
-        Encodes one file at a time, because a latent's last bits depend on the batch.
+        The last bits of a latent would otherwise depend on the other files in its batch.
         """
 
         def load_pixels(sample: Sample, media: Media) -> tuple[Framing, npt.NDArray[np.uint8] | None]:
@@ -225,10 +234,10 @@ class CacheFiller:
 def precompute_texts(
     recipe: Recipe, model: DiffusionModel, data: TrainingData, derived: RunSizes, world: World
 ) -> TextCache:
-    """Open the run's text cache, encode the missing texts and free the text encoders.
+    """Open the run's text cache, encode the missing texts and free the text encoders. Collective.
 
-    If the encoders are still needed, they stay in memory and the reason is logged. Call this after `mark_frozen_layers`
-    and before the engine is built. Collective.
+    The text encoders stay in memory if the run still needs them. The log then gives the reason. Call this after
+    `mark_frozen_layers` and before the engine is built.
     """
     texts: TextCache = world.run_checked(lambda: open_text_cache(recipe, model, data))
     if texts.folder is None:
@@ -264,7 +273,7 @@ def precompute_texts(
 
 
 def keeps_text_encoders(recipe: Recipe, model: DiffusionModel, data: TrainingData, world_size: int) -> bool:
-    """Return whether the run would keep its text encoders in memory if no text were cached yet."""
+    """Return whether a run that starts with an empty text cache would keep its text encoders in memory."""
     if recipe.data.streaming:
         return True
     if recipe.data.cache_text == "off":
@@ -280,9 +289,9 @@ def keeps_text_encoders(recipe: Recipe, model: DiffusionModel, data: TrainingDat
 def precompute_objection(
     recipe: Recipe, model: DiffusionModel, needed: Sequence[Text], derived: RunSizes
 ) -> str | None:
-    """Return the reason not to precompute these texts, or None.
+    """Return the reason why the `needed` texts should not be encoded before training, or None.
 
-    Reasons: the run uses too few of the texts, or their embeddings need too much disk space.
+    There are two possible reasons: the run will use too few of the texts, or their embeddings need too much disk space.
     """
     num_draws = recipe.run.steps * (recipe.rl.rollout.prompts_per_step if recipe.is_rl else derived.samples_per_step)
     if len(needed) > MAX_TEXTS_PER_DRAW * num_draws + recipe.validation.num_prompts:
@@ -300,7 +309,7 @@ def precompute_objection(
 
 
 def encode_local_texts(texts: TextCache, needed: Sequence[Text], world: World) -> int:
-    """Encode this rank's shard of `needed` into its node's cache. Returns the number of texts that were missing.
+    """Encode this rank's shard of the `needed` texts into the cache. Returns the number of newly encoded texts.
 
     Raises DataError if the cache cannot be written, for example because the disk is full.
     """
@@ -316,9 +325,9 @@ def encode_local_texts(texts: TextCache, needed: Sequence[Text], world: World) -
 
 
 def load_clean_latents(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
-    """Return the samples' clean latents, [B, ...] float32, on every rank of the replica. Collective in the replica.
+    """Return the clean latents [B, ...] float32 of B samples. Collective in the replica.
 
-    The leader encodes and caches latents that are not cached yet.
+    All ranks of the replica get the same latents. The leader encodes and caches the latents that are not cached yet.
     """
     if not job.world.is_leader:
         return job.world.broadcast_tensor_in_replica(None)

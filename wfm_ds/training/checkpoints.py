@@ -26,9 +26,9 @@ class Resumable(Protocol):
     step: int  # the last completed step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's state as JSON values, not including the engine's state.
+        """Return the loop's state as JSON values, without the engine's state. Collective.
 
-        Identical on every rank. Collective.
+        The result is identical on every rank.
         """
         ...
 
@@ -55,15 +55,15 @@ class Checkpoints:
 
     @property
     def is_writing(self) -> bool:
-        """Return whether a thread of this rank is still writing its shard of the last checkpoint."""
+        """Return whether this rank is still writing its shard of the last checkpoint to disk."""
         return self._saving is not None and not self._saving.is_share_written()
 
     def after_step(self, loop: Resumable, flags: StepFlags) -> None:
         """Save a checkpoint if the recipe schedules one for this step or if SIGUSR1 requested one.
 
-        Call after the metrics of the step are written, because the checkpoint records the size of metrics.jsonl. The
-        call returns when the state is copied to host memory. A thread then writes it to disk, and a later call of this
-        method completes the checkpoint.
+        Call this method after the step's metrics are written, because the checkpoint records the size of metrics.jsonl.
+        The method copies the state to host memory and returns. A thread then writes the state to disk. A later call of
+        this method completes the checkpoint.
         """
         if not flags.writing:
             self.wait_for_save()
@@ -73,13 +73,13 @@ class Checkpoints:
             self._start_save(loop)
 
     def save_at_stop(self, loop: Resumable) -> None:
-        """Save a checkpoint of the last step, unless it is already saved, and wait until it is complete."""
+        """Wait until a checkpoint of the last step is complete. Starts the save if necessary."""
         if self._last_saved_step != loop.step:
             self._start_save(loop)
         self.wait_for_save()
 
     def wait_for_save(self) -> None:
-        """Wait for the pending checkpoint, if any, and complete it."""
+        """Wait until the last checkpoint is complete. Returns immediately if no save is running."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             with self.job.timer("checkpoint"):

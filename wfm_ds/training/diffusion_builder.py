@@ -69,9 +69,9 @@ DiffusionLoop = RlLoop | SftLoop
 
 
 def mark_frozen_layers(model: DiffusionModel, recipe: Recipe) -> None:
-    """Tell the model which layers LoRA trains; it treats the others as frozen.
+    """Tell the model which layers LoRA trains, so that it treats all other layers as frozen.
 
-    Call before the model encodes any text.
+    Call this before the model encodes any text.
     """
     if recipe.lora is not None:
         model.prepare_for_lora(recipe.lora.trainable_layers(model.default_lora_targets))
@@ -85,10 +85,10 @@ def build_diffusion_engine(
     policies: frozenset[str],
     adapter_tensors: Mapping[str, Tensor] | None = None,
 ) -> DenoiserEngine:
-    """Wrap the model's denoiser in an engine. All later forward passes go through the engine.
+    """Wrap the model's denoiser in an engine. All later forward passes use the engine.
 
-    policies: names of the weight copies to keep. adapter_tensors: {name: initial LoRA tensor}, or None to create new
-    adapters.
+    policies: names of the weight copies that the engine keeps.
+    adapter_tensors: {name: initial LoRA tensor}, or None to create new adapters.
     """
     mark_frozen_layers(model, recipe)
     engine = DenoiserEngine.build(
@@ -118,7 +118,10 @@ def build_job(
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> Job:
-    """Build engine, caches and monitor of a diffusion run. The ExitStack `resources` closes the monitor. Collective."""
+    """Build the engine, caches and monitor of a diffusion run. Collective.
+
+    resources: ExitStack that closes the monitor.
+    """
     derived = derive_run_sizes(recipe, world.size)
     world.run_checked(lambda: mark_frozen_layers(model, recipe))
     texts = precompute_texts(
@@ -158,9 +161,9 @@ def build_job(
 def prepare_diffusion_run(
     recipe: Recipe, world: World, stop: StopFlag, oom_advice: OomAdvice
 ) -> Callable[[RunStart, Mirror | None, ExitStack], DiffusionLoop]:
-    """Check the recipe and load data and model. Writes nothing. Collective.
+    """Check the recipe, load data and model, and return a function that builds the training loop. Collective.
 
-    Returns a function of (start, mirror, resources) that calls `build_diffusion_loop`.
+    The function takes (start, mirror, resources) and calls `build_diffusion_loop`. Nothing is written before that call.
     """
     log.info("reading data %s", recipe.data.path)
     data = read_on_main(world, lambda: check_and_load_data(recipe, world.size))
@@ -190,7 +193,10 @@ def build_diffusion_loop(
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> DiffusionLoop:
-    """Build the recipe's training loop. The ExitStack `resources` closes everything opened here. Collective."""
+    """Build the recipe's training loop. Collective.
+
+    resources: ExitStack that closes everything that this function opens.
+    """
     algorithm = make_rl_algorithm(recipe, model)
     endpoint = resources.enter_context(provide_reward_endpoint(recipe, world))  # rewards load while the engine is built
     job = build_job(recipe, world, stop, model, data, start, mirror, resources)
@@ -202,9 +208,10 @@ def build_diffusion_loop(
 
 @contextlib.contextmanager
 def provide_reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None]:
-    """Yield the address of the reward service on every rank, or None if the recipe has no rewards. Collective.
+    """Yield the address of the reward service on every rank. Collective.
 
-    If the recipe sets no address, rank 0 starts a reward service and stops it when the context ends.
+    Yields None if the recipe has no rewards. If the recipe has no address of a service, rank 0 starts a reward service
+    and stops it when the context ends.
     """
     reward = recipe.all_reward_settings
     if reward is None or reward.endpoint is not None:
@@ -223,7 +230,7 @@ def provide_reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None
 
 
 def make_rl_algorithm(recipe: Recipe, model: DiffusionModel) -> RlAlgorithm | None:
-    """Build the RL algorithm for the recipe's rollout noise levels. Returns None for supervised training."""
+    """Build the recipe's RL algorithm. Returns None for supervised training."""
     return build_rl_algorithm(recipe, model.rollout_sigmas(recipe.sampling), model) if recipe.is_rl else None
 
 
@@ -304,7 +311,10 @@ def connect_reward_client(
 
 
 def connect_held_out_client(job: Job, endpoint: str | None, resources: contextlib.ExitStack) -> RewardClient | None:
-    """Connect a client for the held-out rewards of the validation. Returns None if the recipe has none."""
+    """Connect a client for the held-out rewards of the validation.
+
+    Returns None if the recipe has no held-out rewards.
+    """
     judging = job.recipe.held_out_reward_settings
     if judging is None:
         return None
@@ -313,7 +323,7 @@ def connect_held_out_client(job: Job, endpoint: str | None, resources: contextli
 
 
 def build_group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: ExitStack) -> GroupSource:
-    """Build the source of rollout groups: from a list of prompts, or from captioned images and videos."""
+    """Build the source of rollout groups from a list of prompts or from captioned images and videos."""
     recipe, seed = job.recipe, job.recipe.run.seed
     num_groups = recipe.rl.rollout.prompts_per_step
     if not data.samples and recipe.data.choose == "reward_std":

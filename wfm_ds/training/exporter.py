@@ -10,7 +10,7 @@ from wfm_ds.runs.layout import EXPORTS
 
 
 class Exporter:
-    """Exports weights to `safetensors/step_<N>/` as scheduled and at the end. All methods are collective."""
+    """Exports weights to `safetensors/step_<N>/` on schedule and at the end of the run. All methods are collective."""
 
     def __init__(self, job: CommonJob) -> None:
         self.job = job
@@ -36,7 +36,10 @@ class Exporter:
             self._export_step(step)
 
     def export_at_end(self, step: int) -> None:
-        """Export the final weights unless already exported, finish the push to the Hub, and log the loading code."""
+        """Export the final weights, wait for the uploads to the Hub, and log the code that loads the export.
+
+        Weights that are already exported are not exported again.
+        """
         if self._last_export is None or self._last_export[0] != step:
             self._export_step(step)
         assert self._last_export is not None

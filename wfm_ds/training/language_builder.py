@@ -57,7 +57,7 @@ OomAdvice = Callable[[Callable[[], str | None]], contextlib.AbstractContextManag
 
 @dataclass(frozen=True, slots=True)
 class LanguageSetup:
-    """A loaded vision-language model, its conversations, and the reader that turns them into training examples."""
+    """A vision-language model, its conversations, and the reader that turns conversations into training examples."""
 
     model: LanguageModel
     reader: ConversationReader
@@ -77,15 +77,15 @@ def make_sample_reader(recipe: Recipe, model: LanguageModel) -> ConversationRead
 def prepare_language_run(
     recipe: Recipe, world: World, stop: StopFlag, oom_advice: OomAdvice
 ) -> Callable[[RunStart, Mirror | None, ExitStack], TrainingLoop]:
-    """Check the recipe and load model and data. Writes nothing. Collective.
+    """Check the recipe, load model and data, and return a function that builds the training loop. Collective.
 
-    Returns a function of (start, mirror, resources) that calls `build_language_loop`.
+    The function takes (start, mirror, resources) and calls `build_language_loop`. Nothing is written before that call.
     """
     return functools.partial(build_language_loop, recipe, world, stop, load_language_setup(recipe, world, oom_advice))
 
 
 def load_language_setup(recipe: Recipe, world: World, oom_advice: OomAdvice) -> LanguageSetup:
-    """Check the settings, load the model, read the conversations and count their tokens. Collective."""
+    """Check the settings, load the model, and read the conversations and their token counts. Collective."""
 
     def load_model() -> LanguageModel:
         check_engine_settings(recipe, world.size)
@@ -104,7 +104,7 @@ def load_language_setup(recipe: Recipe, world: World, oom_advice: OomAdvice) -> 
 
 
 def check_engine_settings(recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError if engine settings are invalid, and TrackerError if a tracker is not installed."""
+    """Raise RecipeError if engine settings are invalid, or TrackerError if a tracker's package is not installed."""
     require_trackers(recipe)
     build_deepspeed_config(
         recipe,
@@ -124,7 +124,10 @@ def build_language_loop(
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> TrainingLoop:
-    """Build the training loop. The ExitStack `resources` closes everything opened here. Collective."""
+    """Build the training loop. Collective.
+
+    resources: ExitStack that closes everything that this function opens.
+    """
     model, data, settings = setup.model, setup.data, recipe.language_settings
     derived = derive_run_sizes(recipe, world.size)
     # Every packed sequence gets a blank item of each media kind in the data: the vision tower must run on all ranks.
@@ -181,12 +184,12 @@ def make_row_order(recipe: Recipe, data: LanguageData) -> PackingOrder:
 
 
 def make_row_work(recipe: Recipe, model: LanguageModel) -> SequenceWork:
-    """Create the FLOP counter of packed sequences. Call before the model is sharded or gets adapters."""
+    """Create the FLOP counter for packed sequences. Call this before the model is sharded or gets adapters."""
     return SequenceWork(make_meta_copy(recipe, model), checkpointing=recipe.model.gradient_checkpointing)
 
 
 def make_meta_copy(recipe: Recipe, model: LanguageModel) -> nn.Module:
-    """Copy the network to the meta device, with the LoRA adapters and requires_grad flags that the engine will set."""
+    """Copy the network to the meta device. The copy has the LoRA adapters and requires_grad flags of training."""
     network = copy_to_meta(model.network)
     make_trainable(
         network, recipe, lora_targets(recipe, model), [], model.group_parameter_names(recipe.language_settings.freeze)
@@ -195,12 +198,12 @@ def make_meta_copy(recipe: Recipe, model: LanguageModel) -> nn.Module:
 
 
 def lora_targets(recipe: Recipe, model: LanguageModel) -> list[str]:
-    """Return the layer names, or endings of layer names, that get LoRA adapters."""
+    """Return the layers that get LoRA adapters. Each entry is a layer name or the ending of one."""
     return (recipe.lora and recipe.lora.target_modules) or model.default_lora_targets
 
 
 def build_language_engine(recipe: Recipe, world: World, model: LanguageModel) -> DenoiserEngine:
-    """Wrap the network in an engine. All later forward passes go through the engine."""
+    """Wrap the network in an engine. All later forward passes use the engine."""
     derived = derive_run_sizes(recipe, world.size)
     model.uses_segments = world.replica is None and attention.install_segment_attention(model.network)
     engine = DenoiserEngine.build(
@@ -222,7 +225,10 @@ def build_language_engine(recipe: Recipe, world: World, model: LanguageModel) ->
 
 
 def check_language_run(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> CheckReport:
-    """Check a language recipe and return the report of `--check`. Raises UserError if a check fails."""
+    """Check the recipe of a vision-language run and return the report of `--check`.
+
+    Raises UserError if a check fails.
+    """
     recipe = pin_commit(recipe, overwrite=overwrite)
     start = find_run_start(recipe, world_size, overwrite=overwrite)
     ready = load_language_setup(recipe, World.single_process(), lambda _: contextlib.nullcontext())
@@ -244,16 +250,13 @@ def check_language_run(recipe: Recipe, world_size: int, *, overwrite: bool = Fal
 
 
 def language_summary(recipe: Recipe) -> str:
-    """Load model and data and return a one-line summary. Raises UserError if they cannot be used."""
+    """Load model and data and return a one-line summary. Raises UserError if model or data cannot be used."""
     ready = load_language_setup(recipe, World.single_process(), lambda _: contextlib.nullcontext())
     return f"{ready.model.config.model_type}, {data_summary(recipe, ready.data)}"
 
 
 def data_summary(recipe: Recipe, data: LanguageData) -> str:
-    """Return a one-line summary of the data.
-
-    It contains the number of conversations, and the numbers of tokens and packed sequences in the first epoch.
-    """
+    """Return a one-line summary: the number of conversations, and the tokens and packed sequences of one epoch."""
     lengths, order = data.training.lengths, make_row_order(recipe, data)
     num_rows = next(k for k in range(len(lengths) + 1) if order.locate(k)[0] > 0)
     return (

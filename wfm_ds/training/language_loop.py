@@ -52,7 +52,7 @@ class LanguageJob(CommonJob):
         return self.export_target
 
     def pop_work(self) -> FlopCount:
-        """Return the FLOPs of the packed sequences that this rank has processed since the last call."""
+        """Return the FLOPs of the packed sequences on this rank since the last call."""
         return self.row_work.pop_work()
 
     def export_weights(self, out: Path) -> Path:
@@ -70,7 +70,10 @@ class LanguageJob(CommonJob):
 
 
 class LanguageLoop(TrainingLoop):
-    """VLM training loop. One step is one optimizer step on the packed sequences that `source` reads."""
+    """Training loop for vision-language models.
+
+    Each step is one optimizer step on the packed sequences that `source` reads.
+    """
 
     job: LanguageJob
 
@@ -85,7 +88,7 @@ class LanguageLoop(TrainingLoop):
         weights_by_sample: bool,
         rejected: Mapping[str, int],
     ) -> None:
-        """weights_by_sample: give every conversation the same weight in the loss, instead of every token.
+        """Create the loop. `weights_by_sample` gives all conversations, instead of all tokens, the same loss weight.
 
         rejected: {reason: number of rejected conversations}.
         """
@@ -120,14 +123,14 @@ class LanguageLoop(TrainingLoop):
         return StepReport(self.data_metrics(step, counts), [metrics], counts["samples"], counts["tokens"])
 
     def micro_batches(self, rows: Sequence[list[ConversationSample]]) -> list[PackedSequence]:
-        """Concatenate packed sequences into micro-batches. Conversations do not attend to each other."""
+        """Concatenate packed sequences into micro-batches. Each token attends only to its own conversation."""
         parts = split_into_chunks(rows, self.job.recipe.engine.micro_batch_size)
         return [self.job.row_maker.pack_samples([sample for row in part for sample in row]) for part in parts]
 
     def optimize(
         self, batches: Sequence[PackedSequence], num_terms: int, sample_ids: Sequence[str]
     ) -> dict[str, float]:
-        """Run one optimizer step and return its metrics. num_terms: loss denominator, summed over all ranks."""
+        """Run one optimizer step and return its metrics. num_terms: loss denominator of all ranks together."""
         engine = self.job.engine
         if num_terms == 0:
             result = engine.skip_step()
@@ -162,7 +165,7 @@ class LanguageLoop(TrainingLoop):
     def extra_state(self) -> dict[str, Any]:
         """Return the counts of unreadable conversations.
 
-        The position in the data needs no state, because the packed sequences depend only on the step.
+        The state does not contain the position in the data, because the packed sequences depend only on the step.
         """
         return {"source": self.source.state_dict()}
 
@@ -171,10 +174,13 @@ class LanguageLoop(TrainingLoop):
 
 
 class LanguageValidator:
-    """Computes loss and token accuracy on held-out conversations, the same ones at every step and world size."""
+    """Computes loss and token accuracy on held-out conversations.
+
+    Every evaluation uses the same conversations, for any number of ranks.
+    """
 
     def __init__(self, job: LanguageJob, reader: ConversationReader, data: SizedConversations) -> None:
-        """Read this replica's shard of the held-out conversations into memory. Skips unreadable conversations."""
+        """Read this replica's shard of the held-out conversations into memory. Unreadable conversations are skipped."""
         self.job, self.last_metrics = job, dict[str, float]()
         self._evaluated_at = -1
         rows = pack_items(data.lengths, job.recipe.data.max_tokens)
@@ -187,7 +193,10 @@ class LanguageValidator:
         self._samples, self._batches = samples, list[PackedSequence]()
 
     def build_rows(self) -> None:
-        """Pack the conversations that the constructor has read. Each packed sequence becomes one batch. Collective."""
+        """Pack the conversations that this replica has read. Collective.
+
+        Each packed sequence becomes one batch.
+        """
         self._batches = [
             self.job.row_maker.pack_samples(row) for row in keep_common_samples(self.job.world, self._samples)
         ]
@@ -214,7 +223,10 @@ class LanguageValidator:
         self._evaluated_at, self.last_metrics = state["evaluated_at"], state["metrics"]
 
     def evaluate(self, step: int) -> None:
-        """Log `val/loss` and `val/token_accuracy` of the evaluation weights, averaged over all labelled tokens."""
+        """Log `val/loss` and `val/token_accuracy` of the evaluation weights.
+
+        Both metrics are averages over all labelled tokens.
+        """
         job, self._evaluated_at = self.job, step
         if not job.world.any_rank(bool(self._batches)):
             return
@@ -239,9 +251,9 @@ class LanguageValidator:
 
 
 def keep_common_samples(world: World, rows: list[list[ConversationSample]]) -> list[list[ConversationSample]]:
-    """Drop the samples that some rank of the replica could not read. Collective.
+    """Return only the samples that every rank of the replica could read. Collective.
 
-    All ranks of a replica must train the same sequences.
+    All ranks of a replica must train on the same sequences.
     """
     if world.sp_size == 1:
         return rows
@@ -252,7 +264,7 @@ def keep_common_samples(world: World, rows: list[list[ConversationSample]]) -> l
 
 
 def read_conversations(reader: ConversationReader, conversations: Sequence[Conversation]) -> list[ConversationSample]:
-    """Read held-out conversations. Logs and skips conversations with unreadable images or videos."""
+    """Read the held-out conversations that have readable images and videos. Logs a warning for each other one."""
     samples = []
     for conversation in conversations:
         try:

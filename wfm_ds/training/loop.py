@@ -18,7 +18,7 @@ from wfm_ds.training.step_report import NonFiniteLimit, StepReport, finish_step
 
 
 class PeriodicEvaluator(Protocol):
-    """Interface of the evaluation during training. Every rank must call every method at the same step."""
+    """Interface of the evaluation during training. All methods are collective."""
 
     def evaluate_at_start(self, step: int) -> None: ...
 
@@ -32,7 +32,10 @@ class PeriodicEvaluator(Protocol):
 
 
 class TrainingLoop(ABC):
-    """Trains `job.engine` step by step. Subclasses define data and loss of a step. All methods are collective."""
+    """Trains `job.engine` step by step. All methods are collective.
+
+    Subclasses define the data and the loss of a step.
+    """
 
     job: CommonJob
     validator: PeriodicEvaluator
@@ -48,8 +51,8 @@ class TrainingLoop(ABC):
     def run_to_end(self) -> RunOutcome:
         """Train until the last step or a stop request, then export the weights.
 
-        Evaluates the weights if all steps are done. Raises RunError and exports nothing if no optimizer step was
-        applied.
+        After the last step the final weights are evaluated. After a stop request they are not. Raises RunError, without
+        an export, if no optimizer step was applied.
         """
         try:
             outcome = self.train_steps()
@@ -71,7 +74,7 @@ class TrainingLoop(ABC):
         return outcome
 
     def save_results(self) -> None:
-        """Complete a pending checkpoint and export the current weights."""
+        """Wait until the last checkpoint is complete, then export the current weights."""
         self.checkpoints.wait_for_save()
         try:
             self.exporter.export_at_end(self.step)
@@ -80,9 +83,10 @@ class TrainingLoop(ABC):
             raise
 
     def train_steps(self) -> RunOutcome:
-        """Train until the last step or until a stop is requested, which first saves a checkpoint.
+        """Train until the last step or a stop request.
 
-        The status of the result is `finished` after the last step and `preempted` after a stop request.
+        After the last step the outcome has the status `finished`. After a stop request the loop saves a checkpoint and
+        the outcome has the status `preempted`.
         """
         job = self.job
         self.start()
@@ -98,9 +102,9 @@ class TrainingLoop(ABC):
         return RunOutcome("finished", self.step, self.metrics)
 
     def run_step(self) -> bool:
-        """Run the next step, then the evaluation, export and checkpoint that are scheduled for it.
+        """Run the next step and its scheduled evaluation, export and checkpoint.
 
-        Returns whether any rank must stop.
+        Returns True if any rank must stop.
         """
         self.step += 1
         report = self.train_step(self.step)
@@ -115,9 +119,9 @@ class TrainingLoop(ABC):
         return agreed.stop
 
     def try_export(self) -> UserError | None:
-        """Export the weights if scheduled. Returns the error if the export fails, else None.
+        """Export the weights if the recipe schedules an export for this step.
 
-        Identical on every rank.
+        Returns the error of a failed export, else None. The result is identical on every rank.
         """
         try:
             self.exporter.after_step(self.step)
@@ -126,22 +130,22 @@ class TrainingLoop(ABC):
         return None
 
     def start(self) -> None:
-        """Evaluate if validation.at_start is set, then start the progress display."""
+        """Run the evaluation of validation.at_start, if set, and start the progress display."""
         self.validator.evaluate_at_start(self.step)
         self.job.monitor.update_progress(self.step, samples=0)
 
     @abstractmethod
     def wait_for_data(self, step: int) -> bool:
-        """Wait for the data of this step. Returns False if any rank gets a stop request first."""
+        """Wait for the data of this step. Returns False if a rank gets a stop request before the data is ready."""
 
     @abstractmethod
     def train_step(self, step: int) -> StepReport:
         """Run all optimizer steps of training step `step`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's state as JSON values, not including the engine's state.
+        """Return the loop's state as JSON values, without the engine's state. Collective.
 
-        Identical on every rank. Collective.
+        The result is identical on every rank.
         """
         return {
             "step": self.step,
@@ -159,7 +163,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def extra_state(self) -> dict[str, Any]:
-        """Return the state that the subclass adds, as JSON values. Collective."""
+        """Return the subclass's additions to `state_dict`, as JSON values. Collective."""
 
     @abstractmethod
     def load_extra_state(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Micro-batches: split the loss terms of an optimizer step into forward passes and pad them across ranks."""
+"""Micro-batches of an optimizer step: its loss terms, split into forward passes and padded across ranks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOST_CACHE_BYTES = 256 << 20  # bytes for cached batches if training runs on the
 
 @dataclass(frozen=True, slots=True)
 class Update(Generic[TermT]):
-    """The loss terms of one optimizer step on this rank, padded so that all ranks run the same forward passes."""
+    """The loss terms of one optimizer step on this rank. All ranks have enough terms for equal forward passes."""
 
     terms: Sequence[TermT]
     total_weight: float  # this rank's share of the loss denominator; counts dropped terms without gradient too
@@ -31,24 +31,30 @@ class Update(Generic[TermT]):
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Loss terms that share their forward passes. The class of `batch` depends on the algorithm."""
+    """Loss terms that are computed in the same forward passes. The algorithm determines the class of `batch`."""
 
     batch: Any
     expert: int  # the expert of all its noise levels
 
     def parts(self) -> list[MicroBatch]:
-        """Return one micro-batch for each forward and backward pass that the loss needs, in order."""
+        """Return a list of micro-batches. The loss needs one forward and one backward pass for each."""
         return [MicroBatch(part, self.expert) for part in self.batch.parts()]
 
     def with_group_statistics(self, group_statistics: torch.Tensor | None) -> MicroBatch:
-        """Return a copy with group statistics [B], one value per loss term, or self if `group_statistics` is None."""
+        """Return a copy with group statistics [B], one value for each of its B loss terms.
+
+        Returns self if `group_statistics` is None.
+        """
         if group_statistics is None:
             return self
         return MicroBatch(dataclasses.replace(self.batch, group_statistics=group_statistics), self.expert)
 
     @classmethod
     def concat(cls, micros: Sequence[MicroBatch]) -> MicroBatch:
-        """Concatenate micro-batches of one expert for a shared forward pass. Drops fields that only the loss uses."""
+        """Concatenate micro-batches for a shared forward pass. All of them must use the same expert.
+
+        The result has only the fields that a forward pass needs, not those of the loss.
+        """
         if len(micros) == 1:
             return micros[0]
         batches = [m.batch for m in micros]
@@ -62,13 +68,16 @@ class MicroBatch:
         return cls(batch, micros[0].expert)
 
     def reference_inputs(self) -> MicroBatch:
-        """Return this micro-batch with only the inputs that the reference policies need."""
+        """Return a micro-batch that has only the inputs of the reference policies."""
         return MicroBatch(self.batch.reference_inputs(), self.expert)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches(Generic[TermT]):
-    """The micro-batches of an optimizer step, assembled one at a time. Every iteration yields the same batches."""
+    """Iterable micro-batches of an optimizer step. Each micro-batch is assembled when it is needed.
+
+    All iterations yield equal micro-batches.
+    """
 
     splits: Sequence[tuple[Sequence[TermT], int]]  # (terms, expert) of each micro-batch
     assemble: Callable[[Sequence[TermT]], Any]
@@ -85,8 +94,8 @@ class MicroBatches(Generic[TermT]):
     def iterate(self, *, release: bool) -> Iterator[MicroBatch]:
         """Yield all micro-batches in order.
 
-        release=False caches batches for the next iteration as long as they fit into `cache_bytes`. release=True is for
-        the last iteration: it removes each batch from the cache before yielding it.
+        release=False: cache micro-batches for the next iteration, up to `cache_bytes`.
+        release=True: remove each micro-batch from the cache before yielding it. Use this for the last iteration.
         """
         free = 0 if release else self.cache_bytes - sum(num_bytes(micro.batch) for micro in self._cache.values())
         for i, (terms, expert) in enumerate(self.splits):
@@ -99,16 +108,16 @@ class MicroBatches(Generic[TermT]):
 
 
 def num_bytes(batch: Any) -> int:
-    """Return the bytes of all tensors in a batch, including tensors in nested dataclasses."""
+    """Return the number of bytes of all tensors in a dataclass, including nested dataclasses."""
     if isinstance(batch, torch.Tensor):
         return batch.nbytes
     return sum(num_bytes(getattr(batch, f.name)) for f in dataclasses.fields(batch)) if is_dataclass(batch) else 0
 
 
 def concat_conditioning_frames(parts: Sequence[ConditioningFrames | None]) -> ConditioningFrames | None:
-    """Concatenate the conditioning frames of several batches. Returns None if no batch has any.
+    """Concatenate the conditioning frames of several batches. Returns None if all of them are None.
 
-    Either all batches have conditioning frames or none has.
+    The list must not mix None and conditioning frames.
     """
     frames = [part for part in parts if part is not None]
     if not frames:
@@ -118,7 +127,10 @@ def concat_conditioning_frames(parts: Sequence[ConditioningFrames | None]) -> Co
 
 @dataclass(frozen=True, slots=True)
 class TermGroup(Generic[TermT]):
-    """This rank's loss terms with the same expert and `num_parts`. Only terms of one group may share a forward pass."""
+    """This rank's loss terms with equal expert and equal `num_parts`.
+
+    A forward pass contains loss terms of only one group.
+    """
 
     expert: int
     num_parts: int
@@ -135,10 +147,10 @@ class TermGroup(Generic[TermT]):
         return f"expert {self.expert}, num_parts {self.num_parts}"
 
     def pad(self, length: int, substitute: TermT) -> list[TermT]:
-        """Return the loss terms to train, padded to `length` with zero-weight copies of the group's loss terms.
+        """Return the group's loss terms to train, padded to `length` with copies that have weight 0.
 
-        Loss terms that already have weight 0 are copied first. substitute: loss term to copy if the group is empty on
-        this rank.
+        Terms that already have weight 0 are copied first. substitute: loss term to copy if the group is empty on this
+        rank.
         """
         candidates = sorted(self.terms, key=lambda term: term.weight) or [substitute]
         padding = [dataclasses.replace(term, weight=0.0) for term in candidates]
@@ -152,15 +164,16 @@ def pad_across_ranks(
     max_over_ranks: Callable[[dict[str, float]], Mapping[str, float]],
     has_gradient: Callable[[TermT], bool] = lambda term: True,
 ) -> Update[TermT]:
-    """Drop loss terms without gradient and pad with loss terms of weight 0, for equal forward passes on all ranks.
+    """Remove loss terms without gradient and add padding terms, for equal forward passes on all ranks. Collective.
 
-    Collective. terms: this rank's loss terms, not empty; the same values of `num_parts` occur on every rank. expert_of:
-    maps a noise level to its expert. max_over_ranks: returns the maximum of each value over all ranks. has_gradient:
-    returns whether a loss term can have a gradient.
+    terms: this rank's loss terms. There must be at least one, and the same values of `num_parts` on every rank.
+    expert_of: function that returns the expert for a noise level.
+    max_over_ranks: function that returns the maximum of each value over all ranks.
+    has_gradient: function that returns whether a loss term can have a gradient.
 
-    If no loss term on any rank has a gradient but some have weight 1, every rank gets one padding term, because the
-    optimizer step must still run. If no loss term on any rank has weight 1, the result is empty and the step is
-    skipped.
+    Padding terms have weight 0. If no loss term on any rank has a gradient but some have weight 1, every rank gets one
+    padding term, because the optimizer step must still run. If no loss term on any rank has weight 1, the result is
+    empty and the step is skipped.
     """
     groups = group_terms(terms, expert_of, num_experts, has_gradient)
     total_weight = sum(term.weight for term in terms)
@@ -187,7 +200,10 @@ def group_terms(
     num_experts: int,
     has_gradient: Callable[[TermT], bool],
 ) -> list[TermGroup[TermT]]:
-    """Group loss terms by expert and `num_parts`, sorted by both, including groups that are empty on this rank."""
+    """Group loss terms by expert and `num_parts`, in the order of these two numbers.
+
+    The result contains a group for every combination of expert and `num_parts`. A group may be empty.
+    """
     by_kind: dict[tuple[int, int], list[TermT]] = {
         kind: [] for kind in itertools.product(range(num_experts), sorted({term.num_parts for term in terms}))
     }
@@ -202,9 +218,10 @@ def group_terms(
 def split_into_micro_batches(
     terms: Sequence[TermT], max_terms: int, expert_of: Callable[[float], int]
 ) -> list[tuple[Sequence[TermT], int]]:
-    """Split loss terms into micro-batches of at most `max_terms` loss terms with the same expert and `num_parts`.
+    """Split loss terms into micro-batches with equal expert, equal `num_parts` and at most `max_terms` terms.
 
-    Returns [(loss terms, expert)], sorted by expert and `num_parts`. expert_of: maps a noise level to its expert.
+    Returns [(loss terms, expert)], sorted by expert and `num_parts`. expert_of: function that returns the expert for a
+    noise level.
     """
     by_kind: dict[tuple[int, int], list[TermT]] = defaultdict(list)
     for term in terms:
@@ -213,10 +230,7 @@ def split_into_micro_batches(
 
 
 def merge_part_stats(parts: Sequence[Stats]) -> Stats:
-    """Merge the loss statistics of the passes of a micro-batch (MicroBatch.parts).
-
-    Sums `loss/total` over the passes.
-    """
+    """Merge the loss statistics of the parts of a micro-batch. `loss/total` is summed over the parts."""
     if len(parts) == 1:
         return parts[0]
     totals = [cast(torch.Tensor, stats["loss/total"]) for stats in parts]
@@ -225,16 +239,17 @@ def merge_part_stats(parts: Sequence[Stats]) -> Stats:
 
 
 def group_micro_batches(micros: Iterable[MicroBatch], max_terms: int) -> Iterator[list[MicroBatch]]:
-    """Group consecutive micro-batches of one expert.
+    """Group consecutive micro-batches for shared forward passes.
 
-    A group of several micro-batches has at most `max_terms` loss terms in total.
+    All micro-batches of a group use the same expert and have at most `max_terms` loss terms together. A larger
+    micro-batch forms its own group.
     """
     group: list[MicroBatch] = []
-    for micro in micros:
+    for micro in (full.reference_inputs() for full in micros):  # may be smaller: without the data samples of DDRL
         count = sum(len(m.batch.sigma) for m in [*group, micro])
         if group and (count > max_terms or micro.expert != group[0].expert):
             yield group
             group = []
-        group.append(micro.reference_inputs())
+        group.append(micro)
     if group:
         yield group

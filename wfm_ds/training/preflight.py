@@ -1,4 +1,4 @@
-"""Checks of model, data and rewards before a run writes anything, also used by `--check`.
+"""Checks of model, data and rewards. A run calls them before it writes anything, and `--check` calls them too.
 
 runs/output_folder.py checks the output folder.
 """
@@ -50,9 +50,9 @@ MIN_PROMPT_DRAWS = 3  # draws per prompt in a run; with fewer, reward statistics
 
 
 def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
-    """Check that the rewards can score these prompts, and that the service at reward.endpoint, if set, replies.
+    """Check that the rewards can score these prompts and, if reward.endpoint is set, that the service replies.
 
-    Raises RewardError or RecipeError if not.
+    Raises RewardError or RecipeError if a check fails.
     """
     reward = recipe.all_reward_settings
     if reward is None:
@@ -72,7 +72,7 @@ def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
 
 
 def check_workers(recipe: Recipe) -> None:
-    """Raise RecipeError, PipeError or KeyFileError if rollout workers cannot be started or reached."""
+    """Raise RecipeError, PipeError or KeyFileError if rollout workers cannot be started or cannot connect."""
     rollout = recipe.rl.rollout
     if is_accelerator_present():  # without an accelerator, --check may run for another machine
         choose_worker_devices(rollout, num_ranks=0)
@@ -91,11 +91,12 @@ def check_reward_needs(
     provided_inputs: Sequence[str] = (),
     accepted_inputs: Container[str] = (),
 ) -> None:
-    """Raise RecipeError if a reward does not get the media type, inputs or metadata that it needs.
+    """Raise RecipeError if a reward needs a media type, input or metadata that the run does not provide.
 
-    is_local: whether this run starts the reward service. A reward of a remote service is checked only if it is built
-    in. provided_inputs: names in data.inputs. accepted_inputs: names of the inputs that the model accepts. Raises
-    RewardError if a local reward has an invalid name, option or batch size.
+    is_local: whether this run starts the reward service. For a remote service, only built-in rewards are checked.
+    provided_inputs: names in data.inputs.
+    accepted_inputs: names of the inputs that the model accepts.
+    Raises RewardError if a local reward has an invalid name, option or batch size.
     """
     from wfm_reward import registry as rewards
 
@@ -127,7 +128,10 @@ def check_reward_needs(
 
 
 def check_and_load_data(recipe: Recipe, world_size: int) -> TrainingData:
-    """Run the cheap checks, in the order in which a user would fix problems, and load the data. Writes nothing."""
+    """Run the quick checks and load the data. Writes nothing.
+
+    The checks run in the order in which a user would fix the problems.
+    """
     num_replicas(recipe, world_size, ranks_per_node=ranks_per_node(world_size))
     check_hosts(recipe, world_size, ranks_per_node(world_size))
     derived = derive_run_sizes(recipe, world_size)
@@ -156,7 +160,7 @@ def check_and_load_data(recipe: Recipe, world_size: int) -> TrainingData:
 
 
 def check_hosts(recipe: Recipe, world_size: int, num_local_ranks: int) -> None:
-    """Raise RecipeError if the run has ranks on several hosts but uses a service that only the first host can reach.
+    """Raise RecipeError if the run uses several hosts and a service that only the first host can reach.
 
     num_local_ranks: number of ranks on the first host.
     """
@@ -179,9 +183,9 @@ def check_hosts(recipe: Recipe, world_size: int, num_local_ranks: int) -> None:
 
 
 def host_warnings(recipe: Recipe, world_size: int) -> list[str]:
-    """Return a warning if the run would need several machines but uses a service that only one machine can reach.
+    """Return a warning if the run needs several machines but uses a service that only one machine can reach.
 
-    The number of machines follows from the number of GPUs of this machine.
+    The function assumes that every machine has as many GPUs as this one.
     """
     num_gpus = torch.cuda.device_count() if uses_cuda() else 0
     if num_gpus == 0:  # perhaps a check for another machine
@@ -194,12 +198,15 @@ def host_warnings(recipe: Recipe, world_size: int) -> list[str]:
 
 
 def draws_per_prompt(recipe: Recipe, data: TrainingData) -> float:
-    """Return the average number of times a prompt is drawn in the run."""
+    """Return how often the run draws each prompt on average."""
     return recipe.run.steps * recipe.rl.rollout.prompts_per_step / len(data.prompts)
 
 
 def prompt_choice_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
-    """Return a warning if prompts are chosen by reward std but drawn fewer than MIN_PROMPT_DRAWS times on average."""
+    """Return a warning if the run chooses prompts by reward std but draws each prompt too rarely to measure it.
+
+    The limit is an average of MIN_PROMPT_DRAWS draws per prompt.
+    """
     if recipe.data.choose == "even" or draws_per_prompt(recipe, data) >= MIN_PROMPT_DRAWS:
         return []
     return [
@@ -209,7 +216,7 @@ def prompt_choice_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
 
 
 def validation_reward_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
-    """Return warnings if there are too few validation prompts or evaluations for the reward-hacking alarm."""
+    """Return warnings if the reward-hacking alarm has too few validation prompts or evaluations."""
     if not recipe.validation.held_out_rewards or not recipe.is_rl:
         return []
     warnings, num_prompts = [], min(len(data.validation_prompts), recipe.validation.num_prompts)
@@ -282,23 +289,20 @@ def gpu_memory() -> int | None:
 
 
 def start_summary(start: RunStart) -> str:
-    """Describe for `--check` how the run would start.
-
-    It starts as a new run, as a resumed run, or not at all because it is finished.
-    """
+    """Describe the start of the run for `--check`: a new run, a resumed run, or no start because it has finished."""
     if start.is_finished:
         return f"finished run (step {start.step}): nothing to do"
     return f"continues after step {start.step} from {start.checkpoint}" if start.checkpoint else "a new run"
 
 
 def rewards_without_gpu(recipe: Recipe) -> list[str]:
-    """Return the names of the rewards that need a GPU. Returns [] if this machine has one."""
+    """Return the names of the rewards that need a GPU if this machine has none. Otherwise returns []."""
     reward = recipe.all_reward_settings
     return [] if reward is None or is_accelerator_present() else [f.name for f in reward.functions if f.uses_gpu]
 
 
 def check_spawned_rewards(recipe: Recipe) -> None:
-    """Start and stop the reward service, to find a missing package or model before training."""
+    """Start the reward service and stop it again, to detect a missing package or model before training."""
     reward = recipe.all_reward_settings
     if reward is None or not reward.spawn:
         return

@@ -1,9 +1,11 @@
 """Reward-hacking alarm: the trained reward increases while a held-out reward decreases.
 
-Each evaluation is compared with the first one, sample by sample, with the statistics of `wfm evaluate`. A single test
-at p < .05 would give a false alarm in most runs with twenty evaluations. The alarm therefore needs p < .01 after Holm's
-correction over the held-out rewards, a decrease of at least a tenth of a standard deviation, and the same reward in two
-consecutive evaluations.
+The alarm compares each evaluation with the first one, sample by sample, with the statistics of `wfm evaluate`. With
+twenty evaluations, single tests at p < .05 would raise a false alarm in most runs. The alarm therefore has three
+conditions:
+* p < .01 after Holm's correction over the held-out rewards;
+* a decrease of at least a tenth of a standard deviation;
+* both in two consecutive evaluations, for the same held-out reward.
 """
 
 from __future__ import annotations
@@ -23,10 +25,13 @@ RECOMMENDED_PROMPTS = 32
 
 
 class RewardAlarm:
-    """Compares each evaluation with the first one, and stores which held-out rewards fell. Identical on every rank."""
+    """Compares each evaluation with the first one and stores the names of held-out rewards that decreased.
+
+    All ranks have identical alarms.
+    """
 
     def __init__(self, key: Sequence[Any]) -> None:
-        """key: prompts, seeds and reward names as JSON. `load_state_dict` ignores a state with a different key."""
+        """key: prompts, seeds and reward names as JSON. `load_state_dict` ignores states with a different key."""
         self._key = list(key)
         self._first: dict[str, Array] = {}  # total reward (key "") and held-out rewards at the first evaluation
         self._suspects: set[str] = set()
@@ -35,8 +40,9 @@ class RewardAlarm:
     def update(self, total: Array | None, held_out_rewards: Mapping[str, Array]) -> dict[str, float]:
         """Compare an evaluation with the first one, set `falling_rewards` and return metrics.
 
-        total: trained reward [P prompts, S seeds], or None in runs without a trained reward. held_out_rewards: {name:
-        held-out reward [P prompts, S seeds]}. Returns {} for the first evaluation.
+        total: trained reward [P prompts, S seeds], or None in runs without a trained reward.
+        held_out_rewards: {name: held-out reward [P prompts, S seeds]}.
+        Returns {} for the first evaluation.
         """
         scores_by_name = {**({} if total is None else {"": total}), **held_out_rewards}
         if not self._first:
@@ -54,7 +60,7 @@ class RewardAlarm:
         return metrics | ({} if total is None else {"val/alarm": float(bool(self.falling_rewards))})
 
     def summary(self) -> str:
-        """Return the alarm's message about the rewards in `falling_rewards`."""
+        """Return the warning about the rewards in `falling_rewards`."""
         fell = ", ".join(f"{name} by {-change.z:.2g} sd" for name, change in self.falling_rewards.items())
         return f"since the first evaluation the trained reward rose and {fell} fell, in two consecutive evaluations"
 
@@ -64,7 +70,7 @@ class RewardAlarm:
         return {"key": self._key, "first": first, "suspects": sorted(self._suspects)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state, unless it belongs to different prompts, seeds or held-out rewards."""
+        """Restore a state. States of other prompts, seeds or held-out rewards are ignored."""
         if state.get("key") == self._key:
             self._first = {name: np.array(rows, np.float64) for name, rows in state["first"].items()}
             self._suspects = set(state["suspects"])

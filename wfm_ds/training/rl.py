@@ -1,4 +1,4 @@
-"""The RL training loop. Independent of algorithm and model family."""
+"""The RL training loop. It works with every RL algorithm and model family."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ DISTANCE_EVERY = 10
 
 
 class RlLoop(TrainingLoop):
-    """RL training loop. One step: generate samples, compute their rewards, run `updates_per_step` optimizer steps."""
+    """RL training loop.
+
+    Each step generates samples, computes their rewards, and runs `updates_per_step` optimizer steps.
+    """
 
     job: Job
     validator: Validator
@@ -100,7 +103,10 @@ class RlLoop(TrainingLoop):
         return StepReport(step_metrics, metrics, num_samples=int(step_metrics["rollout/samples"]))
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the RL state as JSON values. Noise has no state, because it depends only on the step. Collective."""
+        """Return the RL state as JSON values. Collective.
+
+        Random noise depends only on the step, so the state does not contain it.
+        """
         return {
             "failing_steps": self.failing_steps,
             "current": sorted(self.equal_policies),
@@ -114,7 +120,10 @@ class RlLoop(TrainingLoop):
         self.source.groups.load_state_dict(state["groups"])
 
     def compute_rewards(self, scores: Sequence[dict[str, Score]]) -> Rewards:
-        """Combine scores into one reward per sample, shuffled if reward.shuffle is set. Identical on every rank."""
+        """Combine the scores of each sample into one reward. The rewards are identical on every rank.
+
+        If reward.shuffle is set, the rewards are shuffled between samples.
+        """
         rewards = combine_scores(scores, self.reward)
         if not self.reward.shuffle:
             return rewards
@@ -124,7 +133,7 @@ class RlLoop(TrainingLoop):
     def compute_advantages(
         self, rollouts: StepRollouts, scores: Sequence[dict[str, Score]], rewards: Rewards
     ) -> tuple[Advantages, dict[str, float]]:
-        """Return the advantages of all samples and the reward metrics of the step. Identical on every rank."""
+        """Return the advantages of all samples and the reward metrics of the step. Both are identical on every rank."""
         groups = [m.group_id for m in rollouts.samples]
         advantages = self.algorithm.compute_advantages(rewards, groups)
         self.check_failures(rewards.totals, scores)
@@ -136,7 +145,11 @@ class RlLoop(TrainingLoop):
         return advantages, stats | {"rollout/samples": float(valid), "rollout/step": float(self.step)}
 
     def check_failures(self, totals: Sequence[float | None], scores: Sequence[dict[str, Score]]) -> None:
-        """Log failed samples. Raises RunError if too many failed in each of MAX_FAILING_STEPS consecutive steps."""
+        """Log failed samples, and raise RunError after too many failures.
+
+        The error is raised if the fraction of failed samples exceeds reward.max_failed_fraction in MAX_FAILING_STEPS
+        consecutive steps.
+        """
         failed = sum(total is None for total in totals)
         reasons = summarize_failures(scores)
         if failed:
@@ -152,11 +165,10 @@ class RlLoop(TrainingLoop):
     def predict_with_old_weights(
         self, updates: Sequence[Update[LossTerm]], rollouts: StepRollouts
     ) -> list[list[Tensor]]:
-        """Compute predictions for the loss terms with the current weights, before this RL step changes them.
+        """Predict the velocity of the loss terms with the current weights, before this RL step changes them.
 
-        Returns one list per optimizer step, with a tensor per micro-batch. The first list is empty, because the weights
-        have not changed yet when the first optimizer step computes its predictions. All lists are empty unless the
-        algorithm compares with the old policy without keeping a copy of it.
+        Returns one list per optimizer step, with one tensor per micro-batch. The first list is empty, because the first
+        optimizer step runs with unchanged weights. All lists are empty if the algorithm does not use old predictions.
         """
         if not self.algorithm.uses_old_predictions:
             return [[] for _ in updates]
@@ -178,9 +190,9 @@ class RlLoop(TrainingLoop):
     def optimize(
         self, update: Update[LossTerm], rollouts: StepRollouts, old_predictions: list[Tensor]
     ) -> dict[str, float]:
-        """Run one optimizer step on this replica's loss terms and return metrics.
+        """Run one optimizer step on this replica's loss terms and return its metrics.
 
-        Does nothing if there are no loss terms.
+        Without loss terms, the optimizer step is skipped.
         """
         job, engine, terms = self.job, self.job.engine, update.terms
         if not terms:  # the same on all ranks
@@ -215,10 +227,7 @@ class RlLoop(TrainingLoop):
         return metrics | engine_metrics(job, result)
 
     def pad_across_ranks(self, terms: Sequence[LossTerm], equal_policies: Set[str]) -> Update[LossTerm]:
-        """Drop loss terms without gradient, and add padding so that all ranks run the same forward passes.
-
-        Collective.
-        """
+        """Remove loss terms without gradient and add padding, for equal forward passes on all ranks. Collective."""
         model, algorithm = self.job.model, self.algorithm
         num_experts, maxima = len(model.sigma_ranges), self.job.world.max_over_ranks
         return pad_across_ranks(
@@ -226,13 +235,16 @@ class RlLoop(TrainingLoop):
         )
 
     def find_equal_policies(self, update: int) -> Set[str]:
-        """Return the policies that equal the trained one before optimizer step `update`. Identical on every rank."""
+        """Return the policies with the same weights as the trained policy before optimizer step `update`.
+
+        The result is identical on every rank.
+        """
         if update > 0:
             return frozenset()
         return self.equal_policies | ({"old"} if self.algorithm.uses_old_predictions else set())
 
     def micro_batches(self, terms: Sequence[LossTerm], rollouts: StepRollouts) -> MicroBatches[LossTerm]:
-        """Split the loss terms into micro-batches of at most engine.micro_batch_size loss terms."""
+        """Split the loss terms into micro-batches with at most engine.micro_batch_size terms."""
         job = self.job
         return MicroBatches(
             split_into_micro_batches(terms, job.recipe.engine.micro_batch_size, job.model.select_expert),
@@ -243,7 +255,10 @@ class RlLoop(TrainingLoop):
     def predict_references(
         self, micros: MicroBatches[LossTerm], old_predictions: list[Tensor]
     ) -> dict[str, list[Tensor]]:
-        """Return {reference policy: [prediction per micro-batch]}. Omits policies that equal the trained policy."""
+        """Return {reference policy: [prediction of each micro-batch]}.
+
+        Reference policies with the same weights as the trained policy are omitted.
+        """
         references: dict[str, list[Tensor]] = {}
         offload_buffer = self.make_offload_buffer()
         for policy in self.algorithm.references:
@@ -259,7 +274,10 @@ class RlLoop(TrainingLoop):
         return references
 
     def make_offload_buffer(self) -> OffloadBuffer:
-        """Create a buffer for predictions. It uses GPU_BUFFER_FRACTION of the free GPU memory, then host memory."""
+        """Create a buffer for predictions.
+
+        The buffer uses up to GPU_BUFFER_FRACTION of the free GPU memory, then host memory.
+        """
         gpu_bytes = free_memory(self.job.world.device, GPU_BUFFER_FRACTION)
         return OffloadBuffer(gpu_bytes)
 
@@ -267,10 +285,10 @@ class RlLoop(TrainingLoop):
     def sum_group_statistics(
         self, micros: MicroBatches[LossTerm], references: dict[str, list[Tensor]]
     ) -> list[Tensor | None]:
-        """Sum `RlAlgorithm.group_statistics` over each group's loss terms on all replicas. Collective.
+        """Return group statistics (RlAlgorithm.group_statistics), summed over the loss terms of each group. Collective.
 
-        Returns one tensor [B] per micro-batch: for each of its B loss terms, the sum of its group. Returns None instead
-        of each tensor if the algorithm does not use the sums.
+        Returns one tensor [B] per micro-batch with B loss terms: the sum for the group of each term. Each sum includes
+        the terms on all replicas. If the algorithm does not use group statistics, returns None for each micro-batch.
         """
         if not self.algorithm.uses_group_statistics:
             return [None] * len(micros)
@@ -297,9 +315,9 @@ class RlLoop(TrainingLoop):
     def predict_in_batches(
         self, purpose: str, micros: Iterable[MicroBatch], max_terms: int, offload_buffer: OffloadBuffer
     ) -> list[Tensor]:
-        """Return the active policy's prediction for each micro-batch.
+        """Return one prediction of the active policy per micro-batch.
 
-        A forward pass has at most `max_terms` loss terms.
+        Each forward pass has at most `max_terms` loss terms.
         """
         predictions: list[Tensor] = []
         for group in group_micro_batches(micros, max_terms):
@@ -308,16 +326,16 @@ class RlLoop(TrainingLoop):
         return predictions
 
     def predict_velocity(self, purpose: str, micro: MicroBatch) -> Tensor:
-        """Predict the velocity with the active policy and the rollout's guidance.
+        """Predict the velocity with the active policy and the guidance settings of the rollout.
 
-        purpose: the name under which the forward passes are counted.
+        purpose: name under which the forward passes are counted.
         """
         sampler, batch = self.job.sampler, micro.batch
         conditions = sampler.encode_conditioning(batch.prompts, batch.conditioning_frames, batch.latents.shape[1:])
         return sampler.predict_velocity(purpose, batch.latents, batch.sigma, conditions, micro.expert)
 
     def update_policy_copies(self) -> dict[str, float]:
-        """Move the policy copies towards the trained weights and return metrics. Call at the end of each RL step."""
+        """Move the policy copies towards the trained weights and return metrics. Call at the end of an RL step."""
         engine, metrics = self.job.engine, {}
         decays = self.algorithm.policy_decays(self.step, engine.num_updates)
         weights_changed = (

@@ -1,4 +1,4 @@
-"""Check a recipe (`--check`): everything that happens before the first step."""
+"""Check of a recipe (`--check`). It covers everything that a run does before its first step."""
 
 from __future__ import annotations
 

@@ -48,9 +48,10 @@ from wfm_ds.types import ConditioningFrames
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisyBatch:
-    """Noisy latents of B samples with M images or videos each: M = 2 for preference pairs, otherwise 1.
+    """Noisy latents of B samples with M items each. An item is an image or video.
 
-    Row m * B + b is item m of sample b. All items of a sample get the same noise. Tensors are float32 unless noted.
+    M is 2 for preference pairs, otherwise 1. Row m * B + b is item m of sample b. All items of a sample get equal
+    noise. Tensors are float32 unless noted.
     """
 
     items_per_sample: int  # M
@@ -64,7 +65,7 @@ class NoisyBatch:
 
 
 class SftLoop(TrainingLoop):
-    """Supervised training loop. One step is one optimizer step on a batch of `source`."""
+    """Supervised training loop. Each step is one optimizer step on a batch of `source`."""
 
     job: Job
     validator: Validator
@@ -100,14 +101,17 @@ class SftLoop(TrainingLoop):
         return StepReport(self.source.bad_counts(world.sum_over_replicas), [metrics], job.run_sizes.samples_per_step)
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the data source's state: unreadable files and, in a data stream, the position of each replica."""
+        """Return the data source's list of unreadable files and, for a data stream, the position of each replica."""
         return {"sources": self.job.world.gather_from_leaders(self.source.state())}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         self.source.restore_from_ranks(state["sources"], self.job.world.dp_rank, self.job.world.dp_size)
 
     def micro_batches(self, samples: Sequence[TrainingSample]) -> MicroBatches[LossTerm]:
-        """Split this replica's samples into micro-batches of one expert each, and draw a noise level per sample."""
+        """Split this replica's samples into micro-batches and draw a noise level for each sample.
+
+        All samples of a micro-batch use the same expert.
+        """
         job = self.job
         rows = split_into_chunks(range(len(samples)), job.recipe.engine.micro_batch_size)
         # All ranks must train the same experts, because the collectives of an expert involve all ranks.
@@ -132,10 +136,10 @@ class SftLoop(TrainingLoop):
         return [LossTerm(row=row, sigma=sigma, weight=1.0) for row, sigma in zip(rows, sigmas.tolist(), strict=True)]
 
     def reference_errors(self, micros: MicroBatches[LossTerm]) -> list[dict[str, Tensor]]:
-        """Return {reference policy: velocity errors [M, B]} for each micro-batch (see NoisyBatch).
+        """Return {reference policy: velocity errors [M, B]} for each micro-batch. See NoisyBatch for M and B.
 
-        Uses the batch size of training: a GPU may choose different kernels for another batch size, and equal policies
-        would then give different errors.
+        The forward passes have the same batch size as in training. With another batch size a GPU may choose different
+        kernels, and equal policies would give different errors.
         """
         errors_by_micro: list[dict[str, Tensor]] = [{} for _ in micros.splits]
         for policy in self.algorithm.settings.reference_policies:
@@ -189,8 +193,8 @@ class SftLoop(TrainingLoop):
     def caption_texts(self, samples: Sequence[TrainingSample], shape: Sequence[int] | None = None) -> list[Text]:
         """Return the captions in the format of the model family, which may contain the image size.
 
-        The image size comes from `shape` (latent shape of a sample) if it is given, otherwise from the sample's
-        framing. A sample without framing has the size of sampling.height and sampling.width.
+        shape: latent shape of a sample, which determines the image size. If it is None, the size comes from the
+        sample's framing. Samples without framing have size (sampling.height, sampling.width).
         """
         sampler, texts = self.job.sampler, list[Text]()
         for sample in samples:
@@ -206,9 +210,9 @@ class SftLoop(TrainingLoop):
 
 
 def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Tensor:
-    """Return the active policy's velocity errors [M, B] (see NoisyBatch).
+    """Return the active policy's velocity errors [M, B]. See NoisyBatch for M and B.
 
-    purpose: the name under which the forward passes are counted.
+    purpose: name under which the forward passes are counted.
     """
     frames = (
         None
@@ -222,9 +226,9 @@ def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Te
 
 
 def loss_stats(prefix: str, loss_B: Tensor, sigma_B: Tensor, shift: float) -> Stats:
-    """Return the loss statistics of B loss terms, in total and per noise-level bucket.
+    """Return statistics of the losses of B loss terms, over all terms and per noise-level bucket.
 
-    They are {`<prefix>/loss`: loss [B], `<prefix>/loss_bucket<j>`: (loss [B], mask [B] of bucket j)}.
+    The result is {`<prefix>/loss`: loss [B], `<prefix>/loss_bucket<j>`: (loss [B], mask [B] of bucket j)}.
     """
     buckets = torch.arange(NUM_BUCKETS, device=sigma_B.device)
     masks = (bucket_index(sigma_B, shift) == buckets[:, None]).float().unbind()
@@ -238,16 +242,17 @@ def iter_media(samples: Sequence[TrainingSample]) -> Iterator[TrainingSample]:
 
 
 class ValidationLoss:
-    """The loss on held-out samples with fixed noise. Equal weights give equal losses, at any step and world size.
+    """The loss on held-out samples with fixed noise.
 
-    Every evaluation uses the same L = 8 noise levels sigma_j = shift((j + .5) / L). The noise depends only on the
-    sample and j. Velocity errors are [M, N, L] for N samples with M images or videos each and L noise levels.
+    Equal weights give equal losses, at any step and for any number of ranks. The L = 8 noise levels are sigma_j =
+    shift((j + .5) / L). The noise depends only on the sample and j. Velocity errors have shape [M, N, L], for N samples
+    with M images or videos each.
     """
 
     def __init__(
         self, job: Job, algorithm: SupervisedAlgorithm, samples: Sequence[Sample], framings: Sequence[Framing]
     ) -> None:
-        """framings: how each sample is resized and cropped."""
+        """framings: size and crop of each sample."""
         self.job, self.algorithm, self.samples, self.framings = job, algorithm, samples, framings
         self.settings = job.recipe.supervised_settings
         self.shift = self.settings.flow_shift or job.model.flow_shift(job.recipe.sampling)
@@ -256,7 +261,10 @@ class ValidationLoss:
 
     @torch.no_grad()
     def measure_loss(self) -> dict[str, float]:
-        """Return `val/loss`, `val/loss_bucket<j>` and the algorithm's metrics of the evaluation weights. Collective."""
+        """Return `val/loss`, `val/loss_bucket<j>` and the algorithm's metrics. Collective.
+
+        All of them are computed with the evaluation weights.
+        """
         engine, references = self.job.engine, {}
         for policy in self.settings.reference_policies:
             with engine.use_policy(policy):
@@ -268,9 +276,9 @@ class ValidationLoss:
         return {f"val/{name}": float(values.mean()) for name, values in {**means, **sample_metrics}.items()}
 
     def policy_errors(self) -> Tensor:
-        """Return the active policy's velocity errors [M, N, L] (see ValidationLoss), float64 on the CPU.
+        """Return the active policy's velocity errors [M, N, L] as float64 on the CPU. Collective.
 
-        Identical on every rank.
+        See ValidationLoss for M, N and L. The errors are identical on every rank.
         """
         world, model = self.job.world, self.job.model
         shape = (self.settings.items_per_sample, len(self.samples), len(self.sigmas))
@@ -288,7 +296,7 @@ class ValidationLoss:
         """Compute this replica's shard of the velocity errors and write it into `errors` [M, N, L].
 
         terms: (sample index, noise-level index) pairs of one expert and one image size. All ranks run the same number
-        of forward passes. A rank with fewer pairs therefore repeats some of them and drops the results.
+        of forward passes, so a rank with fewer pairs repeats some of them and discards the repeated results.
         """
         world = self.job.world
         shard_size = math.ceil(len(terms) / world.dp_size)
@@ -326,7 +334,7 @@ class ValidationLoss:
         )
 
     def load_latents(self, index: int) -> Tensor:
-        """Return a sample's clean latents, [M, ...], on every rank of the replica. Collective in the replica."""
+        """Return the clean latents [M, ...] of a sample on every rank of the replica. Collective in the replica."""
         world, sample = self.job.world, self.samples[index]
         if not world.is_leader:
             return world.broadcast_tensor_in_replica(None)

@@ -1,4 +1,7 @@
-"""Step reports: metrics and speed of a step, flags agreed across ranks, and the limit of non-finite steps."""
+"""Report of a training step: its metrics, its speed and the state that all ranks agree on.
+
+The module also contains the limit on consecutive non-finite optimizer steps.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,10 @@ HEADLINE_METRICS = ("reward/total/mean", "sft/loss", "dpo/loss", "loss/total", "
 
 
 def speed_metrics(job: CommonJob, work: FlopCount | None, samples: int, seconds: float) -> dict[str, float]:
-    """Return samples per second, TFLOP/s and MFU of a step.
+    """Return the metrics samples per second, TFLOP/s and MFU of a step.
 
-    work: FLOPs of this rank, None if unknown. samples: samples trained on all ranks. seconds: duration of the step.
-    TFLOP/s and MFU are logged for rank 0. With data.buckets, other ranks may train other image sizes.
+    work: FLOPs of this rank, or None if unknown. samples: number of samples trained on all ranks. seconds: duration of
+    the step. Only rank 0's TFLOP/s and MFU are logged. With data.buckets, the values of other ranks may differ.
     """
     metrics = {SAMPLES_PER_SECOND: samples / seconds}
     if work is None:
@@ -43,9 +46,10 @@ def speed_metrics(job: CommonJob, work: FlopCount | None, samples: int, seconds:
 
 
 def tflops_and_mfu(work: FlopCount, seconds: float, peak: float | None) -> dict[str, float]:
-    """Return the metrics TFLOP/s (with recomputation) and MFU (without recomputation). Returns {} if no work was done.
+    """Return the metrics TFLOP/s and MFU. Returns {} if no FLOPs were counted.
 
-    peak: peak TFLOP/s of the device. If it is None, MFU is omitted.
+    TFLOP/s includes the recomputation of activations, MFU does not. peak: peak TFLOP/s of the device, or None to omit
+    MFU.
     """
     if work.required == 0:
         return {}
@@ -65,7 +69,7 @@ def speed_summary(metrics: Mapping[str, float]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """Metrics and counts of a training step. Identical on every rank."""
+    """Metrics and counts of a training step. All ranks have identical reports."""
 
     step_metrics: Mapping[str, float]  # metrics of the step as a whole
     update_metrics: Sequence[Mapping[str, float]]  # metrics of each of its optimizer steps
@@ -74,7 +78,7 @@ class StepReport:
 
     @property
     def metrics_by_update(self) -> list[Mapping[str, float]]:
-        """Return the metrics of each optimizer step. The first entry includes the metrics of the whole step."""
+        """Return the metrics of each optimizer step. The first entry also contains the metrics of the whole step."""
         return [{**self.step_metrics, **self.update_metrics[0]}, *self.update_metrics[1:]]
 
     @property
@@ -84,7 +88,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class StepFlags:
-    """End-of-step state agreed across ranks: each flag is True if it is True on any rank."""
+    """State at the end of a step, agreed across ranks. A flag is True if it is True on at least one rank."""
 
     stop: bool  # stop requested
     save: bool  # checkpoint requested
@@ -98,7 +102,7 @@ class NonFiniteLimit:
         self.num_consecutive = 0
 
     def check(self, result: StepResult, sample_ids: Sequence[str]) -> None:
-        """Count non-finite optimizer steps in a row. Raises RunError, on all ranks, after MAX_NONFINITE_STEPS."""
+        """Count consecutive non-finite optimizer steps. Raises RunError on all ranks after MAX_NONFINITE_STEPS."""
         self.num_consecutive = 0 if result.is_applied else self.num_consecutive + 1
         if not result.is_applied:
             log.warning(
@@ -121,10 +125,10 @@ def engine_metrics(job: CommonJob, result: StepResult) -> dict[str, float]:
 
 
 def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool) -> StepFlags:
-    """Write the metrics of a step, one line per optimizer step, and agree on the step flags. Collective.
+    """Write one line of metrics per optimizer step, and return the agreed step flags. Collective.
 
-    The first line also has the times, forward counts and speed of the whole step. writing: whether this rank is still
-    writing its shard of a checkpoint.
+    The first line also contains the times, forward counts and speed of the whole step. writing: whether this rank is
+    still writing its shard of a checkpoint.
     """
     first, *others = report.metrics_by_update
     work = job.pop_work()  # part of the step time: the first call takes seconds
@@ -147,7 +151,7 @@ def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool)
 def reduce_times_and_flags(
     job: CommonJob, times: Mapping[str, float], *, writing: bool
 ) -> tuple[dict[str, float], StepFlags]:
-    """Return (maximum over ranks of each time and memory peak, flags agreed across ranks). Collective."""
+    """Return (the maximum over ranks of each time and memory peak, the agreed step flags). Collective."""
     flags = {"save": job.stop_flag.take_save_request(), "stop": job.stop_flag.is_set, "writing": writing}
     largest = job.world.max_over_ranks({**times, **flags})
     return {name: largest[name] for name in times}, StepFlags(**{name: largest[name] > 0 for name in flags})

@@ -1,4 +1,4 @@
-"""Deterministic evaluation during training: samples for fixed prompts and seeds, rewards, and the validation loss."""
+"""Evaluation during training: samples for fixed prompts and seeds, their rewards, and the validation loss."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class LossMetric(Protocol):
 class Validator:
     """Generates samples with the evaluation weights and computes rewards, a validation loss, or both.
 
-    Runs with rewards generate samples for all (prompt, seed) pairs; other runs generate only the samples to log. All
-    methods are collective. The training weights and the active adapter are not changed.
+    In a run with rewards, it generates a sample for each (prompt, seed) pair. In other runs, it generates only the
+    samples to log. The training weights do not change. All methods are collective.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class Validator:
         rollout_plan: Callable[[int], SamplingPlan] | None = None,
         frames: ValidationFrames | None = None,
     ) -> None:
-        """frames: conditioning frames of the prompts. rollout_plan: maps an RL step to its rollout sampling plan.
+        """frames: conditioning frames of the prompts.
 
-        If `rollout_plan` is given, the validator also generates and scores samples with that plan.
+        rollout_plan: function that returns the sampling plan of rollouts for an RL step. If it is given, the validator
+        also generates and scores samples with this plan.
         """
         settings = job.recipe.validation
         self.job, self.rewards, self.held_out_rewards, self.loss, self.rollout_plan = (
@@ -84,7 +85,7 @@ class Validator:
         self._failed_scores: Scores = {}  # failed samples of this rank since the last collection of scores
 
     def evaluate_at_start(self, step: int) -> None:
-        """Evaluate if validation.at_start is set and the run is new. step: last completed step, 0 in a new run."""
+        """Evaluate a new run if validation.at_start is set. step: last completed step, 0 in a new run."""
         if self.job.recipe.validation.at_start and step == 0 and self._evaluated_at != 0:
             self.evaluate(0)
         self.job.timer.restart()
@@ -99,20 +100,20 @@ class Validator:
         self.alarm.load_state_dict(state.get("alarm", {}))
 
     def after_step(self, step: int) -> None:
-        """Evaluate if the recipe schedules it for this step. If only samples are scheduled, write only samples."""
+        """Run the evaluation that the recipe schedules for this step. If it schedules only samples, write samples."""
         if is_due(step, self.job.recipe.validation.every):
             self.evaluate(step)
         elif is_due(step, self.job.recipe.logging.sample_every):
             self.generate_and_write(step, self.items[: self.job.recipe.logging.num_samples])
 
     def evaluate_at_end(self, step: int) -> dict[str, float]:
-        """Evaluate the final weights unless this step is already evaluated. Returns the metrics."""
+        """Return the metrics of the final weights. Evaluates these weights unless that is already done."""
         if self._evaluated_at != step:
             self.evaluate(step)
         return self.last_metrics
 
     def evaluate(self, step: int) -> None:
-        """Generate and score samples, compute the loss, and write metrics and samples."""
+        """Generate and score samples, compute the validation loss, and write metrics and samples."""
         job = self.job
         with job.timer("validation"), job.engine.use_policy(job.evaluation_policy), torch.no_grad():
             media = self.generate_samples(
@@ -150,10 +151,11 @@ class Validator:
         id_prefix: str = "",
         scorers: Sequence[tuple[RewardClient, list[str]]] = (),
     ) -> list[npt.NDArray[np.uint8]]:
-        """Generate all items, submit them to the reward clients, and return the first `logging.num_samples` on rank 0.
+        """Generate a sample for each item, submit the samples to the reward clients, and return some of them on rank 0.
 
-        items: (prompt, seed) pairs. Item k is scored under the sample id `<id_prefix>/<k>`. scorers: (reward client,
-        names of its rewards) pairs. Returns uint8 images [H,W,3] or videos [T,H,W,3].
+        Returns the first `logging.num_samples` samples, as uint8 images [H,W,3] or videos [T,H,W,3].
+        items: (prompt, seed) pairs. Item k is scored under the sample id `<id_prefix>/<k>`.
+        scorers: (reward client, names of its rewards) pairs.
         """
         job, world = self.job, self.job.world
         shard_size = math.ceil(len(items) / world.dp_size)
@@ -177,7 +179,10 @@ class Validator:
         return [item for part in world.gather_leader_arrays(np.stack(shown)) for item in part][:num_shown]
 
     def collect_scores(self) -> Scores:
-        """Wait for outstanding scores and gather them from all ranks. Identical on every rank. Collective."""
+        """Wait for outstanding scores and return the scores of all ranks. Collective.
+
+        The result is identical on every rank.
+        """
         if not self.scorers:
             return {}
         local_scores = self._failed_scores
@@ -188,7 +193,7 @@ class Validator:
         return gathered
 
     def score_metrics(self, step: int, scores: Sequence[Mapping[str, Score]]) -> dict[str, float]:
-        """Return the metrics of rewards and held-out rewards. Logs a warning if the reward-hacking alarm is raised."""
+        """Return the metrics of rewards and held-out rewards. Logs a warning if the reward-hacking alarm goes off."""
         if not scores:
             return {}
         recipe, num_seeds = self.job.recipe, len(self.job.recipe.validation.seeds)
@@ -204,9 +209,9 @@ class Validator:
         return metrics
 
     def select_scores(self, id_prefix: str, gathered: Scores) -> list[Mapping[str, Score]]:
-        """Return the scores with this sample id prefix, in the order of `self.items`.
+        """Return the scores of samples with ids that start with `id_prefix`, in the order of `self.items`.
 
-        Returns [] if nothing was scored.
+        Returns [] if no sample was scored.
         """
         return [gathered[f"{id_prefix}/{k}"] for k in range(len(self.items))] if gathered else []
 
@@ -235,17 +240,20 @@ class Validator:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether an action that runs every `every` steps is due after this step. 0 means never."""
+    """Return whether an action that runs every `every` steps is due after this step. `every` = 0 means never."""
     return every > 0 and step % every == 0
 
 
 def merge_scores(first: Scores, second: Scores) -> Scores:
-    """Merge two dicts {sample: {reward name: score}}. A sample may have some of its rewards in each dict."""
+    """Merge two dicts {sample: {reward name: score}}. The two dicts may contain different rewards of a sample."""
     return {sample: {**first.get(sample, {}), **second.get(sample, {})} for sample in {**first, **second}}
 
 
 def order_by_prompt(scores: Sequence[Mapping[str, Score]], num_seeds: int) -> list[Mapping[str, Score]]:
-    """Reorder scores from seed-major order (all prompts of the first seed first) to prompt-major order."""
+    """Reorder scores from seed-major to prompt-major order.
+
+    Seed-major order starts with all prompts of the first seed, prompt-major order with all seeds of the first prompt.
+    """
     num_prompts = len(scores) // num_seeds
     return [scores[seed * num_prompts + prompt] for prompt in range(num_prompts) for seed in range(num_seeds)]
 
@@ -253,10 +261,10 @@ def order_by_prompt(scores: Sequence[Mapping[str, Score]], num_seeds: int) -> li
 def reward_metrics(
     samples: Sequence[Mapping[str, Score]], num_seeds: int, held_out_rewards: Collection[str] = ()
 ) -> dict[str, float]:
-    """Return the metrics `mean`, `ci95` and `failed` of each reward, with the prefix `val/reward/<name>/`.
+    """Return `val/reward/<name>/mean`, `val/reward/<name>/ci95` and `val/reward/<name>/failed` for each reward.
 
-    `ci95` is half the width of the 95 % confidence interval of the mean over prompts. `failed` counts failed scores.
-    Held-out rewards have the prefix `val/held_out/<name>/`. samples: scores in prompt-major order.
+    `ci95` is half the width of the 95 % confidence interval of the mean over prompts. `failed` is the number of failed
+    scores. Held-out rewards have the prefix `val/held_out/<name>/` instead. samples: scores in prompt-major order.
     """
     metrics: dict[str, float] = {}
     for tag, values in sorted(scores_by_reward(samples, num_seeds).items()):
@@ -274,11 +282,12 @@ def reward_metrics(
 def correlation_metrics(
     evaluated: Sequence[Mapping[str, Score]], rolled_out: Sequence[Mapping[str, Score]], prompts: Sequence[str]
 ) -> dict[str, float]:
-    """Compare the rewards of evaluation samples and rollout samples with equal prompts and seeds.
+    """Compare the rewards of evaluation samples with those of rollout samples for equal prompts and seeds.
 
     Returns three metrics per reward, with the prefix `val/reward/<name>/`. `rollout_mean` is the mean reward of the
-    rollout samples. `rank_correlation` compares all pairs of samples at once. `rank_correlation_within_prompts` is
-    computed per prompt and averaged. It matters for training, because advantages depend on the ranks within a prompt.
+    rollout samples. `rank_correlation` is computed over all pairs of samples. `rank_correlation_within_prompts` is
+    computed per prompt and then averaged. Training depends on the latter, because advantages compare samples of one
+    prompt.
     """
     metrics: dict[str, float] = {}
     for name in sorted(rolled_out[0]):  # held-out rewards do not score rollouts
@@ -300,7 +309,7 @@ def correlation_metrics(
 def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
     """Return Spearman's rank correlation of (x, y) pairs. Equal values get the mean of their ranks.
 
-    Returns None for fewer than two pairs, or if all x or all y are equal.
+    Returns None for fewer than two pairs, and if all x or all y are equal.
     """
     if len(pairs) < 2:
         return None

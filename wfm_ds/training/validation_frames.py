@@ -1,4 +1,4 @@
-"""Prompts and conditioning frames of validation samples, and latents of single images or videos."""
+"""Prompts and conditioning frames of validation samples, and clean latents of single images or videos."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from wfm_ds.types import ConditioningFrames, Prompt
 
 
 class ValidationFrames:
-    """The conditioning frames of validation samples. Independent of step and world size.
+    """The conditioning frames of validation samples. They do not depend on the step or the number of ranks.
 
-    The frames of a prompt are encoded at first use and kept in host memory. If the recipe allows a range of frame
-    counts, successive samples use different counts, from the largest to the smallest, and then start again.
+    The frames of a prompt are encoded at first use and kept in host memory. If the recipe allows several frame counts,
+    successive samples use them in turn, from the largest to the smallest.
     """
 
     def __init__(self, job: Job, samples: Sequence[Sample], framing: Framing) -> None:
-        """samples: data samples of the validation prompts, already checked to be readable with this framing."""
+        """samples: data samples of the validation prompts. The caller has checked that they can be read."""
         low, high = job.recipe.algorithm.conditioning_frame_range
         self.job, self.framing = job, framing
         self.media = {sample.prompt.id: sample.media for sample in samples}
@@ -34,12 +34,15 @@ class ValidationFrames:
         self._latents: dict[str, Tensor] = {}  # on the host, by prompt id
 
     def load_frames(self, prompts: Sequence[Prompt]) -> ConditioningFrames:
-        """Return the conditioning frames of these prompts, on the device. Collective in the replica."""
+        """Return the conditioning frames of these prompts on the device. Collective in the replica."""
         latents = torch.stack([self._prompt_latents(prompt.id) for prompt in prompts]).to(self.job.world.device)
         return ConditioningFrames(latents, torch.tensor([self.frame_counts[prompt.id] for prompt in prompts]))
 
     def _prompt_latents(self, prompt_id: str) -> Tensor:
-        """Return a prompt's latents [C,T,h,w] float32 on the CPU, padded to video length. Collective in the replica."""
+        """Return a prompt's latents [C,T,h,w] as float32 on the CPU. Collective in the replica.
+
+        T is the number of latent frames of a whole video. Shorter latents are padded.
+        """
         if prompt_id not in self._latents:
             world = self.job.world
             latents = load_media_latents(self.job, self.media[prompt_id], self.framing) if world.is_leader else None
@@ -50,9 +53,9 @@ class ValidationFrames:
 
 
 def load_validation_prompts(job: Job, data: TrainingData) -> tuple[Sequence[Prompt], ValidationFrames | None]:
-    """Return the validation prompts with their inputs (actions, cameras), and their conditioning frames.
+    """Return the validation prompts with their inputs (actions, cameras), and their conditioning frames. Collective.
 
-    The frames are None in runs without conditioning frames, and if validation.prompts is set. Collective.
+    The conditioning frames are None if the run does not use them or if validation.prompts is set.
     """
     recipe = job.recipe
     uses_frames = recipe.algorithm.conditioning_frame_range[1] > 0
@@ -77,10 +80,10 @@ def load_validation_prompts(job: Job, data: TrainingData) -> tuple[Sequence[Prom
 
 
 def load_media_latents(job: Job, media: Media, framing: Framing) -> Tensor:
-    """Return the clean latents of an image or video, from the cache or encoded from the file.
+    """Return the clean latents of an image or video. They are read from the cache or encoded from the file.
 
-    Raises DataError if the file cannot be read, but only on this rank: replicas read different numbers of samples, so
-    they cannot synchronize here.
+    Raises DataError on this rank only, if the file cannot be read. Replicas read different numbers of samples, so ranks
+    cannot agree on an error here.
     """
     cache = job.latent_cache
     latents = None if cache is None else cache.read(media, framing)

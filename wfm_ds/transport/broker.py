@@ -38,7 +38,7 @@ POLL_MS = 200  # upper limit for the delay of stall and deadline checks
 
 @dataclass(frozen=True, slots=True)
 class TaskKind:
-    """Scheduling limits of a kind of task, and information about this kind for clients."""
+    """Scheduling limits of a kind of task, and the information that clients receive about this kind."""
 
     stall_s: float  # a task without progress for this long goes to another worker
     info: Mapping[str, Any]  # plain values, sent to clients in `attached`
@@ -46,7 +46,7 @@ class TaskKind:
 
 
 class Broker:
-    """Message broker. Binds its sockets in the constructor, serves between `start` and `stop`. Thread-safe."""
+    """Message broker. The constructor binds its sockets. It serves between `start` and `stop`. Thread-safe."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class Broker:
         clients, workers: endpoints of the two sockets. The port may be 0 or * (any free port).
         observer: called in the broker's thread with every finished task. It must be fast and must not raise.
         on_stall: called in the broker's thread with the id of a worker that seems to hang.
-        keys: if set, clients must authenticate with an allowed key. worker_keys: the same for workers.
+        keys: if set, clients must authenticate with an allowed key. worker_keys: whether workers must do so too.
         worker_timeout_s: a worker that sends nothing for this long counts as lost, and its tasks are requeued. It may
         reconnect later. None: only `report_lost_worker` removes workers.
         """
@@ -153,7 +153,7 @@ class Broker:
     def request_status(self) -> Future[BrokerStatus]:
         """Return a future with the broker's status.
 
-        The broker's thread sets it within about POLL_MS milliseconds. If the thread has stopped, the future is
+        The broker's thread sets the status within about POLL_MS milliseconds. If the thread has stopped, the future is
         cancelled.
         """
         future: Future[BrokerStatus] = Future()
@@ -166,7 +166,8 @@ class Broker:
     def stop(self, drain_s: float) -> None:
         """Stop leasing, wait up to `drain_s` seconds for running tasks and their results, then close the sockets.
 
-        Waits until clients have acknowledged their results, because zmq drops unread messages when a connection closes.
+        The broker waits until clients have acknowledged their results, because zmq drops unread messages when a
+        connection closes.
         """
         self._commands.put(lambda: self._start_drain(drain_s))
         self._thread.join(drain_s + 10)

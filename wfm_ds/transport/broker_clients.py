@@ -1,6 +1,6 @@
 """Client side of the broker: attached clients, their submissions, finished tasks and payload requests.
 
-Uses the same ledger and spool as broker_workers.py. Used only by the broker's thread.
+Shares a ledger and a spool with broker_workers.py. Only the broker's thread uses this module.
 """
 
 from __future__ import annotations

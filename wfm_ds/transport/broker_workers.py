@@ -1,6 +1,6 @@
 """Worker side of the broker: connected workers, tasks to send to them, stalled and lost workers.
 
-Uses the same ledger and spool as broker_clients.py. Used only by the broker's thread, except `worker_ids`.
+Shares a ledger and a spool with broker_clients.py. Only the broker's thread uses this module, except `worker_ids`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class BrokerWorkers:
     def drop_worker(self, worker: str, why: str) -> None:
         """Requeue the tasks of a worker that died, hangs or is unreachable.
 
-        This counts as a failed attempt of each task that was sent to the worker, because the task may be the cause.
+        Each task that was sent to the worker gets a failed attempt, because it may be the cause.
         """
         if worker in self._workers:
             self._ledger.requeue_unsent(worker, [task.task_id for task in self._workers[worker].outbox])

@@ -18,7 +18,7 @@ class ActiveClock:
     def tick(self, now_s: float) -> float:
         """Advance the clock and return its time.
 
-        A single thread must call it several times per MAX_STEP_S. Any thread may read `now_s`.
+        A single thread must call this method several times in every MAX_STEP_S seconds. Any thread may read `now_s`.
         """
         self.now_s += min(now_s - self._last_tick_s, MAX_STEP_S)
         self._last_tick_s = now_s

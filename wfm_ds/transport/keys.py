@@ -33,7 +33,7 @@ SECRET_SUFFIX, PUBLIC_SUFFIX = ".key_secret", ".key"
 
 
 class KeyFileError(UserError):
-    """A key file is missing, readable by other users, or not a key."""
+    """Raised if a key file is missing, can be read by other users, or is not a key."""
 
 
 @dataclass(frozen=True, slots=True)

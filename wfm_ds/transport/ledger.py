@@ -118,7 +118,7 @@ class Ledger:
     def release_completions(self, owner: str, up_to_seq: int) -> None:
         """Drop the completions up to sequence number `up_to_seq`, because the submitter has received them.
 
-        Their task ids are remembered.
+        The ledger remembers their task ids.
         """
         completions = self._owners[owner].completions if owner in self._owners else {}
         while completions and (oldest := next(iter(completions.values()))).seq <= up_to_seq:
@@ -183,10 +183,7 @@ class Ledger:
         return grants
 
     def record_progress(self, worker: str, task_id: str, attempt: int, done: int, now_s: float) -> None:
-        """Renew the lease if `done` has increased.
-
-        An unchanged `done` does not renew it, because the worker may be stuck.
-        """
+        """Renew the lease if `done` has increased. A worker with the same `done` may be stuck."""
         holder = self._workers.get(worker)
         lease = holder.leases.get(task_id) if holder else None
         if lease is not None and lease.attempt == attempt and done > lease.done:
@@ -196,7 +193,7 @@ class Ledger:
     def record_result(
         self, worker: str, task_id: str, attempt: int, seconds: float, meta: Mapping[str, Any]
     ) -> ReportStatus:
-        """Record a result. The worker may drop its copy of the result, whatever status this method returns."""
+        """Record the result of a task. The worker may drop its copy for any returned status."""
         is_current = self._end_lease(worker, task_id)
         entry = self._entries.get(task_id)
         if entry is None:
@@ -249,9 +246,8 @@ class Ledger:
     def expire_leases(self, now_s: float) -> list[tuple[str, str, int]]:
         """Requeue tasks without progress for `stall_s`, and quarantine waiting tasks past their deadline.
 
-        Returns (worker, task id, attempt) of the stalled leases. A lease, even a void one, is returned again after each
-        further `stall_s`, because its worker hangs or never received the task. A stalled lease still uses the worker's
-        credit (see the module docstring).
+        Returns (worker, task id, attempt) of the stalled leases. Until the worker reports, a stalled lease is returned
+        again every `stall_s` seconds, even if it is void. It still uses the worker's credit (see the module docstring).
         """
         stalled = []
         for worker, task_id in self._stalls.pop_due(now_s):

@@ -18,7 +18,7 @@ MAX_IN_FLIGHT = 4  # submissions sent but not accepted; the rest waits here, not
 class TaskRequest:
     """A task: rows [start, stop) of a submission, for one worker of `kind`.
 
-    Two tasks with the same id are the same work.
+    Tasks with equal ids are treated as the same task.
     """
 
     id: str

@@ -112,7 +112,10 @@ def _remove_if_orphaned(path: Path) -> bool:
 
 
 def _lock_shared(path: Path) -> int | None:
-    """Return a descriptor of the folder with a shared lock. None if it does not exist or belongs to another user."""
+    """Return a descriptor of the folder with a shared lock.
+
+    Returns None if the folder does not exist or belongs to another user.
+    """
     with _open_own_folder(path) as folder:
         if folder is None:
             return None
@@ -122,7 +125,10 @@ def _lock_shared(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _open_own_folder(path: Path) -> Iterator[int | None]:
-    """Yield a descriptor of the folder. None if it does not exist, is not a folder, or belongs to another user."""
+    """Yield a descriptor of the folder.
+
+    Yields None if the path does not exist, is not a folder, or belongs to another user.
+    """
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -74,7 +74,7 @@ class Spool:
         self._files = dict(files)
 
     def read_piece(self, name: str, offset: int) -> tuple[list[TensorSpec], list[Buffer]]:
-        """Return a piece of a file as a uint8 tensor: from `offset` on, at most one frame long.
+        """Return a piece of a file as a uint8 tensor. It starts at `offset` and is at most one frame long.
 
         Raises NotInSpool if the file is missing or cannot be read.
         """

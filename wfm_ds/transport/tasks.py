@@ -147,7 +147,7 @@ class Lease:
 
 @dataclass(slots=True)
 class LeaseHolder:
-    """A worker, as the ledger sees it."""
+    """A worker in the ledger: the tasks that it accepts, and its current leases."""
 
     kinds: frozenset[str]
     credit: int
@@ -156,8 +156,8 @@ class LeaseHolder:
     def can_take(self, rows: int, *, exclusive: bool) -> bool:
         """Return whether the worker can hold another task with this number of rows.
 
-        exclusive: whether the task must run alone, because it may have killed a worker and other tasks would be lost
-        with it.
+        exclusive: whether the task must run alone. A task that may have killed a worker runs alone, so that no other
+        task is lost with it.
         """
         if not self.leases:
             return True

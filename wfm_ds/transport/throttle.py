@@ -10,9 +10,9 @@ LOG_INTERVAL_S = 60.0
 
 
 class RepeatFilter(logging.Filter):
-    """Logging filter that passes one record per message format in LOG_INTERVAL_S seconds.
+    """Logging filter that passes one record per message format every LOG_INTERVAL_S seconds.
 
-    The next record reports how many were suppressed.
+    The next record reports how many records were suppressed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -321,7 +321,7 @@ class LeaseWorker:
             self._problem = fields["why"]
 
     def _accept_task(self, task: LeasedTask) -> None:
-        """Queue a task, unless this worker already has it. (A broker that had lost the worker may lease it again.)"""
+        """Queue a task, unless this worker already has it because an earlier lease was requeued."""
         report, attempt = self._reports.get(task.id), self._attempts.get(task.id)
         if report is not None and report.type == "failed" and report.fields["attempt"] < task.attempt:
             del self._reports[task.id]  # the broker has received the failure; this is a new attempt

@@ -24,11 +24,13 @@ def sequence_attention(
     group: ProcessGroup,
     backend: Any,
 ) -> Tensor:
-    """Return the attention of all tokens to all tokens, [B,n,H,D]. Collective in the group.
+    """Return the attention output [B,n,H,D] of the local tokens, which attend to all tokens. Collective in the group.
 
-    query, key, value: [B,n,H,D] of the n = lengths[rank] local tokens, after norms and rotary embedding. An all-to-all
-    gives each rank all tokens for its heads, so any attention kernel can be used (without a mask). A second all-to-all
-    restores the token shards. backend: diffusers' name of the attention kernel; None for the active one.
+    query, key, value: [B,n,H,D] for n local tokens and H heads, after norms and rotary embedding.
+    lengths: number of tokens on each rank.
+    backend: diffusers' name of the attention kernel. None selects the active kernel.
+    An all-to-all gives each rank all tokens for some of the heads, so any kernel can be used (without a mask). A second
+    all-to-all restores the token shards.
     """
     heads = shard_sizes(query_BnHD.shape[2], dist.get_world_size(group), "attention heads")
     query, key, value = reshard((query_BnHD, key_BnHD, value_BnHD), 2, heads, 1, lengths, group)  # [B,S,h,D]
@@ -37,7 +39,7 @@ def sequence_attention(
 
 
 def apply_rotation(x_BnHD: Tensor, tables_nD: Sequence[Tensor], pairs: RotationPairs) -> Tensor:
-    """Apply the rotary embedding to queries or keys, computed in float32. tables: cosines and sines, [n,D] each."""
+    """Apply the rotary embedding to queries or keys [B,n,H,D]. tables: cosines and sines, [n,D] each."""
     cos, sin = tables_nD
     unbind_dim = {"neighbours": -1, "halves": -2}[pairs]
     result: Tensor = apply_rotary_emb(x_BnHD, (cos, sin), use_real=True, use_real_unbind_dim=unbind_dim, sequence_dim=1)

@@ -1,4 +1,4 @@
-"""Base class for the model families. It shards the tokens after the patch embedding and gathers the output."""
+"""Base class for sequence parallelism. It shards the tokens after the patch embedding and gathers the output."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class UlyssesTransformer(ABC):
     """Shards the tokens of a diffusers transformer, using hooks and attention processors. Parameters do not change.
 
     Each model family is a subclass in its own module of this package. After the patch embedding, a rank has only its
-    local tokens. Inputs without a token dimension (text, timesteps) are complete on every rank unless the family shards
-    them. The output of `proj_out` is gathered. Parameters used after the gathering would be wrong, because their
-    gradients would not be partial sums.
+    local tokens. Text and timesteps are complete on every rank unless the family shards them. The output of `proj_out`
+    is gathered on every rank. The transformer must not use parameters after `proj_out`, because their gradients would
+    not be partial sums.
 
-    Hooks inside a block must use only the block's arguments, not the attributes of this object. Gradient checkpointing
-    runs the block again in the backward pass, and then the attributes may belong to a forward pass with other shapes.
+    Hooks inside a block must read only the block's arguments, not the attributes of this object. Gradient checkpointing
+    runs the block again in the backward pass. The attributes may then belong to a forward pass with other shapes.
     """
 
     transformer_class: ClassVar[type[nn.Module]]
@@ -54,26 +54,29 @@ class UlyssesTransformer(ABC):
 
     @abstractmethod
     def shard_blocks(self, transformer: Any) -> None:
-        """Replace the operations of the blocks that combine tokens.
+        """Replace all operations in the transformer blocks that combine tokens.
 
-        Raises UserError, before any change, if an operation is not supported.
+        If an operation is not supported, raises UserError before it changes the transformer.
         """
 
     @abstractmethod
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
         """Return the number of tokens of each rank for a forward pass with these arguments.
 
-        May edit the arguments that the transformer receives. Raises UserError if a rank would have no tokens.
+        This method may edit the arguments. Raises UserError if a rank would have no tokens.
         """
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """Return the local shard of the patch embedding's output, [B,S,C] unless a family overrides this method."""
+        """Return the local tokens [B,n,C] of the patch embedding's output [B,S,C].
+
+        Families with another output shape override this method.
+        """
         return self.copy_local_shard(embedded, 1)
 
     def copy_local_shard(self, x: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
         """Return a copy of this rank's shard of x along dim. (A view would keep all of x in memory.)
 
-        lengths: shard size of each rank. None: the sizes of the token shards.
+        lengths: shard size of each rank. Default: number of tokens of each rank.
         """
         shard = local_shard(x, dim, self.lengths if lengths is None else lengths, self.group)
         return shard.clone(memory_format=torch.contiguous_format)
@@ -86,7 +89,7 @@ class UlyssesTransformer(ABC):
 
     @classmethod
     def num_units(cls, grid: Sequence[int]) -> int:
-        """Return the number of tokens, rows or frames (as `shard_unit` says) in a grid of tokens."""
+        """Return the size of a token grid in units of `shard_unit` (tokens, rows or frames)."""
         return math.prod(grid)
 
     @classmethod
@@ -122,5 +125,5 @@ class UlyssesTransformer(ABC):
 
 
 def patch_grid(shape: Sequence[int], patch_size: Sequence[int]) -> list[int]:
-    """Return the grid of tokens, [h,w] or [T,h,w] in patches. shape: shape of the latents without the channels."""
+    """Return the number of patches along each axis, [h,w] or [T,h,w]. shape: latent size along these axes."""
     return [count // side for count, side in zip(shape, patch_size, strict=True)]

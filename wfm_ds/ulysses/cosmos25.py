@@ -1,7 +1,7 @@
 """Cosmos-Predict2.5: a shard may start at any token of a video.
 
 In diffusers' CosmosTransformer3DModel the outputs of `patch_embed`, `learnable_pos_embed` and `time_embed` are sharded.
-`attn1` exchanges tokens after the rotation; `attn2` (text, image context) is local.
+`attn1` exchanges tokens after the rotary embedding. `attn2` (attention to text and image context) needs no exchange.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class UlyssesCosmos25(UlyssesTransformer):
             )
 
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
-        """Return the number of tokens of each rank. Reshapes timesteps [B,1,T,1,1], one per frame, to [B T].
+        """Return the number of tokens of each rank. Flatten timesteps with one value per frame, [B,1,T,1,1], to [B T].
 
-        The transformer would expand timesteps per frame to all tokens. It leaves flat timesteps unchanged, and
-        `_shard_time_embeddings` expands them to the local tokens.
+        The transformer would expand unflattened timesteps to all tokens. `_shard_time_embeddings` expands flat
+        timesteps only to the local tokens.
         """
         latents, timestep = arguments["hidden_states"], arguments["timestep"]
         count, _, num_frames, *_ = latents.shape
@@ -54,13 +54,16 @@ class UlyssesCosmos25(UlyssesTransformer):
         return shard_sizes(self.num_units(grid), self.num_ranks, self.shard_unit)
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """Shard the patch embedding [B,T,h,w,C] to [B,n,1,1,C]. The transformer flattens the middle dimensions."""
+        """Return the local tokens [B,n,1,1,C] of the patch embedding [B,T,h,w,C].
+
+        The transformer later flattens the three middle dimensions.
+        """
         return self.copy_local_shard(embedded.flatten(1, 3), 1)[:, :, None, None]
 
     def _shard_time_embeddings(self, _: nn.Module, args: Any, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Expand time embeddings with one row per frame, [B T,C], to the local tokens, [B,n,C].
+        """Expand time embeddings of frames [B T,C] to time embeddings of the local tokens [B,n,C].
 
-        Embeddings with one row per sample, [B,C], are unchanged.
+        Time embeddings of samples [B,C] are returned unchanged.
         """
         if self.frames is None:
             return embeddings
@@ -81,7 +84,7 @@ class Cosmos25Attention:
     _attention_backend: Any = None  # diffusers' name of a kernel
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        """group: the ranks that shard the tokens of self-attention; None: tokens are not sharded."""
+        """group: the ranks that shard the tokens of self-attention. None: tokens are not sharded."""
         self.group = group
 
     def __call__(
@@ -92,7 +95,10 @@ class Cosmos25Attention:
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Attend from local tokens [B,n,C] to all tokens or to text [B,m,C]. image_rotary_emb: tables of all tokens."""
+        """Compute self-attention of local tokens [B,n,C] to all tokens, or cross-attention to text [B,m,C].
+
+        image_rotary_emb: rotary tables (cosines, sines) of all tokens.
+        """
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query, key, value = (
             layer(x).unflatten(2, (attn.heads, -1))

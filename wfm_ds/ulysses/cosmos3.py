@@ -1,8 +1,8 @@
 """Cosmos3: a shard may start at any token of a video and its actions.
 
-In the generation tower (models/cosmos3_towers.py) the output of `sequence` is sharded: all tokens with their timestep
-embeddings. Every rank has the keys and values of all text tokens, but uses them only for its own heads. With
-grouped-query attention, each rank gets whole key-value heads together with their query heads.
+The output of `sequence` in the generation tower (models/cosmos3_towers.py) is sharded. It contains all tokens, with
+their timestep embeddings already added. Every rank has the keys and values of all text tokens, but uses them only for
+its own heads. With grouped-query attention, each rank gets whole key-value heads and their query heads.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Cosmos3Attention:
     """Attention processor of the generation tower: all tokens attend to the text and to each other."""
 
     def __init__(self, group: ProcessGroup | None = None, backend: Any = None) -> None:
-        """group: the ranks that shard the tokens; None: not sharded. backend: diffusers' name of a kernel."""
+        """group: the ranks that shard the tokens. None: no sharding. backend: diffusers' name of a kernel."""
         self.group = group
         self._attention_backend = backend
 
@@ -65,7 +65,7 @@ class Cosmos3Attention:
         text_mask: Tensor | None,
         rotation: Sequence[Tensor],
     ) -> Tensor:
-        """Attend from local tokens [B,n,W] to text [B,L,K,D] and to all N tokens.
+        """Compute the attention of local tokens [B,n,W] to text [B,L,K,D] and to all N tokens.
 
         rotation: rotary tables of all N tokens, [B,N,D] each.
         """
@@ -95,7 +95,10 @@ class Cosmos3Attention:
     def attend_full(
         self, query: Tensor, key: Tensor, value: Tensor, text_keys: Tensor, text_values: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Attend over complete sequences. Returns [B,N,heads,D]. Repeats key-value heads, as some kernels require."""
+        """Return the attention output [B,N,heads,D] for complete sequences.
+
+        Key-value heads are repeated, because some kernels require equal numbers of heads.
+        """
         key, value = torch.cat([text_keys, key], 1), torch.cat([text_values, value], 1)
         queries_per_key = query.shape[2] // key.shape[2]
         attended: Tensor = dispatch_attention_fn(
@@ -109,7 +112,7 @@ class Cosmos3Attention:
 
 
 def token_grid(config: Any, shape: Sequence[int]) -> tuple[int, int, int]:
-    """Return the grid of tokens (frames, rows, columns) for latents of shape [T,h,w]. Incomplete patches count."""
+    """Return the number of tokens (frames, rows, columns) for latents of shape [T,h,w]. Includes partial patches."""
     num_frames, height, width = shape
     patch = config.latent_patch_size
     return num_frames, math.ceil(height / patch), math.ceil(width / patch)

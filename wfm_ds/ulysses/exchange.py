@@ -46,11 +46,11 @@ def all_to_all(
     concat_sizes: Sequence[int],
     group: ProcessGroup,
 ) -> Tensors:
-    """Run one all-to-all for several tensors of equal shape and dtype. Not differentiable; see `reshard`.
+    """Run one all-to-all for several tensors of equal shape and dtype. `reshard` is the differentiable version.
 
-    Each tensor is split along split_dim into pieces of sizes split_sizes; piece j is sent to rank j. The pieces
-    received from rank j have size concat_sizes[j] along concat_dim and are concatenated along it. Sender and receiver
-    must agree about each size. If all sizes are equal on one rank, they must be equal on every rank.
+    Each tensor is split along split_dim. Piece j has size split_sizes[j] and is sent to rank j. The received pieces are
+    concatenated along concat_dim. The piece from rank j has size concat_sizes[j] along concat_dim.
+    Sender and receiver must agree about each size. If all sizes are equal on one rank, they must be equal on all ranks.
     """
     if len(set(split_sizes)) == len(set(concat_sizes)) == 1:
         return all_to_all_equal(tensors, split_dim, concat_dim, group)
@@ -69,7 +69,7 @@ def all_to_all(
 
 
 def all_to_all_equal(tensors: Tensors, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensors:
-    """Run `all_to_all` for equal piece sizes. Copies the data at most once before and once after the exchange."""
+    """Run `all_to_all` for pieces of equal size, with fewer copies of the data."""
     num_ranks = dist.get_world_size(group)
     by_rank = (num_ranks, tensors[0].shape[split_dim] // num_ranks)
     pieces = [torch.unflatten(x, split_dim, by_rank).movedim(split_dim, 0) for x in tensors]
@@ -85,7 +85,7 @@ def resize_shape(x: Tensor, lengths: dict[int, int]) -> torch.Size:
 
 
 class RankMap(torch.autograd.Function):
-    """A linear map of the tensors of all ranks. The backward pass applies the adjoint map."""
+    """A collective linear map. The backward pass applies the adjoint map to the gradients."""
 
     @staticmethod
     def forward(
@@ -123,7 +123,7 @@ def reshard(
 
 
 def gather_shards(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Gather the shards along dim on every rank. The result's gradient must be identical on every rank."""
+    """Concatenate the shards of all ranks along dim. All ranks must pass the same gradient to the backward pass."""
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
 
     def all_gather(xs: Tensors) -> Tensors:
@@ -136,7 +136,7 @@ def gather_shards(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGro
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
     """Return the sum of x over the ranks.
 
-    The backward pass sums gradients over the ranks, because the loss of each rank depends on the x of every rank.
+    The backward pass sums the gradients over the ranks, because the sum of x affects the loss of every rank.
     """
 
     def all_reduce(xs: Tensors) -> Tensors:
@@ -148,9 +148,9 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def exchange_halo(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Extend x [B,C,n,W] to [B,C,n+2,W] by the border lines of the previous and the next rank.
+    """Extend x [B,C,n,W] to [B,C,n+2,W] by one border line of the previous rank and one of the next rank.
 
-    Ranks without a previous or next rank add zeros instead.
+    The first and the last rank add a line of zeros at the outer border.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     before, after = rank > 0, rank < num_ranks - 1

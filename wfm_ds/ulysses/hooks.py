@@ -1,4 +1,4 @@
-"""Hooks that change a module's arguments or exchange border lines before a convolution. They work on PEFT layers."""
+"""Hooks that edit a module's arguments or exchange border lines before a convolution. They support PEFT layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from wfm_ds.ulysses.exchange import exchange_halo
 
 
 def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Let `change` edit a module's arguments, {name: value}, before each call. Positional arguments stay positional."""
+    """Call `change` with a module's arguments {name: value} before each forward pass. It edits them in place.
+
+    Positional arguments stay positional.
+    """
     names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def edit_call(
@@ -28,7 +31,7 @@ def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]
 
 
 def install_halo_exchange(convolution: nn.Module, group: ProcessGroup) -> None:
-    """Replace a convolution's zero padding between shards by the lines of the neighbouring ranks.
+    """Replace a convolution's zero padding between shards by the border lines of the neighbouring ranks.
 
     The convolution must pad its inputs [B,C,n,W] by one line. The padding along W and at both ends of the sequence
     remains zero.

@@ -34,12 +34,12 @@ def install_ulysses(denoiser: nn.Module, group: ProcessGroup) -> None:
     """Shard the tokens of a diffusers transformer over `group`. Changes the transformer in place.
 
     Forward passes are then collective in the group. All ranks pass identical complete inputs, and receive the complete
-    output. If every rank computes the same loss of the complete output, parameter gradients are partial sums: their sum
-    over the group is the gradient of the loss.
+    output. If every rank computes the same loss of the complete output, each rank's parameter gradients are partial
+    sums. Their sum over the group is the gradient of the loss.
 
     denoiser: a supported transformer, or a module that has only supported transformers as children (experts). Add
-    adapters before this call; gradient checkpointing and DeepSpeed may come before or after it. Raises UserError if the
-    transformer is unsupported. A forward pass raises UserError on all ranks if its inputs have too few tokens.
+    adapters before this call. Set up gradient checkpointing and DeepSpeed before or after this call. Raises UserError
+    if the transformer is unsupported. A forward pass raises UserError on all ranks if its inputs have too few tokens.
     """
     for transformer, family in match_families(denoiser):
         family(transformer, group)
@@ -73,5 +73,5 @@ def match_families(denoiser: nn.Module) -> list[tuple[Any, type[UlyssesTransform
 
 
 def find_family(transformer: nn.Module) -> type[UlyssesTransformer] | None:
-    """Return the family of a transformer's class or of its nearest supported base class; None if there is none."""
+    """Return the family of a transformer's class or of its nearest supported base class, or None."""
     return next((ulysses_families()[kind] for kind in type(transformer).__mro__ if kind in ulysses_families()), None)

@@ -1,7 +1,7 @@
-"""Base class of families that shard whole lines of tokens (rows or frames).
+"""Base class for families that shard whole lines of tokens (rows or frames).
 
-For linear attention, a state is summed over the ranks. For a convolution, the lines at the shard borders are exchanged.
-Neither exchange grows with the number of local tokens, and the number of heads does not limit the number of ranks.
+Linear attention sums a state over the ranks. A convolution exchanges the lines at the shard borders. The amount of
+exchanged data does not depend on the number of local lines. The number of heads does not limit the number of ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class UlyssesLineTransformer(UlyssesTransformer):
 
     @abstractmethod
     def shard_block_arguments(self, arguments: dict[str, Any]) -> None:
-        """Shard the arguments of a block that cover all lines, so that they cover only the local lines."""
+        """Edit block arguments that describe all lines, so that they describe only the local lines."""
 
     @classmethod
     def num_units(cls, grid: Sequence[int]) -> int:

@@ -1,6 +1,7 @@
-"""SANA: rows of patches are sharded. Linear attention sums a state, the 3x3 convolution exchanges border rows.
+"""SANA: rows of patches are sharded. Linear attention sums a state. The 3x3 convolution exchanges border rows.
 
-In diffusers' SanaTransformer2DModel the output of `patch_embed` is sharded. Text attention (`attn2`) is local.
+In diffusers' SanaTransformer2DModel, the output of `patch_embed` is sharded. Text attention (`attn2`) needs no
+exchange.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from wfm_ds.ulysses.line_sharding import EPS, UlyssesLineTransformer
 class SanaLinearAttention:
     """Replacement for SanaLinearAttnProcessor2_0. Computes relu(q) S / relu(q) z.
 
-    S is the sum of relu(k) v^T over all tokens, z the sum of relu(k), both in float32.
+    S is the float32 sum of relu(k) v^T over the tokens of all ranks. z is the float32 sum of relu(k).
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -35,7 +36,7 @@ class SanaLinearAttention:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Attend from the local tokens [B,n,C] to all tokens."""
+        """Compute the attention of the local tokens [B,n,C] to all tokens."""
         query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
         query = query if attn.norm_q is None else attn.norm_q(query)
         key = key if attn.norm_k is None else attn.norm_k(key)

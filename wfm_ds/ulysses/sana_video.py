@@ -1,7 +1,7 @@
-"""SANA-Video: frames are sharded. Linear attention sums two states, the temporal convolution exchanges border frames.
+"""SANA-Video: frames are sharded. Linear attention sums two states. The temporal convolution exchanges border frames.
 
-In diffusers' SanaVideoTransformer3DModel the output of `patch_embedding`, the rotation tables, and timesteps per token
-(conditioning frames) are sharded. Text attention (`attn2`) and the 3x3 convolution within a frame are local.
+In diffusers' SanaVideoTransformer3DModel, the output of `patch_embedding` and the rotary tables are sharded. Timesteps
+are sharded if there is one for each token. Text attention (`attn2`) and the 3x3 convolution need no exchange.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from wfm_ds.ulysses.line_sharding import EPS, UlyssesLineTransformer
 class SanaVideoLinearAttention:
     """Replacement for SanaLinearAttnProcessor3_0. Computes R relu(q) S / relu(q) z with the rotation R.
 
-    S is the sum of R relu(k) v^T over all tokens, z the sum of relu(k), both in float32.
+    S is the float32 sum of R relu(k) v^T over the tokens of all ranks. z is the float32 sum of relu(k).
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -39,7 +39,10 @@ class SanaVideoLinearAttention:
         *,
         rotary_emb: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Attend from local tokens [B,n,C] to all tokens. rotary_emb: tables of the local tokens, [1,n,1,D] each."""
+        """Compute the attention of local tokens [B,n,C] to all tokens.
+
+        rotary_emb: rotary tables (cosines, sines) of the local tokens, [1,n,1,D] each.
+        """
         query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
         query = query if attn.norm_q is None else attn.norm_q(query)
         key = key if attn.norm_k is None else attn.norm_k(key)
@@ -80,7 +83,7 @@ class UlyssesSanaVideo(UlyssesLineTransformer):
         return [count * per_frame for count in shard_sizes(frames, self.num_ranks, self.shard_unit)]
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """Shard the patch embedding [B,C,T,h,w] to [B,C,n]. The transformer flattens the last dimensions."""
+        """Return the local tokens [B,C,n] of the patch embedding [B,C,T,h,w]. n counts tokens."""
         return self.copy_local_shard(embedded.flatten(2), 2)
 
     def shard_block_arguments(self, arguments: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""Stable Diffusion 3 and 3.5: image and text tokens are both sharded and exchanged together.
+"""Stable Diffusion 3 and 3.5: image tokens and text tokens are sharded, and exchanged together.
 
-In diffusers' SD3Transformer2DModel the outputs of `pos_embed` (image) and `context_embedder` (text) are sharded. The
+In diffusers' SD3Transformer2DModel, the outputs of `pos_embed` (image) and `context_embedder` (text) are sharded. The
 attention does not depend on the order of tokens, so each rank's image and text tokens are concatenated.
 """
 
@@ -67,12 +67,12 @@ class UlyssesSD3(UlyssesTransformer):
 
 
 class SD3JointAttention:
-    """Replacement for JointAttnProcessor2_0: attention over image and text, or only the image (`attn2` of SD3.5)."""
+    """Replacement for JointAttnProcessor2_0: attention over image and text, or over the image only (SD3.5 `attn2`)."""
 
     _attention_backend: Any = None  # diffusers' name of a kernel
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        """group: the ranks that shard the tokens; None: tokens are not sharded."""
+        """group: the ranks that shard the tokens. None: tokens are not sharded."""
         self.group = group
 
     def __call__(
@@ -84,7 +84,10 @@ class SD3JointAttention:
         *,
         lengths: JointLengths | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend from local image [B,n,C] and text tokens [B,m,C] to all tokens. lengths: token counts of each rank."""
+        """Compute the attention of local image tokens [B,n,C] and local text tokens [B,m,C] to all tokens.
+
+        lengths: numbers of image and text tokens on each rank.
+        """
         image = project_qkv(
             hidden_states, attn.heads, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k, None)
         )

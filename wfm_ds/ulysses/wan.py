@@ -1,7 +1,8 @@
 """Wan 2.1 and 2.2: a shard may start at any token of a video.
 
-In diffusers' WanTransformer3DModel the output of `patch_embedding` and timesteps per token (TI2V) are sharded. `attn1`
-exchanges tokens after the rotation; `attn2` (text, image embeddings) is local.
+In diffusers' WanTransformer3DModel, the output of `patch_embedding` is sharded. Timesteps are sharded if there is one
+for each token (TI2V). `attn1` exchanges tokens after the rotary embedding. `attn2` (attention to text and image
+embeddings) needs no exchange.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class UlyssesWan(UlyssesTransformer):
         return lengths
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """Shard the patch embedding [B,C,T,h,w] to [B,C,n]. The transformer flattens the last dimensions."""
+        """Return the local tokens [B,C,n] of the patch embedding [B,C,T,h,w]. n counts tokens."""
         return self.copy_local_shard(embedded.flatten(2), 2)
 
 
@@ -56,7 +57,10 @@ class WanSelfAttention:
         attention_mask: Tensor | None = None,
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Attend from local tokens [B,n,C] to all tokens. rotary_emb: tables of all tokens, [1,S,1,D] each."""
+        """Compute the attention of local tokens [B,n,C] to all tokens.
+
+        rotary_emb: rotary tables (cosines, sines) of all S tokens, [1,S,1,D] each.
+        """
         assert rotary_emb is not None
         lengths = shard_sizes(rotary_emb[0].shape[1], dist.get_world_size(self.group), "tokens")
         tables = [local_shard(table[0, :, 0], 0, lengths, self.group) for table in rotary_emb]

@@ -1,4 +1,4 @@
-"""Normalized embeddings of images and texts from CLIP models of transformers."""
+"""Compute normalized embeddings of images and texts with a CLIP model from transformers."""
 
 from __future__ import annotations
 

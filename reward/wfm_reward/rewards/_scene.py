@@ -67,7 +67,7 @@ def _check_clauses(
 ) -> tuple[bool, list[float]]:
     """Return whether all clauses hold, and the partial scores of counts, colours and positions.
 
-    exact: a clause also fails if there are more objects than required.
+    exact: whether a clause fails if the image has more objects than required.
     """
     shares: list[float] = []
     matched: list[Sequence[DetectedObject] | None] = []

@@ -22,9 +22,9 @@ class CameraFollowing(Reward):
     """Agreement between the estimated camera poses of a video and the conditioning poses, 0 to 1.
 
     The score is the mean of the parts `rotation` and `direction`. `rotation` is exp(-mean angle / option `degrees`).
-    `direction` is (1 + mean cosine) / 2 of the translations. It ignores their lengths, because the scale of a scene is
-    unknown, and is omitted if the path does not move. The part `degrees` is the mean angle. All poses are relative to
-    the first frame.
+    `direction` is (1 + mean cosine) / 2 of the translations. It ignores the lengths of translations, because the scale
+    of a scene is unknown. It is omitted if the camera path does not move. The part `degrees` is the mean angle. All
+    poses are relative to the first frame.
 
     A pose service estimates the poses as camera-to-world matrices [F,4,4] with OpenCV axes. The service receives POST
     `url` with the frames uint8 [F,H,W,3] as an .npy file, and replies with JSON: {"c2w": [F,4,4]}.

@@ -19,9 +19,9 @@ class Consistency(Reward):
 
     Parts: `start` is the PSNR between the first two frames divided by 40 dB (the first frame is often a conditioning
     frame). `start_db` is this PSNR in dB. `steadiness` is 1 - |second temporal differences| / (2 |first differences|),
-    which is low for flicker. `sharpness` is the ratio between the mean spatial gradients of the first third and the
-    last third of the frames, as smaller divided by larger. It is low for videos that drift into blur or noise, which
-    inverse dynamics does not penalize.
+    which is low for flicker. `sharpness` compares the mean spatial gradients of the first third and the last third of
+    the frames: the smaller mean divided by the larger mean. It is low for videos that drift into blur or noise.
+    (Rewards based on inverse dynamics do not penalize such videos.)
     """
 
     name = "consistency"
@@ -67,7 +67,7 @@ def motion_steadiness(frames: npt.NDArray[np.float32]) -> float:
 def sharpness_ratio(frames: npt.NDArray[np.float32]) -> float:
     """Compare the mean gradients of the first third and the last third of frames [T,H,W,3].
 
-    Returns the smaller divided by the larger.
+    Returns the smaller mean divided by the larger mean.
     """
     third = max(1, len(frames) // 3)
     first, last = mean_gradient(frames[:third]), mean_gradient(frames[-third:])

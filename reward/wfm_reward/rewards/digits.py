@@ -17,7 +17,7 @@ class DigitsReward(Reward):
     """1.0 if the classifier predicts the digit in the metadata `label`, otherwise 0.0.
 
     The classifier, SVC(gamma=.1, C=10), is fitted on the images of scikit-learn's digits with odd indices. Models are
-    trained on those with even indices. The part `second_judge` is the result of a second classifier (3 nearest
+    trained on the images with even indices. The part `second_judge` is the result of a second classifier (3 nearest
     neighbours), fitted on the even indices. It is reported, but it is not part of the reward. If only the reward
     improves, the model is hacking the reward. Larger images are averaged to 8x8 pixels.
     """

@@ -159,7 +159,7 @@ class GenEval(Reward):
     def _embed_color_texts(self, name: str) -> Tensor:
         """Return one CLIP text embedding of unit length per colour: [len(COLORS), D numbers].
 
-        Each one is averaged over COLOR_TEMPLATES.
+        The embedding of a colour is the average over the prompts in COLOR_TEMPLATES.
         """
         import torch
 

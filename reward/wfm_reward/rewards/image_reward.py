@@ -23,7 +23,10 @@ class ImageReward(Reward):
     def __init__(
         self, device: str = "cpu", *, model: str = "ImageReward-v1.0", med_config: str | None = None, **options: Any
     ) -> None:
-        """model: path of ImageReward.pt (also set `med_config`), or the name of a model that the package downloads."""
+        """model: name of a model that the package downloads, or path of ImageReward.pt.
+
+        With a path, set `med_config` too.
+        """
         super().__init__(device, **options)
         self.model, self.med_config = model, med_config
 

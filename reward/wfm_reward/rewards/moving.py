@@ -73,7 +73,7 @@ def motion_share(cells: Cells, direction: str) -> float:
 def shape_similarity(cells: Cells, shape: str) -> float:
     """Return the mean over frames of max(0, 1 - |frame - shape|^2 / |shape|^2).
 
-    In each frame, the shape is at the position with the best match.
+    Each frame is compared with the shape at every position, and the best match counts.
     """
     template = shape_mask(shape)
     windows = np.lib.stride_tricks.sliding_window_view(cells, template.shape, axis=(1, 2))  # [T,6,6,3,3]

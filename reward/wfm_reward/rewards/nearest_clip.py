@@ -16,10 +16,9 @@ MAX_PSNR = 60.0
 class NearestClip(Reward):
     """PSNR in dB, at most 60, between the video and the nearest real clip.
 
-    Both are compared as grids of large square cells. Parts, each 0.0 or 1.0: `shape`: the nearest clip has the
-    requested shape. `direction`: it has the requested direction. `both`: it has both. `real`: the mean squared error is
-    below .01. Metadata: `shape`,
-    `direction`.
+    Both are compared as grids of large square cells. Parts, each 0.0 or 1.0: `shape` and `direction` are 1.0 if the
+    nearest clip has the requested shape or direction. `both` is 1.0 if it has both. `real` is 1.0 if the mean squared
+    error is below .01. Metadata: `shape` and `direction`.
     """
 
     name = "nearest_clip"

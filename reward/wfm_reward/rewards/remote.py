@@ -31,7 +31,7 @@ BINARY_HEADERS = {"Content-Type": "application/octet-stream"}
 
 
 class Remote(Reward):
-    """Score of a reward in another service. The option `reward` names it.
+    """Score of a reward that another service computes. The option `reward` is the name of this reward.
 
     Set the addresses with the environment variables REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and, if needed,
     REMOTE_REWARD_TOKEN. The prefix of these names can also be WFM_REWARD_ or DIFFUSION_REWARD_. `remote/NAME` is

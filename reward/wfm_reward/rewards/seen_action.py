@@ -26,11 +26,11 @@ MAX_NEIGHBOUR_DISTANCE = 0.15  # maximum RMS distance to a neighbour, with brigh
 
 
 class SeenAction(Reward):
-    """Fraction of moves that a nearest-neighbour classifier recognizes from the five frames of a move.
+    """Fraction of moves that a nearest-neighbour classifier recognizes. It sees the five frames of each move.
 
     The classifier is fitted on real clips. If the nearest neighbour of a move is farther away than
-    MAX_NEIGHBOUR_DISTANCE, the move is not recognized. The reward `brightness` measures changes. In contrast, this
-    reward compares the frames with real clips.
+    MAX_NEIGHBOUR_DISTANCE, the move is not recognized. Unlike the reward `brightness`, which measures changes, this
+    reward compares frames with real clips.
     """
 
     name = "seen_action"
@@ -68,7 +68,8 @@ class SeenAction(Reward):
 def move_features(frames: Frames) -> npt.NDArray[np.float32]:
     """Return features [2 moves, 5 * 8 * 16] of each move.
 
-    They are the grey frame before the move (-1 to 1), and the move's four frames relative to it.
+    The features are the pixels of the frame before the move (-1 to 1), and the differences of the move's four frames
+    from it.
     """
     grey = frames.mean(axis=3, dtype=np.float32).reshape(len(frames), -1) / 127.5 - 1
     before = grey[:-1:FRAMES_PER_MOVE, None]

@@ -22,8 +22,9 @@ BACKLOG = 128
 class ConnectionAcceptor:
     """Accepts connections for an aiohttp server. Use it within the server's event loop.
 
-    A connection without a current request is closed after `idle_s` seconds. This happens if its client is silent, sends
-    a header byte by byte, or does not read the reply. Current requests have separate deadlines (see `request_body.py`).
+    A connection is closed after `idle_s` seconds without a complete request. This happens if its client is silent,
+    sends a header byte by byte, or does not read the reply. Requests in progress have separate deadlines (see
+    `request_body.py`).
     """
 
     def __init__(self, server: Server, max_connections: int, idle_s: float, log: logging.Logger) -> None:

@@ -300,7 +300,7 @@ class HttpServer:
     def _start_job(
         self, score_request: ScoreRequest, reservation: Reservation, num_bytes: int, timeout_s: float
     ) -> ScoreJob:
-        """Start a job and hand over the memory reservation, resized to `num_bytes` plus the size of decoded videos.
+        """Start a job that takes over the memory reservation, resized to `num_bytes` plus the size of decoded videos.
 
         Raises HttpProblem if the service does not offer a reward or decoder, or if memory is short.
         """

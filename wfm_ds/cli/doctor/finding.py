@@ -1,4 +1,4 @@
-"""Findings of `wfm doctor`: the result of a check with severity and advice."""
+"""Findings of `wfm doctor`. A finding is the result of a check, with a severity and advice."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FindingLevel = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True, slots=True)
 class DoctorFinding:
-    """Result of one check. The level `error` means that a run cannot work, `warning` that it may fail or be slow."""
+    """Result of one check. Level `error`: a run cannot work. Level `warning`: a run may fail or be slow."""
 
     name: str
     level: FindingLevel
@@ -22,7 +22,10 @@ class DoctorFinding:
 
 
 def run_check(name: str, action: Callable[[], str], advice: str = "") -> DoctorFinding:
-    """Run a check. The text that `action` returns becomes an `ok` finding, its UserError an `error` finding."""
+    """Run a check.
+
+    If `action` returns a text, the finding is `ok`. If it raises UserError, the finding is an `error`.
+    """
     try:
         return DoctorFinding(name, "ok", action())
     except UserError as error:

@@ -49,7 +49,7 @@ def python_finding() -> DoctorFinding:
 def version_finding(package: str) -> DoctorFinding:
     """Check that the installed version of a package fits wfm_ds.
 
-    Also checks that the requirements of the package itself are met.
+    It also checks the requirements of this package.
     """
     try:
         version = importlib.metadata.version(package)
@@ -158,7 +158,8 @@ def open_files_finding() -> DoctorFinding:
 def port_finding(port: int, *, is_needed: bool) -> DoctorFinding:
     """Check that the launcher's master port is free.
 
-    is_needed: report a busy port as an error, not as a warning. Runs on one machine choose another port by themselves.
+    is_needed: whether a busy port is an error. Otherwise it is a warning, because runs on one machine can choose
+    another port.
     """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -37,7 +37,8 @@ STORAGE_ADVICE = (
 def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[DoctorFinding]:
     """Check a recipe and yield the findings in the order in which to fix them.
 
-    Starts the reward service if the recipe does. Writes only a temporary object at checkpoint.storage.
+    Starts the reward service if a run of the recipe would start it. Writes nothing except a temporary object at
+    checkpoint.storage.
     """
     yield from (DoctorFinding("recipe", "warning", doubt) for doubt in recipe.algorithm.list_warnings())
     yield from (DoctorFinding("hosts", "warning", doubt) for doubt in preflight.host_warnings(recipe, world_size))

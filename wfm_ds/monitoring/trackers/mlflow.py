@@ -18,7 +18,7 @@ RUN_STATUSES = {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAILED
 
 
 class MLflow:
-    """Logs numbers, sample grids and tables as artifacts, and the recipe as parameters and as a file."""
+    """Logs numbers as metrics, sample grids and tables as artifacts, and the recipe as parameters and a file."""
 
     name = "mlflow"
 

@@ -20,7 +20,7 @@ FOLDER_VARIABLE = "TRACKIO_DIR"  # folder of its files; read by trackio at impor
 
 
 class Trackio:
-    """Logs numbers, the grid of samples, and the recipe as config."""
+    """Logs numbers as metrics, the sample grid as an image, and the recipe as config."""
 
     name = "trackio"
 

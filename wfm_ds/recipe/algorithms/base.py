@@ -1,7 +1,7 @@
 """Base classes of algorithm settings: shared recipe keys, and properties that describe an algorithm to other modules.
 
-Other modules use these properties, never the algorithm's name. Settings are separate from the losses in
-wfm_ds/algorithms, so that recipes can be validated without importing torch.
+Other modules use these properties, never the algorithm's name. Settings are in a different package than the losses
+(wfm_ds/algorithms), so that recipes can be validated without torch.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class AlgorithmSettings(Section):
 
     @property
     def conditioning_frame_range(self) -> tuple[int, int]:
-        """(min, max) number of latent frames of a data sample that generated samples are conditioned on."""
+        """(min, max) number of conditioning frames. They are the first latent frames of a data sample."""
         return 0, 0
 
     def check_recipe(self, recipe: RecipeSections) -> None:
@@ -247,7 +247,7 @@ class ConditioningFramesSettings(RlSettings):
 
     @property
     def needs_media(self) -> bool:
-        """Whether the data must be images or videos, to condition samples on their frames or to train on them."""
+        """Whether the run needs images or videos as data, to train on them or to condition samples on their frames."""
         return self.max_num_conditional_frames > 0
 
     def check_recipe(self, recipe: RecipeSections) -> None:

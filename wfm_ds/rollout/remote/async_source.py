@@ -1,4 +1,4 @@
-"""Rollouts by worker processes: rank 0 schedules the chunks, replica leaders download their replica's samples."""
+"""Rollouts by worker processes. Rank 0 schedules chunks, and replica leaders download their replica's samples."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ TASK_S = 7 * 86400.0  # lifetime of a task in the broker; rollout.timeout_s ends
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """Metadata of a finished chunk of an RL step. Rank 0 broadcasts it to all ranks."""
+    """Metadata of a finished chunk of an RL step, which rank 0 broadcasts to all ranks."""
 
     first: int  # index of its first sample among the samples of the step
     stop: int
@@ -71,13 +71,13 @@ _ChunkTensors = Mapping[str, Tensor]
 
 
 def _payload_tensors(payload: Message) -> _ChunkTensors:
-    """Return {name: CPU tensor} of a message payload."""
+    """Return {name: CPU tensor} for the arrays of a message."""
     tensors = zip(payload.specs, payload.read_tensors(), strict=True)
     return {spec.name: torch.from_numpy(array) for spec, array in tensors}
 
 
 class AsyncSource:
-    """Rollout source for samples from worker processes. See coordinator.py for the staleness bound."""
+    """Rollout source that gets samples from worker processes. coordinator.py explains the staleness bound."""
 
     def __init__(
         self,
@@ -88,7 +88,10 @@ class AsyncSource:
         keys: ClientKeys | None,
         service: RolloutService | None,
     ) -> None:
-        """service: the rollout service on rank 0, None on other ranks. Collective."""
+        """Create the source. Collective.
+
+        service: the rollout service on rank 0, None on other ranks.
+        """
         self.job, self.groups, self.algorithm = job, groups, algorithm
         self.settings, self.service = job.recipe.rl.rollout, service
         self.session_id = str(job.world.broadcast(uuid.uuid4().hex[:12]))
@@ -103,13 +106,13 @@ class AsyncSource:
         self._staleness: dict[str, float] = {}
 
     def attach(self) -> None:
-        """Connect to the broker. Raises PipeError if it does not answer."""
+        """Connect to the broker. Raises PipeError if the broker does not answer."""
         self.client.attach(ATTACH_S)
 
     def publish_policy(self, step: int) -> None:
-        """Publish the policy and submit the RL steps that may be generated with it. Collective.
+        """Publish the policy and submit the RL steps that workers may generate with it. Collective.
 
-        After the last step, it dismisses the workers instead.
+        After the last step, this method dismisses the workers instead.
         """
         if step >= self.job.recipe.run.steps:
             if self.service is not None:
@@ -125,9 +128,10 @@ class AsyncSource:
                 self.scheduler.submit_step(admitted_step, groups)
 
     def wait_until_ready(self, step: int) -> bool:
-        """Wait until all samples of the step are finished. Returns False if any rank should stop first. Collective.
+        """Wait until all samples of the step are generated and scored. Collective.
 
-        Raises RunError on all ranks if no chunk finishes for rollout.timeout_s.
+        Returns False if a rank gets a stop request first. Raises RunError on all ranks if no chunk finishes within
+        rollout.timeout_s.
         """
         ready, error = False, ""
         with self.job.timer("rollout_wait"):
@@ -142,7 +146,7 @@ class AsyncSource:
         return True
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Download this replica's samples of a step after `wait_until_ready` returned True. Collective.
+        """Download this replica's samples of a step. Call it after `wait_until_ready` returned True. Collective.
 
         Raises RunError on all ranks if a sample cannot be downloaded or is malformed.
         """
@@ -189,10 +193,10 @@ class AsyncSource:
         self.client.close()
 
     def _fetch_chunks(self, chunks: Sequence[ChunkPlan], step: int) -> dict[str, _ChunkTensors]:
-        """Download the tensors of these chunks and return them by task id.
+        """Download the tensors of these chunks and return {task id: tensors}.
 
-        Skips abandoned chunks, which have no samples.
-        Raises ValueError if a chunk does not match the step's sampling plan.
+        Abandoned chunks are skipped, because they have no samples. Raises ValueError if a chunk does not match the
+        step's sampling plan.
         """
         plan, shape = self.algorithm.plan(step), self.job.sampler.latent_shape
         by_task = {chunk.task_id: chunk for chunk in chunks if chunk.staleness is not None}
@@ -211,11 +215,12 @@ class AsyncSource:
     def _share_rollouts(
         self, chunk: ChunkPlan, tensors: _ChunkTensors | None, samples: Sequence[RolloutSample], rows: range, step: int
     ) -> list[Rollout]:
-        """Broadcast a chunk from the replica leader and return the rollouts of `rows`. Collective in the replica.
+        """Broadcast a chunk from the replica leader and return its rollouts in `rows`. Collective in the replica.
 
-        tensors: the chunk's tensors on the leader, None on other ranks. samples: all samples of the step. rows: indices
-        into `samples` of the rollouts to return.
-        Only the leader downloads the tensors, because the network between the ranks is faster.
+        tensors: the chunk's tensors on the leader, None on other ranks.
+        samples: all samples of the step.
+        rows: indices into `samples` of the rollouts to return.
+        Only the leader downloads tensors, because the network between ranks is faster than the broker.
         """
         world, plan = self.job.world, self.algorithm.plan(step)
         if chunk.staleness is None:
@@ -258,7 +263,7 @@ class AsyncSource:
 
 
 class _Scheduler:
-    """Scheduling of an AsyncSource on rank 0: admits RL steps, submits their chunks and records the results."""
+    """Scheduler of an AsyncSource on rank 0. It admits RL steps, submits their chunks and records the results."""
 
     def __init__(self, job: Job, session_id: str, client: PipeClient, service: RolloutService) -> None:
         self.job, self.client, self.service = job, client, service
@@ -278,7 +283,10 @@ class _Scheduler:
         return self._coordinator
 
     def admit_steps(self, step: int) -> list[int]:
-        """Record that the policy after `step` is published. Returns the steps to pass to `submit_step`."""
+        """Record that the policy after `step` is published, and admit the RL steps that may use it.
+
+        Returns the admitted steps that `submit_step` has not sent yet.
+        """
         recipe = self.job.recipe
         if self._coordinator is None:  # at the start of the session
             self._coordinator = Coordinator(
@@ -297,7 +305,10 @@ class _Scheduler:
         return sorted(self._unsubmitted_chunks)
 
     def submit_step(self, step: int, groups: Sequence[Group]) -> None:
-        """Send an admitted step to the workers. groups: all groups of the step, with their conditioning frames."""
+        """Send an admitted step to the workers.
+
+        groups: all groups of the step, with their conditioning frames.
+        """
         recipe = self.job.recipe
         self._samples[step] = plan_step_samples(
             groups,
@@ -329,7 +340,7 @@ class _Scheduler:
                 return False, ""
 
     def plan_step(self, step: int) -> list[dict[str, Any]]:
-        """Return the ChunkPlan of each chunk of a complete step as JSON, in the order of the samples."""
+        """Return the ChunkPlans of a complete step as JSON, in the order of the samples."""
         del self._samples[step]
         return [self._plan_chunk(closed).to_json() for closed in self.coordinator.pop_step(step)]
 
@@ -385,9 +396,9 @@ class _Scheduler:
         self._submit_tasks([(chunk, retry_id)])
 
     def _submit_tasks(self, tasks: Sequence[tuple[GroupChunk, str]]) -> None:
-        """Send tasks to the broker, split into messages below the size limit.
+        """Send tasks to the broker, in messages below the size limit.
 
-        A chunk that is too large for a message is abandoned. No error is raised, because the other ranks would hang.
+        If a single chunk exceeds the limit, it is abandoned and no error is raised, because the other ranks would hang.
         """
         contents = [ChunkTask(chunk.step, self._chunk_samples(chunk)) for chunk, _ in tasks]
         task_rows, arrays = (
@@ -418,9 +429,10 @@ class _Scheduler:
 def start_async_source(
     job: Job, groups: GroupSource, algorithm: RlAlgorithm, rewards: str, resources: ExitStack
 ) -> AsyncSource:
-    """Start the broker and the workers on rank 0 and connect all ranks. Collective.
+    """Start the broker and the workers on rank 0 and connect all ranks to the broker. Collective.
 
-    resources: ExitStack that stops broker and workers. Raises UserError on all ranks if anything cannot be started.
+    resources: ExitStack that stops broker and workers. Raises UserError on all ranks if broker or workers cannot be
+    started.
     """
     world, settings = job.world, job.recipe.rl.rollout
 

@@ -1,8 +1,9 @@
-"""State of an async run: chunks to generate, results to train on, complete steps. Pure bookkeeping, no I/O.
+"""State of an async run: chunks to generate, results to train on, and complete steps. The module does no I/O.
 
-Publication n is the policy after RL step n (0: before the first step). The prompt order assigns groups to each RL step,
-and the step trains on all of them in this order. So the training data depends only on the step, and a resumed run skips
-no groups. A group is split into chunks. Each chunk is generated as one batch with the weights of one publication:
+Publication n is the policy after RL step n. Publication 0 has the weights before the first step. The prompt order
+assigns groups to each RL step. The step trains on all of its groups in this order. The training data therefore depends
+only on the step, and a resumed run skips no groups. A group is split into chunks. A worker generates a chunk as one
+batch with the weights of one publication:
 
     ADMITTED --fresh result--> CLOSED --pop_step(s)--> trained
        ^  `--stale result or lost task: retried under a new task id
@@ -21,7 +22,7 @@ from typing import NamedTuple
 
 
 class GroupChunk(NamedTuple):
-    """The samples `first` to `stop` - 1 of a group. step: RL step. group: index of the group in the step."""
+    """Samples `first` to `stop` - 1 of a group. step: RL step. group: index of the group in the step."""
 
     step: int
     group: int
@@ -31,7 +32,11 @@ class GroupChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ClosedChunk:
-    """A finished chunk. publication: version of its weights, or None if the chunk was abandoned for `reason`."""
+    """A generated or abandoned chunk.
+
+    publication: number of the published weights that generated the chunk. It is None if the chunk was abandoned for
+    `reason`.
+    """
 
     chunk: GroupChunk
     task_id: str
@@ -63,7 +68,7 @@ class Coordinator:
         first_step: int,
         last_step: int,
     ) -> None:
-        """Plan the RL steps from first_step to last_step. The first publication to record is first_step - 1."""
+        """Plan the RL steps from first_step to last_step. Publication first_step - 1 must be recorded first."""
         self.session_id, self.groups_per_step, self.group_size = session_id, groups_per_step, group_size
         self.chunk_size = min(chunk_size, group_size)
         self.max_staleness, self.last_step = max_staleness, last_step
@@ -76,13 +81,16 @@ class Coordinator:
         self._retries: dict[GroupChunk, int] = {}
 
     def record_publication(self, publication: int) -> None:
-        """Record the policy after RL step `publication`. Raises ValueError unless it follows the last recorded one."""
+        """Record that the policy after RL step `publication` is published.
+
+        Raises ValueError unless the number follows the last recorded publication.
+        """
         if publication != self.last_publication + 1:
             raise ValueError(f"expected publication {self.last_publication + 1}, got {publication}")
         self.last_publication = publication
 
     def admit_chunks(self) -> list[tuple[GroupChunk, str]]:
-        """Admit all steps within the staleness bound and return [(chunk, task id)] of their chunks."""
+        """Admit all steps within the staleness bound. Returns [(chunk, task id)] for the chunks of these steps."""
         admitted = []
         while self.next_step <= min(self.last_publication + 1 + self.max_staleness, self.last_step):
             step, self.next_step = self.next_step, self.next_step + 1
@@ -92,7 +100,10 @@ class Coordinator:
         return admitted
 
     def record_result(self, task_id: str, publication: int) -> str | None:
-        """Record the result of a task. Returns the id of a new task if the samples are too stale, else None."""
+        """Record the result of a task. publication: number of the weights that generated it.
+
+        Returns the id of a new task if the samples are too stale, else None.
+        """
         chunk = self._chunk_by_task.get(task_id)
         if chunk is None:
             return None  # duplicate result
@@ -104,18 +115,21 @@ class Coordinator:
         return None
 
     def abandon_chunk(self, task_id: str, reason: str) -> None:
-        """Close a chunk that no worker could generate. Its samples get failed scores."""
+        """Close a chunk that no worker could generate. All of its samples get failed scores."""
         chunk = self._chunk_by_task.get(task_id)
         if chunk is not None:
             self._close_chunk(ClosedChunk(chunk, task_id, reason=reason))
 
     def is_complete(self, step: int) -> bool:
-        """Return True if the step is admitted and all of its chunks are closed."""
+        """Return whether the step is admitted and all of its chunks are closed."""
         chunks = self._steps.get(step)
         return chunks is not None and not chunks.waiting
 
     def pop_step(self, step: int) -> list[ClosedChunk]:
-        """Remove a complete step and return its chunks in sample order. Raises ValueError if it is not complete."""
+        """Remove a complete step and return its chunks in the order of the samples.
+
+        Raises ValueError if the step is not complete.
+        """
         if not self.is_complete(step):
             raise ValueError(f"step {step} is not complete")
         return [closed for _, closed in sorted(self._steps.pop(step).closed.items())]

@@ -11,10 +11,10 @@ from wfm_ds.runs.job import Job
 
 
 def gather_conditioning_frames(job: Job, groups: Sequence[Group]) -> list[Group]:
-    """Return copies of the groups with only the conditioning frames in `data`, on the CPU. Collective.
+    """Return copies of the groups on the CPU. Their `data` has only the conditioning frames. Collective.
 
-    The result is valid on rank 0 only. groups: all groups of the step; `data` is set for groups that this replica has
-    read.
+    groups: all groups of the step. `data` is set for the groups that this replica has read. Only rank 0 may use the
+    result.
     """
     world = job.world
     latents = next((group.data for group in groups if group.data is not None), None)

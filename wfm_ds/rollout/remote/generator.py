@@ -1,4 +1,4 @@
-"""Generation of one chunk by a rollout worker: load the weights, denoise, decode. One chunk at a time per device."""
+"""Generates the chunks of a rollout worker. Each device generates one chunk at a time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class GeneratedChunk:
 
 
 class ChunkGenerator:
-    """Generates the chunks of a rollout worker. All threads of the worker share it; `generate_chunk` is thread-safe."""
+    """Generates chunks for a rollout worker. All threads of the worker share one object."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class ChunkGenerator:
     ) -> None:
         """joint_rows: the value of Sampler's `max_joint_rows`.
 
-        on_chunk_start: function that is called after the weights for a chunk are loaded.
+        on_chunk_start: function that is called after the weights of a chunk are loaded.
         """
         self._forward = CountingForward(model.denoise)
         self.sampler = Sampler(
@@ -68,9 +68,9 @@ class ChunkGenerator:
 
     @torch.no_grad()
     def generate_chunk(self, task: ChunkTask, manifest: PolicyManifest, progress: ReportProgress) -> GeneratedChunk:
-        """Denoise and decode a task's samples as one batch.
+        """Denoise and decode a task's samples as one batch. Thread-safe.
 
-        progress: function that receives the number of completed forward passes.
+        progress: function that is called with the number of completed forward passes.
         """
         with self._lock:
             self._progress = progress
@@ -97,7 +97,7 @@ class ChunkGenerator:
     def _forward_with_progress(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
     ) -> Tensor:
-        """Run one forward pass and report it, because the trainer reassigns chunks without progress."""
+        """Run one forward pass and report progress. The trainer reassigns chunks that report no progress."""
         done = self._forward.counts.total() + 1
         assert self._progress is not None
         self._progress(done, done)

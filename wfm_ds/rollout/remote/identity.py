@@ -1,4 +1,4 @@
-"""Digests of everything that determines a run's samples. Trainer and worker compare them before they work together."""
+"""Digests of everything that determines a run's samples. A worker compares its digests with the trainer's at start."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MACHINE_KEYS = {"model": {"path", "attention"}, "lora": {"init_from"}}  # keys t
 
 
 def compute_identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
-    """Return {setting: short digest} of everything that affects samples, including the pipeline's files."""
+    """Return {setting: short digest} for everything that affects samples, including the files of the pipeline."""
     sections: dict[str, Any] = {
         "model": recipe.model,
         "lora": recipe.lora,
@@ -44,7 +44,10 @@ def compute_identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
 
 
 def hash_user_classes(recipe: Recipe) -> dict[str, str]:
-    """Return {class path: SHA-256 of its source file} of user classes, to detect workers with different code."""
+    """Return {class path: SHA-256 of its source file} for the user's classes.
+
+    The trainer uses the result to detect workers with different code.
+    """
     paths = {"algorithm.name": recipe.algorithm.name, "model.family": recipe.model.family or ""}
     classes = {
         path: import_class(path, object, key=key, error=RecipeError)
@@ -55,7 +58,7 @@ def hash_user_classes(recipe: Recipe) -> dict[str, str]:
 
 
 def require_same_identity(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> None:
-    """Raise RecipeError if digests differ. theirs: digests of the trainer. ours: digests of this worker."""
+    """Raise RecipeError if two digests differ. theirs: digests of the trainer. ours: digests of this worker."""
     different = sorted(name for name in ours.keys() | theirs.keys() if theirs.get(name) != ours.get(name))
     if different:
         raise RecipeError(

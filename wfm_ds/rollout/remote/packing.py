@@ -1,4 +1,4 @@
-"""Serialization of chunks for transfer between trainer and rollout workers: JSON rows and named float32 arrays."""
+"""Serializes chunks as JSON rows and named float32 arrays, to send them between trainer and rollout workers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,16 @@ NamedArrays = Sequence[tuple[str, npt.NDArray[np.float32]]]
 
 @dataclass(frozen=True, slots=True)
 class ChunkTask:
-    """Samples of one group, to be denoised by a worker with the sampling plan of RL step `step`."""
+    """Samples of one group that a worker denoises with the sampling plan of RL step `step`."""
 
     step: int
     samples: Sequence[RolloutSample]
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return the task as JSON rows: first a row for the task itself, then one row per input array of the prompt."""
+        """Return the task as JSON rows.
+
+        The first row describes the task. Each further row describes an input array of the prompt.
+        """
         first = self.samples[0]
         data, inputs = first.group.data, first.prompt.inputs
         task = {
@@ -41,10 +44,10 @@ class ChunkTask:
         return [task, *({"input": name} for name in inputs)]
 
     def to_arrays(self) -> list[tuple[str, npt.NDArray[np.float32]]]:
-        """Return [(name, array)]: the conditioning frames, then the input arrays of the prompt.
+        """Return [(name, array)]: the conditioning frames, followed by the prompt's input arrays.
 
-        The conditioning frames are an array [C,n,h,w] with n latent frames; n may be 0. They are an empty array [0] if
-        the prompt has inputs but no data. Returns [] if it has neither.
+        The conditioning frames are an array [C,n,h,w] of n latent frames, and n may be 0. If the prompt has inputs but
+        the group has no data, they are an empty array [0]. Returns [] if there are neither inputs nor data.
         """
         group, inputs = self.samples[0].group, self.samples[0].prompt.inputs
         if group.data is None and not inputs:
@@ -57,7 +60,7 @@ class ChunkTask:
     def from_rows(cls, rows: Sequence[Mapping[str, Any]], arrays: Sequence[npt.NDArray[Any]] = ()) -> ChunkTask:
         """Create the task from the results of `to_rows` and `to_arrays`.
 
-        Raises KeyError, TypeError or ValueError if they are malformed.
+        Raises KeyError, TypeError or ValueError if rows or arrays are malformed.
         """
         row, *input_rows = rows
         if input_rows and len(arrays) != len(rows):
@@ -80,15 +83,18 @@ class ChunkTask:
 
 
 def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], NamedArrays]:
-    """Return (layout, arrays) of a trajectory of n samples. Non-finite values are replaced by 0.
+    """Return (layout, arrays) of a trajectory with n samples. Non-finite values are replaced by 0.
+
+    The arrays contain w stored denoising steps, p latents and s denoiser inputs per sample:
 
         clean [n, ...]          final latents; always present
         points [n, p, ...]      latents before and after the stored steps; consecutive steps share a point
-        log_prob [n, w]         log-probability of each of the w stored steps
-        mean [n, w, ...]        mean of each of the w stored steps, if the plan keeps means
+        log_prob [n, w]         log-probability of each stored step
+        mean [n, w, ...]        mean of each stored step, if the plan keeps means
         states [n, s, ...]      denoiser input latents, if the plan keeps states
 
-    The layout is JSON: [step index, point before, point after] of each stored step, and the step index of each state.
+    The layout is JSON. `steps` has [step index, point before, point after] for each stored step, and `states` has the
+    step index of each state.
     """
     arrays: list[tuple[str, Tensor]] = [("clean", trajectory.clean_latents)]
     points: list[Tensor] = []
@@ -112,7 +118,10 @@ def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], NamedArrays
 
 
 def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Trajectory:
-    """Return the trajectory that `pack_trajectory` packed. Raises KeyError, IndexError or ValueError if malformed."""
+    """Return the trajectory that `pack_trajectory` packed.
+
+    Raises KeyError, IndexError or ValueError if layout or tensors are malformed.
+    """
     stored = [
         StoredStep(
             index,
@@ -128,9 +137,10 @@ def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
 
 
 def validate_trajectory(trajectory: Trajectory, count: int, plan: SamplingPlan, shape: Sequence[int]) -> None:
-    """Raise ValueError unless the trajectory has the stored steps of `plan` and float32 tensors of the expected shapes.
+    """Raise ValueError if the trajectory does not match the plan or has tensors of the wrong shape or dtype.
 
-    count: expected number of samples. shape: expected latent shape of one sample.
+    The trajectory must have the stored steps of `plan`, and float32 tensors. count: expected number of samples. shape:
+    expected latent shape of one sample.
     """
     steps = sorted(trajectory.states) if plan.keep_states else [s.index for s in trajectory.stored_steps]
     if steps != list(plan.stored_steps) or (trajectory.stored_steps if plan.keep_states else trajectory.states):
@@ -149,7 +159,7 @@ def validate_trajectory(trajectory: Trajectory, count: int, plan: SamplingPlan, 
 
 
 def empty_rollout(sample: RolloutSample, plan: SamplingPlan, shape: Sequence[int], device: torch.device) -> Rollout:
-    """Return zeros as the rollout of a sample that could not be generated. It gets no reward and loss weight 0."""
+    """Return a rollout of zeros for a sample that could not be generated. Its loss weight is 0."""
     zeros, zero = torch.zeros(tuple(shape), device=device), torch.zeros((), device=device)
     mean = zeros if plan.keep_means else None
     return Rollout(

@@ -1,4 +1,4 @@
-"""Publication of the rollout policy from the training ranks to the rollout workers: weight files and a manifest."""
+"""Publishes the rollout policy to the rollout workers. Each published version has weight files and a manifest."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class PolicyFile:
 
 @dataclass(frozen=True, slots=True)
 class PolicyManifest:
-    """Files of one published version of the rollout policy, sent to the workers with each task.
+    """List of the files of one published version of the rollout policy. Workers receive it with each task.
 
-    A session is one process of the run, from start or resume to exit. Sessions may publish different weights under the
-    same number, so only (session_id, publication) identifies the version.
+    A session is one process of the run, from start or resume to exit. Different sessions may publish different weights
+    under the same number, so a version is identified by (session_id, publication).
     """
 
     session_id: str
@@ -49,7 +49,7 @@ class PolicyManifest:
     def from_json(cls, note: Mapping[str, Any]) -> PolicyManifest:
         """Create the manifest from the result of `to_json`.
 
-        Raises KeyError, TypeError or ValueError if it is malformed.
+        Raises KeyError, TypeError or ValueError if the JSON value is malformed.
         """
         files = tuple(PolicyFile(name, num_bytes, sha256) for name, num_bytes, sha256 in note["files"])
         return cls(note["life"], note["publication"], note["folder"], files)
@@ -60,7 +60,10 @@ class PolicyManifest:
 
 
 class PolicyPublisher:
-    """Writes the policy after RL step N to folder `v<N>` and announces it to the broker. All methods are collective."""
+    """Writes the policy after RL step N to the folder `v<N>` and announces it to the broker.
+
+    All methods are collective.
+    """
 
     def __init__(self, job: Job, policy: str, session_id: str, broker: Broker | None) -> None:
         """Remove the weights that earlier sessions published. Collective.
@@ -76,7 +79,10 @@ class PolicyPublisher:
             shutil.rmtree(self.root, ignore_errors=True)
 
     def publish(self, publication: int) -> None:
-        """Export and announce the policy. Collective. Raises UserError on all ranks if the files cannot be written."""
+        """Export the policy and announce it. Collective.
+
+        Raises UserError on all ranks if the files cannot be written.
+        """
         job, folder = self.job, self.root / f"v{publication:06d}"
         job.world.run_checked(
             lambda: export_weights(
@@ -107,7 +113,7 @@ class PolicyPublisher:
 
 
 def publications_folder(recipe: Recipe) -> Path:
-    """Return the folder to which all sessions of this run on this machine publish weights. Unique to the run."""
+    """Return the folder for the weights that this run publishes on this machine. All sessions of the run use it."""
     output, folder = recipe.run.output_dir.absolute(), recipe.rl.rollout.policy_folder
     if folder is None:
         return output / POLICY
@@ -135,7 +141,7 @@ def hash_file(path: Path) -> str:
 
 
 def has_files(folder: Path, files: Sequence[PolicyFile]) -> bool:
-    """Return True if the folder has all of these files with matching sizes and hashes."""
+    """Return whether the folder contains all of these files, with matching sizes and hashes."""
     try:
         return all((folder / f.name).stat().st_size == f.num_bytes for f in files) and all(
             hash_file(folder / f.name) == f.sha256 for f in files

@@ -1,4 +1,4 @@
-"""Trainer side of async rollouts, on rank 0: the broker that leases tasks to workers, and the workers it starts."""
+"""The part of async rollouts that runs on rank 0: the broker, which gives tasks to workers, and local workers."""
 
 from __future__ import annotations
 
@@ -45,15 +45,16 @@ RANK_VARIABLES = re.compile(
 
 
 class RolloutService:
-    """Runs the broker in a thread of this process, and `rollout.spawn` worker processes.
+    """Runs the broker in a thread of this process, and starts `rollout.spawn` worker processes.
 
-    Writes the broker's addresses to `rollout/pipes.json` for workers that are started elsewhere.
+    It also writes the broker's addresses to `rollout/pipes.json`. Workers that are started elsewhere read this file.
     """
 
     def __init__(self, recipe: Recipe, identity: Mapping[str, str], rewards: str, num_ranks: int) -> None:
-        """Start the broker and the workers. On an error, stop those already started.
+        """Start the broker and the workers. If an error occurs, stop those that already run.
 
-        identity: result of `compute_identity` on the trainer. rewards: address of the reward service.
+        identity: result of `compute_identity` on the trainer.
+        rewards: address of the reward service.
         num_ranks: number of training ranks on this machine.
         Raises PipeError if rollout.bind cannot be bound, KeyFileError if rollout.keys is unusable, RecipeError if
         rollout.devices is missing or invalid, and OSError if a file cannot be written or a worker cannot be started.
@@ -100,24 +101,24 @@ class RolloutService:
     def worker_environment(self, gpu: str | None) -> dict[str, str]:
         """Return a worker's environment variables.
 
-        gpu: the only GPU that the worker sees. None: the worker sees the same GPUs as this process.
+        gpu: the only GPU that the worker may use. If it is None, the worker may use the same GPUs as this process.
         """
         inherited = {name: value for name, value in os.environ.items() if not RANK_VARIABLES.fullmatch(name)}
         variables = {"OMP_NUM_THREADS": str(self.num_threads), **inherited}
         return variables if gpu is None else gpu_environment(variables, gpu)
 
     def worker_failures(self) -> list[str]:
-        """Return the failure messages of workers that are no longer restarted."""
+        """Return one failure message for each worker that failed and will not be restarted."""
         return [worker.failure for worker in self.workers if worker.failure]
 
     def failure_reason(self) -> str:
-        """Return the failure messages if all workers have failed and none is connected, else ""."""
+        """Return the failure messages if all workers have failed and no worker is connected. Otherwise returns ""."""
         failures = self.worker_failures()
         is_dead = self.workers and len(failures) == len(self.workers) and not self.broker.worker_ids()
         return "; ".join(dict.fromkeys(failures)) if is_dead else ""
 
     def stop(self) -> None:
-        """Stop the workers and the broker. May be called repeatedly."""
+        """Stop the workers and the broker. Repeated calls are allowed."""
         for worker in self.workers:
             worker.request_stop()
         for worker in self.workers:
@@ -134,7 +135,7 @@ class RolloutService:
             part.write_text(json.dumps(content))
 
     def _record_finished_chunk(self, ended: FinishedTask) -> None:
-        """Record which worker finished a chunk. Called in the broker's thread."""
+        """Record which worker finished a chunk. The broker's thread calls this."""
         if ended.completion.ok:
             for worker in self.workers:
                 worker.has_finished_chunk = worker.has_finished_chunk or ended.completion.worker.startswith(
@@ -147,7 +148,10 @@ class RolloutService:
 
 
 class WorkerProcess:
-    """A rollout worker process on this machine, restarted when it dies. It exits when its stdin is closed."""
+    """A rollout worker process on this machine.
+
+    The worker is restarted when it dies. It exits when its stdin is closed.
+    """
 
     def __init__(self, service: RolloutService, name: str, device: WorkerDevice) -> None:
         self.service, self.name, self.device = service, name, device
@@ -232,7 +236,7 @@ class WorkerProcess:
 def chunk_stall_s(rollout: RolloutRecipe, reward: RewardRecipe) -> float:
     """Return the number of seconds without progress after which a chunk counts as stalled.
 
-    It includes the time for which a chunk may wait for its scores.
+    The result includes the time that a chunk may wait for its scores.
     """
     return max(1, rollout.in_flight - 1) * rollout.timeout_s + reward.timeout_s
 
@@ -244,10 +248,10 @@ class WorkerDevice:
 
 
 def choose_worker_devices(rollout: RolloutRecipe, num_ranks: int) -> list[WorkerDevice]:
-    """Return the devices to which workers are assigned round-robin. num_ranks: training ranks on this machine.
+    """Return the devices for workers. Worker k uses device k modulo the number of devices.
 
-    Raises RecipeError if a GPU does not exist, or if rollout.devices is required but not set. Warns if a GPU is also
-    used for training.
+    num_ranks: number of training ranks on this machine. Raises RecipeError if a GPU does not exist, or if
+    rollout.devices is required but not set. Logs a warning if a GPU is also used for training.
     """
     names = spawn_device_names(rollout.devices, rollout.spawn)[: max(1, rollout.spawn)]
     if not any(name.startswith("cuda") for name in names):
@@ -265,9 +269,9 @@ def choose_worker_devices(rollout: RolloutRecipe, num_ranks: int) -> list[Worker
 
 
 def spawn_device_names(devices: list[str] | None, spawn: int) -> list[str]:
-    """Return the device names of the workers on this machine. Default: the CPU.
+    """Return the device names for the workers on this machine. The default is the CPU.
 
-    Raises RecipeError if rollout.devices is missing on a machine with GPUs, because a training rank may use any GPU.
+    Raises RecipeError if rollout.devices is not set on a machine with GPUs, because a training rank may use any GPU.
     """
     if devices is not None or spawn == 0:
         return devices or ["cpu"]
@@ -280,7 +284,7 @@ def spawn_device_names(devices: list[str] | None, spawn: int) -> list[str]:
 
 
 def load_trainer_keys(settings: RolloutRecipe) -> BrokerKeys | None:
-    """Load the broker's keys. Returns None if rollout.keys is not set.
+    """Load the encryption keys of the broker. Returns None if rollout.keys is not set.
 
     Raises KeyFileError if the keys are unusable.
     """
@@ -288,10 +292,10 @@ def load_trainer_keys(settings: RolloutRecipe) -> BrokerKeys | None:
 
 
 def broker_endpoints(bind: str, folder: Path | None) -> tuple[str, str]:
-    """Return two addresses of the broker: one for ranks and connecting workers, one for leasing chunks.
+    """Return two broker addresses. Ranks and new workers connect to the first, workers lease chunks at the second.
 
-    folder: folder of ipc sockets. None: use TCP, with the next port for leasing. Raises RecipeError for an invalid
-    rollout.bind.
+    folder: folder of ipc sockets. If it is None, the broker uses TCP, and leasing uses the next port. Raises
+    RecipeError if rollout.bind is invalid.
     """
     if folder is not None:
         return f"ipc://{folder}/clients", f"ipc://{folder}/workers"

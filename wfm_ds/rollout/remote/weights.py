@@ -1,4 +1,4 @@
-"""Finds or downloads the published policy for a rollout worker, verifies it, and loads it into the model."""
+"""Loads the published policy into the model of a rollout worker. Finds or downloads the files and verifies them."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ FILE_NAME = re.compile(r"[\w-]+/[\w.-]+")  # exactly one folder deep: a path can
 
 
 class PolicyWeights:
-    """Loads published policy weights into the model's denoiser. Not thread-safe."""
+    """Loads published versions of the policy into the model's denoiser. Not thread-safe."""
 
     def __init__(self, model: DiffusionModel, client: PipeClient, *, lora: bool, merge: bool = False) -> None:
-        """client: connected to the trainer's broker. merge: merge the adapter into the base weights (AdapterMerge)."""
+        """client: connection to the trainer's broker. merge: merge the adapter into the base weights (AdapterMerge)."""
         self.model, self.client, self.lora, self.merge = model, client, lora, merge
         self.loaded_manifest: PolicyManifest | None = None
         self._has_adapter = False
         self._adapter_merge: AdapterMerge | None = None
 
     def load_publication(self, manifest: PolicyManifest) -> int:
-        """Load this published version, unless the model already has it or a newer one of the same session.
+        """Load the published version that the manifest describes. Returns the number of the version in the model.
 
-        Returns the number of the version that the model has now. Raises a non-fatal TaskFailed if the weights cannot be
-        downloaded or loaded, a fatal one for invalid file names. After a failure the model has its earlier weights, or
-        undefined weights that the next call replaces.
+        Nothing is loaded if the model already has this version or a newer version of the same session. Raises a
+        non-fatal TaskFailed if the weights cannot be downloaded or loaded, and a fatal one for invalid file names.
+        After a failure the model has its earlier weights or undefined weights. The next call replaces undefined
+        weights.
         """
         current = self.loaded_manifest
         if (
@@ -69,7 +70,7 @@ class PolicyWeights:
     def _open_folder(self, manifest: PolicyManifest) -> Iterator[Path]:
         """Yield a folder with the manifest's files.
 
-        It is the trainer's folder if this machine can read it, otherwise a temporary download. Raises TaskFailed if
+        This is the trainer's folder if the machine can read it, otherwise a temporary download. Raises TaskFailed if
         file names are invalid, if the download fails, or if a file does not match its hash.
         """
         if not manifest.files or not all(FILE_NAME.fullmatch(f.name) for f in manifest.files):
@@ -124,9 +125,9 @@ class PolicyWeights:
             load_whole_layers(getattr(self.model.pipeline, part), folder / LORA_FOLDER / WHOLE_LAYER_FILES[part])
 
     def _copy_tensors(self, part: str, paths: list[Path]) -> None:
-        """Copy the tensors in these files into a denoiser component.
+        """Copy the tensors in these files into the denoiser component `part`.
 
-        Raises ValueError if a trained tensor is missing.
+        Raises ValueError if the files lack a trained tensor.
         """
         network: Any = getattr(self.model.pipeline, part)
         targets = network.state_dict()

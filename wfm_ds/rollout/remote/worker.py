@@ -82,7 +82,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def default_worker_name() -> str:
-    """Return a unique name. Host and pid are not enough: containers may share both."""
+    """Return a unique name. Containers may share host name and pid, so these are not enough."""
     return f"{socket.gethostname()[:HOST_CHARS]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 
 
@@ -95,7 +95,7 @@ def _parse_worker_name(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> NoReturn:
-    """Run the worker and end the process, without waiting for an abandoned chunk."""
+    """Run the worker and end the process. The process does not wait for a chunk that is still being generated."""
     run_and_exit(lambda: run_with_exit_code(lambda: run_worker(args)))
 
 
@@ -138,7 +138,7 @@ def serve_chunks(recipe: Recipe, args: argparse.Namespace, stop: threading.Event
 
 
 def load_worker_keys(recipe: Recipe, folder: Path | None) -> ClientKeys | None:
-    """Load the keys in `folder` or, if it is None, the keys in rollout.keys. Returns None if neither is set.
+    """Load the keys in `folder` or, if `folder` is None, in rollout.keys. Returns None if neither is set.
 
     Raises KeyFileError if the keys are unusable.
     """
@@ -206,7 +206,7 @@ def build_generator(
 
 
 class WorkerLanes:
-    """Threads of a worker that lease chunks: while one generates a chunk, the others wait for scores."""
+    """The threads of a rollout worker. One thread generates a chunk while the others wait for scores."""
 
     def __init__(
         self,
@@ -240,8 +240,8 @@ class WorkerLanes:
     def run(self, stop: threading.Event) -> int:
         """Generate chunks until the worker should exit.
 
-        It exits if `stop` is set, if the trainer dismisses it or is silent for too long, and if another trainer uses
-        the address. Raises OutOfMemory if a chunk does not fit into memory.
+        The worker exits if `stop` is set, if the trainer dismisses it or is silent for too long, or if another trainer
+        uses the address. Raises OutOfMemory if a chunk does not fit into memory.
         """
         from wfm_ds.rollout.rewards import RewardClient
 
