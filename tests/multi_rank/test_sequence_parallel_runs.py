@@ -97,7 +97,7 @@ def assert_done_once(counts, *keys):
     ids=["lora zero2", "full zero3"],
 )
 def test_nft_with_shared_tokens_is_nft(engine, both, tmp_path):
-    counts = both("sd3_nft", f"data.path={RECIPES / 'prompts' / 'colors'}", *NFT, *engine)
+    counts = both("sd3_nft", f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}", *NFT, *engine)
     assert_done_once(counts, "submitted", "decoded")
     steps = [r for r in records(tmp_path / "one") if "loss/total" in r]
     assert len(steps) == 4
@@ -109,7 +109,7 @@ def test_nft_with_shared_tokens_is_nft(engine, both, tmp_path):
 @pytest.mark.parametrize(("name", "engine"), [("sd3_flow_grpo", []), ("sd3_mix_grpo", ["lora=null"])])
 def test_flow_grpo_with_shared_tokens_is_flow_grpo(name, engine, both, tmp_path):
     common = ["run.steps=2", "optimizer.lr=3e-3", "algorithm.clip_ratio=0.03", "engine.deepspeed=zero3"]
-    counts = both(name, f"data.path={RECIPES / 'prompts' / 'colors'}", *common, *engine)
+    counts = both(name, f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}", *common, *engine)
     assert_done_once(counts, "submitted", "decoded")
     updates = [r for r in records(tmp_path / "two") if "loss/total" in r]
     assert {r["policy/ratio_max_abs_dev"] for r in updates[::2]} == {0.0}
@@ -147,7 +147,7 @@ def test_sft_with_shared_tokens_is_sft_and_reads_every_sample_once(both, digits,
 def test_videos_with_shared_tokens(family, both):
     counts = both(
         "sd3_nft",
-        *(f"data.path={RECIPES / 'prompts' / 'colors'}", "run.steps=2", "engine.micro_batch_size=3"),
+        *(f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}", "run.steps=2", "engine.micro_batch_size=3"),
         *("sampling.num_frames=5", "sampling.steps=6", "lora={rank: 4, alpha: 8}"),
         family=family,
     )
