@@ -68,7 +68,7 @@ def reference_kl(
 ) -> Tensor:
     """Return the KL divergence per element of two transitions, mean((mu - mu_ref)^2)/(2 std^2): [B].
 
-    norm `literal` omits the division, like the published code. Arguments as for log_ratio.
+    With norm `literal`, the result is not divided, like in the published code. The arguments are those of log_ratio.
     """
     require_latents(velocity=velocity, ref_velocity=ref_velocity)
     require_vectors(velocity, gain=gain, std=std)

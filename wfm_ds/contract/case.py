@@ -98,7 +98,7 @@ class FixedGridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
 
 
 def load_reference_pipeline(folder: Path, case: Case, pipeline_class: Any = DiffusionPipeline) -> Any:
-    """Load the diffusers pipeline in a folder. By default, the class is the class in model_index.json."""
+    """Load the diffusers pipeline in a folder. The default class is the one named in model_index.json."""
     with hide_progress_bars():
         pipeline = pipeline_class.from_pretrained(
             folder, use_safetensors=True, local_files_only=True, **case.extra_components

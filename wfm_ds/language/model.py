@@ -207,7 +207,7 @@ def checkpoint_blocks(network: Any) -> None:
     """Enable non-reentrant gradient checkpointing of the transformer blocks.
 
     transformers makes embedding outputs require gradients, which only reentrant checkpointing needs. This function
-    undoes that, because a frozen vision tower would run a useless backward pass.
+    undoes that. Otherwise, a frozen vision tower would run a useless backward pass.
     """
     network.gradient_checkpointing_enable({"use_reentrant": False})
     network.disable_input_require_grads()

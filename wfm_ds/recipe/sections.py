@@ -202,7 +202,8 @@ class OptimizerRecipe(Section):
 
 
 class EmaRecipe(Section):
-    """Exponential moving average of the weights, used for validation, samples and export. Omit the section for none."""
+    """Exponential moving average of the weights, used for validation, samples and export. Omit this section
+    to disable EMA."""
 
     decay: Decay = 0.999
     """Maximum decay. Update j uses min((1 + j) / (10 + j), decay)."""

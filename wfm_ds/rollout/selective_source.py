@@ -158,7 +158,7 @@ class SelectedRollouts:
 def selection_metrics(
     selection: GroupSelection, candidate_groups: Sequence[RewardedGroup], refills: int
 ) -> dict[str, float]:
-    """Return metrics of the candidate samples and of the selection. refills: number of additional rounds."""
+    """Return metrics of the candidate and of the selected samples. refills: number of additional sampling rounds."""
     totals = [total for _, rewards in candidate_groups for total in rewards]
     valid = [total for total in totals if total is not None]
     stats = {

@@ -73,7 +73,7 @@ class _OpenClipModel(ClipModel):
 def letterbox_images(media: npt.NDArray[np.uint8], size: int) -> Sequence[Any]:
     """Resize images to fit into `size` x `size` and pad them with black. Returns PIL images.
 
-    The training of HPS v2 prepared images in the same way.
+    HPS v2 was trained on images prepared in this way.
     """
     from PIL import Image
 

@@ -39,7 +39,7 @@ TRANSFORMER: Mapping[str, Any] = MappingProxyType(
 
 
 def build() -> tuple[Cosmos2_5_PredictBasePipeline, dict[str, Any]]:
-    """Return the pipeline and its call arguments. Like the published folders, it has no safety checker."""
+    """Return the pipeline and its call arguments. The pipeline has no safety checker, like the published ones."""
     tokenizer = qwen_tokenizer()
     with temporary_seed(TRANSFORMER_SEED):
         transformer = CosmosTransformer3DModel(**TRANSFORMER)

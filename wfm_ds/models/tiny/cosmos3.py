@@ -51,7 +51,7 @@ def build() -> tuple[Cosmos3OmniPipeline, dict[str, Any]]:
 def assemble_pipeline(
     transformer: Mapping[str, Any], vae: AutoencoderKLWan, *, flow_shift: float
 ) -> Cosmos3OmniPipeline:
-    """Return a pipeline with this transformer config. Like the published folders, it has no safety checker."""
+    """Return a pipeline with this transformer config. The pipeline has no safety checker, like the published ones."""
     tokenizer = qwen_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     with temporary_seed(TRANSFORMER_SEED):
