@@ -4,7 +4,7 @@ Two ranks on a CPU hold a random SD3 transformer and AdamW moments at ZeRO-3 and
 DeepSpeed's. Then each conversion runs in a separate process, which reports its largest resident set (including mapped
 files) and its processor time:
 
-    convert      `wfm_ds.cli.convert` of our checkpoint: one tensor in memory at a time
+    convert      `wfm convert` of our checkpoint: one tensor in memory at a time
     deepspeed    DeepSpeed's zero_to_fp32 and diffusers' save_pretrained
     imports      no conversion: the libraries alone
 

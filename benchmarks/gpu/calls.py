@@ -152,7 +152,7 @@ def robustness_call(*, tiny: bool) -> Call:
         [
             python_line("pytest -m gpu", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", tests, limit_s=300),
             gpu_line("stopped", "tests/recipes/sd3_nft.yaml", limit_s=120),
-            python_line("quickstart", "wfm_ds.demos", *quickstart, limit_s=240),
+            python_line("quickstart", "wfm_ds", "quickstart", *quickstart, limit_s=240),
         ],
     )
 
