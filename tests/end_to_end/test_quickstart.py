@@ -36,7 +36,9 @@ def test_reinforcement_learning_improves_the_digits_on_held_out_seeds(tmp_path, 
     assert "pipe.load_lora_weights(" in report
     (draw,) = re.findall(r"wfm generate(?: .*\\\n)* .*", report)
     words = draw.replace("\\\n", " ").split()[1:]
-    process = subprocess.run([sys.executable, *words], cwd=root, capture_output=True, text=True, timeout=300)
+    process = subprocess.run(
+        [sys.executable, "-m", "wfm_ds", *words], cwd=root, capture_output=True, text=True, timeout=300
+    )
     assert process.returncode == 0, process.stderr
     assert (folder / "more" / "index.html").read_text().count("<img") == 80
 
@@ -101,7 +103,9 @@ def test_moving_shapes_are_trained_and_shown(tmp_path, root, monkeypatch):
         assert moving.n_frames >= 5
     (draw_more,) = re.findall(r"wfm generate(?: .*\\\n)* .*", report)
     words = [*draw_more.replace("\\\n", " ").split()[1:], "--seeds", "1"]
-    process = subprocess.run([sys.executable, *words], cwd=root, capture_output=True, text=True, timeout=300)
+    process = subprocess.run(
+        [sys.executable, "-m", "wfm_ds", *words], cwd=root, capture_output=True, text=True, timeout=300
+    )
     assert process.returncode == 0, process.stderr
 
 
