@@ -39,7 +39,7 @@ class Rollouts(RolloutService):
     """Starts workers that generate images without a model."""
 
     def worker_command(self, name: str, device: WorkerDevice) -> list[str]:
-        python, _, _, _, *options = super().worker_command(name, device)
+        python, _, _, _, _, *options = super().worker_command(name, device)
         words = [str(RECIPE), *recipe_overrides(self.recipe.run.output_dir)]
         return [python, "-m", "benchmarks.soak.worker", *words, *options]
 
