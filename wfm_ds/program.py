@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from wfm_ds.errors import UserError
@@ -27,6 +28,11 @@ class CommandParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} (see {self.prog} --help)")
+
+    def add_recipe_arguments(self) -> None:
+        """Add the arguments RECIPE and section.key=value of commands that load a recipe."""
+        self.add_argument("recipe", type=Path, help="recipe file (YAML), or name of a shipped recipe (see wfm recipes)")
+        self.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the recipe")
 
 
 def run_command(

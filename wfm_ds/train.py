@@ -48,8 +48,7 @@ def parser() -> CommandParser:
         description="Post-train a diffusers pipeline with a recipe.",
         epilog="Example: deepspeed --num_gpus 8 -m wfm_ds.train recipes/sd3_nft.yaml run.steps=200",
     )
-    p.add_argument("recipe", type=Path, help="a YAML recipe (docs/recipes.md)")
-    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the recipe")
+    p.add_recipe_arguments()
     p.add_argument(
         "--tiny", action="store_true", help="two steps on a CPU, with a tiny random model and built-in data and rewards"
     )
@@ -79,7 +78,10 @@ def load_and_run(args: argparse.Namespace) -> int:
     quiet_libraries()
     choose_accelerator()
     if args.tiny:
-        recipe = load_tiny_recipe(args.recipe, args.overrides, rank)
+        from wfm_ds.demos.tiny_data import load_tiny_recipe
+
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        recipe = load_tiny_recipe(args.recipe, args.overrides, world_size=world_size, announce=rank == 0)
     else:
         recipe = recipe_file.load_recipe(args.recipe, args.overrides)
     with deterministic_kernels(recipe.engine.deterministic):
@@ -87,19 +89,6 @@ def load_and_run(args: argparse.Namespace) -> int:
             return run_check(recipe, rank, overwrite=args.overwrite)
         lifecycle.watch_parent()
         return run_training(recipe, stop, overwrite=args.overwrite)
-
-
-def load_tiny_recipe(path: Path, overrides: Sequence[str], rank: int) -> Recipe:
-    """Load the tiny version of a recipe, and write its data set if it is missing. Rank 0 logs what was replaced."""
-    from wfm_ds.demos.tiny_data import write_tiny_data
-    from wfm_ds.recipe import file as recipe_file
-    from wfm_ds.recipe.tiny import describe_tiny_recipe
-
-    recipe = recipe_file.load_tiny_recipe(path, overrides, world_size=int(os.environ.get("WORLD_SIZE", "1")))
-    if rank == 0:
-        sys.stderr.write(f"{describe_tiny_recipe(recipe)}\n")
-    write_tiny_data(recipe)
-    return recipe
 
 
 def run_check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:

@@ -104,6 +104,9 @@ def test_training_is_a_line_of_the_deepspeed_command(capsys, monkeypatch, tmp_pa
         == "deepspeed --quiet --num_gpus 2 --module wfm_ds.train sd3_nft run.steps=4 --tiny --overwrite"
     )
     assert dry("sd3_nft", capsys, monkeypatch).endswith(" --num_gpus 1 --module wfm_ds.train sd3_nft")
+    # Fits the window of the tiny recipe, but not that of the recipe itself.
+    assert dry("sd3_flow_grpo_fast --tiny sampling.steps=4", capsys, monkeypatch).endswith(" sampling.steps=4 --tiny")
+    assert main(["train", "sd3_flow_grpo_fast", "sampling.steps=4", "--dry-run"]) == 2
     assert dry("sd3_nft -v", capsys, monkeypatch, gpus=True) == "deepspeed --module wfm_ds.train sd3_nft"
     hosts = f"--hostfile {tmp_path / 'hosts'}"
     assert (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 
 from wfm_ds.cli.train import parse_positive_int
 from wfm_ds.program import CommandParser
@@ -17,8 +16,7 @@ def parser() -> CommandParser:
         description="Check a recipe, its data, model and rewards without training. Prints the derived numbers.",
         epilog="Example: %(prog)s sd3_nft --tiny --gpus 2",
     )
-    p.add_argument("recipe", type=Path, help="recipe file (YAML), or name of a shipped recipe (see wfm recipes)")
-    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the recipe")
+    p.add_recipe_arguments()
     p.add_argument(
         "--gpus", type=parse_positive_int, metavar="N", help="number of GPUs (default: all here, else the minimum)"
     )
@@ -32,19 +30,17 @@ def parser() -> CommandParser:
 
 def run(args: argparse.Namespace) -> None:
     from wfm_ds.cli.doctor.command import count_visible_gpus
-    from wfm_ds.demos.tiny_data import write_tiny_data
     from wfm_ds.distributed.accelerator import choose_accelerator, deterministic_kernels
     from wfm_ds.distributed.logs import quiet_libraries
     from wfm_ds.recipe import file as recipe_file
-    from wfm_ds.recipe.tiny import describe_tiny_recipe
 
     quiet_libraries()
     choose_accelerator()
     visible = args.gpus or count_visible_gpus()
     if args.tiny:
-        recipe = recipe_file.load_tiny_recipe(args.recipe, args.overrides, world_size=visible or 1)
-        sys.stderr.write(f"{describe_tiny_recipe(recipe)}\n")
-        write_tiny_data(recipe)
+        from wfm_ds.demos.tiny_data import load_tiny_recipe
+
+        recipe = load_tiny_recipe(args.recipe, args.overrides, world_size=visible or 1)
     else:
         recipe = recipe_file.load_recipe(args.recipe, args.overrides)
     from wfm_ds.training.run_check import check_run

@@ -21,8 +21,7 @@ def parser() -> CommandParser:
         description="Train a recipe with one process per GPU.",
         epilog="Example: %(prog)s sd3_nft --tiny run.steps=4 --gpus 2",
     )
-    p.add_argument("recipe", type=Path, help="recipe file (YAML), or name of a shipped recipe (see wfm recipes)")
-    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the recipe")
+    p.add_recipe_arguments()
     p.add_argument(
         "--gpus", type=parse_gpus, default=ALL, metavar="N|all", help="GPUs per machine (default: all; CPU: 1 process)"
     )
@@ -55,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     from wfm_ds import launch
     from wfm_ds.recipe import file as recipe_file
 
-    recipe_file.load_recipe(args.recipe, args.overrides)  # report recipe errors before starting any process
+    load = recipe_file.load_tiny_recipe if args.tiny else recipe_file.load_recipe
+    load(args.recipe, args.overrides)  # report recipe errors before starting any process
     command_line = launcher_arguments(args)
     if args.dry_run:
         sys.stdout.write(f"{shlex.join(['deepspeed', *command_line])}\n")

@@ -9,11 +9,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.program import run_command
+from wfm_ds.program import CommandParser, run_command
 
 if TYPE_CHECKING:
     from wfm_ds.distributed.world import World
@@ -23,12 +22,11 @@ T = TypeVar("T")
 TIMEOUT_S = 24 * 3600.0  # maximum wait for the slowest rank
 
 
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+def parser() -> CommandParser:
+    p = CommandParser(
         prog="wfm data prepare", description="Fill data.cache_dir with the text embeddings and latents of a recipe."
     )
-    p.add_argument("recipe", type=Path, help="YAML recipe (docs/recipes.md)")
-    p.add_argument("overrides", nargs="*", metavar="section.key=value", help="values that override the recipe")
+    p.add_recipe_arguments()
     return p
 
 

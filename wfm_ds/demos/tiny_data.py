@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,8 +15,9 @@ from wfm_ds.demos.digits_data import write_digits
 from wfm_ds.demos.room_data import write_room
 from wfm_ds.demos.squares_data import write_squares
 from wfm_ds.errors import DataError
+from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.tiny import tiny_data_folder
+from wfm_ds.recipe.tiny import describe_tiny_recipe, tiny_data_folder
 
 NUM_ACTION_CLIPS = 24
 
@@ -33,6 +35,19 @@ def write_action_clips(folder: Path) -> int:
 WRITERS: Mapping[str, Callable[[Path], int]] = MappingProxyType(
     {"digits": write_digits, "room": write_room, "brightness": write_action_clips, "squares": write_squares}
 )
+
+
+def load_tiny_recipe(path: Path, overrides: Sequence[str], *, world_size: int, announce: bool = True) -> Recipe:
+    """Load the tiny version of a recipe (recipe/tiny.py), and write its built-in data set if it is missing.
+
+    announce: print a line that says what --tiny replaced. Raises RecipeError, or DataError if the data set cannot be
+    written.
+    """
+    recipe = recipe_file.load_tiny_recipe(path, overrides, world_size=world_size)
+    if announce:
+        sys.stderr.write(f"{describe_tiny_recipe(recipe)}\n")
+    write_tiny_data(recipe)
+    return recipe
 
 
 def write_tiny_data(recipe: Recipe) -> None:
