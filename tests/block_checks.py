@@ -24,6 +24,7 @@ from wfm_ds.recipe.file import load_recipe
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.schema_description import SCHEMA_ROOT, member_names
 from wfm_ds.recipe.shipped_recipes import require_recipe
+from wfm_ds.user_class import is_user_class
 from wfm_reward import registry
 from wfm_reward.config import load_config
 
@@ -57,7 +58,7 @@ def check_recipe(file, text=None, overrides=()):
         file.write_text(re.sub(r"(?m)^defaults: (?=\w)", f"defaults: {ROOT}/recipes/", text))
     recipe = load_recipe(file, overrides)
     for function in recipe.all_reward_settings.functions if recipe.all_reward_settings else ():
-        if not registry.is_class_path(function.name):
+        if not is_user_class(function.name.partition("/")[0]):
             registry.check_reward(function.name, "cpu", function.options, function.max_batch)
 
 

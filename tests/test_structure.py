@@ -5,30 +5,17 @@ import functools
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 from each_case import check_each
+from test_layers import COMMANDS_IN_PACKAGES, ROOT, SOURCES
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.deepspeed import build_deepspeed_config, policy_copies
 from wfm_ds.recipe.schema_description import iterate_sections
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = {
-    "wfm_ds": ROOT / "wfm_ds",
-    "wfm_kernels": ROOT / "kernels" / "wfm_kernels",
-    "wfm_reward": ROOT / "reward" / "wfm_reward",
-}
-SOURCES = {
-    ".".join([name, *path.relative_to(folder).with_suffix("").parts]).removesuffix(".__init__"): path
-    for name, folder in PACKAGES.items()
-    for path in sorted(folder.rglob("*.py"))
-}
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 MAY_UNPICKLE = {"wfm_ds.data.embeddings"}  # arrays alone, through an unpickler that refuses every other name
-# Commands that stand in a package for the sake of their name; they may use everything.
-PROGRAMS = {"wfm_ds.data.prepare"}
 FOREIGN_FORBIDDEN = {
     "wfm_ds.types": {"torch"},
     "wfm_ds.transport": {"torch", "deepspeed", "diffusers"},
@@ -102,7 +89,9 @@ def test_package_stays_free_of_heavy_libraries(package):
     wrong = [
         f"{module} imports {name}"
         for module, path in SOURCES.items()
-        if inside(module, package) and module not in PROGRAMS and not any(inside(module, m) for m in LOADS_MODELS)
+        if inside(module, package)
+        and module not in COMMANDS_IN_PACKAGES
+        and not any(inside(module, m) for m in LOADS_MODELS)
         for name in imports(path)
         if name.split(".")[0] in FOREIGN_FORBIDDEN[package]
     ]

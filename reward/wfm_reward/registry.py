@@ -44,11 +44,6 @@ def get_reward_class(name: str) -> type[Reward]:
     return rewards[name]
 
 
-def is_class_path(name: str) -> bool:
-    """Return True for `package.module:Class` and `package.module:Class/LABEL`."""
-    return is_user_class(name.partition("/")[0])
-
-
 def create_reward(name: str, device: str, options: Mapping[str, Any]) -> Reward:
     """Create a reward without calling `load`. Raises RewardError for an unknown name or invalid options."""
     reward, arguments = get_reward_class(name), dict(options)

@@ -49,15 +49,8 @@ def estimate_language_memory(
     training |= {"gradients": sums.gradient_bytes, "DeepSpeed": sums.reduction_bytes()} | sums.gather_memory(
         training=True
     )
-    return MemoryEstimate(
-        phases={"train": persistent | training, "optimizer": persistent | sums.optimizer_step_parts()},
-        world_size=world_size,
-        num_parameters=model.num_parameters,
-        num_trained=sums.num_trained,
-        zero_stage=sums.zero_config["stage"],
-        checkpoint_bytes=sums.checkpoint_bytes(),
-        export_bytes=sums.export_bytes(),
-    )
+    phases = {"train": persistent | training, "optimizer": persistent | sums.optimizer_step_parts()}
+    return MemoryEstimate.from_engine(sums, phases, model.num_parameters)
 
 
 def largest_row_size(recipe: Recipe, data: LanguageData, order: PackingOrder) -> ConversationSize:

@@ -10,15 +10,13 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
 from wfm_ds.algorithms import RlAlgorithm, build_rl_algorithm, engine_policy_copies
-from wfm_ds.engine.adapter_layers import find_adapter_layers, match_linear_layers
+from wfm_ds.engine.adapter_layers import find_adapter_layers
 from wfm_ds.engine.frozen_linear import FrozenLinear
 from wfm_ds.memory.activations import (
     PassMemory,
@@ -39,12 +37,6 @@ from wfm_ds.recipe.schema import Recipe
 from wfm_ds.sampling.denoise import Trajectory
 
 
-def count_lora_parameters(denoiser: nn.Module, targets: Sequence[str], rank: int) -> int:
-    """Return the number of LoRA parameters (A and B) of all linear layers with a name suffix in `targets`."""
-    layers: list[Any] = [denoiser.get_submodule(name) for name in match_linear_layers(denoiser, targets)]
-    return sum(rank * (layer.in_features + layer.out_features) for layer in layers)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
     """Estimated memory of one rank as {phase: {category: bytes}}, with the parameter counts behind it."""
@@ -56,6 +48,21 @@ class MemoryEstimate:
     zero_stage: int  # ZeRO stage
     checkpoint_bytes: int  # size of one checkpoint over all ranks
     export_bytes: int
+
+    @classmethod
+    def from_engine(
+        cls, engine: EngineMemory, phases: Mapping[str, Mapping[str, int]], num_parameters: int
+    ) -> MemoryEstimate:
+        """Create the estimate of an engine with these phases."""
+        return cls(
+            phases=phases,
+            world_size=engine.world_size,
+            num_parameters=num_parameters,
+            num_trained=engine.num_trained,
+            zero_stage=engine.zero_config["stage"],
+            checkpoint_bytes=engine.checkpoint_bytes(),
+            export_bytes=engine.export_bytes(),
+        )
 
     def phase_bytes(self, phase: str) -> int:
         return sum(self.phases[phase].values())
@@ -93,15 +100,7 @@ def estimate_memory(
     static = sums.state_parts() | sums.static_parts() | ({"text encoders": encoders} if keeps_encoders else {})
     phases: dict[str, dict[str, int]] = {"texts": sums.static_parts() | {"text encoders": encoders}}
     phases |= {name: static | parts for name, parts in sums.phase_parts().items()}
-    return MemoryEstimate(
-        phases=phases,
-        world_size=world_size,
-        num_parameters=sums.num_parameters,
-        num_trained=sums.num_trained,
-        zero_stage=sums.zero_config["stage"],
-        checkpoint_bytes=sums.checkpoint_bytes(),
-        export_bytes=sums.export_bytes(),
-    )
+    return MemoryEstimate.from_engine(sums, phases, sums.num_parameters)
 
 
 class _DiffusionMemory(EngineMemory):

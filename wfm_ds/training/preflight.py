@@ -43,9 +43,6 @@ from wfm_ds.types import Prompt
 log = logging.getLogger(__name__)
 
 NUM_CHECKED_SAMPLES = 32  # samples that --check reads
-SEPARATE_SERVICE_FIX = (
-    "start a reward service, and set reward.spawn: false and reward.endpoint (docs/reward_service.md)"
-)
 MIN_PROMPT_DRAWS = 3  # draws per prompt in a run; with fewer, reward statistics of most prompts are unreliable
 
 
