@@ -157,12 +157,13 @@ def run(one_rank, two_ranks, tiny_pipelines, media, tmp_path):
 def train_tiny_on_rank(name, overrides):
     """One rank's part of `wfm_ds.train NAME --tiny`; {key: what the caller must know of the recipe}."""
     from wfm_ds import train
+    from wfm_ds.demos.tiny_data import load_tiny_recipe
     from wfm_ds.distributed.lifecycle import StopFlag
     from wfm_ds.distributed.world import World
     from wfm_ds.runs.shutdown import RunShutdown
 
     world = World.join()
-    recipe = train.load_tiny_recipe(Path(name), overrides, world.rank)
+    recipe = load_tiny_recipe(Path(name), overrides, world_size=world.size)
     outcome, _ = train.prepare_and_train(recipe, world, StopFlag(), RunShutdown(world))
     return {
         **{"status": outcome.status, "step": outcome.step, "model": recipe.model.path},
