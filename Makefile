@@ -7,6 +7,8 @@ SETUP := $(if $(filter .venv/bin/python,$(PY)),setup)
 # Test files that run at the same time (some start four processes). 0: one process, for a debugger.
 JOBS ?= 2
 export OMP_WAIT_POLICY = PASSIVE
+# Each of the many processes that tests start would compile all sources and tests again.
+unexport PYTHONDONTWRITEBYTECODE
 
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -14,8 +16,9 @@ help:  ## Show this list
 setup: .venv/installed  ## Create .venv and install wfm_ds with all test dependencies
 
 # Older versions of wfm_ds replaced the deepspeed script, and pip removes it with them: doctor restores DeepSpeed's script.
-.venv/installed: setup.py pyproject.toml $(CONSTRAINTS)
+.venv/installed: pyproject.toml $(CONSTRAINTS)
 	test -x $(PY) || python3 -m venv .venv
+	@echo "Installing wfm_ds, torch and other packages into .venv, which takes minutes."
 	DS_BUILD_OPS=0 $(PY) -m pip install -q -c $(CONSTRAINTS) -e ".[dev]"
 	-$(PY) -m wfm_ds doctor --fix
 	touch .venv/installed
@@ -24,7 +27,7 @@ setup: .venv/installed  ## Create .venv and install wfm_ds with all test depende
 # slower. It sees the packages of .venv.
 OPTIONAL_TESTS := tests/data/test_hf.py tests/data/test_stream.py tests/data/test_folder.py tests/multi_rank/test_streams.py \
 	tests/engine/test_low_bit.py tests/engine/test_fp8_training.py tests/engine/test_optimizer.py \
-	tests/monitoring/test_tracking.py tests/cli/test_notebook.py
+	tests/monitoring/test_tracking.py tests/cli/test_notebook.py tests/recipe/test_editor_schema.py
 .venv-full/installed: $(SETUP)
 	python3 -m venv .venv-full
 	realpath .venv/lib/python3*/site-packages > $$(echo .venv-full/lib/python3*/site-packages)/base.pth
@@ -43,8 +46,11 @@ quickstart-video: $(SETUP)  ## Video demo: train a video model of moving shapes 
 quickstart-world: $(SETUP)  ## Action demo: train a tiny Cosmos3 with SFT, improve how it follows actions with DiffusionNFT (docs/action_demo.md)
 	$(PY) -m wfm_ds quickstart --demo actions --output outputs/quickstart-world
 
+quickstart-fewstep: $(SETUP)  ## Few-step demo: distill the model of the digits demo to 4 steps and to 1 step with DMD2 (docs/few_steps_demo.md)
+	$(PY) -m wfm_ds quickstart --demo fewstep --start outputs/quickstart --output outputs/quickstart-fewstep
+
 test: $(SETUP)  ## Run the tests; choose some with ARGS="tests/transport -k ledger"
-	$(PY) -m pytest -n $(JOBS) --dist loadfile $(or $(ARGS),-m "not slow and not gpu")
+	$(PY) -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(or $(ARGS),-m "not slow and not gpu")
 
 lint: $(SETUP)  ## Check formatting, lint rules and types
 	$(PY) -m ruff format --check . && $(PY) -m ruff check . && $(PY) -m mypy
@@ -55,4 +61,4 @@ bench: $(SETUP)  ## Measure the kernels on a GPU, or count their launches, bytes
 gpu: $(SETUP)  ## Run all measurements for one GPU in an hour; ARGS="--tiny" rehearses them on a CPU (docs/measurements.md)
 	$(PY) -m benchmarks.gpu day $(ARGS)
 
-.PHONY: help setup test-optional quickstart quickstart-video quickstart-world test lint bench gpu
+.PHONY: help setup test-optional quickstart quickstart-video quickstart-world quickstart-fewstep test lint bench gpu

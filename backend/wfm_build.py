@@ -1,7 +1,8 @@
-"""Build backend: setuptools, with one more file at the top level of each wheel, including editable ones.
+"""Build backend: setuptools, with more files in the wheels.
 
-The file is wfm_ds/distributed/wfm_ds_deepspeed.pth, which makes the `deepspeed` script accept `-m`
-(wfm_ds/distributed/hook.py). setuptools can add it to a regular wheel, but not to an editable one.
+Each wheel, including editable ones, has wfm_ds/distributed/wfm_ds_deepspeed.pth at the top level, which makes the
+`deepspeed` script accept `-m` (wfm_ds/distributed/hook.py). A regular wheel has the folders recipes/ and ds_configs/
+inside the package wfm_ds.
 """
 
 from __future__ import annotations
@@ -33,36 +34,46 @@ __all__ = [
     "prepare_metadata_for_build_wheel",
 ]
 
-HOOK = Path(__file__).parent.parent / "wfm_ds" / "distributed" / "wfm_ds_deepspeed.pth"
+ROOT = Path(__file__).parent.parent
+HOOK = ROOT / "wfm_ds" / "distributed" / "wfm_ds_deepspeed.pth"
+DATA_FILES = ("recipes/*.yaml", "recipes/*.json", "recipes/*/*.yaml", "recipes/prompts/*/*.txt", "ds_configs/*.json")
 
 Settings = dict[str, Any] | None
 
 
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
-    return add_hook(wheel_directory, build_meta.build_wheel(wheel_directory, config_settings, metadata_directory))
+    data = {f"wfm_ds/{path.relative_to(ROOT)}": path for pattern in DATA_FILES for path in sorted(ROOT.glob(pattern))}
+    name = build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+    return add_files(wheel_directory, name, {HOOK.name: HOOK} | data)
 
 
 def build_editable(
     wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None
 ) -> str:
-    return add_hook(wheel_directory, build_meta.build_editable(wheel_directory, config_settings, metadata_directory))
+    name = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
+    return add_files(wheel_directory, name, {HOOK.name: HOOK})
 
 
-def add_hook(folder: str, name: str) -> str:
-    """Add the hook to the wheel and to its RECORD, so that uninstalling removes it. Return the wheel's name."""
+def add_files(folder: str, name: str, files: dict[str, Path]) -> str:
+    """Add files {path in the wheel: source} to the wheel and to its RECORD, so that uninstalling removes them.
+
+    Returns the wheel's name.
+    """
     wheel = Path(folder) / name
     partial_wheel = wheel.with_suffix(".making")
     with zipfile.ZipFile(wheel) as old, zipfile.ZipFile(partial_wheel, "w", zipfile.ZIP_DEFLATED) as new:
         for info in old.infolist():
             data = old.read(info)
             if info.filename.endswith(".dist-info/RECORD"):
-                data = f"{HOOK.name},{record_digest(HOOK.read_bytes())},{HOOK.stat().st_size}\n".encode() + data
+                lines = (f"{path},{record_digest(file)},{file.stat().st_size}\n" for path, file in files.items())
+                data = "".join(lines).encode() + data
             new.writestr(info, data)
-        new.write(HOOK, HOOK.name)
+        for path, file in files.items():
+            new.write(file, path)
     partial_wheel.replace(wheel)
     return name
 
 
-def record_digest(data: bytes) -> str:
+def record_digest(file: Path) -> str:
     """Return the digest of a file in the format of RECORD."""
-    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(file.read_bytes()).digest()).rstrip(b"=").decode()

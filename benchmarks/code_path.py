@@ -35,7 +35,7 @@ class CallTrace:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the calls of this thread, and the files of threads that start in this block."""
-        self._outer = sys._getframe()
+        self._outer = sys._getframe(2)  # the caller; 1 is contextlib
         previous = sys.getprofile()
         threading.setprofile(self._record_file)
         sys.setprofile(self._record_call)

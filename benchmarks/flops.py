@@ -6,7 +6,7 @@ python -m benchmarks.flops RECIPE --tflops 400                the hours of a run
 python -m benchmarks.flops --model sd35m --algo nft           a released model with an algorithm's published batch
 
 The recipe gives the number of forward passes (wfm_ds/memory/forward_counts.py), the denoiser's operators give the
-FLOPs of one (wfm_ds/memory/forward_flops.py). Weights and a GPU are not needed. A model folder that does not exist is
+FLOPs of one (wfm_ds/memory/forward_counts.py). Weights and a GPU are not needed. A model folder that does not exist is
 looked up by its name in released.py.
 """
 
@@ -33,13 +33,14 @@ from wfm_ds.memory.forward_counts import (
     ForwardCount,
     IsGuided,
     count_evaluation,
+    count_flops,
     count_rl_step,
     count_sft_step,
     denoiser_sigmas,
+    flops_by_purpose,
     guidance_predicate,
     sum_forwards,
 )
-from wfm_ds.memory.forward_flops import count_flops, flops_by_purpose
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.program import run_command
 from wfm_ds.recipe import file as recipe_file
@@ -196,7 +197,7 @@ class RecipeCost:
     @classmethod
     def from_recipe(cls, recipe: Recipe, subject: CountedModel, world_size: int) -> RecipeCost:
         derived = derive_run_sizes(recipe, world_size)
-        grid = subject.model.sigmas(recipe.sampling.eval_steps, latent_shape(recipe, subject.model))
+        grid = subject.model.evaluation_sigmas(recipe.sampling)
         steps = step_forwards(recipe, derived, subject.model)
         guided, compared = (
             guidance_predicate(recipe, subject.model.select_expert),

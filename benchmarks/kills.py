@@ -307,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def study_all_cases(inputs: StudyInputs, kills: int, early: int, seed: int) -> list[dict[str, Any]] | None:
     """Return the rows of all cases; None if one failed, which was reported. All runs share one reward service."""
     from wfm_ds.recipe import file as recipe_file
-    from wfm_ds.rollout.rewards import RewardService
+    from wfm_ds.rollout.reward_service import RewardService
 
     make_inputs(inputs)
     reward = recipe_file.load_recipe(REPOSITORY / "tests" / "recipes" / f"{RECIPES['nft']}.yaml").reward

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wfm_ds.distributed.world import find_free_port
+from wfm_ds.distributed.accelerator import find_free_port
 
 
 def run_ranks(module: str, arguments: Sequence[str], ranks: int, folder: Path) -> list[Any]:

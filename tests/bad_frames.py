@@ -1,4 +1,4 @@
-"""Messages for a hub that are wrong in every way, drawn from a seed: what the fuzz tests of both its ports send."""
+"""Malformed messages drawn from a seed. The fuzz tests send them to the client and worker ports of the broker."""
 
 import random
 import time
@@ -13,7 +13,7 @@ from wfm_ds.transport.messages import BROKER_TO_CLIENT, BROKER_TO_WORKER, CLIENT
 from wfm_ds.transport.sockets import Dealer, SendQueueFull
 from wfm_ds.transport.wire import MAX_FRAMES, MAX_HEADER_BYTES, WireError
 
-WINDOW = 16  # messages without an answer: what a hub cannot send to a full pipe it drops
+WINDOW = 16  # messages sent before reading answers: the broker drops answers that do not fit into a full pipe
 PATIENCE_S = 60.0
 
 WHOLE = {
@@ -35,7 +35,7 @@ WHOLE = {
 
 
 def odd_value(draw):
-    """A value that may stand anywhere."""
+    """Draw an edge-case value for any field of a message."""
     nest = []
     for _ in range(draw.randrange(40)):
         nest = [nest] if draw.random() < 0.5 else {"k": nest}
@@ -47,7 +47,7 @@ def odd_value(draw):
 
 
 def odd_table(draw):
-    """A tensor table in which a line lies."""
+    """Draw a tensor table with a wrong name, dtype, shape or structure."""
     line = ["media", "uint8", [2, 3]]
     at = draw.randrange(4)
     if at < 3:
@@ -59,18 +59,18 @@ def odd_table(draw):
 
 
 def whole(draw, types):
-    """The fields of a message that is right, and its frames behind the header."""
+    """Draw a valid message. Return its fields and the frames after the header."""
     name = draw.choice(sorted(types & WHOLE.keys()))
     fields = {"v": wire.PROTOCOL_VERSION, "t": name, "mid": draw.randrange(2**40), **WHOLE[name]}
     if name not in ("submit", "result") or draw.random() < 0.5:
         return fields, []
     specs, frames = wire.pack_tensors([("media", np.frombuffer(draw.randbytes(48), np.uint8))])
     fields["tensors"] = specs
-    return fields, [bytes(frame) for frame in frames[0]]
+    return fields, [bytes(frame) for frame in frames]
 
 
 def mutated(fields, draw):
-    """The fields with something wrong in them."""
+    """Return a copy of the fields with one random error."""
     fields = dict(fields)
     key = draw.choice(sorted(fields))
     kind = draw.randrange(5)
@@ -88,7 +88,7 @@ def mutated(fields, draw):
 
 
 def damaged(blob, draw):
-    """Bytes of it are others, or missing, or too many."""
+    """Flip, remove, append or insert bytes."""
     blob = bytearray(blob)
     kind = draw.randrange(4)
     if kind == 0 and blob:
@@ -104,7 +104,7 @@ def damaged(blob, draw):
 
 
 def a_message(draw, types):
-    """Frames, most of them no message."""
+    """Draw the frames of a message. Most draws are invalid, some are valid."""
     kind = draw.randrange(7)
     fields, payload = whole(draw, types)
     if kind == 0:
@@ -120,13 +120,16 @@ def a_message(draw, types):
 
 
 def bombard(endpoint, count, seed, *, workers=False):
-    """Send them, read all answers. Returns the answers by type, and the number of messages that wire.decode refuses."""
+    """Send `count` random messages and read all answers.
+
+    Returns the number of answers by type, and the number of messages that `wire.decode_message` rejects.
+    """
     types, answers = (WORKER_TO_BROKER, BROKER_TO_WORKER) if workers else (CLIENT_TO_BROKER, BROKER_TO_CLIENT)
     draw, context, told = random.Random(seed), zmq.Context(), Counter()
     dealer, invalid = Dealer(context, endpoint), 0
     probe = msgpack.packb(
         {"v": wire.PROTOCOL_VERSION, "t": "no type", "mid": 1}
-    )  # is always rejected: all before it was read then
+    )  # always rejected; the answer shows that all earlier messages were read
     try:
         for number in range(count):
             frames = a_message(draw, types)
@@ -157,11 +160,11 @@ def send(dealer, frames):
 
 
 def hear(dealer, answers, told):
-    """Count what has come; whether the answer to the probe is among it."""
+    """Count the received answers by type. Return whether the answer to the probe was among them."""
     assert dealer.socket.poll(PATIENCE_S * 1000), "the hub does not answer"
     while (frames := dealer.receive()) is not None:
         message = wire.decode_message([frame.buffer for frame in frames], answers)
-        # An attach of an older client is a message, and is refused without being dropped.
+        # An attach from an older client is a valid message. The broker rejects it but does not count it as malformed.
         refused = message.type == "reject" and message.fields["why"].startswith("a newer client")
         told["refused" if refused else message.type] += 1
         if message.type == "reject" and "'no type'" in message.fields["why"]:

@@ -31,8 +31,8 @@ from wfm_reward.config import load_config
 ROOT = Path(__file__).parent.parent
 OUR_PROGRAMS = ("wfm", "python", "deepspeed", "make")
 OTHER_PROGRAMS = (".", "aws", "cd", "cp", "curl", "docker", "export", "git", "head", "hf", "ls", "pip", "printf")
-OTHER_PROGRAMS += ("scontrol", "scp", "sed", "source", "ssh", "tail", "tensorboard")
-OTHER_MODULES = ("pip", "pytest", "venv")  # of python -m
+OTHER_PROGRAMS += ("kubectl", "sbatch", "scontrol", "scp", "sed", "sky", "source", "ssh", "tail", "tensorboard")
+OTHER_MODULES = ("pip", "pytest", "venv")  # commands run by `python -m`
 OUR_MODULE = re.compile(r"(wfm_ds|wfm_reward|wfm_kernels|benchmarks)\b")
 OWN_RECIPE = re.compile(r"RECIPE|(?!recipes/)(.*/)?(mine|my_\w+|recipe)\.yaml")
 REPOSITORY_PATH = re.compile(r"(?:^|[\s=])((?:recipes|tests|docs|benchmarks|ds_configs)/[\w./-]+)")
@@ -41,12 +41,14 @@ MAKEFILE = (ROOT / "Makefile").read_text()
 MINIMAL_RECIPE = """
 run: {{output_dir: outputs/mine, steps: 100}}
 model: {{path: "tiny:sd3"}}
-algorithm: {{name: {name}{frames}}}
+algorithm: {{name: {name}{keys}}}
 data: {{kind: {kind}, path: data{inputs}}}
 """
 FRAMES = ", min_num_conditional_frames: 1, max_num_conditional_frames: 1"
-SAMPLING = "sampling: {height: 480, width: 480, num_frames: 9}\n"
-RL_SECTIONS = SAMPLING + "rollout: {prompts_per_step: 4, group_size: 4}\nreward: {functions: [{name: color}]}\n"
+SAMPLING = "sampling: {height: 480, width: 480, num_frames: 9, steps: 4, eval_steps: 4}\n"
+ROLLOUTS = SAMPLING + "rollout: {prompts_per_step: 4, group_size: 4}\n"
+RL_SECTIONS = ROLLOUTS + "reward: {functions: [{name: color}]}\n"
+REQUIRED_KEYS = {"opd": ", teachers: [{guidance_scale: 2}]"}  # of the section `algorithm`
 
 
 # ---- recipes
@@ -76,7 +78,7 @@ def require_any(attempts):
 def write_minimal_recipes(folder):
     """Write valid recipes with few keys, for every algorithm and kind of data, and return their files."""
     valid = []
-    sections = {"sft": SAMPLING, "dpo": SAMPLING, "vlm_sft": ""}
+    sections = {"sft": SAMPLING, "dpo": SAMPLING, "vlm_sft": "", "opd": ROLLOUTS, "dmd2": ROLLOUTS}
     for name in member_names(SCHEMA_ROOT.child("algorithm", {})):
         variants = itertools.product(
             ["folder", "prompts", "pairs", "llava"],
@@ -85,7 +87,8 @@ def write_minimal_recipes(folder):
             ["", "lora: {rank: 8}\n"],
         )
         for i, (kind, frames, inputs, lora) in enumerate(variants):
-            text = MINIMAL_RECIPE.format(name=name, kind=kind, frames=frames, inputs=inputs)
+            keys = REQUIRED_KEYS.get(name, "") + frames
+            text = MINIMAL_RECIPE.format(name=name, kind=kind, keys=keys, inputs=inputs)
             with contextlib.suppress(UserError):
                 check_recipe(folder / f"{name}_{i}.yaml", text + lora + sections.get(name, RL_SECTIONS))
                 valid.append(folder / f"{name}_{i}.yaml")
@@ -117,7 +120,7 @@ def check_yaml(text, file, minimal_recipes):
 
 
 class ArgumentsParsed(BaseException):
-    """Leaves a command with its parsed arguments, or with its parser's message."""
+    """Raised in place of running a command. Holds its parsed arguments or its parser's message."""
 
 
 def parse_arguments(entry, arguments):
@@ -171,7 +174,7 @@ def check_arguments(parsed, own_recipes):
 
 
 def check_command(words, own_recipes, scripts):
-    """Check a command of a page with these recipes and Python files. Raises UserError."""
+    """Check a command of a page, given the recipes and Python files of the page. Raises UserError."""
     for path in REPOSITORY_PATH.findall(" ".join(words)):
         if not (ROOT / path).exists():
             raise UserError(f"{path} does not exist")
@@ -193,18 +196,23 @@ def check_command(words, own_recipes, scripts):
                 raise UserError(f"the Makefile does not read {unknown[0]}")
         case ["bash" | "srun", *_, "-c", line]:
             check_line(line, own_recipes, scripts)
+        case ["torchrun", *_, "-m", module, recipe] | ["srun" | "mpirun", *_, "-m", module, recipe]:
+            check_command(["python", "-m", module, recipe], own_recipes, scripts)
+        case ["bash", script] if script.endswith(".pdsh.sh"):  # written by wfm launch
+            pass
         case [program, *_] if program not in OUR_PROGRAMS + OTHER_PROGRAMS:
             raise UserError(f"unknown program {program}")
 
 
 def check_line(line, own_recipes, scripts):
-    """Check the commands of a shell line, without variables in front of them and without redirections."""
+    """Check the commands of a shell line. Leading variable assignments and redirections are ignored."""
     reader = shlex.shlex(re.sub(r"\d?(>&\d|[<>]+ *\S+)", "", line), posix=True, punctuation_chars=True)
     reader.whitespace_split = True
     for is_operator, words in itertools.groupby(reader, key=lambda word: set(word) <= set("();|&")):
         if not is_operator:
             words = itertools.dropwhile(lambda word: re.match(r"\w+=|exec$", word), words)
-            words = [re.sub(r"\$\{?\w+\}?", "1", word) for word in words]  # a variable: 1 fits texts and numbers
+            # Replace a variable by 1, which is valid as text and as a number.
+            words = [re.sub(r"\$\{?\w+\}?", "1", word) for word in words]
             check_command(words, own_recipes, scripts)
 
 

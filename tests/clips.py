@@ -1,4 +1,4 @@
-"""Videos for tests, written with PyAV. The red of frame i is `level(i)`, so that a decoded frame names its number."""
+"""Test videos, written with PyAV. Frame i has the red value `level(i)`, so a decoded frame reveals its index."""
 
 from fractions import Fraction
 
@@ -6,7 +6,7 @@ import av
 import numpy as np
 from av.video.reformatter import Colorspace
 
-STEP = 5  # grey levels between frames: more than lossy coding changes
+STEP = 5  # grey levels between frames: larger than the error of lossy coding
 BT709, BT601, UNSPECIFIED = 1, 6, 2  # ITU-T H.273
 
 
@@ -15,16 +15,17 @@ def level(index):
 
 
 def index_of(frame):
-    """The number of a frame [H,W,3]."""
+    """Return the index of a decoded frame [H,W,3]."""
     return round((float(frame[..., 0].mean()) - 2) / STEP)
 
 
 def write_clip(
     path, count=40, fps=24, size=(32, 48), codec="libx264", times=None, pictures=None, hd=False, tagged=False, **options
 ):
-    """`count` frames at a constant rate, or shown at `times` in milliseconds; `pictures` replaces the grey frames.
+    """Write `count` grey frames at a constant rate, or with the timestamps `times` in milliseconds.
 
-    `hd`: the colours are coded as BT.709 has it instead of BT.601; `tagged`: the file says which.
+    `pictures` replaces the grey frames. `hd` encodes colours with BT.709 instead of BT.601. `tagged` records the
+    colour space in the file.
     """
     height, width = size
     pictures = [np.full((height, width, 3), level(i), np.uint8) for i in range(count)] if pictures is None else pictures

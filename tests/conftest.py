@@ -1,4 +1,4 @@
-"""Settings that must hold before torch is imported, and the fixtures that files share."""
+"""Environment variables that must be set before torch is imported, and shared fixtures."""
 
 import os
 
@@ -8,7 +8,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not os.path.exists("/dev/nvidiactl"):
-    # Triton decides when it is imported, by whichever library comes first, whether kernels run in its interpreter.
+    # Triton reads this variable at import, and any library may import it first.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import sys
@@ -17,19 +17,24 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# How long an example takes says more about the machine than about the code.
+# Time per example depends on the machine's load, so no deadline.
 hypothesis.settings.register_profile("wfm", deadline=None)
 hypothesis.settings.load_profile("wfm")
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(Path(__file__).parent))  # for ranks.py and the helpers beside tests: tests/ is no package
+# tests/ is not a package; this makes ranks.py and the other helpers importable.
+sys.path.insert(0, str(Path(__file__).parent))
 
 RANKS = {"one_rank", "two_ranks", "three_ranks", "four_ranks"}
 SLOW_FOLDERS = {"benchmarks", "faults", "kernels", "rehearsal"}
+# The folders of the longest files run first, so that no worker is alone with a long file at the end.
+FIRST_FOLDERS = ("end_to_end", "reference", "multi_rank", "benchmarks", "rehearsal", "engine", "faults")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folder. Those that start ranks or are in SLOW_FOLDERS are slow, unless marked `unit`."""
+    """Mark tests by folder, and order them. Tests that start ranks or are in SLOW_FOLDERS are slow, unless marked
+    `unit`."""
+    items.sort(key=lambda item: FIRST_FOLDERS.index(name) if (name := item.path.parent.name) in FIRST_FOLDERS else 99)
     for item in items:
         folder = item.path.parent.name
         marks = {mark.name for mark in item.iter_markers()}
@@ -47,12 +52,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    os.environ.pop("TRITON_INTERPRET", None)  # no business of other tests and of what they start (kernels/conftest.py)
+    os.environ.pop("TRITON_INTERPRET", None)  # other tests and their subprocesses run without it (kernels/conftest.py)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def no_rank():
-    """The process of pytest is no rank after a file: every run that a later test starts would believe to be one too."""
+    """Check that no file leaves rank variables in the environment: runs of later tests would start as a rank."""
     yield
     left = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT") if name in os.environ]
     assert not left, f"the tests of this file left {left} in the environment: join ranks in processes (ranks.py)"
@@ -65,7 +70,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_pipelines(tmp_path_factory: pytest.TempPathFactory):
-    """`tiny_pipelines("sd3")` is the folder of that tiny pipeline; written once per run, read-only by agreement."""
+    """`tiny_pipelines("sd3")` returns the folder of the tiny SD3 pipeline. All tests share it; do not modify it."""
     from wfm_ds.models.tiny import write_tiny_model
 
     base, made = tmp_path_factory.mktemp("tiny"), {}
@@ -80,10 +85,11 @@ def tiny_pipelines(tmp_path_factory: pytest.TempPathFactory):
 
 
 def create_rank_fixture(name: str, num_ranks: int, scope: str):
-    """Processes of one gloo group: `two_ranks.run(function, **kwargs)` (ranks.py).
+    """Create a fixture of processes in one gloo group: `two_ranks.run(function, **kwargs)` (ranks.py).
 
-    The first test that needs them starts them, and they stay: importing torch and DeepSpeed takes longer than most of
-    these tests. Each takes about half a GiB of memory, so that larger groups end with their file.
+    The first test that uses the fixture starts the processes, and later tests reuse them, because importing torch and
+    DeepSpeed takes longer than most of these tests. Each process takes about half a GiB of memory, so larger groups
+    end with their test file.
     """
 
     @pytest.fixture(scope=scope, name=name)
@@ -104,7 +110,7 @@ four_ranks = create_rank_fixture("four_ranks", 4, "module")
 
 @pytest.fixture(scope="module")
 def s3_server():
-    """An S3 server for the tests of a file: its URL, and a client that writes past all proxies."""
+    """Start an S3 server for a test file. Yield its URL and a client that bypasses all proxies."""
     import s3
 
     with s3.s3_server() as made:
@@ -113,11 +119,11 @@ def s3_server():
 
 @pytest.fixture
 def s3_proxy(s3_server, monkeypatch):
-    """What this test's s3:// addresses lead through, and what may fail there."""
+    """Route this test's s3:// requests through a proxy that can inject faults. Yield the proxy."""
     import s3
 
     for name in s3.VARIABLES:
-        monkeypatch.setenv(name, "")  # put back after the test
+        monkeypatch.setenv(name, "")  # restores the original value after the test
     one = s3.FaultyProxy(s3_server[0])
     s3.use(one.url)
     yield one

@@ -1,4 +1,4 @@
-"""Many cases of one property as one test: thousands of tests hide what fails, and each costs time to set up."""
+"""Run many cases as one pytest test. Thousands of tests hide failures, and each one has setup cost."""
 
 import contextlib
 import functools
@@ -10,8 +10,8 @@ MAX_TEXT = 200
 def check_each(names, cases):
     """Run a test for each case, like `pytest.mark.parametrize`, but as one test.
 
-    All cases run. The error lists those that failed, each with its traceback and its values. Each case has its own
-    `tmp_path`, changes of `monkeypatch` and captured output; the other fixtures are shared.
+    All cases run. The error lists every failed case with its traceback and values. Each case has its own `tmp_path`,
+    `monkeypatch` changes and captured output; the other fixtures are shared.
     """
     names = [name.strip() for name in names.split(",")] if isinstance(names, str) else list(names)
     cases = list(cases)

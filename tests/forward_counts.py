@@ -1,4 +1,4 @@
-"""The forwards that a recipe is predicted to run, beside those that a run of it counted."""
+"""Predicted forward counts of a recipe, and the counts that a run of it recorded."""
 
 import json
 
@@ -18,11 +18,11 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 
 CALLS, SAMPLES = "perf/forwards_", "perf/forward_samples_"
-MANY = 1000  # prompts or images, more than a recipe shows
+MANY = 1000  # more prompts or images than any recipe evaluates
 
 
 def counted(folder):
-    """By step of the recipe in `folder`: forwards of rank 0 by purpose, and the samples in them."""
+    """Return, for each step of the run in `folder`, rank 0's (forwards, samples) by purpose."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     purposes = [[tag.removeprefix(CALLS) for tag in line if tag.startswith(CALLS)] for line in lines]
     return [
@@ -33,15 +33,12 @@ def counted(folder):
 
 
 def predicted(folder, world_size, *, num_images=0):
-    """The same of the recipe that the run in `folder` resolved."""
+    """Return the same numbers, predicted from the resolved recipe of the run in `folder`."""
     recipe = recipe_file.load_recipe(folder / "recipe.yaml")
     derived, size = derive_run_sizes(recipe, world_size), recipe.sampling
     model = registry.load_model(recipe.model.path, dtype=torch.float32, device="cpu", guardrail=recipe.model.guardrail)
-    guided, shape = (
-        guidance_predicate(recipe, model.select_expert),
-        model.latent_shape(size.height, size.width, size.num_frames),
-    )
-    guided_steps = sum(guided(float(sigma)) for sigma in model.sigmas(size.eval_steps, shape)[:-1])
+    guided = guidance_predicate(recipe, model.select_expert)
+    guided_steps = sum(guided(float(sigma)) for sigma in model.evaluation_sigmas(size)[:-1])
     if recipe.is_rl:
         algorithm = build_rl_algorithm(recipe, model.rollout_sigmas(size))
         cheap = size.candidate_sampling

@@ -1,6 +1,6 @@
-"""A server on this machine that speaks as much of the Hugging Face hub's protocol as fetching and sending take.
+"""A local server with the part of the Hugging Face Hub protocol that downloads and uploads use.
 
-The client is huggingface_hub itself: what lies in its cache afterwards, and every error, are of its own making.
+The client is the real huggingface_hub, which writes its cache and raises its errors as with the real Hub.
 """
 
 import base64
@@ -17,11 +17,13 @@ from huggingface_hub import constants
 
 @dataclass
 class Repo:
-    """A repository: the files of each revision, and the code with which the hub refuses it, if it does."""
+    """A repository: its files, its branches, the metadata of its page, and the status and error code of refused
+    requests, if any."""
 
     files: dict[str, bytes]
     branches: tuple[str, ...] = ("main",)
     refusal: tuple[int, str] | None = None
+    card: dict[str, str] = field(default_factory=dict)
 
     @property
     def commit(self):
@@ -31,25 +33,26 @@ class Repo:
 
 @dataclass
 class Hub:
-    """The server's repositories by name, and the files that were sent."""
+    """The server's repositories by name, and a record of its requests."""
 
     repos: dict[str, Repo] = field(default_factory=dict)
     sent: list[str] = field(default_factory=list)
     asked: int = 0
     url: str = ""
-    large: dict[str, bytes] = field(default_factory=dict)  # LFS objects that were received, by digest
-    commits: list[tuple[str, str]] = field(default_factory=list)  # repository and summary
+    large: dict[str, bytes] = field(default_factory=dict)  # uploaded LFS objects by digest
+    commits: list[tuple[str, str]] = field(default_factory=list)  # (repository, summary)
     private: set[str] = field(default_factory=set)
+    dropped: set[str] = field(default_factory=set)  # kinds of requests without an answer: "revision", "tree", "resolve"
     tokens: set[str] = field(default_factory=set)
 
 
 def files_of(folder):
-    """The files of a folder, by their paths in a repository."""
+    """Return the content of each file in a folder by its path in a repository."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def entry(name, data):
-    """A file as the listing of a repository has it."""
+    """Return the entry of a file in a repository listing."""
     return {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
 
 
@@ -114,7 +117,7 @@ class Handler(BaseHTTPRequestHandler):
         self.send_json({"commitUrl": f"{hub.url}/{repo}/commit/{'a' * 40}", "commitOid": "a" * 40})
 
     def received(self):
-        """The body of a request, in chunks or whole."""
+        """Read the body of a request, with or without chunked encoding."""
         if self.headers.get("Transfer-Encoding") != "chunked":
             return self.rfile.read(int(self.headers.get("Content-Length", 0)))
         data = b""
@@ -135,6 +138,9 @@ class Handler(BaseHTTPRequestHandler):
             repo, what, rest = "/".join(words[2:4]), words[4] if len(words) > 4 else "revision", words[5:]
         else:
             repo, what, rest = "/".join(words[:2]), words[2], words[3:]
+        if what in hub.dropped:
+            self.close_connection = True
+            return
         found = hub.repos.get(repo)
         branches = (*found.branches, found.commit) if found else ()
         revision = next((name for name in branches if rest[: name.count("/") + 1] == name.split("/")), None)
@@ -150,7 +156,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_json([entry(name, data) for name, data in found.files.items()])
         else:
             names = [{"rfilename": name} for name in found.files]
-            self.send_json({"id": repo, "sha": found.commit, "siblings": names})
+            self.send_json({"id": repo, "sha": found.commit, "siblings": names, "cardData": found.card})
 
     def send_file(self, repo, name, body):
         if name not in repo.files:
@@ -179,7 +185,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @contextlib.contextmanager
 def hub_server():
-    """A hub on the loopback interface, as long as the context."""
+    """Run a Hub server on the loopback interface."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.broker = Hub(url=f"http://127.0.0.1:{server.server_port}")
     thread = threading.Thread(target=server.serve_forever, daemon=True)
@@ -193,9 +199,9 @@ def hub_server():
 
 
 def use(monkeypatch, *, url, cache, offline=False):
-    """Have this process's huggingface_hub ask the server and keep files in `cache`."""
+    """Make huggingface_hub in this process use the server at `url` and the cache folder `cache`."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # a protocol of its own, for large files
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)  # Xet is a separate protocol for large files
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")

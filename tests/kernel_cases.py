@@ -1,4 +1,4 @@
-"""Inputs and float64 oracles that the tests of the kernels share. A case keeps its tensors by argument name."""
+"""Inputs and float64 references shared by the kernel tests. A case maps argument names to tensors."""
 
 import torch
 
@@ -7,10 +7,11 @@ from wfm_kernels import reference, sde_coefficients
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["torch", "triton"]
 FP64, FP32, BF16, FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
-VALUE = {FP32: 2e-6, BF16: 3e-3, FP16: 1e-3}  # relative error; half precision: of one rounding to storage
+# Relative errors. In half precision, this is the error of one rounding to the storage dtype.
+VALUE = {FP32: 2e-6, BF16: 3e-3, FP16: 1e-3}
 GRADIENT = {FP32: 5e-6, BF16: 3e-3, FP16: 1e-3}
 BLOCK = 2048
-# One element, primes, samples of one element, the edges of a block, several blocks, images and videos.
+# One element, prime sizes, one element per sample, block boundaries, several blocks, images and videos.
 SHAPES = [
     (1, 1),
     (1, 7),
@@ -22,7 +23,7 @@ SHAPES = [
     (1, BLOCK + 1),
     (2, 4 * BLOCK + 13),
 ]
-# Per-sample steps: the first one from sigma 1, and one in the middle; not near where a log-prob crosses 0.
+# Noise levels of each sample's step. The first starts at sigma 1. None has a log-prob close to 0.
 SIGMA, SIGMA_NEXT = (1.0, 0.8, 0.45, 0.7, 0.9), (0.93, 0.7, 0.25, 0.5, 0.6)
 SIGMA_MAX, ETA = 0.93, 0.7
 KINDS = ["flow_sde", "dance", "cps"]
@@ -49,7 +50,7 @@ def coefficients(kind, count, eta=ETA):
 
 
 def transition(shape, velocity=FP32, latents=FP32, *, guided=False, seed=0):
-    """velocity, latents, and uncond_velocity with its scale if guided."""
+    """Return velocity and latents, and with `guided` also uncond_velocity and guidance_scale."""
     case = {"velocity": normal(shape, 3 * seed, velocity), "latents": normal(shape, 3 * seed + 1, latents)}
     if guided:
         case |= {"uncond_velocity": normal(shape, 3 * seed + 2, velocity), "guidance_scale": 3.5}
@@ -57,7 +58,7 @@ def transition(shape, velocity=FP32, latents=FP32, *, guided=False, seed=0):
 
 
 def exact_mean(kind, case, eta=ETA):
-    """Mean and std of the transition in float64; differentiable by the float64 velocities that it also returns."""
+    """Return the transition's mean and std in float64, and the velocities in float64 for gradients."""
     v = case["velocity"].detach().double().cpu().requires_grad_()
     u = case.get("uncond_velocity")
     u = None if u is None else u.detach().double().cpu().requires_grad_()
@@ -83,7 +84,7 @@ def nft_case(shape, velocity=FP32, latents=FP32, *, ref=False, seed=0):
 
 
 def in_double(case):
-    """The tensors of a case in float64 on the CPU; those that want a gradient still do."""
+    """Convert the tensors of a case to float64 on the CPU. `requires_grad` is preserved."""
     exact = {name: t.detach().double().cpu() for name, t in case.items()}
     for name, tensor in case.items():
         exact[name].requires_grad_(tensor.requires_grad)

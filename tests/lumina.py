@@ -1,4 +1,4 @@
-"""The tiny pipeline of docs/own_model.md, whose family wfm_ds does not ship, built by the code of that page."""
+"""Build the tiny pipeline of docs/own_model.md with the code of that page. wfm_ds does not ship its family."""
 
 from pages import code
 

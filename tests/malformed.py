@@ -24,7 +24,7 @@ NUMBERS = [0, -1, 1, 2**31, 2**63, 2**64, 10**400, 1e308, -1e308, float("nan"), 
 
 
 def requests(seed, count, reward):
-    """(method, path, headers, body) of `count` malformed or odd requests; `reward` is a name that the service has."""
+    """Yield (method, path, headers, body) of `count` malformed or odd requests. The service must have `reward`."""
     draw = random.Random(seed)
     makers = [enqueued, forms, plain, encoded, headers_of, mutated_enqueue, mutated_plain]
     for number in range(count):
@@ -32,7 +32,7 @@ def requests(seed, count, reward):
 
 
 def anything(draw, depth=0):
-    """Any JSON value."""
+    """Draw a JSON value, including edge cases."""
     kind = draw.randrange(8 if depth < 3 else 5)
     if kind == 0:
         return draw.choice(TEXTS)
@@ -67,7 +67,7 @@ def good_picture():
 
 
 def png(text=b"", kind=b"tEXt"):
-    """A small picture, with a chunk of text in it."""
+    """Encode a small PNG, optionally with a text chunk."""
     buffer = io.BytesIO()
     info = PngImagePlugin.PngInfo()
     if text:
@@ -77,7 +77,7 @@ def png(text=b"", kind=b"tEXt"):
 
 
 def spoilt(draw, data):
-    """The bytes with a few of them changed, taken out, doubled or cut off."""
+    """Return the bytes with some changed, removed, inserted, duplicated or cut off."""
     data = bytearray(data)
     for _ in range(draw.choice([1, 1, 2, 4, 16])):
         at = draw.randrange(max(1, len(data)))
@@ -113,7 +113,7 @@ def with_header(header, version=b"\x01\x00"):
 
 
 def enqueued(draw, reward):
-    """An enqueue whose first line or array is wrong."""
+    """Draw an enqueue request with a wrong first line or array."""
     fields, data = good_fields(reward), npy(good_picture())
     match draw.randrange(4):
         case 0:
@@ -139,7 +139,7 @@ def mutated_enqueue(draw, reward):
 
 
 def plain(draw, reward):
-    """A /compute with wrong fields, or media that hide something."""
+    """Draw a /compute request with wrong fields, or an image with hostile text chunks."""
     body = {"prompt": ["x"], "image": [base64.b64encode(png()).decode()], "rewards": [reward]}
     match draw.randrange(4):
         case 0:
@@ -164,7 +164,7 @@ def mutated_plain(draw, reward):
 
 
 def forms(draw, _):
-    """A pull whose form cannot be read, or asks for nothing."""
+    """Draw a pull request with an unreadable or empty form."""
     charsets = [f"{FORM}; charset={name}" for name in ("utf-7", "klingon", "rot13", "idna", "base64", "\x7f")]
     multipart = [f"multipart/form-data{end}" for end in ("", "; boundary=", "; boundary=x", '; boundary="x')]
     odd = ["multipart/mixed; boundary=x", "text/plain", "application/json", "/", ";;;", "a/b/c; charset"]
@@ -184,7 +184,7 @@ def forms(draw, _):
 
 
 def encoded(draw, reward):
-    """A body under an encoding that it does not have, or that unpacks to much."""
+    """Draw a request with a wrong Content-Encoding, or a small body that decompresses to a large one."""
     body = json.dumps(good_fields(reward)).encode() + b"\n" + npy(good_picture())
     packed = draw.choice(
         [body, gzip.compress(body), gzip.compress(body)[:-9], zlib.compress(bytes(2**22)), b"\x1f\x8b", b""]
@@ -195,7 +195,7 @@ def encoded(draw, reward):
 
 
 def headers_of(draw, _):
-    """Methods, paths and headers that nobody expects."""
+    """Draw a request with an unusual method, path or headers."""
     method = draw.choice(["GET", "POST", "PUT", "HEAD", "OPTIONS", "DELETE", "TRACE", "BREW", "get"])
     paths = ["/", "/metrics", "/compute", "/%ff", "/%00", "//", "/a" * 3000, "/health?x=%zz", "/../..", "*", "/?\xff"]
     headers = draw.choice([
@@ -209,7 +209,7 @@ def headers_of(draw, _):
 
 
 def send(address, token, request):
-    """The status of the answer, 0 where the connection ends without one."""
+    """Send a request and return the HTTP status, or 0 if the connection closes without an answer."""
     method, path, headers, body = request
     lines = [f"{method} {path} HTTP/1.1"]
     fields = {
@@ -224,14 +224,15 @@ def send(address, token, request):
         with contextlib.suppress(ConnectionError):
             connection.sendall("\r\n".join([*lines, "", ""]).encode("latin1") + body)
             if "Content-Length" in headers or "Transfer-Encoding" in headers:
-                connection.shutdown(socket.SHUT_WR)  # more was promised than comes; a server may end at once then
+                # The headers may promise more bytes than sent. Closing the write side lets the server stop waiting.
+                connection.shutdown(socket.SHUT_WR)
             while b"\r\n" not in answer and (more := connection.recv(4096)):
                 answer += more
     return int(answer.split(b" ")[1]) if answer.startswith(b"HTTP/") else 0
 
 
 def statuses(url, token, drawn):
-    """How often each status came back, and the requests that were answered 5xx."""
+    """Send all requests. Return the count of each status, and the requests answered with 5xx."""
     address = (urlsplit(url).hostname, urlsplit(url).port)
     counts, failed = Counter(), []
     for request in drawn:
@@ -246,8 +247,8 @@ def statuses(url, token, drawn):
 
 
 def originals():
-    """A small file of each format that is read, by whether it is a video."""
-    from wfm_ds.monitoring.videos import encode_gif, save_mp4
+    """Return (is a video, bytes) of a small file in each supported format."""
+    from wfm_ds.monitoring.media_files import encode_gif, save_mp4
 
     def saved(image, kind="PNG", **options):
         buffer = io.BytesIO()
@@ -255,7 +256,7 @@ def originals():
         return False, buffer.getvalue()
 
     frames = np.random.default_rng(0).integers(0, 256, (4, 16, 16, 3), dtype=np.uint8)
-    texts = [b"text" * 100, b"text" * 2**20]  # the second is more than PIL unpacks
+    texts = [b"text" * 100, b"text" * 2**20]  # the second exceeds PIL's decompression limit
     made = [(False, png(b"a\0b")), *((False, png(b"a\0\0" + zlib.compress(text), b"zTXt")) for text in texts)]
     kinds = [("PNG", {}), ("JPEG", {}), ("JPEG", {"progressive": True}), ("WEBP", {}), ("WEBP", {"lossless": True})]
     made += [saved(Image.fromarray(frames[0]), kind, **options) for kind, options in kinds]
@@ -267,7 +268,7 @@ def originals():
 
 
 def media(seed, count):
-    """(is a video, bytes) of `count` damaged files."""
+    """Yield (is a video, bytes) of `count` damaged files."""
     draw, whole = random.Random(seed), originals()
     for number in range(count):
         video, data = whole[number % len(whole)]

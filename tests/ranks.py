@@ -1,42 +1,58 @@
-"""Several real processes that form one gloo group, for tests: `ranks.run(function, **kwargs)` runs it on each of them.
-With an environment of its own a single process joins what it likes (tests/gpu).
+"""Run test functions on several real processes that form one gloo group: `ranks.run(function, **kwargs)`.
 
-The function is sent as file and name, never by import path, its arguments and results as torch files without pickled
-code. This file is both sides: the test imports it, a rank is `python ranks.py ...`.
+All pools of a test run fork their processes from one server, which has imported the heavy packages: importing torch,
+DeepSpeed and diffusers takes longer than most tests. With `environment`, a single process is started without a group
+and without the server, and its functions join a group themselves (tests/gpu).
+
+A function is sent as file path and name, never as import path. Arguments and results are sent as torch files without
+pickled code.
 """
 
 import contextlib
 import datetime
 import faulthandler
 import importlib.util
-import json
+import multiprocessing
+import multiprocessing.connection
 import os
-import selectors
-import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
+from unittest import mock
 
 START_S = 120.0
-DEADLINE_S = 300.0  # a busy machine is no failure
-GRACE_S = 15.0  # for dumping stacks at the deadline, or for the other ranks to fail too after the first did
+DEADLINE_S = 300.0  # long enough for a busy machine
+GRACE_S = 15.0  # to dump stacks after the deadline, or for the other ranks to fail after the first one
+PRELOADED = [
+    "pytest",
+    "wfm_ds.train",
+    "wfm_ds.training.rl",
+    "wfm_ds.training.sft",
+    "wfm_ds.training.language_loop",
+    "torch.utils.tensorboard",
+    "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
+    "deepspeed.runtime.zero.muon.muon_optimizer",  # deepspeed.initialize imports it, and it imports the torch compiler
+]
 
 
 class RankError(AssertionError):
-    """A rank raised or hung; the message holds its traceback or the stacks of all ranks."""
+    """A rank raised or hung. The message has its traceback or the stacks of all ranks."""
 
 
 class Ranks:
-    """`num_ranks` processes, started at the first run and again after one broke the group."""
+    """A pool of `num_ranks` processes. They start at the first run, and again after a failure that broke the group."""
 
     def __init__(self, num_ranks, folder, deadline_s=DEADLINE_S, environment=None):
-        self.environment = environment  # of one process that forms no group; None: this process's
+        self.environment = environment  # extra variables; if given, the process does not join a group
         self.num_ranks, self.folder, self.deadline_s = num_ranks, Path(folder), deadline_s
-        self._processes, self._logs, self._calls, self._starts = [], [], 0, 0
+        self._processes, self._pipes, self._logs, self._calls, self._starts = [], [], [], 0, 0
 
     def run(self, function, **kwargs):
-        """The function's results, by rank. Raises RankError with the traceback of the first rank that failed."""
+        """Run the function on all ranks and return its results by rank.
+
+        Raises RankError with the traceback of the lowest rank that failed.
+        """
         import torch
 
         if not self._processes:
@@ -45,9 +61,8 @@ class Ranks:
         arguments = self.folder / f"call_{self._calls}.pt"
         torch.save(kwargs, arguments)
         call = {"file": function.__code__.co_filename, "name": function.__name__, "arguments": str(arguments)}
-        for process in self._processes:
-            process.stdin.write(json.dumps(call | {"deadline_s": self.deadline_s}).encode() + b"\n")
-            process.stdin.flush()
+        for pipe in self._pipes:
+            pipe.send(call | {"deadline_s": self.deadline_s})
         answers = self._answers(self.deadline_s + GRACE_S)
         failed = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
         if len(answers) < self.num_ranks:
@@ -60,86 +75,91 @@ class Ranks:
         return [torch.load(answers[rank]["result"], weights_only=True) for rank in range(self.num_ranks)]
 
     def stop(self):
-        """End these processes, and no others."""
-        for process in self._processes:
+        """Kill the processes of this pool."""
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
             process.kill()
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
-        self._processes = []
+            process.join()
+            pipe.close()
+        self._processes, self._pipes = [], []
 
     def _start(self):
         self._starts += 1
-        store = self.folder / f"store_{self._starts}"
-        environment = None if self.environment is None else {**os.environ, **self.environment}
-        for rank in range(self.num_ranks):
-            log = self.folder / f"rank_{rank}_{self._starts}.log"
-            self._logs = [*self._logs[-self.num_ranks + 1 :], log]
-            with log.open("wb") as stderr:
-                group = [] if environment is None else ["alone"]
-                command = [sys.executable, __file__, str(rank), str(self.num_ranks), str(store), *group]
-                pipe = subprocess.PIPE
-                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, env=environment)
+        store = str(self.folder / f"store_{self._starts}")
+        self._logs = [self.folder / f"rank_{rank}_{self._starts}.log" for rank in range(self.num_ranks)]
+        can_fork = self.environment is None and sys.platform == "linux"  # elsewhere forks of threaded libraries crash
+        context = multiprocessing.get_context("forkserver" if can_fork else "spawn")
+        context.set_forkserver_preload(PRELOADED)
+        for rank, log in enumerate(self._logs):
+            here, there = context.Pipe()
+            group = (rank, self.num_ranks, store) if self.environment is None else None
+            environment = {**os.environ, **(self.environment or {})}
+            arguments = (there, str(log), environment, f"{store}_rank_{rank}", group)
+            process = context.Process(target=serve_calls, args=arguments)
+            with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):
+                process.start()  # the first one starts the server, which must import the code under test
+            there.close()
             self._processes.append(process)
+            self._pipes.append(here)
         if len(self._answers(START_S)) < self.num_ranks:
             self.stop()
             raise RankError(f"{self.num_ranks} ranks did not form a group within {START_S:g} s\n{self._tails()}")
 
     def _answers(self, timeout_s):
-        """{rank: answer} of those that answered in time; after a first error the others have GRACE_S."""
-        answers, until = {}, time.monotonic() + timeout_s
-        with selectors.DefaultSelector() as selector:
-            for rank, process in enumerate(self._processes):
-                selector.register(process.stdout, selectors.EVENT_READ, rank)
-            while selector.get_map() and (left := until - time.monotonic()) > 0:
-                for key, _ in selector.select(left):
-                    selector.unregister(key.fileobj)
-                    line = key.fileobj.readline()
-                    if line:
-                        answers[key.data] = json.loads(line)
-                    if not line or "error" in answers[key.data]:
-                        until = min(until, time.monotonic() + GRACE_S)
+        """Return {rank: answer} of the ranks that answered in time. After an error, the others have GRACE_S left."""
+        answers, waiting, until = {}, list(self._pipes), time.monotonic() + timeout_s
+        while waiting and (left := until - time.monotonic()) > 0:
+            for pipe in multiprocessing.connection.wait(waiting, left):
+                waiting.remove(pipe)
+                answer = {"error": None}
+                with contextlib.suppress(EOFError, ConnectionError):  # the process has ended
+                    answer = answers[self._pipes.index(pipe)] = pipe.recv()
+                if "error" in answer:
+                    until = min(until, time.monotonic() + GRACE_S)
         return answers
 
     def _tails(self):
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-6000:]}" for log in self._logs)
 
 
-def main():
-    """A rank: join the group, then one call per line of stdin until it closes."""
-    rank, num_ranks, store = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+def serve_calls(pipe, log, environment, results, group):
+    """Run one rank: join the group (rank, number of ranks, store) if any, then execute calls until the pipe closes."""
+    os.environ.clear()
+    os.environ.update(environment)
+    with open(log, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
     sys.path.append(str(Path(__file__).parent.parent))  # benchmarks/ is not installed
-    channel = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever prints ends in the log, not among the answers
     import torch
 
     torch.set_num_threads(1)
-    if "alone" not in sys.argv:
-        join(rank, num_ranks, store)
-    channel.write("{}\n")
-    channel.flush()
-    modules = {}
-    for number, line in enumerate(sys.stdin):
-        call = json.loads(line)
-        faulthandler.dump_traceback_later(call["deadline_s"], exit=True)
+    if group:
+        join(*group)
+    pipe.send({})
+    modules, number = {}, 0
+    while True:
         try:
-            result = f"{store}_result_{number}_{rank}.pt"
+            call = pipe.recv()
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(call["deadline_s"], exit=True)
+        number += 1
+        try:
+            result = f"{results}_result_{number}.pt"
             with unchanged_process():
                 if call["file"] not in modules:
                     modules[call["file"]] = load(call["file"])
                 arguments = torch.load(call["arguments"], weights_only=True)
                 torch.save(getattr(modules[call["file"]], call["name"])(**arguments), result)
             answer = {"result": result}
-        except Exception:  # noqa: BLE001, the border of the process: the test raises it
+        except Exception:  # noqa: BLE001, sent to the test process, which raises it
             answer = {"error": traceback.format_exc()}
         faulthandler.cancel_dump_traceback_later()
-        channel.write(json.dumps(answer) + "\n")
-        channel.flush()
+        pipe.send(answer)
 
 
 @contextlib.contextmanager
 def unchanged_process():
-    """Restore what a call changes of its process: calls of many test files follow each other in it."""
+    """Restore the process's global state after a call, because calls of many test files share the process."""
     import torch
 
     environment, folder, path = dict(os.environ), os.getcwd(), list(sys.path)
@@ -157,7 +177,7 @@ def unchanged_process():
 
 
 def join(rank, num_ranks, store):
-    """Become a rank of a gloo group."""
+    """Join the gloo group as `rank`."""
     import torch.distributed as dist
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "LOCAL_RANK": str(rank)}
@@ -168,24 +188,20 @@ def join(rank, num_ranks, store):
 
 
 def load(file):
-    """The module in a file, by path. Files of several folders may have the same name."""
+    """Import a module by file path. Files in different folders may have the same name."""
     name = f"{Path(file).parent.name}_{Path(file).stem}"
     spec = importlib.util.spec_from_file_location(name, file)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
+    sys.modules[spec.name] = module  # dataclasses look up their module by name
     spec.loader.exec_module(module)
     return module
 
 
 @contextlib.contextmanager
 def started(num_ranks, folder, environment=None):
-    """Ranks that end with the block."""
+    """Yield a pool of ranks and stop it at the end."""
     ranks = Ranks(num_ranks, folder, environment=environment)
     try:
         yield ranks
     finally:
         ranks.stop()
-
-
-if __name__ == "__main__":
-    main()

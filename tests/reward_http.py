@@ -1,4 +1,4 @@
-"""A service with an HTTP port, and a bare client of it, for the tests."""
+"""Start a reward service with an HTTP port, and send it plain HTTP requests."""
 
 import http.client
 import io
@@ -19,7 +19,7 @@ TIMEOUT_S = 60
 
 @contextmanager
 def serving(folder, config, environment=None):
-    """The service's process and what it said when it was ready."""
+    """Start a reward service. Yield its process and the JSON that it printed when ready."""
     path = folder / "service.yaml"
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     with (folder / "service.log").open("wb") as log:
@@ -37,7 +37,7 @@ def serving(folder, config, environment=None):
 
 
 class Http:
-    """`answer = http.post(path, body)`: (status, content, headers)."""
+    """An HTTP client. `http.post(path, body)` returns (status, content, headers)."""
 
     def __init__(self, url, token=TOKEN):
         self.address = urlsplit(url).netloc
@@ -69,7 +69,7 @@ class Http:
         return self.post("/api/reward/pull", form, **{"Content-Type": "application/x-www-form-urlencoded"})
 
     def scores(self, fields, array, reward):
-        """Enqueue and pull until the scores are there."""
+        """Enqueue a request, pull until the scores are ready, and return them."""
         status, content, _ = self.enqueue(fields, array)
         assert status == 200, content
         while (answer := self.pull(content["uuid"], reward))[0] == 400:
@@ -85,7 +85,10 @@ def enqueue_body(fields, array):
 
 
 class Server:
-    """Answers each request with the next of `answers`: (status, body or map), or a callable that makes one of it."""
+    """An HTTP server that answers each request with the next (status, body) of `answers`. The last one repeats.
+
+    A body is bytes, or a value that is sent as JSON.
+    """
 
     def __init__(self):
         self.answers, self.requests = [], []

@@ -1,4 +1,4 @@
-"""An S3 server on this machine (moto, in a thread), and proxies before it: one cuts answers, one fails with uploads."""
+"""A local S3 server (moto in a thread), a proxy that cuts responses and a proxy that makes uploads fail."""
 
 import contextlib
 import socket
@@ -15,7 +15,7 @@ VARIABLES = (storage.ACCESS_KEY, storage.SECRET_KEY, storage.ENDPOINT, storage.R
 
 @contextlib.contextmanager
 def s3_server():
-    """The endpoint's URL and a client that writes; BUCKET exists and is empty."""
+    """Start a server with an empty BUCKET. Yield its URL and a boto3 client."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
@@ -31,7 +31,7 @@ def s3_server():
 
 
 def use(url, key="key", secret="secret"):
-    """What this process and its children need to reach the server; no connection is left from before."""
+    """Set the environment variables of the S3 server, and clear cached fsspec connections."""
     import os
 
     import fsspec
@@ -41,12 +41,12 @@ def use(url, key="key", secret="secret"):
 
 
 class CuttingProxy:
-    """Passes connections on to a server; while `cuts` is above 0 it counts down and closes one in mid-answer."""
+    """A proxy that closes the next `cuts` connections in the middle of a response."""
 
     def __init__(self, url):
         host, port = url.removeprefix("http://").split(":")
         self.server, self.cuts, self.num_cut = (host, int(port)), 0, 0
-        self.min_bytes = 20000  # answers below are passed on whole: those to questions about size and name
+        self.min_bytes = 20000  # responses with fewer bytes are never cut: file sizes and listings
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
         self._thread = threading.Thread(target=self._accept, daemon=True)
@@ -89,14 +89,14 @@ class CuttingProxy:
 
 
 class FaultyProxy(CuttingProxy):
-    """Passes requests on; each of the counters makes as many uploads fail, in its own way."""
+    """A proxy that makes uploads fail. Each counter is the number of uploads that fail in its way."""
 
     def __init__(self, url):
-        self.upload_cuts = 0  # closed in mid-request
+        self.upload_cuts = 0  # connection closed in the middle of a request
         self.errors = 0  # answered 500, Internal Server Error
-        self.flips = 0  # passed on with another byte
-        self.gone = False  # nobody listens behind it
-        self.gone_at, self.pass_first = None, 0  # it is, at an upload of such a name, of which the first ones pass
+        self.flips = 0  # forwarded with one changed byte
+        self.gone = False  # the server is unreachable
+        self.gone_at, self.pass_first = None, 0  # unreachable from a PUT of this name on, after `pass_first` of them
         self.num_failed, self.copies = 0, 0
         super().__init__(url)
 
@@ -116,7 +116,7 @@ class FaultyProxy(CuttingProxy):
                     self.flips, self.num_failed = self.flips - 1, self.num_failed + 1
                     part = part[:-1] + bytes([part[-1] ^ 1])
                 target.sendall(part)
-        with contextlib.suppress(OSError):  # upon which _answer closes both
+        with contextlib.suppress(OSError):  # then _answer closes both sides
             target.shutdown(socket.SHUT_RDWR)
 
     def _counted(self, part):
@@ -132,7 +132,7 @@ class FaultyProxy(CuttingProxy):
 
     @staticmethod
     def _refuse(client, part):
-        """Take the whole request, so that its sender hears the answer."""
+        """Read the whole request and answer 500. Clients read the response only after the request is sent."""
         head, _, body = part.partition(b"\r\n\r\n")
         lengths = [line for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
         left = int(lengths[0].partition(b":")[2]) - len(body)

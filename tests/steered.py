@@ -1,6 +1,6 @@
-"""A family of the user's own that takes actions, and a reward that is told them: `model.family: steered:Steered`.
+"""A user-defined family conditioned on actions (`model.family: steered:Steered`), and a reward that reads actions.
 
-A sample's velocity is that of Cosmos-Predict2.5, plus a plane whose height the actions and their domain decide.
+The velocity is Cosmos-Predict2.5's velocity plus a constant that depends on the actions and their domain.
 """
 
 import json
@@ -40,7 +40,7 @@ class Steered(Cosmos25):
 
 
 class Obedience(Reward):
-    """The brightness that the actions ask for: of the video, less what they sum up to."""
+    """Score the mean brightness of the video, scaled by the sum of its actions."""
 
     name = "obedience"
     media_types = frozenset({"video"})
@@ -53,7 +53,7 @@ class Obedience(Reward):
 
 
 def write_world(folder, count=5, frames=9, size=(32, 32)):
-    """Captioned clips whose frames name their numbers, and actions [frames-1,2] that do: row i is (i, clip)."""
+    """Write captioned clips and actions [frames-1,2]. Pixels encode the frame index; action row i is (i, clip)."""
     folder.mkdir(parents=True, exist_ok=True)
     for k in range(count):
         write_clip(folder / f"{k}.mp4", count=frames, size=size, fps=16)

@@ -1,4 +1,4 @@
-"""The streams and events of torch.cuda, which do nothing but write down what they are asked for."""
+"""Replace torch.cuda streams and events by fakes that record calls."""
 
 import contextlib
 
@@ -6,7 +6,10 @@ import torch
 
 
 def recorded_streams(monkeypatch, name):
-    """What is asked for from now on, in its order. name: of any stream but the current one, `main`."""
+    """Return a list that collects stream and event calls in order.
+
+    The current stream is called `main`, every other stream `name`.
+    """
     asked = []
 
     class Stream:

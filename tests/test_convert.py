@@ -1,4 +1,4 @@
-"""`wfm_ds.cli.convert` on checkpoints cut by hand; real ones of runs on two ranks: distributed/test_convert.py."""
+"""Tests of `wfm_ds.cli.convert` on handmade checkpoints. distributed/test_convert.py uses checkpoints of real runs."""
 
 import json
 
@@ -22,7 +22,7 @@ RANK, ALPHA = 4, 10.0
 
 
 class Weights:
-    """Tensors by name as an export's source."""
+    """A source of an export, made of tensors by name."""
 
     def __init__(self, tensors, config=None):
         self.tensors, self.config, self.uses_lora = tensors, config, config is not None
@@ -35,8 +35,10 @@ class Weights:
 
 
 def write_checkpoint(folder, target, states, *, dtype="float32", lora=None):
-    """What two ranks would have saved: each state's tensors in one row, rank 0 with the first 60 % of it. states: by
-    policy, parameters by name."""
+    """Write a checkpoint as saved by two ranks. Each state is one flat tensor; rank 0 has its first 60 %.
+
+    `states` maps a policy to its parameters by name.
+    """
     folder.mkdir(parents=True)
     rows = {policy: torch.cat([t.float().flatten() for t in of.values()]) for policy, of in states.items()}
     total = len(rows["train"])
@@ -65,7 +67,7 @@ def moved(tensors, seed):
 
 
 def run(capsys, *words):
-    """Exit code, and what was printed where."""
+    """Run the command. Return its exit code, and stderr if it failed or stdout if it succeeded."""
     code = convert.main([str(word) for word in words])
     printed = capsys.readouterr()
     return code, printed.err if code else printed.out
@@ -78,7 +80,7 @@ def model(tiny_pipelines):
 
 @pytest.fixture
 def full(model, tmp_path):
-    """A checkpoint of all weights, and the two policies in it."""
+    """Return a full-weights checkpoint, and the parameters of its two policies."""
     parameters, frozen = model.unwrapped_denoiser.named_parameters(), model.find_unused_parameters()
     start = {name: p.detach() for name, p in parameters if name not in frozen}
     states = {"train": moved(start, 1), "ema": moved(start, 2)}
@@ -87,7 +89,7 @@ def full(model, tmp_path):
 
 @pytest.fixture
 def adapter(model, tmp_path):
-    """A checkpoint of a LoRA run whose weights the model itself has now."""
+    """Return a LoRA checkpoint and its weights. `model` is loaded with the same weights."""
     config = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=list(model.default_lora_targets))
     model.unwrapped_denoiser.add_adapter(config, adapter_name="default")
     parameters = {name: p for name, p in model.unwrapped_denoiser.named_parameters() if "lora" in name}
@@ -158,7 +160,9 @@ def test_a_merged_lora_is_a_pipeline_with_what_peft_merges(model, adapter, tmp_p
     assert_close(pixels(pipe, model), drawn, atol=1e-5, rtol=0)
 
 
-def test_merging_keeps_the_runs_dtype(adapter, tmp_path, capsys):
+def test_merging_keeps_the_runs_dtype_and_a_lora_has_one(adapter, tmp_path, capsys):
+    code, text = run(capsys, adapter[0], tmp_path / "out", "--dtype", "bfloat16")
+    assert (code, "always written in float32" in text) == (2, True)
     assert run(capsys, adapter[0], tmp_path / "out", "--merge")[0] == 0
     weights = load_file(tmp_path / "out" / "transformer" / "diffusion_pytorch_model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
@@ -166,7 +170,7 @@ def test_merging_keeps_the_runs_dtype(adapter, tmp_path, capsys):
 
 @pytest.fixture
 def foreign_lora(adapter, tmp_path):
-    """As Cosmos-RL writes it: PEFT's names without diffusers' prefix, and alpha in the config alone."""
+    """Write a LoRA as Cosmos-RL does: PEFT names without diffusers' prefix, and alpha only in the config."""
 
     def write(prefix="", inside="", **changes):
         folder = tmp_path / "theirs" / inside
@@ -232,7 +236,7 @@ def test_an_export_that_cannot_be_written_is_one_sentence(foreign_lora, model, t
             assert f"{out}: the export could not be written (" in text
 
 
-def test_what_cannot_be_converted_is_one_sentence(full, model, tmp_path, capsys):
+def test_what_cannot_be_converted_is_one_sentence(full, model, tiny_pipelines, tmp_path, capsys):
     checkpoint, _ = full
 
     def refused(*words):
@@ -248,6 +252,7 @@ def test_what_cannot_be_converted_is_one_sentence(full, model, tmp_path, capsys)
     assert "would replace its source" in refused(checkpoint, tmp_path)
     assert "would replace the base model" in refused(checkpoint, model.path)
     assert "is not a checkpoint" in refused(tmp_path / "nothing", out)
+    assert "has other weights than transformer of" in refused(checkpoint, out, "--base", tiny_pipelines("digits"))
     assert "has no transformer" in refused(checkpoint, out, "--base", empty_pipeline(tmp_path))
     (checkpoint / rank_file_name(1)).write_bytes(b"")
     assert "is damaged: wfm_rank00001.safetensors has 0 bytes instead of" in refused(checkpoint, out)
@@ -277,7 +282,7 @@ def test_a_checkpoint_that_does_not_say_what_it_holds_is_refused(kept, full, tmp
 
 @pytest.mark.parametrize("merges", [False, True])
 def test_too_little_memory_is_one_sentence_that_says_what_would_do(model, adapter, tmp_path, capsys, merges):
-    note = adapter_settings(adapter[1].config, model.path) | {"r": 2**46}  # its matrices pass an address space
+    note = adapter_settings(adapter[1].config, model.path) | {"r": 2**46}  # matrices larger than the address space
     own = {name: torch.zeros(1) for name, _ in model.unwrapped_denoiser.named_parameters() if "lora" in name}
     checkpoint = write_checkpoint(tmp_path / "step_9", ExportTarget.from_model(model), {"train": own}, lora=note)
     code, text = run(capsys, checkpoint, tmp_path / "out", *(["--merge"] if merges else []))
@@ -294,17 +299,6 @@ def empty_pipeline(tmp_path):
     folder.mkdir()
     (folder / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
     return folder
-
-
-def test_a_checkpoint_of_another_model_is_refused(full, tiny_pipelines, tmp_path, capsys):
-    code, text = run(capsys, full[0], tmp_path / "out", "--base", tiny_pipelines("digits"))
-    assert (code, "has other weights than transformer of" in text) == (2, True)
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_lora_has_one_dtype(adapter, tmp_path, capsys):
-    code, text = run(capsys, adapter[0], tmp_path / "out", "--dtype", "bfloat16")
-    assert (code, "always written in float32" in text) == (2, True)
 
 
 def test_pickles_are_not_read_unasked(tmp_path, capsys):

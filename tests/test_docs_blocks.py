@@ -1,13 +1,13 @@
-"""Blocks of the docs: recipes load, commands parse, Python compiles and imports what exists.
+"""Code blocks of the docs are valid: recipes load, commands parse, Python compiles and its imports succeed.
 
-A block is fenced, and its language says how it is checked (block_checks.py):
+The language of a fenced block selects its check (block_checks.py):
 yaml    a whole recipe, some sections of a recipe, or a configuration of the reward service
 bash    commands: ours are parsed by their own parsers, others must be in OTHER_PROGRAMS
 python  compiles; imports from our packages work
 json    one value
 text    an illustration, not checked
-Overrides of the reader's own recipe must fit a whole recipe of the page; without one, a fragment of the page or a
-minimal recipe. A command in prose needs a valid name and valid names of options.
+Overrides of the reader's own recipe must fit a whole recipe on the page. If the page has none, they must fit a
+fragment on the page or a minimal recipe. A command in prose needs a valid name and valid option names.
 """
 
 import itertools
@@ -29,7 +29,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 def read_blocks(text):
     """Return (line, language, text) of every block. A line outside of blocks has the language "prose".
 
-    A block that is not closed has the language "open".
+    An unclosed block has the language "open".
     """
     blocks, language, start, lines = [], None, 0, []
     for number, line in enumerate(text.splitlines(), 1):
@@ -50,7 +50,7 @@ def list_checks(start, language, text, own_recipes, scripts):
     """Yield (line, check) for a block that is not YAML."""
     match language:
         case "bash":
-            lines = re.findall(r"(?:\\\n|.)*\n", text)  # with their continuation lines
+            lines = re.findall(r"(?:\\\n|.)*\n", text)  # a command with its continuation lines
             numbers = itertools.accumulate((line.count("\n") for line in lines), initial=start + 1)
             for number, line in zip(numbers, lines, strict=False):
                 yield number, partial(block_checks.check_line, line.replace("\\\n", ""), own_recipes, scripts)
@@ -102,7 +102,7 @@ def minimal_recipes(tmp_path_factory):
 
 @pytest.fixture
 def user_modules(tmp_path, monkeypatch):
-    """Make the modules that pages show importable: Python blocks that open with # NAME.py."""
+    """Write Python blocks that start with `# NAME.py` as modules, and make them importable."""
     (tmp_path / "modules").mkdir()
     for _, language, text in itertools.chain.from_iterable(read_blocks(page.read_text()) for page in PAGES):
         if language == "python" and (name := re.match(r"# (\w+\.py)\n", text)):

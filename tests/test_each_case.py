@@ -1,4 +1,4 @@
-"""Many cases as one test: all run, and those that failed are named."""
+"""Tests of `check_each`: all cases run, and the error names every failed case."""
 
 import os
 import sys

@@ -1,9 +1,10 @@
-"""Names and prose stay readable: counts of odd names and phrases, unique class names, one word for each concept.
+"""Names and prose are readable: limits on odd names and phrases, unique class names, one word for each concept.
 
-CONTRIBUTING.md has the rules and the table of fixed words.
+CONTRIBUTING.md has the rules and the vocabulary table.
 """
 
 import ast
+import functools
 import io
 import re
 import tokenize
@@ -15,7 +16,7 @@ CODE = ["wfm_ds", "reward/wfm_reward", "kernels/wfm_kernels"]
 PAGES = ["README.md", "CONTRIBUTING.md", "docs/**/*.md"]
 GENERATED = {"recipes.md"}
 
-MAX_ONE_WORD_NAMES = 0.20  # share of all functions and methods
+MAX_ONE_WORD_NAMES = 0.20  # fraction of all functions and methods
 MAX_ODD_PHRASES = 15  # per 10,000 words
 FRAGMENTS = {"Of", "By", "Those", "As", "What", "How", "Who", "Where", "When", "Which"}
 PREPOSITION = re.compile("of|in|on|at|by|for|from|to|with|around|between|within|apart|before|behind|beside")
@@ -65,13 +66,16 @@ def is_property(function):
     return any("property" in name or name.endswith((".setter", ".deleter")) for name in decorators)
 
 
+@functools.cache
 def functions():
-    """All functions and methods (location, name), without properties and dunder methods."""
+    """Return (location, name) of all functions and methods, except properties and dunder methods."""
+    found = []
     for path in python_files():
         for node in ast.walk(parse(path)):
             is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             if is_function and not node.name.startswith("__") and not is_property(node):
-                yield f"{path.relative_to(ROOT)}:{node.lineno}", node.name
+                found.append((f"{path.relative_to(ROOT)}:{node.lineno}", node.name))
+    return found
 
 
 def words_of_name(name):
@@ -129,7 +133,7 @@ def test_functions_have_names_of_several_words():
 def test_no_function_is_named_by_a_participle_or_ends_in_a_preposition():
     bad = [f"{at} {name}" for at, name in functions() if is_participle(words_of_name(name)[0])]
     bad += [f"{at} {name}" for at, name in functions() if PREPOSITION.fullmatch(words_of_name(name)[-1])]
-    assert [name for name in bad if not name.endswith(" to")] == []  # `to`: the interface of diffusers' modules
+    assert [name for name in bad if not name.endswith(" to")] == []  # diffusers defines `to`
 
 
 def test_class_names_are_unique():

@@ -1,10 +1,11 @@
-"""The command on its own, then five real launches of DeepSpeed's runner (6 s each on free cores)."""
+"""Tests of the launch command in isolation, then five real launches of DeepSpeed's runner (6 s each on free cores)."""
 
 import argparse
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -15,8 +16,9 @@ import pytest
 
 from each_case import check_each
 from wfm_ds import __version__, launch
-from wfm_ds.distributed import runner_arguments
+from wfm_ds.distributed import hook
 from wfm_ds.errors import UserError
+from wfm_ds.transport.socket_folders import remove_orphaned_folders
 
 WAIT_S = 90
 RUNNERS_PORT = "29500"
@@ -53,12 +55,12 @@ if mode == "save":
 """
 
 
-# ---- the line
+# ---- the command line
 
 
 @pytest.fixture(scope="module")
 def runner_parser():
-    """The real parser of DeepSpeed's runner."""
+    """Return the argument parser of DeepSpeed's runner."""
     from deepspeed.launcher import runner
 
     def parser_itself(parser, args=None):
@@ -69,9 +71,17 @@ def runner_parser():
         return runner.parse_args()
 
 
+def test_a_single_rank_inherits_no_rank_of_an_outer_launcher():
+    outer = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "SLURM_PROCID": "1", "SLURM_STEP_ID": "0"}
+    kept = {"PATH": "/bin", "SLURM_JOB_ID": "7"}
+    assert launch.job_environment(outer | kept, is_single_rank=True) == kept
+    status = {"WFM_STATUS_FILE": "/tmp/s", "WFM_LAUNCH_PID": "3"}
+    assert launch.job_environment(outer | kept | status, is_single_rank=False) == outer | kept
+
+
 def test_switches_are_those_of_the_runner(runner_parser):
     valueless = {name for action in runner_parser._actions if action.nargs == 0 for name in action.option_strings}
-    assert valueless == runner_arguments.SWITCHES
+    assert valueless == hook.SWITCHES
 
 
 LINES = [
@@ -101,9 +111,8 @@ def test_the_runner_finds_the_name_where_rewrite_finds_it(runner_parser, line):
 
 
 def test_a_line_without_a_name_stays_as_it_is():
-    assert launch.normalize_arguments([]) == ([], None)
-    assert launch.normalize_arguments(["--help"]) == (["--help"], None)
-    assert launch.normalize_arguments(["--num_gpus", "2"]) == (["--num_gpus", "2"], None)
+    for words in ([], ["--help"], ["--num_gpus", "2"]):
+        assert launch.normalize_arguments(words) == (words, None)
 
 
 def plan(line, *, environ=(), has_accelerator=False, has_hostfile=False):
@@ -111,13 +120,17 @@ def plan(line, *, environ=(), has_accelerator=False, has_hostfile=False):
 
 
 def test_the_cpu_is_chosen_where_nothing_else_is_there_and_nothing_was_said():
-    assert plan("a.py").env == {"DS_ACCELERATOR": "cpu"}
+    assert plan("a.py").env == {"DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": "PASSIVE"}
+    assert plan("a.py", environ={"OMP_WAIT_POLICY": "active"}).env["OMP_WAIT_POLICY"] == "active"
     assert "DS_ACCELERATOR" not in plan("a.py", has_accelerator=True).env
     assert plan("a.py", environ={"DS_ACCELERATOR": "cuda"}).env == {}
+    environ = {"CUDA_VISIBLE_DEVICES": "2,3,4", "DS_ACCELERATOR": "cpu"}
+    job = plan("--num_gpus 2 a.py", environ=environ, has_accelerator=True)
+    assert (job.argv[2:], job.env) == (("--num_gpus", "2", "a.py"), {})
 
 
 def on_gpus(line, visible=None, **facts):
-    """(the runner's line without its port, the changes to the environment) on a machine with GPUs."""
+    """Plan a launch on a machine with GPUs. Return the runner's arguments without the port, and changed variables."""
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     job = plan(line, environ=environ, has_accelerator=True, **facts)
     return " ".join(job.argv[2:] if job.argv[0] == "--master_port" else job.argv), job.env
@@ -146,7 +159,10 @@ def test_a_number_of_gpus_is_taken_from_those_that_the_user_allows(runner_parser
     said, env = on_gpus(f"-q {option} --module wfm_ds.train --num_gpus 5", "2, 3,4")
     assert said == "-q --module wfm_ds.train --num_gpus 5"
     assert env == {"WFM_LAUNCH_GPUS": "2, 3,4", "CUDA_VISIBLE_DEVICES": "2,3"}
-    assert argparse.ArgumentParser.parse_args(runner_parser, said.split()).num_gpus == -1  # so the runner heeds it
+    job = plan(f"{option} -m wfm_ds.train r.yaml", environ={"CUDA_VISIBLE_DEVICES": "2,3,4"}, has_accelerator=True)
+    assert (job.must_report_status, job.shields_runner) == (True, True)
+    # Without a number, the runner uses CUDA_VISIBLE_DEVICES.
+    assert argparse.ArgumentParser.parse_args(runner_parser, said.split()).num_gpus == -1
 
 
 def test_gpus_that_the_runner_cannot_give_are_refused():
@@ -155,12 +171,6 @@ def test_gpus_that_the_runner_cannot_give_are_refused():
     for name in ("GPU-8f0a,GPU-77b1", "MIG-3a"):
         with pytest.raises(UserError, match=f"VISIBLE_DEVICES={name}: .* supports only numbers.* start with torchrun"):
             on_gpus("--num_gpus 1 a.py", name)
-
-
-def test_without_gpus_the_line_and_the_environment_stay():
-    environ = {"CUDA_VISIBLE_DEVICES": "2,3,4", "DS_ACCELERATOR": "cpu"}
-    job = plan("--num_gpus 2 a.py", environ=environ, has_accelerator=True)
-    assert (job.argv[2:], job.env) == (("--num_gpus", "2", "a.py"), {})
 
 
 def test_only_a_single_node_gets_a_port_of_its_own():
@@ -228,7 +238,7 @@ def test_the_deepspeed_command_of_this_environment_is_ours():
 
 
 def test_a_call_for_help_is_answered_without_ranks():
-    """The runner would start one for each GPU, and none of them would leave a final status."""
+    """`--help` does not start DeepSpeed's runner, which would start a rank per GPU and report a missing status."""
     words = ["--num_gpus", "2", "-m", "wfm_ds.train"]
     result = run(sys.executable, "-m", "wfm_ds.launch", *words, "--help")
     assert (result.returncode, result.stderr) == (0, "")
@@ -250,7 +260,7 @@ def test_a_grace_that_is_no_number_is_refused():
     assert "WFM_GRACE_S must be a number of seconds >= 0, got 'soon'" in result.stderr
 
 
-# ---- the supervisor, with a small program in the place of the runner
+# ---- the supervisor, with a small program instead of the runner
 
 
 def supervised(code, **kwargs):
@@ -292,8 +302,8 @@ def test_a_second_signal_kills_what_ignores_the_first():
     process = supervised(code + "time.sleep(600)", stderr=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGTERM)
-    assert "sending SIGTERM" in process.stderr.readline()  # there are no ranks to wait for
-    process.send_signal(signal.SIGTERM)  # at once: counts as the same
+    assert "sending SIGTERM" in process.stderr.readline()  # it does not wait for ranks, because none has started
+    process.send_signal(signal.SIGTERM)  # repeated immediately, so it counts as the same signal
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(launch.SIGNAL_REPEAT_S)
     process.send_signal(signal.SIGTERM)
@@ -314,7 +324,7 @@ def test_what_the_caller_ignores_stays_ignored():
 
 
 class Launched:
-    """A real launch of two ranks, and what its ranks wrote."""
+    """A real launch of two ranks, and the files that its ranks wrote."""
 
     def __init__(self, folder, *front, mode):
         (folder / "rank_program.py").write_text(RANK)
@@ -348,7 +358,7 @@ def launched(tmp_path):
     yield start
     for job in started:
         if job.process.poll() is None:
-            job.process.kill()  # its ranks watch it
+            job.process.kill()  # the ranks watch it and exit
             job.process.wait(WAIT_S)
 
 
@@ -356,6 +366,7 @@ def test_ranks_get_their_arguments_and_environment_and_a_failed_one_decides_the_
     job = launched("-m", "wfm_ds.launch", mode="exit9")
     facts = job.facts()
     assert job.process.wait(WAIT_S) == 9
+    assert "a process of the job ended with exit code 9\n" in job.log.read_text()
     for rank, fact in enumerate(facts):
         assert fact["argv"] == [f"--local_rank={rank}", str(job.folder), "exit9", "-m", "mine"]
         env = fact["env"]
@@ -365,6 +376,19 @@ def test_ranks_get_their_arguments_and_environment_and_a_failed_one_decides_the_
         assert "OMP_NUM_THREADS" not in env
         assert not Path(env["WFM_STATUS_FILE"]).parent.exists()  # removed at the end
     job.all_gone(facts)
+
+
+@pytest.mark.slow
+def test_a_port_in_use_is_one_sentence(tmp_path):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        words = ["-m", "wfm_ds.train", "sd3_nft", "--tiny", f"run.output_dir={tmp_path / 'out'}"]
+        result = run(sys.executable, *words, **ranks)
+    assert (result.returncode, "Traceback" in result.stderr) == (2, False)
+    assert f"error: port {port} is in use on this machine: choose another one with --master_port" in result.stderr
 
 
 @pytest.mark.slow
@@ -391,13 +415,16 @@ def test_a_module_of_ours_without_a_final_status_has_failed():
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_a_killed_command_leaves_no_process(launched):
+def test_a_killed_command_leaves_no_process_and_its_folder_goes_at_the_next_start(launched):
     job = launched("-m", "wfm_ds.launch", mode="wait")
     facts = job.facts()
     job.process.kill()
     assert job.process.wait(WAIT_S) == -signal.SIGKILL
     job.all_gone(facts)
     assert job.log.read_text().count("exits: its launcher has died") >= 1
+    folder = Path(facts[0]["env"]["WFM_STATUS_FILE"]).parent
+    remove_orphaned_folders(folder.parent)  # every start calls this
+    assert not folder.exists()
 
 
 @pytest.mark.slow
@@ -405,6 +432,38 @@ def test_a_killed_command_leaves_no_process(launched):
 def test_a_killed_inner_launcher_is_a_failure_and_leaves_no_process(launched):
     job = launched("-c", DRIVER, mode="wait")
     facts = job.facts()
-    os.kill(facts[0]["parent"], signal.SIGKILL)  # the stock runner takes this for success
+    os.kill(facts[0]["parent"], signal.SIGKILL)  # DeepSpeed's own runner treats this as success
     assert job.process.wait(WAIT_S) == 1
     job.all_gone(facts)
+
+
+@check_each(
+    ("argv", "shields"),
+    [
+        (["--no_ssh", "--node_rank", "0", "-m", "wfm_ds.train", "r.yaml"], True),
+        (["-m", "wfm_ds.train", "r.yaml"], True),
+        (["-m", "wfm_ds.data.prepare", "r.yaml"], False),  # its ranks do not handle signals
+        (["--hostfile", "hosts", "-m", "wfm_ds.train", "r.yaml"], False),
+        (["script.py"], False),
+    ],
+)
+def test_signals_to_all_processes_of_a_job_reach_ranks_but_not_deepspeed(argv, shields):
+    """SLURM sends them to all processes."""
+    job = launch.plan_launch(argv, {}, has_accelerator=False, has_hostfile=False)
+    assert job.shields_runner is shields
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGTERM); raise SystemExit(7)"
+    driver = (
+        f"import os, sys; from wfm_ds.launch import Supervisor; job = Supervisor([sys.executable, '-c', {code!r}], "
+    )
+    driver += f"os.environ, grace_s=60, is_local=True, shields_runner={shields}); sys.exit(job.run())"
+    ended = subprocess.run([sys.executable, "-c", driver], timeout=60, check=False)
+    assert ended.returncode == (7 if shields else 128 + signal.SIGTERM)
+
+
+def test_a_job_that_has_no_ranks_yet_ends_soon_after_a_signal():
+    code = "import os, signal, time; os.kill(os.getppid(), signal.SIGTERM); time.sleep(600)"
+    driver = "import os, sys; from wfm_ds import launch; launch.SHIELDED_WAIT_S = 0.2; job = launch.Supervisor("
+    driver += f"[sys.executable, '-c', {code!r}], os.environ, grace_s=60, is_local=True, shields_runner=True); "
+    driver += "sys.exit(job.run())"
+    ended = subprocess.run([sys.executable, "-c", driver], timeout=launch.TERM_WAIT_S - 5, check=False)
+    assert ended.returncode == 128 + signal.SIGKILL

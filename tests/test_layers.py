@@ -4,6 +4,7 @@ Type imports and imports inside functions count too: both are dependencies of th
 """
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -59,7 +60,9 @@ def imported_modules(module):
                 yield inner if inner in SOURCES else node.module
 
 
-IMPORTS = {module: set(imported_modules(module)) - {module} for module in SOURCES}
+@functools.cache
+def imports_by_module():
+    return {module: set(imported_modules(module)) - {module} for module in SOURCES}
 
 
 def test_every_package_has_a_layer():
@@ -73,7 +76,7 @@ def test_imports_point_to_lower_layers():
 
     wrong = [
         f"{module} (layer {layer(module)}) imports {used} (layer {layer(used)})"
-        for module, imports in IMPORTS.items()
+        for module, imports in imports_by_module().items()
         for used in imports
         if used != "wfm_ds" and (package_name(used) != package_name(module) or used in COMMANDS_IN_PACKAGES)
         if layer(used) >= layer(module)
@@ -84,7 +87,7 @@ def test_imports_point_to_lower_layers():
 def test_no_import_cycles():
     left = {
         module: {used for used in imports if not module.startswith(f"{used}.")}  # a module is inside its package
-        for module, imports in IMPORTS.items()
+        for module, imports in imports_by_module().items()
     }
     while leaves := {module for module, imports in left.items() if not imports & left.keys()}:
         left = {module: imports for module, imports in left.items() if module not in leaves}

@@ -1,4 +1,4 @@
-"""The processes behind `two_ranks`: results by rank, errors and hangs that say what happened, an end."""
+"""Tests of the rank fixtures: results by rank, messages of errors and hangs, and the end of all processes."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks import DEADLINE_S, RankError, Ranks
+from ranks import DEADLINE_S, PRELOADED, RankError, Ranks
 
 
 def sum_over_ranks(start):
@@ -43,6 +43,17 @@ def test_results_come_by_rank_from_processes_that_stay(request, two_ranks):
     assert [part["pid"] for part in parts] == [process.pid for process in two_ranks._processes]
 
 
+def find_preloaded():
+    """Return the names in PRELOADED that are not imported, and the file of wfm_ds."""
+    return {"missing": [name for name in PRELOADED if name not in sys.modules], "file": sys.modules["wfm_ds"].__file__}
+
+
+@pytest.mark.unit
+def test_ranks_start_with_the_heavy_packages_of_this_checkout(two_ranks, root):
+    expected = {"missing": [], "file": str(root / "wfm_ds" / "__init__.py")}
+    assert two_ranks.run(find_preloaded) == [expected, expected]
+
+
 def change_process(folder):
     os.environ["OF_ANOTHER_TEST"] = os.environ["LOCAL_RANK"] = "7"
     os.chdir(folder)
@@ -75,7 +86,7 @@ def test_a_traceback_of_a_rank_is_raised_here(two_ranks):
 
 @pytest.mark.slow
 def test_a_hang_ends_with_the_stacks_of_all_ranks(tmp_path):
-    ranks = Ranks(2, tmp_path, deadline_s=15)  # enough for a busy machine to enter the function
+    ranks = Ranks(2, tmp_path, deadline_s=15)  # long enough to enter the function on a busy machine
     try:
         with pytest.raises(RankError, match=r"hang_on_rank_0 did not end within 15 s") as caught:
             ranks.run(hang_on_rank_0)
@@ -85,4 +96,4 @@ def test_a_hang_ends_with_the_stacks_of_all_ranks(tmp_path):
         processes = list(ranks._processes)
     finally:
         ranks.stop()
-    assert all(process.poll() is not None for process in processes)
+    assert not any(process.is_alive() for process in processes)

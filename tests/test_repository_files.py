@@ -1,6 +1,7 @@
-"""Constraints, workflows and hooks name versions and files that exist, and the two constraint files stay in step."""
+"""Constraints, workflows and hooks name existing files, and the two constraint files pin matching versions."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parent.parent
 CONSTRAINTS = ("constraints.txt", "constraints-3.12.txt")
-# Python 3.12 is tested with older versions of these, and this transformers needs an older huggingface_hub.
+# Python 3.12 is tested with older versions of these. The older transformers needs an older huggingface_hub.
 OTHER_VERSIONS = {"torch", "triton", "transformers", "huggingface-hub"}
-HTTP_CLIENTS = {"httpx", "httpcore", "httpx2", "httpcore2", "truststore"}  # of the two versions of huggingface_hub
+# The two versions of huggingface_hub need different ones of these.
+HTTP_CLIENTS = {"httpx", "httpcore", "httpx2", "httpcore2", "truststore"}
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 
@@ -33,9 +35,8 @@ def test_both_constraint_files_pin_the_same_versions_except_the_torch_stack():
 @pytest.mark.parametrize("name", CONSTRAINTS)
 def test_all_dependencies_of_the_dev_extra_are_pinned_to_allowed_versions(name):
     pins = read_pins(name)
-    setup = (ROOT / "setup.py").read_text()
-    lists = [re.search(rf"{key} *\[\n(.*?)\n +\],", setup, re.DOTALL)[1] for key in ("install_requires=", '"dev":')]
-    requirements = [Requirement(text) for text in re.findall(r'^ +"([^"]+)"', "\n".join(lists), re.MULTILINE)]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = list(map(Requirement, project["dependencies"] + project["optional-dependencies"]["dev"]))
     assert len(requirements) > 30
     wrong = [
         str(requirement)
@@ -58,7 +59,9 @@ def test_workflows_and_hooks_name_existing_files():
     texts = [hook.get("entry", "") for repo in hooks["repos"] for hook in repo["hooks"]]
     texts += [path.read_text() for path in WORKFLOWS]
     names = {
-        name for text in texts for name in re.findall(r"constraints[\w.-]*\.txt|tests/\w+\.py|\.ci/run|setup\.py", text)
+        name
+        for text in texts
+        for name in re.findall(r"constraints[\w.-]*\.txt|tests/\w+\.py|\.ci/run|pyproject\.toml", text)
     }
     assert len(names) == 6
     assert [name for name in sorted(names) if not (ROOT / name).is_file()] == []

@@ -1,8 +1,11 @@
-"""A stand-in for TransformerEngine, which cannot be imported without CUDA: the interface of its Linear as read in the
-sources of 2.9 to 2.18 (transformer_engine/pytorch/module/linear.py and base.py, pytorch/quantization.py), for what a
-swap of layers has to do with: how layers are made, what they register, put into state dicts, refuse and return.
+"""A test double of TransformerEngine, which cannot be imported without CUDA.
 
-Values are those of one scale a tensor, rounded to e4m3 in the forward pass alone. No kernel of the library runs here.
+It copies the interface of Linear that replacing layers depends on: constructor, registered parameters, state dict,
+errors and results. The sources are versions 2.9 to 2.18 of transformer_engine/pytorch/module/linear.py, module/base.py
+and pytorch/quantization.py.
+
+The forward pass rounds to e4m3 with one scale per tensor; the backward pass does not round. No kernel of the library
+runs.
 """
 
 import math
@@ -64,7 +67,7 @@ class Linear(nn.Module):
             self.register_parameter("bias", nn.Parameter(torch.empty(out_features, **options)), init_fn=None)
         else:
             self.bias = torch.Tensor().to(dtype=params_dtype, device=device)
-        if device != "meta":  # deferred there
+        if device != "meta":  # initialization is deferred on the meta device
             nn.init.normal_(self.weight, 0.0, 0.023)
 
     def register_parameter(self, name, param, **kwargs):
@@ -103,7 +106,7 @@ def rounded(tensor):
 
 
 def install(monkeypatch):
-    """Have `import transformer_engine.pytorch` find the stand-in, on a machine that seems to have a GPU with float8."""
+    """Make `import transformer_engine.pytorch` load the double, and report a GPU with float8 support."""
     package, pytorch, common, recipe = (
         ModuleType(f"transformer_engine{name}") for name in ("", ".pytorch", ".common", ".common.recipe")
     )

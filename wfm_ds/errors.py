@@ -37,6 +37,16 @@ class RunError(RuntimeError):
     agreed = True  # all ranks know its cause
 
 
+def describe_error(error: BaseException) -> str:
+    """Return the message of a UserError, or the type and message of another error, which may not explain itself."""
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+def escape_controls(text: str) -> str:
+    """Escape the control characters in a text, because text from a file could otherwise change the terminal's state."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
 # Lower-case texts in RuntimeErrors of torch, cuBLAS, NCCL and C++.
 OUT_OF_MEMORY_TEXTS = ("out of memory", "defaultcpuallocator", "std::bad_alloc", "_alloc_failed")
 

@@ -2,9 +2,10 @@
 
     deepspeed --num_gpus 8 -m wfm_ds.train recipes/mine.yaml
 
-It starts DeepSpeed's runner as a child in a new process group and passes its arguments on. The only exception is
---num_gpus together with CUDA_VISIBLE_DEVICES, which the runner would ignore (see `apply_visible_devices`). `python -m
-wfm_ds.launch ...` does the same. The environment variables that are set here are read in distributed/lifecycle.py.
+It starts DeepSpeed's runner as a child in a new process group and passes its arguments on. If both --num_gpus and
+CUDA_VISIBLE_DEVICES are set, it changes the arguments, because the runner would ignore CUDA_VISIBLE_DEVICES (see
+`apply_visible_devices`). `python -m wfm_ds.launch ...` does the same. The environment variables that are set here are
+read in distributed/lifecycle.py.
 
 DeepSpeed's runner loses ranks when it receives a signal, and reports success when its inner launcher is killed.
 Therefore signals are sent to the ranks first, so that they can save a checkpoint, and the whole process group is killed
@@ -17,7 +18,6 @@ import contextlib
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -28,17 +28,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import wfm_ds
-from wfm_ds.distributed.accelerator import is_accelerator_present
+from wfm_ds.distributed.accelerator import find_free_port, is_accelerator_present
 from wfm_ds.distributed.gpus import ALL_GPUS, LAUNCH_GPUS, VISIBLE_DEVICES, launch_gpus_value, split_visible_devices
-from wfm_ds.distributed.runner_arguments import VERSION_OPTION, parse_runner_options
-from wfm_ds.distributed.world import find_free_port
+from wfm_ds.distributed.hook import VERSION_OPTION, parse_runner_options
+from wfm_ds.distributed.ranks import remove_rank_variables
 from wfm_ds.errors import UserError
-from wfm_ds.program import run_with_exit_code
+from wfm_ds.program import USER_ERROR_CODE, run_with_exit_code
+from wfm_ds.transport.socket_folders import SocketFolder
 
+RUNNER_MODULE, RANK_MODULE = "deepspeed.launcher.runner", "wfm_ds.train"
 DEFAULT_HOSTFILE = Path("/job/hostfile")  # if it exists, DeepSpeed's runner uses its nodes by default
 FINAL_STATUSES = ("finished", "preempted")
 GRACE_S = 600.0  # long enough to save a large model; WFM_GRACE_S overrides it
 TERM_WAIT_S = 35.0  # the inner launcher kills its ranks after 30 s
+SHIELDED_WAIT_S = 3.0  # the inner launcher ends at most 1 s after its ranks
 SIGNAL_REPEAT_S = 2.0  # closer signals count as one: terminals and schedulers may send several
 REAP_TIMEOUT_S = 30.0
 
@@ -58,12 +61,14 @@ def normalize_arguments(argv: Sequence[str]) -> tuple[list[str], int | None]:
 
 @dataclass(frozen=True, slots=True)
 class LaunchJob:
-    """A command line for DeepSpeed's runner, and information for checking its exit."""
+    """Arguments and environment for DeepSpeed's runner, and the properties of the job that affect its supervision."""
 
     argv: tuple[str, ...]  # arguments of DeepSpeed's runner
     env: Mapping[str, str]  # changes to the environment
     is_local: bool  # the ranks are descendants of the runner
     must_report_status: bool  # exit code 0 without a final status is a failure
+    shields_runner: bool = False  # DeepSpeed's processes do not receive SIGTERM and SIGUSR1, only the ranks do
+    is_single_rank: bool = False  # argv are those of wfm_ds.train, which runs without DeepSpeed's runner
 
 
 def plan_launch(
@@ -77,7 +82,7 @@ def plan_launch(
     options, _ = parse_runner_options(argv)
     env: dict[str, str] = {}
     if not has_accelerator and "DS_ACCELERATOR" not in environ:
-        env["DS_ACCELERATOR"] = "cpu"
+        env |= cpu_environment(environ)
     is_single_node = not has_hostfile and not options.keys() & {"--hostfile", "--node_rank", "--force_multi"}
     if has_accelerator and environ.get("DS_ACCELERATOR") != "cpu":
         arguments, gpu_env = (
@@ -85,13 +90,19 @@ def plan_launch(
         )
         env |= gpu_env
         options, name_at = parse_runner_options(arguments)
+    module = arguments[name_at] if "--module" in options and name_at is not None else ""
     if is_single_node and name_at is not None and "--master_port" not in options:
-        # The runner uses one fixed port for all jobs. Several nodes must agree on a port, so they keep it.
+        # The runner's default port is the same for all jobs. Several nodes keep it, because they must use one port.
         arguments = ["--master_port", str(find_free_port()), *arguments]
     is_local = is_single_node or "--no_ssh" in options
     is_first_node = options.get("--node_rank", (0, "0"))[1] == "0"
-    is_ours = "--module" in options and name_at is not None and argv[name_at].startswith("wfm_ds.")
-    return LaunchJob(tuple(arguments), env, is_local, must_report_status=is_ours and is_local and is_first_node)
+    return LaunchJob(
+        tuple(arguments),
+        env,
+        is_local,
+        must_report_status=module.startswith("wfm_ds.") and is_local and is_first_node,
+        shields_runner=module == RANK_MODULE and is_local,
+    )
 
 
 def apply_visible_devices(argv: list[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
@@ -151,12 +162,23 @@ class Supervisor:
     """Runs DeepSpeed's runner in a new process group and passes signals on to the ranks.
 
     A stop signal is first passed to the ranks (stage `signaled`). After `grace_s` seconds, the process group receives
-    SIGTERM (`ending`). After another TERM_WAIT_S seconds, it receives SIGKILL (`killed`). A second signal skips the
+    SIGTERM (`ending`). After another TERM_WAIT_S seconds, it receives SIGKILL (`killed`). A shielded runner ignores
+    SIGTERM. If it has no ranks, it therefore receives SIGKILL after SHIELDED_WAIT_S seconds. A second signal skips the
     current wait if it comes at least SIGNAL_REPEAT_S seconds later.
     """
 
-    def __init__(self, command: Sequence[str], env: Mapping[str, str], *, grace_s: float, is_local: bool) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        grace_s: float,
+        is_local: bool,
+        shields_runner: bool = False,
+        is_single_rank: bool = False,
+    ) -> None:
         self.grace_s, self.is_local = grace_s, is_local
+        self.shields_runner, self.is_single_rank = shields_runner, is_single_rank
         self.stage, self.next_at_s, self.last_signal_s = "running", float("inf"), float("-inf")
         # Blocked because `run` receives signals by sigtimedwait, without handlers. Signals that the caller ignores
         # (nohup, background jobs) stay ignored.
@@ -165,8 +187,12 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self.signals)
 
+        # SLURM sends signals to all processes of a job. SIGTERM would end DeepSpeed's processes, which would kill the
+        # ranks before they have saved. Ranks unblock the signals (lifecycle.py).
+        shielded = {signal.SIGTERM, signal.SIGUSR1} if shields_runner else set()
+
         def restore_mask() -> None:  # children inherit the signal mask
-            signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+            signal.pthread_sigmask(signal.SIG_SETMASK, {*old_mask, *shielded})
 
         self.child = subprocess.Popen(
             command,
@@ -209,7 +235,7 @@ class Supervisor:
                 os.kill(pid, signal.SIGUSR1)
 
     def handle_stop_signal(self, number: signal.Signals, now_s: float) -> None:
-        """Pass a stop signal on to the ranks, or skip the current wait if they have already received one."""
+        """Pass a stop signal on to the ranks. If they have already received one, skip the current wait."""
         if now_s - self.last_signal_s < SIGNAL_REPEAT_S:
             return
         self.last_signal_s = now_s
@@ -217,9 +243,7 @@ class Supervisor:
         if not ranks:
             self.escalate_stop(now_s)
             return
-        print_message(
-            f"{number.name}: {len(ranks)} ranks have {self.grace_s:.0f} s to save; another signal skips the wait"
-        )
+        print_message(f"{number.name}: the ranks have {self.grace_s:.0f} s to save; another signal skips the wait")
         for pid in ranks:
             with contextlib.suppress(ProcessLookupError):
                 # SIGTERM and SIGINT stop ranks at a step boundary; SIGHUP would kill them.
@@ -227,11 +251,12 @@ class Supervisor:
         self.stage, self.next_at_s = "signaled", now_s + self.grace_s
 
     def escalate_stop(self, now_s: float) -> None:
-        """Continue with the next stage of stopping the process group."""
+        """Send the next, stronger stop signal to the process group: SIGTERM, then SIGKILL."""
         if self.stage in ("running", "signaled"):
             print_message("sending SIGTERM to all processes of the job")
             self.signal_group(signal.SIGTERM)
-            self.stage, self.next_at_s = "ending", now_s + TERM_WAIT_S
+            wait_s = SHIELDED_WAIT_S if self.shields_runner and self.stage == "running" else TERM_WAIT_S
+            self.stage, self.next_at_s = "ending", now_s + wait_s
         elif self.stage == "ending":
             print_message("sending SIGKILL to all processes of the job")
             self.signal_group(signal.SIGKILL)
@@ -241,6 +266,8 @@ class Supervisor:
 
     def rank_pids(self) -> list[int]:
         """Return the process ids of local ranks (children of DeepSpeed's inner launcher), or [] for a remote job."""
+        if self.is_single_rank:
+            return [self.child.pid]
         if not self.is_local:
             return []
         import psutil
@@ -257,7 +284,7 @@ class Supervisor:
 
 
 def has_final_status(path: Path) -> bool:
-    """Return True if rank 0 wrote a final status. This is the last thing that rank 0 does."""
+    """Return True if rank 0 wrote its final status, which it does just before it exits."""
     try:
         status = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -280,22 +307,48 @@ def read_grace_s(environ: Mapping[str, str]) -> float:
     return grace_s
 
 
+def job_environment(environ: Mapping[str, str], *, is_single_rank: bool) -> dict[str, str]:
+    """Return the variables that the job inherits. A single rank inherits no rank from an outer launcher."""
+    if is_single_rank:
+        return remove_rank_variables(environ)
+    return {name: value for name, value in environ.items() if name not in ("WFM_STATUS_FILE", "WFM_LAUNCH_PID")}
+
+
+def cpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the additional variables of ranks on a CPU. Their threads must not spin, because ranks share the cores."""
+    return {"DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": environ.get("OMP_WAIT_POLICY", "PASSIVE")}
+
+
 def run_job(job: LaunchJob, grace_s: float) -> int:
-    folder = Path(tempfile.mkdtemp(prefix="wfm_launch_"))
-    env = {k: v for k, v in os.environ.items() if k not in ("WFM_STATUS_FILE", "WFM_LAUNCH_PID")} | dict(job.env)
-    if job.is_local:  # the path and process id are not valid on other machines
-        env |= {"WFM_STATUS_FILE": str(folder / "status.json"), "WFM_LAUNCH_PID": str(os.getpid())}
-    command = [sys.executable, "-m", "deepspeed.launcher.runner", *job.argv]
-    try:
-        code = Supervisor(command, env, grace_s=grace_s, is_local=job.is_local).run()
+    from wfm_ds.distributed.lifecycle import read_preempted_code  # imports psutil, which takes time
+
+    preempted_code = read_preempted_code(os.environ)
+    env = job_environment(os.environ, is_single_rank=job.is_single_rank) | dict(job.env)
+    command = [sys.executable, "-m", RANK_MODULE if job.is_single_rank else RUNNER_MODULE, *job.argv]
+    # If this process is killed, a later one removes the folder. XDG_RUNTIME_DIR would disappear at logout.
+    with SocketFolder(Path(tempfile.gettempdir())) as folder:
+        if job.is_local:  # the path and process id are not valid on other machines
+            env |= {"WFM_STATUS_FILE": str(folder / "status.json"), "WFM_LAUNCH_PID": str(os.getpid())}
+        supervisor = Supervisor(
+            command,
+            env,
+            grace_s=grace_s,
+            is_local=job.is_local,
+            shields_runner=job.shields_runner,
+            is_single_rank=job.is_single_rank,
+        )
+        code = supervisor.run()
         if code == 0 and job.must_report_status and not has_final_status(folder / "status.json"):
             print_message(
                 "the job ended without a final status: its ranks were killed or exited early; see the output above"
             )
             return 1
+        if code > USER_ERROR_CODE and code != preempted_code:  # after 1 or 2, the reason is printed already
+            # 255 is not SIGHUP: it is also the code of sys.exit(-1) and of a failed ssh.
+            names = {base: s.name for s in signal.Signals for base in (128 + s, 256 - s) if base != 255}
+            by_signal = f" (signal {names[code]})" if code in names else ""
+            print_message(f"a process of the job ended with exit code {code}{by_signal}")
         return code
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -319,6 +372,16 @@ def run_launcher(argv: Sequence[str]) -> int:
         return subprocess.run([sys.executable, "-m", *module]).returncode
     job = plan_launch(argv, os.environ, has_accelerator=is_accelerator_present(), has_hostfile=has_hostfile)
     return run_job(job, grace_s)
+
+
+def run_single_rank(argv: Sequence[str]) -> int:
+    """Train with one process on the CPU and return its exit code. argv: arguments of wfm_ds.train.
+
+    DeepSpeed's runner and inner launcher are not used, because each would import torch and delay the start.
+    """
+    env = cpu_environment(os.environ)
+    job = LaunchJob(tuple(argv), env, is_local=True, must_report_status=True, is_single_rank=True)
+    return run_job(job, read_grace_s(os.environ))
 
 
 if __name__ == "__main__":

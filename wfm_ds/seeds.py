@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 
+MAX_SEED = 2**64 - 1  # of torch's generators
+
 
 def derive_seed(run_seed: int, purpose: str, *key: int | str) -> int:
     """Return a seed in [0, 2**63): a BLAKE2b hash of (run seed, purpose, key).
@@ -21,6 +23,6 @@ def draw_uniform(run_seed: int, purpose: str, *key: int | str) -> float:
 
 
 def draw_permutation(count: int, run_seed: int, purpose: str, *key: int | str) -> list[int]:
-    """Return a uniformly random permutation of 0 .. count-1. Equal arguments give equal permutations."""
+    """Return a uniformly random permutation of 0 .. count-1. The same arguments give the same permutation."""
     # Sort by hashes: random generators may change between library versions.
     return sorted(range(count), key=lambda i: derive_seed(run_seed, purpose, *key, i))

@@ -1,7 +1,7 @@
 """`deepspeed --num_gpus N -m wfm_ds.train RECIPE [section.key=value ...]`: train a recipe.
 
-Exit codes: 0 finished, or stopped by a signal at a step boundary; 2 recipe, data, model or reward error (one message);
-1 any other error.
+Exit codes: 0 finished; WFM_PREEMPTED_CODE (default 0) stopped by a signal at a step boundary; 2 recipe, data, model or
+reward error (one message); 1 any other error.
 """
 
 from __future__ import annotations
@@ -13,16 +13,18 @@ import functools
 import logging
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from wfm_ds import __version__
-from wfm_ds.program import CommandParser, run_command
+from wfm_ds.program import CommandParser, collect_garbage_rarely, run_command
 
 if TYPE_CHECKING:
     from wfm_ds.distributed.lifecycle import StopFlag
+    from wfm_ds.distributed.ranks import LaunchedRank
     from wfm_ds.distributed.world import World
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.runs.mirror import Mirror
@@ -68,60 +70,64 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load_and_run(args: argparse.Namespace) -> int:
+    """Load the recipe, train it on this rank or check it, and return the exit code."""
     from wfm_ds.distributed import lifecycle
     from wfm_ds.distributed.accelerator import choose_accelerator, deterministic_kernels
-    from wfm_ds.distributed.logs import quiet_libraries
+    from wfm_ds.distributed.logs import quiet_libraries, setup_logging
+    from wfm_ds.distributed.ranks import find_launched_rank
     from wfm_ds.recipe import file as recipe_file
+    from wfm_ds.training.early_checks import check_early
 
-    rank = int(os.environ.get("RANK", "0"))
+    launched = find_launched_rank(os.environ)
+    rank = 0 if launched is None else launched.rank
+    preempted_code = lifecycle.read_preempted_code(os.environ)
     stop = lifecycle.install_signal_handlers()
     quiet_libraries()
-    choose_accelerator()
+    world_size = 1 if launched is None else launched.size
     if args.tiny:
         from wfm_ds.demos.tiny_data import load_tiny_recipe
 
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
         recipe = load_tiny_recipe(args.recipe, args.overrides, world_size=world_size, announce=rank == 0)
     else:
         recipe = recipe_file.load_recipe(args.recipe, args.overrides)
+    if launched is None or launched.local_size == world_size:  # all ranks see the same files and find the same errors
+        check_early(recipe, None if args.check else world_size, overwrite=args.overwrite)
+    with collect_garbage_rarely():
+        choose_accelerator()  # imports torch
     with deterministic_kernels(recipe.engine.deterministic):
         if args.check:
-            return run_check(recipe, rank, overwrite=args.overwrite)
+            return run_check(recipe, launched, overwrite=args.overwrite)
+        import torch.distributed as dist
+
+        from wfm_ds.distributed.world import World
+        from wfm_ds.runs.shutdown import watch_ranks
+
         lifecycle.watch_parent()
-        return run_training(recipe, stop, overwrite=args.overwrite)
+        setup_logging(None, rank, console=True)
+        stuck_s = 60 * recipe.engine.timeout_minutes
+        world = World.join(stuck_s + HEARTBEAT_MARGIN_S)
+        with watch_ranks(world, stuck_s=stuck_s) as ending:
+            outcome, copies = prepare_and_train(recipe, world, stop, ending, overwrite=args.overwrite)
+            is_complete = copies is None or not copies.missing
+            if world.is_main and is_complete:
+                lifecycle.write_status(outcome.status, outcome.step)
+            world.barrier()  # launchers kill the other ranks as soon as one exits with a code other than 0
+        dist.destroy_process_group()
+        if is_complete and outcome.status == "preempted":
+            return preempted_code
+        return 0 if is_complete else 1
 
 
-def run_check(recipe: Recipe, rank: int, *, overwrite: bool) -> int:
+def run_check(recipe: Recipe, launched: LaunchedRank | None, *, overwrite: bool) -> int:
     from wfm_ds.distributed import lifecycle
-    from wfm_ds.training.run_check import check_run as examine
+    from wfm_ds.training.preflight import check_run as examine
 
-    if rank == 0:
+    if launched is None or launched.rank == 0:
         # Without a launcher, check with the minimum number of ranks.
-        world_size = int(os.environ.get("WORLD_SIZE", str(recipe.engine.sequence_parallel)))
+        world_size = recipe.engine.sequence_parallel if launched is None else launched.size
         sys.stdout.write(f"{examine(recipe, world_size, overwrite=overwrite)}\n")
         lifecycle.write_status("finished", 0)
     return 0
-
-
-def run_training(recipe: Recipe, stop: StopFlag, *, overwrite: bool) -> int:
-    """Train the recipe on this rank and return the exit code."""
-    import torch.distributed as dist
-
-    from wfm_ds.distributed.lifecycle import write_status
-    from wfm_ds.distributed.logs import setup_logging
-    from wfm_ds.distributed.world import World
-    from wfm_ds.runs.shutdown import watch_ranks
-
-    setup_logging(None, int(os.environ.get("RANK", "0")), console=True)
-    stuck_s = 60 * recipe.engine.timeout_minutes
-    world = World.join(stuck_s + HEARTBEAT_MARGIN_S)
-    with watch_ranks(world, stuck_s=stuck_s) as ending:
-        outcome, copies = prepare_and_train(recipe, world, stop, ending, overwrite=overwrite)
-        is_complete = copies is None or not copies.missing
-        if world.is_main and is_complete:
-            write_status(outcome.status, outcome.step)
-    dist.destroy_process_group()
-    return 0 if is_complete else 1
 
 
 def prepare_and_train(
@@ -129,15 +135,19 @@ def prepare_and_train(
 ) -> tuple[RunOutcome, StorageCopies | None]:
     """Check the recipe, load model and data on all ranks, prepare the output folder and train. Collective.
 
-    Returns (outcome of the run, state of the uploads to checkpoint.storage). The state is None without remote storage.
+    Returns (outcome of the run, state of the uploads to checkpoint.storage), identical on every rank. The state is None
+    without remote storage.
     """
-    from wfm_ds.distributed.logs import setup_logging
-    from wfm_ds.distributed.world import ranks_per_node
-    from wfm_ds.recipe.run_sizes import num_replicas
-    from wfm_ds.runs.model_revision import agree_on_commit, fetch_model
-    from wfm_ds.runs.output_folder import lock_folder
-    from wfm_ds.runs.shutdown import discard_new_run
-    from wfm_ds.runs.storage_copies import open_mirror, open_run_folder, require_writable_storage
+    with collect_garbage_rarely():  # these imports take seconds
+        from wfm_ds.distributed.accelerator import ranks_per_node
+        from wfm_ds.distributed.logs import setup_logging
+        from wfm_ds.models.assets.cache_cleanup import remove_temporary_files
+        from wfm_ds.recipe.run_sizes import num_replicas
+        from wfm_ds.runs.model_revision import agree_on_commit, fetch_model
+        from wfm_ds.runs.output_folder import lock_folder
+        from wfm_ds.runs.shutdown import discard_new_run, record_run
+        from wfm_ds.runs.storage_copies import open_mirror, open_run_folder, require_writable_storage
+        from wfm_ds.training import diffusion_builder, language_builder
 
     folder = recipe.run.output_dir
     num_replicas(recipe, world.size, ranks_per_node=ranks_per_node(world.size))
@@ -147,8 +157,14 @@ def prepare_and_train(
     if start.is_finished:
         return report_finished_run(recipe, world, start)
     fetch_model(recipe, world)
+    if world.local_rank == 0:
+        remove_temporary_files(recipe.data.cache_dir, time.time())
     world.run_checked(lambda: require_writable_storage(recipe), on="main")
-    build_loop = prepare_loop(recipe, world, stop)
+    trains_language, advised = recipe.algorithm.trains_language, memory_advice_context(recipe, world)
+    prepare_run = language_builder.prepare_language_run if trains_language else diffusion_builder.prepare_diffusion_run
+    with collect_garbage_rarely():
+        # Loads data and model, and writes nothing.
+        build_loop: LoopBuilder = prepare_run(recipe, world, stop, advised)
     with contextlib.ExitStack() as lock:
         world.run_checked(lambda: lock.enter_context(lock_folder(folder)), on="main")
         # Check again: another process may have continued this run before the folder was locked.
@@ -160,35 +176,45 @@ def prepare_and_train(
         start = open_run_folder(recipe, world, mirror, start, overwrite=overwrite)
         with ending.use_recorder(discard_new_run(folder, start)):
             setup_logging(folder, world.rank, console=recipe.logging.console)
-            return run_loop(recipe, world, build_loop, start, mirror, ending)
+            with collect_garbage_rarely(), advised(lambda: "start"):
+                loop, resources = open_loop(recipe, world, build_loop, start, mirror)
+            with record_run(ending, recipe, mirror, loop, loop.exporter) as record:
+                # Close all files before waiting for their uploads.
+                with run_page_context(recipe, world), resources, advised(lambda: loop.job.timer.interrupted_phase):
+                    outcome = loop.run_to_end()
+                return outcome, record.record_outcome(outcome)
 
 
-def prepare_loop(recipe: Recipe, world: World, stop: StopFlag) -> LoopBuilder:
-    """Load data and model, and return a builder of the training loop. The output folder is not changed. Collective."""
-    from wfm_ds.training import diffusion_builder, language_builder
+def open_loop(
+    recipe: Recipe, world: World, build_loop: LoopBuilder, start: RunStart, mirror: Mirror | None
+) -> tuple[TrainingLoop, ExitStack]:
+    """Build the training loop, restore the starting checkpoint and start the uploads. Collective.
 
-    advised = memory_advice_context(recipe, world)
-    if recipe.algorithm.trains_language:
-        return language_builder.prepare_language_run(recipe, world, stop, advised)
-    return diffusion_builder.prepare_diffusion_run(recipe, world, stop, advised)
+    Returns (loop, resources to close after training).
+    """
+    from wfm_ds.runs.storage_copies import discard_fetched_checkpoint
+
+    with contextlib.ExitStack() as building:
+        loop = build_loop(start, mirror, building)
+        if start.checkpoint is not None:
+            loop.checkpoints.restore_run(loop, Path(start.checkpoint))
+            discard_fetched_checkpoint(recipe, world)
+        world.run_checked(lambda: mirror.start() if mirror is not None else None, on="main")
+        return loop, building.pop_all()
 
 
 def memory_advice_context(recipe: Recipe, world: World) -> AdviceContext:
-    from wfm_ds.memory.out_of_memory import explain_out_of_memory
+    from wfm_ds.distributed.accelerator import ranks_per_node
+    from wfm_ds.memory.advice import explain_out_of_memory, suggest_keys_after_oom
 
-    return functools.partial(explain_out_of_memory, world.device, memory_advice(recipe, world))
-
-
-def memory_advice(recipe: Recipe, world: World) -> Callable[[str], list[str]]:
-    """Return a function that maps the phase in which memory ran out to advice on which recipe keys to change."""
-    from wfm_ds.distributed.world import ranks_per_node
-    from wfm_ds.memory.advice import suggest_keys_after_oom
-
-    return lambda phase: suggest_keys_after_oom(recipe, phase, ranks_per_node(world.size))
+    num_local_ranks = ranks_per_node(world.size)
+    return functools.partial(
+        explain_out_of_memory, world.device, lambda phase: suggest_keys_after_oom(recipe, phase, num_local_ranks)
+    )
 
 
 def report_finished_run(recipe: Recipe, world: World, start: RunStart) -> tuple[RunOutcome, StorageCopies | None]:
-    """Log that the run has finished, and upload missing files. The caller must not have locked the output folder."""
+    """Log that the run has finished, and upload missing files. Call it without holding the output folder's lock."""
     from wfm_ds.runs.result import RunOutcome
     from wfm_ds.runs.storage_copies import send_missing_copies
 
@@ -199,40 +225,13 @@ def report_finished_run(recipe: Recipe, world: World, start: RunStart) -> tuple[
 
 
 def find_start_on_all_ranks(recipe: Recipe, world: World, *, overwrite: bool) -> RunStart:
-    """Find the step and checkpoint to start from on rank 0, and return them on every rank. Collective."""
+    """Return the step and checkpoint at which training starts, as determined by rank 0, on all ranks. Collective."""
     from wfm_ds.runs.output_folder import RunStart, find_run_start
 
     fields = world.run_checked(
         lambda: dataclasses.asdict(find_run_start(recipe, world.size, overwrite=overwrite)), on="main"
     )
     return RunStart(**world.broadcast(fields))
-
-
-def run_loop(
-    recipe: Recipe,
-    world: World,
-    build_loop: LoopBuilder,
-    start: RunStart,
-    mirror: Mirror | None,
-    ending: RunShutdown,
-) -> tuple[RunOutcome, StorageCopies | None]:
-    """Build the training loop and run it. Collective. The result is identical on every rank."""
-    from wfm_ds.runs.shutdown import record_run
-    from wfm_ds.runs.storage_copies import discard_fetched_checkpoint
-
-    advised = memory_advice_context(recipe, world)
-    with contextlib.ExitStack() as building, advised(lambda: "start"):
-        loop = build_loop(start, mirror, building)
-        if start.checkpoint is not None:
-            loop.checkpoints.restore_run(loop, Path(start.checkpoint))
-            discard_fetched_checkpoint(recipe, world)
-        world.run_checked(lambda: mirror.start() if mirror is not None else None, on="main")
-        resources = building.pop_all()
-    with record_run(ending, recipe, mirror, loop, loop.exporter) as record:
-        # Close all files before waiting for their uploads.
-        with run_page_context(recipe, world), resources, advised(lambda: loop.job.timer.interrupted_phase):
-            outcome = loop.run_to_end()
-        return outcome, record.record_outcome(outcome)
 
 
 def run_page_context(recipe: Recipe, world: World) -> AbstractContextManager[None]:

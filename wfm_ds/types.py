@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 
 FIRST_FRAME = "first_frame"
+DEFAULT_ADAPTER = "default"  # the adapter that a LoRA run trains and exports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,10 +62,12 @@ class Rollout:
     group_id: str  # shared by the samples of one prompt in one RL step
     prompt: Prompt
     seed: int  # of all random numbers of the sample
-    noise_seed: int  # of its initial noise; may be shared by a group
+    noise_seed: int  # of the initial noise; may be shared by a group
     clean_latents: Tensor  # [C,h,w] or [C,T,h,w] float32
     transitions: Sequence[Transition] = ()  # at the steps that the sampling plan stores, ascending
     states: Mapping[int, Tensor] = field(default_factory=dict)  # step -> input latents of the denoiser, float32
+    predictions: Mapping[int, Tensor] = field(default_factory=dict)  # step -> predicted clean latents, float32
+    is_finite: bool = True  # False: the generated latents were not finite, and were replaced
     data_latents: Tensor | None = (
         None  # clean latents of the data sample that its prompt captions; shape of clean_latents
     )
@@ -104,7 +107,7 @@ class MediaItem:
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # conditioning inputs such as actions
 
     def score(self, value: float, **parts: float) -> Score:
-        """Return a Score with this value. If the value is not finite, the score counts as failed."""
+        """Return a Score with this value, or a failed Score if the value is not finite."""
         if not np.isfinite(value):
             return self.fail(f"non-finite value {value}")
         return Score(sample_id=self.sample_id, reward=self.reward, value=float(value), parts=parts)

@@ -30,12 +30,9 @@ from transformers import (
 from benchmarks.released import RELEASED
 from wfm_ds.errors import UserError
 from wfm_ds.models.assets.guardrail import NoGuardrail
-from wfm_ds.models.base import hide_progress_bars
+from wfm_ds.models.assets.loading import hide_progress_bars
 from wfm_ds.models.tiny import write_tiny_model
-from wfm_ds.models.tiny.parts.clip import clip_tokenizer
-from wfm_ds.models.tiny.parts.gemma import gemma_tokenizer
-from wfm_ds.models.tiny.parts.qwen import qwen_tokenizer
-from wfm_ds.models.tiny.parts.t5 import t5_tokenizer
+from wfm_ds.models.tiny.tokenizers import clip_tokenizer, gemma_tokenizer, qwen_tokenizer, t5_tokenizer
 
 CLIP_LENGTH = 77
 LAYERS = {"wan14b": 10}  # of 40, because all need 28 GB of disk; times and bytes scale with the layers

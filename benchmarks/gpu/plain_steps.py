@@ -100,7 +100,7 @@ class Rollouts:
 
     def update_rows(self) -> list[Sequence[int]]:
         """Return the samples of each optimizer step."""
-        updates = self.plain.recipe.rl.algorithm.updates_per_rollout
+        updates = self.plain.recipe.rl.algorithm.num_updates
         return list(split_into_pieces(range(len(self.of_sample)), -(-len(self.of_sample) // updates)))
 
 

@@ -21,7 +21,7 @@ from wfm_ds.engine.device_peaks import peak_tflops
 from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import UserError
 from wfm_ds.monitoring.meters import GIB, MEMORY_TAG
-from wfm_ds.training.step_report import TERA
+from wfm_ds.training.loop import TERA
 
 TIME = "time/"
 

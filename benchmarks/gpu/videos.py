@@ -25,7 +25,7 @@ from benchmarks.gpu.steps import try_measurement
 from benchmarks.released import RELEASED
 from wfm_ds.engine import attention_kernels
 from wfm_ds.engine.device_peaks import peak_tflops
-from wfm_ds.memory.forward_flops import count_flops
+from wfm_ds.memory.forward_counts import count_flops
 from wfm_ds.models import registry, vae
 from wfm_ds.models.assets.guardrail import Guardrail
 from wfm_ds.models.base import DiffusionModel

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="benchmarks.learning", description=__doc__.split("\n")[0])
     p.add_argument("--out", type=Path, default=Path("outputs/learning"), help="folder of the runs")
-    p.add_argument("--starts", type=int, nargs="+", choices=LEVELS, default=list(LEVELS), help="seeds of SFT")
+    p.add_argument("--starts", type=int, nargs="+", choices=LEVELS, default=[0, 1], help="seeds of SFT")
     p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of RL")
     p.add_argument("--algorithms", nargs="+", choices=VARIANTS, default=list(OF_THE_STUDY))
     p.add_argument("--controls", type=int, default=1, help="number of seeds to repeat with shuffled rewards")

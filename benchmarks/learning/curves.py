@@ -15,14 +15,13 @@ from sklearn.isotonic import IsotonicRegression
 
 from benchmarks.flops import step_forwards
 from wfm_ds.demos.digits import load_samples, std_within_prompts
+from wfm_ds.demos.few_steps import FORWARD_SAMPLES, step_cost
 from wfm_ds.errors import UserError
 from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 
 REWARD, UNSEEN = "val/reward/digits/mean", "val/reward/digits/second_judge/mean"
-FORWARDED, VALIDATION = "perf/forward_samples_", "perf/forward_samples_validation"
-BACKWARD = 2  # cost of a backward pass in forward passes: gradients of inputs and of weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class Evaluation:
     """The validation samples of one RL step, and the cost of the run so far, without evaluations."""
 
     step: int
-    forwards: float  # samples through the denoiser, plus BACKWARD for each with a gradient
+    forwards: float  # samples through the denoiser, plus BACKWARD_COST for each with a gradient
     seconds: float
     reward: float
     unseen: float
@@ -47,8 +46,8 @@ def read_evaluations(run: Path) -> list[Evaluation]:
 def make_evaluation(run: Path, at: Mapping[str, Any], records: Sequence[Mapping[str, Any]], updates: int) -> Evaluation:
     done = [record for record in records if 0 < record["step"] <= at["step"]]
     step = at["step"] // updates  # metrics count optimizer steps
-    if done and not any(key.startswith(FORWARDED) for key in done[0]):
-        raise UserError(f"{run}/metrics.jsonl has no {FORWARDED}*: it is from another revision, remove it")
+    if done and not any(key.startswith(FORWARD_SAMPLES) for key in done[0]):
+        raise UserError(f"{run}/metrics.jsonl has no {FORWARD_SAMPLES}*: it is from another revision, remove it")
     return Evaluation(
         step=step,
         forwards=sum(map(step_cost, done)),
@@ -57,12 +56,6 @@ def make_evaluation(run: Path, at: Mapping[str, Any], records: Sequence[Mapping[
         unseen=at[UNSEEN],
         spread=std_within_prompts(load_samples(run / "samples" / f"step_{step}")),
     )
-
-
-def step_cost(record: Mapping[str, Any]) -> float:
-    """Return the cost of one line of metrics.jsonl in forward passes, without evaluations."""
-    counted: dict[str, float] = {k: v for k, v in record.items() if k.startswith(FORWARDED) and k != VALIDATION}
-    return sum(counted.values()) + BACKWARD * counted.get(f"{FORWARDED}policy", 0.0)
 
 
 def find_crossing(positions: Sequence[float], values: Sequence[float], level: float) -> float | None:
@@ -88,11 +81,13 @@ def check_counts(run: Path) -> None:
     derived = derive_run_sizes(recipe, 1)
     model = registry.load_model(recipe.model.path, dtype=torch.float32, device="cpu")
     predicted = step_forwards(recipe, derived, model)
+    advantages = recipe.rl.algorithm.advantages
+    trains_all = advantages is None or not advantages.drops_zero_std
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for purpose in sorted({purpose for step in predicted for purpose in step}):
         expected = sum(step[purpose].samples for step in predicted if purpose in step)
-        counted = sum(record.get(f"{FORWARDED}{purpose}", 0.0) for record in records)
-        exact = purpose == "rollout" or not recipe.rl.algorithm.drops_zero_std
+        counted = sum(record.get(f"{FORWARD_SAMPLES}{purpose}", 0.0) for record in records)
+        exact = purpose == "rollout" or trains_all
         if counted > expected or (exact and counted != expected):
             raise UserError(
                 f"{run}: {counted:.0f} samples through the denoiser for {purpose}, its recipe predicts {expected:.0f}"

@@ -20,18 +20,23 @@ class Variant:
     overrides: tuple[str, ...] = ()
     data: str = "prompts"  # or images: the data folder of the run
     every: int = 3  # RL steps between evaluations
-    starts: tuple[int, ...] = (0, 1)
+    starts: tuple[int, ...] = tuple(range(5))
 
 
 # By seed of SFT, which gives the start of all algorithms: validation rewards to reach from it.
-LEVELS: Mapping[int, tuple[float, ...]] = {0: (0.85, 0.90, 0.93), 1: (0.76, 0.80, 0.85)}
-GOALS: Mapping[int, float] = {0: 0.93, 1: 0.76}
+LEVELS: Mapping[int, tuple[float, ...]] = {0: (0.85, 0.90, 0.93)} | dict.fromkeys((1, 2, 3, 4), (0.76, 0.80, 0.85))
+GOALS: Mapping[int, float] = {0: 0.93} | dict.fromkeys((1, 2, 3, 4), 0.76)
 BASELINES = ("nft_published", "flow_grpo_published")
 
 NFT = Variant("DiffusionNFT", DIGITS / "nft.yaml")
 LEVELS_OF_NFT = "levels: stratified, num_levels: 2, updates_per_rollout: 2"
 OF_THE_STUDY: Mapping[str, Variant] = {
     "nft_published": Variant("DiffusionNFT, published settings", PUBLISHED / "nft.yaml"),
+    "nft_published_schedule": Variant(
+        "DiffusionNFT, published settings with the optimizer of recipes/digits/nft.yaml",
+        PUBLISHED / "nft.yaml",
+        ("optimizer={lr: 6e-3, warmup_steps: 4, schedule: cosine, final_lr_fraction: 0.1}",),
+    ),
     "flow_grpo_published": Variant("FlowGRPO, published settings", PUBLISHED / "flow_grpo.yaml"),
     "nft": NFT,
     "nft_10": replace(

@@ -2,8 +2,9 @@
 
 The model of the video demo is trained with SFT for each seed and improved with every selected variant. All runs are
 ordinary commands. A held-out reward compares the validation videos with the demo's real clips, and the start positions
-of the correct videos are counted. Writes results/<date>-cpu-video.json, and the first videos of each prompt to
-docs/images. An interrupted study continues at the next start.
+of the correct videos are counted. The results of trained and held-out (shape, direction) pairs are separate rows.
+Writes results/<date>-cpu-video.json, and the first videos of each prompt to docs/images. An interrupted study continues
+at the next start.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from benchmarks.learning.runs import StudyRun, list_revisions, train_all, train_
 from benchmarks.learning.variants import REPOSITORY, Variant
 from wfm_ds.demos.base import load_evaluations
 from wfm_ds.demos.shapes import (
+    EVALUATION_TAG,
     JUDGE,
     REWARD,
     STARTS,
@@ -30,8 +32,10 @@ from wfm_ds.demos.shapes import (
     count_correct_starts,
     group_by_prompt,
     load_videos,
+    mean_scores,
+    split_by_pairs,
 )
-from wfm_ds.monitoring.images import image_grid, save_png
+from wfm_ds.monitoring.media_files import image_grid, save_png
 from wfm_ds.program import run_command
 
 PICTURE = REPOSITORY / "docs" / "images" / "video.png"
@@ -68,14 +72,14 @@ VARIANTS: Mapping[str, Variant] = {
 OF_THE_STUDY = ("nft", "nft_naive", "nft_shuffled", "flow_grpo")
 SHOWN: Mapping[str, str] = {"nft": "RL", "nft_naive": "RL, naive"}  # shown next to SFT in the image
 COLUMNS: Mapping[str, str] = {
-    "reward": f"{REWARD}/mean",
-    "right way": f"{REWARD}/right_way/mean",
-    "identity": f"{REWARD}/identity/mean",
-    "judge: direction": f"{JUDGE}/direction/mean",
-    "judge: shape": f"{JUDGE}/shape/mean",
-    "judge: both": f"{JUDGE}/both/mean",
-    "PSNR to the nearest real clip": f"{JUDGE}/mean",
-    "share of real clips": f"{JUDGE}/real/mean",
+    "reward": REWARD,
+    "right way": f"{REWARD}/right_way",
+    "identity": f"{REWARD}/identity",
+    "judge: direction": f"{JUDGE}/direction",
+    "judge: shape": f"{JUDGE}/shape",
+    "judge: both": f"{JUDGE}/both",
+    "PSNR to the nearest real clip": JUDGE,
+    "share of real clips": f"{JUDGE}/real",
 }
 
 
@@ -86,7 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="benchmarks.learning.video", description=__doc__.split("\n")[0])
     p.add_argument("--out", type=Path, default=Path("outputs/video"), help="folder of the runs")
-    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of SFT and of RL")
+    p.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="seeds of RL, and of SFT without --start")
+    p.add_argument(
+        "--start", type=int, help="seed of the SFT run that all RL runs start from (default: their own seed)"
+    )
     p.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(OF_THE_STUDY))
     p.add_argument("--jobs", type=int, default=2, help="parallel runs")
     p.add_argument("--name", default="video", help="name of the results' file")
@@ -95,18 +102,17 @@ def parser() -> argparse.ArgumentParser:
 
 def run_study(args: argparse.Namespace) -> None:
     out: Path = args.out.absolute()
-    train_starts(out, args.seeds, ShapesDemo())
-    runs = [StudyRun(f"{name}_{seed}", VARIANTS[name], seed, seed) for name in args.variants for seed in args.seeds]
+    train_starts(out, args.seeds if args.start is None else [args.start], ShapesDemo())
+    runs = [make_run(out, name, seed, args.start) for name in args.variants for seed in args.seeds]
     train_all(out, runs, args.jobs)
-    rows = [row for run in runs for row in run_rows(out, run, with_start=run.variant is runs[0].variant)]
+    first_runs = list({run.start: run for run in reversed(runs)}.values())  # of each start
+    rows = [row for run in runs for row in run_rows(out, run, with_start=run in first_runs)]
     curves = {run.name: run_curve(out, run) for run in runs}
     path = report.write_results(
         args.name, report.describe_machine() | {"runs": list_revisions(out, runs)}, rows, curves=curves
     )
     shown = {"SFT": list_samples(out, runs[0])[0]} | {
-        SHOWN[name]: list_samples(
-            out, StudyRun(f"{name}_{args.seeds[0]}", VARIANTS[name], args.seeds[0], args.seeds[0])
-        )[-1]
+        SHOWN[name]: list_samples(out, make_run(out, name, args.seeds[0], args.start))[-1]
         for name in args.variants
         if name in SHOWN
     }
@@ -115,29 +121,41 @@ def run_study(args: argparse.Namespace) -> None:
     sys.stdout.write(f"{report.format_table(json.loads(path.read_text())['rows'])}\n\n{path}\n")
 
 
+def make_run(out: Path, variant: str, seed: int, start: int | None) -> StudyRun:
+    """start: seed of the SFT run; None for the same seed."""
+    start = seed if start is None else start
+    name = f"{variant}_{seed}" if start == seed else f"{variant}_{seed}_from_{start}"
+    return StudyRun(name, VARIANTS[variant], start, seed, tuple(ShapesDemo().rl_overrides(out)))
+
+
 def run_rows(out: Path, run: StudyRun, *, with_start: bool) -> list[dict[str, Any]]:
-    """Return the row for the end of a run, with the row for its start before it if `with_start`."""
-    found = load_evaluations(out / run.name, f"{REWARD}/mean")
-    end = metric_cells(run.variant.title, run.seed, *found[-1]) | {"alarm at RL step": first_alarm_step(found)}
-    return [metric_cells("SFT", run.start, *found[0]), end] if with_start else [end]
+    """Return the rows for the end of a run, with the rows for its start before them if `with_start`."""
+    found = load_evaluations(out / run.name, EVALUATION_TAG)
+    more = {"seed of SFT": run.start, "alarm at RL step": first_alarm_step(found)}
+    end = [row | more for row in metric_rows(run.variant.title, run.seed, found[-1][0])]
+    return [*metric_rows("SFT", run.start, found[0][0]), *end] if with_start else end
 
 
 def run_curve(out: Path, run: StudyRun) -> list[dict[str, Any]]:
     """Return the metrics of all evaluations of a run, ordered by RL step."""
     return [
-        {"RL step": int(samples.name.removeprefix("step_"))}
-        | metric_cells(run.variant.title, run.seed, samples, metrics)
-        for samples, metrics in load_evaluations(out / run.name, f"{REWARD}/mean")
+        {"RL step": int(samples.name.removeprefix("step_"))} | row
+        for samples in list_samples(out, run)
+        for row in metric_rows(run.variant.title, run.seed, samples)
     ]
 
 
 def list_samples(out: Path, run: StudyRun) -> list[Path]:
-    return [samples for samples, _ in load_evaluations(out / run.name, f"{REWARD}/mean")]
+    return [samples for samples, _ in load_evaluations(out / run.name, EVALUATION_TAG)]
 
 
-def metric_cells(title: str, seed: int, samples: Path, metrics: Mapping[str, float]) -> dict[str, Any]:
-    values = {column: metrics[tag] for column, tag in COLUMNS.items()}
-    return {"model": title, "seed": seed, **values, STARTS: count_correct_starts(load_videos(samples))}
+def metric_rows(title: str, seed: int, samples: Path) -> list[dict[str, Any]]:
+    """Return the means of an evaluation, one row for the trained pairs and one row for the held-out pairs."""
+    rows = []
+    for pairs, videos in split_by_pairs(load_videos(samples)).items():
+        starts = {STARTS: count_correct_starts(videos)}
+        rows.append({"model": title, "seed": seed, "pairs": pairs} | mean_scores(videos, COLUMNS) | starts)
+    return rows
 
 
 def first_alarm_step(found: Sequence[tuple[Path, Mapping[str, float]]]) -> int | None:

@@ -3,18 +3,18 @@ size. New families with a tiny pipeline are included automatically."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import logging
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from benchmarks.rehearsal.fake_machine import fake_gpus
-from benchmarks.rehearsal.record import Record
+from benchmarks.rehearsal.record import Event, Record
+from benchmarks.rehearsal.watch import DENOISE, MICRO_STEPS
 
 if TYPE_CHECKING:
     from wfm_ds.training.diffusion_builder import DiffusionLoop as Loop
@@ -88,76 +88,44 @@ SELECTION = (
 )
 
 
-@dataclass
-class Outcome:
-    """The result of one run."""
-
-    family: str
-    ranks: int
-    run: RehearsedRun
-    refused: str = ""  # the project's message for an unsupported combination
-    failed: str = ""  # the error that stopped the run
-    done: list[str] = field(default_factory=list)
-    denoise_waits: int = 0
-    micro_step_waits: int = 0
-    denoise_copies: int = 0  # blocking copies
-    micro_step_copies: int = 0
-    warnings: list[str] = field(default_factory=list)
-    stacks: list[str] = field(default_factory=list)  # stacks of the events in the two windows
-
-    @property
-    def label(self) -> str:
-        run = self.run
-        return f"{self.family}, {run.name}, {run.config}, {self.ranks} ranks, {run.sequence_parallel} a replica"
-
-    @property
-    def result(self) -> str:
-        if self.refused or self.failed:
-            return f"FAILED: {self.failed}" if self.failed else f"refused: {self.refused}"
-        return ", ".join(self.done)
-
-    def as_row(self) -> dict[str, Any]:
-        run = self.run
-        return {
-            "family": self.family,
-            "algorithm": run.name,
-            "DeepSpeed": run.config,
-            "weights": "full" if FULL[0] in run.overrides else "LoRA",
-            "ranks": self.ranks,
-            "sequence parallel": run.sequence_parallel,
-            "rehearsed": self.result,
-            "waits in the denoise loop": self.denoise_waits,
-            "waits between micro-steps": self.micro_step_waits,
-            "blocking copies in the denoise loop": self.denoise_copies,
-            "blocking copies between micro-steps": self.micro_step_copies,
-        }
-
-
-def rehearse_runs(family: str, ranks: int, runs: Sequence[int]) -> list[Outcome]:
+def rehearse_runs(family: str, ranks: int, runs: Sequence[int]) -> list[dict[str, Any]]:
     """Run the given runs of this number of ranks with a tiny pipeline, one after another, because DeepSpeed keeps its
-    process groups."""
+    process groups. Return a row for each."""
     with fake_gpus(world_size=ranks) as record:
         return [rehearse_run(family, ranks, RUNS[ranks][i], record) for i in runs]
 
 
-def rehearse_run(family: str, ranks: int, run: RehearsedRun, record: Record) -> Outcome:
+def rehearse_run(family: str, ranks: int, run: RehearsedRun, record: Record) -> dict[str, Any]:
     from benchmarks.rehearsal.runs import open_loop
     from wfm_ds.errors import UserError
 
-    outcome = Outcome(family, ranks, run)
-    with tempfile.TemporaryDirectory() as temporary, collect_warnings(outcome):
+    events: list[Event] = []
+    failure: list[str] = []
+    with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         try:
             with open_loop(record, run.recipe, run_overrides(family, ranks, run, folder), folder) as loop:
-                exercise_run(loop, record, outcome, folder)
+                result = ", ".join(exercise_run(loop, record, events, folder))
         except UserError as error:
-            outcome.refused = str(error)
+            result = f"refused: {error}"
         except ERRORS as error:  # the row reports it, and the other runs continue
-            outcome.failed = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            outcome.stacks.append(traceback.format_exc())
-    for name in ("stacks", "warnings"):
-        setattr(outcome, name, [*dict.fromkeys(getattr(outcome, name))])
-    return outcome
+            result = f"FAILED: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            failure.append(traceback.format_exc())
+    counts = Counter((e.kind, e.window) for e in events)
+    return {
+        "family": family,
+        "algorithm": run.name,
+        "DeepSpeed": run.config,
+        "weights": "full" if FULL[0] in run.overrides else "LoRA",
+        "ranks": ranks,
+        "sequence parallel": run.sequence_parallel,
+        "rehearsed": result,
+        "waits in the denoise loop": counts["sync", DENOISE],
+        "waits between micro-steps": counts["sync", MICRO_STEPS],
+        "blocking copies in the denoise loop": counts["copy", DENOISE],
+        "blocking copies between micro-steps": counts["copy", MICRO_STEPS],
+        "stacks": [*failure, *dict.fromkeys(f"{e.window}: {e.describe()}" for e in events)],
+    }
 
 
 def run_overrides(family: str, ranks: int, run: RehearsedRun, folder: Path) -> list[str]:
@@ -170,7 +138,7 @@ def run_overrides(family: str, ranks: int, run: RehearsedRun, folder: Path) -> l
     # The default size of the pipeline, or a larger one that sequence parallelism can shard.
     size = [max(64 if run.sequence_parallel > 1 else 0, call[side]) for side in ("height", "width")]
     frames = call.get("num_frames", call.get("frames", 1))
-    from_images = runs.reads_images(run.recipe)
+    from_images = runs.image_folder(run.recipe) is not None
     replicas = ranks // run.sequence_parallel
     group = max(8, 2 * replicas)
     return [
@@ -190,37 +158,27 @@ def run_overrides(family: str, ranks: int, run: RehearsedRun, folder: Path) -> l
     ]
 
 
-def exercise_run(loop: Loop, record: Record, outcome: Outcome, folder: Path) -> None:
-    """Train two steps and count events of the second one. Then evaluate, sample, export and save a checkpoint."""
-    done = outcome.done
+def exercise_run(loop: Loop, record: Record, events: list[Event], folder: Path) -> Iterator[str]:
+    """Train two steps, evaluate, sample, export and save a checkpoint. Yield the name of each completed operation.
+
+    events: gets the blocking events in the two windows, those of training from the second step on.
+    """
     loop.start()
     loop.run_step()
     record.clear()
     loop.run_step()
-    collect_events(record, outcome)
-    done.append("training")
-    loop.validator.evaluate(loop.step)
-    done.append("evaluation")
-    for solver in denoise_with_solvers(loop):
-        done.append(solver)
-    collect_events(record, outcome)
-    loop.exporter.export_at_end(loop.step)
-    done.append("export")
-    restore_own_checkpoint(loop, folder)
-    done.append("checkpoint")
-
-
-def collect_events(record: Record, outcome: Outcome) -> None:
-    """Add the events of the two windows to the outcome."""
-    from benchmarks.rehearsal.watch import DENOISE
-
-    for e in record.events:
-        if not e.window or not e.blocking:
-            continue
-        name = f"{'denoise' if e.window == DENOISE else 'micro_step'}_{'waits' if e.kind == 'sync' else 'copies'}"
-        setattr(outcome, name, getattr(outcome, name) + 1)
-        outcome.stacks.append(f"{e.window}: {e.describe()}")
+    yield "training"
+    events += [e for e in record.events if e.window and e.blocking]
     record.clear()
+    loop.validator.evaluate(loop.step)
+    yield "evaluation"
+    yield from denoise_with_solvers(loop)
+    events += [e for e in record.events if e.window and e.blocking]
+    record.clear()
+    loop.exporter.export_at_end(loop.step)
+    yield "export"
+    restore_own_checkpoint(loop, folder)
+    yield "checkpoint"
 
 
 def denoise_with_solvers(loop: Loop) -> Iterator[str]:
@@ -262,19 +220,3 @@ def restore_own_checkpoint(loop: Loop, folder: Path) -> None:
         loop.load_state_dict(restore_state(engine, folder, 1))
     else:
         engine.restore_state(engine.step_counters(), engine.shard_states())
-
-
-@contextlib.contextmanager
-def collect_warnings(outcome: Outcome) -> Iterator[None]:
-    """Collect the warnings of the project's log."""
-
-    class WarningHandler(logging.Handler):
-        def emit(self, line: logging.LogRecord) -> None:
-            outcome.warnings.append(line.getMessage())
-
-    ear, log = WarningHandler(logging.WARNING), logging.getLogger("wfm_ds")
-    log.addHandler(ear)
-    try:
-        yield
-    finally:
-        log.removeHandler(ear)

@@ -20,6 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.rehearsal.record import Record
+from wfm_ds.distributed.ranks import find_launched_rank
 
 DEVICE_OF = {"nccl": "cuda", "gloo": "cpu"}
 
@@ -58,8 +59,9 @@ class Ranks:
 
     def init_process_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def init_process_group(backend: str, *args: Any, **kwargs: Any) -> None:
-            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            original(backend="fake", rank=rank, world_size=size, store=FakeStore())
+            launched = find_launched_rank(os.environ)
+            assert launched is not None  # fake_gpus sets the variables
+            original(backend="fake", rank=launched.rank, world_size=launched.size, store=FakeStore())
             self.backends[c10d._get_default_group().group_name] = backend
 
         return init_process_group

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
-OWN = tuple(f"{ROOT / folder}/" for folder in ("wfm_ds", "kernels", "reward", "tests"))
 MACHINERY = (f"{ROOT / 'benchmarks' / 'rehearsal'}/", "/torch/utils/", "/torch/_subclasses/", "/torch/_ops.py")
 NUM_FRAMES = 12  # innermost frames of a stack
 
@@ -23,22 +20,15 @@ class Event:
 
     kind: Kind
     what: str  # the operator
-    phase: str  # phase of the run: rollout, train, ...; "" outside of phases
     window: str  # "denoise loop", "between micro-steps" or ""
     blocking: bool
     num_bytes: int
     stack: tuple[str, ...]  # frames of the project and of the caller, outermost first
 
-    @property
-    def place(self) -> str:
-        """The innermost frame of the project."""
-        own = [frame for frame in self.stack if frame.startswith(("wfm_ds/", "kernels/", "reward/", "tests/"))]
-        return (own or self.stack or ("",))[-1]
-
     def describe(self) -> str:
         size = f" of {self.num_bytes} bytes" if self.kind == "copy" else ""
         lines = "".join(f"\n    {frame}" for frame in self.stack)
-        return f"{self.what}{size} in the phase {self.phase or '(none)'}{lines}"
+        return f"{self.what}{size}{lines}"
 
 
 class NotQuiet(AssertionError):
@@ -47,24 +37,14 @@ class NotQuiet(AssertionError):
 
 @dataclass
 class Record:
-    """All events of a rehearsal, in order. watch.py sets their phase and window."""
+    """All events of a rehearsal, in order. watch.py sets their window."""
 
     events: list[Event] = field(default_factory=list)
     collectives: dict[tuple[str, str, str, str], int] = field(default_factory=dict)  # (name, backend, device, dtype)
-    _phases: list[str] = field(default_factory=list)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self._phases.append(name)
-        try:
-            yield
-        finally:
-            self._phases.pop()
 
     def add_event(self, kind: Kind, what: str, *, blocking: bool = True, num_bytes: int = 0) -> None:
         """Add an event at the current code position."""
-        phase = self._phases[-1] if self._phases else ""
-        self.events.append(Event(kind, what, phase, "", blocking, num_bytes, project_stack()))
+        self.events.append(Event(kind, what, "", blocking, num_bytes, project_stack()))
 
     def add_collective(self, what: str, backend: str, device: str, dtype: str) -> None:
         key = (what, backend, device, dtype)
@@ -90,8 +70,7 @@ class Record:
     def end_window(self, name: str, begin: int, end: int) -> None:
         """Assign the events [begin, end) to this window."""
         for i in range(begin, end):
-            e = self.events[i]
-            self.events[i] = Event(e.kind, e.what, e.phase, name, e.blocking, e.num_bytes, e.stack)
+            self.events[i] = replace(self.events[i], window=name)
 
 
 def project_stack() -> tuple[str, ...]:

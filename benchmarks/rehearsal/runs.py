@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 from benchmarks.rehearsal.record import Record
-from benchmarks.rehearsal.watch import watch_job
+from benchmarks.rehearsal.watch import watch_windows
 
 if TYPE_CHECKING:
     from wfm_ds.training.diffusion_builder import DiffusionLoop as Loop
@@ -24,6 +24,8 @@ QUIET = (
 
 class FakeRewards:
     """Replaces the client of the reward service: accepts samples and returns immediately."""
+
+    names: Sequence[str] = ()
 
     def submit(self, batch: Any) -> None:
         assert len(batch.media) == len(batch.sample_ids)
@@ -75,7 +77,7 @@ def open_loop(record: Record, recipe_name: str, overrides: Sequence[str], folder
                 groups.local_groups = range(groups.num_groups)
             source = add_fake_scores(ColocatedSource(job, groups, FakeRewards(), algorithm), recipe)  # type: ignore[arg-type]
             loop = RlLoop(job, algorithm, source, Validator(job, data.validation_prompts, rewards=None), *parts)
-        with watch_job(record, job):
+        with watch_windows(record):
             yield loop
 
 
@@ -98,23 +100,19 @@ def add_fake_scores(source: Any, recipe: Any) -> Any:
 def data_overrides(recipe_name: str, folder: Path) -> list[str]:
     """Write the data of a recipe into `folder`: two prompts, captioned digits or pairs of digits. Return its
     overrides."""
-    if reads_images(recipe_name):
+    if images := image_folder(recipe_name):
         from wfm_ds.demos.digits_data import write_digits
 
         write_digits(folder / "digits")
-        return [f"data.path={folder / 'digits' / IMAGES[data_kind(recipe_name)]}"]
+        return [f"data.path={folder / 'digits' / images}"]
     prompts = folder / "prompts"
     prompts.mkdir()
     (prompts / "train.txt").write_text("a red circle on white\na green circle on white\n")
     return [f"data.path={prompts}", "validation.num_prompts=1"]
 
 
-def reads_images(recipe_name: str) -> bool:
-    """Return whether a tiny recipe trains on images of the user."""
-    return data_kind(recipe_name) in IMAGES
-
-
-def data_kind(recipe_name: str) -> str:
+def image_folder(recipe_name: str) -> str | None:
+    """Return the entry of the digits folder on which a tiny recipe trains, or None if it trains on prompts."""
     from wfm_ds.recipe import file as recipe_file
 
-    return recipe_file.load_recipe(RECIPES / f"{recipe_name}.yaml").data.kind
+    return IMAGES.get(recipe_file.load_recipe(RECIPES / f"{recipe_name}.yaml").data.kind)

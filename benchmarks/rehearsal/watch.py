@@ -1,19 +1,15 @@
-"""Record the phases of a run, as its timer names them, and two windows in which nothing may wait for the device: the
-denoise loop (from its first to its last forward pass) and the micro-steps (from the first forward to the last backward
-pass)."""
+"""Record two windows of a run in which nothing may wait for the device: the denoise loop (from its first to its last
+forward pass) and the micro-steps (from the first forward to the last backward pass)."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest import mock
 
 from benchmarks.rehearsal.record import Record
-
-if TYPE_CHECKING:
-    from wfm_ds.runs.job import Job
 
 DENOISE, MICRO_STEPS = "denoise loop", "between micro-steps"
 
@@ -40,21 +36,12 @@ class Windows:
 
 
 @contextmanager
-def watch_job(record: Record, job: Job) -> Iterator[None]:
-    """Record the phases and windows of a job."""
+def watch_windows(record: Record) -> Iterator[None]:
+    """Record the windows of all loops in the `with` block."""
     from wfm_ds.engine.engine import DenoiserEngine
     from wfm_ds.models.sampler import CountingForward, Sampler
 
     denoising, training = Windows(record), Windows(record)
-    timer = type(job.timer).__call__
-
-    def record_phase(self: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-        @contextmanager
-        def time_and_record() -> Iterator[None]:
-            with timer(self, name, *args, **kwargs), record.phase(name):
-                yield
-
-        return time_and_record()
 
     def watch_forward(original: Callable[..., Any], self: Any, purpose: str, *args: Any, **kwargs: Any) -> Any:
         window = training if purpose == "policy" or training.first is not None else denoising
@@ -83,7 +70,6 @@ def watch_job(record: Record, job: Job) -> Iterator[None]:
         return original(*args, **kwargs)
 
     with (
-        mock.patch.object(type(job.timer), "__call__", record_phase),
         wrap_method(CountingForward, "__call__", watch_forward),
         wrap_method(Sampler, "generate", watch_generate),
         wrap_method(DenoiserEngine, "backward", watch_backward),

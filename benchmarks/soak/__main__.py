@@ -8,26 +8,26 @@ decides which process is killed, paused or stopped with SIGTERM. The study fails
 
     * every sample reaches the client once, with the correct pixels and scores;
     * broker, client and service do not grow: in their longest life, memory and descriptors of the last third equal
-      those of the first third within the bounds of memory.py (checked only for 5,000 samples or more);
+      those of the first third within the bounds of processes.py (checked only for 5,000 samples or more);
     * each process that received a signal is replaced or continues soon, and no process, socket or shared memory is left
       at the end.
 
-On a failure the exit code is 1 and nothing is written. The service is only killed in the first half, so that its memory
-is visible in the second half, and only as often as the trainer's supervision allows. After every 20 faults there is a
-quiet period to measure the undisturbed speed.
+On a failure the exit code is 1. The service is only killed as often as the trainer's supervision allows.
 """
 
 from __future__ import annotations
 
 import argparse
+import random
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks import report
 from benchmarks.soak.samples import PER_STEP
-from benchmarks.soak.study import Soak, SoakError, SoakPlan
+from benchmarks.soak.study import Soak, SoakError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,30 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kill-every", type=float, default=3.0, metavar="S", help="mean seconds between faults")
     parser.add_argument("--seconds", type=float, default=0.15, help="time of a rollout worker for each sample")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/")
     options = parser.parse_args(arguments)
     if options.samples <= 0 or options.samples % PER_STEP:
         parser.error(f"argument --samples: must be a multiple of {PER_STEP}, the samples of a step")
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    plan = SoakPlan(options.samples, options.kill_every, options.seconds, options.seed)
     try:
-        figures, memory = Soak(folder, plan, print_status).run()
+        soak = Soak(folder, options.samples, options.kill_every, options.seconds, random.Random(options.seed))
+        rows = soak.run()
     except SoakError as error:
         sys.stderr.write(f"error: {error}\nthe logs are in {folder}\n")
         return 1
     shutil.rmtree(folder)
-    from benchmarks import report
-
-    sys.stdout.write(f"{report.format_table(figures)}\n\n{report.format_table(memory)}\n")
-    if options.write:
-        about = report.describe_machine() | {"seed": options.seed, "load": Path("/proc/loadavg").read_text().split()[2]}
-        report.write_results("soak", about, figures)
-        report.write_results("soak-memory", about, memory)
+    sys.stdout.write(f"{report.format_table(rows)}\n")
     return 0
-
-
-def print_status(text: str) -> None:
-    sys.stderr.write(f"{text}\n")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from benchmarks.soak.samples import CHUNK, GROUP_SIZE, GROUPS, PER_STEP
 from wfm_ds.rollout import TASK_KIND
 from wfm_ds.rollout.remote.coordinator import ClosedChunk, Coordinator, GroupChunk
 from wfm_ds.transport.client import PipeClient, TaskOutcome
-from wfm_ds.transport.pending_submissions import TaskRequest
+from wfm_ds.transport.submissions import TaskRequest
 from wfm_ds.transport.wire import Message
 
 ATTACH_S, FETCH_S = 60.0, 120.0

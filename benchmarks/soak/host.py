@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.soak.samples import CHECKSUM
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.rollout.remote.service import RolloutService, WorkerDevice
-from wfm_ds.rollout.rewards import RewardService
+from wfm_ds.rollout.reward_service import RewardService
 from wfm_reward.rewards.jpeg import JpegIncompressibility
 
 RECIPE = Path(__file__).parents[2] / "tests" / "recipes" / "sd3_nft_async.yaml"

@@ -1,6 +1,6 @@
 """Coefficients of stochastic samplers.
 
-Each step has five coefficients, because it is affine in latents and velocity.
+A step is affine in the latents and the velocity. Five coefficients describe it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ def sde_coefficients(
     eta: float | Tensor = 0.0,
     sigma_max: float | None = None,
 ) -> Tensor:
-    """Return coefficients (c_x, c_v, std, w, c0) of steps from sigma to sigma_next: [B,5] float64, on sigma's device.
+    """Return the five coefficients of each step from sigma to sigma_next, [B,5] float64 on sigma's device.
+
+    The columns are c_x, c_v, std, w and c0 in these formulas:
 
         mean     = c_x * x + c_v * v
         x_next   = mean + std * z                     z ~ N(0, 1)

@@ -20,6 +20,7 @@ from typing import Any
 
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "u8": 1}
 ACCESS_BYTES = 16
+SCALAR_TYPES = {"n": "i32", "batch": "i32", "coef_stride": "i32", "guidance": "fp32", "beta": "fp32"}
 NUM_NOISE_FMA = 108  # in the logarithm, sine and cosine of the noise; Triton 3.6 to 3.9
 
 
@@ -67,129 +68,102 @@ def kernel_variants() -> list[KernelVariant]:
     ]
 
 
+def _make_variant(
+    kernel: str,
+    label: str,
+    dtypes: dict[str, str | None],
+    *,
+    reads: tuple[str, ...] = (),
+    writes: tuple[str, ...] = (),
+    warps: int = 8,
+    max_registers: int = 80,
+    draws_noise: bool = False,
+    **constants: Any,
+) -> KernelVariant:
+    """dtypes: {pointer argument without `_ptr`: its dtype, or None if it is absent}. The default is float32."""
+    from wfm_kernels import triton_kernels
+
+    types = {}
+    for name in getattr(triton_kernels, kernel).arg_names:
+        dtype = dtypes.get(name.removesuffix("_ptr"), "fp32")
+        if name not in constants:
+            types[name] = SCALAR_TYPES.get(name) or ("none" if dtype is None else f"*{dtype}")
+    return KernelVariant(
+        kernel=kernel,
+        label=label,
+        types=types,
+        constants=constants,
+        reads=reads,
+        writes=writes,
+        warps=warps,
+        max_registers=max_registers,
+        draws_noise=draws_noise,
+    )
+
+
 def _sde_variants() -> Iterator[KernelVariant]:
-    from wfm_kernels.triton_backend import BLOCK, WARPS
+    from wfm_kernels.triton_backend import BLOCK
 
     pairs = [("bf16", "fp32"), ("fp32", "fp32"), ("fp16", "fp32"), ("bf16", "bf16"), ("fp16", "fp16")]
-    for velocity, latents in pairs:
-        for uncond in (False, True) if (velocity, latents) in pairs[:2] else (False,):
-            for mode in ("given", "noise", "seeds"):
-                yield KernelVariant(
-                    kernel="sde_kernel",
-                    label=f"{mode} v {velocity} x {latents}{' guided' if uncond else ''}",
-                    types={
-                        "v_ptr": f"*{velocity}",
-                        "u_ptr": f"*{velocity}" if uncond else "none",
-                        "x_ptr": f"*{latents}",
-                        "out_ptr": f"*{latents}",
-                        "z_ptr": "*fp32" if mode == "noise" else "none",
-                        "seed_ptr": "*i64" if mode == "seeds" else "none",
-                        "mean_ptr": "none",
-                        "coef_ptr": "*fp64",
-                        "part_ptr": "*fp32",
-                        "n": "i32",
-                        "coef_stride": "i32",
-                        "guidance": "fp32",
-                    },
-                    constants={"GIVEN": mode == "given", "TILES": 2, "SPLIT": 512, "BLOCK": BLOCK},
-                    reads=(velocity, *[velocity] * uncond, latents)
-                    + {"given": (latents,), "noise": ("fp32",), "seeds": ()}[mode],
-                    writes=() if mode == "given" else (latents,),
-                    warps=WARPS,
-                    max_registers=80,
+    for v, x in pairs:
+        for u in (None, v) if (v, x) in pairs[:2] else (None,):
+            for mode, more_reads in {"given": (x,), "noise": ("fp32",), "seeds": ()}.items():
+                noise = {"z": "fp32" if mode == "noise" else None, "seed": "i64" if mode == "seeds" else None}
+                yield _make_variant(
+                    "sde_kernel",
+                    f"{mode} v {v} x {x}{' guided' if u else ''}",
+                    {"v": v, "u": u, "x": x, "out": x, "mean": None, "coef": "fp64"} | noise,
+                    reads=(v, *[v] * bool(u), x, *more_reads),
+                    writes=() if mode == "given" else (x,),
                     draws_noise=mode == "seeds",
+                    GIVEN=mode == "given",
+                    TILES=2,
+                    SPLIT=512,
+                    BLOCK=BLOCK,
                 )
 
 
 def _gradient_variants() -> Iterator[KernelVariant]:
-    from wfm_kernels.triton_backend import BLOCK, WARPS
+    from wfm_kernels.triton_backend import BLOCK
 
-    for velocity, latents, uncond in [("bf16", "fp32", False), ("fp32", "fp32", False), ("bf16", "fp32", True)]:
-        yield KernelVariant(
-            kernel="sde_gradient_kernel",
-            label=f"v {velocity} x {latents}{' guided' if uncond else ''}",
-            types={
-                "upstream_ptr": "*fp32",
-                "v_ptr": f"*{velocity}",
-                "u_ptr": f"*{velocity}" if uncond else "none",
-                "x_ptr": f"*{latents}",
-                "next_ptr": f"*{latents}",
-                "coef_ptr": "*fp64",
-                "dv_ptr": f"*{velocity}",
-                "du_ptr": f"*{velocity}" if uncond else "none",
-                "n": "i32",
-                "coef_stride": "i32",
-                "guidance": "fp32",
-            },
-            constants={"BLOCK": BLOCK},
-            reads=(velocity, *[velocity] * uncond, latents, latents),
-            writes=(velocity, *[velocity] * uncond),
-            warps=WARPS,
-            max_registers=80,
+    for v, u in [("bf16", None), ("fp32", None), ("bf16", "bf16")]:
+        velocities = (v, *[v] * bool(u))
+        yield _make_variant(
+            "sde_gradient_kernel",
+            f"v {v} x fp32{' guided' if u else ''}",
+            {"v": v, "u": u, "dv": v, "du": u, "coef": "fp64"},
+            reads=(*velocities, "fp32", "fp32"),
+            writes=velocities,
+            BLOCK=BLOCK,
         )
 
 
 def _nft_variants() -> Iterator[KernelVariant]:
-    from wfm_kernels.triton_backend import BLOCK, NFT_BLOCK, NFT_WARPS, WARPS
+    from wfm_kernels.triton_backend import BLOCK, NFT_BLOCK, NFT_WARPS
 
-    for velocity in ("bf16", "fp32"):
-        for ref in (False, True):
-            label = f"v {velocity}{' with ref' if ref else ''}"
-            tensors = {
-                "v_ptr": f"*{velocity}",
-                "old_ptr": f"*{velocity}",
-                "clean_ptr": "*fp32",
-                "noise_ptr": "*fp32",
-                "ref_ptr": f"*{velocity}" if ref else "none",
-                "sigma_ptr": "*fp32",
-            }
-            reads = (velocity, velocity, "fp32", "fp32", *[velocity] * ref)
-            yield KernelVariant(
-                kernel="nft_kernel",
-                label=label,
-                types=tensors | {"part_ptr": "*fp32", "n": "i32", "beta": "fp32"},
-                constants={"TILES": 2, "SPLIT": 512, "BLOCK": NFT_BLOCK},
-                reads=reads,
-                writes=(),
-                warps=NFT_WARPS,
-                max_registers=128,
-            )
-            upstream = {"upstream_ptr": "*fp32", "upstream_kl_ptr": "*fp32" if ref else "none"}
-            rest = {"reward_ptr": "*fp32", "stats_ptr": "*fp32", "dv_ptr": f"*{velocity}", "batch": "i32", "n": "i32"}
-            yield KernelVariant(
-                kernel="nft_gradient_kernel",
-                label=label,
-                types=upstream | tensors | rest | {"beta": "fp32"},
-                constants={"BLOCK": BLOCK},
-                reads=reads,
-                writes=(velocity,),
-                warps=WARPS,
-                max_registers=80,
-            )
+    for v in ("bf16", "fp32"):
+        for ref in (None, v):
+            label = f"v {v}{' with ref' if ref else ''}"
+            dtypes = {"v": v, "old": v, "ref": ref, "dv": v, "upstream_kl": "fp32" if ref else None}
+            reads = (v, v, "fp32", "fp32", *[v] * bool(ref))
+            sizes: dict[str, Any] = {"TILES": 2, "SPLIT": 512, "BLOCK": NFT_BLOCK}
+            yield _make_variant("nft_kernel", label, dtypes, reads=reads, warps=NFT_WARPS, max_registers=128, **sizes)
+            yield _make_variant("nft_gradient_kernel", label, dtypes, reads=reads, writes=(v,), BLOCK=BLOCK)
 
 
 def _noise_variants() -> Iterator[KernelVariant]:
-    from wfm_kernels.triton_backend import BLOCK, WARPS
+    from wfm_kernels.triton_backend import BLOCK
 
-    for clean in ("fp32", "bf16"):
+    for x in ("fp32", "bf16"):
         for draws in (False, True):
-            yield KernelVariant(
-                kernel="flow_noise_kernel",
-                label=f"{'seeds' if draws else 'noise'} x {clean}",
-                types={
-                    "clean_ptr": f"*{clean}",
-                    "sigma_ptr": "*fp32",
-                    "seed_ptr": "*i64" if draws else "none",
-                    "noise_ptr": "*fp32",
-                    "noisy_ptr": f"*{clean}",
-                    "n": "i32",
-                },
-                constants={"BLOCK": BLOCK},
-                reads=(clean,) if draws else (clean, "fp32"),
-                writes=("fp32", clean) if draws else (clean,),
-                warps=WARPS,
-                max_registers=80,
+            yield _make_variant(
+                "flow_noise_kernel",
+                f"{'seeds' if draws else 'noise'} x {x}",
+                {"clean": x, "noisy": x, "seed": "i64" if draws else None},
+                reads=(x,) if draws else (x, "fp32"),
+                writes=("fp32", x) if draws else (x,),
                 draws_noise=draws,
+                BLOCK=BLOCK,
             )
 
 
@@ -201,38 +175,27 @@ def _row_variants() -> Iterator[KernelVariant]:
 
     for dtype, n in [("bf16", 1536), ("bf16", 5120), ("bf16", 13824), ("fp32", 1536), ("bf16", MAX_ROW)]:
         block, warps = row_launch_shape(n)
-        yield KernelVariant(
-            kernel="quantise_rows_kernel",
-            label=f"x {dtype} of {n}",
-            types={"x_ptr": f"*{dtype}", "byte_ptr": "*u8", "scale_ptr": "*fp32", "n": "i32"},
-            constants={"MAX": E4M3_MAX, "LEAST": MIN_SCALE, "BLOCK": block},
+        yield _make_variant(
+            "quantise_rows_kernel",
+            f"x {dtype} of {n}",
+            {"x": dtype, "byte": "u8"},
             reads=(dtype,),
             writes=("u8",),
             warps=warps,
             max_registers=128,
+            MAX=E4M3_MAX,
+            LEAST=MIN_SCALE,
+            BLOCK=block,
         )
 
 
 def _finish_variants() -> Iterator[KernelVariant]:
     """Yield variants of the kernels that add partial sums. They read only a few hundred numbers per sample."""
-    sums = {"n": "i32", "coef_stride": "i32"}
-    arguments = {
-        "sde_finish_kernel": {"part_ptr": "*fp32", "coef_ptr": "*fp64", "log_prob_ptr": "*fp32"} | sums,
-        "nft_finish_kernel": dict.fromkeys(("part_ptr", "reward_ptr", "policy_ptr", "kl_ptr", "stats_ptr"), "*fp32")
-        | {"batch": "i32", "n": "i32", "beta": "fp32"},
-    }
-    for kernel, types in arguments.items():
+    floors: dict[str, dict[str, Any]] = {"sde_finish_kernel": {}, "nft_finish_kernel": {"MIN_WEIGHT": 1e-5}}
+    for kernel, constants in floors.items():
         for split in (1, 512):
-            floor = {"MIN_WEIGHT": 1e-5} if kernel == "nft_finish_kernel" else {}
-            yield KernelVariant(
-                kernel=kernel,
-                label=f"of {split}",
-                types=types,
-                constants=floor | {"SPLIT": split},
-                reads=(),
-                writes=(),
-                warps=1,
-                max_registers=128,
+            yield _make_variant(
+                kernel, f"of {split}", {"coef": "fp64"}, warps=1, max_registers=128, **constants, SPLIT=split
             )
 
 

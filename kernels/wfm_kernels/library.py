@@ -61,18 +61,8 @@ def sde_step(
 
 
 @sde_step.register_fake
-def _(
-    velocity: Tensor,
-    latents: Tensor,
-    coefficients: Tensor,
-    seeds: Tensor | None,
-    noise: Tensor | None,
-    uncond: Tensor | None,
-    guidance: float,
-    return_mean: bool,
-    triton: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dtype = working_dtype(latents)
+def _(velocity: Tensor, latents: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, return_mean = working_dtype(latents), arguments[-2]
     mean = _empty_like(latents, dtype) if return_mean else latents.new_empty(0, dtype=dtype)
     return _empty_like(latents), _empty_per_sample(latents), mean
 
@@ -94,15 +84,7 @@ def sde_log_prob(
 
 
 @sde_log_prob.register_fake
-def _(
-    velocity: Tensor,
-    latents: Tensor,
-    next_latents: Tensor,
-    coefficients: Tensor,
-    uncond: Tensor | None,
-    guidance: float,
-    triton: bool,
-) -> Tensor:
+def _(velocity: Tensor, latents: Tensor, *_: Any) -> Tensor:
     return _empty_per_sample(latents)
 
 
@@ -126,18 +108,8 @@ def sde_log_prob_backward(
 
 
 @sde_log_prob_backward.register_fake
-def _(
-    upstream: Tensor,
-    velocity: Tensor,
-    latents: Tensor,
-    next_latents: Tensor,
-    coefficients: Tensor,
-    uncond: Tensor | None,
-    guidance: float,
-    for_velocity: bool,
-    for_uncond: bool,
-    triton: bool,
-) -> tuple[Tensor, Tensor]:
+def _(upstream: Tensor, velocity: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    uncond, _guidance, for_velocity, for_uncond, _triton = arguments[3:]
     other = velocity if uncond is None else uncond
     return (
         _empty_like(velocity) if for_velocity else velocity.new_empty(0),
@@ -152,29 +124,12 @@ def _save_for_log_prob(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> Non
 
 
 def _log_prob_gradients(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-    velocity, latents, next_latents, coefficients, uncond = ctx.saved_tensors
     needs_velocity, needs_uncond = ctx.needs_input_grad[0], ctx.needs_input_grad[4]
     grad_velocity, grad_uncond = sde_log_prob_backward(
-        upstream.contiguous(),
-        velocity,
-        latents,
-        next_latents,
-        coefficients,
-        uncond,
-        ctx.guidance,
-        needs_velocity,
-        needs_uncond,
-        ctx.triton,
+        upstream.contiguous(), *ctx.saved_tensors, ctx.guidance, needs_velocity, needs_uncond, ctx.triton
     )
-    return (
-        grad_velocity if needs_velocity else None,
-        None,
-        None,
-        None,
-        grad_uncond if needs_uncond else None,
-        None,
-        None,
-    )
+    uncond_result = grad_uncond if needs_uncond else None
+    return grad_velocity if needs_velocity else None, None, None, None, uncond_result, None, None
 
 
 sde_log_prob.register_autograd(_log_prob_gradients, setup_context=_save_for_log_prob)
@@ -197,17 +152,7 @@ def nft_loss(
 
 
 @nft_loss.register_fake
-def _(
-    velocity: Tensor,
-    old: Tensor,
-    clean: Tensor,
-    noise: Tensor,
-    sigma: Tensor,
-    reward_weight: Tensor,
-    ref: Tensor | None,
-    beta: float,
-    triton: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(velocity: Tensor, old: Tensor, clean: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_per_sample(clean), _empty_per_sample(clean), _empty_per_sample(clean, len(NFT_STATS))
 
 
@@ -233,20 +178,7 @@ def nft_loss_backward(
 
 
 @nft_loss_backward.register_fake
-def _(
-    upstream: Tensor,
-    upstream_kl: Tensor | None,
-    velocity: Tensor,
-    old: Tensor,
-    clean: Tensor,
-    noise: Tensor,
-    sigma: Tensor,
-    reward_weight: Tensor,
-    ref: Tensor | None,
-    stats: Tensor,
-    beta: float,
-    triton: bool,
-) -> Tensor:
+def _(upstream: Tensor, upstream_kl: Tensor | None, velocity: Tensor, *_: Any) -> Tensor:
     return _empty_like(velocity)
 
 

@@ -32,9 +32,9 @@ MAX_ROW = 32_768  # elements of a row that one program of quantise_rows holds
 
 
 def require_latents(**latents: Tensor | None) -> None:
-    """Raise ValueError unless all tensors are non-empty [B, ...] of one shape and valid dtypes.
+    """Raise ValueError unless all tensors are not empty and have the same shape [B, ...] and supported dtypes.
 
-    Optional tensors may be None; they are not checked.
+    Tensors that are None are not checked.
     """
     present = {name: tensor for name, tensor in latents.items() if tensor is not None}
     for name, tensor in present.items():
@@ -165,9 +165,9 @@ def sde_step(
     """Run one denoising step of any sampler in sde_coefficients, and return the log-probability of the result.
 
     velocity, latents: [B, ...] of one shape, each float32, bfloat16 or float16.
-    coefficients: [B,5] float64. They may be one row that is expanded to B rows.
+    coefficients: [B,5] float64. A single row may be expanded to B rows.
     seeds, noise: pass exactly one of them. seeds: [B] int64 (see noise.py). noise: tensor with the shape of the
-    latents. Neither is used if std is 0.
+    latents. Seeds and noise are ignored if std is 0.
     uncond_velocity: if given, the velocity is u + guidance_scale * (v - u), computed in float32.
 
     log_prob is computed from next_latents after rounding to the latents' dtype, so that sde_log_prob returns the same
@@ -204,9 +204,10 @@ def sde_log_prob(
 ) -> Tensor:
     """Return the log-probability [B] float32 of stored steps, averaged over the elements of a sample.
 
-    Arguments as in sde_step, which returns the same bits for the same velocity dtype. Differentiable once, with respect
-    to velocity and uncond_velocity; gradients have the dtype of their input. In float16, scale the loss: gradients of a
-    mean over a sample are subnormal otherwise. Raises ValueError for invalid arguments.
+    The arguments are those of sde_step. For the same velocity dtype, both functions return the same bits.
+    Differentiable once, with respect to velocity and uncond_velocity. Gradients have the dtype of their input. In
+    float16, scale the loss, because the gradients of a mean over a sample are subnormal otherwise. Raises ValueError
+    for invalid arguments.
     """
     require_latents(velocity=velocity, latents=latents, next_latents=next_latents, uncond_velocity=uncond_velocity)
     require_coefficients(coefficients, latents)

@@ -25,7 +25,7 @@ def apply_guidance(velocity: Tensor, uncond_velocity: Tensor | None, scale: floa
 def sde_mean_and_std(
     kind: str, x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, eta: Tensor, sigma_max: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Return mean and standard deviation of the next latents, in the form of the papers named in sde_coefficients."""
+    """Return mean and standard deviation of the next latents, computed as in the papers that sde_coefficients cites."""
     s, after, level = expand_per_sample(sigma, x), expand_per_sample(sigma_next, x), expand_per_sample(eta, x)
     dt = after - s
     if kind == "flow_sde":

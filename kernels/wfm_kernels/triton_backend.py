@@ -1,8 +1,8 @@
 """Triton backend: chooses launch shapes, aligns tensors and allocates workspaces.
 
-Its interface equals torch_backend.py.
+It has the same interface as torch_backend.py.
 
-Operators do not synchronize with the device and are not tuned at each call. Their memory allocation does not depend on
+Operators do not synchronize with the device and do not autotune. Their memory allocation does not depend on
 tensor values, so they can be captured in a CUDA graph.
 """
 
@@ -38,7 +38,7 @@ def _launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, *
 
 
 def _align_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if it is not contiguous and 16-byte aligned. Vector loads require this."""
+    """Return the tensor if it is contiguous and 16-byte aligned, as vector loads require, else a copy that is."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 

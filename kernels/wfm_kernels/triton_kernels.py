@@ -323,7 +323,7 @@ def quantise_rows_kernel(x_ptr, byte_ptr, scale_ptr, n, MAX: tl.constexpr, LEAST
 
 @triton.jit
 def philox_words_kernel(seed_ptr, word_ptr, num_counters, BLOCK: tl.constexpr):
-    """Write the Philox words [B, num_counters, 4] int32, for tests of the noise contract."""
+    """Write the raw Philox words [B, num_counters, 4] int32. Only for tests of the random numbers."""
     sample = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     a, b, c, d = tl.randint4x(tl.load(seed_ptr + sample), i)

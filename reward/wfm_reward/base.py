@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from wfm_ds.errors import RewardError
 from wfm_ds.types import MediaBatch, MediaItem, Score
@@ -16,7 +17,11 @@ MAX_BATCH = 64
 DEFAULT_MAX_BATCH = 16  # default in recipes and service configurations
 FRAMES_PARAMETER = inspect.Parameter("frames", inspect.Parameter.KEYWORD_ONLY, default="first")
 
-__all__ = ["MAX_BATCH", "MediaBatch", "MediaItem", "Range", "Reward", "RewardError", "Score"]
+HubFiles = Literal["model", "processor", "pipeline", "file"]
+"""Files of a Hub repository that a reward loads: a model and processor of transformers, only its configuration and
+processor, a diffusers pipeline, or the file that the address names."""
+
+__all__ = ["MAX_BATCH", "ItemReward", "MediaBatch", "MediaItem", "Range", "Reward", "RewardError", "Score"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +79,17 @@ class Reward(ABC):
     label_option: ClassVar[str | None] = None
     """Name of the option that gets the value LABEL if a recipe names the reward `NAME/LABEL`."""
 
+    hub_files: ClassVar[Mapping[str, HubFiles]] = {}
+    """{option with a Hub address: the files that the reward loads from it}, for `wfm fetch`. An address is
+    OWNER/REPOSITORY or OWNER/REPOSITORY:FILE."""
+    download_note: ClassVar[str] = ""
+    """One sentence about weights that `wfm fetch` cannot download, for the user."""
+
     device: str = "cpu"
     """The torch device of the model."""
+    deadline_s: float = math.inf
+    """Time (time.monotonic()) at which the current batch must be finished, set by the worker before each batch.
+    Rewards that wait for a service give up then, with a reason."""
     frames: FrameRule = FrameRule()
     """Selects the frames of a video to score, if the reward does not accept videos."""
 
@@ -89,10 +103,7 @@ class Reward(ABC):
 
     @classmethod
     def option_parameters(cls) -> dict[str, inspect.Parameter]:
-        """Return {name: parameter of `__init__`} of all options.
-
-        A parameter of a subclass overrides the parameter of its base class.
-        """
+        """Return {option name: parameter of `__init__`}. The options of base classes are included."""
         known: dict[str, inspect.Parameter] = {}
         for parent in cls.__mro__:
             if "__init__" in vars(parent) and issubclass(parent, Reward):
@@ -125,6 +136,12 @@ class Reward(ABC):
     def load(self) -> None:  # noqa: B027  (rewards without a model need not override it)
         """Import and load models. Called once before `score`. Raises RewardError if a package or file is missing."""
 
+    def check_reachable(self) -> None:  # noqa: B027
+        """Raise RewardError if a service that this reward calls does not reply.
+
+        `wfm serve --check` calls this method without calling `load`.
+        """
+
     @abstractmethod
     def score(self, batch: MediaBatch) -> list[Score]:
         """Return one Score per item, in the order of the items: `item.score(value, **parts)` or `item.fail(reason)`.
@@ -133,3 +150,14 @@ class Reward(ABC):
         separately. Items without a valid score fail with a reason. A score is invalid if it is NaN or outside its
         limits.
         """
+
+
+class ItemReward(Reward):
+    """Base class of rewards that score each item by itself."""
+
+    def score(self, batch: MediaBatch) -> list[Score]:
+        return [self.score_item(item) for item in batch]
+
+    @abstractmethod
+    def score_item(self, item: MediaItem) -> Score:
+        """Return `item.score(value, **parts)` or `item.fail(reason)`."""

@@ -18,9 +18,8 @@ NUM_FRAMES, HEIGHT, WIDTH = 1 + NUM_MOVES * FRAMES_PER_MOVE, 8, 16
 BRIGHTNESS_STEP = 0.4  # brightness change of a completed move
 MOVES = (-1, 0, 1)  # darker, unchanged, brighter; in units of BRIGHTNESS_STEP
 MAX_START = 0.2  # brightness of first frames is in -0.2..0.2, so that no clip exceeds black or white
-MOVE_RAMP = (
-    np.arange(1, FRAMES_PER_MOVE + 1, dtype=np.float32) / FRAMES_PER_MOVE
-)  # completed fraction of a move at each of its frames
+# completed fraction of a move at each of its frames
+MOVE_RAMP = np.arange(1, FRAMES_PER_MOVE + 1, dtype=np.float32) / FRAMES_PER_MOVE
 
 
 def sample_moves(generator: np.random.Generator) -> npt.NDArray[np.int64]:
@@ -74,7 +73,7 @@ def measure_moves(frames: Frames) -> FrameBrightness:
 def measure_pixel_changes(frames: Frames) -> FrameBrightness:
     """Return the pixel changes [2 moves, 4 frames, 8 * 16 * 3 pixels], in units of BRIGHTNESS_STEP.
 
-    A move has four frames. From each of their pixels, the mean of the frame before the move is subtracted. Raises
+    Each move has four frames. A pixel change is the pixel minus the mean of the frame before the move. Raises
     ValueError unless the frames have shape [9,8,16,3].
     """
     if frames.shape != (NUM_FRAMES, HEIGHT, WIDTH, 3):

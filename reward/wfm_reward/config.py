@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import ipaddress
+import os
+import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +25,8 @@ from pydantic import (
 from wfm_ds.errors import RewardError
 from wfm_reward.base import MAX_BATCH
 
+TOKEN_VARIABLE = "WFM_REWARD_TOKEN"
+
 
 class ConfigSection(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
@@ -30,13 +36,13 @@ class PipesConfig(ConfigSection):
     """Addresses of the reward service, and limits on its queue."""
 
     clients: str = "ipc"
-    """Address for clients: `ipc` (a socket in `folder`), `ipc:///PATH`, or a loopback address `tcp://127.0.0.1:PORT`
-    (port 0: any free port). Any other address of this machine, such as `tcp://10.0.0.5:6100`, requires `keys`."""
+    """Address for clients: `ipc` (a socket in `folder`), `ipc:///PATH`, or an address of this machine such as
+    `tcp://10.0.0.5:6100` (port 0: any free port). `tcp://` requires `keys`."""
     keys: Path | None = None
     """Key folder of the service (made with `wfm keys new DIR hub`). Only clients with a public key in its subfolder
     public/ may connect. Relative to the configuration file."""
     workers: str = "ipc"
-    """Address for the workers that the service starts, in the format of `clients`."""
+    """Address for the workers that the service starts: `ipc` or `ipc:///PATH`."""
     folder: Path | None = None
     """Folder for the sockets. Its path must be short. Unset: a new private folder. The folder is removed on exit if it
     is empty."""
@@ -150,10 +156,7 @@ class ServiceConfig(ConfigSection):
 
 
 def load_config(path: Path) -> ServiceConfig:
-    """Load and validate a configuration file.
-
-    Raises RewardError, which names the file and the key, if the file is unreadable or invalid.
-    """
+    """Load a configuration file. Raises RewardError, which names the file and the key, if it is invalid."""
     try:
         content = yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -187,3 +190,40 @@ def _section_keys(location: list[str]) -> list[str]:
         "latent_decoders": DecoderConfig,
     }
     return list(sections.get(location[0], RewardConfig).model_fields)
+
+
+def read_service_token(config: HttpConfig, base: Path, environment: Mapping[str, str]) -> str | None:
+    """Return the token that requests must contain, or None if no token is needed.
+
+    Raises RewardError if other machines can reach the server and no token is set, or if other users can read the token
+    file.
+    """
+    token = environment.get(TOKEN_VARIABLE) or None
+    if config.token_file is not None:
+        token = _read_token_file(base / config.token_file.expanduser())
+    host = config.bind.rpartition(":")[0].strip("[]")
+    if token is None and not _is_loopback(host):
+        raise RewardError(
+            f"http.bind is {config.bind}, which others can reach: set http.token_file, or the variable {TOKEN_VARIABLE}"
+        )
+    return token
+
+
+def _read_token_file(path: Path) -> str:
+    try:
+        with path.open() as file:
+            if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
+                raise RewardError(f"{path}: others can read this token: chmod 600 {path}")
+            token = file.read().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RewardError(f"http.token_file: {path} cannot be read: {error}") from error
+    if not token:
+        raise RewardError(f"http.token_file: {path} is empty")
+    return token
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -27,10 +27,7 @@ VIDEO_FILES = "video-*.npy"
 
 
 def load_decoder(settings: Mapping[str, Any]) -> WorkerSetup:
-    """Load the VAE.
-
-    Raises RewardError if loading fails, or if the VAE has a different number of channels than `settings`.
-    """
+    """Load the VAE. Raises RewardError if it cannot be loaded or has other channels than `settings`."""
     return WorkerSetup(
         LatentDecoder(**{key: settings[key] for key in ("vae", "device", "dtype", "channels", "folder")}).decode_tasks,
         STALL_S,
@@ -52,7 +49,7 @@ class VaeScale:
             content = json.loads(path.read_text())
             # Defaults of diffusers' AutoencoderKLWan.
             return cls(int(content.get("scale_factor_temporal", 4)), int(content.get("scale_factor_spatial", 8)))
-        except (OSError, ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
             raise RewardError(f"latent_decoders.{channels}.vae: {path} cannot be read: {error}") from error
 
     def video_bytes(self, shape: Sequence[int]) -> int:
@@ -89,8 +86,8 @@ class LatentDecoder:
     ) -> list[Mapping[str, Any] | TaskFailed]:
         """Decode the latents [C,T,h,w] (float16 or float32) of each task and write the videos to files.
 
-        Returns {"videos": [[path, failure, {}], ...]} for each task. If a video fails, its path is None, and otherwise
-        its failure is None.
+        Returns {"videos": [[path, failure, {}], ...]} for each task. A failed video has the path None. A decoded
+        video has the failure None.
         """
         replies: list[Mapping[str, Any] | TaskFailed] = []
         for number, task in enumerate(tasks, start=1):

@@ -29,9 +29,9 @@ class FrameRule:
             raise RewardError(f"frames is {self.text!r}; it must be {FRAME_RULE_FORMS}")
 
     def frame_indices(self, num_frames: int) -> list[int]:
-        """Return ascending, distinct frame indices.
+        """Return the indices of the selected frames in ascending order, without duplicates.
 
-        If a video has fewer than N frames, `uniform:N` selects all of them.
+        All frames are selected if a video has fewer than N frames.
         """
         match self.text:
             case "first":
@@ -73,9 +73,9 @@ def score_frames(
 
 
 def mean_score(scores: Sequence[Score], frames: Sequence[int]) -> Score:
-    """Average the frame scores of one video.
+    """Return the mean of the frame scores of one video, or a failure that names the first failed frame.
 
-    frames: indices of the scored frames, for the message if a frame failed.
+    frames: index of each scored frame in the video.
     """
     first, values = scores[0], list[float]()
     for score, frame in zip(scores, frames, strict=True):

@@ -16,6 +16,7 @@ from wfm_ds.errors import RewardError
 
 MAX_RESPONSE_BYTES = 8 * 2**20
 FIRST_WAIT_S = 0.5
+PROBE_TIMEOUT_S = 10.0
 MAX_WAIT_S = 8.0
 BUSY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})  # to retry
 
@@ -62,7 +63,6 @@ class HttpClient:
 
     token: str | None = None  # sent as `Authorization: Bearer`
     _opener: urllib.request.OpenerDirector = field(default_factory=lambda: urllib.request.build_opener(_NoRedirects))
-    _sleep_event: threading.Event = field(default_factory=threading.Event)
 
     def post(self, url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> HttpResponse:
         """Send a POST request.
@@ -85,11 +85,8 @@ class HttpClient:
                 problem = f"{url}: {getattr(error, 'reason', error) or type(error).__name__}"
             if time.monotonic() + wait_s >= deadline_s:
                 raise HttpRequestError(problem)
-            self.pause(wait_s)
+            pause(wait_s)
             wait_s = min(2 * wait_s, MAX_WAIT_S)
-
-    def pause(self, seconds: float) -> None:
-        self._sleep_event.wait(seconds)
 
     def _post_once(self, url: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> HttpResponse:
         bearer = {"Authorization": f"Bearer {self.token}"} if self.token else {}
@@ -108,10 +105,31 @@ def _check_size(body: bytes) -> bytes:
     return body
 
 
-def check_url(url: str, label: str) -> str:
-    """Return `url`. Raises RewardError unless it starts with http:// or https://.
+def pause(seconds: float) -> None:
+    threading.Event().wait(seconds)
 
-    label: name of the URL in the error message.
+
+def check_reply(url: str, label: str) -> None:
+    """Raise RewardError if no server accepts connections at `url`.
+
+    label: text at the start of the error message, such as the name of the reward.
+    """
+    try:
+        urllib.request.build_opener(_NoRedirects).open(
+            urllib.request.Request(url, method="HEAD"), None, PROBE_TIMEOUT_S
+        )
+    except urllib.error.HTTPError as error:
+        error.close()
+    except urllib.error.URLError as error:
+        raise RewardError(f"{label}: cannot connect to {url}: {error.reason}; start its service") from error
+    except (OSError, http.client.HTTPException):
+        pass  # connected, but the server does not know HEAD
+
+
+def check_url(url: str, label: str) -> str:
+    """Return `url` if it starts with http:// or https://. Otherwise raise RewardError.
+
+    label: name of the setting in the error message.
     """
     if not isinstance(url, str) or not url.startswith(("http://", "https://")):
         raise RewardError(f"{label} is {url!r}; it must start with http:// or https://")

@@ -81,7 +81,10 @@ def render_frames(cells: Cells) -> Frames:
 
 
 def measure_cells(frames: Frames) -> Cells:
-    """Average frames [5,32,32,3] to cells [5,8,8]. Raises ValueError if the frames have a different shape."""
+    """Average the pixels of each frame over a grid of 8 x 8 cells: [5,32,32,3] to [5,8,8].
+
+    Raises ValueError if the frames have a different shape.
+    """
     if frames.shape != (NUM_FRAMES, GRID_SIZE * CELL_PIXELS, GRID_SIZE * CELL_PIXELS, 3):
         raise ValueError(
             f"the video has shape {list(frames.shape)}, not "

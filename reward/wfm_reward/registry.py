@@ -73,17 +73,14 @@ def create_reward(name: str, device: str, options: Mapping[str, Any]) -> Reward:
     return instance
 
 
-def check_reward(name: str, device: str, options: Mapping[str, Any], max_batch: int | None) -> None:
-    """Raise RewardError if a reward's name, options or batch size are invalid. Loads no models."""
+def check_reward(name: str, device: str, options: Mapping[str, Any], max_batch: int | None) -> Reward:
+    """Create a reward without loading its model. Raises RewardError if name, options or batch size are invalid."""
     resolve_max_batch(name, max_batch)
-    create_reward(name, device, options)
+    return create_reward(name, device, options)
 
 
 def resolve_max_batch(name: str, max_batch: int | None) -> int:
-    """Return `max_batch`, or the reward's default if `max_batch` is None.
-
-    Raises RewardError if it exceeds the reward's maximum.
-    """
+    """Return `max_batch` or the reward's default. Raises RewardError if it exceeds the reward's maximum."""
     largest = get_reward_class(name).max_batch
     if max_batch is None:
         return min(DEFAULT_MAX_BATCH, largest)

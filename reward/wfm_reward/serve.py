@@ -2,7 +2,8 @@
 
 The main process only supervises: it runs the broker in a thread and `workers` processes for each reward. When all
 workers are ready, it writes pipes.json and prints one line of JSON to stdout. On SIGTERM or SIGINT, it finishes running
-tasks and exits. A second signal makes it exit immediately. The exit status is 0 after a requested stop, 2 for user
+tasks and exits. A second signal makes it exit immediately. With --stop-on-eof, it ignores these signals: only the
+trainer, which needs the scores to finish its step, ends it. The exit status is 0 after a requested stop, 2 for user
 errors, and otherwise 1.
 """
 
@@ -23,16 +24,17 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import RewardError, UserError
-from wfm_ds.program import run_command
+from wfm_ds.program import ignore_job_signals, run_command
 from wfm_ds.transport.broker import Broker, TaskKind
-from wfm_ds.transport.keys import load_broker_keys
+from wfm_ds.transport.keys import BrokerKeys, load_broker_keys
 from wfm_ds.transport.socket_folders import SocketFolder
-from wfm_ds.transport.sockets import Mailbox
+from wfm_ds.transport.sockets import Mailbox, check_endpoint
 from wfm_ds.transport.tasks import FinishedTask
 from wfm_reward import registry
-from wfm_reward.config import ServiceConfig, load_config
+from wfm_reward.base import Reward
+from wfm_reward.config import ServiceConfig, load_config, read_service_token
 from wfm_reward.decoder import STALL_S as DECODE_STALL_S
-from wfm_reward.decoder import VIDEO_FILES
+from wfm_reward.decoder import VIDEO_FILES, VaeScale
 from wfm_reward.stats import ServiceStats
 from wfm_reward.worker_pool import WorkerPool, WorkerProgram, decoder_program, reward_program, worker_stall_s
 
@@ -58,13 +60,31 @@ def parser() -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s serve %(levelname)s %(message)s")
-    config = load_config(args.config)
-    for name, reward in config.rewards.items():
-        registry.check_reward(name, reward.device, reward.options, reward.max_batch)
+    config, base = load_config(args.config), args.config.absolute().parent
+    rewards = check_service(config, base)
     if args.check:
+        for reward in rewards:
+            reward.check_reachable()
         _print_status({"config": str(args.config), "rewards": sorted(config.rewards)})
         return 0
-    return RewardServer(config, args.config.absolute().parent, args.stop_on_eof).run()
+    return RewardServer(config, base, args.stop_on_eof).run()
+
+
+def check_service(config: ServiceConfig, base: Path) -> list[Reward]:
+    """Check rewards, addresses, keys, token and decoders without starting anything. Returns the rewards, not loaded.
+
+    Raises UserError.
+    """
+    rewards = [registry.check_reward(name, r.device, r.options, r.max_batch) for name, r in config.rewards.items()]
+    pipes, keys = config.pipes, _load_keys(config, base)
+    for address, name in ((pipes.clients, "clients"), (pipes.workers, "workers")):
+        endpoint = _endpoint(address, pipes.folder or Path("/tmp"), name)
+        check_endpoint(endpoint, keys=name == "clients" and keys is not None)
+    if config.http is not None:
+        read_service_token(config.http, base, os.environ)
+    for channels, decoder in config.latent_decoders.items():
+        VaeScale.from_vae_config(channels, decoder.vae)
+    return rewards
 
 
 class RewardServer:
@@ -88,10 +108,14 @@ class RewardServer:
             self._socket_folder = SocketFolder()  # removed when this process exits
             folder = self._socket_folder.path
         self._folder = folder
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self.pipes_file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RewardError(f"pipes: cannot create the folder {error.filename}: {error.strerror}") from error
         self._stats = ServiceStats()
         try:
-            self._keys = None if config.pipes.keys is None else load_broker_keys(base / config.pipes.keys.expanduser())
+            self._keys = _load_keys(config, base)
             self._broker = self._create_broker()
             self._remove_videos()  # left by a killed service; only one service uses the folder at a time
             self._workers = WorkerPool(self._broker, worker_programs(config, self._folder), self._selector)
@@ -104,7 +128,8 @@ class RewardServer:
         """Serve until a stop is requested, and return the exit status. Raises RewardError if a reward cannot start."""
         self._selector.register(self._signals, selectors.EVENT_READ, self._on_signals)
         self._selector.register(self._stalled_workers, selectors.EVENT_READ, self._on_stalled)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
+        ignore_job_signals()
+        for number in (signal.SIGCHLD,) if self.stop_on_eof else (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, self._put_signal)
         if self.stop_on_eof:
             self._selector.register(0, selectors.EVENT_READ, self._on_stdin)
@@ -147,8 +172,8 @@ class RewardServer:
         }
         kinds |= {f"decode:{channels}": TaskKind(DECODE_STALL_S, {}) for channels in self.config.latent_decoders}
         return Broker(
-            clients=f"ipc://{self._folder.absolute()}/clients" if pipes.clients == "ipc" else pipes.clients,
-            workers=f"ipc://{self._folder.absolute()}/workers" if pipes.workers == "ipc" else pipes.workers,
+            clients=_endpoint(pipes.clients, self._folder, "clients"),
+            workers=_endpoint(pipes.workers, self._folder, "workers"),
             kinds=kinds,
             max_waiting=pipes.max_waiting,
             max_bytes=pipes.spool_mib * 2**20,
@@ -227,15 +252,23 @@ class RewardServer:
 
 
 def worker_programs(config: ServiceConfig, folder: Path) -> dict[str, WorkerProgram]:
-    """Return {name of a reward or decoder: command that starts its workers}.
+    """Return the worker command of each reward and each decoder, by name.
 
-    folder: for the videos of latent decoders.
+    folder: folder to which decoders write their videos.
     """
     scorers = {name: reward_program(name, reward) for name, reward in config.rewards.items()}
     return scorers | {
         f"decode:{n}": decoder_program(n, decoder_config, folder)
         for n, decoder_config in config.latent_decoders.items()
     }
+
+
+def _load_keys(config: ServiceConfig, base: Path) -> BrokerKeys | None:
+    return None if config.pipes.keys is None else load_broker_keys(base / config.pipes.keys.expanduser())
+
+
+def _endpoint(address: str, folder: Path, name: str) -> str:
+    return f"ipc://{folder.absolute()}/{name}" if address == "ipc" else address
 
 
 def _print_status(status: dict[str, object]) -> None:

@@ -6,18 +6,20 @@ The broker's thread writes the statistics (`record_task`), and the HTTP server's
 from __future__ import annotations
 
 import bisect
+import copy
 import re
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from wfm_ds.transport.tasks import FinishedTask
+from wfm_ds.transport.tasks import BrokerStatus, FinishedTask
+from wfm_reward.worker_pool import WorkerState
 
 BUCKETS_S = (0.005, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 MAX_REASONS = 30  # failure classes per reward; more are counted as "other"
@@ -91,10 +93,7 @@ class ServiceStats:
             return {name: _copy_stats(stats) for name, stats in self._rewards.items()}
 
     def record_task(self, ended: FinishedTask) -> None:
-        """Add a finished scoring task to the statistics. Tasks of other kinds are ignored.
-
-        Called in the broker's thread.
-        """
+        """Add a finished scoring task. Called in the broker's thread."""
         kind, _, name = ended.kind.partition(":")
         if kind != "score":
             return
@@ -123,11 +122,15 @@ class ServiceStats:
                     stats.samples.append(sample)
 
 
-def _task_scores(ended: FinishedTask) -> list[Any]:
-    """Return (value, failure, parts) for each row of a finished task.
+def _copy_stats(stats: RewardStats) -> RewardStats:
+    """Copy everything that changes. The items of the lists, such as thumbnails, do not change and are shared."""
+    histograms = {name: copy.deepcopy(getattr(stats, name)) for name in ("score_s", "wait_s")}
+    names = ("failed", "scores", "batch_sizes", "failures", "samples", "recent_ends")
+    return replace(stats, **histograms, **{name: getattr(stats, name).copy() for name in names})
 
-    A malformed reply of a worker becomes a failure.
-    """
+
+def _task_scores(ended: FinishedTask) -> list[Any]:
+    """Return (value, failure, parts) for each row of a finished task."""
     rows, scores = ended.rows, ended.completion.meta.get("scores")
     if not ended.completion.ok:
         return [(None, ended.completion.reason, {})] * len(rows)
@@ -137,10 +140,7 @@ def _task_scores(ended: FinishedTask) -> list[Any]:
 
 
 def _failure_class(reason: str, known: Mapping[str, int]) -> str:
-    """Return the failure class of a reason. Reasons that differ only in numbers and quoted names have the same class.
-
-    known: the failure classes so far. If there are already MAX_REASONS classes, a new class becomes "other".
-    """
+    """Return the class of a failure. Reasons that differ only in numbers and quoted names have the same class."""
     name = re.sub(r"'[^']*'|\d+(\.\d+)?", "N", reason.partition(":")[0])[:60]
     return name if name in known or len(known) < MAX_REASONS else "other"
 
@@ -160,15 +160,37 @@ def _extract_sample(ended: FinishedTask, score: Any, wall_s: float) -> ScoredSam
     return ScoredSample(wall_s, str(row.get("id", "")), str(row.get("prompt", "")), image, value, failure, dict(parts))
 
 
-def _copy_stats(stats: RewardStats) -> RewardStats:
-    return RewardStats(
-        scored=stats.scored,
-        failed=Counter(stats.failed),
-        score_s=TimeHistogram(stats.score_s.total, list(stats.score_s.counts)),
-        wait_s=TimeHistogram(stats.wait_s.total, list(stats.wait_s.counts)),
-        scores=stats.scores.copy(),
-        batch_sizes=stats.batch_sizes.copy(),
-        failures=stats.failures.copy(),
-        samples=stats.samples.copy(),
-        recent_ends=stats.recent_ends.copy(),
-    )
+@dataclass(frozen=True, slots=True)
+class ServiceSnapshot:
+    """State of the whole service at one point in time."""
+
+    version: str
+    uptime_s: float
+    broker: BrokerStatus
+    rewards: Sequence[str]  # in the order of the configuration
+    stats: Mapping[str, RewardStats]  # only rewards that have scored anything
+    workers: Sequence[WorkerState]
+    down_reasons: Mapping[str, str]  # by reward
+    requests: Counter[tuple[str, int]]  # by endpoint and status
+    pending_bytes: int  # unscored images and videos received over HTTP
+    now_s: float  # time.monotonic
+    wall_s: float
+
+    def num_waiting(self, reward: str) -> int:
+        return self.broker.kinds.get(f"score:{reward}", (0, 0))[0]
+
+    def num_leased(self, reward: str) -> int:
+        return self.broker.kinds.get(f"score:{reward}", (0, 0))[1]
+
+    def reward_stats(self, reward: str) -> RewardStats:
+        return self.stats.get(reward) or RewardStats()
+
+    def reward_state(self, reward: str) -> str:
+        """Return the state of a reward: loading, ready, degraded (some workers are missing) or down."""
+        ready = [worker.ready for worker in self.workers if worker.reward == reward]
+        if reward in self.down_reasons:
+            return "down"
+        if all(ready):
+            return "ready"
+        restarted = any(worker.restarts for worker in self.workers if worker.reward == reward)
+        return "degraded" if any(ready) or restarted else "loading"

@@ -14,12 +14,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from wfm_ds.chunks import split_into_chunks
+from wfm_ds.errors import describe_error
 from wfm_ds.transport.arrays import unpack_arrays
 from wfm_ds.transport.wire import Array
 from wfm_ds.transport.worker import LeasedTask, ReportProgress, TaskFailed
 from wfm_ds.types import MediaBatch, Score
 from wfm_reward import registry
-from wfm_reward.base import Reward
+from wfm_reward.base import Reward, RewardError
 from wfm_reward.frames import score_frames
 from wfm_reward.worker_process import WorkerSetup, run_worker
 
@@ -38,7 +39,8 @@ def load_scorer(settings: Mapping[str, Any]) -> WorkerSetup:
     """Create and load the reward named in `settings`. Raises RewardError if it is unknown or cannot be loaded."""
     reward = registry.create_reward(settings["reward"], settings["device"], settings["options"])
     reward.load()
-    scoring = RewardScorer(reward, settings["reward"], settings["max_batch"])
+    time_limit_s = settings["stall_s"] - min(60.0, 0.1 * settings["stall_s"])
+    scoring = RewardScorer(reward, settings["reward"], settings["max_batch"], time_limit_s)
     if not settings["max_wait_ms"]:
         # One batch per task, so that scores do not depend on other requests.
         return WorkerSetup(scoring.score_tasks, settings["stall_s"])
@@ -55,6 +57,7 @@ class RewardScorer:
     reward: Reward
     name: str  # name in the recipe
     max_batch: int
+    time_limit_s: float = math.inf  # per batch
 
     def score_tasks(
         self, tasks: Sequence[LeasedTask], progress: ReportProgress
@@ -85,11 +88,7 @@ class RewardScorer:
         return [r if isinstance(r, TaskFailed) else reply for r, reply in zip(task_rows, replies, strict=True)]
 
     def score_items(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> Iterator[list[Score]]:
-        """Score a batch of rows. Yields one list with the scores of the whole batch.
-
-        If the reward raises an exception for the batch, scores the items one by one and yields a list with one score
-        for each.
-        """
+        """Yield the scores of a batch. If the reward raises an exception, each item is scored separately."""
         try:
             scores = self.score_batch(rows, tensors)
         except Exception as error:  # third-party code may raise anything; it becomes failures with a reason
@@ -97,7 +96,7 @@ class RewardScorer:
                 log.info("%s failed on a batch of %d items (%s); scoring them one by one", self.name, len(rows), error)
             else:
                 log.warning("%s failed on %s", self.name, rows[0].get("id"), exc_info=True)
-                yield [self._failure_score(str(rows[0].get("id", "")), f"{type(error).__name__}: {error}")]
+                yield [self._failure_score(str(rows[0].get("id", "")), describe_error(error))]
                 return
         else:
             yield scores
@@ -108,9 +107,10 @@ class RewardScorer:
     def score_batch(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> list[Score]:
         """Score rows with the same shape and fps as one batch.
 
-        Raises any exception that the reward raises. Raises ValueError for missing metadata or inputs and for a wrong
+        Raises any exception that the reward raises. Raises RewardError for missing metadata or inputs and for a wrong
         number of scores.
         """
+        self.reward.deadline_s = time.monotonic() + self.time_limit_s
         batch = MediaBatch(
             media=np.stack(tensors),
             sample_ids=[row["id"] for row in rows],
@@ -127,7 +127,7 @@ class RewardScorer:
         missing = {key for item in batch for key in needs if key not in item.metadata}
         missing |= {key for item in batch for key in inputs if key not in item.inputs}
         if missing:
-            raise ValueError(f"missing metadata or inputs: {', '.join(sorted(missing))}")
+            raise RewardError(f"missing metadata or inputs: {', '.join(sorted(missing))}")
         if video and "video" not in self.reward.media_types:
             return score_frames(self.score_media, batch, self.reward.frames, self.max_batch)
         return self.score_media(batch)
@@ -138,15 +138,12 @@ class RewardScorer:
         scores = self.reward.score(batch)
         if not isinstance(scores, list) or len(scores) != len(batch):
             size = len(scores) if isinstance(scores, list) else f"a {type(scores).__name__}, not a list of"
-            raise ValueError(f"score() returned {size} scores for {len(batch)} items")
+            raise RewardError(f"score() returned {size} scores for {len(batch)} items")
         seconds = (time.monotonic() - start_s) / len(batch)
         return [self._check_score(item.sample_id, score, seconds) for item, score in zip(batch, scores, strict=True)]
 
     def _check_score(self, sample_id: str, score: Any, seconds: float) -> Score:
-        """Return the score if it is valid, and otherwise a failure.
-
-        A valid score is a Score with the item's sample id and with values within the limits.
-        """
+        """Return the score if it is a Score of this item with values within the limits, and otherwise a failure."""
         if not isinstance(score, Score):
             return self._failure_score(
                 sample_id, f"score() returned a {type(score).__name__} instead of a Score", seconds
@@ -172,7 +169,7 @@ class RewardScorer:
 
 
 def _read_rows(task: LeasedTask) -> list[tuple[Mapping[str, Any], Array]] | TaskFailed:
-    """Return (row, tensor) for each item of a task. Returns TaskFailed if the client sent something invalid."""
+    """Return (row, tensor) for each item of a task, or TaskFailed if the client sent something invalid."""
     try:
         tensors = task.read_tensors()
     except TaskFailed as error:

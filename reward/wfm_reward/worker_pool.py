@@ -1,4 +1,7 @@
-"""Start, watch, restart and stop the worker processes of a reward service. Workers are rewards and latent decoders."""
+"""Start, watch, restart and stop the worker processes of a reward service.
+
+Each worker process computes a reward or decodes latents.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from typing import IO, Any
 import wfm_ds
 import wfm_reward
 from wfm_ds.errors import RewardError
+from wfm_ds.program import block_job_signals
 from wfm_ds.transport.broker import Broker
 from wfm_ds.transport.tasks import BrokerStatus, FinishedTask
 from wfm_reward import registry
@@ -116,9 +120,8 @@ class WorkerPool:
     down_reasons: dict[str, str] = field(default_factory=dict)  # {disabled reward: reason}
     has_been_ready: bool = False
     _slots: list[_WorkerSlot] = field(default_factory=list)
-    _recent_deaths: dict[str, deque[float]] = field(
-        default_factory=dict
-    )  # {reward: times of deaths since its last finished task}
+    # {reward: times of deaths since its last finished task}
+    _recent_deaths: dict[str, deque[float]] = field(default_factory=dict)
     _productive_rewards: set[str] = field(default_factory=set)  # rewards that finished a task since their last death
 
     def __post_init__(self) -> None:
@@ -145,9 +148,9 @@ class WorkerPool:
         return sorted({slot.reward for slot in self._slots if not slot.ready})
 
     def supervise(self, now_s: float) -> None:
-        """Start processes that are due, kill stuck processes and reap dead ones.
+        """Start processes that are due, kill stuck processes, and reap dead processes.
 
-        Raises RewardError if a reward fails before the service has been ready for the first time.
+        Raises RewardError if a process fails before the service was ready for the first time.
         """
         for slot in self._slots:
             if slot.process is not None and now_s >= slot.kill_at_s and self._is_stuck(slot, now_s):
@@ -178,10 +181,7 @@ class WorkerPool:
                 slot.kill_at_s = min(slot.kill_at_s, now_s + STALL_GRACE_S)
 
     def record_task(self, ended: FinishedTask) -> None:
-        """Record that a worker finished a task. This resets the worker's count of deaths.
-
-        Called in the broker's thread.
-        """
+        """Reset the count of deaths of the worker that finished this task. Called in the broker's thread."""
         if ended.completion.ok:
             for slot in self._slots:
                 if slot.worker_id == ended.completion.worker:
@@ -191,7 +191,7 @@ class WorkerPool:
     def read_status(self, slot: _WorkerSlot) -> None:
         """Read the status line of a process.
 
-        Raises RewardError if the process reports an error before the service has been ready for the first time.
+        Raises RewardError if the process reports an error before the service was ready for the first time.
         """
         assert slot.process is not None
         assert slot.process.stdout is not None
@@ -207,10 +207,7 @@ class WorkerPool:
             log.info("%s is ready (pid %d)", slot.name, slot.process.pid)
 
     def stop(self) -> None:
-        """Stop all processes and their children.
-
-        Closes their stdin, and kills those that still run after STOP_S seconds.
-        """
+        """Stop all processes and their children: close their stdin, and kill them after STOP_S seconds."""
         running = [s.process for s in self._slots if s.process is not None]
         for process in running:
             _close_pipe(process.stdin)
@@ -242,13 +239,14 @@ class WorkerPool:
             **program.settings,
         }
         try:
-            slot.process = subprocess.Popen(
-                [str(program.python or sys.executable), "-m", program.module],
-                env=None if program.python is None else _worker_environment(),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,  # to kill its children with it
-            )
+            with block_job_signals():
+                slot.process = subprocess.Popen(
+                    [str(program.python or sys.executable), "-m", program.module],
+                    env=None if program.python is None else _worker_environment(),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    start_new_session=True,  # to kill its children with it
+                )
         except OSError as error:  # no interpreter; too few descriptors, processes or memory
             if not self.has_been_ready:
                 raise RewardError(f"{program.title} cannot start: {error}") from error
@@ -263,9 +261,9 @@ class WorkerPool:
         self.selector.register(slot.process.stdout, selectors.EVENT_READ, lambda: self.read_status(slot))
 
     def _is_stuck(self, slot: _WorkerSlot, now_s: float) -> bool:
-        """Return True if a process is still stalled after STALL_GRACE_S, according to the broker.
+        """Return whether a process has been stalled for longer than STALL_GRACE_S.
 
-        Does not block. The first call requests the broker's status, and a later call reads it.
+        The first call only requests the broker's status and returns False.
         """
         request, slot.status_request = slot.status_request, None
         if request is None or not request.done():
@@ -326,10 +324,7 @@ class WorkerPool:
 
 
 def _worker_environment() -> dict[str, str]:
-    """Return the environment variables with which another interpreter can import wfm_ds and wfm_reward.
-
-    The two packages need not be installed there.
-    """
+    """Return the environment in which another interpreter can import wfm_ds and wfm_reward from here."""
     roots = [str(Path(package.__path__[0]).parent) for package in (wfm_ds, wfm_reward)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from wfm_ds.errors import UserError
+from wfm_ds.errors import describe_error
+from wfm_ds.program import ignore_job_signals
 from wfm_ds.transport.worker import BatchHandler, LeaseWorker
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ def run_worker(load_handler: Callable[[Mapping[str, Any]], WorkerSetup]) -> int:
     """
     status_fd = os.dup(1)  # child processes of a model do not inherit it
     os.dup2(2, 1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which closes stdin
+    ignore_job_signals()  # they are for the service, which closes stdin
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         settings = json.loads(stdin.readline())
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {settings['name']} %(levelname)s %(message)s")
@@ -47,8 +47,7 @@ def run_worker(load_handler: Callable[[Mapping[str, Any]], WorkerSetup]) -> int:
         setup = load_handler(settings)
     except Exception as error:  # third-party code may raise anything
         log.exception("%s cannot start", settings["name"])
-        reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-        _write_status(status_fd, {"error": reason})
+        _write_status(status_fd, {"error": describe_error(error)})
         return 2
     _write_status(status_fd, {"ready": True})
     worker = LeaseWorker(

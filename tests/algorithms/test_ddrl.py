@@ -1,12 +1,13 @@
+import dataclasses
 import math
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 
 from each_case import check_each
+from rl_cases import make_rollout, on_one_rank
 from wfm_ds.algorithms import rl_policy_copies
 from wfm_ds.algorithms.advantages import Rewards
 from wfm_ds.algorithms.ddrl import Ddrl
@@ -16,7 +17,7 @@ from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.sampling.latents import draw_cpu_normal
 from wfm_ds.training.micro_batches import merge_part_stats
-from wfm_ds.types import Prompt, Rollout
+from wfm_ds.types import Prompt
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "sd3_ddrl.yaml"
 IMAGE, VIDEO = (2, 5, 4), (2, 3, 5, 4)
@@ -29,7 +30,7 @@ def ddrl(*overrides):
 
 
 class Denoiser:
-    """A velocity with two weights; it draws the rollouts and can be trained on them."""
+    """A velocity model with two weights, used for rollouts and for training."""
 
     def __init__(self):
         self.weights = torch.tensor([0.3, -0.2], requires_grad=True)
@@ -42,34 +43,26 @@ class Denoiser:
         return torch.autograd.grad(loss, self.weights)[0]
 
 
-@dataclass
-class Samples:
-    local_rollouts: list
-    first_index: int = 0
-
-
 def rolled_out(algorithm, denoiser, shape=IMAGE, num_conditional_frames=0, step=1, stored=None):
     count = len(ADVANTAGES)
     seeds, noise_seeds = [100 + i for i in range(count)], [200 + i for i in range(count)]
     plan = algorithm.plan(step) if stored is None else algorithm._make_plan(stored)
     done = plan.denoise(denoiser, draw_cpu_normal(noise_seeds, shape), seeds)
     draw = torch.Generator().manual_seed(7)
-    return Samples(
-        [
-            Rollout(
-                sample_id=f"s{i}",
-                group_id=f"g{i // 2}",
-                prompt=Prompt(id=f"p{i}", text=f"prompt {i}"),
-                seed=seeds[i],
-                noise_seed=noise_seeds[i],
-                clean_latents=done.clean_latents[i],
-                states={k: states[i] for k, states in done.states.items()},
-                data_latents=torch.randn(shape, generator=draw),
-                num_conditioning_frames=num_conditional_frames,
-            )
-            for i in range(count)
-        ]
-    )
+    rollouts = [
+        make_rollout(
+            i,
+            done.clean_latents[i],
+            noise_seed=noise_seeds[i],
+            group_id=f"g{i // 2}",
+            prompt=Prompt(id=f"p{i}", text=f"prompt {i}"),
+            states={k: states[i] for k, states in done.states.items()},
+            data_latents=torch.randn(shape, generator=draw),
+            num_conditioning_frames=num_conditional_frames,
+        )
+        for i in range(count)
+    ]
+    return on_one_rank(rollouts)
 
 
 def batch_of(algorithm, samples, advantages=ADVANTAGES, step=1):
@@ -77,8 +70,14 @@ def batch_of(algorithm, samples, advantages=ADVANTAGES, step=1):
     return algorithm.assemble(terms, samples.local_rollouts, torch.device("cpu"))
 
 
+def test_a_batch_has_only_the_data_that_its_loss_reads():
+    algorithm = ddrl()
+    batch = batch_of(algorithm, rolled_out(algorithm, Denoiser()))
+    assert {field.name for field in dataclasses.fields(batch.data)} == {"term_indices", "clean_latents", "noise"}
+
+
 def total(algorithm, denoiser, batch, references=None):
-    """What the loop differentiates: the mean over terms that count."""
+    """Return the loss of the training loop: the mean over the terms with weight 1."""
     loss_B, _ = algorithm.loss(denoiser(batch.latents, batch.sigma), batch, references or {})
     return (loss_B * batch.weight).sum() / batch.weight.sum()
 
@@ -243,7 +242,8 @@ def test_the_reference_is_asked_about_rollouts_only_and_holds_the_policy(rollout
     if moved:
         log_rho = (batch.transitions.noise * d - d.square() / 2).flatten(1).mean(1) * batch.transitions.std
         torch.testing.assert_close(stats["policy/ratio_mean"], log_rho.exp(), rtol=1e-5, atol=1e-6)
-    _, equal = algorithm.loss(velocity, batch, {})  # the loop leaves out a reference whose weights are the trained ones
+    # the loop omits references with the same weights as the trained policy
+    _, equal = algorithm.loss(velocity, batch, {})
     assert not equal["loss/kl"].any()
 
 
@@ -289,7 +289,8 @@ def test_an_extra_step_is_drawn_from_all_others_that_have_noise():
     algorithm = ddrl("algorithm.train_on=[1,-1]", "sampling.steps=6")
     drawn = Counter(next(k for k in algorithm.training_steps(step) if k != 1) for step in range(1, 1601))
     assert sorted(drawn) == [0, 2, 3, 4]
-    assert sum((count - 400) ** 2 / 400 for count in drawn.values()) < 16.3  # chi-square, 99.9 %, 3 degrees of freedom
+    # chi-square test, 99.9 %, 3 degrees of freedom
+    assert sum((count - 400) ** 2 / 400 for count in drawn.values()) < 16.3
     assert algorithm.plan(3).stored_steps == tuple(algorithm.training_steps(3))
 
 

@@ -4,15 +4,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rl_cases import make_rollout, on_one_rank, rl_recipe
 from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.algorithms.dgpo import Dgpo
 from wfm_ds.memory.forward_counts import count_rl_step
 from wfm_ds.recipe.run_sizes import derive_run_sizes
-from wfm_ds.recipe.schema import Recipe
-from wfm_ds.types import Prompt, Rollout
 
 FP64 = torch.float64
-ADVANTAGES = [0.5, -1.5, None, 1.0, 0.0, -1.0]  # of two groups of three
+ADVANTAGES = [0.5, -1.5, None, 1.0, 0.0, -1.0]  # two groups of three
 
 
 def dgpo(**keys):
@@ -26,37 +25,24 @@ def dgpo(**keys):
     return built
 
 
+def draw_velocity(batch, seed=1):
+    """Return the velocities of the trained policy, the reference and the old policy."""
+    draw = torch.Generator().manual_seed(seed)
+    v, *noise = (torch.randn(batch.clean_latents.shape, generator=draw) for _ in range(3))
+    return v.requires_grad_(), *(v.detach() + 0.1 * other for other in noise)
+
+
 def recipe_of(**keys):
-    return Recipe.model_validate(
-        {
-            "run": {"output_dir": "out", "steps": 3},
-            "model": {"path": "tiny:sd3"},
-            "data": {"kind": "prompts", "path": "p"},
-            "sampling": {"height": 32, "width": 32, "steps": 5},
-            "algorithm": {"name": "dgpo", **keys},
-            "rollout": {"prompts_per_step": 2, "group_size": 3},
-            "reward": {"functions": [{"name": "color"}]},
-        }
-    )
+    return rl_recipe({"name": "dgpo", **keys}, rollout={"group_size": 3})
 
 
 def samples():
     draw = torch.Generator().manual_seed(0)
-    return [
-        Rollout(
-            sample_id=str(i),
-            group_id=f"g{i // 3}",
-            prompt=Prompt(id="p", text="p"),
-            seed=100 + i,
-            noise_seed=i,
-            clean_latents=torch.randn(2, 3, 5, generator=draw),
-        )
-        for i in range(6)
-    ]
+    return [make_rollout(i, torch.randn(2, 3, 5, generator=draw), group_id=f"g{i // 3}") for i in range(6)]
 
 
 def terms_of(algorithm):
-    (terms,) = algorithm.updates(SimpleNamespace(local_rollouts=samples(), first_index=0), ADVANTAGES, 1)
+    (terms,) = algorithm.updates(on_one_rank(samples()), ADVANTAGES, 1)
     return terms
 
 
@@ -72,13 +58,14 @@ def test_a_group_has_the_same_levels_and_noise_and_another_group_has_others(leve
     assert torch.equal(batch.noise[0], batch.noise[1])
 
 
-def test_loss_and_gradient_equal_float64_of_whole_groups():
-    algorithm = dgpo(beta=30.0, levels="stratified", num_levels=2)
+@pytest.mark.parametrize("keys", [{}, {"kl_beta": 0.5}, {"clip_ratio": 0.03, "kl_beta": 0.5}])
+def test_loss_and_gradient_equal_float64_of_whole_groups(keys):
+    keys = {"clip_ratio": None, "kl_beta": 0.0} | keys
+    algorithm = dgpo(beta=30.0, levels="stratified", num_levels=2, **keys)
     terms = terms_of(algorithm)
     batch = algorithm.assemble(terms, samples(), torch.device("cpu"))
-    draw = torch.Generator().manual_seed(1)
-    velocity = torch.randn(batch.clean_latents.shape, generator=draw, requires_grad=True)
-    refs = {"ref": velocity.detach() + 0.1 * torch.randn(batch.clean_latents.shape, generator=draw)}
+    velocity, ref, old = draw_velocity(batch)
+    refs = {"ref": ref, "old": old}
     with torch.no_grad():
         groups, parts = algorithm.group_statistics(terms, velocity, batch, refs)
     sums = [sum(parts[j] * terms[j].weight for j in range(len(terms)) if groups[j] == group) for group in groups]
@@ -89,7 +76,8 @@ def test_loss_and_gradient_equal_float64_of_whole_groups():
     def errors(v):
         return (v.double() - (batch.noise.double() - batch.clean_latents.double())).square().flatten(1).mean(1)
 
-    l_B, l_ref_B = errors(velocity.detach()), errors(refs["ref"])
+    l_B, l_ref_B, l_old_B = errors(velocity.detach()), errors(ref), errors(old)
+    num_clipped = 0
     for j, term in enumerate(terms):
         advantage = ADVANTAGES[term.row]
         siblings = [i for i, other in enumerate(terms) if (other.row // 3, other.sigma) == (term.row // 3, term.sigma)]
@@ -98,17 +86,42 @@ def test_loss_and_gradient_equal_float64_of_whole_groups():
         weight = torch.sigmoid(inner)
         assert stats["dgpo/group_weight"][j].item() == pytest.approx(weight.item(), rel=1e-4)
         want = weight * (advantage or 0.0)
-        assert loss_B[j].item() == pytest.approx((want * l_B[j]).item(), rel=1e-4, abs=1e-9)
+        away = velocity[j].detach().double() - ref[j].double()
+        kl = keys["kl_beta"] * away.square().mean()
+        assert loss_B[j].item() == pytest.approx((want * l_B[j] + kl).item(), rel=1e-4, abs=1e-9)
+        ratio, clip = torch.exp(l_old_B[j] - l_B[j]), keys["clip_ratio"] or torch.inf
+        clipped = ratio > 1 + clip if want > 0 else ratio < 1 - clip
+        num_clipped += int(clipped and want != 0)
         u = (batch.noise[j] - batch.clean_latents[j]).double()
-        of_v = want * 2 * (velocity[j].detach().double() - u) / u.numel()
-        torch.testing.assert_close(gradient[j].double(), of_v, rtol=1e-4, atol=1e-7)
+        of_v = (~clipped * want * (velocity[j].detach().double() - u) + keys["kl_beta"] * away) * 2 / u.numel()
+        torch.testing.assert_close(gradient[j].double(), batch.weight[j] * of_v, rtol=1e-4, atol=1e-7)
+    assert (num_clipped > 0) == (keys["clip_ratio"] is not None)
+
+
+def test_groups_share_their_levels_which_are_among_the_first_ones():
+    algorithm = dgpo(first_levels=3, num_levels=2)
+    terms = terms_of(algorithm)
+    levels = [{t.sigma for t in terms if t.row == row} for row in range(6)]
+    assert all(each == levels[0] for each in levels)
+    drawn = {level for step in range(20) for _, level in algorithm.noise_levels(step, "g")}
+    assert drawn == set(algorithm.sigmas[:3])
+    for keys in ({"first_levels": 6}, {"first_levels": 2, "num_levels": 3}):
+        with pytest.raises(ValueError, match="first_levels"):
+            recipe_of(**keys)
+
+
+def test_the_old_policy_is_a_copy_at_first_and_then_follows():
+    decays = [dgpo().policy_decays(step, step)["old"] for step in (1, 2, 1000)]
+    assert decays == pytest.approx([0, 0.001, 0.3])
+    assert dgpo(clip_ratio=None).policy_decays(5, 5) == {}
+    assert recipe_of(clip_ratio=None).algorithm.list_policies(None) == {"ref"}
 
 
 def test_at_the_reference_every_group_weighs_one_half_and_only_advantages_teach():
-    algorithm = dgpo()
+    algorithm = dgpo(kl_beta=0)
     terms = terms_of(algorithm)
     batch = algorithm.assemble(terms, samples(), torch.device("cpu"))
-    velocity = torch.randn_like(batch.clean_latents)
+    velocity = draw_velocity(batch)[0].detach()
     assert not algorithm.group_statistics(terms, velocity, batch, {"ref": velocity})[1].any()
     assert [term.row for term in terms if algorithm.has_gradient(term, frozenset())] == [
         term.row for term in terms if ADVANTAGES[term.row]
@@ -118,8 +131,8 @@ def test_at_the_reference_every_group_weighs_one_half_and_only_advantages_teach(
 def test_group_statistics_take_one_more_forward_of_each_term():
     recipe = recipe_of()
     forwards = count_rl_step(
-        recipe, derive_run_sizes(recipe, 1), build_rl_algorithm(recipe, torch.linspace(1, 0, 6, dtype=FP64)), 2
+        recipe, derive_run_sizes(recipe, 1), build_rl_algorithm(recipe, torch.linspace(1, 0, 6, dtype=FP64)), 3
     )
     assert forwards["group_statistics"] == forwards["policy"]
     assert forwards["ref"].samples == forwards["ref"].without_adapters == forwards["policy"].samples
-    assert "old" not in forwards
+    assert forwards["old"].samples == forwards["policy"].samples

@@ -10,7 +10,7 @@ from wfm_ds.algorithms.dpo import Dpo, implicit_rewards, preference_loss
 from wfm_ds.algorithms.supervised import velocity_errors
 from wfm_ds.recipe.algorithms import DpoAlgorithm
 
-SHAPE = (2, 3, 4, 5, 6)  # chosen and rejected of three pairs
+SHAPE = (2, 3, 4, 5, 6)  # chosen and rejected samples of three pairs
 
 
 def dpo(beta=2000.0):
@@ -18,7 +18,7 @@ def dpo(beta=2000.0):
 
 
 def case(seed, dtype=torch.float32):
-    """Velocities of the policy and of a reference near it, clean latents, and noise that both media of a pair share."""
+    """Return velocities of the policy and of a nearby reference, clean latents, and noise shared within each pair."""
     draw = torch.Generator().manual_seed(seed)
     velocity, clean = (torch.randn(SHAPE, generator=draw, dtype=torch.float64) for _ in range(2))
     ref = velocity + 0.02 * torch.randn(SHAPE, generator=draw, dtype=torch.float64)
@@ -68,7 +68,7 @@ def test_at_the_reference_the_loss_is_log_2_and_the_gradient_that_of_the_differe
     errors = errors_of(velocity, clean, noise)
     (want,) = torch.autograd.grad(500.0 / 4 * (errors[0] - errors[1]).sum(), velocity)
     torch.testing.assert_close(gradient, want)
-    assert stats["dpo/accuracy"].tolist() == [0.5] * 3  # nothing is preferred yet
+    assert stats["dpo/accuracy"].tolist() == [0.5] * 3  # policy and reference are equal: neutral
     assert stats["dpo/margin"].tolist() == [0.0] * 3
 
 
@@ -95,7 +95,7 @@ def test_a_held_out_pair_is_judged_by_its_mean_over_the_noise_levels():
     errors = torch.tensor([[[0.1, 0.9], [0.5, 0.5]], [[0.5, 0.6], [0.2, 0.4]]], dtype=torch.float64)  # [2, N, L]
     ref = torch.full((2, 2, 2), 0.5, dtype=torch.float64)
     loss_NL, stats = dpo(2.0).validation_loss(errors, {"ref": ref})
-    margins = errors[1] - errors[0]  # .4 and -.3: preferred on the whole; -.3 and -.1: not
+    margins = errors[1] - errors[0]  # .4 and -.3: positive mean; -.3 and -.1: negative mean
     torch.testing.assert_close(loss_NL, torch.log1p(torch.exp(-margins)))
     assert stats["accuracy"].tolist() == [1.0, 0.0]
 

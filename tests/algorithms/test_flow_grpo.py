@@ -1,24 +1,23 @@
-"""FlowGRPO's loss against the published formulas in float64, on rollouts of a small linear denoiser."""
+"""Flow-GRPO loss compared with the published formulas in float64, on rollouts of a small linear denoiser."""
 
 import logging
 import math
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from each_case import check_each
+from rl_cases import make_rollout, on_one_rank, rl_recipe
 from wfm_ds.algorithms import build_rl_algorithm
-from wfm_ds.algorithms.flow_grpo import grpo_guard_log_ratio, kl_scale, policy_drift
+from wfm_ds.algorithms.flow_grpo import FlowGrpo
 from wfm_ds.algorithms.policy_ratio import divergence_policy_loss, ppo_clip_loss, step_divergence
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RolloutRecipe
+from wfm_ds.rollout.groups import extract_transitions
 from wfm_ds.sampling.plan import STD_COLUMN
-from wfm_ds.types import Prompt, Rollout, Transition
 from wfm_kernels import reference
 
 FP64 = torch.float64
@@ -30,22 +29,15 @@ ADVANTAGES = [0.7, -1.3, 2.0, -0.4]
 
 
 def algorithm(*, solver="flow_sde", sampling=None, rollout=None, **keys):
-    recipe = Recipe.model_validate(
-        {
-            "run": {"output_dir": "out", "steps": 3},
-            "model": {"path": "tiny:sd3"},
-            "data": {"kind": "prompts", "path": "p"},
-            "sampling": {"height": 32, "width": 32, "steps": 10, "solver": solver, **(sampling or {})},
-            "algorithm": {"name": "flow_grpo", **keys},
-            "rollout": {"prompts_per_step": 2, "group_size": 2, **(rollout or {})},
-            "reward": {"functions": [{"name": "color"}]},
-        }
-    )
-    return build_rl_algorithm(recipe, GRID)
+    sampling = {"steps": 10, "solver": solver, **(sampling or {})}
+    recipe = rl_recipe({"name": "flow_grpo", **keys}, sampling=sampling, rollout=rollout or {})
+    built = build_rl_algorithm(recipe, GRID)
+    assert isinstance(built, FlowGrpo)
+    return built
 
 
 class Denoiser:
-    """v = W x + b(sigma), over channels: a sample's velocity has the same bits in any batch."""
+    """v = W x + b(sigma) over channels. The velocity of a sample does not depend on its batch, bit by bit."""
 
     def __init__(self, seed=0, dtype=torch.float32):
         draw = torch.Generator().manual_seed(seed)
@@ -56,7 +48,7 @@ class Denoiser:
         return mixed + torch.as_tensor(sigma, dtype=x.dtype).view(-1, 1, 1, 1)
 
     def moved(self, size, seed=1):
-        """Another policy, this far away."""
+        """Return another policy with weights that differ by about `size`."""
         other = Denoiser(dtype=self.weight.dtype)
         draw = torch.Generator().manual_seed(seed)
         other.weight = (self.weight.detach() + size * torch.randn(4, 4, generator=draw)).requires_grad_()
@@ -64,32 +56,20 @@ class Denoiser:
 
 
 def rolled_out(rl, denoiser, count=4, step=1):
-    """The samples of one rank that has them all."""
+    """Return rollouts of a single rank."""
     noise = torch.randn((count, *SHAPE), generator=torch.Generator().manual_seed(5))
     seeds = [100 + i for i in range(count)]
     trajectory = rl.plan(step).denoise(denoiser, noise, seeds)
     samples = [
-        Rollout(
-            sample_id=f"s{i}",
-            group_id="g",
-            prompt=Prompt(id="p", text="p"),
+        make_rollout(
+            i,
+            trajectory.clean_latents[i],
             seed=seeds[i],
-            noise_seed=seeds[i],
-            clean_latents=trajectory.clean_latents[i],
-            transitions=[
-                Transition(
-                    index=s.index,
-                    latents=s.latents[i],
-                    next_latents=s.next_latents[i],
-                    log_prob=s.log_prob[i],
-                    mean=None if s.mean is None else s.mean[i],
-                )
-                for s in trajectory.stored_steps
-            ],
+            transitions=extract_transitions(trajectory, i, replace_nonfinite=False),
         )
         for i in range(count)
     ]
-    return SimpleNamespace(local_rollouts=samples, first_index=0)
+    return on_one_rank(samples)
 
 
 def micro_batches(rl, rollouts, advantages=ADVANTAGES, *, update=0, size=1000, step=1):
@@ -99,7 +79,7 @@ def micro_batches(rl, rollouts, advantages=ADVANTAGES, *, update=0, size=1000, s
 
 
 def evaluated(rl, batch, denoiser, **references):
-    """Loss, statistics, and the gradient of the sum of losses."""
+    """Return the losses, the statistics, and the gradient of the sum of the losses."""
     velocity = denoiser(batch.latents, batch.sigma)
     with torch.no_grad():
         predictions = {name: policy(batch.latents, batch.sigma) for name, policy in references.items()}
@@ -109,7 +89,7 @@ def evaluated(rl, batch, denoiser, **references):
 
 
 def published(rl, batch, denoiser, old, ref=None):
-    """The loss as the papers write it, [B] float64, and its gradient by the denoiser's weight."""
+    """Return the loss [B] with the formulas of the papers in float64, and its gradient for the denoiser's weight."""
     s, policy = rl.settings, Denoiser(dtype=FP64)
     policy.weight = denoiser.weight.detach().double().requires_grad_()
     x, x_next, sigma = batch.latents.double(), batch.next_latents.double(), batch.sigma.double()
@@ -212,28 +192,16 @@ def test_before_the_first_update_every_ratio_is_exactly_one(name, old_log_prob, 
     keys = {"updates_per_rollout": 2, "old_log_prob": old_log_prob} | VARIANTS[name]
     rl, denoiser = algorithm(sampling={"window": {"kind": "random", "size": 4}}, **keys), Denoiser()
     for batch in micro_batches(rl, rolled_out(rl, denoiser), size=size):
-        loss, stats, _ = evaluated(rl, batch, denoiser, **({"ref": denoiser} if rl.settings.kl_beta else {}))
+        ref = denoiser if rl.settings.kl_beta else None
+        loss, stats, gradient = evaluated(rl, batch, denoiser, **({"ref": denoiser} if ref else {}))
         reweighted = rl.settings.guard and rl.settings.guard_reweight
         assert torch.equal(loss, -batch.advantage / (-batch.dt if reweighted else 1))
         assert not stats["policy/ratio_max_abs_dev"].any()
         assert not stats["policy/ratio_start_abs_dev"].any()
         assert not stats["policy/clip_fraction_active"].any()
         assert not stats["policy/approx_kl"].any()
-
-
-def test_before_the_first_update_the_gradient_is_the_advantage_times_that_of_the_log_probability():
-    rl, denoiser = algorithm(), Denoiser()
-    [batch] = micro_batches(rl, rolled_out(rl, denoiser))
-    _, _, gradient = evaluated(rl, batch, denoiser)
-    policy = Denoiser(dtype=FP64)
-    x, x_next, sigma = batch.latents.double(), batch.next_latents.double(), batch.sigma.double()
-    policy.weight = denoiser.weight.detach().double().requires_grad_()
-    after = torch.stack([GRID[int(k) + 1] for k in batch.denoise_step])
-    level = torch.full_like(sigma, 0.7)
-    mean, std = reference.sde_mean_and_std("flow_sde", x, policy(x, sigma), sigma, after, level, float(GRID[1]))
-    log_prob = reference.sde_log_prob("flow_sde", x_next, mean, std)
-    want = torch.autograd.grad((-batch.advantage.double() * log_prob).sum(), policy.weight)[0]
-    torch.testing.assert_close(gradient.double(), want, rtol=0, atol=1e-5 * want.abs().max().item())
+        want = published(rl, batch, denoiser, denoiser, ref)[1]
+        torch.testing.assert_close(gradient.double(), want, rtol=0, atol=1e-5 * want.abs().max().item())
 
 
 def test_a_clipped_ratio_has_no_gradient():
@@ -247,7 +215,7 @@ def test_a_clipped_ratio_has_no_gradient():
     assert active.any()
     assert not active.all()
     assert torch.equal(gradient == 0, active)
-    ratio = 1 + stats["policy/ratio_std"]  # the deviation from 1
+    ratio = 1 + stats["policy/ratio_std"]  # ratio_std contains the deviation from 1
     assert torch.equal(active, torch.where(batch.advantage > 0, ratio > 1 + 1e-6, ratio < 1 - 1e-6))
 
 
@@ -263,7 +231,7 @@ def test_the_divergence_drops_what_is_far_and_moves_on_and_nothing_else(terms, b
     for limit, dropped in ((bound, onward & (divergence >= bound)), (0.0, onward), (math.inf, onward & False)):
         loss = divergence_policy_loss(log_ratio, divergence, advantage, limit)
         gradient = torch.autograd.grad(loss.sum(), log_ratio)[0]
-        plain = -advantage.double() * ratio  # of the loss, and of its gradient by the logarithm
+        plain = -advantage.double() * ratio  # both the loss and its gradient with respect to the log-ratio
         want = torch.where(dropped, 0.0, plain).float()
         torch.testing.assert_close(loss.detach(), want, rtol=1e-6, atol=1e-40)
         torch.testing.assert_close(gradient, want, rtol=1e-6, atol=1e-40)
@@ -277,41 +245,6 @@ def test_an_infinite_ratio_of_a_dropped_step_leaves_all_gradients_finite():
     assert torch.autograd.grad(loss.sum(), log_ratio)[0].tolist() == pytest.approx([0.0, -math.exp(0.1)])
 
 
-def test_the_divergence_is_the_kl_of_two_gaussians_by_element_and_gives_no_gradient():
-    draw = torch.Generator().manual_seed(0)
-    mean, old = (torch.randn(3, 2, 4, 5, generator=draw, dtype=FP64) for _ in range(2))
-    std = torch.tensor([0.2, 0.7, 1.5], dtype=FP64)
-    of_step, of_old = (torch.distributions.Normal(m, std.view(3, 1, 1, 1)) for m in (mean.requires_grad_(), old))
-    want = torch.distributions.kl_divergence(of_old, of_step).flatten(1).mean(1).detach()
-    found = step_divergence(mean, old, std)
-    torch.testing.assert_close(found, want)
-    assert not found.requires_grad
-
-
-@given(st.permutations(range(8)), st.lists(st.integers(1, 4), min_size=1, max_size=6))
-@settings(deadline=None, max_examples=20)
-def test_order_and_micro_batches_do_not_change_the_gradient(order, sizes):
-    rl, old = algorithm(sampling={"window": {"kind": "random", "size": 2}}, clip_ratio=0.01), Denoiser()
-    rollouts = rolled_out(rl, old)
-    terms = rl.updates(rollouts, ADVANTAGES, 1)[0]
-
-    def gradient(parts):
-        policy = old.moved(0.0)
-        for part in parts:
-            batch = rl.assemble([terms[i] for i in part], rollouts.local_rollouts, torch.device("cpu"))
-            loss, _ = rl.loss(policy(batch.latents, batch.sigma), batch, {})
-            ((loss * batch.weight).sum() / len(terms)).backward()
-        return policy.weight.grad
-
-    rest, parts = list(order), []
-    for size in sizes:
-        parts.append(rest[:size])
-        rest = rest[size:]
-    want = gradient([range(8)])
-    got = gradient([part for part in [*parts, rest] if part])
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-6 * want.abs().max().item())
-
-
 def test_equal_rewards_give_no_gradient_and_samples_without_an_advantage_no_weight():
     rl, denoiser = algorithm(), Denoiser()
     rollouts = rolled_out(rl, denoiser)
@@ -321,42 +254,12 @@ def test_equal_rewards_give_no_gradient_and_samples_without_an_advantage_no_weig
     assert partly.weight.tolist() == [0.0] * 9 + [1.0] * 9 + [0.0] * 9 + [1.0] * 9
 
 
-def test_what_happens_to_one_sample_changes_no_other():
-    rl, denoiser = algorithm(), Denoiser()
-    rollouts, changed = rolled_out(rl, denoiser), [0.7, 5.0, 2.0, -0.4]
-    losses = [evaluated(rl, micro_batches(rl, rollouts, a)[0], denoiser)[0].view(4, 9) for a in (ADVANTAGES, changed)]
-    assert torch.equal(losses[0][[0, 2, 3]], losses[1][[0, 2, 3]])
-    assert not (losses[0][1] == losses[1][1]).any()
-
-
 @pytest.mark.parametrize("name", ["log_ratio", "advantage"])
 def test_credit_that_would_be_shared_is_refused(name):
     arguments = {"log_ratio": torch.zeros(3), "advantage": torch.zeros(3)}
     arguments[name] = arguments[name].view(3, 1)
     with pytest.raises(ValueError, match="one value per sample"):
         ppo_clip_loss(**arguments, clip_low=0.1, clip_high=0.1)
-
-
-@given(st.floats(0.01, 2), st.integers(0, 1000))
-@settings(deadline=None, max_examples=30)
-def test_the_guarded_ratio_is_the_one_without_bias_on_one_scale(std, seed):
-    draw = torch.Generator().manual_seed(seed)
-    old, z, step = (torch.randn(1, 2, 3, 3, generator=draw, dtype=FP64) for _ in range(3))
-    mean, x_next, s = old + 0.01 * step, old + std * z, torch.tensor([std], dtype=FP64)
-    bias = reference.sample_mean((mean - old) ** 2) / (2 * s**2)
-    log_probs = [reference.sde_log_prob("dance", x_next, m, s.view(1, 1, 1, 1)) for m in (mean, old)]
-    want = (log_probs[0] - log_probs[1] + bias) * s
-    torch.testing.assert_close(grpo_guard_log_ratio(mean, old, x_next, s), want, rtol=1e-7, atol=1e-9)
-
-
-def test_the_distances_to_the_reference_are_multiples_of_one_another():
-    rl = algorithm()
-    dt = torch.tensor([s.sigma_next - s.sigma for s in rl.steps[:9]], dtype=FP64)
-    gaussian, literal = (kl_scale(kind, rl.table[:9], dt) for kind in ("gaussian", "flow_grpo"))
-    torch.testing.assert_close(literal, gaussian * -dt)
-    assert torch.equal(kl_scale("velocity", rl.table[:9], dt), torch.ones(9, dtype=FP64))
-    with pytest.raises(ValueError, match="unknown KL type 'x'"):
-        kl_scale("x", rl.table[:9], dt)
 
 
 def test_the_policy_loss_in_the_log_excludes_the_distance_to_the_reference():
@@ -376,7 +279,7 @@ def test_samples_are_shared_out_among_the_updates_and_train_all_noisy_steps():
     assert sorted(t.denoise_step for t in first[:9]) == list(range(9))
     assert {t.is_first_update for t in first} == {True}
     assert {t.is_first_update for t in second} == {False}
-    rollouts.first_index = 1  # the rank's samples are 1 .. 4 of the step
+    rollouts.first_index = 1  # the samples of this rank are 1 .. 4 of the step
     assert [t.row for t in rl.updates(rollouts, [None, *ADVANTAGES], 1)[0]] == [1] * 9 + [3] * 9
 
 
@@ -393,7 +296,8 @@ def test_each_sample_trains_its_own_share_of_the_steps_and_every_step_is_drawn_e
     assert apart > 450
     mean = sum(drawn.values()) / 9
     assert sorted(drawn) == list(range(9))
-    assert sum((n - mean) ** 2 / mean for n in drawn.values()) < 26.1  # 99.9 % quantile, 8 degrees of freedom
+    # chi-square test, 99.9 % quantile, 8 degrees of freedom
+    assert sum((n - mean) ** 2 / mean for n in drawn.values()) < 26.1
 
 
 def test_only_what_the_ratios_need_is_stored_and_asked():
@@ -411,7 +315,7 @@ def test_only_what_the_ratios_need_is_stored_and_asked():
     assert needs(**flow_dppo, updates_per_rollout=2) == ((), False, True)
     assert needs(**flow_dppo, old_log_prob="rollout") == ((), False, True)
     assert needs(**flow_dppo, old_log_prob="recompute", updates_per_rollout=2) == (("old",), True, False)
-    assert needs(**flow_dppo, rollout=STALE) == (("old",), True, True)  # their drift is a divergence too
+    assert needs(**flow_dppo, rollout=STALE) == (("old",), True, True)  # stale rollouts also need the divergence
     for beta, policies in ((0.0, frozenset()), (0.1, {"ref"})):
         assert algorithm(kl_beta=beta).settings.list_policies(RolloutRecipe()) == policies
 
@@ -457,7 +361,7 @@ def test_what_a_rollout_stored_and_the_first_update_finds_differ_by_a_divergence
     std = batch.coefficients[:, STD_COLUMN].float()
     means = [rl._transition_mean(policy(batch.latents, batch.sigma), batch) for policy in (other, sampler)]
     torch.testing.assert_close(stats["policy/divergence_start"], step_divergence(*means, std))
-    assert not stats["policy/divergence"].any()  # the trained weights are the old ones
+    assert not stats["policy/divergence"].any()  # the trained weights equal the old weights
     [later] = micro_batches(rl, rollouts, update=1)
     assert "policy/divergence_start" not in evaluated(rl, later, other)[1]
 
@@ -523,7 +427,7 @@ def test_steps_that_the_weights_have_moved_away_from_are_dropped(old_log_prob, r
     old, now = sampler.moved(0.7), sampler.moved(0.8)
     rollouts = rolled_out(rl, sampler)
     for update, references in enumerate(({}, {"old": old})):
-        policy = now if references else old  # the first update has the old weights
+        policy = now if references else old  # the first update uses the old weights
         moved = []
         for batch in micro_batches(rl, rollouts, update=update, size=3):
             loss, stats, _ = evaluated(rl, batch, policy, **references)
@@ -537,7 +441,7 @@ def test_steps_that_the_weights_have_moved_away_from_are_dropped(old_log_prob, r
 
 
 def distance(rl, batch, old, sampler):
-    """How far the steps [B] are apart under two policies, in sizes of the trust region."""
+    """Return the distance [B] between the steps of two policies, in units of the trust region."""
     velocities = [policy(batch.latents, batch.sigma).detach() for policy in (old, sampler)]
     if rl.uses_divergence:
         means = [rl._transition_mean(velocity, batch) for velocity in velocities]
@@ -552,15 +456,6 @@ def test_stale_ratios_to_the_rollout_drop_nothing():
         loss, stats, _ = evaluated(rl, batch, sampler.moved(0.3))
         assert torch.equal(loss, evaluated(fresh, batch, sampler.moved(0.3))[0])
         assert "policy/dropped_fraction" not in stats
-
-
-def test_drift_is_in_clip_ranges_and_gives_no_gradient():
-    log_prob = torch.tensor([0.0, 1e-4, -3e-4], requires_grad=True)
-    moved = policy_drift(log_prob, torch.zeros(3), 1e-4)
-    torch.testing.assert_close(moved, torch.tensor([0.0, 1.0, 3.0]))
-    assert not moved.requires_grad
-    with pytest.raises(ValueError, match="rollout_log_prob"):
-        policy_drift(log_prob, torch.zeros(3, 1), 1e-4)
 
 
 def test_a_bound_that_nothing_reads_is_refused():

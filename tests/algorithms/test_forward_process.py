@@ -1,4 +1,4 @@
-"""What algorithms on noised rollouts share: which noise levels, which noise, and which terms have a gradient."""
+"""Common parts of the forward-process algorithms: noise levels, noise, and which terms have a gradient."""
 
 from types import SimpleNamespace
 
@@ -9,14 +9,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from each_case import check_each
+from rl_cases import make_rollout, on_one_rank, rl_recipe
 from wfm_ds.algorithms.advantages import Rewards, compute_advantages
 from wfm_ds.algorithms.base import draw_stratified_sigmas
 from wfm_ds.algorithms.diffusion_nft import DiffusionNft
 from wfm_ds.errors import ModelError
 from wfm_ds.recipe.algorithms import DdrlAlgorithm, FlowGrpoAlgorithm, NftAlgorithm
-from wfm_ds.recipe.schema import Recipe
 from wfm_ds.sampling.plan import invert_shift
-from wfm_ds.types import Prompt, Rollout
 
 FP64 = torch.float64
 SHIFTED = SimpleNamespace(flow_shift=lambda sampling: 3.0, clean_frame_range=tuple)
@@ -25,17 +24,7 @@ ADVANTAGES = [0.5, None, 0.0, -2.0]
 
 
 def recipe_of(*, steps=10, **keys):
-    return Recipe.model_validate(
-        {
-            "run": {"output_dir": "out", "steps": 3},
-            "model": {"path": "tiny:sd3"},
-            "data": {"kind": "prompts", "path": "p"},
-            "sampling": {"height": 32, "width": 32, "steps": steps},
-            "algorithm": {"name": "diffusion_nft", **keys},
-            "rollout": {"prompts_per_step": 2, "group_size": 2},
-            "reward": {"functions": [{"name": "color"}]},
-        }
-    )
+    return rl_recipe({"name": "diffusion_nft", **keys}, sampling={"steps": steps})
 
 
 def algorithm(kind=DiffusionNft, *, steps=10, model=SHIFTED, **keys):
@@ -45,26 +34,11 @@ def algorithm(kind=DiffusionNft, *, steps=10, model=SHIFTED, **keys):
 
 def samples(count=4):
     draw = torch.Generator().manual_seed(0)
-    return [
-        Rollout(
-            sample_id=str(i),
-            group_id=f"g{i // 2}",
-            prompt=Prompt(id="p", text="p"),
-            seed=100 + i,
-            noise_seed=i,
-            clean_latents=torch.randn(2, 4, 4, generator=draw),
-        )
-        for i in range(count)
-    ]
+    return [make_rollout(i, torch.randn(2, 4, 4, generator=draw), group_id=f"g{i // 2}") for i in range(count)]
 
 
 def terms_of(rl, advantages=ADVANTAGES, step=1):
-    rollouts = samples(len(advantages))
-    return [
-        t
-        for update in rl.updates(SimpleNamespace(local_rollouts=rollouts, first_index=0), advantages, step)
-        for t in update
-    ]
+    return [t for update in rl.updates(on_one_rank(samples(len(advantages))), advantages, step) for t in update]
 
 
 @given(st.integers(1, 12), st.floats(0.3, 8), st.integers(0, 2**40))
@@ -85,7 +59,7 @@ def test_stratified_levels_are_one_in_each_part_of_the_unshifted_range(num_level
 def test_stratified_levels_together_are_uniform_before_the_shift():
     draws = torch.tensor([draw_stratified_sigmas(2, 3.0, 0, key) for key in range(3000)], dtype=FP64)
     counts = torch.histc(invert_shift(draws, 3.0).flatten(), bins=10, min=0, max=1)
-    assert ((counts - 600) ** 2 / 600).sum() < 27.9  # 99.9 % quantile, 9 degrees of freedom
+    assert ((counts - 600) ** 2 / 600).sum() < 27.9  # chi-square test, 99.9 % quantile, 9 degrees of freedom
 
 
 def test_stratified_levels_do_not_depend_on_the_rollout_s_steps_and_those_of_the_grid_are_its_own():
@@ -120,20 +94,6 @@ def test_the_shift_is_the_recipe_s_then_the_model_s():
     assert own.shift == 1.0
     q = [invert_shift(torch.tensor(t.sigma, dtype=FP64), 3.0).item() for t in terms_of(algorithm(**STRATIFIED))]
     assert q == pytest.approx([t.sigma for t in terms_of(own)], abs=1e-6)
-
-
-class Shared(DiffusionNft):
-    """Samples of a group share levels and noise."""
-
-    def noise_key(self, rollout):
-        return (rollout.group_id,)
-
-
-@pytest.mark.parametrize("keys", [{"num_levels": 3}, STRATIFIED])
-def test_samples_with_equal_keys_share_levels_and_noise(keys):
-    rl = algorithm(Shared, **keys)
-    a, b, c, d = ([(t.sigma, t.noise_seed) for t in terms_of(rl) if t.row == row] for row in range(4))
-    assert a == b != c == d
 
 
 def test_noisy_latents_are_made_of_the_noise_and_level_of_the_term():

@@ -1,5 +1,7 @@
-"""Given frames in every RL algorithm: what is kept of a rollout and what its loss says are those of the other frames
-alone, in float64, whatever the frames of its neighbours in the batch."""
+"""Conditioning frames in every RL algorithm: rollouts and losses equal a float64 computation on the other frames alone.
+
+The conditioning frames of other samples in the batch have no effect.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -9,13 +11,13 @@ import pytest
 import torch
 
 from each_case import check_each
+from rl_cases import make_rollout, on_one_rank, rl_recipe
 from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.errors import RecipeError
 from wfm_ds.models.conditioning_frames import add_clean_frames, get_clean_frames
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe.schema import Recipe
 from wfm_ds.rollout.groups import extract_transitions
-from wfm_ds.types import ConditioningFrames, Prompt, Rollout
+from wfm_ds.types import ConditioningFrames
 
 RECIPE = Path(__file__).parent.parent / "recipes" / "cosmos25_i2v_nft.yaml"
 GRID = torch.tensor([1, 0.9, 0.7, 0.4, 0], dtype=torch.float64)
@@ -35,23 +37,15 @@ CASES = {
 
 def algorithm(**keys):
     solver = "flow_sde" if keys["name"] == "flow_grpo" else "ode"
-    return build_rl_algorithm(
-        Recipe.model_validate(
-            {
-                "run": {"output_dir": "out", "steps": 3},
-                "model": {"path": "tiny:cosmos25"},
-                "data": {"kind": "paired", "path": "p"},
-                "sampling": {"height": 32, "width": 32, "num_frames": 13, "steps": 4, "solver": solver},
-                "algorithm": {"max_num_conditional_frames": 3, **keys},
-                "rollout": {"prompts_per_step": 2, "group_size": 3},
-                "reward": {"functions": [{"name": "color"}]},
-            }
-        ),
-        GRID,
-        SimpleNamespace(
-            flow_shift=lambda sampling: 1.0, family="f", sigma_ranges=[(0.0, 1.0)], clean_frame_range=tuple
-        ),
+    recipe = rl_recipe(
+        {"max_num_conditional_frames": 3, **keys},
+        model={"path": "tiny:cosmos25"},
+        data={"kind": "paired"},
+        sampling={"num_frames": 13, "steps": 4, "solver": solver},
+        rollout={"group_size": 3},
     )
+    model = {"flow_shift": lambda sampling: 1.0, "family": "f", "sigma_ranges": [(0.0, 1.0)]}
+    return build_rl_algorithm(recipe, GRID, SimpleNamespace(**model, clean_frame_range=tuple))
 
 
 def drawn(*shape, seed):
@@ -59,7 +53,7 @@ def drawn(*shape, seed):
 
 
 def rolled_out(rl):
-    """Samples of a denoiser that is told the frames, and the trajectory that they are of."""
+    """Return rollouts of a denoiser with conditioning frames, and their trajectory."""
     data = drawn(3, *SHAPE, seed=1)
     given = ConditioningFrames(data, torch.tensor(COUNTS))
     frames = get_clean_frames(add_clean_frames({}, given.latents, given.counts))
@@ -71,13 +65,10 @@ def rolled_out(rl):
 
     trajectory = rl.plan(1).denoise(predict, drawn(3, *SHAPE, seed=2), [5, 6, 7], given)
     samples = [
-        Rollout(
-            sample_id=str(i),
-            group_id="g",
-            prompt=Prompt(id="p", text="p"),
+        make_rollout(
+            i,
+            trajectory.clean_latents[i],
             seed=5 + i,
-            noise_seed=5 + i,
-            clean_latents=trajectory.clean_latents[i],
             transitions=extract_transitions(trajectory, i, replace_nonfinite=False),
             data_latents=data[i],
             num_conditioning_frames=count,
@@ -88,7 +79,7 @@ def rolled_out(rl):
 
 
 def alone(batch, row, count):
-    """The free frames of one term, in float64, as a batch of a run without given frames."""
+    """Return the free frames of one term in float64, as a batch of a run without conditioning frames."""
 
     def part(value):
         if not isinstance(value, torch.Tensor):
@@ -107,7 +98,7 @@ def alone(batch, row, count):
 def test_loss_and_gradient_are_those_of_the_other_frames(case):
     rl = algorithm(**CASES[case])
     samples, _ = rolled_out(rl)
-    [terms] = rl.updates(SimpleNamespace(local_rollouts=samples, first_index=0), ADVANTAGES, step=1)
+    [terms] = rl.updates(on_one_rank(samples), ADVANTAGES, step=1)
     terms = [
         dataclasses.replace(term, is_first_update=False) if hasattr(term, "is_first_update") else term for term in terms
     ]
@@ -146,9 +137,10 @@ def test_given_frames_hold_still_and_are_no_part_of_log_probabilities():
         for stored in trajectory.stored_steps:
             assert torch.equal(stored.latents[i, :, :count], sample.data_latents[:, :count])
             assert torch.equal(stored.next_latents[i, :, :count], sample.data_latents[:, :count])
-    [terms] = rl.updates(SimpleNamespace(local_rollouts=samples, first_index=0), ADVANTAGES, step=1)
+    [terms] = rl.updates(on_one_rank(samples), ADVANTAGES, step=1)
     batch = rl.assemble(terms, samples, torch.device("cpu"))
-    velocity = 0.3 * batch.latents + batch.sigma.view(-1, 1, 1, 1, 1)  # on the free frames what the rollout had
+    # equals the rollout's velocity on the free frames
+    velocity = 0.3 * batch.latents + batch.sigma.view(-1, 1, 1, 1, 1)
     _, stats = rl.loss(velocity, batch, {"ref": velocity})
     torch.testing.assert_close(stats["policy/log_prob_mean"], batch.rollout_log_prob, rtol=0, atol=0)
     for row, term in enumerate(terms):

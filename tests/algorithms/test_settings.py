@@ -1,4 +1,4 @@
-"""Each algorithm of reinforcement learning: its settings in recipe/ and its class in algorithms/ name each other."""
+"""Each RL algorithm: its settings class in recipe/ and its class in algorithms/ refer to each other."""
 
 from each_case import check_each
 from wfm_ds.algorithms.base import RlAlgorithm

@@ -52,7 +52,7 @@ def sigmas(algorithm, positions, *, shift=3.0, run_seed=0, global_batch=16, band
 
 
 def cdf(algorithm, q):
-    """Share of the density below each q, by bisection of the quantile."""
+    """Return the fraction of the density below each q, by bisection of the quantile function."""
     low, high = torch.full_like(q, 1e-12), torch.full_like(q, 1 - 1e-12)
     for _ in range(60):
         middle = (low + high) / 2
@@ -76,32 +76,12 @@ def test_mode_quantile_is_the_published_formula_at_one_minus_a(a, scale):
 
 
 @check_each("keys", DENSITIES)
-def test_quantiles_rise_from_no_noise_to_all_noise(keys):
-    a = torch.linspace(1e-6, 1 - 1e-6, 2001, dtype=FP64)
-    q = density_quantile(sft(**keys), a)
-    assert (q.diff() > 0).all()
-    assert 0 < q[0] < 0.2
-    assert 0.8 < q[-1] < 1
-
-
-@check_each("keys", DENSITIES)
 def test_drawn_levels_follow_the_density(keys):
     algorithm, count = sft(**keys), 3000
     q = invert_shift(sigmas(algorithm, range(count)).double(), 3.0)
     a = cdf(algorithm, q).sort().values
     distance = (a - (torch.arange(count) + 0.5) / count).abs().max() + 0.5 / count
-    assert distance * math.sqrt(count) < 1.95  # Kolmogorov-Smirnov, 99.9 % quantile
-
-
-def test_a_larger_mean_is_more_noise():
-    low, high = (sigmas(sft(logit_mean=m), range(200)).mean() for m in (-1.0, 1.0))
-    assert high > low + 0.2
-
-
-def test_a_shift_moves_the_mean_of_logit_normal_by_its_logarithm():
-    shifted_by_three = sigmas(sft(logit_mean=0.2), range(50), shift=3.0)
-    moved = sigmas(sft(logit_mean=0.2 + math.log(3.0)), range(50), shift=1.0)
-    torch.testing.assert_close(shifted_by_three, moved, rtol=1e-6, atol=0)
+    assert distance * math.sqrt(count) < 1.95  # Kolmogorov-Smirnov test, 99.9 % quantile
 
 
 @pytest.mark.parametrize("stratified", [False, True])
@@ -124,13 +104,6 @@ def test_stratified_levels_cover_the_density_evenly_in_every_global_batch(keys):
         orders.append((cdf(algorithm, q) * 16).long().tolist())
         assert sorted(orders[-1]) == list(range(16))
     assert orders[0] != orders[1] != orders[2]
-
-
-def test_stratified_levels_have_the_density_too():
-    algorithm = sft(stratified=True, timestep_density="uniform")
-    first_of_batch = [sigmas(algorithm, [8 * step], shift=1.0, global_batch=8).item() for step in range(2000)]
-    counts = torch.histc(torch.tensor(first_of_batch), bins=16, min=0, max=1)
-    assert ((counts - 125) ** 2 / 125).sum() < 37.7  # chi-square, 99.9 % quantile, 15 degrees of freedom
 
 
 @pytest.mark.parametrize("kind", ["sigma_sqrt", "cosmap"])
@@ -156,11 +129,6 @@ def test_weights_are_finite_over_the_whole_range(kind):
     assert weight.max() <= 100
 
 
-def test_an_unknown_weight_is_refused():
-    with pytest.raises(ValueError, match="unknown loss weighting 'snr'"):
-        loss_weight("snr", torch.zeros(1))
-
-
 @check_each("shape", [(1, 1, 1, 1), (3, 4, 7, 5), (2, 3, 3, 5, 2)])
 @check_each("weighting", ["none", "cosmap"])
 def test_loss_and_gradient_equal_float64(shape, weighting):
@@ -180,22 +148,6 @@ def test_loss_and_gradient_equal_float64(shape, weighting):
     assert loss_B.shape == shape[:1]
     torch.testing.assert_close(loss_B.double(), want, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradient.double(), want_gradient, rtol=1e-5, atol=1e-7)
-
-
-@check_each("cuts", [[8], [1] * 8, [3, 5], [5, 3]])
-def test_micro_batches_do_not_change_the_gradient(cuts):
-    generator = torch.Generator().manual_seed(1)
-    features, clean, noise = (torch.randn((8, 2, 3, 4), generator=generator) for _ in range(3))
-    sigma = torch.rand(8, generator=generator)
-
-    def gradient(sizes):
-        weight = torch.tensor([[1.0, 0.2], [-0.3, 0.8]], requires_grad=True)
-        for f, c, n, s in zip(*(t.split(sizes) for t in (features, clean, noise, sigma)), strict=True):
-            velocity = torch.einsum("dc,bchw->bdhw", weight, f)
-            (flow_loss(velocity, c, n, s, "edm").sum() / 8).backward()
-        return weight.grad
-
-    torch.testing.assert_close(gradient(cuts), gradient([8]), rtol=1e-6, atol=1e-7)
 
 
 @check_each(
@@ -265,7 +217,7 @@ def test_the_ends_have_a_bucket():
     assert bucket_index(torch.tensor([0.0, 1.0]), 3.0).tolist() == [0, 7]
 
 
-TWO_EXPERTS = [((0.875, 1.0), (0.0, 0.875)), ((0.9, 1.0), (0.0, 0.9))]  # .9 lies between two float32 numbers
+TWO_EXPERTS = [((0.875, 1.0), (0.0, 0.875)), ((0.9, 1.0), (0.0, 0.9))]  # .9 is not a float32 number
 
 
 def bands_of(algorithm, ranges):
@@ -300,7 +252,7 @@ def test_levels_of_an_expert_are_its_own_and_follow_its_part_of_the_density(keys
             band.density_below_high - band.density_below_low
         )
         distance = (a.sort().values - (torch.arange(count) + 0.5) / count).abs().max() + 0.5 / count
-        assert distance * math.sqrt(count) < 1.95  # Kolmogorov-Smirnov, 99.9 % quantile
+        assert distance * math.sqrt(count) < 1.95  # Kolmogorov-Smirnov test, 99.9 % quantile
 
 
 @check_each(("low", "high"), [(0.0, 0.9), (0.9, 1.0), (0.0, 0.875), (0.875, 1.0)])
@@ -320,7 +272,7 @@ def test_an_expert_is_drawn_as_often_as_its_levels(num_micro_steps):
     experts = torch.tensor([draw_experts(bands, 0, step, num_micro_steps) for step in range(steps)]).double()
     assert abs(experts.mean() - share) < 4 * math.sqrt(share * (1 - share) / experts.numel())
     assert bool((experts.sum(1) - share * num_micro_steps).abs().max() < 1)
-    for place in experts.T:  # no place in the step has an expert of its own
+    for place in experts.T:  # no position in the step always trains the same expert
         assert abs(place.mean() - share) < 4 * math.sqrt(share * (1 - share) / steps)
 
 

@@ -146,26 +146,43 @@ def test_launches_and_copies_are_counted_separately():
 ENDED = ("done", "made before")  # the latter: a pipeline that an earlier call has written
 
 
-def choose_calls(models):
-    """The numbers of few calls that together run each program of a day."""
-    programs, chosen = set(), []
-    for number, call in reversed(list(enumerate(plan_calls(models, tiny=True), 1))):
-        words = [line.command[2:] for line in call.lines]
-        found = {module if module != "benchmarks.gpu" else rest[0] for module, *rest in words}
-        if found - programs:
-            chosen.append(number)
-        programs |= found
-    return sorted(chosen)
+def choose_lines(calls):
+    """Return a call of few lines: the last line of each program of a day, and before them the pipelines that they use.
+
+    `steps` counts as two programs, with rollouts in the same process and with async rollouts.
+    """
+    lines = [line for call in calls for line in call.lines]
+    by_program = {}
+    for module, *rest in (line.command[2:] for line in lines if not line.makes):
+        by_program[rest[0] if module == "benchmarks.gpu" else module, "rollout.mode=async" in rest] = module, *rest
+    chosen = [line for line in lines if tuple(line.command[2:]) in by_program.values()]
+    words = {word for line in chosen for word in line.command}
+    pipelines = {line.makes: line for line in lines if line.makes and f"model.path={line.makes}" in words}
+    return Call("one line of each program", [*pipelines.values(), *chosen])
 
 
-@pytest.mark.parametrize("every_call", [False, pytest.param(True, marks=pytest.mark.long)])
-def test_a_rehearsal_runs_its_lines(every_call, root, tmp_path):
+def test_a_line_of_each_program_is_rehearsed(tmp_path, monkeypatch):
     """Run lines on a CPU with tiny pipelines, so that typing mistakes cost no GPU time."""
+    monkeypatch.setattr(day, "CALL_S", 1800.0)
+    (tmp_path / "models").mkdir()
+    call = choose_lines(plan_calls(tmp_path / "models", tiny=True))
+    assert {"machine", "kernel table", "pytest -m gpu", "stopped", "quickstart", "matmuls"} < {
+        line.name for line in call.lines
+    }
+    day.run_call(call, 1, tmp_path, again=False)
+    records = [record for record in day.load_records(call, 1, tmp_path) if record["status"] not in ENDED]
+    assert {record["line"]: record["said"] for record in records} == {}
+    day.write_report(day.load_records(call, 1, tmp_path), tmp_path, tiny=True, write=False)
+    page = (tmp_path / "day.md").read_text()
+    assert "times as fast" in page
+    assert "| rollout MFU |" in page
+
+
+@pytest.mark.long
+def test_a_rehearsal_runs_all_lines(root, tmp_path):
     words = ["--tiny", "--out", str(tmp_path / "out"), "--models", str(tmp_path / "models"), "--json"]
     command = [sys.executable, "-m", "benchmarks.gpu", "day", *words, str(tmp_path / "lines.json")]
-    planned = plan_calls(tmp_path / "models", tiny=True)
-    numbers = range(1, len(planned) + 1) if every_call else choose_calls(tmp_path / "models")
-    for number in numbers:
+    for number in range(1, len(plan_calls(tmp_path / "models", tiny=True)) + 1):
         asked = [*command, "--call", str(number)]
         done = subprocess.run(asked, cwd=root, capture_output=True, text=True, timeout=1800, check=False)
         lines = [line for line in json.loads((tmp_path / "lines.json").read_text()) if line["call"] == number]

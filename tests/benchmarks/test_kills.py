@@ -41,23 +41,19 @@ def run(tmp_path):
     return make_run
 
 
-def test_metrics_are_compared_line_by_line_without_clocks(run):
+def test_metrics_are_compared_line_by_line_without_clocks_and_a_lost_checkpoint_is_noticed(run):
     whole, killed = run("whole"), run("killed")
     want = read_metrics(whole.folder)
     assert want[0] == {"step": 1, "loss": 0.5}
     metrics = killed.folder / "metrics.jsonl"
-    metrics.write_text(metrics.read_text().replace("12:00", "13:00")[:-9])  # killed within the last line
+    text = metrics.read_text()
+    metrics.write_text(text.replace("12:00", "13:00")[:-9])  # killed within the last line
     assert read_metrics(killed.folder) == want[:-1]
     assert killed.examine(want)["steps to do again, at most"] == 0
     metrics.write_text(metrics_line(1, 0.5) + metrics_line(2, 1.01))
     with pytest.raises(StudyError, match="lines of metrics differ from the undisturbed run"):
         killed.examine(want)
-
-
-def test_a_lost_checkpoint_is_noticed(run):
-    killed = run("killed")
-    want = read_metrics(killed.folder)
-    killed.examine(want)
+    metrics.write_text(text)
     (killed.checkpoints / "step_4" / store.COMPLETE).unlink()
     with pytest.raises(StudyError, match="the checkpoint of step 4 is lost"):
         killed.examine(want)
@@ -67,12 +63,12 @@ def test_other_tensors_and_other_files_are_noticed(run):
     whole, killed = run("whole"), run("killed")
     killed.require_equal(whole)
     last = killed.checkpoints / f"step_{STEPS}"
-    save_file({"train.0": torch.ones(3)}, last / "wfm_rank00000.safetensors")
-    with pytest.raises(StudyError, match=r"tensors differ from .* in checkpoints/step_4/wfm_rank00000\.safetensors"):
-        killed.require_equal(whole)
-    save_file({"train.0": torch.ones(3)}, last / "wfm_rank00001.safetensors")
-    with pytest.raises(StudyError, match=r"files differ from .*wfm_rank00001"):
-        killed.require_equal(whole)
+    for number, message in enumerate(
+        (r"tensors differ from .* in checkpoints/step_4/.*00000", r"files differ .*00001")
+    ):
+        save_file({"train.0": torch.ones(3)}, last / f"wfm_rank0000{number}.safetensors")
+        with pytest.raises(StudyError, match=message):
+            killed.require_equal(whole)
 
 
 @pytest.mark.parametrize(("said", "right"), [([], True), ([3], True), ([2, 3], True), ([3, 2], False), ([1], False)])

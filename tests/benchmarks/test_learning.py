@@ -8,10 +8,11 @@ import pytest
 from PIL import Image
 
 from benchmarks.learning.__main__ import relative_cost, select_finished, variant_row
-from benchmarks.learning.curves import Evaluation, find_crossing, read_evaluations, step_cost
+from benchmarks.learning.curves import Evaluation, find_crossing, read_evaluations
 from benchmarks.learning.pictures import plot_curves
 from benchmarks.learning.runs import REVISION, StudyRun
 from benchmarks.learning.variants import BASELINES, VARIANTS
+from wfm_ds.demos.few_steps import step_cost
 from wfm_ds.errors import UserError
 from wfm_ds.recipe import file as recipe_file
 
@@ -25,26 +26,26 @@ def make_curve(forwards, rewards):
     ]
 
 
-def test_a_crossing_lies_on_the_line_between_two_evaluations():
-    assert find_crossing([0, 10, 20], [0.1, 0.5, 0.9], 0.7) == pytest.approx(15)
-    assert find_crossing([0, 10, 20], [0.1, 0.5, 0.9], 0.5) == pytest.approx(10)
-    assert find_crossing([0, 10], [0.6, 0.7], 0.5) == 0
-    assert find_crossing([0, 10], [0.1, 0.4], 0.5) is None
+CROSSINGS = [  # x and y of evaluations, the value to cross, and where
+    ([0, 10, 20], [0.1, 0.5, 0.9], 0.7, 15),  # on the line between two evaluations
+    ([0, 10, 20], [0.1, 0.5, 0.9], 0.5, 10),
+    ([0, 10], [0.6, 0.7], 0.5, 0),
+    ([0, 10], [0.1, 0.4], 0.5, None),
+    ([0, 10, 20, 30], [0.1, 0.9, 0.5, 0.9], 0.8, 20 + 10 * 0.1 / 0.2),  # a lucky one: monotone curve at (.9 + .5) / 2
+    ([0, 10, 20], [0.1, 0.9, 0.5], 0.8, None),
+    ([0, 10, 20, 30], [0.1, 0.5, 0.5, 0.9], 0.5, 10),  # a flat part is crossed at its start
+]
 
 
-def test_a_lucky_evaluation_is_no_crossing():
-    """The closest non-decreasing curve has the mean of .9 and .5 there."""
-    assert find_crossing([0, 10, 20, 30], [0.1, 0.9, 0.5, 0.9], 0.8) == pytest.approx(20 + 10 * 0.1 / 0.2)
-    assert find_crossing([0, 10, 20], [0.1, 0.9, 0.5], 0.8) is None
-
-
-def test_a_flat_part_is_crossed_at_its_start():
-    assert find_crossing([0, 10, 20, 30], [0.1, 0.5, 0.5, 0.9], 0.5) == pytest.approx(10)
+def test_a_crossing_lies_on_the_closest_rising_line():
+    for x, y, value, where in CROSSINGS:
+        assert find_crossing(x, y, value) == (where if where is None else pytest.approx(where)), (y, value)
 
 
 def test_a_backward_pass_costs_two_forwards_and_evaluations_nothing():
     line = {"perf/forward_samples_policy": 10.0, "perf/forward_samples_old": 5.0, "perf/forward_samples_rollout": 40.0}
     assert step_cost(line | {"perf/forward_samples_validation": 99.0, "perf/forwards_policy": 7.0}) == 3 * 10 + 5 + 40
+    assert step_cost(line | {"perf/forward_samples_fake_policy": 2.0}) == 3 * (10 + 2) + 5 + 40
     assert step_cost({"loss/total": 1.0}) == 0
 
 

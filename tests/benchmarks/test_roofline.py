@@ -7,7 +7,7 @@ from torch import nn
 from benchmarks.flops import CountedModel
 from benchmarks.released import RELEASED
 from benchmarks.roofline import Attention, Costs, Operators, count_costs, roofline_row
-from wfm_ds.memory.forward_flops import count_flops
+from wfm_ds.memory.forward_counts import count_flops
 
 
 def test_flops_of_a_forward_are_those_of_the_counter():

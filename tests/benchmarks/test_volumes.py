@@ -9,12 +9,8 @@ NETWORK = Network(trained=[10, 7], frozen=[5], blocks=[7])
 SETTING = {"world": 4, "weight_bytes": 2, "micro_steps": 3}
 
 
-def test_shards_are_of_equal_size():
-    assert pad_elements([10, 7, 5], 4) == 12 + 8 + 8
-    assert pad_elements([8], 1) == 8
-
-
 def test_stages_1_and_2_reduce_gradients_and_gather_what_was_trained():
+    assert (pad_elements([10, 7, 5], 4), pad_elements([8], 1)) == (12 + 8 + 8, 8)  # shards of equal size
     gathered = 2 * 24  # 17 elements, aligned to twice the ranks
     assert zero_bytes(NETWORK, Setting(stage=1, **SETTING)) == {"all-reduce": 4 * 17, "all-gather": gathered}
     assert zero_bytes(NETWORK, Setting(stage=2, **SETTING)) == {"all-reduce": 3 * 4 * 17, "all-gather": gathered}

@@ -1,13 +1,15 @@
-"""LoRA folders back onto a model; the files are written by stock diffusers."""
+"""LoRA folders written by stock diffusers are loaded onto a model."""
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model_state_dict
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from each_case import check_each
 from wfm_ds.checkpoint.adapter_loading import find_adapter_file, load_adapter
 from wfm_ds.errors import ModelError
+from wfm_ds.export import lora_file
 from wfm_ds.models import registry
 
 
@@ -16,7 +18,7 @@ def loaded(folder):
 
 
 def with_adapter(folder):
-    """A model with a LoRA, on each of its experts another one, whose alpha is not its rank."""
+    """Return a model with a different LoRA on each expert; alpha and rank differ."""
     model = loaded(folder)
     config = LoraConfig(r=4, lora_alpha=9.0, target_modules=list(model.default_lora_targets))
     generator = torch.Generator().manual_seed(2)
@@ -58,7 +60,7 @@ def velocity(model, sigma):
 @pytest.mark.parametrize("family", ["sd3", "wan22"])
 def test_loaded_adapter_computes_what_the_trained_one_does(family, tiny_pipelines, tmp_path):
     trained, fresh = with_adapter(tiny_pipelines(family)), loaded(tiny_pipelines(family))
-    before = {sigma: velocity(fresh, sigma) for sigma in (1.0, 0.4)}  # of both experts, where there are two
+    before = {sigma: velocity(fresh, sigma) for sigma in (1.0, 0.4)}  # noise levels of both experts, if there are two
     load_adapter(fresh, saved(trained, tmp_path / "lora"))
     for sigma, without in before.items():
         assert torch.equal(velocity(fresh, sigma), velocity(trained, sigma))
@@ -98,17 +100,29 @@ def test_adapter_of_another_model_is_refused_and_not_loaded_in_part(adapted, tmp
 
 
 def header(path):
-    from safetensors import safe_open
-
     with safe_open(path, framework="pt") as file:
         return file.metadata()
 
 
 def test_damaged_file_is_refused(adapted, tmp_path):
     path = saved(adapted, tmp_path / "lora") / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(ModelError, match="cannot be read"):
+    whole_layers = path.with_name("modules_to_save.safetensors")
+    whole_layers.write_bytes(b"{}")
+    with pytest.raises(ModelError, match=r"modules_to_save\.safetensors cannot be read"):
         load_adapter(loaded(adapted.path), path.parent)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ModelError, match=r"/model\.safetensors cannot be read"):
+        load_adapter(loaded(adapted.path), path.parent)
+
+
+def test_fully_trained_layers_are_loaded_and_read_only_once(adapted, tmp_path, monkeypatch):
+    folder, fresh, opened = saved(adapted, tmp_path / "lora"), loaded(adapted.path), []
+    trained = torch.ones_like(fresh.denoiser.proj_out.weight)
+    save_file({"proj_out.weight": trained}, folder / "modules_to_save.safetensors")
+    monkeypatch.setattr(lora_file, "safe_open", lambda path, *rest: opened.append(path.name) or safe_open(path, *rest))
+    load_adapter(fresh, folder)
+    assert torch.equal(fresh.denoiser.proj_out.weight, trained)
+    assert opened.count("modules_to_save.safetensors") == 1
 
 
 def test_folder_around_the_adapter_names_the_one_inside(adapted, tmp_path):

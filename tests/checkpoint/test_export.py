@@ -1,4 +1,4 @@
-"""Exports are judged by plain diffusers: it loads what was written and must draw the live model's own pixels."""
+"""Exports: plain diffusers loads them and generates the same pixels as the live model."""
 
 import json
 import os
@@ -16,16 +16,21 @@ from torch.testing import assert_close
 from folders import contents
 from wfm_ds.engine.base_precision import quantise_base
 from wfm_ds.errors import ModelError, UserError
+from wfm_ds.export.loading_code import loading_lines
 from wfm_ds.export.target import ExportTarget
-from wfm_ds.export.weights import export_weights, loading_lines
+from wfm_ds.export.weights import export_weights
 from wfm_ds.models import registry
+from wfm_ds.models.assets.text_cache import TextCache
+from wfm_ds.models.sampler import CountingForward, Sampler
+from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.types import Prompt
 
 PROMPTS = ["a red circle on white", "the digit 7"]
 MAIN = {"policy": "train", "dtype": torch.float32, "is_main": True}
 
 
 class FullWeights:
-    """A denoiser that is trained whole, in one process."""
+    """A fully trained denoiser in one process."""
 
     uses_lora = False
 
@@ -56,7 +61,7 @@ class Adapter:
 
 
 class Changed:
-    """A source whose stream is changed on the way: `edit` maps an item to the items that take its place."""
+    """A tensor source with changes: `edit` maps each item to the items that replace it."""
 
     def __init__(self, source, edit):
         self.source, self.edit, self.uses_lora = source, edit, source.uses_lora
@@ -78,7 +83,7 @@ def model(tiny_pipelines):
 
 @pytest.fixture
 def trained(model):
-    """The model after an update that moved every weight, and the source that tells of it."""
+    """Return the model after an update of every weight, and its tensor source."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.denoiser.parameters():
@@ -136,7 +141,7 @@ def test_plain_diffusers_draws_the_lora_models_image(adapted, tmp_path):
     pipe.load_lora_weights(str(folder), weight_name="model.safetensors", adapter_name="default")
     assert pipe.get_active_adapters() == ["default"]
     layer = pipe.transformer.transformer_blocks[0].attn.to_k
-    assert layer.scaling["default"] == 9.0 / 4  # alpha / rank, which is 1 where the header has no metadata
+    assert layer.scaling["default"] == 9.0 / 4  # alpha / rank; it would be 1 without metadata in the header
     got = pixels(pipe, model.pipeline_call_kwargs(2.0, 32, 32))
     assert_close(got, drawn_by(model), atol=1e-5, rtol=0)
     assert (got - without).abs().max() > 1e-2
@@ -158,14 +163,18 @@ def test_an_adapter_of_a_base_in_fewer_bits_loads_into_the_plain_pipeline_in_bfl
     assert (got - drawn_by(model)).float().norm() < 0.5 * (got - without).float().norm()
 
 
-def test_lora_header_and_config_say_the_same(adapted, tmp_path):
+def test_lora_header_and_config_say_the_same_and_tensors_stay_float32(adapted, tmp_path):
     model, source = adapted
-    folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN)
+    target = ExportTarget.from_model(model)
+    folder = export_weights(target, source, tmp_path / "out", **MAIN | {"dtype": torch.bfloat16})
     with safe_open(folder / "model.safetensors", "pt") as file:
         header, names = file.metadata(), list(file.keys())
+    exported = load_file(folder / "model.safetensors")
+    wanted = {f"transformer.{name}": tensor for name, tensor in source.iter_full_tensors("train")}
     assert header["format"] == "pt"
     assert names
-    assert all(name.startswith("transformer.") for name in names)
+    assert set(names) == wanted.keys()
+    assert all(torch.equal(exported[n], t) and exported[n].dtype == torch.float32 for n, t in wanted.items())
     metadata = json.loads(header["lora_adapter_metadata"])
     config = json.loads((folder / "adapter_config.json").read_text())
     assert metadata == {f"transformer.{key}": value for key, value in config.items()}
@@ -174,73 +183,51 @@ def test_lora_header_and_config_say_the_same(adapted, tmp_path):
     assert config["base_model_name_or_path"] == str(model.path)
 
 
-def test_lora_tensors_stay_float32_whatever_the_dtype(adapted, tmp_path):
-    model, source = adapted
-    folder = export_weights(
-        ExportTarget.from_model(model), source, tmp_path / "out", policy="train", dtype=torch.bfloat16, is_main=True
-    )
-    exported = load_file(folder / "model.safetensors")
-    for name, tensor in source.iter_full_tensors("train"):
-        assert exported[f"transformer.{name}"].dtype == torch.float32
-        assert torch.equal(exported[f"transformer.{name}"], tensor)
-
-
 def test_adapter_that_changes_nothing_is_exported_with_a_warning(model, tmp_path, caplog):
     source = add_adapter(model, b_std=0.0)
     assert export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN).is_dir()
     assert "this adapter has no effect" in caplog.text
 
 
-def without_b_of_one_layer(name, tensor):
-    return [] if name == "transformer_blocks.0.attn.to_k.lora_B.weight" else [(name, tensor)]
+def rename(old, new):
+    return lambda name, tensor: [(name.replace(old, new), tensor)]
 
 
-def of_another_rank(name, tensor):
-    return [(name, tensor[:2] if "lora_A" in name else tensor)]
+def change(end, edit):
+    """Return an edit of the tensors with this name suffix; `edit` returns None to drop a tensor."""
+
+    def apply(name, tensor):
+        tensor = edit(tensor) if name.endswith(end) else tensor
+        return [] if tensor is None else [(name, tensor)]
+
+    return apply
 
 
-def under_another_name(name, tensor):
-    return [(name.replace("transformer_blocks", "blocks"), tensor)]
-
-
-def with_the_adapters_name(name, tensor):
-    return [(name.replace(".weight", ".default.weight"), tensor)]
-
-
-def without_any(name, tensor):
-    return []
-
-
-def not_gathered(name, tensor):
-    return [(name, tensor.new_empty(0))]
-
-
-def with_a_nan(name, tensor):
-    return [(name, tensor * float("nan") if name.endswith("to_k.lora_A.weight") else tensor)]
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (without_b_of_one_layer, r"transformer_blocks\.0\.attn\.to_k: .* do not fit a layer \[32, 32\]"),
-        (of_another_rank, "of rank 4 do not fit"),
-        (under_another_name, "do not fit any layer"),
-        (with_the_adapters_name, "not the name of a LoRA tensor"),
-        (without_any, "matched no layer"),
-        (not_gathered, "not gathered"),
-        (with_a_nan, "NaN"),
-    ],
-)
-def test_wrong_adapter_is_refused_and_leaves_nothing(adapted, tmp_path, edit, message):
-    model, source = adapted
+def assert_refused(model, source, out, edit, message):
     broken = Changed(source, edit)
     with pytest.raises(ModelError, match=message):
-        export_weights(ExportTarget.from_model(model), broken, tmp_path / "out", **MAIN)
-    assert broken.ended  # the other ranks are in the same gathers
-    assert list(tmp_path.iterdir()) == []
+        export_weights(ExportTarget.from_model(model), broken, out, **MAIN)
+    assert broken.ended  # the stream was read to its end because other ranks take part in the gathers
 
 
-# Full
+WRONG_ADAPTERS = [
+    (change("0.attn.to_k.lora_B.weight", lambda t: None), r"blocks\.0\.attn\.to_k: .* do not fit a layer \[32, 32\]"),
+    (change("lora_A.weight", lambda t: t[:2]), "of rank 4 do not fit"),
+    (rename("transformer_blocks", "blocks"), "do not fit any layer"),
+    (rename(".weight", ".default.weight"), "not the name of a LoRA tensor"),
+    (change("", lambda t: None), "matched no layer"),
+    (change("", lambda t: t.new_empty(0)), "not gathered"),
+    (change("to_k.lora_A.weight", lambda t: t * float("nan")), "NaN"),
+]
+
+
+def test_wrong_adapter_is_refused_and_leaves_nothing(adapted, tmp_path):
+    for edit, message in WRONG_ADAPTERS:
+        assert_refused(*adapted, tmp_path / "out", edit, message)
+        assert list(tmp_path.iterdir()) == []
+
+
+# Full training
 
 
 @pytest.mark.parametrize("shard_bytes", [5 << 30, 60_000])
@@ -276,13 +263,13 @@ def test_shards_hold_every_tensor_once_within_the_limit(trained, tmp_path):
     ]
     assert index["metadata"]["total_size"] == total
     expected = model.denoiser.state_dict()
-    assert "pos_embed.pos_embed" in expected  # a persistent buffer, no parameter
+    assert "pos_embed.pos_embed" in expected  # a persistent buffer, not a parameter
     assert found.keys() == expected.keys() == index["weight_map"].keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def test_each_tensor_is_written_and_let_go_before_the_next_is_made(model, tmp_path):
-    """So that one tensor at a time is in memory, however large the model and its files are."""
+    """Memory holds one tensor at a time, for any size of the model and its files."""
     alive, on_disk, made = [], [], [0]
 
     class Stream(FullWeights):
@@ -303,22 +290,15 @@ def test_each_tensor_is_written_and_let_go_before_the_next_is_made(model, tmp_pa
     assert all(on_disk)
 
 
-def test_full_export_has_the_dtype_that_was_asked_for(trained, tmp_path):
+def test_full_export_has_the_dtype_that_was_asked_for_and_the_models_config(trained, tmp_path):
     model, source = trained
-    folder = export_weights(
-        ExportTarget.from_model(model), source, tmp_path / "out", policy="train", dtype=torch.bfloat16, is_main=True
-    )
-    exported = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    target = ExportTarget.from_model(model)
+    folder = export_weights(target, source, tmp_path / "out", **MAIN | {"dtype": torch.bfloat16}) / "transformer"
+    exported = load_file(folder / "diffusion_pytorch_model.safetensors")
     for name, tensor in model.denoiser.state_dict().items():
         assert torch.equal(exported[name], tensor.to(torch.bfloat16))
-
-
-def test_exported_config_is_the_models_without_its_place_on_this_machine(trained, tmp_path):
-    model, source = trained
-    folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN)
-    exported, base = (json.loads((f / "transformer" / "config.json").read_text()) for f in (folder, model.path))
-    assert exported == base
-    assert exported["_class_name"] == "SD3Transformer2DModel"
+    config, base = (json.loads((f / "config.json").read_text()) for f in (folder, model.path / "transformer"))
+    assert config == base  # it does not contain the local path
     assert "_name_or_path" in model.config
 
 
@@ -336,42 +316,27 @@ def test_unchanged_files_are_hard_links_and_trained_ones_are_not(trained, tmp_pa
     assert {"model_index.json", "call.json", "vae/config.json"} <= shared
 
 
-def drop_one(name, tensor):
-    return [] if name == "proj_out.bias" else [(name, tensor)]
-
-
 def add_one(name, tensor):
     return [(name, tensor), ("proj_out.lora_A.weight", tensor)] if name == "proj_out.weight" else [(name, tensor)]
 
 
-def cut_one(name, tensor):
-    return [(name, tensor[:1] if name == "proj_out.bias" else tensor)]
+WRONG_WEIGHTS = [
+    (change("proj_out.bias", lambda t: None), r"1 tensors .* not exported, e\.g\. proj_out\.bias"),
+    (add_one, r"proj_out\.lora_A\.weight: unexpected or duplicate tensor of the denoiser"),
+    (change("proj_out.bias", lambda t: t[:1]), r"proj_out\.bias is \[1\], but the model has \[16\]"),
+    (change("", lambda t: t.new_empty(0)), "not gathered"),
+    (change("proj_out.bias", lambda t: t / 0), "NaN or infinity"),
+]
 
 
-def infinite(name, tensor):
-    return [(name, tensor / 0 if name == "proj_out.bias" else tensor)]
-
-
-@pytest.mark.parametrize(
-    ("edit", "message"),
-    [
-        (drop_one, r"1 tensors .* not exported, e\.g\. proj_out\.bias"),
-        (add_one, r"proj_out\.lora_A\.weight: unexpected or duplicate tensor of the denoiser"),
-        (cut_one, r"proj_out\.bias is \[1\], but the model has \[16\]"),
-        (not_gathered, "not gathered"),
-        (infinite, "NaN or infinity"),
-    ],
-)
-def test_wrong_weights_are_refused_and_the_last_export_stays(trained, tmp_path, edit, message):
+def test_wrong_weights_are_refused_and_the_last_export_stays(trained, tmp_path):
     model, source = trained
     folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN)
-    before = drawn_from(folder, model)
-    broken = Changed(source, edit)
-    with pytest.raises(ModelError, match=message):
-        export_weights(ExportTarget.from_model(model), broken, folder, **MAIN)
-    assert broken.ended
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert torch.equal(drawn_from(folder, model), before)
+    before = contents(folder)
+    for edit, message in WRONG_WEIGHTS:
+        assert_refused(model, source, folder, edit, message)
+        assert [path.name for path in tmp_path.iterdir()] == ["out"]
+        assert contents(folder) == before
 
 
 # Folders and ranks
@@ -397,9 +362,7 @@ def test_later_export_replaces_the_earlier_and_the_leftover_of_a_killed_one(adap
 def test_other_ranks_iterate_to_the_end_and_write_nothing(adapted, tmp_path):
     model, source = adapted
     watched = Changed(source, lambda name, tensor: [(name, None)])
-    folder = export_weights(
-        ExportTarget.from_model(model), watched, tmp_path / "out", policy="train", dtype=torch.float32, is_main=False
-    )
+    folder = export_weights(ExportTarget.from_model(model), watched, tmp_path / "out", **MAIN | {"is_main": False})
     assert watched.ended
     assert folder == tmp_path / "out" / "lora"
     assert list(tmp_path.iterdir()) == []
@@ -418,7 +381,7 @@ def test_a_disk_that_fills_up_is_a_user_error_and_the_last_export_stays(trained,
     model, source = trained
     folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN)
     before = contents(folder)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)  # a limit of files instead of the disk: the same error path
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)  # a file size limit takes the same error path as a full disk
     resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
     watched = Changed(source, lambda name, tensor: [(name, tensor * 2)])
     try:
@@ -444,12 +407,12 @@ def test_base_model_and_foreign_folders_are_never_replaced(trained, tmp_path):
     assert (tmp_path / "thesis.txt").exists()
 
 
-# What a user copies
+# Code for users
 
 
 def run_lines(lines):
     names = {}
-    exec(lines, names)  # the lines that a user copies
+    exec(lines, names)  # the loading code shown to users
     return names["pipe"]
 
 
@@ -460,6 +423,45 @@ def test_loading_lines_load_a_lora(adapted, tmp_path):
     assert len(lines.splitlines()) == 3
     pipe = run_lines(lines)
     assert_close(pixels(pipe, model.pipeline_call_kwargs(2.0, 32, 32)), drawn_by(model), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["sd3", "wan21"])
+def test_loading_lines_and_call_json_load_a_few_step_lora(tiny_pipelines, tmp_path, family):
+    """SD3's pipeline takes the levels as an argument. Wan's needs another scheduler."""
+    model = registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu")
+    frames = 5 if model.is_video else 1
+    sampling = SamplingRecipe(height=32, width=32, num_frames=frames, eval_steps=4, eval_grid="even")
+    source, target = add_adapter(model), ExportTarget.from_model(model, sampling)
+    assert ExportTarget.from_json(json.loads(json.dumps(target.to_json()))) == target  # as in a checkpoint
+    folder = export_weights(target, source, tmp_path / "step_3", **MAIN)
+    pipe = run_lines(loading_lines(model.path, folder, lora=True))
+    pipe.set_progress_bar_config(disable=True)
+    call = json.loads((folder / "call.json").read_text()) | {"prompt": PROMPTS[0], "output_type": "latent"}
+    generator = torch.Generator("cpu").manual_seed(11)
+    sampler = Sampler(
+        model=model, text_cache=TextCache(model), settings=sampling, forward=CountingForward(model.denoise)
+    )
+    prompt = Prompt(id="", text=PROMPTS[0])
+    want = sampler.generate("validation", [prompt], [11], sampler.evaluation_plan()).clean_latents
+    assert_close(pipe(**call, generator=generator)[0], want, atol=1e-5, rtol=0)
+    assert (folder / "scheduler_config.json").exists() == (family == "wan21")
+
+
+def test_loading_lines_load_the_scheduler_of_a_lora_trained_with_noisy_steps(tiny_pipelines, tmp_path):
+    model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    keys = {"solver": "cps", "noise_level": 1.0, "eval_solver": "cps", "eval_grid": "even", "eval_steps": 3}
+    target = ExportTarget.from_model(model, SamplingRecipe(height=32, width=32, **keys))
+    folder = export_weights(target, add_adapter(model), tmp_path / "step_3", **MAIN)
+    assert json.loads((folder / "scheduler_config.json").read_text())["stochastic_sampling"] is True
+    pipe = run_lines(loading_lines(model.path, folder, lora=True))
+    pipe.set_progress_bar_config(disable=True)
+    call = json.loads((folder / "call.json").read_text()) | {"prompt": PROMPTS[0], "output_type": "latent"}
+    drawn = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(seed)  # of the noise in the steps
+        drawn.append(pipe(**call, generator=torch.Generator("cpu").manual_seed(11))[0])
+    assert torch.equal(drawn[0], drawn[1])
+    assert (drawn[2] - drawn[0]).abs().max() > 0.1
 
 
 def test_loading_lines_load_a_pipeline_without_t5(trained, tmp_path):
@@ -488,7 +490,7 @@ def test_export_names_the_prompt_template_that_was_trained_with(tiny_pipelines, 
 
 
 def test_a_lora_names_the_prompt_template_that_it_was_trained_with(tiny_pipelines, tmp_path):
-    for template, named in (("stock", True), ("none", False)):  # the folder's own call.json says none
+    for template, named in (("stock", True), ("none", False)):  # the folder's call.json specifies none
         model = registry.load_model(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template=template)
         folder = export_weights(ExportTarget.from_model(model), add_adapter(model), tmp_path / template, **MAIN)
         assert (folder / "call.json").exists() == named
@@ -506,7 +508,7 @@ def test_loading_lines_say_which_pipeline_builds_a_safety_checker(tiny_pipelines
 def test_export_names_the_text_length_that_was_trained_with(trained, tmp_path):
     model, source = trained
     stored = (model.path / "call.json").read_text()
-    model.max_sequence_length = 8  # the folder says 16
+    model.max_sequence_length = 8  # the folder specifies 16
     folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "out", **MAIN)
     assert registry.load_model(folder, dtype=torch.float32, device="cpu").max_sequence_length == 8
     assert json.loads((folder / "call.json").read_text()) == json.loads(stored) | {"max_sequence_length": 8}

@@ -1,4 +1,4 @@
-"""Exports of a denoiser of two experts, judged by plain diffusers."""
+"""Exports of a denoiser with two experts: plain diffusers loads them and generates the same pixels."""
 
 import os
 
@@ -11,17 +11,18 @@ from torch.testing import assert_close
 
 from wfm_ds.cli import convert
 from wfm_ds.errors import ModelError
+from wfm_ds.export.loading_code import loading_lines
 from wfm_ds.export.target import ExportTarget
-from wfm_ds.export.weights import export_weights, loading_lines
+from wfm_ds.export.weights import export_weights
 from wfm_ds.models import registry
 
 MAIN = {"policy": "train", "dtype": torch.float32, "is_main": True}
 PARTS = ("transformer", "transformer_2")
-CALL = {"num_inference_steps": 4, "guidance_scale_2": 3.0}  # noise levels of both experts, each with a scale of its own
+CALL = {"num_inference_steps": 4, "guidance_scale_2": 3.0}  # the steps cover both experts, and each has its own scale
 
 
 class Weights:
-    """The trained tensors of a denoiser in one process, as the engine names them."""
+    """The trained tensors of a denoiser in one process, with the engine's names."""
 
     def __init__(self, module, *, lora):
         self.module, self.uses_lora = module, lora
@@ -36,7 +37,7 @@ class Weights:
 
 
 class Without(Weights):
-    """... of which those of the second expert were lost."""
+    """Trained tensors without the second expert."""
 
     def iter_full_tensors(self, policy):
         yield from (item for item in super().iter_full_tensors(policy) if item[0].startswith("transformer."))
@@ -48,7 +49,7 @@ def model(tiny_pipelines):
 
 
 def moved(model, *, lora):
-    """The model's denoiser after a training that moved every trained tensor of both experts."""
+    """Change every trained tensor of both experts, as training would."""
     if lora:
         model.denoiser.requires_grad_(False)
         config = LoraConfig(r=4, lora_alpha=9.0, target_modules=list(model.default_lora_targets))

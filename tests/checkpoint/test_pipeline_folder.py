@@ -1,4 +1,4 @@
-"""A second folder of one pipeline: which files it shares with the base, and which it must not."""
+"""A second folder of one pipeline: which files are linked to the base folder, and which files are not."""
 
 import errno
 import json
@@ -17,11 +17,12 @@ SHM = Path("/dev/shm")
 
 @pytest.fixture
 def base(tmp_path):
-    """A pipeline of two components, a shard in a subfolder, and files that do not belong to it."""
+    """Write a pipeline with two components, a shard in a subfolder, and unrelated files."""
     folder = tmp_path / "base"
     index = {
         "_class_name": "StableDiffusion3Pipeline",
         "boundary_ratio": 0.5,
+        "sizes": [1, 2, 3],
         "text_encoder_3": [None, None],
         "transformer": ["diffusers", "SD3Transformer2DModel"],
         "vae": ["diffusers", "AutoencoderKL"],

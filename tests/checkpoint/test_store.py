@@ -1,6 +1,7 @@
-"""Which folders are checkpoints, which one is the newest, and which ones stay. Writing them: tests/faults/."""
+"""Checkpoint folders: which are complete, which is the newest, and which are kept. tests/faults tests writing them."""
 
 import json
+import os
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +11,7 @@ from wfm_ds.checkpoint import store
 
 
 def checkpoint(root, step, world_size=2, facts=None):
-    """A complete one, as the ranks leave it: two files each, listed in COMPLETE."""
+    """Write a complete checkpoint: two files per rank, all listed in COMPLETE."""
     folder = root / f"step_{step}"
     (folder / "zero").mkdir(parents=True)
     files = {}
@@ -45,6 +46,20 @@ def lose_the_marker(folder):
     (folder / store.COMPLETE).unlink()
 
 
+def replace_a_file_by_a_pipe(folder):
+    lose_a_file(folder)
+    os.mkfifo(folder / "own_1.safetensors")
+
+
+def replace_the_marker_by_a_pipe(folder):
+    lose_the_marker(folder)
+    os.mkfifo(folder / store.COMPLETE)
+
+
+def nest_the_marker(folder):
+    (folder / store.COMPLETE).write_text("[" * 100_000)
+
+
 def garble_the_marker(folder):
     (folder / store.COMPLETE).write_text('{"step": 3, "files"')
 
@@ -60,6 +75,9 @@ def misshape_the_marker(folder):
         (lengthen, "own_0.safetensors has 101 bytes instead of 100"),
         (lose_a_file, "own_1.safetensors cannot be read (No such file or directory)"),
         (lose_the_marker, "COMPLETE cannot be read (No such file or directory)"),
+        (replace_a_file_by_a_pipe, "own_1.safetensors cannot be read (is not a regular file)"),
+        (replace_the_marker_by_a_pipe, "COMPLETE cannot be read (is not a regular file)"),
+        (nest_the_marker, "COMPLETE is damaged"),
         (garble_the_marker, "COMPLETE is damaged"),
         (misshape_the_marker, "COMPLETE is damaged"),
     ],

@@ -24,13 +24,19 @@ def test_a_target_is_its_model_without_loading_it(family, tiny_pipelines):
             assert torch.equal(stored.read_tensor(name).float(), tensor.float())
 
 
-def test_what_the_base_does_not_hold_is_named(tiny_pipelines):
+def test_what_the_base_does_not_hold_is_named(tiny_pipelines, tmp_path):
     target = ExportTarget(tiny_pipelines("sd3"), ("transformer",))
     stored = target.base_weights("transformer")
     with pytest.raises(ModelError, match=r"nothing\.weight cannot be read from"):
         stored.read_tensor("nothing.weight")
     with pytest.raises(ModelError, match="has no transformer_2; name the pipeline"):
         target.tensor_shapes("transformer_2")
+    (tmp_path / "transformer").mkdir()
+    index = tmp_path / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
+    for text in ("{}", '{"weight_map": 3}', '{"weight_map": {"a": 3}}', "[" * 100_000):
+        index.write_text(text)
+        with pytest.raises(ModelError, match=r"index\.json"):
+            ExportTarget(tmp_path, ("transformer",)).base_weights("transformer")
 
 
 def test_a_network_may_have_a_class_of_another_library(tiny_pipelines, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Answers of a model: those of transformers' own generation, and a sentence for what cannot be asked."""
+"""`wfm answer`: the same answers as transformers' generate, and one-line errors for bad input."""
 
 import peft
 import pytest
@@ -9,7 +9,7 @@ from transformers import AutoModelForImageTextToText
 from clips import write_clip
 from wfm_ds.cli.main import main
 from wfm_ds.models.registry import get_tiny_folder
-from wfm_ds.models.tiny.parts.chat import VISION_TEMPLATE
+from wfm_ds.models.tiny.tokenizers import VISION_TEMPLATE
 
 
 def ask(words):

@@ -1,4 +1,4 @@
-"""Runs from Python: the same command, its folder read."""
+"""Python API: it starts the same training command and reads the results from the run folder."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from wfm_ds.errors import RecipeError, UserError
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A tiny SFT run of one step, started from a dictionary."""
+    """Run one step of a tiny SFT recipe from a dictionary."""
     root = Path(__file__).parent.parent.parent
     out = tmp_path_factory.mktemp("api") / "run"
     write_digits(out.parent / "digits")
@@ -53,6 +53,11 @@ def test_a_mistake_is_said_at_once(tmp_path):
     run = Run.from_recipe("sd3_image_sft", {"run.output_dir": tmp_path / "none"}, tiny=True)
     assert (run.recipe.model.path, run.output_dir) == ("tiny:sd3", tmp_path / "none")
     assert (run.samples(), run.metrics()) == ([], [])
+    for name in ("step_2", "step_10", "step_x", "step_"):
+        (tmp_path / "none" / "samples" / name).mkdir(parents=True)
+    row = '{"file": "0.png", "prompt": "a\u2028b\x85c", "seed": 3}\n'
+    (tmp_path / "none" / "samples" / "step_2" / "samples.jsonl").write_text(row + "[" * 99999 + '\n7\n{"half\n' + row)
+    assert [(one.step, one.prompt) for one in run.samples()] == [(2, "a\u2028b\x85c")] * 2
     with pytest.raises(UserError, match="has not finished, or not started"):
         run.result()
     with pytest.raises(AttributeError):

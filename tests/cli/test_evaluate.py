@@ -1,5 +1,5 @@
-"""`wfm evaluate`: what it is given is found, and what cannot be evaluated is one sentence. A whole one:
-tests/end_to_end/test_command.py."""
+"""`wfm evaluate`: how model arguments are resolved, and one-line errors. tests/end_to_end/test_command.py runs it
+fully."""
 
 import contextlib
 import json
@@ -10,10 +10,11 @@ from safetensors.torch import save
 
 from each_case import check_each
 from wfm_ds.cli import evaluation_models
-from wfm_ds.cli.evaluate import parse_names
+from wfm_ds.cli.evaluate import fill_options, parse_names, parser
 from wfm_ds.cli.main import main
+from wfm_ds.recipe.file import load_stored_recipe
 
-HEADER = save({}, {"lora_adapter_metadata": "{}"})
+HEADER = save({}, {"lora_adapter_metadata": '{"transformer.r": 2, "transformer.lora_alpha": 2}'})
 RECIPE = """
 run: {output_dir: %s, steps: 1}
 model: {path: "tiny:sd3", dtype: float32}
@@ -35,7 +36,7 @@ def prompts(tmp_path):
 
 @pytest.fixture
 def lora_run(tmp_path):
-    """A run's folder, with two exports that hold nothing but a header."""
+    """Write a run folder with two exports that contain only a header."""
     folder = tmp_path / "mine"
     for step in (2, 10):
         (folder / "safetensors" / f"step_{step}" / "lora").mkdir(parents=True)
@@ -67,6 +68,43 @@ def test_a_lora_belongs_to_the_base_before_it_and_names_are_told_apart(lora_run,
     assert [one.lora is None for one in entries] == [True, False, False, True]
 
 
+@check_each(("words", "batch"), [([], 4), (["--seeds", "3"], 3), (["--seeds", "20"], 8), (["--batch", "2"], 2)])
+def test_the_seeds_of_a_prompt_are_drawn_together(lora_run, words, batch):
+    args = parser().parse_args(["tiny:sd3", "--prompts", "p.txt", *words])
+    fill_options(args, found("tiny:sd3", out=lora_run), load_stored_recipe(lora_run / "recipe.yaml"))
+    assert args.batch == batch
+
+
+def test_steps_levels_and_guidance_come_from_the_recipe_or_else_from_call_json(lora_run, tmp_path):
+    """In tiny:sd3, call.json has 2 steps. In the copied LoRA, it has even levels."""
+    lora = tmp_path / "lora"
+    shutil.copytree(lora_run / "safetensors" / "step_2" / "lora", lora)
+    (lora / "call.json").write_text(json.dumps({"sigmas": [1.0, 0.5], "guidance_scale": 3, "height": 64}))
+    few = load_stored_recipe(lora_run / "recipe.yaml")
+    few, rollout, noisy = (
+        few.model_copy(update={"sampling": few.sampling.model_copy(update=keys)})
+        for keys in (
+            {"eval_grid": "even", "grid_shift": 5.0},
+            {"grid": "even", "grid_shift": 5.0},
+            {"eval_grid": "even", "eval_solver": "cps"},
+        )
+    )
+    for models, recipe, words, want in (
+        (["tiny:sd3", lora_run], few, [], (3, "even", 5.0, 2.5)),
+        (["tiny:sd3", lora_run], rollout, [], (3, "stock", None, 2.5)),
+        (["tiny:sd3", lora_run], rollout, ["--grid", "even"], (3, "even", 5.0, 2.5)),
+        (["tiny:sd3", lora_run], noisy, [], (3, "even", None, 2.5)),
+        (["tiny:sd3", lora_run], noisy, ["--grid", "stock"], (3, "stock", None, 2.5)),
+        (["tiny:sd3", lora], None, ["--width", "32"], (2, "even", None, 3.0)),
+        (["tiny:sd3", lora], None, ["--width", "32", "--grid", "stock", "--steps", "7"], (7, "stock", None, 3.0)),
+        (["tiny:sd3"], None, ["--guidance", "2"], (2, "stock", None, 2.0)),
+    ):
+        args = parser().parse_args(["tiny:sd3", "--prompts", "p.txt", *words])
+        fill_options(args, found(*models, out=tmp_path), recipe)
+        assert (args.steps, args.grid, args.shift, args.guidance) == want
+    assert args.height == 32
+
+
 def test_names_are_words_with_commas():
     assert parse_names("ocr, color") == ["ocr", "color"]
 
@@ -84,9 +122,9 @@ def test_names_are_words_with_commas():
             "argument --reward-device: expected cpu, cuda or cuda:N, got '7'",
         ),
         ("tiny:sd3 --rewards color --held-out color", "--held-out: color was used for training, so it is not held out"),
-        ("{run} --judges color", "--held-out: color was used for training, so it is not held out"),
         ("{empty} --rewards color", "{empty} is not a pipeline (no model_index.json), an export or a run"),
-        ("{run}/safetensors/step_2 --seeds 0", "argument --seeds: must be at least 1"),
+        ("{run} --judges color", "--held-out: color was used for training, so it is not held out"),
+        ("{run}/safetensors/step_2 --seeds 0", "argument --seeds: '0' is not a positive integer"),
         ("{lone} --rewards color", "{lone} is a LoRA without a run: put its base model first"),
         ("{untrained} --rewards color", "{untrained} has no export"),
         ("nowhere --rewards color", "nowhere does not exist"),
@@ -139,5 +177,5 @@ def test_a_model_without_another_beside_it_has_its_own_scores(tiny_pipelines, pr
     assert capsys.readouterr().out.splitlines()[0].startswith("2 prompts x 1 seed, paired by seed")
     content = json.loads((out / "evaluation.json").read_text())
     assert content["models"] == []
-    assert content["base"]["means"]["color"]["low"] is None  # two prompts
+    assert content["base"]["means"]["color"]["low"] is None  # two prompts are too few for an interval
     assert sorted(one.name for one in out.iterdir()) == ["evaluation.csv", "evaluation.json", "index.html", "sd3"]

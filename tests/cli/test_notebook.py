@@ -1,4 +1,4 @@
-"""The notebook of the docs: as it was executed, and (by hand: `pytest -m long`, with nbclient and ipykernel) again."""
+"""The notebook of the docs: its stored outputs, and (marked long, needs nbclient and ipykernel) a new execution."""
 
 import json
 
@@ -8,7 +8,7 @@ MAX_BYTES = 200_000
 
 
 def texts(notebook):
-    """The words of each code cell's output."""
+    """Return the output texts of each code cell."""
     found = []
     for cell in notebook["cells"]:
         if cell["cell_type"] == "code":

@@ -1,4 +1,4 @@
-"""The site of docs/: its hook by itself, and the whole build, which checks every link."""
+"""The docs site: the hook alone, and a full build, which checks all links."""
 
 import importlib.util
 import os

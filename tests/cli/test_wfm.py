@@ -1,46 +1,57 @@
-"""The command `wfm`: what its words mean, that asking for help is cheap, and that a mistake is one sentence."""
+"""The `wfm` command: its subcommands, fast --help, and one-line errors."""
 
 import importlib
 import json
-import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import pytest
+
 from each_case import check_each
+from shipped import SHIPPED
 from wfm_ds import __version__
 from wfm_ds.cli import check, models, recipes, rewards, train
 from wfm_ds.cli.main import COMMANDS, main
+from wfm_ds.models.assets import hub
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe import shipped_recipes
 from wfm_ds.recipe.annotated_text import annotate_recipe
 
-HELP_S = 0.3  # of processor time: what it takes on a free core
+HELP_COST = (
+    1.5  # CPU time of a help, in imports of numpy and pydantic in the same process; torch costs six, scipy.stats four
+)
 HEAVY = ("torch", "deepspeed", "diffusers", "transformers", "sklearn")
 ASK = f"""
 import contextlib, io, json, sys, time
+began = time.process_time()
+import argparse, numpy, pydantic
+pydantic.create_model("Model", x=(int, 1))
+unit = time.process_time() - began
 from wfm_ds.cli.main import main
 for name in json.loads(sys.argv[1]):
     began, shown = time.process_time(), io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         main([*name.split(), "--help"])
     heavy = [m for m in {HEAVY} if m in sys.modules]
-    print(json.dumps([name, time.process_time() - began, heavy, shown.getvalue()]))
+    print(json.dumps([name, (time.process_time() - began) / unit, heavy, shown.getvalue()]))
 """
 
 
 def test_help_costs_a_blink_and_imports_nothing_heavy():
-    seconds = {name: [] for name in ("", *COMMANDS)}
-    while not seconds[""] or (max(map(min, seconds.values())) > HELP_S and len(seconds[""]) < 4):  # a core slows down
-        names = json.dumps(list(seconds))
+    costs = {name: [] for name in ("", *COMMANDS)}
+    # load on the machine changes the ratio a little
+    while not costs[""] or (max(map(min, costs.values())) > HELP_COST and len(costs[""]) < 4):
         told = subprocess.run(
-            [sys.executable, "-c", ASK, names], capture_output=True, text=True, check=True, timeout=60
+            [sys.executable, "-c", ASK, json.dumps(list(costs))], capture_output=True, text=True, check=True, timeout=60
         )
-        for name, used, heavy, shown in map(json.loads, told.stdout.splitlines()):
-            seconds[name].append(used)
+        for name, cost, heavy, shown in map(json.loads, told.stdout.splitlines()):
+            costs[name].append(cost)
             assert heavy == [], name
             assert shown.startswith(f"usage: wfm {name}".rstrip())
-    assert [name for name, used in seconds.items() if min(used) > HELP_S] == []
+    assert [name for name, found in costs.items() if min(found) > HELP_COST] == []
 
 
 def test_every_command_is_a_module_with_a_parser_and_work():
@@ -63,7 +74,7 @@ def test_python_m_is_the_same_command():
         ("trian r.yaml", "wfm trian: unknown command; did you mean wfm train?"),
         ("data digits/none", "digits/none not found. Create it: wfm data digits digits"),
         ("data digit", "digit not found. For a dataset of the Hugging Face Hub set data.kind: hf"),
-        ("train", "the following arguments are required: recipe, section.key=value (see wfm train --help"),
+        ("train", "the following arguments are required: recipe (see wfm train --help"),
         ("train sd3_nft --gpu 2 --colour", "unrecognized arguments: --colour (see wfm train --help"),
         ("train sd3_nft --gpus 0", "argument --gpus: '0' is not a positive integer"),
         ("train sd3_nft --nodes 2", "--nodes requires --hostfile"),
@@ -76,14 +87,23 @@ def test_python_m_is_the_same_command():
         ("recipes list zzz", "no shipped recipe matches zzz"),
         ("recipes copy sd3_nft none/mine.yaml", "none/mine.yaml: folder none not found"),
         ("rewards ocrr", "unknown reward 'ocrr'; did you mean ocr?"),
-        ("models none", "none does not exist"),
+        ("models none", "none does not exist; PATH must be"),
+        ("data {pictures}", "{pictures}: 1 image without captions. Put NAME.txt next to each, set --prompt to"),
+        ("init --data {pictures} --model none", "none does not exist; --model must be"),
+        (
+            "init --data {pictures} --model tiny:sd3",
+            "{pictures}: 1 image without captions. Put NAME.txt next to each, set --prompt",
+        ),
+        ("answer none why", "none has no config.json: pass an export"),
+        ("answer tiny:qwen25vl --image none.png why", "none.png is not a file"),
         ("generate", "the following arguments are required"),
     ],
 )
-def test_a_mistake_is_one_sentence_and_exit_code_2(words, sentence, capsys):
-    assert main(words.split()) == 2
+def test_a_mistake_is_one_sentence_and_exit_code_2(words, sentence, capsys, tmp_path):
+    (tmp_path / "0.png").write_bytes(b"")
+    assert main(words.format(pictures=tmp_path).split()) == 2
     out, said = capsys.readouterr()
-    assert said.startswith(f"error: {sentence}")
+    assert said.startswith(f"error: {sentence.format(pictures=tmp_path)}")
     assert (out, said.count("\n")) == ("", 1)
 
 
@@ -101,18 +121,56 @@ def test_training_is_a_line_of_the_deepspeed_command(capsys, monkeypatch, tmp_pa
     (tmp_path / "hosts").write_text("node1 slots=8\n")
     assert (
         dry("sd3_nft --tiny run.steps=4 --gpus 2 --overwrite", capsys, monkeypatch)
-        == "deepspeed --quiet --num_gpus 2 --module wfm_ds.train sd3_nft run.steps=4 --tiny --overwrite"
+        == "deepspeed --log_level critical --num_gpus 2 --module wfm_ds.train sd3_nft run.steps=4 --tiny --overwrite"
     )
     assert dry("sd3_nft", capsys, monkeypatch).endswith(" --num_gpus 1 --module wfm_ds.train sd3_nft")
-    # Fits the window of the tiny recipe, but not that of the recipe itself.
+    # steps=4 fits the window of the tiny recipe, but not the window of the full recipe.
     assert dry("sd3_flow_grpo_fast --tiny sampling.steps=4", capsys, monkeypatch).endswith(" sampling.steps=4 --tiny")
     assert main(["train", "sd3_flow_grpo_fast", "sampling.steps=4", "--dry-run"]) == 2
     assert dry("sd3_nft -v", capsys, monkeypatch, gpus=True) == "deepspeed --module wfm_ds.train sd3_nft"
     hosts = f"--hostfile {tmp_path / 'hosts'}"
     assert (
         dry(f"sd3_nft {hosts} --nodes 1 --gpus 8", capsys, monkeypatch)
-        == f"deepspeed --quiet {hosts} --num_nodes 1 --num_gpus 8 --module wfm_ds.train sd3_nft"
+        == f"deepspeed --log_level critical {hosts} --num_nodes 1 --num_gpus 8 --module wfm_ds.train sd3_nft"
     )
+
+
+def test_processes_without_a_gpu_are_announced(capsys, monkeypatch):
+    monkeypatch.setattr("wfm_ds.cli.train.has_gpus", lambda: False)
+    monkeypatch.setattr("wfm_ds.launch.run_launcher", lambda line: 0)
+    monkeypatch.setattr("wfm_ds.launch.run_single_rank", lambda line: 0)
+    colors = f"data.path={shipped_recipes.recipes_folder() / 'prompts' / 'colors'}"
+    data = ["model.path=tiny:sd3", colors, "data.name=prompts", "validation.prompts=null"]
+    for words, is_said in (("--gpus 8", True), ("--gpus 1", False), ("", False), ("--gpus 2 --tiny", False)):
+        assert main(["train", "sd3_nft", *words.split(), *([] if "--tiny" in words else data)]) == 0
+        assert ("starts 8 processes on the CPU" in capsys.readouterr().err) is is_said
+
+
+def test_the_files_of_other_machines_are_not_checked_here(monkeypatch, tmp_path):
+    """DeepSpeed's runner also uses the nodes of its default hostfile."""
+    (tmp_path / "hosts").write_text("node1 slots=8\n")
+    lines = []
+    monkeypatch.setattr("wfm_ds.launch.run_launcher", lambda line: lines.append(line) or 0)
+    words = ["train", "sd3_image_sft_lora", "model.path=tiny:sd3", "data.path=nowhere", "--gpus", "8"]
+    assert main(words) == 2
+    assert main([*words, "--hostfile", str(tmp_path / "hosts")]) == 0
+    monkeypatch.setattr("wfm_ds.launch.DEFAULT_HOSTFILE", tmp_path / "hosts")
+    assert main(words) == 0
+    assert len(lines) == 2
+
+
+def test_without_a_network_the_hub_is_not_asked_again_and_again(capsys, monkeypatch):
+    def fail(*address, **options):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", fail)
+    monkeypatch.setenv("NO_PROXY", "localhost")  # is no proxy
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("waits for another try"))
+    hub.can_find_host.cache_clear()
+    assert main(["models", "nobody/nothing"]) == 2
+    hub.can_find_host.cache_clear()
+    assert capsys.readouterr().err.startswith("error: nobody/nothing is not in the Hub cache")
 
 
 # ---- recipes
@@ -125,7 +183,7 @@ def test_shipped_recipes_are_found_by_name_and_by_the_path_of_the_repository(mon
         assert recipe_file.load_recipe(Path(written)) == by_name
     assert by_name.data.path == str(shipped_recipes.recipes_folder() / "prompts" / "colors")
     (tmp_path / "sd3_nft").write_text("mine")
-    assert recipe_file.resolve_recipe_path(Path("sd3_nft")).read_text() == "mine"  # what is here comes first
+    assert recipe_file.resolve_recipe_path(Path("sd3_nft")).read_text() == "mine"  # the current folder has priority
 
 
 def test_list_has_a_line_for_each_recipe_and_words_choose(capsys):
@@ -155,17 +213,24 @@ def test_show_prints_a_recipe_with_the_values_of_its_defaults_and_their_files(ca
     shown = capsys.readouterr().out
     (tmp_path / "shown.yaml").write_text(shown)
     assert recipe_file.load_recipe(tmp_path / "shown.yaml") == recipe_file.load_recipe(path)
-    assert shown.startswith(path.read_text().partition("defaults")[0])
-    assert "\n  path: models/Cosmos-Predict2.5-2B  # cp_nft.yaml\n" in shown
-    assert "\n  max_forward_batch: 1  # as in training: other batch sizes" in shown  # the file's own comment
-    assert "micro_batch_size" not in shown  # cp_nft.yaml has the default
+    modeline, _, text = path.read_text().partition("\n")
+    assert modeline.startswith(shipped_recipes.MODELINE)
+    assert shown.startswith(text.partition("defaults")[0])
+    assert "\n  path: nvidia/Cosmos-Predict2.5-2B  # cp_nft.yaml\n" in shown
+    assert "\n  max_forward_batch: 1  # as in training: other batch sizes" in shown  # comment of the shipped file
+    assert "micro_batch_size" not in shown  # cp_nft.yaml uses the default
+    assert main(["recipes", "show", "sd3_flow_grpo_fast"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n  solver: cps  # replaces flow_sde of sd3_flow_grpo.yaml\n" in shown
+    assert (
+        "rounding differences are as large as the clip range.\n  micro_batch_size: 9  # sd3_flow_grpo.yaml\n" in shown
+    )
 
 
-@check_each("name", shipped_recipes.list_recipe_names())
-def test_every_shown_recipe_is_the_recipe(name, capsys, tmp_path):
-    path = shipped_recipes.require_recipe(name)
-    (tmp_path / "shown.yaml").write_text(annotate_recipe(path))
-    assert recipe_file.load_recipe(tmp_path / "shown.yaml") == recipe_file.load_recipe(path)
+@check_each(("name", "recipe"), SHIPPED.items())
+def test_every_shown_recipe_is_the_recipe(name, recipe, tmp_path):
+    (tmp_path / "shown.yaml").write_text(annotate_recipe(shipped_recipes.require_recipe(name)))
+    assert recipe_file.load_recipe(tmp_path / "shown.yaml") == recipe
 
 
 # ---- models and rewards
@@ -186,25 +251,20 @@ def test_a_folder_is_told_of(tiny_pipelines, capsys):
     assert main(["models", str(tiny_pipelines("sd3"))]) == 0
     told = capsys.readouterr().out
     assert "StableDiffusion3Pipeline" in told
+    assert "(lora.target_modules)" in told
     assert "transformer" in told.partition("weights\n")[2]
     assert main(["models"]) == 0
     assert "StableDiffusion3Pipeline" in capsys.readouterr().out
 
 
-# ---- one check and one line in a folder without anything
+# ---- checks in an empty folder
 
 
-def test_a_shipped_recipe_is_checked_in_an_empty_folder(tmp_path):
-    told = subprocess.run(
-        [sys.executable, "-m", "wfm_ds", "check", "sd3_nft", "--tiny", "--gpus", "2"],
-        cwd=tmp_path,
-        env=os.environ | {"DS_ACCELERATOR": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert told.returncode == 0, told.stderr
-    assert told.stdout.endswith("ready: 2 processes, 2 steps; next: wfm train sd3_nft --tiny --gpus 2\n")
+def test_a_shipped_recipe_is_checked_in_an_empty_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "sd3_nft", "--tiny", "--gpus", "2", "run.seed=3", "model.dtype=float32"]) == 0
+    command = "wfm train sd3_nft run.seed=3 model.dtype=float32 --tiny --gpus 2"
+    assert capsys.readouterr().out.endswith(f"ready: 2 processes, 2 steps; next: {command}\n")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -1,5 +1,6 @@
-"""Checks that cannot fail check nothing: families with one mistake each, and the check that finds it."""
+"""Contract checks of model families: each check must find the matching mistake in a deliberately broken family."""
 
+import contextlib
 import sys
 from types import MappingProxyType
 
@@ -28,7 +29,7 @@ class Unscaled(StableDiffusion3):
 
 
 class Mixed(StableDiffusion3):
-    """Of a batch each sample sees the others."""
+    """Broken: samples depend on the other samples of the batch."""
 
     def denoise(self, latents, sigma, *arguments):
         return super().denoise(latents, sigma.mean().expand(len(sigma)), *arguments)
@@ -63,6 +64,30 @@ class Raw(StableDiffusion3):
         return super().to_pixels(latents).nan_to_num()[..., :-1]
 
 
+class Terse(StableDiffusion3):
+    """A correct family with short error messages."""
+
+    def latent_shape(self, *size):
+        with own_words():
+            return super().latent_shape(*size)
+
+    def encode_text(self, prompts):
+        with own_words():
+            return super().encode_text(prompts)
+
+    def denoise(self, *arguments):
+        with own_words():
+            return super().denoise(*arguments)
+
+
+@contextlib.contextmanager
+def own_words():
+    try:
+        yield
+    except ValueError:
+        raise ValueError("no") from None
+
+
 class Untold(Cosmos3):
     def denoise(self, latents, sigma, conditioning, *arguments):
         text = {name: tensor for name, tensor in conditioning.items() if name not in self.optional_conditioning_keys}
@@ -70,7 +95,7 @@ class Untold(Cosmos3):
 
 
 class Averaged(Cosmos3):
-    """All samples of a batch are told the same."""
+    """Broken: all samples of a batch have the same conditioning inputs."""
 
     def encode_inputs(self, *arguments):
         told = super().encode_inputs(*arguments)
@@ -78,7 +103,7 @@ class Averaged(Cosmos3):
 
 
 class OneHalf(Cosmos3):
-    """What guidance contrasts with forgets its inputs."""
+    """Broken: the unconditional prediction of guidance ignores the conditioning inputs."""
 
     def denoise(self, latents, sigma, conditioning, *arguments):
         if conditioning["text_mask"].shape[1] < len(self.tokenize_prompt(self.format_prompt(PROMPTS[1], 32, 48, 9))):
@@ -117,7 +142,11 @@ def subject(tiny_pipelines):
         ),
         (Unscaled, pixel_checks.check_encode_inverts_decode, "pixels after encoding and decoding: values differ"),
         (Mixed, denoiser_checks.check_batch_matches_samples, "sample 0 of a batch: values differ"),
-        (Deaf, sampling_checks.check_prompts_matter, "two prompts differ by only 0 in pixels"),
+        (
+            Deaf,
+            sampling_checks.check_prompts_matter,
+            "two prompts differ by only 0 in pixels, less than 0.001; use larger random weights",
+        ),
         (
             Weak,
             sampling_checks.check_latents_with_guidance,
@@ -125,7 +154,7 @@ def subject(tiny_pipelines):
         ),
         (Unchecked, denoiser_checks.check_invalid_arguments, "sigma [2, 1] raises AssertionError ("),
         (Misnamed, denoiser_checks.check_lora_and_checkpointing, "no linear layer's name ends with to_kv"),
-        (Rough, pixel_checks.check_size_multiples, "the size (1, 16, 1) is rejected without the words"),
+        (Rough, pixel_checks.check_size_multiples, "the size (17, 16, 1) is not rejected; raise a ValueError"),
         (Untold, input_checks.check_inputs_change_velocity, "other inputs change the velocity by only 0"),
         (Averaged, input_checks.check_batch_with_inputs, "sample 0 of a batch with inputs: values differ by"),
         (OneHalf, input_checks.check_inputs_in_both_guidance_halves, "change the negative half of guidance by only 0"),
@@ -141,6 +170,17 @@ def test_a_mistake_is_found_and_named(subject, family, check, says):
     (finding,) = run_checks(subject(family), [check])
     assert finding.name == check.__name__.removeprefix("check_").replace("_", " ")
     assert says in (finding.message or "nothing")
+
+
+def test_a_family_may_word_its_errors_as_it_likes(subject):
+    checks = (
+        pixel_checks.check_size_multiples,
+        pixel_checks.check_shapes,
+        denoiser_checks.check_prompt_lists,
+        denoiser_checks.check_invalid_arguments,
+        denoiser_checks.check_unsupported_frames,
+    )
+    assert [finding.message for finding in run_checks(subject(Terse), checks)] == [None] * len(checks)
 
 
 def test_an_error_of_the_family_s_code_is_a_finding_with_its_place(subject, monkeypatch):

@@ -1,4 +1,5 @@
-"""The action world's data: true and wrong trajectories; and what a whole run of it must show (by hand: minutes)."""
+"""Data of the actions demo: true and wrong trajectories, and the rewards that a full training run must reach
+(marked long, takes minutes)."""
 
 import re
 import subprocess

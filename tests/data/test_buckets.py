@@ -1,4 +1,5 @@
-"""Which size a medium has is its own shape's affair; the order is that of dealing samples by hand."""
+"""Aspect-ratio buckets: each sample gets the size nearest to its own shape, and the sample order equals a plain
+simulation."""
 
 import itertools
 import json
@@ -88,7 +89,7 @@ def test_a_broken_file_goes_to_the_first_size_where_it_fails_when_it_is_decoded(
 
 
 def dealt_by_hand(buckets, unit, seed, shuffle):
-    """(epoch, index) of position 0, 1, ...: what the docstring of BucketOrder says, walked through."""
+    """Yield (epoch, index) for positions 0, 1, ...: a direct implementation of the docstring of BucketOrder."""
     waiting = {bucket: [] for bucket in buckets}
     for position in itertools.count():
         index = sample_index(position, len(buckets), seed, shuffle)
@@ -130,17 +131,10 @@ def test_far_out_too_units_have_one_bucket_and_nothing_is_shown_twice_in_an_epoc
         assert len({buckets[index] for _, index in shown[start : start + unit]}) == 1
 
 
-@given(num_samples=st.integers(1, 40), unit=st.integers(1, 9), seed=st.integers(0, 99), shuffle=st.booleans())
-def test_one_bucket_is_the_order_without_buckets(num_samples, unit, seed, shuffle):
-    order = BucketOrder([0] * num_samples, unit=unit, seed=seed, shuffle=shuffle)
-    want = [(p // num_samples, sample_index(p, num_samples, seed, shuffle)) for p in range(100)]
-    assert seen(order, range(100)) == want
-
-
 @given(buckets=st.lists(st.integers(0, 2), min_size=1, max_size=20), unit=st.integers(1, 5))
 def test_in_the_long_run_every_sample_is_shown_equally_often(buckets, unit):
     order = BucketOrder(buckets, unit=unit, seed=1, shuffle=True)
-    epochs = unit * 3  # after which nothing waits
+    epochs = unit * 3  # after this many epochs no unit is incomplete
     shown = seen(order, range(epochs * len(buckets)))
     assert sorted(index for _, index in shown) == sorted(epochs * list(range(len(buckets))))
 
@@ -152,7 +146,7 @@ def test_an_epoch_of_many_samples_is_kept_in_arrays():
     order.locate(0)
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert kept < 40 * count  # bytes: two int64 of the order, and an int64 and an int32 of the units
+    assert kept < 40 * count  # bytes: two int64 for the order, an int64 and an int32 for the units
 
 
 def test_threads_that_want_the_same_epoch_compute_it_once(monkeypatch):
@@ -162,7 +156,7 @@ def test_threads_that_want_the_same_epoch_compute_it_once(monkeypatch):
         calls.append(arguments)
         if len(calls) > 1:
             second.set()
-        second.wait(0.3)  # long enough for another thread to come here too, if nothing keeps it out
+        second.wait(0.3)  # long enough for another thread to arrive here without a lock
         return epoch_order(*arguments)
 
     monkeypatch.setattr(order_module, "epoch_order", counted)
@@ -183,7 +177,7 @@ SIZE_OF = [(8, 8), (8, 16), (16, 8)]
 
 @pytest.fixture
 def mixed(tmp_path):
-    """25 images in three shapes whose grey level is their number, and what a source of them is made of."""
+    """Write 25 images in three shapes; image i has gray level i. Return a factory of sources, and the buckets."""
     buckets = [derive_seed(0, "shape", i) % 3 for i in range(25)]
     for i, bucket in enumerate(buckets):
         height, width = SIZE_OF[bucket]
@@ -221,7 +215,7 @@ def test_any_ranks_and_workers_train_the_same_and_each_unit_has_one_shape(mixed,
     steady = source()
     for i in broken:
         path = folder / f"{i:02}.png"
-        path.write_bytes(path.read_bytes()[:42])  # its size can be read, its pixels cannot
+        path.write_bytes(path.read_bytes()[:42])  # the header is intact, the pixels are truncated
     assert source().order.buckets.tolist() == buckets == steady.order.buckets.tolist()
     ranks = {world: [source(workers=1 + rank % 2) for rank in range(world)] for world in (2, 4)}
     for step in (1, 2, 3, 9, 2):
@@ -236,7 +230,7 @@ def test_any_ranks_and_workers_train_the_same_and_each_unit_has_one_shape(mixed,
         for world, of_ranks in ranks.items():
             parts = [shown(of_ranks[rank].read_batch(step, rank, world)) for rank in range(world)]
             assert list(itertools.chain(*parts)) == shown(images)
-        assert shown(source().read_batch(step, 0, 1)) == shown(images)  # as if resumed there
+        assert shown(source().read_batch(step, 0, 1)) == shown(images)  # as after a resume at this step
     assert bool(steady.bad["decode"]) == bool(broken)
 
 

@@ -1,4 +1,5 @@
-"""Captions that are kept between starts: read once, and never believed of a file that may have changed."""
+"""Caption cache: unchanged caption files are read only on the first start, and possibly changed files are always read
+again."""
 
 import json
 import os
@@ -6,13 +7,11 @@ import time
 
 import pytest
 
-from wfm_ds.data import caption_cache
-from wfm_ds.data.caption_cache import CaptionCache
-from wfm_ds.data.captioned_folder import CaptionedFolder
-from wfm_ds.data.cosmos import CosmosFolder
+from wfm_ds.data import captioned_folder
+from wfm_ds.data.captioned_folder import CaptionCache, CaptionedFolder, CosmosFolder
 from wfm_ds.recipe.shared_defaults import user_cache_folder
 
-LATER_NS = int(2 * caption_cache.RECENT_S * 1e9)  # by then nothing that a test wrote is recent
+LATER_NS = int(2 * captioned_folder.RECENT_S * 1e9)  # at this time no file written by a test counts as recent
 
 
 @pytest.fixture
@@ -26,14 +25,14 @@ def folder(tmp_path):
 
 @pytest.fixture
 def reads(monkeypatch):
-    """The names of the caption files that are read."""
-    read, names = caption_cache.read_regular, []
+    """Return the list of caption files read so far."""
+    read, names = captioned_folder.read_regular, []
 
     def counted(path):
         names.append(os.path.basename(path))
         return read(path)
 
-    monkeypatch.setattr(caption_cache, "read_regular", counted)
+    monkeypatch.setattr(captioned_folder, "read_regular", counted)
     return names
 
 
@@ -85,7 +84,7 @@ def test_a_cosmos_folder_keeps_its_captions_too(tmp_path, reads, later):
 
 
 def test_a_caption_of_the_same_size_and_time_of_change_is_read_again(folder, reads, later):
-    """As `cp -p` and `touch -r` leave it: the clock of the inode shows it."""
+    """`cp -p` and `touch -r` preserve size and mtime; only the inode's change time (ctime) differs."""
     path = write(folder, "a", "first")
     scan(folder)
     status = path.stat()
@@ -103,7 +102,7 @@ def test_a_file_that_took_anothers_place_is_read_again(folder, reads, later):
 
 
 def test_what_had_just_changed_when_it_was_read_is_not_believed(folder, reads):
-    """A change within the same tick of the file system's clock shows nowhere."""
+    """A change within one tick of the file system clock does not change the timestamp."""
     path = write(folder, "a", "first")
     kept = CaptionCache(folder, folder.parent / "cache", now_ns=time.time_ns())
     state = kept.file_state(str(path))

@@ -1,4 +1,4 @@
-"""Captions for a folder of media: what is written makes it a paired folder, and nothing is replaced unasked."""
+"""`wfm data captions`: the written files make a paired folder, and existing captions are kept without --overwrite."""
 
 import csv
 import json

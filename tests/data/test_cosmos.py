@@ -1,19 +1,17 @@
-"""The Cosmos folder: names that belong together, and every way in which they may not."""
+"""Cosmos folders: which captions and videos are paired, and how bad entries are reported."""
 
 import os
 
 import pytest
 
+import folders
 from each_case import check_each
-from wfm_ds.data.cosmos import CosmosFolder
+from wfm_ds.data.captioned_folder import CosmosFolder
 from wfm_ds.errors import DataError
 
 
 def put(folder, *names):
-    for name in names:
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"a caption\n" if path.suffix == ".txt" else b"")
+    folders.put(folder, {name: "a caption\n" if name.endswith(".txt") else None for name in names})
 
 
 def scan(folder, max_bad_fraction=0.99, **options):

@@ -1,4 +1,4 @@
-"""The quickstart's data: what is written, where it comes from, and that judges and models never share an image."""
+"""Data of the digits demo: exact files and prompts, and disjoint image splits for training and for the classifiers."""
 
 import hashlib
 import os
@@ -8,6 +8,7 @@ import sys
 import numpy as np
 import pytest
 
+from wfm_ds.cli.main import main
 from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.pixels import Framing, draw_centre, load_image
 from wfm_ds.data.prompts import load_prompts
@@ -85,7 +86,7 @@ def test_an_empty_folder_may_exist_but_not_a_file(tmp_path):
     (tmp_path / "empty").mkdir()
     assert write_digits(tmp_path / "empty") == 899
     (tmp_path / "file").write_text("")
-    assert command(tmp_path / "file" / "below").returncode == 2
+    assert main(["data", "digits", str(tmp_path / "file" / "below")]) == 2
 
 
 HEAVY = ("torch", "diffusers", "deepspeed", "transformers", "sklearn")

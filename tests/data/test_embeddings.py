@@ -1,4 +1,4 @@
-"""Pickles of unknown origin: arrays come out, code does not run; the command leaves safetensors behind."""
+"""Untrusted pickles: arrays are read, code is not executed, and the command converts them to safetensors."""
 
 import os
 import pickle
@@ -38,7 +38,7 @@ def test_names_from_before_numpy_2_are_known(tmp_path):
 
 
 class Shell:
-    """Its pickle runs a command."""
+    """Unpickling it would run a shell command."""
 
     def __init__(self, command):
         self.command = command
@@ -84,7 +84,7 @@ def test_damage_anywhere_gives_a_matrix_or_an_error(tmp_path_factory, data):
 def test_a_state_that_numpy_refuses_without_a_reason_is_an_error(tmp_path):
     content = pickle.dumps([array()], protocol=4)
     byte_order = b"\x8c\x01<"
-    more = content.replace(byte_order + b"\x94", byte_order + b"}")  # one item more than a dtype's state has
+    more = content.replace(byte_order + b"\x94", byte_order + b"}")  # one more item than the state of a dtype has
     assert more != content
     (tmp_path / "a.pickle").write_bytes(more)
     with pytest.raises(DataError, match=r"a\.pickle rejected, a pickle may contain only plain arrays"):

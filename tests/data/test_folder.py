@@ -1,33 +1,22 @@
-"""A folder of any layout: what it is recognised to be, its captions, and a sentence for each near miss."""
+"""Automatic folder recognition: the detected layout, the captions, and the error for each near miss."""
 
 import json
 import subprocess
 import sys
-import tarfile
 
 import pytest
 
 from each_case import check_each
+from folders import put, sft_recipe, write_tar
 from wfm_ds.cli.captions import main as write_captions
 from wfm_ds.cli.data import main as show
-from wfm_ds.data.captioned_folder import CaptionedFolder
-from wfm_ds.data.cosmos import CosmosFolder
+from wfm_ds.data.captioned_folder import CaptionedFolder, CosmosFolder
 from wfm_ds.data.datasets import load_data
 from wfm_ds.data.folder import load_folder
 from wfm_ds.data.folder_layout import detect_layout
 from wfm_ds.data.webdataset import TarShards
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
-from wfm_ds.recipe.schema import Recipe
-
-
-def put(folder, files):
-    """Files by name: text, bytes, or None for an empty medium. Scanning opens no media."""
-    for name, content in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes((content or "").encode() if not isinstance(content, bytes) else content)
-    return folder
 
 
 def settings(folder, **keys):
@@ -46,14 +35,6 @@ def refusal(folder, **keys):
     with pytest.raises(DataError) as raised:
         scan(folder, **keys)
     return str(raised.value)
-
-
-def tar(path, names):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as file:
-        for name in names:
-            file.add(__file__, arcname=name)
-    return path
 
 
 @check_each(
@@ -103,7 +84,8 @@ def test_text_beside_media_is_the_caption_and_a_prompt_in_a_json_goes_before_it(
         "deep/b": ("a clip", {}),
         "e": ("a boat", {"width": 64}),
     }
-    for found in (scan(folder), scan(folder), CaptionedFolder(folder, max_bad_fraction=0)):  # the second from the cache
+    # the second scan reads the cache
+    for found in (scan(folder), scan(folder), CaptionedFolder(folder, max_bad_fraction=0)):
         assert captions(found) == expected
         assert found.bad == {}
 
@@ -119,7 +101,7 @@ def test_text_that_cannot_be_a_caption_is_counted_and_notes_are_not(tmp_path):
     }
     put(folder, {"gone.txt": "of an image that was removed"})
     assert [name.rpartition("/")[2] for name in scan(folder, max_bad_fraction=0.1).bad["no_media"]] == ["gone.txt"]
-    put(folder, {"00.json": '{"prompt": "x"}'})  # a folder with JSON captions: a text file alone is a note, as ever
+    put(folder, {"00.json": '{"prompt": "x"}'})  # in a folder with JSON captions, a text file without media is a note
     assert "no_media" not in scan(folder, max_bad_fraction=0.1).bad
 
 
@@ -134,14 +116,14 @@ def test_media_without_captions_get_the_prompt_of_the_recipe(tmp_path):
 def test_cosmos_folders_and_shards_are_read_as_by_their_own_kinds(tmp_path):
     cosmos = put(tmp_path / "cosmos", {"metas/a.txt": "one\ntwo", "videos/a.mp4": None})
     assert scan(cosmos).samples == CosmosFolder(cosmos, max_bad_fraction=0).samples
-    tar(tmp_path / "shards" / "000.tar", ["a.png", "a.txt"])
+    write_tar(tmp_path / "shards" / "000.tar", [("a.png", b""), ("a.txt", b"a")])
     of_kind = TarShards([str(tmp_path / "shards" / "*.tar")], cache_dir=None, max_bad_fraction=0)
     assert scan(tmp_path / "shards").samples == of_kind.samples
     assert [sample.id for sample in of_kind.samples] == ["shards/000/a"]
 
 
 TABLES = {
-    "metadata.jsonl": '{"file_name": "a.png", "text": "a cat", "shot": 1}\n\n{"file_name": "in/b.mp4", "text": "b"}\n',
+    "metadata.jsonl": '{"file_name": "a.png", "text": "a cat",\r"shot": 1}\n\n{"file_name": "in/b.mp4", "text": "b"}\n',
     "metadata.csv": "\ufefffile_name,text\na.png,a cat\nin/b.mp4,b\n",
 }
 
@@ -242,6 +224,35 @@ NEAR_MISSES = {
         {"shards/0.tar": None, "README.md": "x"},
         "DIR has no images or videos, but a tar file DIR/shards/0.tar: set data.path to its folder",
     ),
+    "a LeRobot dataset": (
+        {
+            "meta/info.json": "{}",
+            "data/chunk-000/episode_0.parquet": None,
+            "videos/chunk-000/front/episode_0.mp4": None,
+        },
+        "DIR is a LeRobot dataset, which cannot be read. Write NAME.mp4 and NAME.json with prompt and actions for each "
+        "episode into a new folder (docs/inputs.md)",
+    ),
+    "conversations and their images": (
+        {"all.json": '[{"conversations": []}]', "images/a.png": None, "images/b.png": None},
+        "DIR/all.json contains conversations: set data.kind: llava and data.path to this file, as in the recipe "
+        "reason_llava_sft (docs/reasoner.md)",
+    ),
+    "conversations alone": (
+        {"all.jsonl": '{"messages": []}'},
+        "DIR/all.jsonl contains conversations: set data.kind: llava and data.path to this file, as in the recipe "
+        "reason_llava_sft (docs/reasoner.md)",
+    ),
+    "a caption with a key of conversations": (  # belongs to an image
+        {"a.json": '{"prompt": "a cat", "messages": []}'} | dict.fromkeys(("a.png", "b.png", "c.png", "d.png")),
+        "DIR: 3 of 4 images have no NAME.txt or NAME.json (b.png, c.png, d.png). Write them, remove the images, or set "
+        "data.prompt for the rest",
+    ),
+    "another dataset": (
+        {"videos/a.mp4": None, "videos/b.mp4": None, "episodes.h5": None},
+        "DIR: 2 videos without captions, and the layout is unknown (episodes.h5 is no caption). The layouts are in "
+        "docs/data_layouts.md",
+    ),
     "nothing": ({"README.md": "x"}, "DIR has no images or videos: put NAME.txt next to each NAME.png or NAME.mp4"),
 }
 
@@ -250,7 +261,7 @@ NEAR_MISSES = {
 def test_a_near_miss_is_answered_with_what_was_found(tmp_path, name):
     files, sentence = NEAR_MISSES[name]
     folder = put(tmp_path / "set", files)
-    assert refusal(folder).replace(str(folder), "DIR") == sentence + SEE
+    assert refusal(folder).replace(str(folder), "DIR").removesuffix(SEE) == sentence
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path):
@@ -261,6 +272,8 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
     assert refusal(digits) == f"{digits} not found. Create it: wfm data digits {digits}"
     file = put(tmp_path, {"file": "x"}) / "file"
     assert refusal(file) == f"{file} is a file: data.kind folder needs a folder in data.path"
+    file = put(tmp_path, {"rows.json": '[{"id": 1, "conversations": []}]'}) / "rows.json"
+    assert refusal(file).startswith(f"{file} contains conversations: set data.kind: llava")
 
 
 @check_each(
@@ -309,22 +322,9 @@ def test_the_command_starts_without_torch(tmp_path):
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def recipe(**data):
-    return Recipe.model_validate(
-        {
-            "run": {"output_dir": "out", "steps": 1},
-            "model": {"path": "tiny:sd3"},
-            "data": {"kind": "folder", **data},
-            "sampling": {"height": 32, "width": 32},
-            "algorithm": {"name": "sft"},
-            "validation": {"holdout": 0.0},
-        }
-    )
-
-
 def test_a_run_reads_a_folder_and_says_what_it_did(tmp_path, caplog):
     folder = put(tmp_path / "set", {"a.png": None, "b.png": None, "b.txt": "b"})
-    data = load_data(recipe(path=str(folder), prompt=" a ", cache_dir=str(tmp_path / "cache")))
+    data = load_data(sft_recipe(settings(folder, prompt=" a ").model_dump(), holdout=0.0))
     assert [prompt.text for prompt in data.validation_prompts] == [" a ".strip(), "b"]
     assert "1 files without a caption use data.prompt" in caplog.text
 

@@ -1,11 +1,9 @@
-"""Data sets of the library `datasets`: saved, as parquet, as images, and as other ranks get them."""
-
-import io
+"""Hugging Face data sets: saved to disk, as parquet, as image folders, and as the other ranks receive them."""
 
 import numpy as np
 import pytest
-from PIL import Image
 
+from folders import encode_image
 from wfm_ds.data.broadcast import pack_data, unpack_data
 from wfm_ds.data.datasets import TrainingData, build_sample_set
 from wfm_ds.data.folder import load_folder
@@ -25,9 +23,7 @@ def picture(seed):
 
 
 def encoded(seed, kind="PNG"):
-    file = io.BytesIO()
-    Image.fromarray(picture(seed)).save(file, kind)
-    return file.getvalue()
+    return encode_image(picture(seed), kind)
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +100,7 @@ def test_images_that_are_files_and_rows_without_one(tmp_path):
     assert (sample.media.suffix, sample.prompt.text) == (".jpg", "a")
     assert sample.media.open().read() == (tmp_path / "a.jpg").read_bytes()
     assert found.bad == {"no_media": [f"{tmp_path / 'set'} train/000000001"]}
-    source = HfColumn(("x.arrow",), "image")  # arrow files may also name files
+    source = HfColumn(("x.arrow",), "image")  # arrow files may also contain paths
     assert row_media(source, 0, str(tmp_path / "a.jpg"), True, ".png") == LocalFile(str(tmp_path / "a.jpg"))
     assert row_media(source, 0, str(tmp_path / "gone.jpg"), True, ".png") is None
 

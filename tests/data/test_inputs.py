@@ -1,9 +1,8 @@
-"""Actions, cameras and domains beside clips: cut with their frames, or refused by name."""
+"""Actions, cameras and domains of clips: they are cut together with the frames, and bad ones are rejected by name."""
 
-import io
 import json
 import math
-import tarfile
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -13,12 +12,12 @@ from hypothesis import strategies as st
 
 from clips import index_of
 from each_case import check_each
+from folders import write_tar
 from steered import write_world
-from wfm_ds.data.actions import ActionData, load_trajectory_library
 from wfm_ds.data.broadcast import pack_data, unpack_data
 from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.datasets import TrainingData
-from wfm_ds.data.inputs import InputReader
+from wfm_ds.data.inputs import ActionData, InputReader, load_trajectory_library
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.pixels import BadMedia, Framing, crop_box, crop_to_cover, draw_centre
@@ -72,7 +71,7 @@ def test_actions_are_those_between_the_frames_of_the_clip(samples, k):
     assert [index_of(frame) for frame in frames[:-1]] == told.inputs["actions"][:, 0].tolist()
     assert told.inputs["actions"][:, 1].tolist() == [1] * 4
     assert float(told.inputs["domain"]) == 1
-    assert told.metadata == {"place": "clip 1"}  # to the rewards: the inputs go by their own way
+    assert told.metadata == {"place": "clip 1"}  # the metadata goes to the rewards; it does not contain the inputs
 
 
 def test_a_start_leaves_room_for_its_trajectory(samples):
@@ -85,7 +84,7 @@ def test_a_start_leaves_room_for_its_trajectory(samples):
 
 
 def test_slower_clips_need_a_composition(samples):
-    half = framing(fps=12.0 * 16 / 24)  # of 16 frames a second
+    half = framing(fps=12.0 * 16 / 24)  # 8 fps for a 16 fps clip
     with pytest.raises(BadMedia, match=r"2 apart.*Set data.actions.compose.*\(bad_actions\)"):
         reader().load_prompt(samples[0], half, draw_centre)
     with pytest.raises(ValueError, match="the clip repeats a frame"):
@@ -113,7 +112,7 @@ def test_composed_poses_are_products_of_matrices(seed):
 
 
 def test_cameras_are_cut_with_the_frames_and_their_pixels(world, samples):
-    """A point of the scene falls on the same content before and after the crop."""
+    """A point of the scene has the same pixel content before and after the crop."""
     poses = np.broadcast_to(np.eye(4), (FRAMES, 4, 4)).copy()
     poses[:, 0, 3] = np.arange(FRAMES)
     np.save(world / "0.c2w.npy", poses)
@@ -207,7 +206,7 @@ def test_actions_that_cannot_be_used_are_bad_by_name(world, samples, case):
     source = BatchSource(samples, framings=[framing()], inputs=reader(), **settings)
     batch = source.read_batch(1, 0, 1)
     source.close()
-    assert [sample.sample_id for sample in batch] == ["0", "1", "1"]  # a substitute stands in
+    assert [sample.sample_id for sample in batch] == ["0", "1", "1"]  # a substitute replaces the bad sample
     assert source.bad == {"bad_actions": 1}
 
 
@@ -225,11 +224,19 @@ def test_a_domain_must_be_a_number_and_the_model_has_a_say(samples):
         replace(reader(), validate=refuse).load_prompt(samples[1], framing(), draw_centre)
 
 
+def test_files_that_are_pipes_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.npy")
+    with pytest.raises(DataError, match="is not a regular file"):
+        load_trajectory_library(tmp_path / "pipe.npy", (4, 2), None)
+    with pytest.raises(DataError, match="is not a regular file"):
+        load_scaling(ActionsRecipe(stats=tmp_path / "pipe.npy", normalize="meanstd"))
+
+
 def test_scales(tmp_path):
     (tmp_path / "s.json").write_text(json.dumps({"q01": [0, -1], "q99": [4, -1], "mean": [1, 2], "std": [2, 0]}))
     raw = np.float32([[0, 5], [4, 6], [3, 7]])
     quantile = load_scaling(ActionsRecipe(stats=tmp_path / "s.json", normalize="quantile"))
-    assert quantile(raw).tolist() == [[-1, 0], [1, 0], [0.5, 0]]  # a number that never changes becomes 0
+    assert quantile(raw).tolist() == [[-1, 0], [1, 0], [0.5, 0]]  # a constant dimension becomes 0
     assert load_scaling(ActionsRecipe(stats=tmp_path / "s.json", normalize="meanstd"))(raw)[:, 0].tolist() == [
         -0.5,
         1.5,
@@ -242,6 +249,7 @@ def test_scales(tmp_path):
     ("stats", "normalize", "says"),
     [
         ({"mean": [1]}, "meanstd", "must be a JSON object with the lists mean and std"),
+        ("[" * 99999, "meanstd", "must be a JSON object with the lists mean and std"),
         ({"mean": [1], "std": [1, 2]}, "meanstd", "must be lists of equal length"),
         ({"mean": [1, 2], "std": [1, math.nan]}, "meanstd", "has NaN or infinite numbers"),
         ({"mean": [1, 2], "std": [1, -2]}, "meanstd", "std in .*s.json is negative at index 1"),
@@ -249,18 +257,14 @@ def test_scales(tmp_path):
     ],
 )
 def test_stats_that_cannot_be_used_are_refused(tmp_path, stats, normalize, says):
-    (tmp_path / "s.json").write_text(json.dumps(stats))
+    (tmp_path / "s.json").write_text(stats if isinstance(stats, str) else json.dumps(stats))
     with pytest.raises(DataError, match=says):
         load_scaling(ActionsRecipe(stats=tmp_path / "s.json", normalize=normalize))
 
 
 def test_a_tar_holds_actions_beside_its_clips_and_other_ranks_know(world, tmp_path):
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        for name in ("1.mp4", "1.json", "1.actions.npy"):
-            content = (world / name).read_bytes()
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
+    members = [(name, (world / name).read_bytes()) for name in ("1.mp4", "1.json", "1.actions.npy")]
+    write_tar(tmp_path / "a.tar", members)
     found = TarShards([str(tmp_path / "a.tar")], cache_dir=None, max_bad_fraction=0).samples
     scaling, drawn_from = ActionScaling(np.array([0.1, 1 / 3]), np.array([1.0, 7.0]), 1.0), np.float32([[[1, 2]]])
     actions = ActionData(width=2, scaling=scaling, library=drawn_from)

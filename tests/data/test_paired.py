@@ -1,4 +1,4 @@
-"""Pairing files: every name that a user may choose, every way to get it wrong, and a split that stays."""
+"""Paired folders: all file names that users may choose, every kind of bad entry, and a stable holdout split."""
 
 import json
 import os
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import folders
 from each_case import check_each
 from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.media import load_media, media_size
@@ -15,12 +16,9 @@ from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 
 
-def put(folder, name, prompt="a cat", media=".png", **more):
-    """A caption and an empty media file: pairing never opens media."""
-    path = folder / name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    (path.parent / f"{path.name}.json").write_text(json.dumps({"prompt": prompt, **more}))
-    (path.parent / f"{path.name}{media}").write_bytes(b"")
+def put(folder, name, prompt="a cat", **more):
+    """Write a caption and an empty media file; pairing does not open media."""
+    folders.put(folder, {f"{name}.json": json.dumps({"prompt": prompt, **more}), f"{name}.png": None})
 
 
 def scan(folder, max_bad_fraction=0.99):
@@ -31,13 +29,31 @@ def ids(folder):
     return [sample.id for sample in folder.samples]
 
 
-def test_pairs_at_any_depth_are_found_and_sorted_by_id(tmp_path):
-    for name in ("b", "sub/deep/a", "a.b", "a"):
-        put(tmp_path, name)
-    folder = scan(tmp_path, 0.0)
-    assert ids(folder) == ["a", "a.b", "b", "sub/deep/a"]
-    assert [s.media.path for s in folder.samples] == [tmp_path / f"{name}.png" for name in ids(folder)]
-    assert folder.bad == {}
+def pairs(*names, media=(".png",)):
+    captions = {f"{name}.json": '{"prompt": "a cat"}' for name in names}
+    return captions | {f"{name}{media[i % len(media)]}": None for i, name in enumerate(names)}
+
+
+EVERY_MEDIUM = (".PNG", ".Jpg", ".jpeg", ".WEBP", ".mp4", ".WebM", ".mkv", ".MOV", ".avi")
+NO_PAIRS = ("notes.txt", ".DS_Store", "._a.png", ".hidden.json", ".cache/x.png", "LICENSE")
+
+
+@check_each(
+    ("files", "wanted"),
+    [
+        (pairs("b", "sub/deep/a", "a.b", "a"), ["a", "a.b", "b", "sub/deep/a"]),
+        (pairs("a.json.b", "x.png.y"), ["a.json.b", "x.png.y"]),  # only the last suffix is removed
+        (pairs("json/a", "images.png/b.json/c"), ["images.png/b.json/c", "json/a"]),  # folders with names of files
+        (pairs(*"abcdefghi", media=EVERY_MEDIUM), list("abcdefghi")),
+        ({"a.JSON": '{"prompt": "a cat"}', "a.png": None} | dict.fromkeys(NO_PAIRS), ["a"]),
+        (pairs(os.fsdecode(b"caf\xe9")), ["caf\\udce9"]),
+    ],
+)
+def test_pairs_of_any_name_are_found_and_sorted_by_id(tmp_path, files, wanted):
+    found = scan(folders.put(tmp_path, files), 0.0)
+    assert (ids(found), found.bad) == (wanted, {})
+    stems = [str(sample.media.path.relative_to(tmp_path).with_suffix("")) for sample in found.samples]
+    assert [stem.encode("utf-8", "backslashreplace").decode() for stem in stems] == wanted
 
 
 def test_a_scan_shows_that_it_goes_on_and_begins_no_operation(tmp_path):
@@ -111,7 +127,7 @@ def test_a_medium_that_is_no_file_is_bad_by_name(tmp_path, kind, suffix):
 
 
 def no_file(path, kind):
-    """A pipe that nobody writes into, or a device without end, where a file is expected."""
+    """Replace a file by a pipe without a writer, or by an endless device."""
     path.unlink(missing_ok=True)
     if kind == "pipe":
         os.mkfifo(path)
@@ -120,48 +136,12 @@ def no_file(path, kind):
     return path
 
 
-def test_only_the_last_suffix_counts(tmp_path):
-    put(tmp_path, "a.json.b")
-    put(tmp_path, "x.png.y")
-    assert ids(scan(tmp_path, 0.0)) == ["a.json.b", "x.png.y"]
-
-
-def test_folders_named_like_files_are_folders(tmp_path):
-    put(tmp_path, "json/a")
-    put(tmp_path, "images.png/b.json/c")
-    assert ids(scan(tmp_path, 0.0)) == ["images.png/b.json/c", "json/a"]
-
-
-def test_suffixes_in_any_case_and_every_kind_of_media(tmp_path):
-    suffixes = (".PNG", ".Jpg", ".jpeg", ".WEBP", ".mp4", ".WebM", ".mkv", ".MOV", ".avi")
-    for name, media in zip("abcdefghi", suffixes, strict=True):
-        put(tmp_path, name, media=media)
-    (tmp_path / "a.json").rename(tmp_path / "a.JSON")
-    assert ids(scan(tmp_path, 0.0)) == list("abcdefghi")
-
-
-def test_other_and_hidden_files_are_ignored(tmp_path):
-    put(tmp_path, "a")
-    for name in ("notes.txt", ".DS_Store", "._a.png", ".hidden.json", ".cache/x.png", "LICENSE"):
-        path = tmp_path / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"")
-    assert ids(scan(tmp_path, 0.0)) == ["a"]
-
-
 def test_linked_folders_are_followed_once(tmp_path):
     put(tmp_path / "elsewhere", "a")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "circle").symlink_to(tmp_path / "data")
     assert ids(scan(tmp_path / "data", 0.0)) == ["link/a"]
-
-
-def test_names_that_are_not_utf8_have_an_id(tmp_path):
-    for suffix in (b".png", b".json"):
-        with open(os.path.join(os.fsencode(tmp_path), b"caf\xe9" + suffix), "wb") as file:
-            file.write(b'{"prompt": "a cat"}')
-    assert ids(scan(tmp_path, 0.0)) == ["caf\\udce9"]
 
 
 def test_each_kind_of_bad_entry_is_counted_with_its_path(tmp_path):
@@ -230,7 +210,7 @@ def test_split_is_disjoint_complete_and_about_the_asked_share(tmp_path):
     training, held_out = folder.split_holdout(0.2)
     assert sorted(s.id for s in training + held_out) == ids(folder)
     assert [s.id for s in training] == sorted(s.id for s in training)
-    assert 40 <= len(held_out) <= 80  # 60 expected; five standard deviations are 35
+    assert 40 <= len(held_out) <= 80  # 60 expected; 35 is five standard deviations
     assert folder.split_holdout(0.0) == (folder.samples, [])
 
 

@@ -1,11 +1,10 @@
-import io
 import json
-import tarfile
 
 import pytest
 from PIL import Image
 
 from each_case import check_each
+from folders import encode_image, write_tar
 from wfm_ds.data.broadcast import pack_data, unpack_data
 from wfm_ds.data.datasets import TrainingData, build_sample_set, find_usable_samples
 from wfm_ds.data.order import BatchSource
@@ -20,9 +19,7 @@ COLOURS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 
 
 def png(colour):
-    buffer = io.BytesIO()
-    Image.new("RGB", (8, 8), COLOURS[colour]).save(buffer, "PNG")
-    return buffer.getvalue()
+    return encode_image(COLOURS[colour])
 
 
 @pytest.fixture
@@ -47,6 +44,7 @@ def test_a_table_is_read_with_paths_relative_to_it(folder):
     lines = [pair("red", "blue", score=3), "", pair("green", "red", id="mine", negative_prompt="grey")]
     samples = PairTable(table(folder, *lines, pair("blue", "red", id=7)), max_bad_fraction=0).samples
     seventh, first, mine = samples
+    assert PairTable(table(folder, '{"id": 1,\r' + json.dumps(pair("red", "blue"))[1:]), max_bad_fraction=0).samples
     assert seventh.id == "7"
     assert first.id == "media/red.png > media/blue.png"
     assert [media.path for media in first.all_media] == [folder / "media" / f"{c}.png" for c in ("red", "blue")]
@@ -95,15 +93,6 @@ def test_a_table_that_is_missing_or_empty_is_refused(folder):
         PairTable(table(folder, "", " "), max_bad_fraction=0)
 
 
-def write_tar(path, members):
-    with tarfile.open(path, "w") as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return path
-
-
 def test_shards_have_two_columns(tmp_path):
     caption = json.dumps({"prompt": "all red"}).encode()
     shard = write_tar(
@@ -124,7 +113,7 @@ def test_shards_have_two_columns(tmp_path):
             "e.chosen.png": png("green"),
             "e.rejected.png": png("red"),
             "notes.txt": b"about this shard",
-        },
+        }.items(),
     )
     found = PairShards([str(shard)], cache_dir=None, max_bad_fraction=0.9)
     assert [sample.id.split("/")[-1] for sample in found.samples] == ["a", "b"]
@@ -138,7 +127,9 @@ def test_shards_have_two_columns(tmp_path):
 
 
 def test_pairs_that_rank_0_read_arrive_whole(folder, tmp_path):
-    shard = write_tar(tmp_path / "0.tar", {"a.chosen.png": png("red"), "a.rejected.png": png("blue"), "a.txt": b"red"})
+    shard = write_tar(
+        tmp_path / "0.tar", [("a.chosen.png", png("red")), ("a.rejected.png", png("blue")), ("a.txt", b"red")]
+    )
     samples = [
         *load_pairs([str(table(folder, pair("red", "blue")))], cache_dir=None, max_bad_fraction=0).samples,
         *load_pairs([str(shard)], cache_dir=None, max_bad_fraction=0).samples,

@@ -1,4 +1,5 @@
-"""Every mode and orientation, exact where nothing has to change, and a named failure for whatever is damaged."""
+"""Image decoding: every color mode and orientation, exact pixels if no conversion is needed, and a named error for bad
+files."""
 
 import io
 
@@ -24,7 +25,7 @@ def noise(height, width, seed=0):
 
 
 def ramp(height, width):
-    """A picture whose every pixel names its place: red grows to the right, green downwards."""
+    """Return an image that encodes the position in its colors: red increases to the right, green downwards."""
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[..., 0] = np.linspace(0, 255, width)[None, :]
     pixels[..., 1] = np.linspace(0, 255, height)[:, None]
@@ -51,7 +52,7 @@ def test_the_file_decides_the_format_not_its_name(tmp_path):
     np.testing.assert_array_equal(load_image(path, 8, 8), pixels)
 
 
-# What a viewer does for each EXIF orientation, as (rotations by 90 degrees counter-clockwise, then mirror).
+# Correct rotation (number of 90 degree turns, counter-clockwise) and mirroring for each EXIF orientation.
 UPRIGHT = {
     1: (0, False),
     2: (0, True),
@@ -92,7 +93,7 @@ def test_grey_palette_and_bilevel_become_rgb(tmp_path):
 def test_alpha_is_laid_over_white(tmp_path):
     rgba = np.zeros((4, 4, 4), np.uint8)
     rgba[..., 0] = 200
-    rgba[..., 3] = 51  # a fifth opaque
+    rgba[..., 3] = 51  # 20 % opaque
     loaded = load_image(saved(tmp_path, Image.fromarray(rgba)), 4, 4)
     assert loaded[0, 0].tolist() == [244, 204, 204]  # 200/5 + 255*4/5, 0/5 + 255*4/5
 
@@ -109,7 +110,7 @@ def test_16_bit_grey_keeps_its_shades(tmp_path):
     loaded = load_image(saved(tmp_path, Image.fromarray(levels)), 2, 3)
     assert loaded[..., 0].tolist() == [[0, 0, 100], [200, 255, 255]]
     keyed = load_image(saved(tmp_path, Image.fromarray(levels), transparency=257 * 100), 2, 3)
-    assert keyed[..., 0].tolist() == [[0, 0, 255], [200, 255, 255]]  # that shade is transparent, hence white
+    assert keyed[..., 0].tolist() == [[0, 0, 255], [200, 255, 255]]  # the key color is transparent, so it becomes white
 
 
 def test_cmyk_jpeg_becomes_rgb(tmp_path):
@@ -121,19 +122,20 @@ def test_cmyk_jpeg_becomes_rgb(tmp_path):
     ("height", "width", "rows", "columns"), [(32, 32, (0, 255), (64, 191)), (16, 64, (64, 191), (0, 255))]
 )
 def test_other_aspect_ratios_are_covered_and_cut_at_both_ends(tmp_path, height, width, rows, columns):
-    """A 64 x 128 ramp to a square loses a quarter at the left and right, to 1:4 a quarter at the top and bottom."""
+    """A 64 x 128 ramp cropped to a square loses a quarter at the left and at the right; at 1:4, at the top and the
+    bottom."""
     loaded = load_image(saved(tmp_path, Image.fromarray(ramp(64, 128))), height, width)
     assert loaded.shape == (height, width, 3)
     for channel, axis, (low, high) in ((1, 0, rows), (0, 1, columns)):
         profile = loaded[..., channel].astype(float).mean(axis=1 - axis)
         assert profile[0] == pytest.approx(low, abs=4.5)
         assert profile[-1] == pytest.approx(high, abs=4.5)
-        np.testing.assert_allclose(profile + profile[::-1], 255, atol=2)  # symmetric: the crop is central
+        np.testing.assert_allclose(profile + profile[::-1], 255, atol=2)  # symmetric because the crop is central
 
 
 @check_each("u", [0.0, 0.3, 0.999])
 def test_a_random_crop_lies_where_it_is_drawn(tmp_path, u):
-    """Of 64 x 128 a 32 x 32 crop keeps half the width: it begins between 0 and 127 on a ramp to 255."""
+    """A 32 x 32 crop of a 64 x 128 ramp keeps half of the width: its left edge has a value between 0 and 127."""
     path = saved(tmp_path, Image.fromarray(ramp(64, 128)))
     loaded = load_image(path, 32, 32, lambda purpose: {"crop_x": u, "crop_y": 0.9}[purpose], crop="random")
     red = loaded[..., 0].astype(float).mean(axis=0)
@@ -152,7 +154,7 @@ def test_shrinking_averages_instead_of_skipping_pixels(tmp_path):
     stripes = np.zeros((64, 64, 3), np.uint8)
     stripes[:, ::2] = 255
     loaded = load_image(saved(tmp_path, Image.fromarray(stripes)), 8, 8)
-    assert np.abs(loaded.astype(int) - 127).max() <= 6  # picking pixels would give 0 and 255
+    assert np.abs(loaded.astype(int) - 127).max() <= 6  # nearest-neighbor sampling would give 0 and 255
 
 
 def test_twice_is_enlarged_and_more_is_too_small(tmp_path):
@@ -173,7 +175,7 @@ def test_unusable_files_have_a_name(tmp_path, make):
     elif make == "text":
         path.write_text("<html>404 not found</html>")
     elif make == "bitmap":
-        Image.fromarray(noise(64, 64)).save(path, format="BMP")  # a format that training folders do not have
+        Image.fromarray(noise(64, 64)).save(path, format="BMP")  # a format that is not supported in training folders
     else:
         path.unlink()
     if make == "folder":

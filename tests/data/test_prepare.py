@@ -1,4 +1,5 @@
-"""What the command refuses before it starts; that it fills caches is tested in tests/end_to_end/test_data.py."""
+"""`wfm data prepare` rejects unusable recipes before it starts. tests/end_to_end/test_data.py tests that it fills the
+caches."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The published formats, ids that hold line numbers, and messages that name the line."""
+"""Prompt files: the published formats, ids with line numbers, and error messages with line numbers."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from each_case import check_each
+from folders import put
 from wfm_ds.data.prompts import PromptOrder, load_prompt_file, load_prompts
 from wfm_ds.errors import DataError
 from wfm_ds.types import Prompt
@@ -23,27 +24,13 @@ def written(path, *lines):
 
 @check_each("name", ["pickscore", "dance_grpo_t2v", "of_my_own"])
 def test_a_text_set_is_a_prompt_a_line(tmp_path, name):
-    written(tmp_path / "test.txt", "a cat", "", "  a dog \t", 'a "quoted" {brace}')
+    written(tmp_path / "test.txt", "a cat", "", "  a dog \t", 'a "quoted" {brace}', "a cat")
     assert load_prompts(tmp_path, name, "test") == [
         Prompt(id=f"{name}/test/1", text="a cat"),
         Prompt(id=f"{name}/test/3", text="a dog"),
         Prompt(id=f"{name}/test/4", text='a "quoted" {brace}'),
+        Prompt(id=f"{name}/test/5", text="a cat"),  # duplicates get separate ids
     ]
-
-
-def test_repeated_prompts_keep_their_own_ids(tmp_path):
-    written(tmp_path / "train.txt", "a cat", "a cat")
-    assert [p.id for p in load_prompts(tmp_path, "pickscore", "train")] == ["pickscore/train/1", "pickscore/train/2"]
-
-
-@pytest.mark.parametrize("name", ["of_my_own", "geneval"])
-def test_text_that_utf8_cannot_encode_is_named_by_its_line(tmp_path, name):
-    lines = ['{"prompt": "a", "tag": "b"}', '{"prompt": "a \\ud800 cat"}', '{"prompt": "a", "tag": "\\udfff"}']
-    written(tmp_path / "train.jsonl", *lines)
-    with pytest.raises(
-        DataError, match=r"line 2: text that cannot be encoded as UTF-8 .*; line 3: text that cannot be"
-    ):
-        load_prompts(tmp_path, name, "train")
 
 
 def test_a_prompt_file_that_is_a_pipe_is_one_sentence(tmp_path):
@@ -58,7 +45,7 @@ def test_a_file_name_that_is_no_text_gives_ids_that_are(tmp_path):
 
 
 def test_only_line_feeds_end_a_line(tmp_path):
-    """Other separators of Unicode occur inside published prompts."""
+    """Published prompts contain other Unicode separators."""
     (tmp_path / "train.txt").write_bytes("\ufeffone\u2028still one\r\ntwo\x0bstill two\x85".encode())
     texts = [p.text for p in load_prompts(tmp_path, "mine", "train")]
     assert texts == ["one\u2028still one", "two\x0bstill two"]
@@ -73,14 +60,6 @@ def test_ocr_targets_are_what_the_first_double_quotes_hold(tmp_path):
         {"ocr_target": "first one"},
         {"ocr_target": "but"},
     ]
-
-
-def test_an_ocr_line_without_a_target_is_named(tmp_path):
-    written(tmp_path / "train.txt", 'says "yes"', "", "no quotes", 'empty ""', 'lonely "')
-    with pytest.raises(
-        DataError, match=r"train\.txt: line 3: no text in double quotes.*; line 4: no text.*; line 5: no text"
-    ):
-        load_prompts(tmp_path, "ocr", "train")
 
 
 @pytest.mark.parametrize("file", ["test_metadata.jsonl", "test.jsonl"])
@@ -107,25 +86,6 @@ def test_a_jsonl_set_of_ones_own(tmp_path):
     ]
 
 
-@check_each(
-    ("line", "complaint"),
-    [
-        ('{"prompt": "a"', "not JSON, .* at character 15"),
-        ("a cat", "not JSON"),
-        ('["a cat"]', "not a JSON object"),
-        ('{"text": "a cat"}', "no `prompt`"),
-        ('{"prompt": ["a cat"]}', "no `prompt`"),
-        ('{"prompt": "  "}', "no `prompt`"),
-        ('{"prompt": "a", "negative_prompt": 3}', "`negative_prompt` is not a string"),
-        ("[" * 100000, "nested too deeply|no JSON"),
-    ],
-)
-def test_a_bad_jsonl_line_is_named_by_its_number(tmp_path, line, complaint):
-    written(tmp_path / "train.jsonl", '{"prompt": "good"}', "", line)
-    with pytest.raises(DataError, match=rf"train\.jsonl: line 3: ({complaint})"):
-        load_prompts(tmp_path, "mine", "train")
-
-
 def test_ten_bad_lines_are_shown_of_many(tmp_path):
     written(tmp_path / "train.jsonl", *["{}"] * 25)
     with pytest.raises(DataError, match=r"line 10: no `prompt`.*and 15 more lines") as raised:
@@ -133,37 +93,54 @@ def test_ten_bad_lines_are_shown_of_many(tmp_path):
     assert "line 11" not in str(raised.value)
 
 
-def test_text_that_is_not_utf8_is_named(tmp_path):
-    (tmp_path / "train.txt").write_bytes(b"a cat\ncaf\xe9\n")
-    with pytest.raises(DataError, match=r"train\.txt: line 2 is not UTF-8"):
-        load_prompts(tmp_path, "mine", "train")
+NOT_UTF8 = '{"prompt": "a", "tag": "b"}\n{"prompt": "a \\ud800 cat"}\n{"prompt": "a", "tag": "\\udfff"}'
+UNQUOTED = 'says "yes"\n\nno quotes\nempty ""\nlonely "'
+GOOD = '{"prompt": "good"}\n\n'
 
 
-@check_each("content", [b"", b"\n \n\t\n", b"\xef\xbb\xbf"])
-def test_an_empty_file_is_an_error(tmp_path, content):
-    (tmp_path / "train.txt").write_bytes(content)
-    with pytest.raises(DataError, match=r"train\.txt has no prompts"):
-        load_prompts(tmp_path, "mine", "train")
+@check_each(
+    ("name", "files", "complaint"),
+    [
+        (
+            "mine",
+            {"train.jsonl": NOT_UTF8},
+            "line 2: text that cannot be encoded as UTF-8 .*; line 3: text that cannot",
+        ),
+        ("geneval", {"train.jsonl": NOT_UTF8}, "line 2: text that cannot be encoded as UTF-8 .*; line 3: text that"),
+        ("mine", {"train.txt": b"a cat\ncaf\xe9\n"}, r"train\.txt: line 2 is not UTF-8"),
+        (
+            "ocr",
+            {"train.txt": UNQUOTED},
+            r"train\.txt: line 3: no text in double quotes.*; line 4: no.*; line 5: no text",
+        ),
+        ("mine", {"train.jsonl": GOOD + '{"prompt": "a"'}, r"train\.jsonl: line 3: not JSON, .* at character 15"),
+        ("mine", {"train.jsonl": GOOD + "a cat"}, "line 3: not JSON"),
+        ("mine", {"train.jsonl": GOOD + '["a cat"]'}, "line 3: not a JSON object"),
+        ("mine", {"train.jsonl": GOOD + '{"text": "a cat"}'}, "line 3: no `prompt`"),
+        ("mine", {"train.jsonl": GOOD + '{"prompt": ["a cat"]}'}, "line 3: no `prompt`"),
+        ("mine", {"train.jsonl": GOOD + '{"prompt": "  "}'}, "line 3: no `prompt`"),
+        ("mine", {"train.jsonl": GOOD + '{"prompt": "a", "negative_prompt": 3}'}, "`negative_prompt` is not a string"),
+        ("mine", {"train.jsonl": GOOD + "[" * 100000}, "line 3: (nested too deeply|no JSON)"),
+        *(("mine", {"train.txt": text}, r"train\.txt has no prompts") for text in ("", "\n \n\t\n", b"\xef\xbb\xbf")),
+        (
+            "mine",
+            {"test.txt": "a cat"},
+            r"has no train\.txt or train\.jsonl \(data\.name mine.*prompt files: test\.txt",
+        ),
+        ("geneval", {"test.txt": "a cat"}, r"has no train_metadata\.jsonl or train\.jsonl"),
+        ("mine", {"train.txt": "a cat", "train.jsonl": '{"prompt": "a dog"}'}, r"both train\.txt and train\.jsonl"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(tmp_path, name, files, complaint):
+    with pytest.raises(DataError, match=complaint):
+        load_prompts(put(tmp_path, files), name, "train")
 
 
-def test_a_missing_split_names_what_is_there(tmp_path):
-    written(tmp_path / "test.txt", "a cat")
-    with pytest.raises(
-        DataError, match=r"has no train\.txt or train\.jsonl \(data\.name mine.*prompt files: test\.txt"
-    ):
-        load_prompts(tmp_path, "mine", "train")
-    with pytest.raises(DataError, match=r"has no train_metadata\.jsonl or train\.jsonl"):
-        load_prompts(tmp_path, "geneval", "train")
+def test_a_folder_must_exist_and_a_published_format_says_which_file_it_is(tmp_path):
     with pytest.raises(DataError, match=r"nowhere is not a folder"):
         load_prompts(tmp_path / "nowhere", "mine", "train")
-
-
-def test_two_files_for_one_split_are_ambiguous(tmp_path):
-    written(tmp_path / "train.txt", "a cat")
-    written(tmp_path / "train.jsonl", '{"prompt": "a dog"}')
-    with pytest.raises(DataError, match=r"both train\.txt and train\.jsonl"):
-        load_prompts(tmp_path, "mine", "train")
-    assert load_prompts(tmp_path, "pickscore", "train")[0].text == "a cat"  # its format says which
+    put(tmp_path, {"train.txt": "a cat", "train.jsonl": '{"prompt": "a dog"}'})
+    assert load_prompts(tmp_path, "pickscore", "train")[0].text == "a cat"
 
 
 def test_any_prompt_file_can_be_loaded_alone(tmp_path):
@@ -196,6 +173,7 @@ def test_every_prompt_is_asked_once_per_epoch_and_partial_steps_carry_on(num_pro
 
 def test_a_step_does_not_depend_on_those_before_it():
     assert asked(7, 3, [9, 2, 9]) == [asked(7, 3, range(1, 10))[i - 1] for i in (9, 2, 9)]
+    assert asked(30, 30, [1], seed=1) != asked(30, 30, [1], seed=2)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -207,11 +185,7 @@ def test_further_prompts_follow_from_step_and_attempt_and_are_others(shuffle):
     own = [p.id for p in order.step_prompts(7, 4)]
     assert len({*own, *first[1], *first[2]}) == 12
     whole = [p.id for step in range(1, 250) for p in order.extra_prompts(step, 4, 1)]
-    assert len(set(whole)) == len(whole)  # each once an epoch of their own
-
-
-def test_another_seed_asks_in_another_order():
-    assert asked(30, 30, [1], seed=1) != asked(30, 30, [1], seed=2)
+    assert len(set(whole)) == len(whole)  # each at most once in the epochs of the extra prompts
 
 
 def test_no_prompt_is_an_error():

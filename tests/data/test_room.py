@@ -1,4 +1,4 @@
-"""The room's clips show what their cameras say."""
+"""Room demo: the pixels of the clips agree with the camera poses and intrinsics."""
 
 import json
 
@@ -13,7 +13,7 @@ from wfm_ds.errors import DataError
 
 
 def projected(points, pose, lens):
-    """Pixels [n,2] (x, y, from the edge of the first one) of points [n,3] that a camera sees."""
+    """Return the pixels [n,2] (x, y, measured from the edge of pixel 0) of points [n,3] seen by a camera."""
     seen = (points - pose[:3, 3]) @ pose[:3, :3]
     fx, fy, cx, cy = lens
     return np.stack([fx * seen[:, 0] / seen[:, 2] + cx, fy * seen[:, 1] / seen[:, 2] + cy], axis=1)
@@ -25,7 +25,8 @@ def test_a_tile_is_where_pose_and_lens_put_it_in_every_frame(tmp_path):
         room.write_room(tmp_path / "room")
     clips, framing = tmp_path / "room" / "clips", Framing(height=32, width=32, num_frames=9, fps=8)
     middles = np.arange(-1.75, 2, 0.5)
-    tiles = np.array([[x, y, 2.0] for x in middles for y in (-0.75, -0.25, 0.25, 0.75)])  # of the wall ahead
+    # on the wall in front of the camera
+    tiles = np.array([[x, y, 2.0] for x in middles for y in (-0.75, -0.25, 0.25, 0.75)])
     dark = (np.floor(tiles[:, :2] / room.TILE).sum(1) % 2).astype(bool)
     checked = 0
     for number in (1, 7, 24):

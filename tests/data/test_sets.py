@@ -1,4 +1,4 @@
-"""Several sets with weights: shares of the draws, ids, hold-out, and what does not fit."""
+"""Weighted mixtures of data sets: draw frequencies, ids, holdout, and rejected recipes."""
 
 from collections import Counter
 
@@ -7,42 +7,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from each_case import check_each
+from folders import put, sft_recipe
 from wfm_ds.data.datasets import load_data
-from wfm_ds.data.mixture import epoch_counts, repeat_samples
 from wfm_ds.data.order import sample_index
+from wfm_ds.data.samples import epoch_counts, repeat_samples
 from wfm_ds.errors import DataError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.data import DataRecipe
-from wfm_ds.recipe.schema import Recipe
 
 
 @pytest.fixture
 def folder(tmp_path):
     for name, count in (("cats", 30), ("dogs", 10)):
-        (tmp_path / name).mkdir()
-        for i in range(count):
-            (tmp_path / name / f"{i:02}.png").touch()
-            (tmp_path / name / f"{i:02}.txt").write_text(f"{name} {i}")
+        put(tmp_path / name, {f"{i:02}.png": None for i in range(count)})
+        put(tmp_path / name, {f"{i:02}.txt": f"{name} {i}" for i in range(count)})
     return tmp_path
 
 
 def recipe(folder, *sets, **keys):
-    return Recipe.model_validate(
-        {
-            "run": {"output_dir": "out", "steps": 1},
-            "model": {"path": "tiny:sd3"},
-            "data": {
-                "kind": "sets",
-                "path": str(folder),
-                "sets": list(sets),
-                "cache_dir": str(folder / "cache"),
-                **keys,
-            },
-            "sampling": {"height": 32, "width": 32},
-            "algorithm": {"name": "sft"},
-            "validation": {"holdout": 0.2},
-        }
-    )
+    data = {"kind": "sets", "path": str(folder), "sets": list(sets), "cache_dir": str(folder / "cache"), **keys}
+    return sft_recipe(data, holdout=0.2)
 
 
 def test_a_set_is_drawn_in_the_share_of_its_weight(folder, caplog):
@@ -60,7 +44,7 @@ def test_a_set_is_drawn_in_the_share_of_its_weight(folder, caplog):
     assert max(times["dogs"]) - min(times["dogs"]) <= 1
     held = {sample.prompt.text for sample in data.held_out}
     assert held
-    assert not held & set(shown)  # no copy of what is held out is trained on
+    assert not held & set(shown)  # held-out prompts are not in the training data
     assert len(held) + len(shown) == 40
     assert "data.sets: dogs: " in caplog.text
     assert "75% of an epoch" in caplog.text

@@ -1,4 +1,4 @@
-"""Prompts drawn by the spread of their rewards: exact shares, and what is known of a prompt."""
+"""Prompts drawn in proportion to their reward std: exact frequencies, and the stored statistics."""
 
 import json
 import math
@@ -18,7 +18,7 @@ VARIANCES = st.lists(st.one_of(st.none(), st.just(0.0), st.floats(1e-12, 1e6)), 
 
 
 def table_of(variances, floor=0.14, memory=0.6):
-    """A table in which each prompt was observed once, or never where None stands."""
+    """Return a table with one observation of each prompt; None means no observation."""
     table = RewardStdTable(len(variances), floor=floor, memory=memory)
     for prompt, variance in enumerate(variances):
         if variance is not None:
@@ -35,7 +35,7 @@ def test_over_all_starts_each_prompt_comes_exactly_by_its_weight(weights, count)
             for start in range(total)
         ]
     )
-    assert counts.sum(axis=0).tolist() == [count * weight for weight in weights]  # of `total` draws
+    assert counts.sum(axis=0).tolist() == [count * weight for weight in weights]  # out of `total` draws
     assert (counts.sum(axis=1) == count).all()
     for of_prompt, weight in zip(counts.T, weights, strict=True):
         share = Fraction(count * weight, total)
@@ -46,7 +46,7 @@ def test_over_all_starts_each_prompt_comes_exactly_by_its_weight(weights, count)
 def test_no_share_is_below_the_floor(variances, floor):
     weights = table_of(variances, floor).weights()
     spreads = [math.sqrt(v) for v in variances if v is not None]
-    # The largest weight is 1: floor / (n (max + floor)) in the terms of a weight spread / max + floor / (1 - floor).
+    # The largest weight is 1: floor / (n (max + floor)) for weights of the form std / max + floor / (1 - floor).
     assert int(weights.min()) * len(weights) >= Fraction(floor) * int(weights.sum())
     assert int(weights.max()) <= UNIT
     if any(spreads):
@@ -111,7 +111,7 @@ def test_a_step_draws_by_the_weights_and_no_prompt_twice_unless_its_share_is_mor
 
 
 def test_rewards_that_differ_by_rounding_errors_draw_the_same_prompts():
-    """As they do where ranks cut their batches elsewhere."""
+    """Rounding differs if the number of ranks changes the micro-batches."""
     variances = np.random.default_rng(0).random(40)
     moved = variances * (1 + 1e-6 * np.random.default_rng(1).standard_normal(40))
     one, other = table_of(variances).weights(), table_of(moved).weights()
@@ -126,7 +126,7 @@ def test_a_draw_follows_from_seed_and_step():
     draws = [draw_prompts(weights, 3, seed=seed, step=step) for seed in (0, 1) for step in range(4)]
     assert draws == [draw_prompts(weights, 3, seed=seed, step=step) for seed in (0, 1) for step in range(4)]
     assert draws[:4] != draws[4:]
-    # A run that goes on with another version of numpy or of this code must draw the same.
+    # A resumed run must draw the same prompts with other versions of numpy or of this code.
     assert draws[:4] == [[7, 5, 4], [0, 3, 1], [3, 1, 0], [4, 5, 0]]
 
 

@@ -1,36 +1,27 @@
-"""Streamed data sets: the rows of the data set, from any mark on, in equal batches at any number of ranks."""
+"""Streamed data sets: the same rows as the full data set, resuming from any position, and equal batches on any number
+of ranks."""
 
-import io
 import itertools
 import json
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from each_case import check_each
+from folders import encode_image, sft_recipe
 from wfm_ds.data.datasets import build_sample_set, load_data
-from wfm_ds.data.hf_stream import COMMIT, HfStream, stream_version
+from wfm_ds.data.hf_stream import COMMIT, HfStream, StreamSource, stream_version
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
-from wfm_ds.data.stream_source import StreamSource
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
-from wfm_ds.recipe.schema import Recipe
 
 FRAMING = Framing(height=16, width=16)
 NUM_ROWS, EMPTY, BROKEN = 11, 2, 6
 
 
 def recipe_of(data, **validation):
-    return Recipe(
-        run={"output_dir": "unused", "steps": 1},
-        model={"path": "unused"},
-        data={"kind": "hf", "path": str(data), "streaming": True, "shuffle": False},
-        sampling={"height": 16, "width": 16},
-        algorithm={"name": "sft"},
-        validation=validation,
-    )
+    return sft_recipe({"kind": "hf", "path": str(data), "streaming": True, "shuffle": False}, **validation)
 
 
 @check_each(
@@ -72,7 +63,8 @@ def hf(tmp_path, monkeypatch):
 
 @pytest.fixture
 def shards(hf, tmp_path):
-    """Two shards of 7 and 4 rows in row groups of 3; row EMPTY has no caption, the image of row BROKEN is none."""
+    """Write shards of 7 and 4 rows in row groups of 3. Row EMPTY has no caption, and the image of row BROKEN is
+    invalid."""
     features = hf.Features({"image": hf.Image(), "text": hf.Value("string"), "shot": hf.Value("int64")})
     folder = tmp_path / "set" / "data"
     folder.mkdir(parents=True)
@@ -88,9 +80,7 @@ def shards(hf, tmp_path):
 
 
 def encoded(seed):
-    file = io.BytesIO()
-    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(file, "PNG")
-    return file.getvalue()
+    return encode_image(np.random.default_rng(seed).integers(0, 256, (16, 16, 3), dtype=np.uint8))
 
 
 def stream(path, **keys):
@@ -179,7 +169,7 @@ def test_batches_are_equal_at_any_number_of_ranks_and_when_a_run_goes_on_with_an
     usable = [row for row in stream(shards).read(28)]
     for row, fact in zip(usable, itertools.chain(*steps), strict=True):
         if row.sample.id == f"train/{BROKEN:09}":
-            assert fact[2] != row.sample.id  # another row of the step stands in for it
+            assert fact[2] != row.sample.id  # replaced by another row of the step
         else:
             assert fact[1:3] == (row.epoch, row.sample.id)
             assert fact[4] == load_media(row.sample.media, FRAMING, draw_centre).tobytes()

@@ -1,13 +1,13 @@
-"""The kind of data of docs/data_layouts.md as the page has it."""
+"""The user-defined data kind of docs/data_layouts.md, tested with the code of that page."""
 
 import pytest
 from PIL import Image
 
 from each_case import check_each
+from folders import sft_recipe
 from pages import write_code
 from wfm_ds.data.datasets import load_data
 from wfm_ds.errors import DataError
-from wfm_ds.recipe.schema import Recipe
 
 ROWS = ["a.png,a red square,red", "b.png,a blue square,blue", "c.png,,nothing", "d.png,not there,gone"]
 
@@ -24,7 +24,7 @@ class Twice(CaptionTable):
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
-    """`recipe(**data)`: a recipe on a folder of the page's kind, with these keys changed."""
+    """`recipe(**data)`: return an SFT recipe on a folder of this kind, with these keys of the data section changed."""
     write_code("data_layouts.md", "my_data.py", tmp_path)
     (tmp_path / "twice_data.py").write_text(TWICE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -33,15 +33,7 @@ def recipe(tmp_path, monkeypatch):
     (tmp_path / "captions.csv").write_text("\n".join(["file,caption,short", *ROWS]))
 
     def made(**data):
-        return Recipe.model_validate(
-            {
-                "run": {"output_dir": "out", "steps": 1},
-                "model": {"path": "tiny:sd3"},
-                "data": {"kind": "my_data:CaptionTable", "path": str(tmp_path), "max_bad_fraction": 0.5, **data},
-                "sampling": {"height": 16, "width": 16},
-                "algorithm": {"name": "sft"},
-            }
-        )
+        return sft_recipe({"kind": "my_data:CaptionTable", "path": str(tmp_path), "max_bad_fraction": 0.5, **data})
 
     return made
 

@@ -1,4 +1,4 @@
-"""Clips: which frames are chosen, that they are exactly the ones decoded, and a named failure for every bad file."""
+"""Video decoding: the chosen frames, their exact decoding, and a named error for every bad file."""
 
 import math
 import struct
@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from clips import index_of, level, write_clip
 from each_case import check_each
-from wfm_ds.data.media import load_media, media_size
+from wfm_ds.data.media import HD_HEIGHT, choose_frames, load_clip, load_media, media_size
 from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
-from wfm_ds.data.video import HD_HEIGHT, choose_frames, load_clip
 
 HEIGHT, WIDTH = 32, 48
 NOWHERE = LocalFile("nowhere.mp4")
@@ -31,7 +30,7 @@ def indices(path, u, **framing):
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
-    """40 frames at 24 a second, B-frames, a key frame every 12."""
+    """Write a clip of 40 frames at 24 fps with B-frames and a keyframe every 12 frames."""
     return write_clip(tmp_path_factory.mktemp("clip") / "a.mp4", g="12", bf="2")
 
 
@@ -61,7 +60,7 @@ def choose(seconds, u, **framing):
 
 @given(st.data())
 def test_a_clip_keeps_its_rate_and_stays_inside(data):
-    """Sources of any rate at least as fast, with the jitter of millisecond timestamps."""
+    """For sources of at least the requested fps, with timestamps rounded to milliseconds."""
     count, fps = data.draw(st.integers(2, 60)), data.draw(st.floats(2, 30))
     source = fps * data.draw(st.floats(1, 6))
     total = math.ceil((count - 1) / fps * source) + 1 + data.draw(st.integers(0, 300))
@@ -103,7 +102,7 @@ def test_a_source_slower_than_asked_is_refused_unless_repeats_are_allowed():
 
 
 def test_half_a_frame_may_lack_and_no_more():
-    """17 frames at 8 a second span 2 s; a source of 24 frames a second lacks less than 1/48 s."""
+    """17 frames at 8 fps span 2 s; a 24 fps source may be shorter than that by up to 1/48 s."""
     assert choose(np.arange(49) / 24, 0.9, num_frames=17, fps=8)[-1] == 48
     with pytest.raises(BadMedia, match=r"1\.96 s, but clips have 2\.00 s \(17 frames\)") as raised:
         choose(np.arange(48) / 24, 0.9, num_frames=17, fps=8)
@@ -115,7 +114,7 @@ def test_half_a_frame_may_lack_and_no_more():
 
 
 def test_variable_rates_follow_the_clock_and_not_the_count(tmp_path):
-    """Ten frames in the first second, thirty in the next: at 8 a second the second one is sampled more coarsely."""
+    """The source has 10 frames in the first second and 30 in the next; at 8 fps the next second skips more frames."""
     times = [100 * i for i in range(10)] + [1000 + round(1000 * i / 30) for i in range(31)]
     path = write_clip(tmp_path / "a.mkv", count=len(times), times=times)
     shown = indices(path, 0.0, num_frames=15, fps=8)
@@ -149,7 +148,7 @@ def test_all_frames_are_scaled_and_cut_alike(tmp_path):
     frames = load(path, draw, num_frames=4, width=32, crop="random")
     assert frames.shape == (4, 32, 32, 3)
     assert np.abs(frames.astype(int) - frames[0].astype(int)).max() <= 6
-    left = 20 + 215 * 0.8 / 2  # of the 128 columns 64 are left, from .8 of the room on
+    left = 20 + 215 * 0.8 / 2  # 64 of the 128 columns remain, from 0.8 of the free range on
     assert frames[0, :, 0, 0].mean() == pytest.approx(left, abs=5)
 
 
@@ -159,7 +158,7 @@ def test_too_few_pixels_are_counted_apart(clip):
     assert raised.value.reason == "too_small"
 
 
-# The nine numbers of an MP4's display matrix for a picture that is to be turned clockwise before it is shown.
+# The nine numbers of the display matrix in an MP4 file for a video that players rotate clockwise.
 TURNED_90 = (0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30)
 
 
@@ -198,7 +197,7 @@ def test_unusable_files_have_a_name(clip, tmp_path, make):
         path.write_bytes(b"")
     elif make == "text":
         path.write_text("<html>404 not found</html>")
-    elif make == "playlist":  # FFmpeg would read the file that it names
+    elif make == "playlist":  # FFmpeg would read the file named in the playlist
         path.write_text(f"#EXTM3U\n#EXT-X-TARGETDURATION:1\n#EXTINF:1,\n{clip}\n#EXT-X-ENDLIST\n")
     elif make == "folder":
         path.mkdir()

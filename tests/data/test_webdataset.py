@@ -1,6 +1,5 @@
-"""Shards are read where they are: every name, every damage, and the same samples locally and in S3."""
+"""WebDataset shards: all member names, every kind of damage, and the same samples from local files and from S3."""
 
-import io
 import itertools
 import json
 import os
@@ -11,39 +10,23 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from PIL import Image
 
 from clips import index_of, write_clip
 from each_case import check_each
+from folders import encode_image, write_tar
 from s3 import BUCKET, VARIABLES, CuttingProxy, s3_server
-from wfm_ds.data import tar_index as tar_index_module
+from wfm_ds.data import webdataset
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.pixels import Framing, draw_centre
-from wfm_ds.data.tar_index import load_tar_index
-from wfm_ds.data.webdataset import TarShards, unique_shard_names
+from wfm_ds.data.webdataset import TarShards, load_tar_index, unique_shard_names
 from wfm_ds.errors import DataError, StorageError
 from wfm_ds.storage import filesystem as storage
 
 
-def png(level, size=8):
-    buffer = io.BytesIO()
-    Image.new("RGB", (size, size), (level, level, level)).save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def write_tar(path, members, mode="w", format=tarfile.PAX_FORMAT):
-    with tarfile.open(path, mode, format=format) as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return path
-
-
 def sample(name, level=0, **caption):
     return [
-        (f"{name}.png", png(level)),
+        (f"{name}.png", encode_image(level)),
         (f"{name}.json", json.dumps({"prompt": f"grey {level}", **caption}).encode()),
     ]
 
@@ -53,13 +36,13 @@ def open_shards(*patterns, cache_dir=None, max_bad_fraction=0.99):
 
 
 def ids(found):
-    """Without the folder, which is another one in each test."""
+    """Return the ids without the folder name, which differs between tests."""
     return [sample.id.partition("/")[2] for sample in found.samples]
 
 
 def test_text_that_utf8_cannot_encode_is_a_bad_sample_and_a_pipe_is_one_sentence(tmp_path):
-    lone = ("lone.png", png(1)), ("lone.json", b'{"prompt": "a \\ud800 cat"}')
-    both = ("both.png", png(1)), ("both.json", b'{"tag": "\\ud800"}'), ("both.txt", b"a dog")
+    lone = ("lone.png", encode_image(1)), ("lone.json", b'{"prompt": "a \\ud800 cat"}')
+    both = ("both.png", encode_image(1)), ("both.json", b'{"tag": "\\ud800"}'), ("both.txt", b"a dog")
     tar = write_tar(tmp_path / "a.tar", [*sample("good"), *lone, *both])
     found = open_shards(tar)
     assert [(one.id.split("/")[-1], one.prompt.text, one.prompt.metadata) for one in found.samples] == [
@@ -91,7 +74,7 @@ def test_members_with_one_key_are_a_sample(tmp_path):
     assert [s.prompt.text for s in found.samples] == ["grey 1", "grey 2"]
     assert found.samples[0].prompt.metadata == {"label": 7}
     assert [int(pixels(s)[0, 0, 0]) for s in found.samples] == [1, 2]
-    assert found.bad == {}  # left.png and left.json are fields that nobody asked for
+    assert found.bad == {}  # left.png and left.json are fields that the recipe does not request
 
 
 def test_text_files_are_captions_and_objects_beside_them_metadata(tmp_path):
@@ -107,7 +90,12 @@ def test_text_files_are_captions_and_objects_beside_them_metadata(tmp_path):
 
 def test_each_kind_of_bad_entry_is_counted(tmp_path):
     members = [*sample("good")]
-    members += [("alone.png", png(0)), ("text.txt", b"nothing to see"), ("empty.png", png(0)), ("empty.txt", b" ")]
+    members += [
+        ("alone.png", encode_image(0)),
+        ("text.txt", b"nothing to see"),
+        ("empty.png", encode_image(0)),
+        ("empty.txt", b" "),
+    ]
     members += [("two.png", b""), ("two.jpg", b""), ("two.txt", b"x"), ("latin.png", b""), ("latin.txt", b"caf\xe9")]
     members += [*sample("other"), *sample("good"), ("model.pth", b"x"), ("code.py", b"x"), ("x.pickle", b"x")]
     write_tar(tmp_path / "a.tar", members)
@@ -118,7 +106,7 @@ def test_each_kind_of_bad_entry_is_counted(tmp_path):
         "no_json": [f"{shard}#alone"],
         "no_media": [f"{shard}#text"],
         "no_prompt": [f"{shard}#empty", f"{shard}#latin"],
-        "ambiguous": [f"{shard}#two", f"{shard}#good"],  # a key that comes back is another sample of the same name
+        "ambiguous": [f"{shard}#two", f"{shard}#good"],  # a repeated key is counted as a sample with a duplicate name
     }
 
 
@@ -126,7 +114,7 @@ def test_names_are_keys_and_never_paths(tmp_path):
     members = [*sample("../../outside", 1), *sample("/etc/absolute", 2), (".hidden.png", b""), ("__MACOSX", b"")]
     link = tarfile.TarInfo("link.png")
     link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
-    path = write_tar(tmp_path / "in" / "a.tar", members) if (tmp_path / "in").mkdir() is None else None
+    path = write_tar(tmp_path / "in" / "a.tar", members)
     with tarfile.open(path, "a") as tar:
         tar.addfile(link)
     found = open_shards(path)
@@ -149,7 +137,7 @@ KEYS = st.lists(st.text("ab", min_size=1, max_size=2), min_size=1, max_size=3).m
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_mix_of_members_gives_exactly_its_pairs(tmp_path_factory, data):
-    """Members of a sample in any order, with others between samples; bytes come back as they went in."""
+    """The members of a sample are in any order, mixed with unrelated members; the bytes are read back unchanged."""
     keys = data.draw(st.lists(KEYS, max_size=5, unique=True))
     members, wanted = [], {}
     for i, key in enumerate(keys):
@@ -172,7 +160,7 @@ def test_any_mix_of_members_gives_exactly_its_pairs(tmp_path_factory, data):
 def test_a_shard_cut_short_gives_what_stands_before(tmp_path):
     path = write_tar(tmp_path / "a.tar", [m for i in range(6) for m in sample(f"{i}", i)])
     content = path.read_bytes()
-    path.write_bytes(content[: content.index(b"4.png") + 530])  # within the fifth picture
+    path.write_bytes(content[: content.index(b"4.png") + 530])  # in the middle of the fifth image
     found = open_shards(path)
     assert found.bad == {"shard": [str(path)]}
     assert [int(pixels(s)[0, 0, 0]) for s in found.samples] == list(range(4))
@@ -180,7 +168,7 @@ def test_a_shard_cut_short_gives_what_stands_before(tmp_path):
 
 @check_each("damage", ["header", "cut at a member", "cut within a header"])
 def test_a_shard_that_ends_without_its_end_is_not_intact(tmp_path, damage):
-    """tarfile alone takes each of these for the end of the tar."""
+    """tarfile itself reads each of these as the regular end of the tar."""
     path = write_tar(tmp_path / "a.tar", [m for i in range(6) for m in sample(f"{i}", i)])
     content = path.read_bytes()
     header = content.index(b"4.png")
@@ -209,7 +197,6 @@ def test_what_is_no_tar_is_named(tmp_path):
 
 def test_ids_tell_shards_apart(tmp_path):
     for part in ("x", "y"):
-        (tmp_path / part).mkdir()
         for number in range(2):
             write_tar(tmp_path / part / f"{number:03}.tar", sample("0", number))
     found = open_shards(tmp_path / "x" / "{000..001}.tar", tmp_path / "y" / "*.tar", tmp_path / "x" / "000.tar")
@@ -221,7 +208,6 @@ def test_ids_tell_shards_apart(tmp_path):
 
 def test_an_id_does_not_depend_on_other_shards_nor_on_how_its_own_is_addressed(tmp_path, monkeypatch):
     for folder in ("x", "y/deep"):
-        (tmp_path / folder).mkdir(parents=True)
         write_tar(tmp_path / folder / "0.tar", sample("0"))
     alone = open_shards(tmp_path / "x" / "0.tar").samples
     monkeypatch.chdir(tmp_path / "x")
@@ -233,16 +219,17 @@ def test_an_index_is_kept_until_the_shard_changes(tmp_path, monkeypatch):
     path = write_tar(tmp_path / "a.tar", sample("one"))
     first = load_tar_index(str(path), tmp_path / "cache")
     reads = []
-    read = tar_index_module.scan_tar
-    monkeypatch.setattr(tar_index_module, "scan_tar", lambda *a: reads.append(a) or read(*a))
+    read = webdataset.scan_tar
+    monkeypatch.setattr(webdataset, "scan_tar", lambda *a: reads.append(a) or read(*a))
     assert load_tar_index(str(path), tmp_path / "cache") == first
     assert reads == []
     write_tar(path, [*sample("one"), *sample("two")])
     assert len(load_tar_index(str(path), tmp_path / "cache").members) == 4
     (kept,) = [p for p in (tmp_path / "cache").rglob("*.json") if "two" in p.read_text()]
-    kept.write_text('{"half": ')
-    assert len(load_tar_index(str(path), tmp_path / "cache").members) == 4
-    assert len(reads) == 2
+    for damaged in ('{"half": ', "[" * 99999, "[]", "{}"):
+        kept.write_text(damaged)
+        assert len(load_tar_index(str(path), tmp_path / "cache").members) == 4
+    assert len(reads) == 5
 
 
 def test_videos_in_shards_train_like_those_in_files(tmp_path):
@@ -253,25 +240,19 @@ def test_videos_in_shards_train_like_those_in_files(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def server():
+def server(tmp_path_factory):
     with s3_server() as (url, client):
         for number in range(2):
-            body = io.BytesIO()
             noise = np.random.default_rng(number)
-            with tarfile.open(fileobj=body, mode="w") as tar:
-                for i in range(6):
-                    picture = io.BytesIO()
-                    Image.fromarray(noise.integers(0, 256, (120, 120, 3), dtype=np.uint8)).save(picture, "PNG")
-                    for name, content in ((f"{i}.png", picture.getvalue()), (f"{i}.txt", b"noise")):
-                        info = tarfile.TarInfo(name)
-                        info.size = len(content)
-                        tar.addfile(info, io.BytesIO(content))
-            client.put_object(Bucket=BUCKET, Key=f"set/{number:03}.tar", Body=body.getvalue())
+            pictures = [encode_image(noise.integers(0, 256, (120, 120, 3), dtype=np.uint8)) for _ in range(6)]
+            members = [part for i, p in enumerate(pictures) for part in ((f"{i}.png", p), (f"{i}.txt", b"noise"))]
+            shard = write_tar(tmp_path_factory.mktemp("shard") / "0.tar", members)
+            client.put_object(Bucket=BUCKET, Key=f"set/{number:03}.tar", Body=shard.read_bytes())
         yield url
 
 
 def test_s3_shards_stream_through_a_network_that_breaks(server, tmp_path, monkeypatch):
-    """The same batches as from the files, though connections are cut while shards are indexed and while they train."""
+    """The batches equal the batches of local files although connections are cut during indexing and during training."""
     proxy = CuttingProxy(server)
     fsspec.get_filesystem_class("s3").clear_instance_cache()
     for name, value in zip(VARIABLES, ("key", "secret", proxy.url, "us-east-1"), strict=True):
@@ -297,7 +278,7 @@ def test_s3_shards_stream_through_a_network_that_breaks(server, tmp_path, monkey
                 assert theirs.sample_id == ours.sample_id
                 np.testing.assert_array_equal(theirs.pixels, ours.pixels)
         assert proxy.num_cut >= 4
-        proxy.cuts = 1000  # for good: no fault of the samples, so none is skipped
+        proxy.cuts = 1000  # permanent failure: this is not a bad sample, so nothing is skipped
         with pytest.raises(StorageError, match=r"s3://shards/set/00\d\.tar cannot be read"):
             sources[0].read_batch(9, 0, 1)
     finally:

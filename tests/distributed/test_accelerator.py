@@ -1,4 +1,4 @@
-"""One answer to the question whether this process computes on GPUs, and the device of a thread."""
+"""Selection of GPUs or the CPU for this process, and the device of a thread."""
 
 import threading
 
@@ -10,13 +10,14 @@ from wfm_ds.cli.doctor.command import count_visible_gpus
 from wfm_ds.cli.doctor.machine import gpu_finding
 from wfm_ds.distributed import accelerator
 from wfm_ds.distributed.accelerator import choose_accelerator, uses_cuda
+from wfm_ds.distributed.ranks import LOOPBACK, LaunchedRank
 from wfm_ds.distributed.world import World
 from wfm_ds.models.assets.loading import select_device
 
 
 @pytest.fixture
 def machine_with_gpus(monkeypatch):
-    """What torch says on a machine with two GPUs, neither of which may be touched."""
+    """Simulate a machine with two GPUs; using one of them fails the test."""
 
     def touched(*args):
         raise AssertionError("a GPU was touched")
@@ -29,11 +30,12 @@ def machine_with_gpus(monkeypatch):
 
 @pytest.fixture
 def in_a_group(monkeypatch):
-    """This process as the only rank of a group that exists already."""
+    """Simulate a process group with this process as its only rank."""
     for name, value in {"is_initialized": True, "get_rank": 0, "get_world_size": 1}.items():
         monkeypatch.setattr(dist, name, lambda value=value: value)
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.setenv(name, "0")
+    only_rank = LaunchedRank(0, 1, 0, 1, LOOPBACK, 29500, "RANK")
+    for name, value in only_rank.variables().items():  # restored after the test: World.join sets them too
+        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize(("said", "answer"), [("cpu", False), ("cuda", True), (None, True)])
@@ -61,7 +63,7 @@ def test_the_doctor_says_that_gpus_are_not_used(machine_with_gpus, monkeypatch):
 
 
 def test_without_a_gpu_deepspeed_is_told_the_cpu(monkeypatch):
-    monkeypatch.setenv("DS_ACCELERATOR", "")  # put back after the test
+    monkeypatch.setenv("DS_ACCELERATOR", "")  # monkeypatch restores it after the test
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     choose_accelerator()
@@ -69,7 +71,7 @@ def test_without_a_gpu_deepspeed_is_told_the_cpu(monkeypatch):
 
 
 def test_a_thread_computes_on_the_device_that_it_is_given(monkeypatch):
-    """torch.cuda keeps one current device for each thread, 0 at first: here by a list for each."""
+    """torch.cuda stores the current device of each thread, initially 0; a thread-local variable replaces it here."""
     here = threading.local()
     seen = []
 

@@ -1,4 +1,4 @@
-"""The switch of engine.deterministic in one process. That it reaches all of them: tests/end_to_end."""
+"""engine.deterministic in one process. tests/end_to_end tests that it applies to all processes."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Who is blamed when a run cannot go on: a history of what ranks said, and one sentence."""
+"""Which rank is blamed if a run fails: from a history of the ranks' messages to a one-line report."""
 
 import math
 
@@ -11,7 +11,7 @@ SILENT_S, STUCK_S, AWAKE_S = 45.0, 600.0, 10.0
 
 @pytest.fixture
 def states():
-    """Three ranks that joined at second 0 and have begun one thing; these histories skip hours."""
+    """Return the states of three ranks that joined at second 0 and started one operation, without suspension checks."""
     return joined(awake_s=math.inf)
 
 
@@ -46,7 +46,7 @@ def test_a_closed_connection_is_blamed_once_the_others_had_time_to_fail_too(stat
 def test_who_failed_by_itself_is_blamed_before_its_consequences(states):
     states.record_failure(0, "RuntimeError: Connection closed by peer", True, 10.0)
     states.record_failure(1, "ZeroDivisionError: division by zero", False, 10.2)
-    states.record_disconnect(1, "its connection closed", 10.3)  # it had said why
+    states.record_disconnect(1, "its connection closed", 10.3)  # its failure was already recorded
     fault = states.find_fault(10.0 + SETTLE_S)
     assert fault.text == "rank 1 (process 101 on node-1) failed: ZeroDivisionError: division by zero"
 
@@ -55,7 +55,7 @@ def test_silence_is_as_good_as_gone_and_a_whole_node_is_one_sentence(states):
     beats(states, SILENT_S, {0: 1})
     assert states.find_fault(SILENT_S) is None
     beats(states, SILENT_S + 1, {0: 1})
-    assert states.find_fault(SILENT_S + 1) is None  # it settles
+    assert states.find_fault(SILENT_S + 1) is None  # within the settling time
     fault = states.find_fault(SILENT_S + 1 + SETTLE_S)
     assert fault.ranks == (1, 2)
     assert "rank 2 (process 102 on node-2) are gone: no sign of life for 46 s" in fault.text
@@ -105,7 +105,7 @@ def test_a_rank_that_is_done_may_leave(states):
 def test_a_job_that_was_suspended_goes_on_and_who_does_not_wake_is_missed():
     states = joined(AWAKE_S)
     assert states.find_fault(1.0) is None
-    assert states.find_fault(9001.0) is None  # nobody has beaten yet: rank 0 looks first
+    assert states.find_fault(9001.0) is None  # no heartbeat was received yet, so rank 0 waits
     beats(states, 9002.0, {0: 1, 1: 1})
     for now_s in range(9003, 9035):
         beats(states, now_s, {0: 1, 1: 1})
@@ -132,7 +132,7 @@ def test_who_does_not_come_to_an_exchange_that_others_give_up_is_missing(states)
     beats(states, 1.0, {0: 7, 1: 6, 2: 7})
     beats(states, 60.0, {0: 7, 1: 6, 2: 7})
     states.record_failure(0, "RuntimeError: another rank did not come within 60 s", True, 61.0)
-    assert states.find_fault(61.0 + SETTLE_S) is None  # where the others are was heard before
+    assert states.find_fault(61.0 + SETTLE_S) is None  # the last known positions are older than the failure
     beats(states, 64.0, {1: 6, 2: 7})
     fault = states.find_fault(64.0)
     assert (fault.ranks, fault.stuck) == ((1,), True)

@@ -1,4 +1,4 @@
-"""Real processes that beat over real sockets; none of them loads torch."""
+"""Heartbeats between real processes over real sockets, without torch."""
 
 import json
 import os
@@ -78,7 +78,7 @@ class Process:
 
 @pytest.fixture
 def three():
-    """Starts three ranks with these limits."""
+    """Start three ranks with these limits."""
     started = []
 
     def start(**limits):
@@ -113,7 +113,8 @@ def test_a_killed_rank_0_is_named_too(three):
         assert rank.process.wait(WAIT_S) == 1
 
 
-@pytest.mark.parametrize("stopped", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("stopped", [0, 2])
 def test_a_stopped_rank_is_named(three, stopped):
     ranks = three(silent_s=8.0)
     os.kill(ranks[stopped].process.pid, signal.SIGSTOP)
@@ -130,7 +131,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(three):
     ranks = three(silent_s=8.0)
     for rank in reversed(ranks):
         os.kill(rank.process.pid, signal.SIGSTOP)
-    threading.Event().wait(9.0)  # longer than silence may be: what is tested
+    threading.Event().wait(9.0)  # longer than the silence limit, which this test checks
     for rank in reversed(ranks):
         os.kill(rank.process.pid, signal.SIGCONT)
     threading.Event().wait(2.0)
@@ -150,7 +151,7 @@ def test_a_rank_that_stands_still_while_others_wait_is_named_and_shows_where(thr
         assert "is stuck: no progress for " in text
         assert text.endswith(" at start; the other ranks wait for it")
         assert rank.process.wait(WAIT_S) == 1
-    assert "most recent call first" in ranks[1].process.stderr.read()  # its stack
+    assert "most recent call first" in ranks[1].process.stderr.read()  # rank 1 prints its stack
     assert "most recent call first" not in ranks[2].process.stderr.read()
 
 
@@ -232,13 +233,13 @@ def test_an_address_that_nobody_listens_on_is_a_users_error(monkeypatch):
 
 
 def test_a_foreign_address_is_listened_to_everywhere(caplog):
-    with heartbeat.listen_on_host("192.0.2.1") as server:  # an address for documentation: nobody's
+    with heartbeat.listen_on_host("192.0.2.1") as server:  # an address reserved for documentation, which no host has
         assert server.getsockname()[0] in ("0.0.0.0", "::")
     assert "cannot listen on 192.0.2.1" in caplog.text
 
 
 def test_several_machines_reach_rank_0_where_its_own_name_is_a_loopback_address():
-    """127.0.1.1 stands for the address that rank 0 knows of itself, 127.0.0.1 for the one that others use."""
+    """127.0.1.1 is the address that rank 0 resolves for itself; other ranks use 127.0.0.1."""
     registry = RankRegistry(RankStates(2, **PATIENT), "127.0.1.1", all_addresses=True)
     beating = Heartbeat((HOST, registry.port), registry.token, 1, on_end=print, liveness=Liveness())
     beating.stop()

@@ -9,13 +9,15 @@ import pytest
 
 from each_case import check_each
 from wfm_ds.distributed import lifecycle
+from wfm_ds.errors import UserError
 
 WAIT_S = 30
 LAUNCHER_KEYS = ("LOCAL_RANK", "RANK", "WFM_LAUNCH_PID", "WFM_STATUS_FILE")
+ONE_RANK = {"RANK": "0", "WORLD_SIZE": "1"}
 
 
 def start(code, **env):
-    """A Python process that says `ready` when it is; `code` runs with lifecycle imported."""
+    """Start a Python process with lifecycle imported, which runs `code` and prints `ready`."""
     clean = {k: v for k, v in os.environ.items() if k not in LAUNCHER_KEYS} | env
     lines = f"import os, signal, subprocess, sys, threading\nfrom wfm_ds.distributed import lifecycle\n{code}"
     command = [sys.executable, "-c", lines]
@@ -56,7 +58,7 @@ def test_a_killed_launcher_ends_the_rank_even_while_it_is_a_zombie():
         WFM_LAUNCH_PID=str(launcher.pid),
     )
     wait_ready(rank)
-    launcher.kill()  # not reaped before the rank has ended
+    launcher.kill()  # it remains a zombie until the rank has ended
     code, _, err = finish(rank)
     finish(launcher)
     assert code == lifecycle.ORPHAN_EXIT_CODE
@@ -66,10 +68,10 @@ def test_a_killed_launcher_ends_the_rank_even_while_it_is_a_zombie():
 def test_a_rank_ends_when_its_parent_is_gone():
     child = "from wfm_ds.distributed import lifecycle; import threading; lifecycle.watch_parent(0.05); "
     child += "print('ready', flush=True); threading.Event().wait(60)"
-    parent = start(f"subprocess.run([sys.executable, '-c', {child!r}])", LOCAL_RANK="0")
+    parent = start(f"subprocess.run([sys.executable, '-c', {child!r}])", **ONE_RANK)
     wait_ready(parent)
     parent.kill()
-    code, _, err = finish(parent)  # its standard error is open until the child has ended
+    code, _, err = finish(parent)  # its stderr stays open until the child has ended
     assert code == -signal.SIGKILL
     assert err.endswith("exits: its launcher has died\n")
 
@@ -78,7 +80,8 @@ def test_a_watch_can_be_stopped_and_a_run_from_a_shell_is_not_watched(monkeypatc
     for key in LAUNCHER_KEYS:
         monkeypatch.delenv(key, raising=False)
     assert lifecycle.watch_parent() is None
-    monkeypatch.setenv("LOCAL_RANK", "0")
+    for key, value in ONE_RANK.items():
+        monkeypatch.setenv(key, value)
     watch = lifecycle.watch_parent()
     assert "parent-watch" in {thread.name for thread in threading.enumerate()}
     watch.stop()
@@ -95,16 +98,25 @@ def test_the_status_is_written_whole_where_the_launcher_wants_it(tmp_path, monke
 
 
 def test_a_user_error_is_said_once_by_rank_0():
-    exit_line = "lifecycle.exit_with_user_error('no such file', {})"
-    first, second = start(exit_line.format(0)), start(SAY_READY + exit_line.format(1))
+    exit_line = "lifecycle.exit_with_user_error('no such file', prints={})"
+    first, second = start(exit_line.format(True)), start(SAY_READY + exit_line.format(False))
     wait_ready(second)
     assert finish(first) == (2, "", "error: no such file\n")
     assert second.poll() is None  # it waits for the launcher
-    # A signal before the handler is there ends it as well: silently, with the signal's code.
+    # Before the handler is installed, a signal ends the process too: without a message, with the signal's exit code.
     second.terminate()
     code, out, err = finish(second)
     assert (out, err) == ("", "")
     assert code in (2, -signal.SIGTERM)
+
+
+def test_the_first_rank_of_each_node_prints_an_error_before_the_ranks_meet():
+    """Only the second node may lack a file."""
+    ranks = {(0, 0): "error: x\n", (1, 1): "", (2, 0): "error: x\n", (3, 1): ""}
+    for (rank, local_rank), printed in ranks.items():
+        variables = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": local_rank, "LOCAL_SIZE": 2, "MASTER_ADDR": "a"}
+        code = f"os.environ.update({ {name: str(value) for name, value in variables.items()} })\n"
+        assert finish(start(code + "lifecycle.EXIT_WAIT_S = 0\nlifecycle.fail_rank('x')")) == (2, "", printed)
 
 
 @pytest.mark.parametrize("past", [True, False])
@@ -112,19 +124,34 @@ def test_other_ranks_end_with_the_launchers_signal_or_at_the_deadline(past):
     code = "lifecycle.EXIT_WAIT_S = 0.2\nlifecycle.install_signal_handlers()\n"
     if past:
         code = "lifecycle.install_signal_handlers()\nos.kill(os.getpid(), signal.SIGTERM)\n"
-    assert finish(start(code + "lifecycle.exit_with_user_error('x', 3)")) == (2, "", "")
+    assert finish(start(code + "lifecycle.exit_with_user_error('x', prints=False)")) == (2, "", "")
 
 
 def test_a_signal_taken_by_another_thread_ends_the_wait():
     code = "lifecycle.install_signal_handlers()\n"
-    # The main thread blocks the signal, so the kernel gives it to the other one, as torch's threads may get it.
+    # The main thread blocks the signal, so the kernel delivers it to another thread, as can happen with torch's
+    # threads.
     code += "threading.Thread(target=threading.Event().wait, daemon=True).start()\n"
     code += "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\n"
-    code += SAY_READY + "lifecycle.EXIT_WAIT_S = 600\nlifecycle.exit_with_user_error('x', 1)"
+    code += SAY_READY + "lifecycle.EXIT_WAIT_S = 600\nlifecycle.exit_with_user_error('x', prints=False)"
     process = start(code)
     wait_ready(process)
     process.terminate()
     assert finish(process) == (2, "", "")
+
+
+def test_a_rank_receives_the_signals_that_its_launcher_blocked():
+    code = "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})\nos.kill(os.getpid(), signal.SIGTERM)\n"
+    process = start(code + "sys.stdout.write(str(lifecycle.install_signal_handlers().is_set))")
+    assert finish(process) == (0, "True", "")
+
+
+def test_the_exit_code_of_a_preempted_run():
+    assert lifecycle.read_preempted_code({}) == 0
+    assert lifecycle.read_preempted_code({"WFM_PREEMPTED_CODE": "75"}) == 75
+    for wrong in ("256", "-1", "stop", ""):
+        with pytest.raises(UserError, match=f"^WFM_PREEMPTED_CODE must be an exit code from 0 to 255, got '{wrong}'$"):
+            lifecycle.read_preempted_code({"WFM_PREEMPTED_CODE": wrong})
 
 
 @check_each(

@@ -46,6 +46,21 @@ def test_console_is_rank_0s_and_shows_our_info_and_all_warnings(tmp_path, capsys
         assert len(lines(tmp_path / "logs" / f"rank_{rank}.log")) == 4
 
 
+def test_truncated_prompts_are_reported_once_for_each_limit(tmp_path, capsys):
+    setup_logging(tmp_path, 0, console=True)
+    for prompt in ("a", "b"):
+        for limit in ("CLIP can only handle sequences up to 77 tokens", "`max_sequence_length` is set to  256 tokens"):
+            text = f"The following part of your input was truncated because {limit}: ['{prompt}']"
+            logging.getLogger("diffusers.pipelines.sd3").warning(text)
+            logging.getLogger("diffusers.pipelines.sd3").warning("another warning")
+    for shown in (capsys.readouterr().err, (tmp_path / "logs" / "rank_0.log").read_text()):
+        assert shown.count("another warning") == 4
+        assert re.findall(r"handle .*|is set .*", shown) == [
+            "handle sequences up to 77 tokens: ['a']; warnings about other truncated prompts are not shown",
+            "is set to  256 tokens: ['a']; warnings about other truncated prompts are not shown",
+        ]
+
+
 def test_console_off_is_silent_even_for_warnings(tmp_path, capsys):
     setup_logging(None, 0, console=False)
     logging.getLogger("wfm_ds").warning("unseen")
@@ -67,7 +82,7 @@ def test_console_follows_a_replaced_stderr(monkeypatch):
 
     setup_logging(None, 0, console=True)
     screen = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", screen)  # as rich does while it shows a progress line
+    monkeypatch.setattr(sys, "stderr", screen)  # rich does this while it shows a progress line
     logging.getLogger("wfm_ds").info("above the bar")
     assert screen.getvalue().endswith("INFO above the bar\n")
 

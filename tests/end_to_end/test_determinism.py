@@ -1,4 +1,4 @@
-"""engine.deterministic in every process of a run that computes: the rank, and the worker that makes its samples."""
+"""engine.deterministic applies in all processes that run the denoiser: the rank and its rollout worker."""
 
 import os
 import subprocess

@@ -1,5 +1,7 @@
-"""A pipeline of the hub and a folder of NAME.txt captions, from the command line on two ranks; then the run goes on
-after the branch has moved, and another one cannot begin without a network."""
+"""Train on two ranks from the command line, with a Hub pipeline and a folder of images with NAME.txt captions.
+
+The run resumes with the same commit after the branch has changed. A new run without a network fails with a message.
+"""
 
 import json
 import os
@@ -51,7 +53,7 @@ def test_a_run_keeps_the_commit_that_it_began_with(tmp_path, tiny_pipelines):
         assert hub.sent.count("transformer/diffusion_pytorch_model.safetensors") == 1
         assert recipe_file.load_recipe(tmp_path / "out" / "recipe.yaml").model.revision == commit
         assert f'from_pretrained("{NAME}", revision="{commit}"' in "".join((done.stdout + done.stderr).split("\n"))
-        # The branch moves: a new run would take another commit, this one does not ask.
+        # The branch changes. A new run would use the new commit, but the resumed run does not query the Hub.
         hub.repos[NAME].files["README.md"] = b"changed"
         num_sent = len(hub.sent)
         again = train(tmp_path, "run.steps=2", "checkpoint.every=1", endpoint=hub.url, offline="0")

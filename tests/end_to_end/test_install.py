@@ -1,5 +1,7 @@
-"""What pip installs, in an environment of its own that borrows this one's libraries: the command, the recipes, the hook
-for DeepSpeed's own script; from a wheel and editable, and what an uninstall leaves."""
+"""pip installs the command, the recipes and the hook for DeepSpeed's script, as a wheel and editable.
+
+Uninstalling removes everything. The test uses a new virtual environment that imports this environment's libraries.
+"""
 
 import os
 import shutil
@@ -18,7 +20,7 @@ INSTALL = ["-m", "pip", "install", "-q", "--no-deps", "--no-index", "--no-build-
 
 
 def run(*words, cwd):
-    """The output of a command that has nothing of this environment but its libraries. Raises if it fails."""
+    """Run a command with only PATH and HOME of this environment. Return its output. Fails on a nonzero exit code."""
     env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ} | {"DS_ACCELERATOR": "cpu"}
     done = subprocess.run(
         words, cwd=cwd, env=env, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL
@@ -44,10 +46,10 @@ def write_stock(venv):
 
 
 def sources(folder):
-    """A copy of what a wheel is built from: the build writes beside it."""
+    """Copy the sources of a wheel, because the build writes into the source folder."""
     for name in ("backend", "ds_configs", "kernels", "recipes", "reward", "wfm_ds"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md"):
+    for name in ("pyproject.toml", "MANIFEST.in", "README.md"):
         shutil.copy(ROOT / name, folder / name)
     return folder
 
@@ -78,7 +80,7 @@ def test_an_installation_works_in_an_empty_folder_and_leaves_deepspeed_whole(opt
     run(wfm, "recipes", "copy", "sd3_nft", "mine.yaml", cwd=empty)
     assert "--module wfm_ds.train mine.yaml" in run(wfm, "train", "mine.yaml", "--dry-run", cwd=empty)
 
-    write_stock(folder)  # DeepSpeed installed once more, last
+    write_stock(folder)  # as if DeepSpeed were reinstalled after wfm_ds
     assert run(script, "--wfm-version", cwd=empty) == version
     (packages / "wfm_ds_deepspeed.pth").unlink()
     (folder / "bin" / "deepspeed").unlink()

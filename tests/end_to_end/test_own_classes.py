@@ -1,7 +1,8 @@
-"""Classes of the user's own through the command: the files of the pages, beside the working directory's recipe."""
+"""The commands import user-defined classes from the working directory. The classes are the examples in the docs."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +11,14 @@ import pytest
 from PIL import Image
 
 from lumina import tiny_lumina
-from pages import write_code
+from pages import table_rows, write_code
 
 ROOT = Path(__file__).parent.parent.parent
 DEADLINE_S = 240
 
 
 def train(folder, recipe, *overrides):
-    """The command, run in `folder`, which holds the user's modules."""
+    """Run the training command in `folder`, which has the user's modules."""
     return subprocess.run(
         [sys.executable, "-m", "wfm_ds.train", str(ROOT / "tests" / "recipes" / recipe), *overrides],
         cwd=folder,
@@ -31,7 +32,7 @@ def train(folder, recipe, *overrides):
 
 @pytest.fixture
 def wfm(tmp_path):
-    """Runs the command `wfm` in a folder with the user's modules. As in an installation, it is a script elsewhere."""
+    """Run the command `wfm` in a folder with the user's modules. Its script is in another folder, as when installed."""
     script = tmp_path / "bin" / "wfm"
     script.parent.mkdir()
     script.write_text("import sys\nfrom wfm_ds.cli.main import main\nsys.exit(main())\n")
@@ -70,7 +71,7 @@ def test_wfm_checks_a_family_in_the_current_folder(wfm):
 
 @pytest.mark.slow
 def test_wfm_trains_with_an_algorithm_and_two_uses_of_a_reward_in_the_current_folder(wfm):
-    """The launcher, the ranks, the rollout worker, and the reward service with its workers import them."""
+    """The launcher, the ranks, the rollout worker and the reward service with its workers import both classes."""
     write_code("own_algorithm.md", "my_algorithm.py", wfm.folder)
     write_code("own_reward.md", "my_rewards.py", wfm.folder)
     words = ["run.output_dir=out", f"data.path={ROOT / 'recipes/prompts/colors'}"]
@@ -78,26 +79,55 @@ def test_wfm_trains_with_an_algorithm_and_two_uses_of_a_reward_in_the_current_fo
     rewards = [{"name": "my_rewards:Brightness"}, {"name": "my_rewards:Brightness/dark", "options": {"target": 0.0}}]
     words += [f"reward.functions={json.dumps(rewards)}"]
     wfm("train", ROOT / "tests" / "recipes" / "sd3_nft_async.yaml", *words)
-    (line, *_) = (line for line in metrics(wfm.folder / "out") if "reward/total/mean" in line)
+    lines = metrics(wfm.folder / "out")
+    (line, *_) = (line for line in lines if "reward/total/mean" in line)
     means = [line[f"reward/my_rewards:Brightness{label}/mean"] for label in ("", "/dark")]
     assert sum(means) == pytest.approx(1.0)
+    factors = [line["weighted/factor"] for line in lines if "weighted/factor" in line]
+    assert len(factors) > 1
+    assert all(factor > 0 for factor in factors)
+    assert (wfm.folder / "out" / "rollout" / "spawned-0.log").exists()
 
 
 def metrics(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+RECORDER = """
+from pathlib import Path
+
+import torch
+from my_algorithm import RewardWeighted
+
+
+class Recorder(RewardWeighted):
+    uses_group_statistics = True
+    area = "recorder"
+
+    def group_statistics(self, terms, velocity, batch, references):
+        return ["all"] * len(terms), torch.ones_like(batch.weight)
+
+    def __getattribute__(self, name):
+        member = super().__getattribute__(name)
+        if callable(member) and not name.startswith("_"):
+            with Path("calls.txt").open("a") as calls:
+                calls.write(name + "\\n")
+        return member
+"""
+
+
 @pytest.mark.slow
-def test_an_algorithm_of_ones_own_trains_on_rollouts_of_a_worker(tmp_path):
+def test_the_trainer_calls_the_methods_in_the_order_of_the_page(tmp_path):
     write_code("own_algorithm.md", "my_algorithm.py", tmp_path)
-    words = ["run.output_dir=out", f"data.path={ROOT / 'recipes/prompts/colors'}"]
-    words += ["algorithm.name=my_algorithm:RewardWeighted", "algorithm.temperature=0.5"]
-    process = train(tmp_path, "sd3_nft_async.yaml", *words)
+    (tmp_path / "my_recorder.py").write_text(RECORDER)
+    words = ["run.output_dir=out", f"data.path={ROOT / 'recipes/prompts/colors'}", "run.steps=1", "validation.every=0"]
+    process = train(tmp_path, "sd3_nft.yaml", *words, "algorithm.name=my_recorder:Recorder")
     assert process.returncode == 0, process.stdout + process.stderr
-    factors = [line["weighted/factor"] for line in metrics(tmp_path / "out") if "weighted/factor" in line]
-    assert len(factors) > 1
-    assert all(factor > 0 for factor in factors)
-    assert (tmp_path / "out" / "rollout" / "spawned-0.log").exists()
+    page = [re.match(r"`(\w+)", cells[0])[1] for cells in table_rows("own_algorithm.md", "| call | returns |")]
+    calls = [name for name in (tmp_path / "calls.txt").read_text().split() if name in page]
+    start = len(calls) - calls[::-1].index("compute_advantages") - 1  # `wfm check` calls `plan` before the RL step
+    assert calls[start - 1] == "plan"
+    assert list(dict.fromkeys(calls[start - 1 :])) == page
 
 
 @pytest.mark.slow

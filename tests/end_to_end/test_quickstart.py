@@ -1,4 +1,4 @@
-"""The quickstart as `make quickstart` runs it. Slow: two trainings."""
+"""The quickstart as run by `make quickstart`."""
 
 import re
 import subprocess
@@ -9,7 +9,16 @@ import pytest
 from PIL import Image
 
 from each_case import check_each
-from wfm_ds.cli.quickstart import load_demo, parser, prepare_folder, run_rl, run_sft, write_report
+from wfm_ds.cli.main import main
+from wfm_ds.cli.quickstart import (
+    parser,
+    prepare_folder,
+    run_and_show,
+    run_rl,
+    run_sft,
+    run_training,
+    write_report,
+)
 from wfm_ds.demos.digits import std_within_prompts
 from wfm_ds.demos.shapes import PromptedVideo, ShapesDemo, count_correct_starts
 from wfm_ds.errors import UserError
@@ -33,7 +42,11 @@ def test_reinforcement_learning_improves_the_digits_on_held_out_seeds(tmp_path, 
     assert 0.4 <= before <= 0.75
     assert after >= before + 0.15
     assert Image.open(folder / "before.png").size == Image.open(folder / "after.png").size
+    assert (folder / "index.html").read_text().count("<circle") == 2 * 7  # both classifiers, at RL steps 0, 6, ... 36
     assert "pipe.load_lora_weights(" in report
+    assert process.stderr == ""
+    assert "step 36/36" in process.stdout
+    assert "no GPU" not in process.stdout
     (draw,) = re.findall(r"wfm generate(?: .*\\\n)* .*", report)
     words = draw.replace("\\\n", " ").split()[1:]
     process = subprocess.run(
@@ -41,6 +54,37 @@ def test_reinforcement_learning_improves_the_digits_on_held_out_seeds(tmp_path, 
     )
     assert process.returncode == 0, process.stderr
     assert (folder / "more" / "index.html").read_text().count("<img") == 80
+
+
+def test_only_an_rl_recipe_of_the_demo_is_accepted_and_checked_before_anything_is_written(tmp_path, capsys):
+    for name, message in (
+        ("sft", "--rl sft is not an RL recipe: choose ddrl or flow_grpo or flow_grpo_fast or nft"),
+        ("nftt", "unknown shipped recipe 'digits/nftt'; did you mean digits/nft"),
+    ):
+        assert main(["quickstart", "--rl", name, "--output", str(tmp_path / "out")]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_progress_and_warnings_of_a_training_are_shown(capsys):
+    lines = [
+        "wfm_ds 0.1.0: starting digits/sft",
+        "11:07:36 INFO reading data /tmp/data",
+        "11:07:45 INFO step 4/225, 0:04 left, 156 images/s",
+        "11:07:46 WARNING too little memory",
+        "load it with:",
+    ]
+    code, output = run_and_show([sys.executable, "-c", f"print({chr(10).join(lines)!r}); raise SystemExit(3)"])
+    assert code == 3
+    assert output == [f"{line}\n" for line in lines]
+    assert capsys.readouterr().out == "  step 4/225, 0:04 left, 156 images/s\n  WARNING too little memory\n"
+
+
+def test_a_failed_training_shows_its_error_and_exit_code(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run_training("digits/sft", f"run.output_dir={tmp_path / 'sft'}", "run.step=1")
+    assert stop.value.code == 2
+    assert "run.step is not a key" in capsys.readouterr().err
 
 
 def test_foreign_folder_is_never_replaced(tmp_path, root):
@@ -61,7 +105,6 @@ def test_foreign_folder_is_never_replaced(tmp_path, root):
 def test_world_is_an_undocumented_alias_of_demo(old, demo):
     assert parser().parse_intermixed_args(["--world", old]).demo == demo
     assert parser().parse_intermixed_args(["--demo", demo]).demo == demo
-    assert type(load_demo(demo)) is type(load_demo(parser().parse_intermixed_args(["--world", old]).demo))
 
 
 def test_the_documented_option_has_the_demos_names_only():
@@ -82,12 +125,12 @@ def test_spread_is_within_prompts_and_not_between_them():
 
 @pytest.mark.slow
 def test_moving_shapes_are_trained_and_shown(tmp_path, root, monkeypatch):
-    """A few steps of each training: what they reach is a study's, benchmarks/learning/video.py."""
+    """Run a few steps of SFT and RL and check the report. benchmarks/learning/video.py measures the rewards reached."""
     monkeypatch.chdir(root)
     folder, demo = tmp_path / "quickstart", ShapesDemo()
     prepare_folder(demo, folder)
     sft_result = run_sft(demo, folder, folder / "sft", 0, "run.steps=4", "validation.seeds=[1, 2]")
-    few = ("run.steps=1", "rollout.group_size=2", "algorithm.zero_std=keep", "validation.seeds=[1, 2]")
+    few = ("run.steps=1", "rollout.group_size=4", "algorithm.zero_std=keep", "validation.seeds=[1, 2]")
     run_rl(demo, folder, folder / "nft", sft_result, 0, *few)
     write_report(demo, folder, folder / "nft", seconds=1.0)
     report = (folder / "report.md").read_text()
@@ -97,10 +140,17 @@ def test_moving_shapes_are_trained_and_shown(tmp_path, root, monkeypatch):
         "held-out reward: fraction of videos that match a real clip",
         "correct starts hit, of 4, mean over prompts",
     ):
-        assert re.search(rf"\| {row} \| \d+\.\d\d \| \d+\.\d\d \|", report), row
+        assert len(re.findall(rf"\| {row} \| \d+\.\d\d \| \d+\.\d\d \|", report)) == 2, row
+    assert "| trained pairs, 18 videos |" in report
+    assert "| held-out pairs, 6 videos |" in report
     assert Image.open(folder / "before.png").size == Image.open(folder / "after.png").size
     with Image.open(folder / "after.gif") as moving:
         assert moving.n_frames >= 5
+    page = (folder / "index.html").read_text()
+    assert re.findall(r'src="(\w+\.gif)"', page) == ["before.gif", "after.gif"]
+    videos = re.findall(r'<video src="(\S+)"', page)
+    assert len(videos) == 2 * 12  # a video of each prompt, before and after RL
+    assert all((folder / video).exists() for video in videos)
     (draw_more,) = re.findall(r"wfm generate(?: .*\\\n)* .*", report)
     words = [*draw_more.replace("\\\n", " ").split()[1:], "--seeds", "1"]
     process = subprocess.run(

@@ -1,4 +1,4 @@
-"""What a user sees in a terminal of 80 columns, and can copy from it."""
+"""The output of commands in a terminal of 80 columns is complete, and its code can be copied."""
 
 import json
 import os
@@ -31,7 +31,7 @@ with Monitor(Path(sys.argv[1]), is_main=True, console=True, total_steps=2) as mo
 
 
 def in_terminal(arguments):
-    """What a command writes to a terminal of 80 columns, without its escape sequences."""
+    """Run a command in a terminal of 80 columns. Return its output without escape sequences."""
     ours, theirs = pty.openpty()
     environment = {**os.environ, "COLUMNS": "80", "LINES": "24", "TERM": "xterm-256color"}
     process = subprocess.Popen(
@@ -53,12 +53,12 @@ def in_terminal(arguments):
 def read(terminal):
     try:
         return os.read(terminal, 1 << 16)
-    except OSError:  # the last writer has gone
+    except OSError:  # the last writer has closed the terminal
         return b""
 
 
 def copied(text):
-    """The lines after "load it with:", up to the next line of the log."""
+    """Return the lines after "load it with:", up to the next log line."""
     after = text.split("load it with:\n", 1)[1].split("\n")
     end = next((i for i, line in enumerate(after) if re.match(r"\d\d:\d\d:\d\d ", line)), len(after))
     return "\n".join(after[:end])
@@ -83,5 +83,5 @@ def test_the_lines_that_load_a_run_can_be_copied_from_its_terminal(tmp_path):
     compile(code, "copied", "exec")
     assert str(out) in code
     last = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
-    assert last["val/held_out/jpeg_compressibility/mean"] < 0  # a supervised run asks judges too
+    assert last["val/held_out/jpeg_compressibility/mean"] < 0  # SFT runs are scored by held-out rewards too
     assert "val/alarm" not in last

@@ -1,4 +1,4 @@
-"""The switch between adapters beside PEFT's own."""
+"""Switching between adapters, compared with PEFT's own functions."""
 
 import copy
 
@@ -7,8 +7,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from each_case import check_each
 from multi_rank.training import inputs, small_sd3
-from wfm_ds.engine.policies import AdapterDropout, add_adapters
+from wfm_ds.engine.policies import AdapterDropout, add_adapters, check_adapter_names
 from wfm_ds.models.wan import Experts
 from wfm_ds.recipe.sections import LoraRecipe
 
@@ -17,7 +18,7 @@ ORDER = ["old", None, "default", None, "ema", "old", "default", None, None, "def
 
 @pytest.fixture(params=["one", "experts"])
 def denoiser(request):
-    """A network with three adapters that differ, or two networks of which each has three; and its Adapters."""
+    """Return a network with three different adapters, or two such networks as experts, with the Adapters object."""
     module = small_sd3() if request.param == "one" else Experts({"first": small_sd3(), "second": small_sd3()})
     adapters = add_adapters(module, LoraRecipe(rank=2, alpha=4), ["to_q", "to_out.0"], ["old", "ema"], seed=0)
     for parameter in module.parameters():
@@ -26,7 +27,7 @@ def denoiser(request):
 
 
 def switch_by_peft(module, name):
-    """What the libraries' own functions do, with the rule that `default` alone trains."""
+    """Switch with PEFT's own functions; only `default` is trainable."""
     if name is None:
         module.disable_adapters()
     else:
@@ -37,7 +38,7 @@ def switch_by_peft(module, name):
 
 
 def state(module):
-    """By layer which adapters are active and whether they are on; by parameter whether it trains."""
+    """Return the active adapters and the enabled state of each layer, and requires_grad of each parameter."""
     layers = {
         name: (part.active_adapters, part.active_adapter, part.disable_adapters)
         for name, part in module.named_modules()
@@ -81,6 +82,47 @@ def test_a_switch_visits_no_module(denoiser, monkeypatch):
     assert walks == []
     switch_by_peft(module, "default")
     assert walks
+
+
+def test_extra_adapters_start_like_default_and_frozen_adapters_from_their_own_tensors():
+    first, teacher = ({} for _ in range(2))
+    for values, seed in ((first, 1), (teacher, 2)):
+        source, draw = small_sd3(), torch.Generator().manual_seed(seed)
+        add_adapters(source, LoraRecipe(rank=2, alpha=4), ["to_q"], [], seed=0)
+        named = [(name, p) for name, p in source.named_parameters() if ".default." in name]
+        values |= {name.replace(".default.", "."): torch.randn(p.shape, generator=draw) for name, p in named}
+    module = small_sd3()
+    names = {"names": ["ema"], "extra": ["fake"], "frozen": {"teacher": teacher}}
+    add_adapters(module, LoraRecipe(rank=2, alpha=4), ["to_q"], seed=0, initial_values=first, **names)
+    expected = {"default": (first, True), "ema": (first, False), "fake": (first, True), "teacher": (teacher, False)}
+    parameters = dict(module.named_parameters())
+    for adapter, (values, is_trained) in expected.items():
+        for name, value in values.items():
+            parameter = parameters.pop(name.replace(".weight", f".{adapter}.weight"))
+            assert torch.equal(parameter, value)
+            assert parameter.requires_grad == is_trained
+    assert not any(parameter.requires_grad for parameter in parameters.values())
+    name = next(iter(teacher))
+    for wrong in ({"other.weight": teacher[name]}, {name: teacher[name][:1]}):
+        with pytest.raises(ValueError, match="the adapter teacher has no tensor "):
+            add_adapters(small_sd3(), LoraRecipe(rank=2, alpha=4), ["to_q"], [], 0, frozen={"teacher": wrong})
+
+
+@check_each(
+    ("names", "lora", "error"),
+    [
+        (["fake"], False, "extra and frozen adapters need LoRA training: fake"),
+        (["ema"], True, "ema cannot be"),
+        (["default"], True, "default cannot be"),
+        (["a.b"], True, "a.b cannot be"),
+        (["fake", "fake"], True, "fake cannot be"),
+    ],
+)
+def test_names_of_adapters_are_checked(names, lora, error):
+    check_adapter_names([], lora=lora)
+    check_adapter_names(["fake", "teacher_0"], lora=True)
+    with pytest.raises(ValueError, match=error):
+        check_adapter_names(names, lora=lora)
 
 
 def test_masks_follow_from_the_step_and_stay_away_without_a_gradient():

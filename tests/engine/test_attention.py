@@ -1,7 +1,7 @@
-"""Which kernel computes the attention of a denoiser, why not another one, and that it reaches every attention layer.
+"""Attention kernels: the chosen kernel, the reason if another one is unavailable, and that every attention layer uses
+it.
 
-The kernels themselves need a GPU. Here one of them is replaced, in diffusers' own table, by torch's attention and a
-count of its calls.
+The kernels need a GPU. These tests replace one of them in diffusers' table by torch's attention with a call counter.
 """
 
 import copy
@@ -33,7 +33,7 @@ BF16 = torch.bfloat16
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Calls of cuDNN's kernel, which torch's own answers."""
+    """Return the list of calls of the cuDNN kernel, which torch's attention replaces here."""
     calls = []
     table = _AttentionBackendRegistry._backends
 
@@ -47,7 +47,7 @@ def counted(monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """`gpu((9, 0))`: CUDA devices have this compute capability."""
+    """`gpu((9, 0))`: pretend that CUDA devices have this compute capability."""
 
     def of(capability):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
@@ -57,7 +57,7 @@ def gpu(monkeypatch):
 
 
 def with_heads_of(family, size):
-    """A transformer of a family with attention heads of this many channels, without weights."""
+    """Return a transformer of a family on the meta device, with attention heads of this size."""
     options = {"attention_head_dim": size}
     with torch.device("meta"):
         if family == "cosmos25":
@@ -83,7 +83,7 @@ def test_every_attention_call_reaches_the_chosen_kernel(name, counted):
 
 
 class CallsOfTorch(torch.overrides.TorchFunctionMode):
-    """Counts the calls of torch's attention."""
+    """Count the calls of torch's attention."""
 
     count = 0
 
@@ -177,7 +177,7 @@ def test_heads_that_a_kernel_does_not_take_are_refused():
 
 
 def test_an_installed_package_is_taken(monkeypatch):
-    """What flash-attn's presence changes, told by the one function that looks for it."""
+    """`is_installed` is the only function that looks for flash-attn."""
     monkeypatch.setattr(attention_kernels, "is_installed", lambda backend: True)
     wan = with_heads_of("wan", 64)
     assert find_obstacle("flash", wan, BF16, AMPERE, trains=True) is None
@@ -211,12 +211,12 @@ def test_a_layer_that_computes_its_attention_itself_is_named():
 
     wan = built(CASES["wan"])
     wan.blocks[0].attn1.processor = Own()
-    own = r"does not support blocks\.0\.attn1, which computes its attention itself \(Own\)"
+    own = r"does not support blocks\.0\.attn1, which computes its attention itself: choose another"
     with pytest.raises(UserError, match=own):
         choose_kernel("cudnn", wan, BF16, CPU, trains=True)
     wan.blocks[0].attn1.processor = wan.blocks[0].attn2.processor
     del wan.blocks[0].attn1.inner_dim
     with pytest.raises(UserError, match=r"blocks\.0\.attn1, which does not define the size of its heads"):
         choose_kernel("cudnn", wan, BF16, CPU, trains=True)
-    with pytest.raises(UserError, match="Linear has none"):
+    with pytest.raises(UserError, match="the denoiser has none: choose"):
         choose_kernel("cudnn", torch.nn.Linear(2, 2), BF16, CPU, trains=True)

@@ -1,4 +1,4 @@
-"""Compiled blocks against eager ones: values, gradients, breaks of the graph, and how often they are compiled."""
+"""Compiled blocks compared with eager ones: outputs, gradients, graph breaks and the number of compilations."""
 
 import copy
 import threading
@@ -29,7 +29,7 @@ FAMILIES = {
 
 
 class Block(nn.Module):
-    """A norm and a gated layer: in bfloat16 its rounded values are also those that a backward pass keeps."""
+    """A norm and a gated layer. In bfloat16, the forward uses the same rounded values that the backward pass keeps."""
 
     def __init__(self, width):
         super().__init__()
@@ -54,7 +54,7 @@ class Blocks(nn.Module):
 
 @pytest.fixture
 def count():
-    """How many graphs were compiled and how many breaks there were, since the test began."""
+    """Return a function that returns the number of compiled graphs and of graph breaks since the test started."""
     torch._dynamo.reset()
     counters.clear()
     return lambda: (counters["stats"]["unique_graphs"], sum(counters["graph_break"].values()))
@@ -73,7 +73,7 @@ def test_equal_blocks_share_their_code_and_a_gradient_changes_no_bit(count):
     with torch.no_grad():
         without = module(*arguments)
     assert torch.equal(without, module(*arguments).detach())
-    # Without a gradient; with one; and with one in the input too, as all blocks but the first have.
+    # Three graphs: without gradient, with gradient, and with gradient of the input (every block except the first).
     assert count() == (3, 0)
     module(*arguments)
     assert count() == (3, 0)
@@ -90,7 +90,9 @@ def test_hooks_of_a_block_stay_outside(count):
 
 
 def test_a_denoiser_without_such_blocks_is_refused():
-    with pytest.raises(UserError, match=r"engine\.compile: Linear has no block of the family's block_classes \(Block"):
+    with pytest.raises(
+        UserError, match=r"engine\.compile: the denoiser has no block of the family's block_classes \(Block"
+    ):
         compile_blocks(nn.Linear(2, 2), [Block])
     with pytest.raises(UserError, match=r"block_classes \(nothing\)"):
         compile_blocks(Blocks(), [])
@@ -133,14 +135,14 @@ def test_zero3_is_refused_unless_it_gathers_outside_the_blocks(tiny):
 @pytest.mark.parametrize("precision", ["fp8", "int8"])
 def test_blocks_on_a_base_in_fewer_bits_are_one_graph_each(precision, count):
     case, block_classes = CASES["sd3"], model_families()["sd3"].block_classes
-    eager = built(case, heads=8, lora=True, checkpointing=True)  # whose sides are multiples of 16
+    eager = built(case, heads=8, lora=True, checkpointing=True)  # all its dimensions are multiples of 16
     assert quantise_base(eager, block_classes, precision, torch.float32, torch.device("cpu"))
     compiled = copy.deepcopy(eager)
     compile_blocks(compiled, block_classes)
     (output,), gradients = run(compiled, case, case.sizes[:1])
     (want,), want_gradients = run(eager, case, case.sizes[:1])
     assert count()[1] == 0
-    # A last bit of an input in float32 may round its number in float8 the other way.
+    # A difference in the last float32 bit of an input can change its float8 rounding.
     torch.testing.assert_close(output, want, rtol=1e-3, atol=1e-3)
     assert gradients.keys() == want_gradients.keys()
     for layer, gradient in want_gradients.items():
@@ -167,7 +169,7 @@ def test_compiled_blocks_equal_eager_ones(name, count):
         assert error <= 2e-5 * max(gradient.abs().max(), 1e-6 * largest), layer
     with torch.no_grad():
         (without,), _ = forwards(compiled, case, sizes)
-    if FAMILIES[name] == "sana_video":  # its last bits change with what a gradient needs to be kept
+    if FAMILIES[name] == "sana_video":  # its last bits depend on the tensors saved for the backward pass
         assert (without - output).abs().max() <= 1e-6
     else:
         assert torch.equal(without, output)
@@ -180,10 +182,10 @@ def test_compiled_blocks_equal_eager_ones(name, count):
     assert not torch.equal(bare, without)
     graphs, breaks = count()
     assert breaks == 0
-    assert graphs <= 6  # two kinds of blocks at most; with gradient, without, without adapters
+    assert graphs <= 6  # at most two kinds of blocks; each with gradient, without gradient, and without adapters
 
 
-WAYS = 3  # that a size is called in: with a gradient, without one, and without adapters where they are merged
+WAYS = 3  # graphs per size: with gradient, without gradient, and without gradient with merged adapters
 
 
 @pytest.mark.slow
@@ -196,7 +198,7 @@ def test_a_size_costs_three_versions_of_a_kind_of_block_at_most_and_coming_back_
     merge = AdapterMerge(find_adapter_layers(module))
 
     def rollouts(*, merged):
-        """Forwards of each size without a gradient, of the policy's adapter or with it in the weights."""
+        """Run a forward without gradient for each size, with the policy's adapter active or merged."""
         if merged:
             merge.merge("default")
             module.disable_adapters()
@@ -214,7 +216,7 @@ def test_a_size_costs_three_versions_of_a_kind_of_block_at_most_and_coming_back_
         assert all((a - b).abs().max() <= 1e-4 for a, b in zip(apart, together, strict=True))
         run(module, case, sizes)
         found.append(count())
-    kinds = 2  # the last block of SD3 leaves the text as it is
+    kinds = 2  # the last SD3 block does not update the text tokens
     assert found[0] == found[1] == (found[0][0], 0)
     assert found[0][0] <= WAYS * kinds * len(sizes)
     assert MAX_GRAPHS >= 10 * 25, "as many sizes, in five ways each, as docs/performance.md says"

@@ -1,4 +1,4 @@
-"""Frozen layers in float8 e4m3: error, gradients, which layers, and what stays exactly equal."""
+"""Frozen layers in float8 e4m3: error, gradients, the quantized layers, and bitwise equalities."""
 
 import pytest
 import torch
@@ -6,16 +6,14 @@ from torch import nn
 
 from each_case import check_each
 from families import CASES, PROMPTS, each_family
-from multi_rank.training import inputs, small_sd3
+from multi_rank.training import small_sd3
 from wfm_ds.contract.family_under_test import FamilyUnderTest
 from wfm_ds.engine.base_precision import quantise_base
 from wfm_ds.engine.fp8_linear import Fp8Linear, Fp8TwiceLinear, require_fp8
 from wfm_ds.engine.live_bytes import LiveByteCounter
-from wfm_ds.engine.policies import add_adapters
-from wfm_ds.engine.weight_placement import move_weights
+from wfm_ds.engine.preparation import move_weights
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import registry
-from wfm_ds.recipe.sections import LoraRecipe
 
 CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
 
@@ -34,7 +32,7 @@ def relative(found, wanted):
 
 @check_each("k", [64, 1536, 5120])
 def test_the_error_is_that_of_three_bits_of_mantissa(k):
-    """Rounding to three bits costs 2.6 % of a normal number's norm; two independent factors sqrt(2) as much."""
+    """Rounding to three bits has a relative error of 2.6 %; a product of two rounded factors has sqrt(2) times that."""
     plain, quantised = layer(k, 48, bias=False)
     x = torch.randn(32, k)
     assert 0.03 < relative(quantised(x), plain(x)) < 0.045
@@ -46,7 +44,7 @@ def test_products_are_those_of_the_stored_numbers():
     values, scale = quantised.quantised_weight
     weight = values.double() * scale.double()
     assert relative(quantised.weight, plain.weight) < 0.03
-    rows = Fp8Linear(nn.Linear(128, 35), FP32, CPU)  # quantises its rows like an input's
+    rows = Fp8Linear(nn.Linear(128, 35), FP32, CPU)  # rows of a weight are quantized like rows of an input
     rows.weight_bytes, rows.scale_bits = _quantised(x.view(35, 128))
     exact = rows.weight.double() @ weight.T + plain.bias.double()
     torch.testing.assert_close(quantised(x).view(35, 48), exact.float(), rtol=1e-6, atol=1e-6)
@@ -90,20 +88,10 @@ def test_a_row_does_not_depend_on_its_batch():
     assert all(torch.equal(quantised(x[i : i + 1])[0], whole[i]) for i in range(9))
 
 
-def test_casting_and_saving_a_module_leave_the_stored_weight_alone():
-    _, quantised = layer(64, 32)
-    values, scale = (part.clone() for part in quantised.quantised_weight)
-    module = nn.Sequential(quantised).to(BF16)
-    assert module.state_dict().keys() == {"0.bias"}
-    assert [p.shape for p in module.parameters()] == [(32,)]
-    assert torch.equal(quantised.quantised_weight[0].view(torch.uint8), values.view(torch.uint8))
-    assert torch.equal(quantised.quantised_weight[1], scale)
-
-
 @each_family()
 def test_predictions_of_every_family_stay_near_and_a_sample_is_the_same_in_any_batch(family, tiny_pipelines):
-    """No modulation and nothing outside blocks is quantised, and what is moves a prediction little. Plain products in
-    float32 depend on the size of a batch in their last bit on a CPU; those of rows in float8 do not."""
+    """Modulation and layers outside of blocks are not quantized, and quantization changes predictions only slightly. On
+    a CPU, the last bit of a plain float32 product depends on the batch size; products of float8 rows do not."""
     case = CASES[family]
     model = registry.load_model(tiny_pipelines(family), dtype=BF16, device="cpu", **case.load_options)
     latents = torch.randn(2, *model.latent_shape(*case.size), generator=torch.Generator().manual_seed(0))
@@ -119,7 +107,7 @@ def test_predictions_of_every_family_stay_near_and_a_sample_is_the_same_in_any_b
 
 
 def test_the_base_is_never_whole_beside_what_is_kept_of_it(tiny_pipelines):
-    """As a rollout worker loads it: from the pages of its files, in one go to what the worker computes with."""
+    """A rollout worker loads a mapped model like this: it quantizes and casts each weight directly from the file."""
     model = registry.load_model(tiny_pipelines("sd3"), dtype=BF16, device="cpu", mapped=True)
     denoiser = model.denoiser
     largest = max(p.numel() for p in denoiser.parameters())
@@ -128,7 +116,7 @@ def test_the_base_is_never_whole_beside_what_is_kept_of_it(tiny_pipelines):
         move_weights(denoiser, BF16, CPU)
     assert base(denoiser)
     assert {p.dtype for p in denoiser.parameters()} == {BF16}
-    # One weight and its rows in float32, while it is quantised.
+    # One weight and its float32 rows during quantization.
     assert live.peak < live.current + 16 * largest
     kept = sum(tensor.nbytes for tensor in (*denoiser.parameters(), *denoiser.buffers()))
     assert live.current <= kept
@@ -151,37 +139,8 @@ def test_the_layers_of_blocks_are_quantised_but_for_modulation():
     assert all("norm" in n for n in left)
 
 
-def test_adapters_train_beside_a_quantised_base_and_equal_policies_predict_equal_bits():
-    module, twin = small_sd3(), small_sd3()
-    block = type(module.transformer_blocks[0])
-    quantise_base(module, (block,), "fp8", FP32, CPU)
-    recipe, targets = LoraRecipe(rank=2, alpha=4), ["to_q", "to_out.0"]
-    adapters = add_adapters(module, recipe, targets, ["old"], seed=0)
-    add_adapters(twin, recipe, targets, ["old"], seed=0)
-    assert [n for n, p in module.named_parameters() if p.requires_grad] == [
-        n for n, p in twin.named_parameters() if p.requires_grad
-    ]
-    outcomes = {}
-    for name in ("default", "old", None):
-        adapters.activate(name)
-        with torch.no_grad():
-            outcomes[name] = module(**inputs(range(2), FP32), return_dict=False)[0]
-    assert torch.equal(outcomes["default"], outcomes["old"])
-    assert torch.equal(outcomes["default"], outcomes[None])  # B is zero
-    adapters.activate("default")
-    module(**inputs(range(2), FP32), return_dict=False)[0].square().mean().backward()
-    gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
-    assert gradients
-    assert all(".default." in n for n in gradients)
-    twin(**inputs(range(2), FP32), return_dict=False)[0].square().mean().backward()
-    wanted = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
-    for name, gradient in gradients.items():
-        if "lora_B" in name:
-            assert relative(gradient, wanted[name]) < 0.3, name
-
-
 def test_a_denoiser_without_such_layers_and_a_gpu_without_float8_are_refused(monkeypatch):
-    with pytest.raises(RecipeError, match="base_precision: fp8: the blocks of Sequential have no linear layer"):
+    with pytest.raises(RecipeError, match="base_precision: fp8: the denoiser's blocks have no linear layer"):
         quantise_base(nn.Sequential(nn.Linear(32, 32)), (nn.Conv2d,), "fp8", FP32, CPU)
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

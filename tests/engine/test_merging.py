@@ -1,4 +1,4 @@
-"""An adapter in the weights of its layers: the same forward through plain layers, and the same bits afterwards."""
+"""Merged adapters: plain layers compute the same forward, and unmerging restores the weights bit by bit."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from wfm_ds.recipe.sections import LoraRecipe
 
 
 def adapted(dtype):
-    """A denoiser with the adapters default and old, whose B matrices are drawn; and its Adapters."""
+    """Return a denoiser with the adapters `default` and `old`, both with random B matrices, and its Adapters object."""
     denoiser = small_sd3().eval()
     adapters = add_adapters(denoiser, LoraRecipe(rank=4, alpha=8), TARGETS, ["old"], seed=0)
     assert len(adapters.layers) == 9

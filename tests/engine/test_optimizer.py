@@ -1,10 +1,8 @@
-"""The optimizer that a denoiser gets on each kind of device, and its states as checkpoints hold them."""
-
-import itertools
-import math
+"""The optimizer on CPUs and GPUs, and its states in checkpoints."""
 
 import pytest
 import torch
+from diffusers.optimization import get_scheduler
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -12,6 +10,7 @@ from torch import nn
 from each_case import check_each
 from wfm_ds.engine.optimizer import (
     STATE_BLOCK,
+    ExtraAdapter,
     build_optimizer,
     decode_blocks,
     ema_decay,
@@ -47,8 +46,60 @@ def test_adamw_has_the_recipes_options_and_what_trains():
     }
 
 
+class TwoAdapters(nn.Module):
+    """Weights named like those of two adapters."""
+
+    def __init__(self, count):
+        super().__init__()
+        draw = torch.Generator().manual_seed(count)
+        names = ("default", "fake")
+        self.lora_A = nn.ModuleDict({n: nn.Linear(count, 1, bias=False) for n in names})
+        for layer in self.lora_A.values():
+            layer.weight.data = torch.randn(1, count, generator=draw)
+
+    def spoil_gradients(self, draw):
+        """Set a gradient also for the adapter that is not trained."""
+        for layer in self.lora_A.values():
+            layer.weight.grad = torch.randn(layer.weight.shape, generator=draw)
+
+
+def assert_steps_change_one_adapter(options, count):
+    """Compare alternating steps with one optimizer per adapter."""
+    cpu, fake = torch.device("cpu"), ExtraAdapter(lr=0.02, betas=(0.0, 0.9))
+    fake_options = fake.optimizer_options(options)
+    module, alone = TwoAdapters(count), TwoAdapters(count)
+    optimizer = build_optimizer(module, options, cpu, {"fake": fake_options})
+    separate = {
+        name: build_optimizer(alone.lora_A[name], own, cpu)
+        for name, own in (("default", options), ("fake", fake_options))
+    }
+    draw = torch.Generator().manual_seed(1)
+    for adapter in ("fake", "fake", "default", "fake", "default"):
+        module.spoil_gradients(draw)
+        idle = module.lora_A["default" if adapter == "fake" else "fake"].weight
+        state = {name: value.clone() for name, value in read_states(optimizer, idle).items()}
+        optimizer.active_adapter = adapter
+        optimizer.step()
+        assert all(torch.equal(state[name], value) for name, value in read_states(optimizer, idle).items())
+        alone.lora_A[adapter].weight.grad = module.lora_A[adapter].weight.grad.clone()
+        separate[adapter].step()
+        for name, layer in module.lora_A.items():
+            assert torch.equal(layer.weight, alone.lora_A[name].weight)
+    assert [learning_rate(fake_options, update, 9) for update in (1, 2, 3)] == [0.02, 0.02, 0.02]
+
+
+def test_a_step_changes_only_the_active_adapter():
+    assert_steps_change_one_adapter(OPTIONS.model_copy(update={"schedule": "cosine"}), 10)
+
+
+def test_a_step_in_eight_bits_changes_only_the_active_adapter():
+    pytest.importorskip("bitsandbytes", reason="AdamW in eight bits is bitsandbytes'")
+    assert_steps_change_one_adapter(OptimizerRecipe(name="adamw8bit", lr=0.01, weight_decay=0.1), 4096 + 100)
+
+
 def code_book():
-    """Ascending and without -1, as the library's are: the value of the largest element may not be its block's scale."""
+    """Return an ascending code book without -1, like bitsandbytes' own: the largest element may not be the scale of its
+    block."""
     return torch.cat([torch.linspace(-0.99, 0.0, 128), torch.logspace(-5, 0, 128)])
 
 
@@ -61,19 +112,19 @@ def test_codes_come_back_from_the_numbers_that_they_stand_for(count):
     again, absmax_again = encode_blocks(values, scale, code_book())
     assert torch.equal(again, codes)
     assert torch.equal(absmax_again, absmax)
-    # Ranks that cut the masters otherwise have blocks of elements of two scales: their largest value is the new one.
+    # With other shards a block can mix elements of two scales; its new scale is their largest value.
     moved = encode_blocks(values[100:], scale[100:], code_book())
     near, _ = decode_blocks(*moved, code_book())
     widest = code_book().diff().max() / 2
     assert (near - values[100:]).abs().max() <= widest * absmax.max() + 1e-6
-    # What no parameter fills is 0 and has no scale; the others keep theirs.
+    # Padding is 0 and has no scale; other blocks keep their scale.
     values[-5:], scale[-5:] = 0, 0
     assert torch.equal(encode_blocks(values, scale, code_book())[1], absmax)
 
 
 @pytest.mark.parametrize("count", [4096 + 100, 100])
 def test_eight_bit_moments_continue_from_what_a_checkpoint_holds(count):
-    """100 elements: the library keeps small tensors as they are."""
+    """bitsandbytes does not quantize small tensors such as one of 100 elements."""
     pytest.importorskip("bitsandbytes", reason="AdamW in eight bits is bitsandbytes'")
     options, cpu = OptimizerRecipe(name="adamw8bit", lr=0.01, weight_decay=0.1), torch.device("cpu")
     draw = torch.Generator().manual_seed(count)
@@ -112,26 +163,17 @@ def test_eight_bit_moments_continue_from_what_a_checkpoint_holds(count):
     assert (whole.flat.double() - exact.flat).norm() < 0.1 * moved.norm()
 
 
-def rates(total, **keys):
-    return [learning_rate(OptimizerRecipe(**keys), update, total) for update in range(1, total + 1)]
-
-
 @given(schedule=SCHEDULES, total=st.integers(1, 60), warmup=st.integers(0, 80), final=st.floats(0, 1))
-def test_rates_rise_to_the_peak_and_fall_to_the_final_share(schedule, total, warmup, final):
-    got = rates(total, lr=0.5, schedule=schedule, warmup_steps=warmup, final_lr_fraction=final)
-    peak = max(warmup, 1)
-    rising, falling = got[:peak], got[peak - 1 :]
-    assert rising == pytest.approx([0.5 * update / peak for update in range(1, len(rising) + 1)])
-    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(falling))
-    if total > peak:
-        assert got[-1] == pytest.approx(0.5 if schedule == "constant" else 0.5 * final)
-
-
-def test_cosine_and_linear_are_half_way_in_the_middle():
-    for schedule in ("linear", "cosine"):
-        assert rates(9, lr=1.0, schedule=schedule, final_lr_fraction=0.2)[4] == pytest.approx(0.6)
-    quarter = rates(9, lr=1.0, schedule="cosine")[2]
-    assert quarter == pytest.approx((1 + math.cos(math.pi / 4)) / 2)
+def test_rates_equal_the_schedulers_of_diffusers_above_the_final_share(schedule, total, warmup, final):
+    options = OptimizerRecipe(lr=0.5, schedule=schedule, warmup_steps=warmup, final_lr_fraction=final)
+    adamw = torch.optim.AdamW([torch.zeros(1)], lr=1.0)
+    name = "constant_with_warmup" if schedule == "constant" else schedule
+    factors = get_scheduler(name, adamw, num_warmup_steps=warmup, num_training_steps=total).lr_lambdas[0]
+    for update in range(1, total + 1):
+        factor = factors(update - 1)
+        if schedule != "constant" and update > warmup:
+            factor = final + (1 - final) * factor
+        assert learning_rate(options, update, total) == pytest.approx(0.5 * factor, abs=1e-12)
 
 
 def test_updates_past_the_plan_keep_the_final_rate():

@@ -1,4 +1,4 @@
-"""Recorded calls by what needs no GPU: the copies around them, when they are recorded, and what a GPU is asked for."""
+"""CUDA graph replay without a GPU: input and output copies, when calls are recorded, and the calls to torch.cuda."""
 
 import contextlib
 
@@ -85,7 +85,7 @@ def test_a_cpu_says_once_that_it_has_no_graphs(network, replays, caplog):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What torch.cuda is asked for, in its order; it does nothing."""
+    """Replace torch.cuda by a fake that records the calls in order and does nothing."""
     asked = recorded_streams(monkeypatch, "warm-up")
 
     class Graph:

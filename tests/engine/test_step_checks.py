@@ -1,4 +1,4 @@
-"""Parameters that train and get no gradient: found before the first step, and not taken for those of an idle part."""
+"""Trainable parameters without gradient: reported before the first step, except for parts unused in the step."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_what_no_backward_reaches_is_named_once():
     ) as refusal:
         reached.check_gradients(WORLD)
     assert refusal.value.agreed
-    reached.check_gradients(WORLD)  # it is said once
+    reached.check_gradients(WORLD)  # reported only the first time
 
 
 def test_a_part_that_a_step_leaves_out_is_judged_when_it_runs():
@@ -39,6 +39,20 @@ def test_a_part_that_a_step_leaves_out_is_judged_when_it_runs():
     (module["second"].weight * torch.ones(2)).sum().backward()
     with pytest.raises(ModelError, match=r"^second.bias: "):
         reached.check_gradients(WORLD)
+
+
+def test_each_adapter_is_watched_apart():
+    module = nn.ModuleDict(
+        {name: nn.ModuleDict({"default": nn.Linear(2, 2), "fake": nn.Linear(2, 2)}) for name in "ab"}
+    )
+    watches = {name: GradientWatch(module, adapter=name) for name in ("default", "fake")}
+    module["a"]["fake"](torch.ones(1, 2)).sum().backward()
+    with pytest.raises(ModelError, match=r"^b.weight, b.bias: "):
+        watches["fake"].check_gradients(WORLD)
+    for name in "ab":
+        module[name]["default"](torch.ones(1, 2)).sum().backward()
+    watches["default"].check_gradients(WORLD)
+    assert not watches["default"].watched
 
 
 def test_a_gradient_of_zeros_is_one_and_what_is_frozen_needs_none():

@@ -8,7 +8,8 @@ from wfm_ds.engine.adapter_layers import match_linear_layers, peft_targets
 
 
 def network():
-    """Two kinds of blocks: `to_out` is a list of layers in one, a layer in the other, and no suffix tells which."""
+    """Return two kinds of blocks: `to_out` is a list of layers in one and a layer in the other, so no suffix matches
+    both."""
     double = {"to_q": nn.Linear(2, 2), "to_out": nn.ModuleList([nn.Linear(2, 2), nn.Dropout()])}
     single = {"to_qkv": nn.Linear(2, 2), "to_out": nn.Linear(2, 2)}
     kinds = {"blocks": double, "single_blocks": single}

@@ -7,7 +7,7 @@ from wfm_ds.engine.flop_counter import FlopCount, FlopCounter, copy_to_meta
 
 
 class Network(nn.Module):
-    """Two layers, of which the second trains alone; `data_dependent`: it looks at the values of its input."""
+    """Two layers; only the second is trainable. With `data_dependent`, the forward reads input values."""
 
     def __init__(self, data_dependent=False):
         super().__init__()
@@ -36,7 +36,8 @@ def test_batches_sizes_and_gradients_are_counted_as_they_were():
     note(work, 3, 5, differentiated=False)
     note(work, 2, 5, differentiated=False)
     note(work, 1, 7, differentiated=True)
-    # The first layer is frozen and gets the network's input: only the second one's weights have a gradient.
+    # The first layer is frozen and the input does not require a gradient: backward computes only the weight gradient of
+    # the second layer.
     assert work.pop_count() == FlopCount(required=(5 * 5 + 7) * forward + 7 * 2 * 8 * 2, recomputed=0)
     assert work.pop_count() == FlopCount()
 

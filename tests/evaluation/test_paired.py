@@ -1,4 +1,4 @@
-"""The statistics of an evaluation: intervals that cover as often as they say, and pairs that are pairs."""
+"""Statistics of paired evaluation: coverage of the confidence intervals, and the effect of pairing."""
 
 import math
 
@@ -14,8 +14,8 @@ NAN = math.nan
 
 
 def drawn(rng, prompts, seeds, effect, *, binary=False):
-    """Scores of a base and of another model, [P, S] each: prompts differ in worth and in what the other gains there,
-    and a seed is worth the same to both."""
+    """Return scores [P, S] of the base and of another model. Prompts differ in difficulty and in the gain of the other
+    model; a seed has the same effect on both models."""
     worth = rng.normal(size=(prompts, 1)) + rng.normal(size=(prompts, seeds))
     gain = effect + 0.6 * rng.normal(size=(prompts, 1))
     base, other = (worth + 0.5 * rng.normal(size=(prompts, seeds)) for _ in range(2))
@@ -32,7 +32,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says_and_one_over_pictures
         covered += found.low <= effect <= found.high
         gaps = (other - base).ravel()
         naive += abs(gaps.mean() - effect) <= 1.96 * gaps.std(ddof=1) / math.sqrt(len(gaps))
-    assert 0.935 <= covered / runs <= 0.965  # three standard errors of 2000 runs
+    assert 0.935 <= covered / runs <= 0.965  # within three standard errors for 2000 runs
     assert naive / runs < 0.88
 
 

@@ -1,4 +1,4 @@
-"""The report: what its tables, files and page say, of scores that are known."""
+"""Evaluation report: the contents of its tables, files and page for known scores."""
 
 import csv
 import json
@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from wfm_ds.evaluation.diversity import PixelEmbedder, load_embedder, prompt_diversity
-from wfm_ds.evaluation.html_page import render_page
-from wfm_ds.evaluation.report import format_csv, format_json, format_text
-from wfm_ds.evaluation.results import ModelResults, TrainedRewards, compare_models
-from wfm_ds.evaluation.score_arrays import (
+from wfm_ds.evaluation.report import format_csv, format_json, format_text, render_page
+from wfm_ds.evaluation.results import (
+    ModelResults,
+    TrainedRewards,
     benchmark_scores,
+    compare_models,
     geneval_score,
     ocr_score,
     scores_by_reward,
@@ -30,7 +31,7 @@ WORTH = {"pick": RNG.normal(size=16), "ocr": RNG.normal(size=16) / 10 + 0.5, "ne
 
 
 def samples(**shift):
-    """Scores of 8 prompts by 2 seeds; a shift moves a reward."""
+    """Return scores of 8 prompts with 2 seeds; `shift` is added to a reward."""
     values = {name: worth + shift.get(name, 0) + RNG.normal(size=16) / 50 for name, worth in WORTH.items()}
     return [
         {name: Score(sample_id=str(i), reward=name, value=float(v[i])) for name, v in values.items()} for i in range(16)

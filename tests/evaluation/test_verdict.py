@@ -1,10 +1,11 @@
-"""Verdicts: a reward that rises while judges fall is being fooled, and a judge's noise is no fall."""
+"""Verdicts: a rising reward with falling held-out rewards is reward hacking, but noise in held-out rewards is not a
+fall."""
 
 import numpy as np
 
 from each_case import check_each
 from wfm_ds.evaluation.paired_statistics import compare_scores
-from wfm_ds.evaluation.verdict import decide_verdict
+from wfm_ds.evaluation.results import decide_verdict
 
 RNG = np.random.default_rng(0)
 BASE = RNG.normal(size=(20, 4))

@@ -1,9 +1,9 @@
-"""`python lease_worker.py ENDPOINT NAME JOURNAL [MODULE.NAME=VALUE ...]`: a worker process for the tests of pipes.
+"""A worker process for transport tests: `python lease_worker.py ENDPOINT NAME JOURNAL [MODULE.NAME=VALUE ...]`.
 
-A row {"i": i, "seconds": s, "of": n} takes so long, in the worker of that name or (None) in all, and gives {"i": i} and
-a tensor of i + 1 times i. It notes in JOURNAL when it begins and ends a task, leaves when its stdin is closed or with
-SIGTERM, and then prints how many reports the hub has not acknowledged. The words that follow set constants of
-wfm_ds.transport.
+A task has one row {"i": i, "seconds": s, "of": name}. The worker sleeps s seconds if `of` is its name or None, and
+returns {"i": i} and a tensor of i + 1 elements equal to i. It logs the start and end of each task to JOURNAL. It exits
+when stdin closes or on SIGTERM, and then prints the number of unacknowledged reports.
+MODULE.NAME=VALUE sets a constant of wfm_ds.transport.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""What the tests of this folder do to processes, and how they wait for what comes of it."""
+"""Stop and resume processes, wait for conditions, and limit memory use."""
 
 import os
 import signal
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import psutil
 
-PATIENCE_S = 60.0  # ends a hang; a busy machine is no failure
+PATIENCE_S = 60.0  # ends a hang; long enough for a busy machine
 MIB, GIB = 2**20, 2**30
 
 
 def until(condition, patience_s=PATIENCE_S):
-    """What it returned, once that is true. Fails after patience_s."""
+    """Poll the condition and return its first true value. Fails after patience_s."""
     deadline_s = time.monotonic() + patience_s
     tick = threading.Event()
     while not (value := condition()):
@@ -24,7 +24,7 @@ def until(condition, patience_s=PATIENCE_S):
 
 
 def stop(*pids):
-    """SIGSTOP; returns when they stand still."""
+    """Send SIGSTOP and wait until the processes are stopped."""
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     until(lambda: all(psutil.Process(pid).status() == psutil.STATUS_STOPPED for pid in pids))
@@ -36,19 +36,19 @@ def go_on(*pids):
 
 
 def wait(seconds):
-    """For what is about time itself: longer than somebody's deadline."""
+    """Wait for a fixed time, for tests that must exceed a deadline."""
     threading.Event().wait(seconds)
 
 
 @contextmanager
 def modest(process):
-    """Meanwhile the process uses less than 64 MiB more of memory at any time, and reserves less than 1 GiB."""
+    """Check that the process's peak memory grows by less than 64 MiB, and its peak address space by less than 1 GiB."""
 
     def memory(name):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
-    Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # VmHWM, the peak of VmRSS, begins anew
+    Path(f"/proc/{process.pid}/clear_refs").write_text("5")  # resets VmHWM, the peak of VmRSS
     used, reserved = memory("VmRSS"), memory("VmSize")
     yield
     assert memory("VmHWM") - used < 64 * MIB

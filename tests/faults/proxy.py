@@ -1,4 +1,4 @@
-"""A proxy between a hub and its peers that loses, doubles, delays and so reorders messages, of any type, both ways."""
+"""A proxy between a broker and its peers that drops, duplicates, delays and reorders messages in both directions."""
 
 import heapq
 import itertools
@@ -19,10 +19,11 @@ LOSE, DOUBLE, DELAY_S = 4, 3, 0.03
 
 
 class FaultyProxy:
-    """Peers connect to `endpoint`; what they and the hub at `target` say passes, but for the faults of `fault`.
+    """Peers connect to `endpoint`. The proxy forwards messages to and from the broker at `target`, with faults.
 
-    Of each type the n-th message is lost if n is a multiple of 4, or of what `lose` says for its type, and arrives
-    twice if it is one of 3; all wait up to DELAY_S, so that they overtake each other. `faults` counts (what, type).
+    Messages are numbered per type. A message is dropped if its number is a multiple of LOSE, or of `lose[type]`, and
+    duplicated if it is a multiple of DOUBLE. Every message is delayed by up to DELAY_S, so messages overtake each
+    other. `faults` counts the faults by (kind, type).
     """
 
     def __init__(self, endpoint, target, lose=MappingProxyType({})):
@@ -33,7 +34,7 @@ class FaultyProxy:
         self._context = zmq.Context()
         self._front = self._socket(zmq.ROUTER)
         self._front.bind(endpoint)
-        self._back = {}  # by the peer's route: a connection of its own to the hub
+        self._back = {}  # one connection to the broker per peer, by the peer's route
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()

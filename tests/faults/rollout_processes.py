@@ -1,4 +1,4 @@
-"""Trainers and rollout workers as processes of their own, for the tests of this folder."""
+"""Start trainers and rollout workers as separate processes."""
 
 import json
 import os
@@ -11,12 +11,12 @@ from faults import processes
 
 ROOT = Path(__file__).parent.parent.parent
 PROBES = ROOT / "tests" / "reward"
-PATIENCE_S = 300  # a busy machine is no failure
+PATIENCE_S = 300  # long enough for a busy machine
 until = partial(processes.until, patience_s=PATIENCE_S)
 
 
 def start(stack, log, *words):
-    """A process of this project, killed at the end of the test if it still runs."""
+    """Start a module of this project as a process. It is killed at the end of the test if it still runs."""
     path = os.pathsep.join([str(PROBES), *filter(None, [os.environ.get("PYTHONPATH")])])
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -1,5 +1,7 @@
-"""Answers that are lost, late, doubled and unordered, of workers that are processes: each task is done once for its
-submitter, with its own result, and nothing is kept for ever."""
+"""Results that are lost, late, duplicated or out of order, with real worker processes.
+
+The client receives exactly one result per task, the correct one, and the broker frees all results.
+"""
 
 import json
 import subprocess
@@ -13,15 +15,14 @@ import pytest
 
 from faults.processes import PATIENCE_S, go_on, stop, until, wait
 from faults.proxy import FaultyProxy
+from transport.peers import a_client, a_hub, collect
 from wfm_ds.transport import client as client_module
-from wfm_ds.transport import payload_requests
-from wfm_ds.transport.broker import Broker, TaskKind
-from wfm_ds.transport.client import PipeClient
-from wfm_ds.transport.pending_submissions import TaskRequest
+from wfm_ds.transport import submissions
 from wfm_ds.transport.socket_folders import SocketFolder
+from wfm_ds.transport.submissions import TaskRequest
 
 WORKER = Path(__file__).parent / "lease_worker.py"
-SILENT_S = 4.0  # a worker says something every 2 s
+SILENT_S = 4.0  # a worker sends a message every 2 s
 
 
 @pytest.fixture
@@ -33,23 +34,8 @@ def stack():
         assert not list(folder.iterdir()), "sockets are removed"
 
 
-def a_hub(stack, **options):
-    sockets = {"clients": f"ipc://{stack.folder}/c", "workers": f"ipc://{stack.folder}/w"}
-    hub = Broker(**sockets, kinds={"work": TaskKind(options.pop("stall_s", PATIENCE_S), {})}, **options)
-    hub.start()
-    stack.callback(lambda: hub.stop(0.0))
-    return hub
-
-
-def a_client(stack, endpoint):
-    client = PipeClient(endpoint, run="run", client="ann")
-    stack.callback(client.close)
-    client.attach(PATIENCE_S)
-    return client
-
-
 def a_worker(stack, endpoint, name, journal, *constants):
-    """A process; at the end it is asked to leave, and killed if it does not."""
+    """Start a worker process. It is killed at the end of the test."""
     command = [sys.executable, str(WORKER), endpoint, name, str(journal), *constants]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     stack.callback(process.wait)
@@ -58,36 +44,25 @@ def a_worker(stack, endpoint, name, journal, *constants):
 
 
 def left(process):
-    """The words of a worker that is asked to leave."""
+    """Ask a worker to exit by closing its stdin, and return the JSON that it prints."""
     said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0
     return json.loads(said)
 
 
 def submit(client, numbers, seconds=0.0, of=None):
-    """Tasks that take so long, for one worker or for all."""
+    """Submit tasks that take `seconds` on the worker `of`, or on every worker if it is None."""
     until_s = time.monotonic() + 10 * PATIENCE_S
     for i in numbers:
         row = {"i": i, "seconds": seconds, "of": of}
         client.submit([row], [], [TaskRequest(f"t/{i}", "work", 0, 1, until_s)])
 
 
-def collect(client, count):
-    outcomes = {}
-    deadline_s = time.monotonic() + PATIENCE_S
-    while len(outcomes) < count:
-        assert time.monotonic() < deadline_s, f"{len(outcomes)} of {count} are done"
-        for outcome in client.take_outcomes(0.5):
-            assert outcome.id not in outcomes, "every task has one outcome"
-            outcomes[outcome.id] = outcome
-    return outcomes
-
-
 def test_whatever_is_lost_doubled_late_or_overtaken_each_task_is_done_once(stack, tmp_path, monkeypatch):
     for name in ("SINCE_INTERVAL_S", "RESUBMIT_INTERVAL_S"):
         monkeypatch.setattr(client_module, name, 0.2)
-    monkeypatch.setattr(payload_requests, "MARKER_INTERVAL_S", 0.2)
-    hub = a_hub(stack, stall_s=4.0)  # then what was lost on its way is given to another
+    monkeypatch.setattr(submissions, "MARKER_INTERVAL_S", 0.2)
+    hub = a_hub(stack, stack.folder, stall_s=4.0)  # after this time a lost task is given to another worker
     near_workers = FaultyProxy(f"ipc://{stack.folder}/pw", hub.worker_endpoint, lose={"task": 20})
     stack.callback(near_workers.close)
     near_client = FaultyProxy(f"ipc://{stack.folder}/pc", hub.client_endpoint)
@@ -117,11 +92,11 @@ def test_whatever_is_lost_doubled_late_or_overtaken_each_task_is_done_once(stack
             assert faults[what, message_type] > 0, (what, message_type)
 
 
-# Workers that nobody watches but the hub
+# Workers without a supervisor
 
 
 def begun(journal):
-    """(worker, task) of those that began, in this order."""
+    """Return (worker, task) of all started tasks, in order."""
     lines = [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
     return [(line["worker"], line["id"]) for line in lines if line["what"] == "begin"]
 
@@ -132,10 +107,10 @@ def counts(hub):
 
 def test_what_a_killed_worker_had_begun_is_done_by_one_that_comes_late(stack, tmp_path):
     journal = tmp_path / "journal"
-    hub = a_hub(stack, worker_timeout_s=SILENT_S)
-    client = a_client(stack, hub.client_endpoint)
+    hub = a_hub(stack, stack.folder, worker_timeout_s=SILENT_S)
+    client = a_client(stack, hub)
     submit(client, range(5), seconds=1000.0, of="first")
-    first = a_worker(stack, hub.worker_endpoint, "first", journal)  # late already: the tasks were there before
+    first = a_worker(stack, hub.worker_endpoint, "first", journal)  # the worker joins after the tasks were submitted
     until(lambda: begun(journal))
     first.kill()
     first.wait()
@@ -147,8 +122,8 @@ def test_what_a_killed_worker_had_begun_is_done_by_one_that_comes_late(stack, tm
 
 def test_a_worker_that_was_stopped_for_too_long_brings_its_late_answer_for_nothing(stack, tmp_path):
     journal = tmp_path / "journal"
-    hub = a_hub(stack, worker_timeout_s=SILENT_S)
-    client = a_client(stack, hub.client_endpoint)
+    hub = a_hub(stack, stack.folder, worker_timeout_s=SILENT_S)
+    client = a_client(stack, hub)
     submit(client, [0], seconds=0.5, of="stopped")
     stopped = a_worker(stack, hub.worker_endpoint, "stopped", journal)
     until(lambda: begun(journal))
@@ -160,15 +135,15 @@ def test_a_worker_that_was_stopped_for_too_long_brings_its_late_answer_for_nothi
     go_on(stopped.pid)
     until(lambda: counts(hub).get("duplicate"))
     assert client.take_outcomes(0.3) == []
-    submit(client, range(1, 9), seconds=0.2)  # more than one of them takes in this time
+    submit(client, range(1, 9), seconds=0.2)  # too many tasks for one worker, so both take some
     assert len(collect(client, 8)) == 8
     assert {worker for worker, _ in begun(journal)[2:]} == {"stopped", "other"}, "it is one of them again"
 
 
 def test_the_late_answer_of_the_only_worker_is_taken_once(stack, tmp_path):
     journal = tmp_path / "journal"
-    hub = a_hub(stack, worker_timeout_s=SILENT_S)
-    client = a_client(stack, hub.client_endpoint)
+    hub = a_hub(stack, stack.folder, worker_timeout_s=SILENT_S)
+    client = a_client(stack, hub)
     submit(client, [0], seconds=0.5)
     worker = a_worker(stack, hub.worker_endpoint, "w", journal)
     until(lambda: begun(journal))
@@ -183,8 +158,8 @@ def test_the_late_answer_of_the_only_worker_is_taken_once(stack, tmp_path):
 
 def test_a_worker_that_is_asked_to_leave_hands_over_its_task_and_ends(stack, tmp_path):
     journal = tmp_path / "journal"
-    hub = a_hub(stack)
-    client = a_client(stack, hub.client_endpoint)
+    hub = a_hub(stack, stack.folder)
+    client = a_client(stack, hub)
     submit(client, range(3), seconds=1000.0, of="leaving")
     leaving = a_worker(stack, hub.worker_endpoint, "leaving", journal)
     until(lambda: begun(journal))
@@ -210,7 +185,7 @@ one.stop(0.0)
 
 
 def test_a_hub_that_was_suspended_with_its_workers_does_not_take_them_for_silent(stack, tmp_path):
-    """The hub wakes first, and has heard nothing of them for longer than it would wait."""
+    """The broker resumes first. Its workers have been silent for longer than the timeout but are not dropped."""
     hub = subprocess.Popen(
         [sys.executable, "-c", HUB, stack.folder, str(SILENT_S)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

@@ -1,4 +1,4 @@
-"""Ranks that die or cannot write while they save: what was saved before stays, and the run goes on from there."""
+"""Ranks that die or fail to write while saving a checkpoint: earlier checkpoints are intact, and the run resumes."""
 
 import contextlib
 import ctypes
@@ -15,7 +15,7 @@ from ranks import RankError
 from wfm_ds.checkpoint import store
 from wfm_ds.demos.digits_data import write_digits
 
-SMALL = 20_000  # bytes: no states of a rank fit
+SMALL = 20_000  # bytes, smaller than the state of any rank
 
 
 def die():
@@ -23,7 +23,7 @@ def die():
 
 
 def save_and_die(root, rank, moment):
-    """Save steps 1 and 2, of two files a rank; `rank` is killed just before the second `moment` is written."""
+    """Save steps 1 and 2. `rank` is killed just before it writes the file `moment` for the second time."""
     from wfm_ds.distributed.world import World
     from wfm_ds.storage import atomic
 
@@ -48,9 +48,9 @@ def save_and_die(root, rank, moment):
 @pytest.mark.parametrize(
     ("rank", "moment", "survives"),
     [
-        (1, "rank_00001.ok", 1),  # its state is on disk, nobody knows
-        (0, "COMPLETE", 1),  # all states and lists are on disk
-        (0, "LATEST", 2),  # renamed already
+        (1, "rank_00001.ok", 1),  # its state is on disk, but not yet confirmed
+        (0, "COMPLETE", 1),  # all states and confirmations are on disk
+        (0, "LATEST", 2),  # the folder has its final name already
     ],
 )
 def test_rank_killed_while_saving_leaves_the_last_complete_one(two_ranks, tmp_path, rank, moment, survives):
@@ -58,14 +58,14 @@ def test_rank_killed_while_saving_leaves_the_last_complete_one(two_ranks, tmp_pa
         two_ranks.run(save_and_die, root=str(tmp_path), rank=rank, moment=moment)
     found = store.find_newest(tmp_path)
     assert (found.step, found.world_size, found.metadata) == (survives, 2, {"metrics_bytes": survives})
-    (tmp_path / "step_7.tmp" / "zero").mkdir(parents=True)  # of a run that was killed at a step that never comes again
-    two_ranks.run(save_and_die, root=str(tmp_path), rank=9, moment=moment)  # the leftovers are in nobody's way
+    (tmp_path / "step_7.tmp" / "zero").mkdir(parents=True)  # left by a killed run, at a step that is not saved again
+    two_ranks.run(save_and_die, root=str(tmp_path), rank=9, moment=moment)  # leftover files do not disturb later saves
     assert sorted(f.name for f in tmp_path.iterdir()) == ["LATEST", "step_1", "step_2"]
     assert store.find_newest(tmp_path).step == 2
 
 
 def save_into_a_read_only_folder(root):
-    """Save step 1; then step 2, into a folder that nobody may write to, not even root; then step 2 once more."""
+    """Save step 1, try to save step 2 into a read-only folder, then save step 2 with write permission."""
     from wfm_ds.distributed.world import World
     from wfm_ds.errors import UserError
 
@@ -97,12 +97,12 @@ def save_into_a_read_only_folder(root):
 
 @contextlib.contextmanager
 def without_roots_rights():
-    """This thread, and those that it starts, obey the modes of files even if the user is root (capabilities(7))."""
+    """Make this thread and its child threads obey file modes even as root (capabilities(7))."""
     libc = ctypes.CDLL(None, use_errno=True)
     header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     assert libc.capget(header, sets) == 0
     before = sets[0]
-    sets[0] &= ~0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, from the effective set alone
+    sets[0] &= ~0b110  # CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH, in the effective set only
     assert libc.capset(header, sets) == 0
     try:
         yield
@@ -123,10 +123,10 @@ def test_a_read_only_folder_is_one_clear_error_on_all_ranks(two_ranks, tmp_path)
 
 
 def train_with_a_limit(recipe, overrides, step, lethal):
-    """From the save after `step` on, no file of rank 1 may grow beyond SMALL bytes; returns this rank's error.
+    """Train with a file size limit of SMALL bytes on rank 1 from the save after `step` on. Return this rank's error.
 
-    If `lethal`, the kernel kills it in the middle of the first write that does; else that is an error, as on a full
-    disk.
+    With `lethal`, the kernel kills rank 1 in the middle of the first write over the limit. Otherwise that write fails,
+    as on a full disk.
     """
     from wfm_ds.errors import UserError
     from wfm_ds.monitoring.monitor import Monitor
@@ -136,7 +136,7 @@ def train_with_a_limit(recipe, overrides, step, lethal):
     signal.signal(signal.SIGXFSZ, signal.SIG_DFL if lethal else signal.SIG_IGN)
     calls, progress = [], Monitor.update_progress
 
-    def limit_at_the_end_of(self, done, **arguments):  # the last thing that a step does before it is saved
+    def limit_at_the_end_of(self, done, **arguments):  # the last call of a step before its save
         calls.append(done)
         if done == step and os.environ["RANK"] == "1":
             resource.setrlimit(resource.RLIMIT_FSIZE, (SMALL, hard))
@@ -154,7 +154,7 @@ def train_with_a_limit(recipe, overrides, step, lethal):
 
 
 def test_run_outlives_a_full_disk_a_killed_rank_and_a_truncated_file(two_ranks, tiny_pipelines, tmp_path):
-    """Each time the same command goes on from the checkpoint before, and in the end nothing is lost."""
+    """After each fault, the same command resumes from the last checkpoint and ends like an undisturbed run."""
     whole, out = tmp_path / "whole", tmp_path / "out"
     write_digits(tmp_path / "digits")
     case = {"case": "sft lora zero2", "model": tiny_pipelines("sd3"), "digits": tmp_path / "digits"}
@@ -177,7 +177,7 @@ def test_run_outlives_a_full_disk_a_killed_rank_and_a_truncated_file(two_ranks, 
     assert sorted(f.name for f in (out / "checkpoints").iterdir()) == ["LATEST", "step_3", "step_4"]
 
     first = weights(out, 4)
-    (out / "result.json").unlink()  # as if it had been killed before the end
+    (out / "result.json").unlink()  # as if the run had been killed before its end
     shard = out / "checkpoints" / "step_4" / "wfm_rank00001.safetensors"
     os.truncate(shard, shard.stat().st_size // 2)
     two_ranks.run(train_on_rank, **run)

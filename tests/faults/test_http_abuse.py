@@ -1,4 +1,4 @@
-"""Clients of the HTTP port that are silent, slow, or too many, and bodies that unpack to more than they are."""
+"""HTTP clients that are silent, slow or too many, and bodies that decompress to a much larger size."""
 
 import contextlib
 import gzip
@@ -33,7 +33,7 @@ LIMITS = {
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """Its process, what it said, its log."""
+    """Start a reward service. Yield its process, the JSON that it printed and the path of its log."""
     folder = tmp_path_factory.mktemp("http_abuse")
     with serving(folder, {"http": LIMITS, "rewards": {REWARD: {}}}) as (process, said):
         yield process, said, folder / "service.log"
@@ -50,7 +50,7 @@ def connect(service):
 
 
 def answer(connection):
-    """All that comes until the service ends the connection."""
+    """Read until the service closes the connection."""
     received = b""
     with contextlib.suppress(ConnectionError):
         while more := connection.recv(65536):
@@ -78,7 +78,7 @@ def post(path, length, *headers):
 
 @pytest.mark.parametrize("path", ["/api/reward/enqueue", "/compute", "/api/reward/pull"])
 def test_a_packed_body_is_refused_before_it_is_unpacked(service, http, path):
-    packed = gzip.compress(bytes(60 * MIB)) * 34  # 2 MiB, which unpack to 2 GiB
+    packed = gzip.compress(bytes(60 * MIB)) * 34  # 2 MiB that decompress to 2 GiB
     with modest(service[0]):
         status, content, _ = http.post(path, packed, **{"Content-Encoding": "gzip"})
     assert (status, content["error"]["code"]) == (415, "encoded")
@@ -88,7 +88,7 @@ def test_a_packed_body_is_refused_before_it_is_unpacked(service, http, path):
 
 def test_what_clients_claim_to_send_keeps_nobody_out(service, http):
     with ExitStack() as stack:
-        for _ in range(8):  # together 512 MiB of 128
+        for _ in range(8):  # they claim 512 MiB in total; max_pending_mib is 128
             slow = stack.enter_context(connect(service))
             slow.sendall(post("/api/reward/enqueue", 64 * MIB) + b"x")
         assert is_scored(http)
@@ -106,7 +106,7 @@ def test_a_body_has_a_deadline_however_often_a_byte_comes(service):
 
 
 def drip(connection):
-    """Send a byte every now and then until there is an answer, and return it; b"" where there is none."""
+    """Send one byte per 0.1 s until an answer arrives, and return it, or b"" if the connection closes."""
     connection.settimeout(0.1)
     for _ in range(600):
         try:
@@ -166,13 +166,13 @@ def test_more_connections_than_allowed_are_told_so_and_trainers_are_served(servi
         answers = [answer(connection) for connection in connections[-100:]]
         assert all(one.startswith(b"HTTP/1.1 503 ") and b"too many open connections" in one for one in answers)
         assert is_scored_for_a_trainer(service)
-        until(lambda: http.get("/health")[0] == 200)  # when the silent ones are cut off
+        until(lambda: http.get("/health")[0] == 200)  # after the silent connections are closed
     assert len(service[2].read_text().splitlines()) - lines <= 2
 
 
 @contextlib.contextmanager
 def descriptors(most):
-    """Processes that are started meanwhile may have this many descriptors."""
+    """Limit the number of file descriptors of processes started in the block."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     try:
@@ -212,7 +212,7 @@ def test_few_descriptors_are_shared_with_trainers_and_running_out_is_one_line(tm
 
 
 def open_now(process):
-    """The established TCP connections of a service."""
+    """Return the established TCP connections of a service."""
     port = {c.laddr.port for c in psutil.Process(process.pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN}
     return [
         c

@@ -1,12 +1,12 @@
-"""All ranks of whole runs, killed at drawn instants: what benchmarks.kills does, in small."""
+"""Kill all ranks of whole runs at random times: a small run of benchmarks.kills."""
 
 import subprocess
 import sys
 
 import pytest
 
-KILLS = 2  # of each of nine cases; docs/reliability.md has more
-EARLY = 6  # in the first two steps
+KILLS = 2  # per case, of nine cases; docs/reliability.md reports a larger run
+EARLY = 6  # kills within the first two steps
 
 
 @pytest.mark.long

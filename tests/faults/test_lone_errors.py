@@ -1,4 +1,4 @@
-"""A user's mistake that shows on one rank alone, while the other waits for it in an exchange."""
+"""A user error on one rank while the other rank waits in a collective."""
 
 import json
 import subprocess
@@ -22,7 +22,7 @@ WAIT_S = 300.0
 
 
 def test_the_rank_that_has_the_error_says_it_and_the_others_end_with_its_exit_code():
-    """Over real sockets; that the other process is left to end shows as a call with its exit code."""
+    """The heartbeat uses real sockets. A call of `leave` with the exit code replaces the exit of the other process."""
     registry = RankRegistry(RankStates(2, silent_s=WAIT_S, stuck_s=WAIT_S, max_gap_s=WAIT_S), "127.0.0.1")
     endings = [RunShutdown(World(rank, 2, rank, torch.device("cpu"), None)) for rank in (0, 1)]
     left, codes = threading.Event(), []
@@ -47,7 +47,7 @@ def test_the_rank_that_has_the_error_says_it_and_the_others_end_with_its_exit_co
 
 @pytest.fixture
 def running(tiny_pipelines, tmp_path):
-    """An endless SFT of two ranks, its output in tmp_path/log; each rank evaluates one of the two held-out images."""
+    """Start an endless SFT run on two ranks with its log in tmp_path. Each rank evaluates one held-out image."""
     write_digits(tmp_path / "digits")
     images = sorted((tmp_path / "digits" / "images").glob("*.png"))
     (tmp_path / "held").mkdir()
@@ -66,7 +66,7 @@ def running(tiny_pipelines, tmp_path):
         command = [sys.executable, "-m", "wfm_ds.launch", "--num_gpus", "2", "-m", "wfm_ds.train", *recipe]
         process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     yield process
-    process.terminate()  # twice: the launcher ends its ranks at once
+    process.terminate()  # the launcher ends its ranks immediately
     try:
         process.wait(timeout=60)
     finally:

@@ -1,34 +1,29 @@
-"""A run of two machines, both this one: a hostfile of two nodes, each started by its own command, as SLURM would."""
+"""A run on two nodes that are both this machine. Each node is started by its own command, as on SLURM."""
 
-import contextlib
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 
+from faults.small_runs import ENDLESS, ROOT, end, prepare_recipe, result
 from multi_rank.resuming import train_on_rank
 from multi_rank.same_runs import assert_same_runs
-from wfm_ds.demos.digits_data import write_digits
+from wfm_ds.distributed.accelerator import find_free_port
 from wfm_ds.distributed.heartbeat import EXIT_TIMEOUT_S, SILENCE_TIMEOUT_S
-from wfm_ds.distributed.world import find_free_port
 
-ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 300.0
-NUM_IMAGES = 40
-END_S = 120.0  # a deadline, no measure: from the death of one node to the end of the other
+END_S = 120.0  # deadline from the death of one node to the end of the other
 
 pytestmark = pytest.mark.long
 
 
 class Nodes:
-    """Two nodes of one rank each; what they print, and how they end."""
+    """Two nodes with one rank each, their logs and their exit codes."""
 
     def __init__(self, folder, *overrides):
         self.folder, self.logs = folder, [folder / f"node_{node}.log" for node in (0, 1)]
@@ -51,7 +46,7 @@ class Nodes:
             time.sleep(0.2)
 
     def of_node(self, node):
-        """The processes of a node, the rank last."""
+        """Return the processes of a node, with the rank last."""
         command = psutil.Process(self.processes[node].pid)
         return sorted([command, *command.children(recursive=True)], key=lambda process: process.create_time())
 
@@ -62,28 +57,11 @@ class Nodes:
     def printed(self):
         return "\n".join(log.read_text(errors="replace") for log in self.logs)
 
-    def end(self):
-        for node, process in enumerate(self.processes):
-            if process.poll() is None:
-                for part in self.of_node(node):
-                    with contextlib.suppress(psutil.Error):  # it may have gone meanwhile
-                        part.kill()
-            process.wait()
-
 
 @pytest.fixture
 def nodes(tiny_pipelines, tmp_path):
     started = []
-    write_digits(tmp_path / "digits")
-    images = sorted((tmp_path / "digits" / "images").iterdir())
-    for file in images[2 * NUM_IMAGES :]:  # each has a caption beside it
-        file.unlink()
-    common = [
-        str(ROOT / "tests" / "recipes" / "sd3_sft_lora.yaml"),
-        f"model.path={tiny_pipelines('sd3')}",
-        f"data.path={tmp_path / 'digits' / 'images'}",
-        f"run.output_dir={tmp_path / 'out'}",
-    ]
+    common = [*prepare_recipe(tiny_pipelines("sd3"), tmp_path), f"run.output_dir={tmp_path / 'out'}"]
 
     def start(*overrides):
         started.append(Nodes(tmp_path, *common, *overrides))
@@ -91,14 +69,7 @@ def nodes(tiny_pipelines, tmp_path):
 
     yield start
     for both in started:
-        both.end()
-
-
-ENDLESS = ("run.steps=100000", "checkpoint.every=2")
-
-
-def result(folder):
-    return json.loads((folder / "out" / "result.json").read_text())
+        end(both.processes)
 
 
 def test_two_nodes_train_as_two_ranks_of_one_node(nodes, two_ranks, tiny_pipelines, tmp_path):
@@ -123,7 +94,7 @@ def test_rewards_of_one_node_alone_are_refused_on_both(tiny_pipelines, tmp_path)
     try:
         assert both.codes() == [2, 2], both.printed()
     finally:
-        both.end()
+        end(both.processes)
     assert both.printed().count("error: reward.spawn: true: the reward service cannot be reached by 1 of 2 ranks") == 1
     assert not (tmp_path / "out").exists()
 
@@ -139,22 +110,24 @@ def test_a_dead_node_ends_the_other_which_names_it(nodes, tmp_path, dead):
     said = both.logs[1 - dead].read_text()
     assert f"the run ends: rank {dead} (" in said
     assert "gone: its connection closed" in said
-    if dead == 1:  # rank 0 writes it
+    if dead == 1:  # rank 0 writes result.json, so it must be alive
         assert f"process {parts[-1].pid} on" in result(tmp_path)["message"]
         assert result(tmp_path)["status"] == "failed"
 
 
-def test_sigterm_to_one_node_saves_and_ends_both(nodes, tmp_path):
+def test_sigterm_to_one_node_saves_and_ends_both(nodes, tmp_path, monkeypatch):
+    monkeypatch.setenv("WFM_PREEMPTED_CODE", "75")
     both = nodes(*ENDLESS)
     both.wait_for(tmp_path / "out" / "checkpoints" / "step_2" / "COMPLETE")
-    both.processes[1].send_signal(signal.SIGTERM)
-    assert both.codes() == [0, 0], both.printed()
+    for part in both.of_node(1):  # as SLURM does
+        part.terminate()
+    assert both.codes() == [75, 75], both.printed()
     assert result(tmp_path)["status"] == "preempted"
     step = result(tmp_path)["step"]
     assert (tmp_path / "out" / "checkpoints" / f"step_{step}" / "COMPLETE").is_file()
 
 
-# Python imports this at its start: an open of the image then waits for a pipe, as on a file system that is gone.
+# A sitecustomize module. Opening the image blocks on a pipe, as on a file system that no longer responds.
 STALLED = """
 import os, sys
 def hook(event, arguments):
@@ -165,7 +138,7 @@ sys.addaudithook(hook)
 
 
 def test_a_rank_that_hangs_is_named_after_the_minutes_of_the_recipe(nodes, tmp_path, monkeypatch):
-    """It reads a file that never comes: its process lives and its heart beats."""
+    """The rank blocks on reading a file. Its process is alive and still sends heartbeats."""
     (tmp_path / "stalled").mkdir()
     (tmp_path / "stalled" / "sitecustomize.py").write_text(STALLED)
     image = min((tmp_path / "digits" / "images").glob("*.png"))

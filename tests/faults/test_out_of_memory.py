@@ -1,4 +1,4 @@
-"""A rank that runs out of memory in a step of a real run: its CPU is asked for more than an address space has."""
+"""A rank or a rollout worker runs out of memory in a real run, by allocating more than the address space."""
 
 import json
 import os

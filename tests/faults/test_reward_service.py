@@ -1,4 +1,4 @@
-"""Rewards that die, hang and kill, a service that is killed, a trainer that vanishes: real processes and signals."""
+"""Rewards that crash, hang or kill their worker, a killed service and a killed trainer, with real processes."""
 
 import json
 import os
@@ -15,9 +15,11 @@ import pytest
 import yaml
 
 from faults.processes import PATIENCE_S, go_on, stop, until, wait
+from reward_samples import media_batch
+from wfm_ds.program import JOB_SIGNALS
 from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.rollout.rewards import RewardClient, RewardService
-from wfm_ds.types import MediaBatch
+from wfm_ds.rollout.reward_service import RewardService
+from wfm_ds.rollout.rewards import RewardClient
 
 PROBES = Path(__file__).parent.parent / "reward"
 BRIGHTNESS, OTHER, MOODY = (f"probe_rewards:{name}" for name in ("Brightness", "Other", "Moody"))
@@ -36,10 +38,8 @@ def a_recipe(*functions, **changes):
 
 
 def a_batch(prompts, prefix="s"):
-    count = len(prompts)
-    media = np.random.default_rng(0).integers(0, 256, (count, 8, 8, 3)).astype(np.uint8)
-    ids = [f"{prefix}{i}" for i in range(count)]
-    return MediaBatch(media=media, sample_ids=ids, prompts=prompts, metadata=[{}] * count)
+    media = np.random.default_rng(0).integers(0, 256, (len(prompts), 8, 8, 3)).astype(np.uint8)
+    return media_batch(media, prompts, prefix=prefix)
 
 
 def moody(folder, **changes):
@@ -66,7 +66,7 @@ def attached(endpoint, recipe, **options):
 
 @contextmanager
 def serving(folder, rewards):
-    """A service of its own configuration, and a client that attaches to it."""
+    """Start a reward service with these rewards. Yield its process and an attached client."""
     config = folder / "service.yaml"
     config.write_text(yaml.safe_dump({"rewards": rewards}))
     recipe = a_recipe(*({"name": n} for n in rewards), spawn=False, endpoint=str(folder / "pipes.json"))
@@ -80,6 +80,12 @@ def serving(folder, rewards):
         service.wait(PATIENCE_S)
 
 
+def send_job_signals(process):
+    """Send a process the signals that SLURM sends to all processes of a job. Only the ranks may act on them."""
+    for number in JOB_SIGNALS:
+        process.send_signal(number)
+
+
 @pytest.mark.unit
 def test_a_worker_killed_in_the_middle_of_a_task_costs_only_that_task_again(tmp_path):
     options = {"journal": str(tmp_path / "journal"), "seconds": 1.0}
@@ -87,6 +93,8 @@ def test_a_worker_killed_in_the_middle_of_a_task_costs_only_that_task_again(tmp_
     with RewardService(recipe, tmp_path) as service, attached(service.endpoint, recipe) as client:
         client.submit(a_batch(["a"] * 6))
         target = until(lambda: journal(tmp_path))[0]
+        for process in [psutil.Process(service.pid), *psutil.Process(service.pid).children()]:
+            send_job_signals(process)
         os.kill(target["pid"], signal.SIGKILL)
         scores = client.wait()
     assert failures(scores, BRIGHTNESS) == {f"s{i}": None for i in range(6)}
@@ -150,7 +158,7 @@ def test_a_hang_longer_than_the_deadline_does_not_hold_up_the_next_step(tmp_path
             client.submit(a_batch(["b"], prefix="next"))
             return failures(client.wait(), MOODY) == {"next0": None}
 
-        until(next_step)  # the hung worker is replaced although nobody waits for its task
+        until(next_step)  # the hung worker is replaced although its task has timed out
 
 
 @pytest.mark.unit
@@ -189,7 +197,8 @@ def test_a_killed_trainer_leaves_no_process_and_no_socket(tmp_path):
     code = f"""
 import sys, pathlib, numpy
 from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.rollout.rewards import RewardClient, RewardService
+from wfm_ds.rollout.reward_service import RewardService
+from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch
 folder = pathlib.Path({str(tmp_path)!r})
 function = dict(name={BRIGHTNESS!r}, workers=2, options=dict(seconds=60, journal=str(folder / "journal")))
@@ -201,11 +210,20 @@ client.submit(MediaBatch(media=media, sample_ids=["s"], prompts=[""], metadata=[
 client.wait()
 """
     trainer = subprocess.Popen([sys.executable, "-c", code])
-    until(lambda: journal(tmp_path))  # a worker is in the middle of a task
+    signalled = []
+
+    def signal_new_children():
+        for process in psutil.Process(trainer.pid).children(recursive=True):
+            if process not in signalled:
+                signalled.append(process)
+                send_job_signals(process)
+
+    until(lambda: signal_new_children() or journal(tmp_path))  # a worker is processing a task
     family = psutil.Process(trainer.pid).children(recursive=True)
     sockets = Path(json.loads((tmp_path / "pipes.json").read_text())["clients"].removeprefix("ipc://")).parent
     assert len(family) == 3
     assert sockets.exists()
+    assert family == signalled
     trainer.kill()
     trainer.wait()
     _, alive = psutil.wait_procs(family, timeout=15)
@@ -262,7 +280,7 @@ def test_a_service_that_is_stopped_for_a_while_loses_nothing(tmp_path):
 
 
 def test_an_item_that_kills_its_workers_spares_those_of_its_batch(tmp_path):
-    """Several requests share a batch; what killed it is tried again alone."""
+    """Several requests share a batch. After a crash, each item is retried alone, and only the cause fails."""
     rewards = {MOODY: {"max_batch": 8, "max_wait_ms": 300, "options": {"journal": str(tmp_path / "journal")}}}
     with serving(tmp_path, rewards) as (_, client):
         for i, prompt in enumerate(["a", "b", "die", "c"]):

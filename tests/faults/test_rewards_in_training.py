@@ -1,4 +1,4 @@
-"""Training runs whose rewards die, stand still, fail or never return: whole commands."""
+"""Whole training commands with rewards that crash, are stopped, fail or never return."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from multi_rank.same_runs import assert_same_runs
 
 ROOT = Path(__file__).parent.parent.parent
 PROBES = ROOT / "tests" / "reward"
-END_S = 600.0  # a busy machine is no failure
+END_S = 600.0  # long enough for a busy machine
 pytestmark = pytest.mark.long
 
 
@@ -26,7 +26,7 @@ def stack():
 
 
 def train(stack, folder, model, reward, options, *overrides):
-    """A tiny run into this folder, its output beside it; killed at the end of the test if it still runs."""
+    """Start a tiny run in `folder` that logs to `folder`.log. It is killed at the end of the test if it still runs."""
     options = {"journal": str(folder.with_suffix(".journal")), **options}
     function = {"name": f"probe_rewards:{reward}", "workers": 2, "max_batch": 2, "options": options}
     path = os.pathsep.join([str(PROBES), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -52,7 +52,7 @@ def train(stack, folder, model, reward, options, *overrides):
 
 
 def steps(folder):
-    """The metrics of the updates so far."""
+    """Return the metrics of all completed updates."""
     path = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [line for line in lines if "loss/total" in line]
@@ -74,7 +74,7 @@ def journal(folder):
 
 
 def patiently(condition):
-    """Starting a run takes longer than anything in it."""
+    """Like `until`, with a timeout that covers the start of a run."""
     for _ in range(int(END_S)):
         if condition():
             return
@@ -90,10 +90,10 @@ def test_a_run_whose_scorer_and_service_are_killed_and_stopped_is_as_if_it_had_b
     folder = tmp_path / "disturbed"
     run = train(stack, folder, model, "Brightness", {"seconds": 0.7})
     patiently(lambda: journal(folder) or run.poll() is not None)
-    os.kill(journal(folder)[0]["pid"], 9)  # a scorer in mid-batch
+    os.kill(journal(folder)[0]["pid"], 9)  # a reward worker that is processing a batch
     patiently(lambda: steps(folder) or run.poll() is not None)
     (service,) = processes(run, "wfm_reward.serve")
-    orphans = service.workers(recursive=True)
+    orphans = service.children(recursive=True)
     service.kill()
     nobody_is_left(orphans)
     restarted = until(lambda: processes(run, "wfm_reward.serve"))[0]

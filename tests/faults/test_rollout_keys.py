@@ -1,5 +1,7 @@
-"""A run whose worker comes over tcp with a key of its own, to the trainer and to the reward service, and workers that
-are not let in: real processes."""
+"""A rollout worker that connects over TCP with its key to the trainer and to the reward service.
+
+Workers without a valid key are rejected. All processes are real.
+"""
 
 import json
 import shutil
@@ -22,7 +24,7 @@ def stack():
 
 @pytest.fixture
 def keys(tmp_path):
-    """Folders of the trainer's machine, of a worker that it knows, and of three that it does not let in."""
+    """Create key folders of the broker, an accepted worker, an unlisted one and one with a wrong broker key."""
     here, good, unlisted, mistaken = (tmp_path / name for name in ("here", "good", "unlisted", "mistaken"))
     create_key_pair(here, "hub")
     create_key_pair(tmp_path / "other", "hub")
@@ -35,7 +37,7 @@ def keys(tmp_path):
 
 
 def address(pipes):
-    """The endpoint for clients, once the file names it."""
+    """Wait for the file and return the endpoint for clients."""
     return until(lambda: pipes.exists() and json.loads(pipes.read_text())["clients"])
 
 
@@ -71,7 +73,7 @@ def test_a_worker_with_its_key_generates_and_others_end_with_a_sentence(stack, t
     refused = {
         "does not accept key unlisted: copy public/unlisted.key": join("u", "--keys", str(keys / "unlisted")),
         "public/hub.key is not the broker's key": join("m", "--keys", str(keys / "mistaken")),
-        "the broker requires keys": join("w", recipe=tmp_path / "without.yaml"),
+        "tcp:// needs keys": join("w", recipe=tmp_path / "without.yaml"),
         "nowhere: expected exactly one client key": join("n", "--keys", str(tmp_path / "nowhere")),
     }
     for sentence, (process, log) in refused.items():

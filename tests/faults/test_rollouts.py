@@ -1,5 +1,4 @@
-"""Rollout workers that are killed, stopped, come late and leave, and a trainer that vanishes: real processes and
-signals."""
+"""Rollout workers that are killed, stopped, join late or leave, and a killed trainer, with real processes."""
 
 import signal
 from contextlib import ExitStack
@@ -34,14 +33,15 @@ def test_workers_that_die_hang_come_late_and_leave_change_nothing(stack, tmp_pat
     until((tmp_path / "async" / "rollout" / "pipes.json").exists)
     killed, _ = join(stack, tmp_path, "killed")
     until((tmp_path / "async.journal").exists)
-    killed.kill()  # its chunks are being scored
+    killed.kill()  # its chunks are being scored now
 
-    stopped, stopped_log = join(stack, tmp_path, "stopped")  # late: the others' work is waiting
+    # Joins late, when chunks of the killed worker are waiting.
+    stopped, stopped_log = join(stack, tmp_path, "stopped")
     until(has(stopped_log, "loaded publication"))
     stopped.send_signal(signal.SIGSTOP)
     leaving, leaving_log = join(stack, tmp_path, "leaving")
     until(has(tmp_path / "async" / "logs" / "rank_0.log", "worker stopped/0 was silent for"))
-    # Not before the first step is whole: a chunk that was lost three times would be given up.
+    # Wait for the first step: a chunk that is lost three times is dropped.
     until(has(tmp_path / "async" / "metrics.jsonl", "loss/total"))
     assert "loaded publication" in leaving_log.read_text()
     stopped.send_signal(signal.SIGCONT)

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks.soak.memory import find_growth
+from benchmarks.soak.processes import find_growth
 
 SAMPLES = 800
 
@@ -25,11 +25,11 @@ def test_every_sample_comes_once_and_is_right_whoever_is_killed(root):
 
 @pytest.mark.unit
 def test_what_grows_is_named():
-    flat = {"process": "hub", "MiB, first third": 50.0, "MiB, last third": 54.0}
-    flat |= {"descriptors, first third": 30, "descriptors, last third": 38}
-    assert find_growth([flat]) == []
-    leaky = [flat | {"MiB, last third": 54.5}, flat | {"process": "client", "descriptors, last third": 39}]
-    assert find_growth(leaky) == [
-        "hub grew by 4.5 MiB; the limit is 4",
-        "client has 9 more descriptors; the limit is 8",
+    def life(mib, descriptors):
+        return [(7, 50.0, 30)] * 20 + [(7, mib, descriptors)] * 10 + [(8, 99.0, 99)] * 5
+
+    assert find_growth("broker", life(54.0, 38)) == []
+    assert find_growth("broker", life(54.5, 39)) == [
+        "broker grew by 4.5 MiB; the limit is 4",
+        "broker has 9 more descriptors; the limit is 8",
     ]

@@ -1,4 +1,4 @@
-"""Starts that meet another run, or a disk that takes nothing, in the folder that they are given."""
+"""Starts in a folder where another process finishes the run, and starts on a full disk."""
 
 import json
 import resource
@@ -38,7 +38,7 @@ def command(recipe, overrides, limit=None):
 
 
 def train_while_another_start_finishes(recipe, overrides):
-    """This start has looked at the folder and loads its model; meanwhile another process does the rest of the run."""
+    """Start training, and let another process finish the run while this one loads its model."""
     from wfm_ds.training import diffusion_builder
 
     load, ended = diffusion_builder.load_model, []
@@ -83,7 +83,8 @@ def test_a_disk_that_is_full_after_the_first_step_is_one_sentence_and_the_run_go
     try:
         metrics = tmp_path / "out" / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0, started)
-        largest = metrics.stat().st_size + 2000  # of any file: the log of the rank is not far behind
+        # The limit applies to every file; the rank's log is almost as large as the metrics.
+        largest = metrics.stat().st_size + 2000
         resource.prlimit(started.pid, resource.RLIMIT_FSIZE, (largest, largest))
         _, said = started.communicate(timeout=DEADLINE_S)
     finally:

@@ -1,4 +1,4 @@
-"""A reward service, or a trainer, that stands still (SIGSTOP) for longer than somebody's deadline, and goes on."""
+"""A reward service or a trainer that is stopped (SIGSTOP) for longer than a deadline, and then resumed."""
 
 import json
 import os
@@ -15,7 +15,8 @@ import pytest
 from faults.processes import MIB, PATIENCE_S, go_on, modest, stop, until, wait
 from reward_http import serving
 from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.rollout.rewards import RewardClient, RewardService
+from wfm_ds.rollout.reward_service import RewardService
+from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch
 
 PROBES = Path(__file__).parent.parent / "reward"
@@ -32,7 +33,7 @@ def probes():
 
 
 def scored(folder):
-    """Ids of the samples whose scoring has begun, in this order."""
+    """Return the ids of the samples in the order in which scoring started."""
     path = folder / "journal"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [sample_id for line in lines for sample_id in line["ids"]]
@@ -46,7 +47,7 @@ def a_batch(count, prefix):
 
 @contextmanager
 def brightness(folder, seconds, **pipes):
-    """A service of one worker that takes so long for each picture, and its process's id."""
+    """Start a service with one worker that takes `seconds` per image. Yield the service's process."""
     options = {"journal": str(folder / "journal"), "seconds": seconds}
     config = {"pipes": pipes, "rewards": {BRIGHTNESS: {"max_batch": 1, "options": options}}}
     with serving(folder, config) as (process, _):
@@ -90,7 +91,7 @@ def test_a_service_that_stands_still_fails_its_samples_in_time_and_late_answers_
             assert failures["a9"].startswith(says)
             go_on(service.pid)
 
-            def next_step():  # its answers to the last one may come first
+            def next_step():  # late answers for the last step may arrive first
                 client.submit(a_batch(2, "b"))
                 scores = client.wait()
                 assert scores.keys() == {"b0", "b1"}
@@ -111,7 +112,7 @@ def test_a_trainer_that_stood_still_beyond_its_deadline_has_all_its_scores(tmp_p
 
 
 def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path):
-    """The trainer is awake first: nobody answers yet, and by the clock on the wall it is too late."""
+    """The trainer resumes first. No other process answers yet, and its deadline has passed in wall-clock time."""
     with brightness(tmp_path, 0.1) as service, training(tmp_path, 6, 8, 8) as trainer:
         family = [p.pid for p in psutil.Process(service.pid).children(recursive=True)]
         stop(trainer.pid, service.pid, *family)
@@ -133,7 +134,7 @@ def test_a_full_service_whose_trainer_stands_still_holds_no_more_and_loses_nothi
             before = len(scored(tmp_path))
             stop(trainer.pid)
             wait(3.0)
-            # What it held is scored, and what was on its way to it.
+            # Only samples that it held, or that were in transit, are scored.
             assert len(scored(tmp_path)) <= before + 2 * held < count
             go_on(trainer.pid)
             said, _ = trainer.communicate(timeout=PATIENCE_S)

@@ -1,4 +1,4 @@
-"""A storage that is gone in the middle of a run: the run goes on, says what is missing, and sends it when it can."""
+"""Remote storage that fails during a run: the run continues, reports missing files, and the next start uploads them."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ DEADLINE_S = 300.0
 @pytest.fixture
 def proxy(monkeypatch):
     for name in s3.VARIABLES:
-        monkeypatch.setenv(name, "")  # put back after the test
+        monkeypatch.setenv(name, "")  # restores the original value after the test
     with s3.s3_server() as (url, _):
         one = s3.FaultyProxy(url)
         s3.use(one.url)
@@ -54,14 +54,14 @@ def test_a_run_outlives_its_storage_and_the_same_command_sends_the_rest(proxy, t
     result = json.loads((out / "result.json").read_text())
     assert (result["status"], result["step"]) == ("finished", 3)
     assert "checkpoints/step_3" in result["storage"]["missing"]
-    # checkpoint.keep is 1, and none of them is anywhere else.
+    # All checkpoints are kept despite checkpoint.keep=1, because none of them has been uploaded.
     assert sorted(store.list_steps(out / "checkpoints")) == [1, 2, 3]
     assert all(store.read_checkpoint(out / "checkpoints" / f"step_{step}") for step in (1, 2, 3))
     proxy.come_back()
     assert remote_store.find_newest(f"{address}/checkpoints") is None
-    assert any(name.startswith("checkpoints/") for name in transfer.list_objects(address))  # half of one
+    assert any(name.startswith("checkpoints/") for name in transfer.list_objects(address))  # an incomplete upload
 
-    # With all the time that a busy machine needs.
+    # A longer timeout, for a busy machine.
     ended = command(run["recipe"], [*run["overrides"], "checkpoint.storage_timeout_s=60"])
     assert ended.returncode == 0, ended.stderr
     assert json.loads((out / "result.json").read_text())["storage"]["missing"] == []

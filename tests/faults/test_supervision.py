@@ -1,26 +1,30 @@
-"""When a process that died is started again, and when its supervisor gives up: real processes and signals."""
+"""When a supervisor restarts a dead process and when it gives up, with real processes and signals."""
 
 import os
+import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from each_case import check_each
 from faults.processes import PATIENCE_S, until
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout import TASK_KIND
 from wfm_ds.rollout.remote import service
-from wfm_ds.rollout.rewards import RewardClient, RewardService
+from wfm_ds.rollout.reward_service import RewardService
+from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.transport.client import PipeClient
-from wfm_ds.transport.pending_submissions import TaskRequest
+from wfm_ds.transport.submissions import TaskRequest
 from wfm_ds.types import MediaBatch
 
 TESTS = Path(__file__).parent.parent
 TINY = TESTS / "recipes" / "sd3_nft_async.yaml"
-# A worker of one lane that does nothing, well.
+# A worker with one lane that returns an empty result for every task.
 WORKER = """
 import signal, sys
 from wfm_ds.transport.worker import LeaseWorker
@@ -44,9 +48,9 @@ def rollouts(tmp_path):
 
 
 def hit(rollouts, life, number=signal.SIGKILL):
-    """Signal that life of the child, once it has said hello."""
+    """Wait until the worker's process number `life` has connected, then send it a signal."""
     until(lambda: f"spawned-0.{life}/0" in rollouts.broker.worker_ids())
-    os.kill(rollouts.workers[0].pid, number)
+    os.kill(rollouts.workers[0].child.process.pid, number)
 
 
 @pytest.mark.unit
@@ -70,9 +74,29 @@ def test_a_rollout_worker_that_was_asked_to_leave_is_replaced_until_there_is_no_
     until(lambda: "spawned-0.2/0" in rollouts.broker.worker_ids())
     rollouts.broker.dismiss_workers("the run is complete")
     until(lambda: not rollouts.broker.worker_ids())
-    rollouts.workers[0]._watcher.join(PATIENCE_S)
+    rollouts.workers[0].child.watcher.join(PATIENCE_S)
     assert rollouts.workers[0].process_name == "spawned-0.2"
     assert rollouts.worker_failures() == []
+
+
+@check_each("ask", [lambda process: process.stdin.close(), lambda process: process.send_signal(signal.SIGTERM)])
+def test_a_rollout_worker_leaves_at_once_while_it_starts(tmp_path, ask):
+    """A worker that waits for a trainer exits on closed stdin or SIGTERM. The wait itself would last a minute."""
+    words = ["rollout", str(TINY), "--connect", f"ipc://{tmp_path}/nobody", "--stop-on-eof"]
+    process = subprocess.Popen([sys.executable, "-m", "wfm_ds", *words], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def is_waiting():
+        assert process.poll() is None, process.stderr.read()
+        [caught] = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+        return int(caught, 16) >> (signal.SIGTERM - 1) & 1
+
+    try:
+        until(is_waiting)
+        ask(process)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.unit
@@ -83,7 +107,7 @@ def test_a_reward_whose_workers_die_now_and_then_is_not_down(tmp_path, monkeypat
     recipe = RewardRecipe(functions=[moody | {"options": {"journal": str(tmp_path / "journal")}}])
     with RewardService(recipe, tmp_path) as rewards:
         client = RewardClient(rewards.endpoint, recipe, "run", "rank0")
-        for number in range(7):  # more than the deaths that speak against a reward
+        for number in range(7):  # more deaths than the limit that marks a reward as down
             (tmp_path / "journal.died").unlink(missing_ok=True)
             media = np.zeros((1, 4, 4, 3), np.uint8)
             client.submit(MediaBatch(media=media, sample_ids=[f"s{number}"], prompts=["die once"], metadata=[{}]))

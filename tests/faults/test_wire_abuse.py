@@ -1,5 +1,7 @@
-"""Bytes that are no messages, and peers that may not speak, at the ports of a real reward service: they are dropped,
-nothing is allocated for them, and others are served all the while."""
+"""Invalid messages and unauthorized peers at the ports of a real reward service.
+
+The service drops them, allocates no memory for them, and serves other clients at the same time.
+"""
 
 import contextlib
 import itertools
@@ -8,6 +10,8 @@ import os
 import shutil
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -39,22 +43,21 @@ from wfm_ds.types import MediaBatch
 
 PROBES = Path(__file__).parent.parent / "reward"
 BRIGHTNESS = "probe_rewards:Brightness"
-# A peer's part of the ZMTP 3.0 handshake without security: signature, version, mechanism; then READY.
+# A client's part of the ZMTP 3.0 handshake with the NULL mechanism: greeting, then READY.
 GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER"
-COMMAND, LONG, MORE = 4, 2, 1  # flags of a frame
+COMMAND, LONG, MORE = 4, 2, 1  # frame flags
 ATTACH = encode_header("attach", 1, {"run": "abuse", "client": "unlisted", "epoch": 1})
 
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """A service without keys, as on one machine: its process, and what it said."""
+    """Start a service without keys. Yield its process and the JSON that it printed."""
     folder = tmp_path_factory.mktemp("abuse")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
         patch.setenv("WFM_REWARD_TOKEN", TOKEN)
         config = {
-            "pipes": {"clients": "tcp://127.0.0.1:0"},
             "http": {"bind": "127.0.0.1:0"},
             "rewards": {BRIGHTNESS: {"max_batch": 1}},
         }
@@ -67,12 +70,18 @@ def address(service):
 
 
 def connect(service):
-    """A TCP connection to where clients are served."""
-    return socket.create_connection(("127.0.0.1", int(address(service).rpartition(":")[2])), timeout=PATIENCE_S)
+    """Open a plain socket to the client port."""
+    kind, _, place = address(service).partition("://")
+    if kind == "tcp":
+        return socket.create_connection(("127.0.0.1", int(place.rpartition(":")[2])), timeout=PATIENCE_S)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(PATIENCE_S)
+    connection.connect(place)
+    return connection
 
 
 class Bystander:
-    """Has pictures scored all the time, one after the other; `rounds` counts those that got their own score."""
+    """A client that scores images one after the other and checks each score. `rounds` counts the scored images."""
 
     def __init__(self, service, **recipe):
         self.recipe = RewardRecipe(
@@ -90,7 +99,7 @@ class Bystander:
     def __exit__(self, *_):
         before = self.rounds
         try:
-            until(lambda: self.rounds > before + 1 or self.wrong)  # it is served afterwards, too
+            until(lambda: self.rounds > before + 1 or self.wrong)  # check that it is still served
         finally:
             self.stopping.set()
             self.thread.join(PATIENCE_S)
@@ -122,7 +131,7 @@ def submission(tensors):
 
 
 PICTURE = ["media", "uint8", [4, 4, 3]]
-# What is sent, by a name, with what the answer says. tests/transport/test_wire.py has the other ways to be wrong.
+# Expected text of the answer and frames to send, by name. tests/transport/test_wire.py covers other malformed messages.
 BAD_MESSAGES = {
     "many frames of nothing": ("is not msgpack", [b""] * 300),
     "half a header": ("is not msgpack", [ATTACH[: len(ATTACH) // 2]]),
@@ -187,7 +196,7 @@ def frame(body, flags=0):
 
 
 def greeted(service):
-    """A bare connection that may send messages."""
+    """Open a plain socket and complete the ZMTP handshake."""
     connection = connect(service)
     connection.sendall(GREETING + frame(READY, COMMAND))
     read_until(connection, b"READY")
@@ -195,7 +204,7 @@ def greeted(service):
 
 
 def attached(service):
-    """A bare connection whose client the service knows."""
+    """Open a plain socket and attach as a client."""
     connection = greeted(service)
     connection.sendall(frame(ATTACH))
     read_until(connection, b"attached")
@@ -247,7 +256,7 @@ JUNK = [
     GREETING,
     GREETING + frame(READY, COMMAND)[:-3],
     GREETING + frame(b"\x05READY\x0bSocket-Type\xff\xff\xff\xffDEALER", COMMAND),
-    GREETING + frame(READY, COMMAND) + frame(ATTACH),  # does not wait for the answer
+    GREETING + frame(READY, COMMAND) + frame(ATTACH),  # sent without waiting for the answer
     GREETING.replace(b"NULL\0", b"PLAIN"),
     GREETING.replace(b"NULL\0", b"CURVE"),
 ]
@@ -271,7 +280,7 @@ def test_junk_on_the_port_of_clients_disturbs_nobody(service):
 
 
 def send_and_close(connection, junk):
-    with contextlib.suppress(OSError):  # it may be cut off at once
+    with contextlib.suppress(OSError):  # the service may close it immediately
         connection.sendall(junk)
         connection.shutdown(socket.SHUT_WR)
     assert is_cut_off(connection)
@@ -288,12 +297,75 @@ def test_silent_connections_are_closed_and_their_descriptors_come_back(service):
         until(lambda: process.num_fds() <= before + 2)
 
 
-# Who may not speak
+def flood(service, count):
+    """Open `count` connections that send thousands of small frames mixed with heartbeats and then close."""
+    frames = (frame(b"x") * 20 + frame(b"\x04PING\x00\x64", COMMAND)) * 100
+    for _ in range(count):
+        with connect(service) as connection, contextlib.suppress(OSError):
+            connection.sendall(GREETING + frame(READY, COMMAND))
+            connection.recv(4096)
+            connection.sendall(frames)
+
+
+def test_a_flood_of_connections_that_hang_up_ends_nothing(service):
+    """libzmq 4.3.5 aborts if receive limits are combined with heartbeats. The service must survive the flood."""
+    process = psutil.Process(service[0].pid)
+    with Bystander(service):
+        before = process.num_fds()
+        flood(service, 600)
+        until(lambda: process.num_fds() <= before + 2)
+
+
+# Unauthorized peers
+
+
+CLOSING_PEER = """
+import sys, time, zmq
+from wfm_ds.transport.sockets import Dealer
+
+context = zmq.Context()
+dealer = Dealer(context, sys.argv[1])
+while not dealer.send_message("beat", {"progress": []}, frames=[bytes(64 * 2**20)]):  # more than the broker reads
+    time.sleep(0.01)
+print("sent", flush=True)
+sys.stdin.readline()
+dealer.close()
+print("closed", flush=True)
+context.term()
+print("ended", flush=True)
+"""
+
+
+def test_a_peer_that_closes_survives_a_message_and_a_hangup_of_its_broker(tmp_path):
+    """The message arrives after the peer closed its socket, while it still waits to send its own."""
+    with ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind(str(tmp_path / "broker"))
+        listener.listen()
+        peer = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", CLOSING_PEER, f"ipc://{tmp_path / 'broker'}"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        stack.callback(peer.kill)
+        connection = stack.enter_context(closing(listener.accept()[0]))
+        connection.sendall(GREETING + frame(READY.replace(b"\x06DEALER", b"\x06ROUTER"), COMMAND))
+        assert peer.stdout.readline() == "sent\n"
+        peer.stdin.write("\n")
+        peer.stdin.flush()
+        assert peer.stdout.readline() == "closed\n"
+        connection.sendall(frame(b"late"))
+        connection.close()
+        assert peer.stdout.readline() == "ended\n"
+        assert peer.wait(PATIENCE_S) == 0
 
 
 @pytest.fixture
 def guarded(tmp_path, monkeypatch):
-    """A service with keys and a token that knows ann and bob, not eve; bob takes it for another one."""
+    """Start a service with a token and keys. It accepts ann and bob but not eve, and bob has a wrong broker key."""
     monkeypatch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
     monkeypatch.setenv("WFM_REWARD_TOKEN", TOKEN)
     for hub in ("hub", "other"):
@@ -312,11 +384,17 @@ def guarded(tmp_path, monkeypatch):
         yield served
 
 
+def test_a_flood_from_those_without_keys_is_not_read(guarded, tmp_path):
+    with Bystander(guarded, keys=str(tmp_path / "ann")), modest(guarded[0]):
+        flood(guarded, 300)
+    assert metric(guarded, "wfm_pipes_rejected") == 0
+
+
 def test_wrong_keys_no_keys_and_wrong_tokens_are_sentences_and_nothing_is_delivered(guarded, tmp_path):
     says = {
         "eve": "the broker does not accept key eve: copy public/eve.key to its key folder",
         "bob": "public/hub.key is not the broker's key, or it has none",
-        None: "the broker requires keys, or this is another service",
+        None: "tcp:// needs keys",
     }
     with Bystander(guarded, keys=str(tmp_path / "ann")), modest(guarded[0]):
         for name, sentence in says.items():
@@ -329,7 +407,7 @@ def test_wrong_keys_no_keys_and_wrong_tokens_are_sentences_and_nothing_is_delive
                 start_timeout_s=1,
             )
             until(lambda recipe=recipe, sentence=sentence: sentence in refusal(recipe))
-        with connect(guarded) as connection, contextlib.suppress(ConnectionError):  # past our own client
+        with connect(guarded) as connection, contextlib.suppress(ConnectionError):  # without our client code
             connection.sendall(GREETING + frame(READY, COMMAND) + frame(ATTACH))
             assert is_cut_off(connection)
         for token in (None, "", "wrong", TOKEN[:-1]):

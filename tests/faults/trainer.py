@@ -1,5 +1,8 @@
-"""`python trainer.py FOLDER TIMEOUT_S COUNT SIZE`: has COUNT pictures of SIZE x SIZE scored by the service of FOLDER,
-as a trainer does, says "submitted", and when all is there the failure of each as JSON."""
+"""A trainer process that scores COUNT images of SIZE x SIZE: `python trainer.py FOLDER TIMEOUT_S COUNT SIZE`.
+
+It uses the reward service in FOLDER and prints "submitted" after submission. When all scores have arrived, it prints
+the failure of each sample, or null, as JSON.
+"""
 
 import json
 import sys

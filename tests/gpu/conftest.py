@@ -1,7 +1,7 @@
-"""A process that computes on a GPU, for the tests of this folder: `pytest -m gpu tests/gpu`.
+"""Fixtures that run test functions on a GPU: `pytest -m gpu tests/gpu`.
 
-Their bodies run in a process of its own, whose environment says so, because the process of pytest keeps to the CPU.
-WFM_TEST_DEVICE=cpu rehearses them without a GPU: every line but those of tests that ask for `cuda`.
+The functions run in a separate process, because the pytest process is configured for the CPU. WFM_TEST_DEVICE=cpu runs
+the tests on a machine without a GPU, except tests that use the `cuda` fixture.
 """
 
 import os
@@ -16,7 +16,7 @@ ENVIRONMENT = {"cuda": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}, "cpu": {"TRITON_I
 
 @pytest.fixture(scope="session")
 def device():
-    """cuda, or cpu in a rehearsal."""
+    """Return "cuda", or "cpu" if WFM_TEST_DEVICE=cpu."""
     wanted = os.environ.get("WFM_TEST_DEVICE", "cuda")
     if wanted == "cuda" and not Path("/dev/nvidiactl").exists():
         pytest.skip("needs a CUDA device; WFM_TEST_DEVICE=cpu rehearses these tests on a CPU")
@@ -25,7 +25,7 @@ def device():
 
 @pytest.fixture(scope="session")
 def cuda(device):
-    """For a test that a CPU cannot rehearse."""
+    """Skip the test on a CPU."""
     if device != "cuda":
         pytest.skip("says nothing on a CPU")
     return device
@@ -37,21 +37,21 @@ def process(kind, folder):
 
 @pytest.fixture(scope="session")
 def there(device, tmp_path_factory):
-    """`there(function, **kwargs)`: the function's result, computed by a process that uses the device."""
+    """`there(function, **kwargs)` runs the function in a process on the device and returns its result."""
     with process(device, tmp_path_factory.mktemp("there")) as ranks:
         yield lambda function, **kwargs: ranks.run(function, **kwargs)[0]
 
 
 @pytest.fixture(scope="session")
 def on_cpu(tmp_path_factory):
-    """The same by a process that keeps to the CPU."""
+    """`on_cpu(function, **kwargs)` runs the function in a process on the CPU and returns its result."""
     with process("cpu", tmp_path_factory.mktemp("on_cpu")) as ranks:
         yield lambda function, **kwargs: ranks.run(function, **kwargs)[0]
 
 
 @pytest.fixture
 def train(there, tiny_pipelines, tmp_path):
-    """Run a tiny recipe into tmp_path/where on the device."""
+    """`train(where, name, *overrides)` runs a tiny recipe on the device with output in tmp_path/where."""
     from multi_rank.resuming import tiny_recipe, train_on_rank
 
     def run(where, name, *overrides, **stops):

@@ -1,4 +1,7 @@
-"""The engine on one device trains as on a CPU, at every ZeRO stage; tokens shared with oneself change nothing."""
+"""The engine has the same losses on a device as on the CPU at every ZeRO stage.
+
+Sequence parallelism in a group of one rank does not change results.
+"""
 
 import pytest
 
@@ -6,7 +9,7 @@ STEPS = 4
 
 
 def losses(config, lora, device):
-    """By step: the loss before it and the norm of its gradient, of squared errors on numbered terms."""
+    """Train with a squared error loss. Return [loss, gradient norm] of each step."""
     import torch
 
     from multi_rank.training import build, inputs, target
@@ -32,8 +35,8 @@ def losses(config, lora, device):
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("config", ["zero1", "zero2", "zero3", "zero3_offload"])
 def test_losses_are_those_of_the_cpu(config, lora, there, on_cpu, device):
-    # Moments that are offloaded are stepped by DeepSpeed's own kernel, which is compiled for the machine: the CPU runs
-    # the same stage without.
+    # DeepSpeed compiles its CPU Adam kernel for offloaded moments on this machine. The CPU reference runs the same
+    # ZeRO stage without offload.
     alone = "zero3" if config == "zero3_offload" else config
     found, expected = there(losses, config=config, lora=lora, device=device), None
     expected = on_cpu(losses, config=alone, lora=lora, device="cpu")
@@ -43,7 +46,10 @@ def test_losses_are_those_of_the_cpu(config, lora, there, on_cpu, device):
 
 
 def shared_with_oneself(device):
-    """The largest difference between a denoiser and the same one with sequence parallelism over a group of one."""
+    """Return the largest difference in outputs and gradients between a denoiser with and without sequence parallelism.
+
+    The sequence parallel group has one rank.
+    """
     import torch.distributed as dist
 
     from multi_rank.training import inputs, small_sd3

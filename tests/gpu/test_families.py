@@ -1,4 +1,4 @@
-"""Each family's denoiser on the device is the one on the CPU: predictions, and gradients of weights and latents."""
+"""Each family's denoiser has the same predictions and gradients on the device as on the CPU."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from families import CASES
 
 
 def passes(folder, device, size, load_options, sigma):
-    """A forward and backward of two samples in float32."""
+    """Run a forward and backward pass of two samples in float32. Return the velocity and all gradients."""
     import torch
 
     from wfm_ds.models import registry

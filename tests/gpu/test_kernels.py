@@ -1,8 +1,11 @@
-"""Kernels run on the device of their tensors, in whichever thread."""
+"""Kernels run on the device of their tensors, in any thread."""
 
 
 def in_a_thread(device):
-    """Largest differences between Triton and torch on the last device, from a thread that chose no device."""
+    """Return the largest differences between the Triton and torch backends on the last device.
+
+    The kernels are launched from a new thread that sets no device.
+    """
     import threading
 
     import torch
@@ -22,7 +25,7 @@ def in_a_thread(device):
                 step = sde_step(velocity, latents, rows, seeds=seeds, backend=backend)
                 again = sde_log_prob(velocity, latents, step.next_latents, rows, backend=backend)
                 found[backend] = (step.next_latents, step.log_prob, again)
-        except Exception as error:  # noqa: BLE001, raised again outside of the thread
+        except Exception as error:  # noqa: BLE001, raised again outside the thread
             errors.append(error)
 
     thread = threading.Thread(target=compute)
@@ -35,5 +38,5 @@ def in_a_thread(device):
 
 
 def test_a_thread_launches_on_the_device_of_the_tensors(there, device):
-    """The last device: on a machine with several that is not the one that a new thread begins on."""
+    """The tensors are on the last device. A new thread uses the first device by default."""
     assert max(there(in_a_thread, device=device)) < 2e-5

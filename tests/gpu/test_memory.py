@@ -1,10 +1,10 @@
-"""Memory on the device: what a run takes is what `--check` said."""
+"""The memory estimate of `--check` matches the memory of a run on the device."""
 
 TOLERANCE = 0.15
 
 
 def share_of_the_estimate(folder, root):
-    """Most bytes that the tensors of a run of released size took, relative to the estimate."""
+    """Return the peak of allocated memory relative to the estimate, for a model of the released size."""
     from pathlib import Path
 
     import torch

@@ -1,4 +1,4 @@
-"""Rollouts on the device: nothing waits in the denoise loop, and every way to run them gives the same samples."""
+"""The denoise loop does not synchronize with the device, and all rollout options give the same samples."""
 
 import pytest
 
@@ -7,7 +7,10 @@ QUIET = ["sampling.height=32", "sampling.width=32", "model.max_sequence_length=1
 
 
 def samples(recipe, overrides, strict=False):
-    """Clean latents of a step's samples, by adapters that are random; strict: waiting for the device is an error."""
+    """Return the clean latents of one step's samples with random LoRA weights.
+
+    With `strict`, synchronizing with the device in the denoise loop is an error.
+    """
     from pathlib import Path
 
     import torch
@@ -31,7 +34,7 @@ def samples(recipe, overrides, strict=False):
 
 
 class Watched:
-    """A plan whose loop, from its first forward to its end, may not wait for the device."""
+    """A sampling plan that raises if its loop synchronizes with the device after the first forward starts."""
 
     def __init__(self, plan):
         self.plan = plan
@@ -55,7 +58,7 @@ class Watched:
 
 @pytest.fixture
 def sampled(there, root, tiny_pipelines):
-    """The samples of a tiny recipe's first step."""
+    """`sampled(name, *overrides)` returns the samples of the first step of a tiny recipe."""
 
     def run(name, *overrides, **options):
         words = [f"model.path={tiny_pipelines('sd3')}", *QUIET, *overrides]

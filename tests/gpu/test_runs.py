@@ -1,4 +1,4 @@
-"""Whole tiny runs on the device: resumed bit for bit, with a worker beside, and exported for plain diffusers."""
+"""Whole tiny runs on the device: bitwise resume, a rollout worker on the same device, and an export for diffusers."""
 
 import json
 
@@ -11,7 +11,7 @@ DETERMINISTIC = "engine.deterministic=true"
 
 
 def interrupted(train, tmp_path, *overrides):
-    """A run in one piece and one of two, of 4 steps: their folders."""
+    """Train 4 steps without interruption, and again with a resume after step 2. Return both folders."""
     assert train("whole", "sd3_nft", *RESUMABLE, *overrides)["status"] == "finished"
     assert train("parts", "sd3_nft", *RESUMABLE, *overrides, stop_at=2)["status"] == "preempted"
     assert train("parts", "sd3_nft", *RESUMABLE, *overrides)["step"] == 4
@@ -29,7 +29,7 @@ def test_a_deterministic_run_that_was_stopped_goes_on_bit_by_bit(train, tmp_path
 
 
 def test_without_determinism_it_goes_on_but_for_rounding(train, tmp_path):
-    """Steps, prompts and rewards are the same; attention's backward pass may add in another order."""
+    """Resumed metrics match up to rounding, because attention's backward pass may sum in a different order."""
     whole, parts = interrupted(train, tmp_path)
     for got, want in zip(records(parts), records(whole), strict=True):
         assert got.keys() == want.keys()
@@ -48,7 +48,7 @@ def test_a_worker_on_the_trainers_own_device(train, tmp_path, device):
 
 
 def pictures(pipeline, adapter, device):
-    """What plain diffusers makes of an export on the device."""
+    """Load an exported LoRA with diffusers on the device, and return the images of one call."""
     import torch
     from diffusers import DiffusionPipeline
 
@@ -70,7 +70,7 @@ def test_an_export_is_loaded_by_plain_diffusers_there(train, there, on_cpu, devi
 
 
 def ending(recipe, overrides):
-    """The sentence that a run ends with whose denoiser asks for more than there is once it trains."""
+    """Train with a denoiser that allocates too much memory in training. Return the error message."""
     import torch
 
     from multi_rank.resuming import train_on_rank

@@ -1,4 +1,4 @@
-"""Both backends of the kernels in one process: compiled on a GPU, interpreted elsewhere. Memory starts out as NaN."""
+"""Both kernel backends in one process: compiled on a GPU, interpreted elsewhere. New memory is filled with NaN."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The parts of the benchmark that run without a GPU: its counts, and that it checks results first."""
+"""Parts of the benchmark that run without a GPU: its counts, and the check of results before measuring."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SMALL = (3, 4, 7, 5)
 
 def test_counts_of_known_operations():
     a, b = torch.randn(2, 64), torch.randn(64)
-    one = count_launches(lambda: a + b.expand(2, 64), 128)  # the expanded tensor is read once
+    one = count_launches(lambda: a + b.expand(2, 64), 128)  # the expanded tensor counts as 64 elements
     assert (one.launches, one.small_launches, one.syncs, one.num_bytes) == (1, 0, 0, 4 * (128 + 64 + 128))
     free = count_launches(lambda: torch.empty(128).view(2, 64).detach()[0], 128)
     assert (free.launches, free.syncs, free.num_bytes) == (0, 0, 0)
@@ -33,7 +33,7 @@ def test_counts_of_known_operations():
     ],
 )
 def test_kernels_touch_each_tensor_once_and_never_wait(name, launches, bytes_per_element):
-    """As docs/measurements.md says; the rest is partial sums and values per sample."""
+    """The counts of docs/measurements.md; partial sums and per-sample values add up to 2 %."""
     case = next(c for c in cases.CASES if c.name == name)
     i = cases.make_inputs((2, 16, 32, 32), DEVICE, seed=0)
     counted = count_launches(lambda: case.ours(i, "triton"), i.x.numel())

@@ -1,4 +1,4 @@
-"""All kernels compiled for sm_90 without a GPU, in a subprocess because this process interprets them."""
+"""Compilation of all kernels for sm_90 without a GPU, in a subprocess because this process interprets them."""
 
 import os
 import subprocess

@@ -1,5 +1,4 @@
-"""A kernel is launched on the device of its tensors, not on the current device of the thread. Nothing is computed
-here."""
+"""Kernels are launched on the device of their tensors instead of the thread's current device. No kernel runs here."""
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ SHAPE = (2, 4, 8)
 
 
 class Recorder:
-    """Kernels that note the current device instead of running."""
+    """A fake kernel that records the current device."""
 
     def __init__(self, device_now):
         self.device_now, self.launched_on = device_now, []
@@ -25,12 +24,12 @@ class Recorder:
 
 @pytest.fixture
 def recorder(monkeypatch):
-    """A thread whose current device is 0, and no GPU."""
+    """Simulate a thread with current device 0, without a GPU."""
     current = [0]
 
     def exchange(index):
         before = current[0]
-        if index >= 0:  # torch's own rule
+        if index >= 0:  # as in torch
             current[0] = index
         return before
 
@@ -44,7 +43,7 @@ def recorder(monkeypatch):
 
 
 def operators(device):
-    """Each operator as a call without arguments, with tensors of this device."""
+    """Return a call of each operator with tensors on this device."""
 
     def empty(*shape, dtype=torch.float32):
         return torch.empty(shape, dtype=dtype, device=device)

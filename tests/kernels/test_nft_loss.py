@@ -1,7 +1,5 @@
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from each_case import check_each
 from kernel_cases import BACKENDS, BF16, FP16, FP32, GRADIENT, SHAPES, VALUE, close, in_double, nft_case, vector
@@ -11,7 +9,7 @@ UPSTREAM, UPSTREAM_KL = (1.3, -0.4, 2.0, 0.7, -1.1), (-0.6, 0.9, 0.2, 1.4, 0.5)
 
 
 def check(case, beta, backend):
-    """Every result and the gradient against float64, with independent upstream gradients for policy and kl."""
+    """Compare every result and the gradient with float64, with separate upstream gradients for policy and kl."""
     result = nft_loss(**case, beta=beta, backend=backend)
     count = len(case["velocity"])
     upstreams = [vector(UPSTREAM, count), vector(UPSTREAM_KL, count)]
@@ -52,19 +50,6 @@ def test_everything_in_half_precision(beta, dtypes, backend):
     check(nft_case((4, 3, 7, 11), *dtypes, ref=beta == 1.0), beta, backend)
 
 
-@given(
-    st.lists(st.sampled_from([1, 2, 3, 5, 13, 16]), min_size=1, max_size=4),
-    st.integers(1, 4),
-    st.sampled_from([FP32, BF16, FP16]),
-    st.sampled_from([0.1, 0.5, 1.0]),
-    st.booleans(),
-)
-@settings(max_examples=10, deadline=None, derandomize=True)
-def test_any_shape_equals_float64_by_both_backends(rest, batch, velocity, beta, ref):
-    for backend in BACKENDS:
-        check(nft_case((batch, *rest), velocity, ref=ref), beta, backend)
-
-
 def loss_gradient(case, beta, backend):
     return torch.autograd.grad(nft_loss(**case, beta=beta, backend=backend).policy.sum(), case["velocity"])[0]
 
@@ -93,18 +78,6 @@ def test_an_exact_fit_has_loss_and_gradient_zero(backend):
     assert result.policy.tolist() == [0, 0]
     assert not case["velocity"].grad.any()
     assert result.stats["weight_positive"].tolist() == pytest.approx([1e-5, 1e-5])
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_the_reward_of_one_sample_changes_no_other(backend):
-    case = nft_case((4, 3, 50))
-    before = loss_gradient(case, 0.5, backend)
-    changed = case["reward_weight"].clone()
-    changed[2] = 0.9
-    after = loss_gradient(case | {"reward_weight": changed}, 0.5, backend)
-    others = [0, 1, 3]
-    assert torch.equal(before[others], after[others])
-    assert not torch.equal(before[2], after[2])
 
 
 @pytest.mark.parametrize("latents", [FP32, BF16])
@@ -148,7 +121,7 @@ def test_only_the_velocity_gets_a_gradient_once(backend):
         case[name].requires_grad_()
     result = nft_loss(**case, beta=1.0, backend=backend)
     gradient = torch.autograd.grad(result.kl.sum(), case["velocity"], create_graph=True)[0]
-    close(gradient, 2 / 9 * (case["velocity"] - case["ref_velocity"]), 2e-6)  # nothing upstream of policy
+    close(gradient, 2 / 9 * (case["velocity"] - case["ref_velocity"]), 2e-6)  # policy has no upstream gradient
     with pytest.raises(RuntimeError, match="nft_loss_backward"):
         gradient.sum().backward()
     nft_loss(**case, beta=1.0, backend=backend).policy.sum().backward()

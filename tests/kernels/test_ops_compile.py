@@ -1,4 +1,4 @@
-"""Requirements of torch for operators, and the choice of the backend."""
+"""torch's requirements for custom operators, and the selection of the backend."""
 
 import logging
 
@@ -53,7 +53,7 @@ def test_the_noise_operator_is_sound(triton):
 
 
 def rollout_and_train(case, rows, nft, backend):
-    """Every operator once, forward and backward: what a compiled step would hold."""
+    """Call every operator once, forward and backward, as a compiled training step would."""
     step = sde_step(**case, coefficients=rows, seeds=seeds(2), backend=backend)
     log_prob = sde_log_prob(**case, next_latents=step.next_latents, coefficients=rows, backend=backend)
     noisy, _ = flow_noise(step.next_latents, nft["sigma"], seeds=seeds(2), backend=backend)
@@ -75,7 +75,7 @@ def test_compiling_breaks_no_graph_and_changes_no_bit(backend):
 
 
 def test_operators_never_read_a_value():
-    """On meta tensors, which have none; anything that would wait for a device raises."""
+    """On meta tensors, which have no values: reading one, and so waiting for a device, raises an error."""
     case = {n: t.to("meta") for n, t in transition((2, 3, 7)).items()}
     rows = coefficients("flow_sde", 2).to("meta")
     nft = {n: t.detach().to("meta") for n, t in nft_case((2, 3, 7), ref=True).items()}
@@ -90,7 +90,7 @@ def test_operators_never_read_a_value():
 
 @pytest.fixture
 def ran(monkeypatch):
-    """Which backends computed flow_noise."""
+    """Return the list of backends that computed flow_noise."""
     from wfm_kernels import triton_backend
 
     names = []
@@ -144,7 +144,7 @@ def test_an_unknown_backend_is_refused(monkeypatch):
 
 @pytest.mark.unit
 def test_what_the_kernels_cannot_do_is_refused_when_asked_for_and_else_said_once(monkeypatch, caplog):
-    class OnGpu:  # all that the choice looks at
+    class OnGpu:  # the attributes that the selection reads
         device, dtype, shape = torch.device("cuda", 0), torch.float32, (70_000, 2)
 
         def numel(self):
@@ -175,7 +175,7 @@ def test_tensors_of_several_devices_are_refused():
 
 @pytest.mark.unit
 def test_formulas_can_be_checked_in_float64():
-    """The torch backend computes in float64 then, to float64's precision; the kernels refuse."""
+    """The torch backend computes in float64 precision; the Triton backend rejects float64."""
     case = {name: t.detach().double() for name, t in nft_case((2, 3, 4), ref=True).items()}
     case["velocity"].requires_grad_()
     assert torch.autograd.gradcheck(lambda v: nft_loss(**case | {"velocity": v}, beta=0.5).kl, case["velocity"])

@@ -1,4 +1,4 @@
-"""Rows in float8 e4m3, against the table of its 256 values and float64."""
+"""Row quantization to float8 e4m3, compared with float64 and the table of all 256 float8 values."""
 
 import pytest
 import torch
@@ -11,11 +11,11 @@ from wfm_kernels import quantise_rows
 
 E4M3 = torch.float8_e4m3fn
 TABLE = torch.arange(256, dtype=torch.uint8).view(E4M3).to(FP64)
-VALUES = TABLE[:0x7F]  # those from 0 to 448, in the order of their bytes
+VALUES = TABLE[:0x7F]  # the values from 0 to 448 in byte order
 
 
 def nearest(y):
-    """The byte of the value nearest to each |y| at most 448, float64; of two the even one. A search, no arithmetic."""
+    """Return the byte of the value nearest to |y| <= 448 (float64), ties to even, by a search in the table."""
     high = torch.searchsorted(VALUES, y).clamp(1, len(VALUES) - 1)
     low = high - 1
     below, above = y - VALUES[low], VALUES[high] - y
@@ -24,7 +24,7 @@ def nearest(y):
 
 
 def quantise_by_definition(x):
-    """Bytes and scales by the definition: the division is rounded to float32, everything else is exact."""
+    """Return bytes and scales by the definition: only the division is rounded to float32."""
     rows = x.cpu().to(FP32)
     greatest = rows.abs().amax(-1, keepdim=True)
     scale = torch.where(greatest == 0, torch.ones_like(greatest), (greatest / 448).clamp_min(2.0**-126))
@@ -62,7 +62,7 @@ def test_every_value_and_every_half_between_two(backend):
         [VALUES, halves, halves.float().nextafter(torch.tensor(9e9)), halves.float().nextafter(-halves.float())]
     )
     x = torch.cat([x, -x]).to(FP32).to(DEVICE).unsqueeze(0)
-    check(x, backend)  # the greatest is 448: the scale is 1
+    check(x, backend)  # the maximum is 448, so the scale is 1
     assert torch.equal(quantise_rows(x, backend=backend)[1].cpu(), torch.ones(1, 1))
 
 

@@ -1,6 +1,7 @@
-"""Rows of LLaVA annotations and of messages, and what is wrong with the others."""
+"""Annotation files in the LLaVA and messages formats, and the error for each kind of bad row."""
 
 import json
+import os
 
 import pytest
 
@@ -17,7 +18,7 @@ from wfm_ds.language.annotations import (
 
 
 def said(*values, **more):
-    """A LLaVA row in which human and gpt speak in turn."""
+    """Return a LLaVA row; human and gpt alternate."""
     return {"conversations": [{"from": ("human", "gpt")[i % 2], "value": v} for i, v in enumerate(values)], **more}
 
 
@@ -65,7 +66,7 @@ def test_messages_have_parts_or_texts():
     messages = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": content},
-        {"role": "assistant", "content": "<image>"},  # a word like others in an answer
+        {"role": "assistant", "content": "<image>"},  # plain text in an answer
     ]
     conversation = parse_conversation({"messages": messages, "video": "/b.mp4"}, "r", system_prompt="not this one")
     assert conversation.turns == (
@@ -96,6 +97,7 @@ def test_a_system_prompt_is_for_rows_without_one():
         ({"conversations": [{"from": "human", "value": 3}]}, "turn", "without text"),
         (said("<image> <image>", "!", image="/a.png"), "no_media", "2 <image> tags, 1 images"),
         (said("<video>", "!", images=["/a.png"]), "no_media", "1 <video> tags, 0 videos"),
+        (said("?", "!", image="http://example.com/a.png"), "media", "neither a path nor an s3:// address"),
     ],
 )
 def test_what_is_wrong_with_a_row(row, reason, words):
@@ -116,12 +118,31 @@ def test_files_of_annotations(tmp_path):
     assert numbers == [("1", rows[0]), ("3", None), ("4", rows[1])]
 
 
+@check_each("suffix", [".json", ".jsonl"])
+def test_a_row_may_have_other_line_ends_and_a_number_too_long_for_python_makes_only_its_row_bad(tmp_path, suffix):
+    good = json.dumps(said("one\u2028two\x85three", "!"), ensure_ascii=False)
+    rows = [good, '{"id": ' + "7" * 5000 + ', "conversations": []}', good]
+    text = "\n".join(rows) if suffix == ".jsonl" else f"[{','.join(rows)}]"
+    (tmp_path / f"a{suffix}").write_text(text)
+    reasons = []
+    for name, row in read_rows(tmp_path / f"a{suffix}"):
+        try:
+            assert parse_conversation(row, name).turns[0].parts == ("one\u2028two\x85three",)
+            reasons.append(None)
+        except BadConversation as error:
+            reasons.append(error.reason)
+    assert reasons == [None, "row", None]
+
+
 def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no \.json or \.jsonl file in this folder"):
         annotation_files([str(tmp_path / "empty")])
     with pytest.raises(DataError, match="cannot be read"):
         list(read_rows(tmp_path / "missing.json"))
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(DataError, match="is not a regular file"):
+        list(read_rows(tmp_path / "pipe.json"))
     (tmp_path / "object.json").write_text("{}")
     with pytest.raises(DataError, match="not a JSON list"):
         list(read_rows(tmp_path / "object.json"))

@@ -1,6 +1,7 @@
-"""The conversations of a recipe, and the rows of its steps: what is bad is left out, counted, and ends at a limit."""
+"""Conversations of a recipe and the packed rows of its steps: bad rows are dropped and counted, up to a limit."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -8,18 +9,19 @@ import torch
 from PIL import Image
 
 import s3
+from each_case import check_each
 from wfm_ds.demos.squares_data import write_squares
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError, UserError
 from wfm_ds.language import model as language_model
 from wfm_ds.language.annotations import REASONS, parse_conversation
-from wfm_ds.language.data import LanguageData, load_conversations
+from wfm_ds.language.data import LanguageData, common_folder, load_conversations
 from wfm_ds.language.packed_sequences import ConversationReader
 from wfm_ds.language.sequence_source import SequenceSource
 from wfm_ds.models.tiny import write_tiny_model
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.training.language_builder import make_row_order, make_sample_reader
-from wfm_ds.training.run_check import check_run
+from wfm_ds.training.preflight import check_run
 
 ALONE = World.single_process()
 
@@ -39,7 +41,7 @@ def squares(tmp_path):
 
 @pytest.fixture
 def load(root, tiny, squares):
-    """`load(*overrides)`: the recipe, its reader and its data."""
+    """`load(*overrides)`: return the recipe, its reader and its data."""
 
     def load(*overrides):
         places = [f"data.path={squares}/annotations.json", f"data.media_path={squares}", f"model.path={tiny.path}"]
@@ -51,14 +53,14 @@ def load(root, tiny, squares):
 
 
 def spoil(squares):
-    """Make one row bad for each reason, and return the paths of two pictures that are broken behind their headers."""
+    """Make one row bad for each reason, and return the paths of two images with intact headers and damaged pixels."""
     file = squares / "annotations.json"
     rows = json.loads(file.read_text())
     rows[0] = {"id": "zero"}
     rows[2]["conversations"] = []
     rows[4]["conversations"][0]["from"] = "robot"
     del rows[6]["image"]
-    (squares / "images" / "009.png").unlink()  # of row 9, and the second picture of row 8
+    (squares / "images" / "009.png").unlink()  # the image of row 9, and the second image of row 8
     rows[10]["conversations"][1]["value"] = "red " * 200
     file.write_text(json.dumps(rows))
 
@@ -77,6 +79,29 @@ def test_bad_rows_are_left_out_and_counted_by_reason(load, squares, caplog):
         load("data.max_bad_fraction=0.1")
 
 
+def test_ids_and_held_out_conversations_do_not_depend_on_the_folder(load, squares, tmp_path):
+    elsewhere = tmp_path / "a" / "copy"
+    shutil.copytree(squares, elsewhere)
+    here, there = (load(f"data.path={folder}", f"data.media_path={folder}")[2] for folder in (squares, elsewhere))
+    held_out = [[conversation.id for conversation in data.held_out.conversations] for data in (here, there)]
+    assert held_out[0] == held_out[1] != []
+    assert all(name.startswith("annotations.json[") for name in held_out[0])
+
+
+@check_each(
+    ("files", "folder"),
+    [
+        (["/a/b.json"], "/a/"),
+        (["/a/b/c.json", "/a/bc/c.json"], "/a/"),
+        (["s3://b/x/a.json", "s3://b/y/a.json"], "s3://b/"),
+        (["a.json", "/a.json"], ""),
+        (["a.json"], ""),
+    ],
+)
+def test_the_common_folder_of_files(files, folder):
+    assert common_folder(files) == folder
+
+
 def test_lengths_are_those_of_what_is_read_later(load):
     _, reader, data = load()
     for conversation, length in list(zip(data.training.conversations, data.training.lengths, strict=True))[:8]:
@@ -85,7 +110,7 @@ def test_lengths_are_those_of_what_is_read_later(load):
 
 
 def test_lengths_are_measured_once(load, squares, tmp_path, monkeypatch):
-    """Those that could not be measured are tried again, and other settings have other lengths."""
+    """Lengths are cached, except for rows with failed measurements; other settings are measured again."""
     spoil(squares)
     options = ("data.max_bad_fraction=0.2", "validation.holdout=0", f"data.cache_dir={tmp_path / 'cache'}")
     _, _, data = load(*options)
@@ -128,7 +153,7 @@ def test_annotations_and_media_may_be_in_a_storage(load, squares, s3_server, s3_
     _, _, without = load(
         f"data.path=[{address}/llava/a.json, {address}/llava/b.jsonl]", f"data.media_path={address}/media", missing
     )
-    assert without.bad["media"] == 2  # rows 0 and 1 show it
+    assert without.bad["media"] == 2  # rows 0 and 1 contain it
     with pytest.raises(UserError, match=r"s3://shards/none\.json: cannot be read"):
         load(f"data.path={address}/none.json")
 
@@ -163,16 +188,16 @@ def test_rows_of_a_step_are_the_same_for_any_number_of_ranks(load):
             parts = [ids(share.read_step(step, rank, ranks)) for rank, share in enumerate(shares)]
             assert [parts[k % ranks][k // ranks] for k in range(6)] == rows
     late = source_of(load)[0]
-    assert ids(late.read_step(3, 0, 1)) == whole[2]  # no step needs those before it
+    assert ids(late.read_step(3, 0, 1)) == whole[2]  # no step depends on earlier steps
     assert isinstance(data, LanguageData)
 
 
 def test_media_that_break_later_are_left_out_of_their_rows(load, squares):
     source, _ = source_of(load, "data.pack=false", "data.shuffle=false")
     whole = (squares / "images" / "001.png").read_bytes()
-    (squares / "images" / "001.png").write_bytes(whole[: len(whole) - 40])  # the header says what it said
+    (squares / "images" / "001.png").write_bytes(whole[: len(whole) - 40])  # the header is unchanged
     step = source.read_step(1, 0, 1)
-    assert [len(row) for row in step.sequences] == [0, 0, 1, 1, 1, 1]  # rows 0 and 1 show it
+    assert [len(row) for row in step.sequences] == [0, 0, 1, 1, 1, 1]  # rows 0 and 1 contain it
     assert (step.num_bad, step.num_tried) == (2, 6)
     source.check_bad_fraction(step.num_bad, step.num_tried, 0.05)
     assert source.state_dict() == {"bad": 2, "tried": 6}

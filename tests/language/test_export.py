@@ -1,4 +1,4 @@
-"""Exports of language models: transformers and peft load them without a missing or unexpected name."""
+"""Exports of language models: transformers and peft load them without missing or unexpected tensors."""
 
 import json
 
@@ -18,7 +18,7 @@ FAMILIES = ("qwen25vl", "qwen3vl")
 
 
 class Weights:
-    """The tensors of a network as an engine streams them: parameters once, changed a little."""
+    """The slightly changed tensors of a network in the order of an engine, without repeating shared ones."""
 
     def __init__(self, network, *, lora=None, frozen=()):
         self.network, self.uses_lora, self.config, self.frozen = network, lora is not None, lora, frozen
@@ -66,11 +66,11 @@ def test_a_full_export_is_a_folder_that_transformers_loads(model, tmp_path):
     with torch.no_grad():
         tokens = again.generate(input_ids=torch.tensor([[1, 2, 3]]), max_new_tokens=2, do_sample=False)
     assert tokens.shape[1] >= 4
-    exported(model, tmp_path / "out", frozen=frozen)  # in place of the first
+    exported(model, tmp_path / "out", frozen=frozen)  # replaces the first export
 
 
 def test_experts_are_stored_the_way_round_that_the_base_has_them(tmp_path):
-    """Released mixtures have them turned, and programs that serve models read them so."""
+    """Released mixture-of-experts checkpoints store transposed experts, and serving programs expect that."""
     write_tiny_model("qwen3vlmoe", tmp_path / "base")
     file = tmp_path / "base" / "model.safetensors"
     released = {name: t.mT.contiguous() if ".experts." in name else t for name, t in load_file(file).items()}
@@ -87,7 +87,7 @@ def test_experts_are_stored_the_way_round_that_the_base_has_them(tmp_path):
 
 
 def test_weights_have_the_names_of_the_base(model, tmp_path):
-    """Older folders have other names, which programs that serve models may know alone."""
+    """Older checkpoints use other names, and serving programs may support only those."""
     file = model.path / "model.safetensors"
     older = {
         name.replace("model.language_model.", "model.").replace("model.visual.", "visual."): tensor
@@ -115,7 +115,7 @@ def test_a_lora_is_loaded_by_peft(model, tmp_path):
 def test_broken_weights_are_not_shipped(model, tmp_path):
     with torch.no_grad():
         next(model.network.parameters())[0, 0] = torch.nan
-    with pytest.raises(ModelError, match="has NaN or infinite values"):
+    with pytest.raises(ModelError, match="contains NaN or infinity"):
         exported(model, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

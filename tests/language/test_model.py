@@ -1,4 +1,4 @@
-"""Rows and the model: what a row's forward says is what transformers says of each conversation alone."""
+"""Packed rows: the forward of a row equals transformers' forward of each conversation alone."""
 
 import copy
 import json
@@ -8,20 +8,20 @@ import pytest
 import torch
 
 from clips import write_clip
+from conversations import DATA, reader_of, samples_of
 from each_case import check_each
 from wfm_ds.demos.squares_data import write_squares
 from wfm_ds.errors import ModelError
 from wfm_ds.language import attention
 from wfm_ds.language import model as language_model
-from wfm_ds.language.annotations import BadConversation, MediaReference, parse_conversation, read_rows
+from wfm_ds.language.annotations import BadConversation, MediaReference, parse_conversation
 from wfm_ds.language.media import MediaReader
-from wfm_ds.language.packed_sequences import ConversationReader, SequencePacker
-from wfm_ds.language.renderer import IGNORE_INDEX, Renderer
+from wfm_ds.language.packed_sequences import SequencePacker
+from wfm_ds.language.renderer import IGNORE_INDEX
 from wfm_ds.models.tiny import write_tiny_model
 from wfm_ds.recipe.data import DataRecipe
 
 FAMILIES = ("qwen25vl", "qwen3vl")
-DATA = {"kind": "llava", "path": "x.json", "max_tokens": 128, "pixels": {"min": 1, "max": 56 * 56}}
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +39,6 @@ def model(request, tmp_path_factory):
     return language_model.load_language_model(str(folder), torch.float32)
 
 
-def reader_of(model, **changes):
-    data = DataRecipe.model_validate({**DATA, **changes})
-    media = MediaReader(model.image_processor, data)
-    renderer = Renderer(model.tokenizer)
-    return ConversationReader(
-        renderer, media, has_frame_times=model.has_frame_times, max_tokens=data.max_tokens, too_long=data.too_long
-    )
-
-
-def samples_of(model, squares, numbers=(0, 1, 2)):
-    rows = dict(enumerate(row for _, row in read_rows(squares / "annotations.json")))
-    reader = reader_of(model)
-    return [reader.read(parse_conversation(rows[i], str(i), root=str(squares))) for i in numbers]
-
-
 def video_sample(model, squares):
     row = {"conversations": [{"from": "human", "value": "<video> ?"}, {"from": "gpt", "value": "a robot moving left"}]}
     return reader_of(model).read(parse_conversation({**row, "video": str(squares / "clip.mp4")}, "v"))
@@ -65,7 +50,7 @@ def maker_of(model, kinds=(), **options):
 
 
 def by_transformers(model, sample):
-    """Logits [L, V] and loss of one conversation as transformers makes them: its own positions, mask and loss."""
+    """Return logits [L, V] and loss of one conversation, with transformers' own positions, mask and loss."""
     media = maker_of(model).pack_samples([sample]).media
     with torch.no_grad():
         output = model.network(
@@ -101,7 +86,7 @@ def test_conversations_in_a_row_do_not_see_each_other(model, squares):
         losses = model.predict(row).losses
     assert (together - alone).abs().max() < 3e-6 * alone.abs().max()
     assert together.shape[0] == sum(len(sample.tokens) for sample in samples)
-    # What a label of the first token would do: nothing is predicted across the border.
+    # The number of losses shows that no loss is computed across the border of two conversations.
     assert len(losses) == sum(label != IGNORE_INDEX for sample in samples for label in sample.tokens.labels)
 
 
@@ -126,7 +111,7 @@ def test_attention_without_a_mask_has_the_losses_and_gradients_of_that_with_one(
 
 @check_each("change", ["three rows", "a cache"])
 def test_with_three_rows_of_positions_or_a_cache_they_would(model, squares, change):
-    """What transformers does silently is why a row has four, and no cache: if this changes, rows.py may be simpler."""
+    """In these two cases transformers mixes the samples. If that changes, packed_sequences.py can be simplified."""
     samples = samples_of(model, squares)
     row = maker_of(model).pack_samples(samples)
     positions = row.position_ids[1:] if change == "three rows" else row.position_ids
@@ -136,7 +121,7 @@ def test_with_three_rows_of_positions_or_a_cache_they_would(model, squares, chan
             input_ids=row.input_ids, position_ids=positions, use_cache=change == "a cache", **row.media
         ).logits[0]
     first = len(samples[0].tokens)
-    assert (leaking - alone)[:first].abs().max() < 3e-6 * alone.abs().max()  # nobody stands before the first
+    assert (leaking - alone)[:first].abs().max() < 3e-6 * alone.abs().max()  # no sample precedes the first one
     assert (leaking - alone)[first:].abs().max() > 1e-2
 
 
@@ -205,7 +190,7 @@ def test_losses_by_chunks_are_those_of_all_logits_at_once(monkeypatch):
 def test_an_image_is_what_the_image_processor_makes_of_it(model, squares):
     from PIL import Image
 
-    sample = samples_of(model, squares, (1,))[0]
+    sample = samples_of(model, squares)[1]
     size = {"shortest_edge": 1, "longest_edge": 56 * 56}
     with Image.open(squares / "images" / "001.png") as picture:
         found = model.image_processor(images=[picture], size=size, return_tensors="np")
@@ -222,7 +207,7 @@ def test_a_video_is_pairs_of_its_frames(model, squares):
     sized, found = media.measure(medium), media.read(medium)
     assert np.prod(found.grid) == sized.num_times * sized.num_tokens * media.merge**2
     assert list(sized.seconds) == sorted(sized.seconds)
-    # Patches in time are channels of each other: the same frame twice is an image.
+    # The patch channels contain two times: they differ for a video and are equal for an image.
     patches = found.patches.reshape(found.grid[0], -1, 3, media.times, media.patch**2)
     assert not np.array_equal(patches[:, :, :, 0], patches[:, :, :, 1])
 
@@ -240,7 +225,7 @@ def test_too_long_conversations(model, squares):
     assert len(cut.tokens) == 64
     assert cut.tokens.labels[-1] == cut.tokens.ids[-1]
     question = {**row, "conversations": [{"from": "human", "value": "red " * 80}, {"from": "gpt", "value": "red"}]}
-    with pytest.raises(BadConversation):  # nothing of the answer, or a part of the image, would be left
+    with pytest.raises(BadConversation):  # the row would lose the whole answer or a part of the image
         reader_of(model, max_tokens=64, too_long="truncate_answer").read(
             parse_conversation(question, "q", root=str(squares))
         )

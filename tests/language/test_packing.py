@@ -1,10 +1,10 @@
-"""Rows by lengths: nothing lost, nothing twice, nothing over the edge."""
+"""Packing by length: every conversation is in exactly one row, and no row is too long."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wfm_ds.language import packing
-from wfm_ds.language.packing import PackingOrder, pack_items
+from wfm_ds.language import sequence_source
+from wfm_ds.language.sequence_source import PackingOrder, pack_items
 
 LENGTHS = st.lists(st.integers(1, 64), min_size=1, max_size=60)
 
@@ -15,7 +15,7 @@ def test_every_item_is_in_one_row_that_it_fits(lengths):
     assert sorted(item for row in rows for item in row) == list(range(len(lengths)))
     sums = [sum(lengths[item] for item in row) for row in rows]
     assert max(sums) <= 64
-    # No two rows could have been one: the bound of every fit that opens a row only when it must.
+    # No two rows fit into one. This holds for every fit that opens a new row only if necessary.
     assert all(a + b > 64 for i, a in enumerate(sums) for b in sums[i + 1 :])
 
 
@@ -54,6 +54,6 @@ def test_epochs_and_seeds_have_orders_of_their_own_and_no_shuffle_none():
 
 
 def test_windows_are_packed_apart(monkeypatch):
-    monkeypatch.setattr(packing, "WINDOW", 4)
+    monkeypatch.setattr(sequence_source, "WINDOW", 4)
     rows = order([32] * 8, shuffle=False)
     assert [rows.conversations(k) for k in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -1,4 +1,4 @@
-"""Labels: the tokens of the answers and of the mark that ends each, and no others."""
+"""Labels of rendered conversations: only the answers and their end tokens."""
 
 import pytest
 from hypothesis import given
@@ -8,7 +8,7 @@ from each_case import check_each
 from wfm_ds.errors import ModelError
 from wfm_ds.language.annotations import BadConversation, Conversation, MediaReference, Turn
 from wfm_ds.language.renderer import IGNORE_INDEX, Renderer, splice_text
-from wfm_ds.models.tiny.parts.chat import chat_tokenizer
+from wfm_ds.models.tiny.tokenizers import chat_tokenizer
 
 TOKENIZER = chat_tokenizer()
 IMAGE, VIDEO = MediaReference("image", "a.png"), MediaReference("video", "b.mp4")
@@ -17,14 +17,14 @@ LEFT, RIGHT = "<|vision_start|>", "<|vision_end|>"
 
 
 def talk(*turns, system=None):
-    """User and assistant in turn; a turn is a text or a tuple of parts."""
+    """Return a conversation with alternating user and assistant turns; a turn is a text or a tuple of parts."""
     parts = [turn if isinstance(turn, tuple) else (turn,) for turn in turns]
     spoken = [Turn(("user", "assistant")[i % 2], part) for i, part in enumerate(parts)]
     return Conversation("c", (*([Turn("system", (system,))] if system is not None else []), *spoken))
 
 
 def labelled(tokens):
-    """The texts of the labelled runs."""
+    """Return the decoded text of each run of labelled tokens."""
     runs, last = [], IGNORE_INDEX
     for token, label in zip(tokens.ids, tokens.labels, strict=True):
         assert label in (token, IGNORE_INDEX)
@@ -58,7 +58,7 @@ GOLDEN = {
 def test_labels_decode_to_the_answers(conversation, expansions, answers):
     tokens = Renderer(TOKENIZER).render(conversation, expansions)
     assert labelled(tokens) == answers
-    # One tokenisation of the whole text as the template writes it, with the media in their places.
+    # Expected: one tokenization of the whole text of the template, with the media inserted.
     content = [
         {
             "role": t.role,
@@ -97,7 +97,7 @@ def test_what_else_can_be_trained_on():
     assert labelled(Renderer(TOKENIZER, train_on="last_answer").render(conversation, places)) == ["the robot" + END]
     tokens = Renderer(TOKENIZER, train_on="all").render(conversation, places)
     silent = [token for token, label in zip(tokens.ids, tokens.labels, strict=True) if label == IGNORE_INDEX]
-    assert TOKENIZER.convert_ids_to_tokens(silent) == ["<|im_start|>", PAD, PAD]  # the first one, and the image
+    assert TOKENIZER.convert_ids_to_tokens(silent) == ["<|im_start|>", PAD, PAD]  # the first token and the image
 
 
 def test_a_text_that_holds_a_mark_of_media_is_refused():

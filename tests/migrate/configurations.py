@@ -1,4 +1,8 @@
-"""Configurations in the form of Cosmos-RL's, one for each mode."""
+"""One Cosmos-RL configuration for each training mode."""
+
+import tomllib
+
+from wfm_ds.migrate.translation import migrate_config
 
 SD3_SFT_LORA = """
 redis = "12800"
@@ -179,7 +183,7 @@ pp_size = 1
 
 
 def put(config, key, value):
-    """Set a dotted key; None removes it."""
+    """Set a dotted key, or remove it if the value is None."""
     *tables, name = key.split(".")
     for table in tables:
         config = config.setdefault(table, {})
@@ -187,3 +191,11 @@ def put(config, key, value):
         config.pop(name, None)
     else:
         config[name] = value
+
+
+def migrate(text, *, steps=None, **changes):
+    """Convert a configuration with these changes of dotted keys; None removes a key."""
+    config = tomllib.loads(text)
+    for key, value in changes.items():
+        put(config, key, value)
+    return migrate_config(config, steps=steps)

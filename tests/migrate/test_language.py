@@ -1,47 +1,24 @@
-"""Configurations of vision-language models as recipes: the published form, and what is said where it cannot be."""
+"""Conversion of vision-language configurations: values of the published format, and errors for unsupported ones."""
 
 import json
-import tomllib
 
 import pytest
 
 from each_case import check_each
-from migrate.configurations import REASONER_SFT, put
+from migrate.configurations import REASONER_SFT, migrate
 from wfm_ds.cli.migrate import main
 from wfm_ds.errors import RecipeError
-from wfm_ds.migrate.translation import detect_mode, migrate_config
-from wfm_ds.recipe import file as recipe_file
+from wfm_ds.migrate.translation import detect_mode
 
 DATA, POLICY = "custom.dataset", "train.train_policy"
 
 
 def migrated(**changes):
-    config = tomllib.loads(REASONER_SFT)
-    for key, value in changes.items():
-        put(config, key, value)
-    return migrate_config(config)
-
-
-def test_the_command_writes_a_recipe_that_runs(tmp_path, capsys):
-    (tmp_path / "llava_sft.toml").write_text(REASONER_SFT)
-    assert main([str(tmp_path / "llava_sft.toml")]) == 0
-    (tmp_path / "recipe.yaml").write_text(capsys.readouterr().out)
-    recipe = recipe_file.load_recipe(tmp_path / "recipe.yaml")
-    assert recipe.language_settings.name == "vlm_sft"
-    assert (recipe.data.kind, recipe.data.path, recipe.data.media_path) == (
-        *("llava", "/data/driving/train.json"),
-        "/data/driving/clips",
-    )
-    assert (recipe.data.system_prompt, recipe.data.max_tokens, recipe.data.pack) == ("Answer briefly.", 8192, False)
-    assert (recipe.data.video.fps, recipe.data.pixels.max, recipe.data.workers) == (2, 81920, 8)
-    assert (recipe.engine.micro_batch_size, recipe.engine.gradient_accumulation) == (2, 16)
-    assert (recipe.engine.deepspeed, recipe.run.steps, recipe.model.path) == ("zero3", 250, "models/Cosmos-Reason2-2B")
-    assert (recipe.optimizer.lr, recipe.optimizer.eps, recipe.optimizer.warmup_steps) == (2e-5, 1e-8, 20)
-    assert (recipe.checkpoint.every, recipe.validation.every, recipe.validation.holdout) == (50, 100, 0.1)
+    return migrate(REASONER_SFT, **changes)
 
 
 def test_a_configuration_that_says_little_gets_the_values_assumed_there(tmp_path, capsys):
-    """And what it lacks for a run is asked for: a length, and annotations that another script finds."""
+    """The recipe is incomplete: the run length and the annotations (found by another script) must be filled in."""
     (tmp_path / "sft.toml").write_text("""
 [train]
 train_batch_per_replica = 32
@@ -119,5 +96,6 @@ def test_rl_of_the_reasoner_and_models_of_text_are_refused():
     base = {"custom.dataset.annotation_path": "x", "policy.model_name_or_path": "nvidia/Cosmos-Reason2-2B"}
     with pytest.raises(RecipeError, match="SFT on LLaVA annotations is supported"):
         detect_mode(base | {f"{POLICY}.type": "grpo"})
-    with pytest.raises(RecipeError, match="trains no diffusion model"):
-        detect_mode({"policy.model_name_or_path": "Qwen/Qwen2.5-3B", f"{POLICY}.type": "sft"})
+    for kind in ("sft", "grpo"):
+        with pytest.raises(RecipeError, match="trains no diffusion model"):
+            detect_mode({"policy.model_name_or_path": "Qwen/Qwen2.5-3B", f"{POLICY}.type": kind})

@@ -1,26 +1,17 @@
-"""Settings of the published runs that their configurations leave to defaults: sharding, averages, the service that
-scores, and how long an epoch is."""
-
-import tomllib
+"""Defaults that the configurations of the published runs rely on: sharding, weight averages, the scoring service, and
+the epoch length."""
 
 from each_case import check_each
-from migrate.configurations import COSMOS_DDRL, SANA_VIDEO_SFT, SD3_NFT, put
+from migrate.configurations import COSMOS_DDRL, SANA_VIDEO_SFT, SD3_NFT, migrate
 from wfm_ds.cli.migrate import main
-from wfm_ds.migrate.translation import migrate_config, render_recipe
+from wfm_ds.migrate.translation import render_recipe
 
 POLICY, RL = "train.train_policy", "model.rl"
 WEB = "dataloader_train.video_dataloader.dataloader"
 
 
-def migrated(text, *, steps=None, **changes):
-    config = tomllib.loads(text)
-    for key, value in changes.items():
-        put(config, key, value)
-    return migrate_config(config, steps=steps)
-
-
 def test_ranks_that_share_a_sample_are_sequence_parallel():
-    migration = migrated(COSMOS_DDRL)
+    migration = migrate(COSMOS_DDRL)
     assert migration.values["engine.sequence_parallel"] == 2
     assert "model_parallel.context_parallel_size" not in migration.unsupported
     assert any("is for 32 GPUs" in note for note in migration.notes)  # 2 x 4 x 4
@@ -29,45 +20,45 @@ def test_ranks_that_share_a_sample_are_sequence_parallel():
 @check_each(("shards", "replicas", "config"), [(8, 1, "zero3"), (8, 2, "zero3_hpz"), (1, 8, "zero2")])
 def test_shards_and_replicas_of_the_weights_name_the_deepspeed_json(shards, replicas, config):
     sizes = {"model.fsdp_shard_size": shards, "model.dp_replicate_size": replicas}
-    assert migrated(COSMOS_DDRL, **sizes).values["engine.deepspeed"] == config
+    assert migrate(COSMOS_DDRL, **sizes).values["engine.deepspeed"] == config
     sizes = {f"policy.parallelism.dp_{name}_size": n for name, n in (("shard", shards), ("replicate", replicas))}
-    assert migrated(SANA_VIDEO_SFT, **sizes).values["engine.deepspeed"] == config
-    adapters = migrated(SANA_VIDEO_SFT, **sizes, **{"policy.lora": {"r": 4}})
+    assert migrate(SANA_VIDEO_SFT, **sizes).values["engine.deepspeed"] == config
+    adapters = migrate(SANA_VIDEO_SFT, **sizes, **{"policy.lora": {"r": 4}})
     assert adapters.values["engine.deepspeed"] == "zero2"
 
 
 def test_blocks_are_recomputed_unless_the_configuration_says_none():
-    assert migrated(COSMOS_DDRL).values["model.gradient_checkpointing"] is True
-    said = migrated(COSMOS_DDRL, **{"model.net.sac_config.mode": "none"})
+    assert migrate(COSMOS_DDRL).values["model.gradient_checkpointing"] is True
+    said = migrate(COSMOS_DDRL, **{"model.net.sac_config.mode": "none"})
     assert said.values["model.gradient_checkpointing"] is False
 
 
 def test_the_average_that_is_on_by_default_is_written_with_its_last_decay():
-    migration = migrated(COSMOS_DDRL, **{"trainer.max_iter": 2001})
+    migration = migrate(COSMOS_DDRL, **{"trainer.max_iter": 2001})
     assert (migration.values["ema.decay"], migration.values["ema.every"]) == (0.99604, 1)
     assert any(note.startswith("ema: ") for note in migration.notes)
-    assert "ema.decay" not in migrated(COSMOS_DDRL, **{"model.ema.enabled": False}).values
+    assert "ema.decay" not in migrate(COSMOS_DDRL, **{"model.ema.enabled": False}).values
 
 
 def test_gradients_of_several_rounds_and_batches_of_samples_are_more_groups():
     rounds, batch = "trainer.grad_accum_iter", "dataloader_train.video_dataloader.batch_size"
-    assert migrated(COSMOS_DDRL).values["rollout.prompts_per_step"] == 2
-    assert migrated(COSMOS_DDRL, **{rounds: 3, batch: 2}).values["rollout.prompts_per_step"] == 12
+    assert migrate(COSMOS_DDRL).values["rollout.prompts_per_step"] == 2
+    assert migrate(COSMOS_DDRL, **{rounds: 3, batch: 2}).values["rollout.prompts_per_step"] == 12
 
 
 def test_deviations_are_of_n_minus_1_where_a_service_scores():
-    assert migrated(COSMOS_DDRL).values["algorithm.std_unbiased"] is True
-    assert migrated(SD3_NFT, **{f"{POLICY}.use_remote_reward": True}).values["algorithm.std_unbiased"] is True
-    assert migrated(SD3_NFT).values["algorithm.std_unbiased"] is False
+    assert migrate(COSMOS_DDRL).values["algorithm.std_unbiased"] is True
+    assert migrate(SD3_NFT, **{f"{POLICY}.use_remote_reward": True}).values["algorithm.std_unbiased"] is True
+    assert migrate(SD3_NFT).values["algorithm.std_unbiased"] is False
     ignored = {f"{POLICY}.use_remote_reward": True, f"{POLICY}.unbiased_advantage": True}
-    assert migrated(SD3_NFT, **ignored).values["algorithm.advantage_std"] == "group"
+    assert migrate(SD3_NFT, **ignored).values["algorithm.advantage_std"] == "group"
 
 
 def test_ddrl_asks_the_service_for_the_output_that_the_score_key_names():
-    [function] = migrated(COSMOS_DDRL).values["reward.functions"]
+    [function] = migrate(COSMOS_DDRL).values["reward.functions"]
     assert function == {"name": "remote/dance_grpo", "options": {"output": "overall_reward"}, "clip": [-5.0, 5.0]}
     key = f"{RL}.reward_config.remote_reward.score_key"
-    migration = migrated(COSMOS_DDRL, **{key: "vq_reward+mq_reward"})
+    migration = migrate(COSMOS_DDRL, **{key: "vq_reward+mq_reward"})
     assert migration.values["reward.functions"][0]["options"] == {"output": "vq_reward+mq_reward"}
     assert key not in migration.unsupported
 
@@ -75,40 +66,38 @@ def test_ddrl_asks_the_service_for_the_output_that_the_score_key_names():
 def test_nft_asks_the_service_for_the_output_that_the_score_key_names():
     functions = [{"name": "dance_grpo", "score_key": "vq_reward+mq_reward"}, {"name": "pickscore", "weight": 0.5}]
     remote = {f"{POLICY}.use_remote_reward": True, f"{POLICY}.remote_reward.reward_fns": functions}
-    made = migrated(SD3_NFT, **remote).values["reward.functions"]
+    made = migrate(SD3_NFT, **remote).values["reward.functions"]
     assert [f["name"] for f in made] == ["remote/dance_grpo", "remote/pickscore"]
     assert [f["options"] for f in made] == [{"output": "vq_reward+mq_reward"}, {"output": "pickscore"}]
     assert [f["weight"] for f in made] == [1.0, 0.5]
-    made = migrated(SD3_NFT, **remote | {f"{POLICY}.remote_reward.reward_fns": None}).values["reward.functions"]
+    made = migrate(SD3_NFT, **remote | {f"{POLICY}.remote_reward.reward_fns": None}).values["reward.functions"]
     assert made[0]["options"] == {"output": "overall_reward"}
 
 
 def test_the_length_may_be_said_on_the_command_line(tmp_path, capsys):
-    (tmp_path / "config.toml").write_text(SANA_VIDEO_SFT)
-    assert main([str(tmp_path / "config.toml"), "--steps", "70"]) == 0
-    assert "  steps: 70\n" in capsys.readouterr().out
-    (tmp_path / "config.toml").write_text(COSMOS_DDRL)
-    assert main([str(tmp_path / "config.toml"), "--steps", "70"]) == 0
-    assert "  steps: 70\n" in capsys.readouterr().out
+    for text in (SANA_VIDEO_SFT, COSMOS_DDRL):
+        (tmp_path / "config.toml").write_text(text)
+        assert main([str(tmp_path / "config.toml"), "--steps", "70"]) == 0
+        assert "  steps: 70\n" in capsys.readouterr().out
 
 
 def test_epochs_of_captioned_media_on_this_machine_are_counted(tmp_path):
     for i in range(41):
         (tmp_path / f"{i}.json").write_text("{}")
     data = {f"{POLICY}.dataset.local_dir": str(tmp_path), "train.train_batch_per_replica": 2}
-    # 41 samples on 8 ranks: 6 each, one of them twice; 3 batches of 2 in each of 10 epochs.
-    assert migrated(SANA_VIDEO_SFT, **data).values["run.steps"] == 30
-    assert migrated(SANA_VIDEO_SFT, **data, **{"train.max_num_steps": 7}).values["run.steps"] == 7
+    # 41 samples on 8 ranks: 6 each, with repeats; 3 batches of 2 in each of 10 epochs.
+    assert migrate(SANA_VIDEO_SFT, **data).values["run.steps"] == 30
+    assert migrate(SANA_VIDEO_SFT, **data, **{"train.max_num_steps": 7}).values["run.steps"] == 7
 
 
 def test_epochs_of_prompts_on_this_machine_are_counted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ocr").mkdir()
     (tmp_path / "ocr" / "train.txt").write_text('a sign with "go"\n' * 100)
-    # 100 prompts x 24 samples x 3 epochs by 576 x 2 samples a step.
+    # 100 prompts x 24 samples x 3 epochs / (576 x 2 samples per step).
     counted = {"train.max_num_steps": None, "train.epoch": 3}
-    assert migrated(SD3_NFT, **counted).values["run.steps"] == 6
-    elsewhere = migrated(SD3_NFT, **counted, **{f"{POLICY}.dataset.name": "geneval"})
+    assert migrate(SD3_NFT, **counted).values["run.steps"] == 6
+    elsewhere = migrate(SD3_NFT, **counted, **{f"{POLICY}.dataset.name": "geneval"})
     assert "run.steps" in elsewhere.missing
     assert "--steps" in elsewhere.unsupported["train.epoch"]
 
@@ -123,7 +112,7 @@ def test_keys_of_data_that_are_made_up_or_come_in_tar_shards_are_known():
             **dict.fromkeys(("video_decoder_name", "augmentor_name", "caption_type", "embedding_type"), "a name"),
         },
     }
-    migration = migrated(COSMOS_DDRL, **{"dataloader_train.video_dataloader": {"dataloader": loader}})
+    migration = migrate(COSMOS_DDRL, **{"dataloader_train.video_dataloader": {"dataloader": loader}})
     assert migration.unknown == []
     sizes = ("sampling.height", "sampling.width", "sampling.num_frames", "data.workers", "engine.micro_batch_size")
     assert [migration.values[key] for key in sizes] == [432, 768, 93, 2, 2]
@@ -131,14 +120,14 @@ def test_keys_of_data_that_are_made_up_or_come_in_tar_shards_are_known():
 
 
 def test_without_weights_to_load_the_denoiser_is_random_and_its_architecture_is_asked_for():
-    migration = migrated(COSMOS_DDRL, **{"checkpoint.load_path": None})
+    migration = migrate(COSMOS_DDRL, **{"checkpoint.load_path": None})
     assert migration.values["model.denoiser_init"] == "random"
     assert "model.path" in migration.missing
-    assert "model.denoiser_init" not in migrated(COSMOS_DDRL).values
+    assert "model.denoiser_init" not in migrate(COSMOS_DDRL).values
 
 
 def test_lines_to_be_pasted_are_not_broken_inside_a_word():
     text = render_recipe(
-        migrated(COSMOS_DDRL, **{"checkpoint.load_path": "nvidia/Cosmos-Predict2.5-14B" + "-long" * 9}), "c"
+        migrate(COSMOS_DDRL, **{"checkpoint.load_path": "nvidia/Cosmos-Predict2.5-14B" + "-long" * 9}), "c"
     )
     assert f"models/Cosmos-Predict2.5-14B{'-long' * 9}\n" in text

@@ -1,19 +1,18 @@
-"""Tiny models that tests of families share."""
+"""Tiny models shared by the family tests."""
 
 import pytest
-import torch
 
-from wfm_ds.models import registry
+from families import load_tiny
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def load(tiny_pipelines):
-    """One float32 model per folder for the tests that change nothing."""
+    """Return `load(family)`, which gives a float32 model shared by all tests that do not modify it."""
     loaded = {}
 
     def get(family):
         if family not in loaded:
-            loaded[family] = registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu")
+            loaded[family] = load_tiny(tiny_pipelines(family), family)
         return loaded[family]
 
     return get

@@ -1,4 +1,5 @@
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -6,8 +7,10 @@ import torch
 from diffusers import DDIMScheduler, EulerDiscreteScheduler, FlowMatchEulerDiscreteScheduler
 from pydantic import ValidationError
 
+from each_case import check_each
+from families import load_tiny
+from wfm_ds.contract.denoiser_checks import INVALID_ARGUMENTS
 from wfm_ds.errors import ModelError
-from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel, pipeline_call_default, temporary_seed
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.plan import apply_shift, invert_shift
@@ -15,7 +18,23 @@ from wfm_ds.sampling.plan import apply_shift, invert_shift
 
 @pytest.fixture
 def model(tiny_pipelines):
-    return registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    return load_tiny(tiny_pipelines("sd3"), "sd3")
+
+
+@check_each(
+    ("number", "says"),
+    enumerate(
+        (
+            *["sigma must be float32"] * 3,
+            *("above 0", "at most 1", "at most 1", "latents must be float32", "latents [B,C,"),
+            *("train_frames", "conditioning must hold", "has 1 rows, the latents have 2"),
+        )
+    ),
+)
+def test_invalid_arguments_of_denoise_are_named(model, number, says):
+    valid = (torch.randn(2, 4, 8, 8), torch.tensor([0.9, 0.3]), model.encode_text(["a cat", "the digit 7"]))
+    with pytest.raises(ValueError, match=re.escape(says)):
+        model.denoise(*INVALID_ARGUMENTS[number][1](*valid))
 
 
 def test_only_the_denoiser_learns(model):
@@ -84,7 +103,7 @@ def test_the_grid_is_the_schedulers_and_leaves_it_alone(model):
 
 
 def test_a_grid_that_is_no_flow_is_refused(model):
-    model.pipeline.scheduler = EulerDiscreteScheduler()  # sigmas up to 14: another kind of diffusion
+    model.pipeline.scheduler = EulerDiscreteScheduler()  # sigmas up to 14: not a flow-matching scheduler
     with pytest.raises(ModelError, match="EulerDiscreteScheduler do not decrease"):
         model.sigmas(4, (4, 16, 16))
     with pytest.raises(ValueError, match="num_steps"):
@@ -126,13 +145,13 @@ def test_an_even_grid_has_equal_steps_before_the_shift_and_leaves_the_last_one_s
     torch.testing.assert_close(invert_shift(even, 3.0).diff(), torch.full((num_steps,), -1 / num_steps).double())
     stock = model.rollout_sigmas(sampling(steps=num_steps))
     assert torch.equal(stock, model.sigmas(num_steps, (4, 16, 16)))
-    if num_steps == 10:  # 9 of the stock grid's 10 steps cover nearly all of it
+    if num_steps == 10:  # the first 9 of the stock grid's 10 steps cover nearly the whole range
         assert stock[-2] < 0.01 < 0.2 < even[-2]
 
 
 def test_an_even_grid_needs_a_shift(model):
     model.pipeline.scheduler = FlowMatchEulerDiscreteScheduler(use_karras_sigmas=True)
-    with pytest.raises(ModelError, match=r"no fixed shift: set sampling\.grid: stock"):
+    with pytest.raises(ModelError, match=r"no fixed shift: set sampling\.grid_shift, or sampling\.grid: stock"):
         model.rollout_sigmas(sampling(steps=4, grid="even"))
     with pytest.raises(ValidationError, match="edm_2ab does not read grid"):
         sampling(solver="edm_2ab", grid="even")

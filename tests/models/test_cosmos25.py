@@ -1,4 +1,4 @@
-"""What is particular to Cosmos-Predict2.5; what holds for every family is in test_families.py."""
+"""Tests specific to Cosmos-Predict2.5; test_families.py has the tests that all families share."""
 
 import importlib.util
 import logging
@@ -6,37 +6,39 @@ import logging
 import numpy as np
 import pytest
 import torch
-from diffusers import CosmosTransformer3DModel, UniPCMultistepScheduler
+from diffusers import CosmosTransformer3DModel
 from diffusers.models.transformers import transformer_cosmos
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from families import CASES, EXACT, PROMPTS, load_reference_pipeline
+from families import CASES, EXACT, PROMPTS, load_reference_pipeline, load_tiny, record_calls
 from wfm_ds.errors import ModelError
-from wfm_ds.models import registry
+from wfm_ds.models.assets.guardrail import load_safety_checker
 from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.models.cosmos25 import provide_torchvision_resize
-from wfm_ds.models.tiny.cosmos25 import TRANSFORMER
-from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.models.tiny.sizes import COSMOS25
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def model(load):
+    return load("cosmos25")
+
+
+def fresh(tiny_pipelines, **options):
+    return load_tiny(tiny_pipelines("cosmos25"), "cosmos25", **options)
+
+
+def network_inputs(model, arguments):
+    with record_calls(model.denoiser) as calls, torch.no_grad():
+        model.denoise(*arguments)
+    return calls[0]
+
 
 NO_TORCHVISION = pytest.mark.skipif(importlib.util.find_spec("torchvision") is not None, reason="torchvision is there")
 
 
-def fresh(tiny_pipelines, dtype=torch.float32, **options):
-    options = {"guardrail": "off", **options}
-    return registry.load_model(tiny_pipelines("cosmos25"), dtype=dtype, device="cpu", **options)
-
-
-@pytest.fixture(scope="module")
-def model(tiny_pipelines):
-    """For the tests that change nothing."""
-    return fresh(tiny_pipelines)
-
-
 def one_call(model, counts=None):
-    """Arguments of one `denoise` on two videos of nine frames; `counts`: how many latent frames are given."""
+    """Return arguments of `denoise` for two 9-frame videos; `counts`: conditioning latent frames of each video."""
     generator = torch.Generator().manual_seed(3)
     noise, latents = (torch.randn((2, *model.latent_shape(32, 32, 9)), generator=generator) for _ in range(2))
     conditioning = model.encode_text(PROMPTS)
@@ -45,17 +47,7 @@ def one_call(model, counts=None):
     return noise, torch.tensor([0.9, 0.12345]), conditioning
 
 
-def network_inputs(model, arguments):
-    """What the network was called with."""
-    seen = []
-    handle = model.denoiser.register_forward_pre_hook(lambda _, __, kwargs: seen.append(kwargs), with_kwargs=True)
-    with torch.no_grad():
-        model.denoise(*arguments)
-    handle.remove()
-    return seen[0]
-
-
-# Time, masks, sizes
+# Timesteps, masks, sizes
 
 
 def test_the_network_gets_sigma_itself_for_each_frame_and_less_for_given_ones(model):
@@ -66,7 +58,7 @@ def test_the_network_gets_sigma_itself_for_each_frame_and_less_for_given_ones(mo
     torch.testing.assert_close(inputs["timestep"].flatten(1), want, rtol=0, atol=0)
     assert inputs["condition_mask"].shape == (2, 1, 3, 4, 4)
     assert inputs["condition_mask"].mean((1, 3, 4)).tolist() == [[0, 0, 0], [1, 1, 0]]
-    assert "fps" not in inputs  # the stock pipeline does not pass it, and it would move the positions in time
+    assert "fps" not in inputs  # the stock pipeline does not pass fps, and fps would change the temporal positions
 
 
 def test_giving_no_frame_is_the_same_as_giving_none(model):
@@ -88,45 +80,6 @@ def test_the_predicted_clean_latents_are_the_given_ones_in_both_branches_of_guid
     clean = noise - sigma.view(-1, 1, 1, 1, 1) * velocity
     for row, count in enumerate((1, 2)):
         torch.testing.assert_close(clean[row, :, :count], conditional_frames[row, :, :count], **EXACT)
-
-
-def test_another_stage_is_refused(model):
-    arguments = one_call(model)
-    with torch.no_grad():
-        assert torch.equal(model.denoise(*arguments, expert=0), model.denoise(*arguments))
-    with pytest.raises(ValueError, match="expert 1"):
-        model.denoise(*arguments, expert=1)
-
-
-@given(height=st.integers(-16, 300), width=st.integers(-16, 300), frames=st.integers(-4, 40))
-@settings(max_examples=200, deadline=None)
-def test_exactly_the_sizes_that_the_network_takes_have_a_shape(model, height, width, frames):
-    # VAE factors 8 and 4, patch 2, at most 8 x 32 x 32 latents.
-    if all(size % 16 == 0 and 16 <= size <= 256 for size in (height, width)) and frames in range(1, 30, 4):
-        assert model.latent_shape(height, width, frames) == (4, (frames - 1) // 4 + 1, height // 8, width // 8)
-    else:
-        with pytest.raises(ValueError, match=r"multiple of 16, from 16 to 256|4 \* k \+ 1, from 1 to 29"):
-            model.latent_shape(height, width, frames)
-
-
-def test_the_largest_size_runs_and_its_tokens_are_patches(model):
-    shape = model.latent_shape(256, 256, 29)
-    with torch.no_grad():
-        velocity = model.denoise(torch.randn(1, *shape), torch.ones(1), model.encode_text(PROMPTS[:1]))
-    assert velocity.shape == (1, *shape) == (1, 4, 8, 32, 32)
-    assert model.num_tokens(shape) == 8 * 16 * 16
-
-
-def test_a_karras_grid_has_no_shift(tiny_pipelines):
-    model = fresh(tiny_pipelines)
-    size = SamplingRecipe(height=32, width=32)
-    assert model.flow_shift(size) == 5.0
-    config = dict(model.pipeline.scheduler.config) | {"use_karras_sigmas": True}
-    model.pipeline.scheduler = UniPCMultistepScheduler.from_config(config)
-    grid = model.sigmas(4, (4, 1, 4, 4))
-    assert 0.9 < grid[0] < 1
-    with pytest.raises(ModelError, match=r"algorithm\.flow_shift"):
-        model.flow_shift(size)
 
 
 # Text
@@ -181,13 +134,16 @@ def test_without_guardrail_there_is_one_warning(tiny_pipelines, caplog):
     assert [record.getMessage().count("guardrail is off") for record in caplog.records] == [1]
 
 
-def test_a_guardrail_that_a_family_lacks_cannot_be_switched_off(tiny_pipelines):
-    with pytest.raises(ModelError, match=r"sd3 has no guardrail; remove"):
-        registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu", guardrail="off")
+def test_a_tiny_model_of_the_cache_needs_no_guardrail_and_no_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("WFM_CACHE", str(tmp_path))
+    for folder, is_warned in ((tmp_path / "tiny" / "key" / "cosmos25", False), (tmp_path / "cosmos25", True)):
+        caplog.clear()
+        load_safety_checker("off", folder)
+        assert ("the guardrail is off" in caplog.text) == is_warned
 
 
 class Censor:
-    """Stands in for the checker of cosmos_guardrail, whose weights cannot be had here."""
+    """Stub of the cosmos_guardrail checker; its weights are not available here."""
 
     def __init__(self):
         self.seen = []
@@ -216,7 +172,7 @@ def test_the_guardrail_judges_prompts_and_what_was_drawn(tiny_pipelines, caplog)
     assert "rejected 1 videos" in caplog.text
 
 
-# What diffusers 0.42 does and we work around: each fails when it is mended
+# Behavior of diffusers 0.42 that our code works around. A failing test means that diffusers has fixed it.
 
 
 @NO_TORCHVISION
@@ -230,7 +186,7 @@ def test_upstream_the_transformer_needs_torchvision_without_saying_so(model, mon
 
 
 def test_upstream_a_float32_mask_breaks_a_bfloat16_network(tiny_pipelines):
-    model = fresh(tiny_pipelines, torch.bfloat16)
+    model = fresh(tiny_pipelines, dtype=torch.bfloat16)
     inputs = network_inputs(model, one_call(model, [0, 2]))
     assert {inputs[name].dtype for name in ("condition_mask", "padding_mask", "hidden_states")} == {torch.bfloat16}
     with pytest.raises(RuntimeError, match="dtype"):
@@ -254,8 +210,8 @@ def test_upstream_guidance_up_to_two_is_dropped(tiny_pipelines):
 
 
 def test_upstream_learnt_positions_stay_in_float32_and_the_network_takes_that(tmp_path):
-    """Released configs may have them (extra_pos_embed_type: learnable): a cast after loading would round them."""
-    CosmosTransformer3DModel(**TRANSFORMER | {"extra_pos_embed_type": "learnable"}).save_pretrained(tmp_path)
+    """Released configs may set extra_pos_embed_type: learnable. A cast after loading would round these embeddings."""
+    CosmosTransformer3DModel(**COSMOS25 | {"extra_pos_embed_type": "learnable"}).save_pretrained(tmp_path)
     network = CosmosTransformer3DModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     kept = {name for name, p in network.named_parameters() if p.dtype == torch.float32}
     assert kept == {f"learnable_pos_embed.pos_emb_{axis}" for axis in "thw"}

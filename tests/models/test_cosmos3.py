@@ -1,16 +1,17 @@
-"""What is particular to Cosmos3; what holds for every family is in test_families.py."""
+"""Tests specific to Cosmos3; test_families.py has the tests that all families share."""
 
 import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
 
-from families import EXACT, denoise_latents
+from families import EXACT, denoise_latents, load_tiny
 from wfm_ds.contract.case import FixedGridEuler
 from wfm_ds.errors import ModelError
-from wfm_ds.models import registry
+from wfm_ds.export.target import ExportTarget
 from wfm_ds.models.assets.guardrail import NoGuardrail
 from wfm_ds.models.conditioning_frames import add_clean_frames
+from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.latents import draw_cpu_normal
 
 pytestmark = pytest.mark.slow
@@ -20,20 +21,14 @@ VIDEO, IMAGE, OVERHANGING = (32, 48, 9), (32, 32, 1), (40, 24, 5)
 FPS = 24.0
 
 
-def fresh(tiny_pipelines, dtype=torch.float32, **options):
-    options = {"guardrail": "off", "fps": FPS, **options}
-    return registry.load_model(tiny_pipelines("cosmos3"), dtype=dtype, device="cpu", **options)
-
-
 @pytest.fixture(scope="module")
 def model(tiny_pipelines):
-    """For the tests that change nothing."""
-    return fresh(tiny_pipelines)
+    return load_tiny(tiny_pipelines("cosmos3"), "cosmos3", fps=FPS)
 
 
 @pytest.fixture(scope="module")
 def stock(tiny_pipelines):
-    """Draws latents with the stock pipeline: a prompt, a grid, further arguments of its call."""
+    """Return a function that samples latents with the stock pipeline: `stock(prompt, sigmas, **call_arguments)`."""
     pipeline = DiffusionPipeline.from_pretrained(
         tiny_pipelines("cosmos3"), safety_checker=NoGuardrail(), use_safetensors=True, local_files_only=True
     )
@@ -81,7 +76,7 @@ def test_a_batch_of_unequal_prompts_is_what_the_stock_pipeline_draws_of_each(mod
 
 
 def test_image_to_video_equals_the_stock_pipelines(model, stock):
-    shape, pixels = model.latent_shape(*VIDEO), torch.randint(256, (1, 3, 9, 32, 48)) / 255  # it rounds to 8 bits
+    shape, pixels = model.latent_shape(*VIDEO), torch.randint(256, (1, 3, 9, 32, 48)) / 255  # stock rounds to 8 bits
     grid, call = model.sigmas(4, shape), model.pipeline_call_kwargs(1.0, *VIDEO)
     want = stock(PROMPTS[0], grid, image=pixels[:, :, 0], generator=torch.Generator().manual_seed(1), **call)
     conditioning = add_clean_frames(told(model, VIDEO, PROMPTS[:1]), model.encode_pixels(pixels), torch.tensor([1]))
@@ -113,11 +108,11 @@ def test_the_stock_call_forgets_the_given_frame_of_latents_that_it_is_given(mode
     grid, call = model.sigmas(2, shape), model.pipeline_call_kwargs(1.0, *VIDEO)
     image, noise = torch.zeros(1, 3, 32, 48), draw_cpu_normal([1], shape)
     drawn = stock(PROMPTS[0], grid, image=image, latents=noise, **call)
-    assert torch.equal(drawn[:, :, 0], noise[:, :, 0])  # no step moves it: the noise is taken to be the frame
+    assert torch.equal(drawn[:, :, 0], noise[:, :, 0])  # no step changes it: the pipeline uses the noise as the frame
 
 
 def test_videos_in_one_call_of_the_stock_transformer_see_each_other(model, stock):
-    """Two videos behind one text, the second of them another one."""
+    """The velocity of the first video changes when the second video after the same text changes."""
     pipeline, shape = stock.pipeline, model.latent_shape(*OVERHANGING)
     ids = torch.tensor(model.tokenize_prompt(PROMPTS[0]))
     text = pipeline._prepare_text_segment(ids.tolist(), device="cpu")
@@ -204,7 +199,7 @@ def test_the_towers_share_the_network_and_no_parameter_is_left_but_the_heads_of_
 
 
 def test_full_training_leaves_alone_what_a_run_does_not_use(model, tiny_pipelines):
-    told = fresh(tiny_pipelines, inputs=["actions"])
+    told = load_tiny(tiny_pipelines("cosmos3"), "cosmos3", fps=FPS, inputs=["actions"])
     reads = {"action_modality_embed", "action_proj_in.fc.weight", "action_proj_in.bias.weight"}
     predicts = {"action_proj_out.fc.weight", "action_proj_out.bias.weight"}
     assert model.find_unused_parameters() == reads | predicts
@@ -216,7 +211,7 @@ def test_full_training_leaves_alone_what_a_run_does_not_use(model, tiny_pipeline
 
 
 def test_a_dropped_text_tower_leaves_what_was_encoded(tiny_pipelines):
-    model = fresh(tiny_pipelines)
+    model = load_tiny(tiny_pipelines("cosmos3"), "cosmos3", fps=FPS)
     arguments = one_call(model)
     with torch.no_grad():
         before = model.denoise(*arguments)
@@ -226,6 +221,11 @@ def test_a_dropped_text_tower_leaves_what_was_encoded(tiny_pipelines):
         torch.testing.assert_close(model.denoise(*arguments), before, rtol=0, atol=0)
 
 
-def test_a_limit_of_tokens_is_refused(tiny_pipelines):
-    with pytest.raises(ModelError, match="does not truncate prompts"):
-        fresh(tiny_pipelines, max_sequence_length=64)
+def test_a_pipeline_that_sets_its_own_levels_has_no_even_ones(tiny_pipelines):
+    model = load_tiny(tiny_pipelines("cosmos3"), "cosmos3")
+    height, width, frames = VIDEO
+    even = SamplingRecipe(height=height, width=width, num_frames=frames, eval_steps=4, eval_grid="even")
+    assert ExportTarget.from_model(model, even).scheduler is not None
+    model.pipeline.register_to_config(use_native_flow_schedule=True)
+    with pytest.raises(ModelError, match="Cosmos3OmniPipeline of diffusers cannot use the even noise levels"):
+        ExportTarget.from_model(model, even)

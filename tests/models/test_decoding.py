@@ -1,11 +1,11 @@
-"""The order of work on a GPU's streams, by what torch.cuda is asked for; the CPU computes the pixels all the same."""
+"""Order of decoding on a GPU's streams, by recorded torch.cuda calls; the CPU computes the pixels."""
 
 import numpy as np
 import pytest
 import torch
 
+from families import load_tiny
 from streams import recorded_streams
-from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.sampler import CountingForward, Sampler, get_decode_stream
 from wfm_ds.recipe.sampling import SamplingRecipe
@@ -13,7 +13,7 @@ from wfm_ds.recipe.sampling import SamplingRecipe
 
 @pytest.fixture(scope="module")
 def sampler(tiny_pipelines):
-    model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    model = load_tiny(tiny_pipelines("sd3"), "sd3")
     settings = SamplingRecipe(height=32, width=32)
     return Sampler(model=model, text_cache=TextCache(model), settings=settings, forward=CountingForward(model.denoise))
 
@@ -27,7 +27,7 @@ def latents(sampler):
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What torch.cuda is asked for, in its order; it does nothing."""
+    """Record torch.cuda calls in order without executing them."""
     asked = recorded_streams(monkeypatch, "side")
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: asked.append(f"{len(self)} kept for side"))
     streams = get_decode_stream

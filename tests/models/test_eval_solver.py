@@ -1,4 +1,4 @@
-"""Validation and `wfm_ds.cli.generate` draw with a solver of the order of the pipeline's own scheduler."""
+"""Validation and `wfm_ds.cli.generate` sample with a solver of the same order as the pipeline's scheduler."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def sampler(folder, family, **settings):
 
 
 def drawn(ours, pixels):
-    """Largest and mean distance of our samples from these, in pixels of [0, 1]."""
+    """Return the maximum and mean absolute difference between our samples and `pixels`, both in [0, 1]."""
     prompts = [Prompt(id=text, text=text) for text in PROMPTS]
     clean = ours.generate("validation", prompts, [0, 1], ours.evaluation_plan()).clean_latents
     difference = (ours.model.decode_latents(clean) - pixels).abs()
@@ -42,7 +42,7 @@ def test_samples_are_nearer_to_the_stock_pipeline_s_than_euler_s(tiny_pipelines,
     noise = draw_cpu_normal([0, 1], ours.latent_shape, torch.device("cpu"))
     call = ours.model.pipeline_call_kwargs(1.0, *case.size) | {"num_inference_steps": STEPS, "output_type": "pt"}
     pixels = load_reference_pipeline(folder, case)(prompt=PROMPTS, latents=noise, **call)[0]
-    pixels = pixels.transpose(1, 2) if ours.model.is_video else pixels  # frames come before channels
+    pixels = pixels.transpose(1, 2) if ours.model.is_video else pixels  # diffusers returns [B, T, C, H, W]
     (most, mean), (most_of_euler, mean_of_euler) = drawn(ours, pixels), drawn(euler, pixels)
     assert most < 0.5 * most_of_euler
     assert mean < 0.6 * mean_of_euler
@@ -55,7 +55,7 @@ def test_a_scheduler_of_first_order_is_followed_by_euler(tiny_pipelines):
 
 @pytest.mark.parametrize("family", ["sd3", *MULTISTEP])
 def test_ten_steps_of_dpm2_are_nearer_to_the_end_of_many_than_euler_s_on_the_family_s_own_grid(tiny_pipelines, family):
-    """Data of deviation 1/2 about 1, for which the velocity is known at every level: noise z ends at 1 + z/2."""
+    """Compare with the exact solution for Gaussian data of mean 1 and std 1/2: noise z ends at 1 + z/2."""
 
     def velocity(latents, sigma):
         spread = (1 - sigma) ** 2 * 0.25 + sigma**2

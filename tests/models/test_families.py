@@ -1,4 +1,4 @@
-"""Every family against the stock diffusers pipeline, on its tiny pipeline: the checks of `wfm_ds.cli.models_check`."""
+"""Run the checks of `wfm_ds.cli.models_check` for every family: its tiny pipeline against the stock diffusers code."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from wfm_ds.contract.family_under_test import CheckNotApplicable, FamilyUnderTes
 
 @pytest.fixture(scope="module")
 def subject(tiny_pipelines):
-    """One for each family, with one float32 model for the checks that change nothing."""
+    """Return the `FamilyUnderTest` of a family; checks that modify nothing share its float32 model."""
     known = {}
 
     def get(family):

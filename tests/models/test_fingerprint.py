@@ -1,4 +1,4 @@
-"""Equal parts have equal fingerprints wherever they lie; every change that loading would notice is another one."""
+"""Fingerprints of components: equal for copies in other folders, different after any change that affects loading."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ def test_every_change_shows(folder, change):
 
 
 def test_large_weights_are_read_at_their_ends_only(tmp_path):
-    """So two files that differ in the middle alone count as equal: the price of not reading gigabytes."""
+    """Files that differ only in the middle get equal fingerprints; this avoids reading gigabytes."""
     (tmp_path / "vae").mkdir()
     path = tmp_path / "vae" / "model.safetensors"
     save_file({"a": torch.zeros(3 * END_BYTES // 4 + 8)}, path)

@@ -1,13 +1,14 @@
-"""What is particular to FLUX.2-dev: an embedded guidance, and text by Mistral3."""
+"""Tests specific to FLUX.2-dev: embedded guidance and the Mistral3 text encoder."""
 
 import json
-import shutil
 
 import pytest
 import torch
 
-from families import PROMPTS
-from wfm_ds.cli.generate import load_sampler, parser
+from families import PROMPTS, change_json, copy_pipeline, load_tiny
+from wfm_ds.cli.call_defaults import fill_from_call
+from wfm_ds.cli.generate import parser
+from wfm_ds.cli.sampling_options import load_sampler
 from wfm_ds.errors import ModelError
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.models import registry
@@ -18,21 +19,18 @@ from wfm_ds.runs.model_loading import load_model
 
 pytestmark = pytest.mark.slow
 
-DRAWN_ALONE = r"set sampling\.guidance_scale: 1 and model\.embedded_guidance"
-
-
-def load(folder, **options):
-    return registry.load_model(folder, dtype=torch.float32, device="cpu", **options)
-
 
 @pytest.fixture
 def folder(tiny_pipelines, tmp_path):
-    """A copy to write in."""
-    return shutil.copytree(tiny_pipelines("flux2_dev"), tmp_path / "pipeline")
+    """Return a writable copy of the tiny pipeline."""
+    return copy_pipeline(tiny_pipelines("flux2_dev"), tmp_path / "pipeline")
 
 
-def change_json(file, **news):
-    file.write_text(json.dumps(json.loads(file.read_text()) | news))
+def load(folder, **options):
+    return load_tiny(folder, "flux2_dev", **options)
+
+
+DRAWN_ALONE = r"set sampling\.guidance_scale: 1 and model\.embedded_guidance"
 
 
 def test_the_guidance_is_the_recipe_s_or_that_of_the_folder_or_of_the_stock_call(folder):
@@ -41,7 +39,7 @@ def test_the_guidance_is_the_recipe_s_or_that_of_the_folder_or_of_the_stock_call
     asked = load(folder, embedded_guidance=2.5)
     assert asked.pipeline_call_kwargs(1.0, 32, 32)["guidance_scale"] == 2.5
     assert ExportTarget.from_model(asked).call_arguments == {"guidance_scale": 2.5}
-    assert asked.text_cache_key() == load(folder).text_cache_key()  # texts that are cached serve any guidance
+    assert asked.text_cache_key() == load(folder).text_cache_key()  # cached texts are valid for any guidance
     change_json(folder / "call.json", guidance_scale=3)
     assert load(folder).embedded_guidance == 3.0
     change_json(folder / "call.json", guidance_scale=0)
@@ -72,11 +70,13 @@ def test_a_run_and_generate_tell_the_network_what_they_are_asked(root, monkeypat
     assert load_model(recipe, torch.device("cpu")).embedded_guidance == 1.5
     asked = ["--model", "tiny:flux2_dev", "--prompts", "p.txt", "--out", "out", "--height", "32", "--width", "32"]
     args = parser().parse_args([*asked, "--embedded-guidance", "1.5"])
+    folder = registry.resolve_pipeline("tiny:flux2_dev")
+    fill_from_call(args, "tiny:flux2_dev", folder, [folder])
     assert load_sampler(args).model.embedded_guidance == 1.5
 
 
 def test_the_tokenizer_of_a_processor_is_read_without_its_images(folder, tiny_pipelines):
-    """The released pipeline's is a PixtralProcessor, which torchvision alone can make."""
+    """The released pipeline has a PixtralProcessor, which needs torchvision."""
     change_json(folder / "model_index.json", tokenizer=["transformers", "PixtralProcessor"])
     config = {"processor_class": "PixtralProcessor", "patch_size": 14, "spatial_merge_size": 2}
     (folder / "tokenizer" / "processor_config.json").write_text(json.dumps(config))

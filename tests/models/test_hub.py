@@ -1,4 +1,4 @@
-"""Pipelines by owner/name: what is fetched from a hub on this machine, and a sentence for each failure."""
+"""Pipelines by owner/name: downloads from a Hub server on this machine, and one error message for each failure."""
 
 import json
 import logging
@@ -17,6 +17,7 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.assets import hub
 from wfm_ds.models.assets.meta_loading import load_on_meta_device
+from wfm_ds.models.assets.released_repos import RELEASED_REPOS
 from wfm_ds.recipe import file as recipe_file
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
@@ -39,7 +40,7 @@ def server():
 
 @pytest.fixture
 def site(server, tmp_path, tiny_pipelines, monkeypatch):
-    """A hub with one pipeline, and an empty cache."""
+    """Return a Hub server with one pipeline; the local cache is empty."""
     server.repos = {NAME: Repo(files_of(tiny_pipelines("sd3")) | EXTRA, branches=("main", "other/branch"))}
     server.sent.clear()
     use(monkeypatch, url=server.url, cache=tmp_path / "cache")
@@ -66,19 +67,19 @@ def test_the_files_of_the_parts_are_fetched_once_and_no_others(
     assert folder.name == site.repos[NAME].commit
     assert files_of(folder) == files_of(tiny_pipelines("sd3")) | {"call.json": b"{}"}
     assert site.sent[0] == "model_index.json"
-    assert len(set(site.sent)) == len(site.sent) == len(set(files_of(folder).values()))  # equal files are sent once
+    assert len(set(site.sent)) == len(site.sent) == len(set(files_of(folder).values()))  # equal files: one download
     assert re.search(rf"model {NAME}: 0\.0 GB, downloading \d+ of \d+ files", caplog.text)
     site.sent.clear()
     caplog.clear()
     assert registry.resolve_pipeline(NAME) == folder
     assert not site.sent
     assert "downloading" not in caplog.text
-    assert "%|" not in capfd.readouterr().err  # no progress bar where there is no terminal
+    assert "%|" not in capfd.readouterr().err  # no progress bar without a terminal
     assert hub.snapshot_origin(folder) == (NAME, folder.name)
     assert hub.display_name(folder) == f"{NAME} @ {folder.name[:7]}"
     num_asked = site.asked
     model = registry.load_model(NAME, revision=folder.name, dtype=torch.float32, device="cpu")
-    assert site.asked == num_asked  # a commit that is there needs no network
+    assert site.asked == num_asked  # a cached commit loads without the network
     offline(monkeypatch, tmp_path)
     assert registry.resolve_pipeline(NAME) == registry.resolve_pipeline(NAME, None, folder.name) == model.path == folder
 
@@ -91,20 +92,7 @@ def test_a_branch_with_a_slash_is_a_revision(site):
 
 def test_pictures_are_drawn_with_a_revision_of_the_hub(site, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("a cat\n")
-    words = [
-        "--model",
-        NAME,
-        "--prompts",
-        "prompts.txt",
-        "--out",
-        "out",
-        "--steps",
-        "2",
-        "--height",
-        "32",
-        "--width",
-        "32",
-    ]
+    words = f"--model {NAME} --prompts prompts.txt --out out --steps 2 --height 32 --width 32".split()
     assert generate([*words, "--revision", "v9"]) == 2
     assert "no branch, tag or commit v9" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -130,7 +118,7 @@ def test_what_an_interrupted_download_lacks_is_fetched(site, tmp_path, monkeypat
     assert registry.resolve_pipeline(NAME) == folder
     assert all(path.is_file() for path in lost)
     shutil.rmtree(folder / "vae")
-    shutil.rmtree(folder.parent.parent / "trees")  # as of a cache that another program filled
+    shutil.rmtree(folder.parent.parent / "trees")  # as in a cache that another program has filled
     offline(monkeypatch, tmp_path)
     assert "the Hub cannot be reached" in refusal()
 
@@ -188,9 +176,9 @@ def test_not_in_the_cache_and_no_network(site, tmp_path, monkeypatch):
     assert refusal(revision="v1") == expected
 
 
-@pytest.mark.slow  # huggingface_hub tries again for 20 s
+@pytest.mark.slow  # huggingface_hub retries for 20 s
 def test_a_hub_that_does_not_answer_is_as_good_as_none(tmp_path, monkeypatch):
-    use(monkeypatch, url="http://127.0.0.1:9", cache=tmp_path / "cache")  # nobody listens on this port
+    use(monkeypatch, url="http://127.0.0.1:9", cache=tmp_path / "cache")  # nothing listens on this port
     assert f"the Hub cannot be reached; on a machine with a network: hf download {NAME} --exclude" in refusal()
 
 
@@ -228,12 +216,25 @@ def test_a_repository_that_may_not_be_seen_and_one_that_asks_for_a_licence(site)
             {"diffusion_pytorch_model.safetensors": b""},
             "Wan-AI/Wan2.1-T2V-1.3B is not in diffusers' format; Wan-AI/Wan2.1-T2V-1.3B-Diffusers is",
         ),
+        (
+            "me/vlm",
+            {"config.json": b"{}", "preprocessor_config.json": b"{}"},
+            "me/vlm is a vision-language model: use data.kind: llava, as in the recipe reason_llava_sft "
+            "(docs/reasoner.md)",
+        ),
         ("me/mine", {"x": b""}, "me/mine has no model_index.json: choose a repository in diffusers' format"),
     ],
 )
 def test_a_repository_in_another_format_is_answered_with_the_way_out(site, name, files, message):
     site.repos[name] = Repo(files)
     assert refusal(name) == message
+
+
+@check_each("name", ["../x.json", "/tmp/x.json", "vae/../../x.json", "..\\x.json"])
+def test_a_file_name_that_leaves_the_cache_is_refused(site, name, tmp_path):
+    site.repos[NAME].files[name] = b"{}"
+    assert refusal().startswith(f"{NAME} cannot be downloaded: Invalid filename")
+    assert not list(tmp_path.rglob("x.json"))
 
 
 def test_a_full_disk_is_found_before_anything_is_fetched(site, monkeypatch):
@@ -261,8 +262,10 @@ def test_a_folder_goes_before_an_id_and_a_path_is_none(tmp_path, monkeypatch, ti
     )
 
 
-def test_the_folder_of_each_shipped_recipe_is_told_where_it_comes_from():
-    folders = {recipe_file.load_recipe(path).model.path for path in RECIPES.glob("*.yaml") if "reason" not in path.stem}
-    converted = "models/Cosmos-Predict2.5-14B"  # of that there is an original checkpoint alone
-    for folder in folders - {converted}:
-        assert f"/{folder.removeprefix('models/')}" in refusal(folder)
+def test_shipped_recipes_name_released_repositories_and_their_branch():
+    models = [recipe_file.load_recipe(path).model for path in RECIPES.glob("*.yaml")]
+    names = {(model.path, model.revision) for model in models if not model.path.startswith("Qwen/Qwen2.5-VL")}
+    for path, revision in names - {("models/Cosmos-Predict2.5-14B", None)}:  # only its original checkpoint is published
+        assert path in RELEASED_REPOS or path == "Qwen/Qwen3-VL-2B-Instruct"
+        branch = RELEASED_REPOS.get(path)
+        assert revision == branch if branch is not None else revision is None or hub.is_commit(revision)

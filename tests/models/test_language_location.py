@@ -1,4 +1,4 @@
-"""Models by owner/name: what is fetched of them from a hub on this machine, and what is said without one."""
+"""Language models by owner/name: downloads from a Hub server on this machine, and the errors without a server."""
 
 import shutil
 
@@ -37,7 +37,7 @@ def test_a_model_is_fetched_once_and_offline_one_sentence_says_how(server, root,
         root / "tests" / "recipes" / "reason_llava_sft.yaml", [*places, f"model.path={NAME}"]
     )
     assert pin_commit(recipe).model.revision == server.repos[NAME].commit
-    assert server.sent == ["config.json"]  # no more to know what a run would begin with
+    assert server.sent == ["config.json"]  # pinning the commit downloads nothing else
     folder = language_folders.download_language_model(NAME)
     assert files_of(folder) == tiny
     server.sent.clear()

@@ -1,4 +1,4 @@
-"""Values of the wrong type in the JSON files of a pipeline folder: one sentence, whatever the libraries raise."""
+"""Values of the wrong type in a pipeline's JSON files give a one-line ModelError, whatever the libraries raise."""
 
 import json
 import random
@@ -18,7 +18,7 @@ FILES += ["scheduler/scheduler_config.json"]
 
 
 def load_with(folder, file, changes):
-    """Load the pipeline with this file changed, then put it back. None, or what is said."""
+    """Load the pipeline with `file` changed, then restore the file. Return the error message or None."""
     before = (folder / file).read_text()
     (folder / file).write_text(json.dumps(changes(json.loads(before))))
     try:
@@ -32,7 +32,7 @@ def load_with(folder, file, changes):
 
 @pytest.fixture
 def folder(tiny_pipelines, tmp_path):
-    """A copy that a test may change."""
+    """Return a writable copy of the tiny pipeline."""
     return shutil.copytree(tiny_pipelines("sd3"), tmp_path / "pipeline")
 
 

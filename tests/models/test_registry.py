@@ -9,6 +9,7 @@ from each_case import check_each
 from wfm_ds import models
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
+from wfm_ds.models.assets import language_folders
 from wfm_ds.models.sd3 import StableDiffusion3
 from wfm_ds.models.tiny import FAMILIES
 
@@ -66,17 +67,20 @@ def test_an_index_that_names_no_known_family_is_an_error(tmp_path, text, message
     assert str(folder) in str(raised.value)
 
 
-def test_an_index_that_is_no_text_is_an_error(tmp_path):
-    (tmp_path / "model_index.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ModelError, match="cannot be read"):
-        registry.resolve_pipeline(tmp_path)
-
-
 def test_what_is_no_pipeline_folder_is_an_error(tmp_path):
     with pytest.raises(ModelError, match="org/model does not exist"):
         registry.resolve_pipeline(tmp_path / "org/model")
     with pytest.raises(ModelError, match=r"has no model_index\.json"):
         registry.resolve_pipeline(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {}}')
+    for path in (tmp_path, "tiny:qwen3vl"):
+        with pytest.raises(ModelError, match=r"is a vision-language model: use data\.kind: llava"):
+            registry.resolve_pipeline(path)
+    for content in (b"[" * 99999, b"\xff\xfe\x00"):
+        (tmp_path / "model_index.json").write_bytes(content)
+        with pytest.raises(ModelError, match="cannot be read"):
+            registry.resolve_pipeline(tmp_path)
+    (tmp_path / "model_index.json").unlink()
     (tmp_path / "weights.safetensors").write_bytes(b"")
     with pytest.raises(ModelError, match="is a file"):
         registry.resolve_pipeline(tmp_path / "weights.safetensors")
@@ -89,7 +93,7 @@ def test_a_tiny_pipeline_is_made_once(tmp_path, monkeypatch):
     assert registry.resolve_pipeline("tiny:sd3") == folder
     assert (folder / "model_index.json").stat().st_mtime_ns == made_at
     assert folder.is_relative_to(tmp_path)
-    assert [path.name for path in folder.parent.iterdir()] == ["sd3"]  # no temporary folder stays
+    assert [path.name for path in folder.parent.iterdir()] == ["sd3"]  # the temporary folder is removed
 
 
 def test_the_slower_of_two_makers_uses_the_others_folder(tmp_path):
@@ -112,6 +116,17 @@ def test_an_unknown_tiny_family_is_an_error(tmp_path, monkeypatch, family):
     monkeypatch.setenv("WFM_CACHE", str(tmp_path))
     with pytest.raises(ModelError, match=f"is not a tiny pipeline; use one of {', '.join(FAMILIES)}"):
         registry.resolve_pipeline(f"tiny:{family}")
+
+
+def test_a_pipeline_is_no_language_model():
+    with pytest.raises(ModelError, match=r"^sd3 is not a tiny vision-language model; use one of qwen25vl, "):
+        language_folders.locate_language_model("tiny:sd3")
+
+
+def test_an_unreadable_configuration_is_an_error(tmp_path):
+    (tmp_path / "config.json").symlink_to("/proc/self/mem")  # a regular file whose first bytes cannot be read
+    with pytest.raises(ModelError, match=r"config\.json cannot be read \(Input/output error\)"):
+        registry.resolve_pipeline(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

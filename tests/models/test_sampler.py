@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from each_case import check_each
+from families import load_tiny
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import registry, vae
 from wfm_ds.models.assets.text_cache import TextCache
@@ -18,7 +19,7 @@ from wfm_ds.types import ConditioningFrames, Prompt
 
 @pytest.fixture(scope="module")
 def model(tiny_pipelines):
-    return registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    return load_tiny(tiny_pipelines("sd3"), "sd3")
 
 
 def sampler(model, forward=None, **settings):
@@ -30,7 +31,7 @@ def sampler(model, forward=None, **settings):
 
 @pytest.fixture(scope="module")
 def video_model(tiny_pipelines):
-    return registry.load_model(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+    return load_tiny(tiny_pipelines("cosmos25"), "cosmos25")
 
 
 def prompts(*texts, negative=None):
@@ -95,7 +96,7 @@ def test_halves_of_other_shapes_cannot_share_a_forward(model):
 
 
 def test_an_expert_whose_scale_is_1_runs_no_unconditional_pass(tiny_pipelines):
-    model = registry.load_model(tiny_pipelines("wan22"), dtype=torch.float32, device="cpu")
+    model = load_tiny(tiny_pipelines("wan22"), "wan22")
     asked = []
 
     def forward(purpose, *arguments):
@@ -121,7 +122,7 @@ def test_guidance_contrasts_with_the_prompts_own_negative_text_then_the_recipes_
 
 
 def test_negative_texts_are_encoded_as_the_stock_pipeline_does(tiny_pipelines):
-    """SANA's instruction stands before prompts only."""
+    """SANA's instruction is prepended to prompts but not to negative prompts."""
     sana = registry.load_model(tiny_pipelines("sana"), dtype=torch.float32, device="cpu", prompt_template="stock")
     got = sampler(sana, guidance_scale=3).encode_conditioning(prompts("x", negative="a cat")).negative
     for name, tensor in sana.encode_negative_text(["a cat"]).items():
@@ -140,7 +141,7 @@ def test_broken_latents_are_shown_grey_and_named(model):
 
 
 def test_images_are_decoded_one_after_the_other(model):
-    """In float32 a decoder needs gigabytes for each picture, more than the denoiser for all of them."""
+    """In float32 the decoder needs gigabytes per image, more than the denoiser needs for the whole batch."""
     latents, sizes = torch.randn(3, *sampler(model).latent_shape), []
     with model.pipeline.vae.decoder.register_forward_hook(lambda module, args, result: sizes.append(len(args[0]))):
         media, _ = sampler(model).decode_to_uint8(latents)
@@ -153,7 +154,7 @@ def test_images_are_decoded_one_after_the_other(model):
     [("float32", 512, 4), ("float32", 1024, 1), ("bfloat16", 512, 8), ("bfloat16", 1024, 2), ("bfloat16", 2048, 1)],
 )
 def test_on_a_device_pictures_share_a_batch_of_so_many_pixels(tiny_pipelines, dtype, size, at_once):
-    """A picture of 1024 x 1024 in float32, whatever memory is free: nothing is computed here."""
+    """A batch has the bytes of one float32 image of 1024 x 1024, whatever memory is free; nothing is computed here."""
     model = registry.load_model(
         tiny_pipelines("sana"), dtype=torch.float32, device="cpu", vae_dtype=getattr(torch, dtype)
     )
@@ -176,7 +177,7 @@ def test_pictures_in_a_batch_are_those_decoded_alone(model):
 
 @pytest.mark.parametrize(("num_frames", "latent_frames"), [(5, 2), (1, 1)])
 def test_videos_keep_their_frames_also_a_single_one(tiny_pipelines, num_frames, latent_frames):
-    model = registry.load_model(tiny_pipelines("wan21"), dtype=torch.float32, device="cpu")
+    model = load_tiny(tiny_pipelines("wan21"), "wan21")
     drawn = sampler(model, num_frames=num_frames)
     latents = torch.randn(3, *drawn.latent_shape, generator=torch.Generator().manual_seed(0))
     assert latents.shape[2] == latent_frames
@@ -188,7 +189,7 @@ def test_videos_keep_their_frames_also_a_single_one(tiny_pipelines, num_frames, 
 
 @pytest.mark.parametrize(("size", "batches"), [({}, [5]), ({"height": 256, "width": 256}, [4, 1])])
 def test_small_videos_are_decoded_together_as_far_as_memory_of_one_picture_goes(video_model, size, batches):
-    """Four frames of each are in the works at once: 4 * 4 * 256 * 256 pixels are those of a picture of 1024 x 1024."""
+    """The VAE decodes 4 frames at a time; 4 videos * 4 frames * 256 * 256 pixels equal one 1024 x 1024 image."""
     drawn, seen = sampler(video_model, num_frames=9, **size), []
     assert vae.frames_per_decode(video_model.pipeline.vae, 9) == 4
     shape = drawn.latent_shape
@@ -228,4 +229,4 @@ def test_given_frames_are_what_the_samples_begin_with(video_model, plan, guidanc
     ).clean_latents
     torch.testing.assert_close(alone, got[:1], rtol=0, atol=1e-4)
     free = drawn.generate("rollout", prompts("a"), [3], steps).clean_latents
-    assert (free[0, :, 1:] - got[0, :, 1:]).abs().max() > 1e-4  # what is given matters for the rest
+    assert (free[0, :, 1:] - got[0, :, 1:]).abs().max() > 1e-4  # the conditioning frames change the other frames

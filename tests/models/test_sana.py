@@ -1,6 +1,5 @@
-"""SANA and SANA video: what the families have of their own. What all have in common is in test_families.py."""
+"""Tests specific to SANA and SANA video; test_families.py has the tests that all families share."""
 
-import json
 import shutil
 from typing import get_args
 
@@ -14,12 +13,20 @@ from diffusers import (
     SanaVideoPipeline,
     SanaVideoTransformer3DModel,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from families import CASES, EXACT, PROMPTS, denoise_latents, load_reference_pipeline, run_reference_pipeline
+from families import (
+    CASES,
+    EXACT,
+    PROMPTS,
+    change_json,
+    copy_pipeline,
+    denoise_latents,
+    load_reference_pipeline,
+    load_tiny,
+    record_calls,
+    run_reference_pipeline,
+)
 from wfm_ds.errors import ModelError
-from wfm_ds.models import registry
 from wfm_ds.models.base import temporary_seed
 from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.models.sana import INSTRUCTION, Sana
@@ -31,34 +38,10 @@ pytestmark = pytest.mark.slow
 BOTH = pytest.mark.parametrize("family", ["sana", "sana_video"])
 
 
-@pytest.fixture(scope="module")
-def load(tiny_pipelines):
-    """One float32 model per family for the tests that change nothing."""
-    loaded = {}
-
-    def get(family):
-        if family not in loaded:
-            loaded[family] = fresh(tiny_pipelines(family))
-        return loaded[family]
-
-    return get
-
-
-def fresh(folder, **options):
-    return registry.load_model(folder, dtype=torch.float32, device="cpu", **options)
-
-
 @pytest.fixture
 def pipeline(tiny_pipelines):
-    """The stock pipeline of a family, to change at will."""
+    """Return a function that loads the stock pipeline of a family, which a test may modify."""
     return lambda family: load_reference_pipeline(tiny_pipelines(family), CASES[family])
-
-
-@pytest.fixture
-def folder(tiny_pipelines, tmp_path):
-    """A copy of the image pipeline that a test may change."""
-    shutil.copytree(tiny_pipelines("sana"), tmp_path / "pipeline")
-    return tmp_path / "pipeline"
 
 
 def shape_of(model):
@@ -70,26 +53,26 @@ def noise_for(model, count=2):
 
 
 def one_call(model):
-    """Arguments of one `denoise`: another sigma and prompt for each sample."""
+    """Return arguments of `denoise` with a different sigma and prompt for each sample."""
     return noise_for(model), torch.tensor([0.9, 0.3]), model.encode_text(PROMPTS)
 
 
 def ours(model, conditioning, *, steps=4, w=1.0, uncond=None):
-    """Our own latents from noise_for(model)."""
+    """Sample latents with our model from `noise_for(model)`."""
     grid = model.sigmas(steps, shape_of(model))
     return denoise_latents(model, noise_for(model), conditioning, grid, solver="ode", guidance_scale=w, uncond=uncond)
 
 
 def theirs(pipeline, model, *, steps=4, w=1.0, **call):
-    """The stock pipeline's on the same grid, from the same noise."""
+    """Sample latents with the stock pipeline on the same grid, from the same noise."""
     case = CASES[model.family]
     call = {"latents": noise_for(model), **model.pipeline_call_kwargs(w, *case.size), **call}
     return run_reference_pipeline(pipeline, case, model.sigmas(steps, shape_of(model)), **call)
 
 
 def test_with_the_stock_instruction_only_prompts_get_it(tiny_pipelines, pipeline):
-    """The instruction stands before prompts and not before negative ones."""
-    model = fresh(tiny_pipelines("sana"), prompt_template="stock")
+    """The stock pipeline prepends the instruction to prompts but not to negative prompts; ours must agree."""
+    model = load_tiny(tiny_pipelines("sana"), "sana", prompt_template="stock")
     assert model.pipeline_call_kwargs(4.0, 32, 64)[INSTRUCTION][-1] == "User Prompt: "
     want = theirs(pipeline("sana"), model, w=4.0)
     conditioning = model.encode_text(PROMPTS)
@@ -101,47 +84,21 @@ def test_with_the_stock_instruction_only_prompts_get_it(tiny_pipelines, pipeline
 
 @BOTH
 def test_the_exported_scheduler_is_another_solver_not_another_model(load, pipeline, family):
-    """Second order and times rounded down to whole numbers: close to ours after 40 steps, and not equal."""
+    """The scheduler is second order and rounds timesteps down: 40 steps give samples close to ours, but not equal."""
     model, (height, width, frames) = load(family), CASES[family].size
     call = model.pipeline_call_kwargs(1.0, height, width, frames) | {"num_inference_steps": 40, "output_type": "pt"}
     want = pipeline(family)(PROMPTS, latents=noise_for(model), **call)[0]
-    want = want.transpose(1, 2) if model.is_video else want  # frames come before channels
+    want = want.transpose(1, 2) if model.is_video else want  # diffusers returns [B, T, C, H, W]
     difference = (model.decode_latents(ours(model, model.encode_text(PROMPTS), steps=40)) - want).abs()
     assert difference.mean() < 1e-2
     assert difference.max() > 1e-5
 
 
 def test_upstream_rounds_the_time_of_the_released_scheduler(pipeline):
-    """When this fails, the stock pipeline follows our float times, and the comparison above may be made exact."""
+    """If this fails, the stock pipeline uses float timesteps like ours, and the comparison above can be exact."""
     scheduler = pipeline("sana").scheduler
     scheduler.set_timesteps(4)
     assert scheduler.timesteps.tolist() == [999, 899, 749, 499]
-
-
-def test_a_video_of_one_frame_is_a_video(load):
-    model = load("sana_video")
-    assert model.latent_shape(32, 32, 1) == (4, 1, 4, 4)
-    assert model.encode_pixels(torch.rand(1, 3, 1, 32, 32)).shape == (1, 4, 1, 4, 4)
-    assert model.decode_latents(torch.zeros(1, 4, 1, 4, 4)).shape == (1, 3, 1, 32, 32)
-    assert model.denoise(torch.zeros(1, 4, 1, 4, 4), torch.ones(1), model.encode_text(PROMPTS[:1])).shape[2] == 1
-
-
-@given(height=st.integers(-32, 700), width=st.integers(-32, 700), num_frames=st.integers(-4, 140))
-@settings(max_examples=100, deadline=None)
-def test_exactly_the_sizes_that_the_stock_pipelines_take_have_a_shape(load, height, width, num_frames):
-    multiples = all(size % 32 == 0 and size > 0 for size in (height, width))
-    if multiples and num_frames == 1:
-        assert load("sana").latent_shape(height, width) == (4, height // 4, width // 4)
-    else:
-        with pytest.raises(ValueError, match=r"multiple of 32|num_frames must be 1"):
-            load("sana").latent_shape(height, width, num_frames)
-    # 32 rotary positions: 512 pixels each way, 32 latent frames
-    if multiples and max(height, width) <= 512 and num_frames in range(1, 126, 4):
-        shape = load("sana_video").latent_shape(height, width, num_frames)
-        assert shape == (4, (num_frames - 1) // 4 + 1, height // 8, width // 8)
-    else:
-        with pytest.raises(ValueError, match=r"multiple of 32, from 32 to 512|num_frames must be 1, 5, \.\.\. or 125"):
-            load("sana_video").latent_shape(height, width, num_frames)
 
 
 @BOTH
@@ -150,7 +107,7 @@ def test_losing_the_mask_would_change_the_velocity_and_what_it_masks_would_not(l
     latents, sigma, conditioning = one_call(model)
     mask = conditioning["prompt_attention_mask"]
     assert mask.dtype == torch.int64
-    assert mask.sum(1).tolist() == [6, 6]  # <bos> and words, the first of them spelled
+    assert mask.sum(1).tolist() == [6, 6]  # <bos> and the words; the first word is split into characters
     velocity = model.denoise(latents, sigma, conditioning)
     noise = torch.randn(conditioning["prompt_embeds"].shape)
     masked = torch.where(mask.bool()[..., None], conditioning["prompt_embeds"], noise)
@@ -163,7 +120,7 @@ def test_losing_the_mask_would_change_the_velocity_and_what_it_masks_would_not(l
     ("family", "argument"), [("sana", "num_images_per_prompt"), ("sana_video", "num_videos_per_prompt")]
 )
 def test_upstream_tiles_masks_in_another_order_than_embeddings(load, pipeline, family, argument):
-    """Why text is encoded once and repeated by us: rows 1,1,2,2 would get the masks of 1,2,1,2."""
+    """The stock pipeline pairs embeddings 1,1,2,2 with masks 1,2,1,2; therefore our code repeats the rows itself."""
     prompts = ["a", "a red circle on white background"]
     one = load(family).encode_text(prompts)
     embeds, mask, _, _ = pipeline(family).encode_prompt(
@@ -175,36 +132,16 @@ def test_upstream_tiles_masks_in_another_order_than_embeddings(load, pipeline, f
 
 
 def test_upstream_a_video_pipeline_cannot_have_the_vae_of_the_image_models(tiny_pipelines, pipeline, tmp_path):
-    """Its own signature allows it. When this fails, SanaVideo.check_folder may go, and models/vae.py has a VAE more."""
+    """The signature allows this VAE. If this fails, remove SanaVideo.check_folder and add the VAE to models/vae.py."""
     folder, vae = tmp_path / "pipeline", pipeline("sana").vae
     assert AutoencoderDC in get_args(SanaVideoPipeline.__init__.__annotations__["vae"])
     with pytest.raises(AttributeError, match="scale_factor_temporal"):
         SanaVideoPipeline(**pipeline("sana_video").components | {"vae": vae})
-    shutil.copytree(tiny_pipelines("sana_video"), folder)
+    copy_pipeline(tiny_pipelines("sana_video"), folder, vae=["diffusers", "AutoencoderDC"])
     shutil.rmtree(folder / "vae")
     vae.save_pretrained(folder / "vae")
-    index = json.loads((folder / "model_index.json").read_text())
-    (folder / "model_index.json").write_text(json.dumps(index | {"vae": ["diffusers", "AutoencoderDC"]}))
     with pytest.raises(ModelError, match=r"with the VAE AutoencoderDC .* use one with the Wan or LTX-2 VAE"):
-        fresh(folder)
-
-
-def calls_of(model):
-    """What the network was called with, in order."""
-    seen = []
-    handle = model.denoiser.register_forward_pre_hook(lambda _, __, kwargs: seen.append(kwargs), with_kwargs=True)
-    return seen, handle
-
-
-@BOTH
-def test_the_network_gets_its_time_as_an_unrounded_float(load, family):
-    model = load(family)
-    latents, _, conditioning = one_call(model)
-    seen, handle = calls_of(model)
-    model.denoise(latents, torch.tensor([1.0, 0.12345]), conditioning)
-    handle.remove()
-    assert seen[0]["timestep"].dtype == torch.float32
-    torch.testing.assert_close(seen[0]["timestep"], torch.tensor([1000.0, 123.45]))
+        load_tiny(folder, "sana_video")
 
 
 def test_the_network_may_have_another_unit_of_time_and_a_learned_variance(pipeline):
@@ -217,35 +154,20 @@ def test_the_network_may_have_another_unit_of_time_and_a_learned_variance(pipeli
     torch.testing.assert_close(theirs(changed, model), got, **EXACT)
 
 
-def store_call(folder, **values):
-    call = json.loads((folder / "call.json").read_text())
-    (folder / "call.json").write_text(json.dumps({**call, **values}))
+def test_the_instruction_comes_from_the_argument_then_the_folder_then_the_pipeline(tiny_pipelines, tmp_path):
+    folder = copy_pipeline(tiny_pipelines("sana"), tmp_path / "pipeline")
 
-
-def test_the_instruction_comes_from_the_argument_then_the_folder_then_the_pipeline(folder):
     def instruction(**options):
-        return fresh(folder, **options).instruction
+        return load_tiny(folder, "sana", **options).instruction
 
     stock = instruction(prompt_template="stock")
     assert stock[-1] == "User Prompt: "
     assert instruction() is None
-    store_call(folder, **{INSTRUCTION: ["Draw:", ""]})
+    change_json(folder / "call.json", **{INSTRUCTION: ["Draw:", ""]})
     assert instruction() == ["Draw:", ""]
     assert instruction(prompt_template="none") is None
     (folder / "call.json").unlink()
     assert instruction() == stock
-
-
-@pytest.mark.parametrize("lines", ["Draw", [1], 5])
-def test_a_stored_instruction_that_is_none_is_an_error(folder, lines):
-    store_call(folder, **{INSTRUCTION: lines})
-    with pytest.raises(ModelError, match=r"call\.json: complex_human_instruction must be null or a list of lines"):
-        fresh(folder)
-
-
-def test_a_template_means_nothing_to_other_families(tiny_pipelines):
-    with pytest.raises(ModelError, match=r"sd3 has no prompt template.*remove model\.prompt_template"):
-        fresh(tiny_pipelines("sd3"), prompt_template="stock")
 
 
 def first_frame_given(model, latents, counts):
@@ -280,17 +202,16 @@ def test_samples_with_and_without_a_given_frame_share_a_batch(load):
 def test_tokens_of_a_given_frame_are_told_time_zero(load):
     model = load("sana_video")
     latents, sigma, _ = one_call(model)
-    seen, handle = calls_of(model)
-    model.denoise(latents, sigma, first_frame_given(model, latents, [0, 1]))
-    handle.remove()
-    times = seen[0]["timestep"]
+    with record_calls(model.denoiser) as calls:
+        model.denoise(latents, sigma, first_frame_given(model, latents, [0, 1]))
+    times = calls[0]["timestep"]
     assert times.shape == (2, 1, 2, 2, 4)
     torch.testing.assert_close(times[:, 0, :, 0, 0], torch.tensor([[900.0, 900.0], [0.0, 300.0]]))
     assert (times == times[..., :1, :1]).all()
 
 
 def test_a_vae_that_keeps_its_mean_and_deviation_as_buffers(pipeline):
-    """The LTX-2 VAE of the 720p model; factors 32 and 8, and patches of one latent pixel."""
+    """The LTX-2 VAE of the 720p model: factors 32 (space) and 8 (time), and a patch size of 1."""
     with temporary_seed(6):
         vae = AutoencoderKLLTX2Video(
             latent_channels=4,

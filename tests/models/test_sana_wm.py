@@ -1,4 +1,4 @@
-"""What is particular to SANA-WM; what holds for every family is in test_families.py."""
+"""Tests specific to SANA-WM; test_families.py has the tests that all families share."""
 
 import json
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from wfm_ds.data.inputs import InputReader, transform_intrinsics
 from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.demos import room_data as room
-from wfm_ds.export.weights import loading_lines
+from wfm_ds.export.loading_code import loading_lines
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.models.sana_wm import SanaWM
@@ -44,7 +44,7 @@ def subject(tiny_pipelines):
 
 @pytest.fixture(scope="module")
 def model(subject):
-    """For the tests that change nothing."""
+    """Return the model shared by tests that do not modify it."""
     return subject.model
 
 
@@ -77,7 +77,7 @@ def frames_of(model, pixels):
 def test_a_guided_batch_is_the_stock_pipelines_samples_where_attention_does_not_round(
     purpose, subject, model, sampler, monkeypatch
 ):
-    """Cameras, lenses, first frames and texts differ; both halves of guidance in a forward each, or in one."""
+    """Each sample has its own camera, lens, first frame and text; guidance takes two forwards or one joint forward."""
     monkeypatch.setattr(torch.Tensor, "bfloat16", torch.Tensor.float)
     given = frames_of(model, subject.random_pixels())
     want = subject.reference_latents(
@@ -97,7 +97,7 @@ def test_a_picture_of_another_size_and_its_lens_are_cut_as_the_stock_pipeline_cu
     _, want = processor.preprocess_with_intrinsics(image, lens[None], 32, 48)
     framing = Framing(height=32, width=48, max_upscale=100.0)
     got = transform_intrinsics(lens, LocalFile(str(tmp_path / "image.png")), framing, draw_centre)
-    np.testing.assert_allclose(got, want[0], atol=0.5)  # it cuts whole pixels of the scaled picture
+    np.testing.assert_allclose(got, want[0], atol=0.5)  # the stock pipeline crops whole pixels of the resized image
 
 
 def test_the_cameras_geometry_is_the_stock_pipelines_in_float32(model):
@@ -149,8 +149,7 @@ def test_cameras_that_cannot_be_used_are_refused(model, changes, says):
 
 
 def test_clips_with_a_camera_that_cannot_be_used_are_bad_by_name(model, tmp_path):
-    """A path of another length, one that is no rotation, lenses of three numbers and of none that shows anything, and
-    no camera."""
+    """Wrong number of poses, a scaled rotation, three intrinsics, a focal length of 0, no intrinsics."""
     room.write_room(tmp_path / "room")
     clips = tmp_path / "room" / "clips"
     np.save(clips / "0001.c2w.npy", np.eye(4)[None].repeat(8, 0))
@@ -165,7 +164,7 @@ def test_clips_with_a_camera_that_cannot_be_used_are_bad_by_name(model, tmp_path
         sampling=SamplingRecipe(height=32, width=32, num_frames=5, fps=8, steps=2),
         algorithm=SimpleNamespace(conditioning_frame_range=(1, 1)),
     )
-    reader = InputReader.from_recipe(recipe, model, width=None, scaling=None)
+    reader = InputReader.from_recipe(recipe, model, None)
     framing = Framing(height=32, width=32, num_frames=5, fps=8)
     samples = load_folder(recipe.data, clips).samples
     said = []
@@ -180,7 +179,7 @@ def test_clips_with_a_camera_that_cannot_be_used_are_bad_by_name(model, tmp_path
 
 
 def test_keys_lead_the_camera_as_they_do_in_the_stock_pipeline_and_the_room_turns_alike():
-    """The room's poses have the axes that the model means: `l` turns right, `w` goes ahead."""
+    """The room demo's poses use the model's axes: `l` turns right, `w` moves forward."""
     keys = action_string_to_c2w("lw-8", translation_speed=0.05, rotation_speed_deg=3.0)
     np.testing.assert_allclose(room.camera_path(3.0, 0.05, 0.0), keys, atol=1e-6)
 
@@ -249,8 +248,8 @@ def test_the_stock_network_makes_no_grid_in_bfloat16_on_a_cpu():
 
 
 def test_a_bfloat16_network_sees_a_camera_that_was_not_rounded_first(monkeypatch):
-    """Rays that the stock network makes of a pose in bfloat16, as on a GPU, are further from the right ones than rays
-    that are rounded afterwards. The path of its example, at its size."""
+    """Rays that the stock network computes from bfloat16 poses, as on a GPU, have a larger error than rays that are
+    rounded afterwards. Camera path and size come from the stock example."""
     c2w, lens = action_string_to_c2w("w-80,jw-40,w-40"), np.tile(np.float32([800, 800, 640, 352]), (161, 1))
     raymap = prepare_camera(c2w, lens, target_size=(704, 1280), vae_stride=(8, 32, 32))["raymap"][None]
     make, grid, tokens = network._process_camera_conditions_ucpe, network.create_grid, (21, 22, 40)

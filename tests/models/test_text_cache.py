@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from families import load_tiny
 from wfm_ds.errors import DataError, ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache, num_bytes
@@ -11,12 +12,12 @@ from wfm_ds.storage.tensor_store import TensorStore
 
 @pytest.fixture(scope="module")
 def model(tiny_pipelines):
-    return registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    return load_tiny(tiny_pipelines("sd3"), "sd3")
 
 
 @pytest.fixture
 def counted(model, monkeypatch):
-    """The texts that really were encoded."""
+    """Return the list of texts that the model has actually encoded."""
     seen, encode = [], model.encode_text
     monkeypatch.setattr(model, "encode_text", lambda texts: seen.extend(texts) or encode(texts))
     return seen
@@ -36,7 +37,7 @@ def test_cached_text_equals_fresh_text_in_order(model):
 
 
 def test_a_negative_text_is_another_entry_than_the_same_prompt(tiny_pipelines):
-    model = registry.load_model(tiny_pipelines("sana"), dtype=torch.float32, device="cpu")
+    model = load_tiny(tiny_pipelines("sana"), "sana")
     model.instruction = ["draw"]
     cache = TextCache(model)
     for _ in range(2):
@@ -61,7 +62,7 @@ def test_least_recently_used_text_leaves_first(model, counted):
     cache.encode(["a"])
     cache.encode(["b"])
     cache.encode(["a"])
-    cache.encode(["c"])  # b goes
+    cache.encode(["c"])  # evicts b
     cache.encode(["a"])
     assert counted == ["a", "b", "c"]
     cache.encode(["b"])
@@ -86,7 +87,7 @@ def test_new_text_that_pushes_out_a_cached_one_of_its_own_batch_is_no_error(mode
 
 
 class Copies(TorchDispatchMode):
-    """Counts copies to another device."""
+    """Count copies to another device."""
 
     def __init__(self):
         super().__init__()
@@ -105,8 +106,8 @@ def copies_of(cache, texts):
 
 @pytest.fixture
 def elsewhere(tiny_pipelines, tmp_path):
-    """A model on a device that is not the host, and a store that has the texts a to e."""
-    model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    """Return a model on a device other than the host, a store with the texts a to e, and their embeddings."""
+    model = load_tiny(tiny_pipelines("sd3"), "sd3")
     store = TensorStore(tmp_path)
     want = TextCache(model, store=store).encode(["a", "b", "c", "d", "e"])
     model.move_to_device("meta")
@@ -132,7 +133,7 @@ def test_device_keeps_what_its_bytes_allow_and_drops_the_least_recently_used(els
     model, store, want = elsewhere
     cache = TextCache(model, store=store, max_device_bytes=2 * num_bytes({n: t[:1] for n, t in want.items()}))
     copied = [copies_of(cache, [text])[0] // len(want) for text in "abacabb"]
-    assert copied == [1, 1, 0, 1, 0, 1, 0]  # c drops b, b drops c
+    assert copied == [1, 1, 0, 1, 0, 1, 0]  # c evicts b, b evicts c
     count, got = copies_of(cache, list("abcde"))
     assert count == 3 * len(want)
     assert all(len(tensor) == 5 for tensor in got.values()), "more than fit still make a batch"
@@ -163,7 +164,7 @@ def test_no_more_is_prepared_than_half_of_the_memory_for_texts_holds(model, coun
 
 
 class GivenEmbedding:
-    """A file's worth of an embedding, that counts how often it is read."""
+    """Stub of an embedding file that counts its loads."""
 
     def __init__(self, tensor, name="file"):
         self.tensor, self.name, self.loads = tensor, name, 0
@@ -183,7 +184,7 @@ def assert_equal_rows(got, want):
 
 
 def test_a_store_outlives_the_cache_and_the_encoders(tiny_pipelines, tmp_path):
-    model = registry.load_model(tiny_pipelines("sd3"), dtype=torch.float32, device="cpu")
+    model = load_tiny(tiny_pipelines("sd3"), "sd3")
     texts = [*TEXTS, NegativeText("")]
     cache = TextCache(model, store=TensorStore(tmp_path))
     assert not any(map(cache.is_stored, texts))
@@ -212,7 +213,7 @@ def test_another_length_or_other_weights_are_other_entries(tiny_pipelines, tmp_p
 
 
 def test_embeddings_that_come_with_the_data_replace_the_encoder(tiny_pipelines, tmp_path):
-    model = registry.load_model(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+    model = load_tiny(tiny_pipelines("cosmos25"), "cosmos25")
     embedding = model.encode_text(["another text"])["prompt_embeds"][0]
     given = GivenEmbedding(embedding)
     for _ in range(2):
@@ -220,12 +221,12 @@ def test_embeddings_that_come_with_the_data_replace_the_encoder(tiny_pipelines, 
         got = cache.encode(["a cat", NegativeText("a cat"), "a dog"])["prompt_embeds"]
         torch.testing.assert_close(got[0], embedding, rtol=0, atol=0)
         torch.testing.assert_close(got[1:], TextCache(model).encode(["a cat", "a dog"])["prompt_embeds"])
-    assert given.loads == 1  # what was made of it is in the store
+    assert given.loads == 1  # the second cache uses the stored result
     assert not TextCache(model, store=TensorStore(tmp_path)).is_stored("a cat")
 
 
 def test_embeddings_of_another_encoder_are_ignored_with_one_warning(model, tiny_pipelines, caplog):
-    cosmos = registry.load_model(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
+    cosmos = load_tiny(tiny_pipelines("cosmos25"), "cosmos25")
     for one in (cosmos, model):
         caplog.clear()
         given = {text: GivenEmbedding(torch.zeros(7, 24)) for text in ("a cat", "a dog")}

@@ -1,22 +1,26 @@
-"""The family of docs/own_model.md, by the code of that page, compared with the diffusers pipeline."""
+"""The custom family of docs/own_model.md, built from the page's code and compared with the diffusers pipeline."""
 
 import re
 import runpy
 
 import pytest
+import torch
 
 from each_case import check_each
 from lumina import tiny_lumina
-from pages import DOCS, write_code
+from pages import DOCS, table_rows, write_code
+from wfm_ds.cli.main import main as wfm
 from wfm_ds.cli.models_check import main
 from wfm_ds.contract.checks import CHECKS
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
+from wfm_ds.models.assets.meta_loading import load_on_meta_device
+from wfm_ds.models.base import DiffusionModel
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the page's module, which is importable, and a tiny pipeline of diffusers' classes."""
+    """Return a folder with the page's module (importable) and a tiny pipeline of diffusers classes."""
     folder = tmp_path_factory.mktemp("own")
     write_code("own_model.md", "my_lumina.py", folder)
     tiny_lumina().save_pretrained(folder / "pipeline")
@@ -26,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_page_s_lines_check_it(folder, monkeypatch, capsys):
-    """Both lines as they stand there, and the last line of what they print."""
+    """Run the page's two commands; the page must quote the last line that they print."""
     monkeypatch.chdir(folder)
     write_code("own_model.md", "tiny_lumina.py", folder)
     page = (DOCS / "own_model.md").read_text()
@@ -37,7 +41,7 @@ def test_the_page_s_lines_check_it(folder, monkeypatch, capsys):
     assert f"\n{printed[-1]}\n" in page
     verdicts = [line.split()[0] for line in printed[:-1]]
     assert len(verdicts) == len(CHECKS)
-    assert verdicts.count("-") == 8  # no inputs, no given frames, no embedded guidance
+    assert verdicts.count("-") == 8  # no inputs, no conditioning frames, no embedded guidance
     assert set(verdicts) == {"passed", "-"}
 
 
@@ -60,9 +64,32 @@ def test_a_class_that_is_no_family_of_this_pipeline_is_named(folder, family, say
         registry.resolve_pipeline(folder / "pipeline", family)
 
 
-def test_what_a_family_must_state_is_named(folder):
-    stated = "family = 'half'\n    denoise = encode_text = latent_shape = num_tokens = None\n"
-    text = f"from wfm_ds.models.base import DiffusionModel\n\nclass Half(DiffusionModel):\n    {stated}"
-    (folder / "my_half.py").write_text(text)
-    with pytest.raises(ModelError, match="does not set pipeline_classes, conditioning_keys, default_lora_targets"):
-        registry.resolve_pipeline(folder / "pipeline", "my_half:Half")
+def test_each_missing_member_of_the_page_s_table_is_named(folder):
+    """Remove every mandatory member from the page's class, one at a time."""
+    rows = table_rows("own_model.md", "| member | meaning |")
+    members = [re.match(r"`(\w+)", cells[0])[1] for cells in rows]
+    assert {*registry.REQUIRED_ATTRIBUTES, *DiffusionModel.__abstractmethods__} == set(members)
+    page = (folder / "my_lumina.py").read_text()
+    for member in members:
+        text, count = re.subn(rf"^    (def )?{member}\b", r"    \1renamed", page, flags=re.MULTILINE)
+        assert count == 1, member
+        (folder / f"without_{member}.py").write_text(text)
+        with pytest.raises(ModelError, match=rf"class does not (set|implement) {member}$"):
+            registry.resolve_pipeline(folder / "pipeline", f"without_{member}:Lumina2")
+
+
+def test_a_family_that_reads_tensor_values_passes_the_check_without_an_estimate(folder, monkeypatch, capsys):
+    """Lumina's network reads its mask on the host; the text encoding of this family also reads its embeddings."""
+    (folder / "my_strict.py").write_text(
+        "from my_lumina import Lumina2\n\nclass Strict(Lumina2):\n    def encode_text(self, prompts):\n"
+        "        rows = super().encode_text(prompts)\n        assert rows['prompt_embeds'].any()\n        return rows\n"
+    )
+    monkeypatch.chdir(folder)
+    words = ["sd3_nft", "model.path=pipeline", "model.family=my_strict:Strict", "run.output_dir=out"]
+    assert wfm(["check", "--tiny", *words]) == 0
+    checked = capsys.readouterr().out
+    assert "memory not estimated: the family lumina2 reads tensor values" in checked
+    assert "all checks passed" in checked
+    model = load_on_meta_device("pipeline", dtype=torch.float32, user_family="my_strict:Strict")
+    with pytest.raises(ModelError, match="has no text_shapes"):
+        model.text_shapes()

@@ -3,7 +3,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from wfm_ds.models import vae
-from wfm_ds.models.tiny.digits import identity_vae
+from wfm_ds.models.tiny.vaes import identity_vae
 
 
 def tiny_kl(**config):
@@ -13,7 +13,7 @@ def tiny_kl(**config):
 
 def test_identity_vae_returns_the_pixels():
     pixels = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0)) * 2 - 1
-    pixels[0] = torch.tensor([-1.0, 1.0]).repeat(32).view(8, 8)  # the ends of the range too
+    pixels[0] = torch.tensor([-1.0, 1.0]).repeat(32).view(8, 8)  # include both ends of the range
     with torch.no_grad():
         latents = vae.encode_normalized(identity_vae(), pixels)
         torch.testing.assert_close(latents, pixels, rtol=0, atol=1e-6)

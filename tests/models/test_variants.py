@@ -1,4 +1,4 @@
-"""Folders whose weights are a variant only, `*.bf16.safetensors`, as some repositories are laid out."""
+"""Pipeline folders with variant weights only (`*.bf16.safetensors`), as in some repositories."""
 
 import shutil
 
@@ -7,8 +7,8 @@ import torch
 from diffusers import DiffusionPipeline
 
 from wfm_ds.errors import ModelError
+from wfm_ds.export.loading_code import loading_lines
 from wfm_ds.export.target import FolderWeights
-from wfm_ds.export.weights import loading_lines
 from wfm_ds.models import registry
 from wfm_ds.models.assets.loading import weights_dtype
 from wfm_ds.models.assets.weight_files import fingerprint_folders, parse_variant, pipeline_variant, select_variant
@@ -48,7 +48,7 @@ def test_weights_without_a_variant_come_first_then_bf16_and_else_there_must_be_o
 
 @pytest.fixture(params=["10GB", "100KB"], ids=["one file", "shards"])
 def pair(request, tiny_pipelines, tmp_path):
-    """(a bfloat16 pipeline, the same with nothing but its bf16 variant), as diffusers writes them."""
+    """Return two folders as diffusers writes them: a bfloat16 pipeline, and the same with bf16 variant files only."""
     pipeline = DiffusionPipeline.from_pretrained(tiny_pipelines("sana"), torch_dtype=torch.bfloat16)
     plain, variant = tmp_path / "plain", tmp_path / "variant"
     pipeline.save_pretrained(plain, max_shard_size=request.param)
@@ -102,7 +102,7 @@ def test_the_lines_that_load_it_name_the_variant(pair):
     plain, variant = pair
     assert pipeline_variant(plain) is None
     assert "variant" not in loading_lines(plain, plain, lora=False)
-    shutil.rmtree(variant / "transformer")  # an export has a transformer of its own
+    shutil.rmtree(variant / "transformer")  # an export has its own transformer
     shutil.copytree(plain / "transformer", variant / "transformer")
     lines = loading_lines(variant, variant, lora=False)
     assert ', variant="bf16")' in lines

@@ -7,7 +7,7 @@ VOID = {"meta", "img", "br"}
 
 
 class Tree(HTMLParser):
-    """Every element with its attributes and text; fails on tags that are not closed in order."""
+    """Collect all elements with their attributes and text; fail on tags that are not closed in order."""
 
     def __init__(self, text):
         super().__init__()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from each_case import check_each
 from wfm_ds.distributed.world import World
 from wfm_ds.monitoring.meters import Meter
 
@@ -15,26 +16,29 @@ def world():
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
-    """A world of one needs no process group: its reductions are the identity."""
+    """Replace the all-reduce by the identity, for a single rank without a process group."""
     monkeypatch.setattr(World, "_all_reduce", lambda self, values, op: {k: float(v) for k, v in values.items()})
 
 
-def test_means_are_weighted_by_valid_terms_and_maxima_skip_dummies(world):
+NAN = math.nan
+
+
+@check_each(
+    ("batches", "result"),
+    [
+        # Means have equal weight for each valid term, and maxima ignore padding.
+        ([({"a": [1, 3], "b_max": [5, 99]}, [1, 0]), ({"a": [4, 7], "b_max": [2, 6]}, [1, 1])], {"a": 4, "b_max": 6}),
+        ([({"a": [1, NAN]}, [1, 0])], {"a": 1}),  # padding may be NaN
+        ([({"a": [1], "b_max": [1]}, [0])], {}),  # unknown values are omitted instead of 0
+        ([({"a_max": [1, NAN]}, [1, 1])], {}),
+        ([({"a": v, "a_std": v}, [1, 1]) for v in ([1, 2], [4, 8])], {"a": 3.75, "a_std": pytest.approx(7.1875**0.5)}),
+    ],
+)
+def test_statistics_are_of_all_terms_and_a_collection_starts_anew(world, batches, result):
     meter = Meter()
-    meter.add({"a": torch.tensor([1.0, 3.0]), "b_max": torch.tensor([5.0, 99.0])}, torch.tensor([1.0, 0.0]))
-    meter.add({"a": torch.tensor([4.0, 7.0]), "b_max": torch.tensor([2.0, 6.0])}, torch.tensor([1.0, 1.0]))
-    assert meter.collect(world) == {"a": 4.0, "b_max": 6.0}
-
-
-def test_dummy_that_is_not_a_number_does_not_reach_the_mean(world):
-    meter = Meter()
-    meter.add({"a": torch.tensor([1.0, float("nan")])}, torch.tensor([1.0, 0.0]))
-    assert meter.collect(world) == {"a": 1.0}
-
-
-def test_metric_without_any_term_is_absent_and_not_zero(world):
-    meter = Meter()
-    meter.add({"a": torch.tensor([1.0]), "b_max": torch.tensor([1.0])}, torch.tensor([0.0]))
+    for stats, weights in batches:
+        meter.add({n: torch.tensor(v, dtype=torch.float32) for n, v in stats.items()}, torch.tensor(weights).float())
+    assert meter.collect(world) == result
     assert meter.collect(world) == {}
 
 
@@ -50,21 +54,8 @@ def test_figures_added_together_are_those_of_each_alone(world):
     assert meter.collect(world) == alone.collect(world)
 
 
-def test_std_is_that_of_all_terms_of_all_batches(world):
-    meter, values = Meter(), torch.tensor([1.0, 2.0, 4.0, 8.0])
-    for part in values.split(2):
-        meter.add({"a": part, "a_std": part}, torch.ones(2))
-    assert meter.collect(world) == {"a": 3.75, "a_std": pytest.approx(float(values.double().std(correction=0)))}
-
-
-def test_a_maximum_that_is_not_a_number_is_absent(world):
-    meter = Meter()
-    meter.add({"a_max": torch.tensor([1.0, math.nan])}, torch.tensor([1.0, 1.0]))
-    assert meter.collect(world) == {}
-
-
 class Dispatched(TorchDispatchMode):
-    """Counts operations."""
+    """Record the dispatched operations."""
 
     def __init__(self):
         super().__init__()
@@ -87,10 +78,3 @@ def test_many_figures_cost_as_many_operations_as_few(world):
 
     assert operations(1) == operations(20)
     assert not [name for name in operations(20) if "_local_scalar_dense" in name]
-
-
-def test_collecting_starts_anew(world):
-    meter = Meter()
-    meter.add({"a": torch.tensor([1.0])}, torch.tensor([1.0]))
-    meter.collect(world)
-    assert meter.collect(world) == {}

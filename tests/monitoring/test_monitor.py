@@ -2,18 +2,30 @@ import datetime
 import io
 import json
 import logging
+import sys
 import threading
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from each_case import check_each
-from wfm_ds.monitoring.monitor import Monitor, truncate_metrics
+from wfm_ds.monitoring.monitor import (
+    LINE_INTERVAL_S,
+    ConsoleProgress,
+    LineProgress,
+    Monitor,
+    Pace,
+    format_duration,
+    truncate_metrics,
+)
 from wfm_ds.monitoring.samples import GeneratedSample, sample_animation, sample_grid, sample_table
-from wfm_ds.monitoring.trackers.tensorboard import TensorBoard
+from wfm_ds.monitoring.trackers import TensorBoard
 from wfm_ds.monitoring.tracking import RunInfo, TrackerThread
+from wfm_ds.training.loop import speed_summary
 
 
 def monitor(folder, **changes):
@@ -95,13 +107,6 @@ def test_value_that_is_not_finite_is_null_no_point_and_one_warning(tmp_path, cap
     assert [record.args[:2] for record in caplog.records] == [(1, "loss/total"), (1, "optim/grad_norm")]
 
 
-def test_metrics_of_a_continued_run_are_appended(tmp_path):
-    for step in (1, 2):
-        with monitor(tmp_path) as watch:
-            watch.log_scalars(step, {"loss/total": 1.0})
-    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
-
-
 def test_tag_that_would_hide_a_key_of_the_line_is_refused(tmp_path):
     with monitor(tmp_path) as watch, pytest.raises(ValueError, match="invalid metric names"):
         watch.log_scalars(1, {"time": 2.0})
@@ -118,13 +123,6 @@ def test_other_ranks_do_nothing(tmp_path):
     watch.close()
     assert not (tmp_path / "out").exists()
     assert threading.active_count() == threads
-
-
-def test_without_tensorboard_there_is_no_folder(tmp_path):
-    with monitor(tmp_path) as watch:
-        watch.log_scalars(1, {"loss/total": 1.0})
-        watch.log_samples(1, "samples", [sample(1)])
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_tensorboard_shows_the_samples_with_prompts_seeds_and_rewards(tmp_path):
@@ -164,7 +162,7 @@ def test_tensorboard_plays_videos_and_shows_their_first_frames(tmp_path):
 
 def test_progress_off_a_terminal_is_logged_now_and_then(tmp_path, caplog):
     caplog.set_level(logging.INFO)
-    watch = monitor(tmp_path, console=True, unit="videos")  # pytest's stderr is no terminal
+    watch = monitor(tmp_path, console=True, unit="videos")  # under pytest, stderr is not a terminal
     watch.update_progress(0, samples=0, note="validating")
     for step in range(1, 60):
         watch.update_progress(step, samples=8, note=f"loss {step}")
@@ -176,3 +174,58 @@ def test_progress_off_a_terminal_is_logged_now_and_then(tmp_path, caplog):
     assert message == "saved step 59"
     assert last.startswith("step 59/100, ")
     assert last.endswith(" videos/s, loss 59")
+
+
+# ---- progress
+
+
+def test_pace_knows_speed_and_time_left_and_forgets_the_slow_start():
+    pace = Pace(100, "images")
+    pace.update(50.0, 0, 0)
+    assert (pace.speed(), pace.format_text(0, "warming up")) == (None, "step 0/100, warming up")
+    pace.update(60.0, 5, 200)
+    assert pace.speed() == (0.5, 20.0)
+    assert pace.format_text(5, "loss 0.1") == "step 5/100, 3:10 left, 20 images/s, loss 0.1"
+    for step in range(6, 101):  # the previous step compiled for an hour
+        pace.update(3600.0 + step, step, 8)
+    assert pace.speed() == (1.0, 8.0)
+    stuck = Pace(10, "images")
+    for now_s in (1.0, 1.0, 2.0):
+        stuck.update(now_s, 3, 4)
+    assert (stuck.speed(), stuck.format_text(3)) == (None, "step 3/10")
+
+
+def test_the_speed_of_a_gpu_is_shown_on_a_gpu():
+    metrics = {"perf/tflops_per_gpu": 312.0, "perf/peak_memory_gib": 61.2}
+    assert speed_summary(torch.device("cuda", 0), metrics) == "312 TFLOP/s per GPU, 61.2 GiB"
+    assert speed_summary(torch.device("cpu"), metrics) == "61.2 GiB"
+
+
+@check_each(("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (3599, "59:59"), (3600, "1:00:00")])
+def test_clock(seconds, text):
+    assert format_duration(seconds) == text
+
+
+def test_log_lines_are_the_first_the_last_and_one_per_interval(caplog):
+    caplog.set_level(logging.INFO)
+    for total_steps, num_steps in ((100, 40), (2, 2)):
+        progress = LineProgress(total_steps)
+        for step in range(1, num_steps + 1):  # one step a second
+            progress.update(float(step), step, f"step {step}")
+        progress.close()
+    shown = [f"step {1 + k * int(LINE_INTERVAL_S)}" for k in range(4)] + ["step 40", "step 1", "step 2"]
+    assert [record.getMessage() for record in caplog.records] == shown
+
+
+def test_terminal_has_one_live_line_and_prints_the_rest_above_it(monkeypatch):
+    screen = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    progress = ConsoleProgress(Console(file=screen, force_terminal=True, width=100), total_steps=4)
+    progress.update(0.0, 1, "step 1/4, reward [0.5]")
+    sys.stderr.write("a warning\n")
+    progress.update(1.0, 4, "step 4/4, done")
+    progress.close()
+    text = screen.getvalue()
+    assert "a warning" in text  # printed above the progress bar
+    assert text.rstrip().removesuffix("\x1b[?25h").rstrip().endswith("step 4/4, done")
+    assert "\x1b[?25h" in text  # the cursor is visible again

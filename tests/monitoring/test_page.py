@@ -1,4 +1,4 @@
-"""The page of a run: what data.js says, how large it may get, whose words it carries, and that it never ends a run."""
+"""Page of a run: contents and maximum size of data.js, escaping of user text, and failures that never stop the run."""
 
 import json
 import os
@@ -27,7 +27,7 @@ CHROMIUM = shutil.which("chromium")
 
 
 def content(folder):
-    """What the page reads: the argument of wfmRun."""
+    """Return the argument of wfmRun in data.js."""
     text = (folder / DATA_FILE).read_text()
     assert text.startswith("wfmRun(")
     return json.loads(text.removeprefix("wfmRun(").removesuffix(");\n"))
@@ -52,7 +52,7 @@ def samples(folder, step, prompts=("a cat",), seeds=(1, 2)):
 
 @pytest.fixture
 def a_run(tmp_path):
-    """A small run that is going on, at step 20."""
+    """Write the folder of a small running run at step 20."""
     folder = tmp_path / "a <run>"
     folder.mkdir()
     metrics(folder, range(1, 21), **{"loss/total": 0.5, "reward/ocr/mean": 1 / 3, "optim/lr": None, "other/tag": 1.0})
@@ -77,7 +77,7 @@ def test_it_says_what_the_run_wrote(a_run):
     said = content(a_run)
     assert (said["name"], said["status"], said["step"]) == ("a <run>", "running", 20)
     curves = {curve["tag"]: curve["points"] for panel in said["panels"] for curve in panel["curves"]}
-    assert curves.keys() == {"loss/total", "reward/ocr/mean"}  # a null is no point
+    assert curves.keys() == {"loss/total", "reward/ocr/mean"}  # null values are omitted
     assert curves["reward/ocr/mean"][:4] == [1, 0.33333, 2, 0.33333]
     assert said["clock"][-2:] == [20, 19]
     assert [one["step"] for one in said["samples"]] == [0, 10, 20]
@@ -89,7 +89,7 @@ def test_it_says_what_the_run_wrote(a_run):
     assert said["load"] == "from diffusers import DiffusionPipeline\npipe = 1"
     assert said["recipe"]["algorithm"] == "diffusion_nft"
     assert said["recipe"]["changed"]["model.path"] == json.dumps(said["recipe"]["model"])
-    assert "logging.page" not in said["recipe"]["changed"]  # a default
+    assert "logging.page" not in said["recipe"]["changed"]  # equal to the default
 
 
 def test_what_each_kind_of_run_learns_by_is_drawn(a_run):
@@ -98,7 +98,7 @@ def test_what_each_kind_of_run_learns_by_is_drawn(a_run):
         metrics.write(json.dumps({"step": 30, "time": "2026-01-02T03:00:30+00:00", **dict.fromkeys(tags, 0.5)}) + "\n")
     write_page(a_run)
     drawn = [curve["tag"] for panel in content(a_run)["panels"] for curve in panel["curves"]]
-    assert sorted(tag for tag in drawn if tag in tags) == sorted(tags)  # and none of them twice
+    assert sorted(tag for tag in drawn if tag in tags) == sorted(tags)  # each tag is in exactly one panel
 
 
 def test_an_alarm_is_shown_as_long_as_the_last_evaluation_raises_it(a_run):
@@ -138,11 +138,28 @@ def test_no_text_can_end_the_script(a_run):
     assert "https://" not in index
 
 
+def test_numbers_and_lines_that_are_none_are_left_out(a_run):
+    good = json.dumps({"step": 30, "time": "2026-01-02T03:00:30+00:00", "loss/total": 0.25})
+    odd = [good.replace("0.25", number) for number in ("NaN", "-Infinity", "1e999", "9" * 400, '"x"')]
+    odd += ["[" * 99999, '{"a":' * 99999, good.replace("30", "NaN", 1), good.replace("2026", "9" * 9), "7", '"step"']
+    odd += [good.replace("loss/total", name).replace("0.25", "NaN") for name in ("rollout/step", "val/alarm")]
+    with (a_run / "metrics.jsonl").open("ab") as file:
+        file.write("\n".join([*odd, good.replace("0.25", "NaN"), good.replace("0.25", "0.5")]).encode() + b"\n\xff\n")
+    (a_run / "samples" / "step_20" / "samples.jsonl").write_bytes(b"\xff\n" + b"[" * 99999 + b'\n{"file": "a.png"}\n')
+    (a_run / "result.json").write_text('{"status": "failed", "step": NaN}')
+    (a_run / "page").mkdir()
+    (a_run / "page" / "machine.json").write_text('{"devices": NaN, "torch": ' + "[" * 500 + "]" * 500 + "}")
+    run(parser().parse_args([str(a_run)]))
+    curves = {curve["tag"]: curve["points"] for panel in content(a_run)["panels"] for curve in panel["curves"]}
+    assert curves["loss/total"][-4:] == [20, 0.5, 30, 0.5]
+    assert [item["file"] for item in content(a_run)["samples"][-1]["items"]] == ["samples/step_20/a.png"]
+
+
 def test_added_lines_alone_are_read_and_a_run_that_goes_back_forgets(a_run):
     reader = run_data.RunReader(a_run)
     assert reader.read_page()["step"] == 20
     with (a_run / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 21, "time"')  # half a line, as a reader may find it
+        file.write('{"step": 21, "time"')  # a partly written line
     assert reader.read_page()["step"] == 20
     (a_run / "metrics.jsonl").write_text("")
     metrics(a_run, range(1, 11), **{"loss/total": 2.0})
@@ -211,7 +228,7 @@ def test_a_run_keeps_its_page_and_leaves_nothing_half_written(a_run, monkeypatch
         ends = time.monotonic() + 20
         while len(seen) < 3 and time.monotonic() < ends:
             if (a_run / DATA_FILE).exists():
-                seen.add(content(a_run)["step"])  # whenever it is read it is whole
+                seen.add(content(a_run)["step"])  # every read gives a complete file
                 metrics(a_run, [20 + len(seen)], **{"loss/total": 1.0})
     assert len(seen) >= 3
     assert content(a_run)["machine"]["devices"] == "2 x CPU"
@@ -245,7 +262,7 @@ def test_an_index_of_somebody_else_stays(a_run, caplog):
 def test_overwrite_takes_the_page_with_the_run(a_run, capsys):
     (a_run / layout.RECORD_FILE).write_text(
         layout.format_record((*layout.RUN_FILES, "samples", "logs"))
-    )  # of an older version
+    )  # the record of an older version
     run(parser().parse_args([str(a_run)]))
     assert capsys.readouterr().out == f"{a_run / INDEX_FILE}\n"
     assert layout.list_unrecorded_files(a_run) == ()

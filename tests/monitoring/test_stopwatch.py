@@ -1,4 +1,4 @@
-"""Seconds and memory by phase: on this CPU, and on a GPU that is a queue with a clock and a count of bytes."""
+"""Time and memory by phase: on this CPU, and on a simulated GPU with a queue, a clock and a byte counter."""
 
 from contextlib import suppress
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Gpu:
-    """A host that queues work of some seconds, and a device that does it one after the other."""
+    """A host that queues work, and a device that executes it in order."""
 
     def __init__(self):
         self.host_s = self.device_s = 0.0
@@ -28,7 +28,7 @@ class Gpu:
         self.host_s += seconds
 
     def needs(self, gib):
-        """Tensors of this size for a moment."""
+        """Allocate memory temporarily."""
         self.peak = max(self.peak, self.allocated + gib * GIB)
         self.reserved_peak = max(self.reserved_peak, self.peak + GIB)
 
@@ -100,12 +100,12 @@ def test_work_counts_for_the_phase_that_queues_it_and_not_for_the_one_that_waits
     with timer("train"):
         gpu.queue(3.0)
     with timer("reward_wait"):
-        gpu.host_works(4.0)  # hidden behind the queue
+        gpu.host_works(4.0)  # hidden behind the queued work
     assert gpu.waits == 0
     assert times(timer.end_step()) == {"rollout": 7.0, "decode": 2.0, "train": 3.0, "reward_wait": 0.0, "step": 10.0}
     assert gpu.waits == 1
     with timer("data_wait"):
-        gpu.host_works(6.0)  # nothing is queued: the device stands idle
+        gpu.host_works(6.0)  # the queue is empty, so the device is idle
     assert times(timer.end_step()) == {"data_wait": 6.0, "step": 6.0}
 
 
@@ -118,7 +118,7 @@ def test_a_run_needs_the_events_of_one_step(gpu):
                 gpu.queue(1.0)
         assert times(timer.end_step()) == {"rollout": 1.0, "train": 2.0, "step": 3.0}
         counts.append(len(gpu.events))
-    assert counts == [8] * 5  # two a span, and both ends of the step
+    assert counts == [8] * 5  # two per span, and both ends of the step
 
 
 def test_what_was_before_the_first_step_is_forgotten_with_its_events(gpu):
@@ -144,7 +144,7 @@ def test_each_phase_has_the_peak_of_its_own_time_and_of_those_inside(gpu):
         with timer("decode"):
             gpu.needs(10)
         gpu.needs(1)
-    gpu.needs(20)  # in no phase: the step's alone
+    gpu.needs(20)  # outside of any phase: counts only for the step
     with timer("train"):
         gpu.needs(6)
     with timer("optimizer"):
@@ -168,6 +168,6 @@ def test_an_error_leaves_the_innermost_phase_its_name_and_its_peak(gpu):
         fail()
     assert timer.interrupted_phase == "decode"
     assert gpu.peak == 30 * GIB
-    assert len(gpu.events) == num_events[0]  # after an error of the device, each further call fails too
+    assert len(gpu.events) == num_events[0]  # after a device error every further call fails too
     with timer("train"):
         assert timer.interrupted_phase is None

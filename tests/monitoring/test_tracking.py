@@ -1,4 +1,4 @@
-"""Trackers: a run goes on whatever they do; and the real libraries, offline, where they are installed."""
+"""Trackers: their failures and delays never stop a run. The installed libraries are tested offline."""
 
 import logging
 import os
@@ -15,10 +15,8 @@ import pytest
 from wfm_ds.monitoring import tracking
 from wfm_ds.monitoring.monitor import Monitor
 from wfm_ds.monitoring.samples import GeneratedSample
-from wfm_ds.monitoring.trackers import mlflow, tensorboard, trackio, wandb
-from wfm_ds.monitoring.trackers.choice import TRACKERS, create_tracker, require_trackers
-from wfm_ds.monitoring.trackers.tensorboard import TensorBoard, chart_layout
-from wfm_ds.monitoring.tracking import RunInfo, TrackerError, TrackerThread
+from wfm_ds.monitoring.trackers import TRACKERS, TensorBoard, chart_layout, require_trackers
+from wfm_ds.monitoring.tracking import RUN_ID_FILES, RunInfo, TrackerError, TrackerThread
 from wfm_ds.recipe.schema import Recipe
 
 RECIPE = {
@@ -31,7 +29,7 @@ RECIPE = {
 
 
 class Remembering:
-    """A tracker that keeps what it hears, raises at one step, and waits where it is told to."""
+    """A tracker that stores all calls, raises an error at one step, and can be blocked with `gate`."""
 
     name = "remembering"
 
@@ -88,7 +86,7 @@ def test_all_trackers_hear_everything_and_how_it_ended(tmp_path):
     assert one.heard == [(1, {"loss": 1.0}), (1, "samples", 2), ("finished", {"loss": 1.0})]
     with monitor(tmp_path, one):
         pass
-    assert one.heard[-1] == ("failed", {})  # nobody said that it ended otherwise
+    assert one.heard[-1] == ("failed", {})  # the default outcome if set_outcome was not called
 
 
 def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path, caplog):
@@ -131,11 +129,12 @@ def test_one_that_cannot_start_is_one_sentence(tmp_path):
 
 
 def test_a_package_that_is_missing_is_one_sentence(monkeypatch):
-    monkeypatch.setattr("wfm_ds.monitoring.trackers.choice.find_spec", lambda name: None)
+    monkeypatch.setattr("wfm_ds.monitoring.trackers.find_spec", lambda name: None)
     recipe = Recipe.model_validate({**RECIPE, "logging": {"trackers": ["wandb"]}})
     with pytest.raises(TrackerError, match=r"names wandb, which is not installed: pip install 'wfm_ds\[wandb\]'"):
         require_trackers(recipe)
     require_trackers(Recipe.model_validate({**RECIPE, "logging": {"tensorboard": False}}))
+    assert all(tracker.name == name for name, tracker in TRACKERS.items())
 
 
 def test_options_without_their_tracker_are_refused():
@@ -143,15 +142,6 @@ def test_options_without_their_tracker_are_refused():
         Recipe.model_validate({**RECIPE, "logging": {"wandb": {"entity": "me"}}})
     with pytest.raises(ValueError, match="mlflow takes only tracking_uri, not uri"):
         Recipe.model_validate({**RECIPE, "logging": {"trackers": ["mlflow"], "mlflow": {"uri": "x"}}})
-
-
-def test_every_name_is_a_tracker():
-    classes = {tensorboard.TensorBoard, wandb.WeightsAndBiases, mlflow.MLflow, trackio.Trackio}
-    assert {type(create_tracker(name)) for name in TRACKERS} == classes
-    for name in TRACKERS:
-        made = create_tracker(name)
-        assert made.name == name
-        assert all(callable(getattr(made, method)) for method in ("start", "log_scalars", "log_samples", "finish"))
 
 
 def test_tensorboard_has_a_layout_and_no_chart_of_what_is_0_throughout(tmp_path):
@@ -170,7 +160,7 @@ def test_tensorboard_has_a_layout_and_no_chart_of_what_is_0_throughout(tmp_path)
     assert [page.title for page in Layout.FromString(written).category] == ["1 outcome", "4 optimizer", "5 time"]
 
 
-SHOWN = {  # by title: tags of a run that its chart has, each as TensorBoard matches it
+SHOWN = {  # for each chart title, tags that match the chart in TensorBoard
     "evaluation": ["val/reward/ocr/mean"],
     "reward while training": ["reward/ocr/mean"],
     "loss": ["loss/total", "sft/loss", "val/loss", "dpo/loss", "vlm/loss"],
@@ -197,38 +187,45 @@ def test_each_chart_of_the_layout_has_its_tags_and_no_others():
     assert drawn == SHOWN
     assert (
         sum(map(len, chart_layout({"validation.held_out_rewards": []}).values())) == 5
-    )  # nothing of rewards or judges
+    )  # no charts of rewards or held-out rewards
 
 
-# ---- the real libraries, without a network
+# ---- the real libraries, offline
 
 USE = """
 import sys
 from pathlib import Path
 sys.path[:0] = sys.argv[3:]
 from test_tracking import monitor, sample
-from wfm_ds.monitoring.trackers.choice import create_tracker
+from wfm_ds.monitoring.trackers import TRACKERS
 folder, name = Path(sys.argv[1]), sys.argv[2]
-for resumed_at, steps in ((None, (1, 2, 3)), (2, (3, 4))):
-    with monitor(folder, create_tracker(name), resumed_at=resumed_at) as watch:
+for resumed_at, steps in (RUNS):
+    with monitor(folder, TRACKERS[name](), resumed_at=resumed_at, options=OPTIONS) as watch:
         for step in steps:
             watch.log_scalars(step, {"loss/total": step / 4, "val/reward/ocr/mean": 0.5})
         watch.log_samples(steps[-1], "samples", [sample(0), sample(1)])
+        if name == "swanlab":
+            watch.log_samples(steps[-1], "clips", [sample(2, frames=3)])
         watch.set_outcome("finished", {"loss/total": 1.0})
 """
 
 
-def used(name, folder, tests):
-    """Everything that a process says in which a run of this tracker is continued after its second step."""
+def used(name, folder, tests, resumes="(None, (1, 2, 3)), (2, (3, 4))", options=None):
+    """Run a tracker in a subprocess, with a resume after step 2. Check that the id of the run is copied to a storage.
+
+    Return the subprocess's stderr.
+    """
     if find_spec(name) is None:
         pytest.skip(f"{name} is not installed: pip install 'wfm_ds[{name}]'")
-    dropped = ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "TRACKIO_DIR")
+    dropped = ("WANDB_MODE", "WANDB_API_KEY", "MLFLOW_TRACKING_URI", "TRACKIO_DIR", "SWANLAB_MODE", "SWANLAB_API_KEY")
     quiet = {key: value for key, value in os.environ.items() if key not in dropped} | {"HOME": str(folder / "home")}
-    words = [sys.executable, "-c", USE, str(folder / "run"), name, tests]
+    code = USE.replace("RUNS", resumes).replace("OPTIONS", repr(options or {}))
+    words = [sys.executable, "-c", code, str(folder / "run"), name, tests]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, env=quiet)
     assert done.returncode == 0, done.stderr
     assert "is dropped" not in done.stderr, done.stderr
     assert done.stdout == ""
+    assert [path for path in RUN_ID_FILES if name in path and (folder / "run" / path).is_file()]
     return done.stderr
 
 
@@ -238,7 +235,7 @@ def test_wandb_keeps_an_offline_run(tmp_path, root):
     found = sorted((tmp_path / "run" / "trackers" / "wandb").glob("offline-run-*"))
     assert found
     ids = {folder.name.split("-")[3] for folder in found}  # offline-run-TIME-ID
-    assert len(ids) == 1  # a continued run is the same one
+    assert len(ids) == 1  # the resumed run has the same id
     pictures = [path for folder in found for path in folder.rglob("*.png")]
     assert len(pictures) == 4
 
@@ -262,3 +259,35 @@ def test_trackio_keeps_a_database(tmp_path, root):
         rows = database.execute("select distinct run_name, step from metrics").fetchall()
     assert len({name for name, _ in rows}) == 1
     assert {1, 2, 3, 4} <= {step for _, step in rows}
+
+
+@pytest.mark.slow
+def test_mlflow_starts_a_new_run_if_only_the_id_was_copied(tmp_path, root):
+    tests = str(root / "tests" / "monitoring")
+    used("mlflow", tmp_path, tests)
+    trackers = tmp_path / "run" / "trackers"
+    first_id = (trackers / "mlflow_run").read_text()
+    (trackers / "mlflow.db").unlink()
+    used("mlflow", tmp_path, tests, resumes="(2, (3, 4)),")
+    assert (trackers / "mlflow_run").read_text() != first_id
+
+
+@pytest.mark.slow
+def test_mlflow_continues_the_run_on_the_server_of_the_recipe(tmp_path, root):
+    uri = f"sqlite:///{tmp_path / 'server.db'}"
+    used("mlflow", tmp_path, str(root / "tests" / "monitoring"), options={"tracking_uri": uri})
+    with sqlite3.connect(tmp_path / "server.db") as database:
+        assert database.execute("select count(*) from runs").fetchone() == (1,)
+
+
+@pytest.mark.slow
+def test_swanlab_keeps_an_offline_run(tmp_path, root):
+    used("swanlab", tmp_path, str(root / "tests" / "monitoring"))
+    trackers = tmp_path / "run" / "trackers"
+    folders = [path.parent for path in (trackers / "swanlab").rglob("media") if path.is_dir()]
+    assert len(folders) == 2
+    assert [len(list(folder.rglob("*.png"))) for folder in folders] == [3, 3]  # a clip has its first frame
+    assert [len(list(folder.rglob("*.gif"))) for folder in folders] == [1, 1]
+    assert all(b"loss/total" in next(folder.glob("*.swanlab")).read_bytes() for folder in folders)
+    run_id = (trackers / "swanlab_id").read_text()
+    assert all(run_id in folder.name for folder in folders)  # the resumed run has the same id

@@ -1,9 +1,12 @@
-"""Tiny runs that can be stopped after a step, and how they are compared: bit by bit."""
+"""Tiny runs that can be stopped after a step, and their bitwise comparison."""
 
 import json
+import os
 import signal
+import sys
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -12,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 COLORS = ROOT / "recipes" / "prompts" / "colors"
 STEPS = 4
 COMMON = ["optimizer.lr=3e-2", f"run.steps={STEPS}", "logging.console=false", "engine.guard=true"]
-# Decays and warm-up that depend on the step, so that a counter that began anew would show.
+# Decays and warm-up depend on the step, so that a counter restarted at 0 changes the result.
 NFT = ["algorithm.old_decay={initial: 0.3, slope: 0.1, max: 0.9}", "optimizer.warmup_steps=3"]
 SFT = ["optimizer.schedule=cosine", "validation.every=3", "validation.num_images=4", "data.max_bad_fraction=0.4"]
 DDRL = ["algorithm.kl_beta=0.1", "algorithm.update_ref_every=3", "data.max_bad_fraction=0.4", "ema={decay: 0.9}"]
@@ -36,6 +39,11 @@ CASES = {
     "flow_dppo full zero2": ("sd3_flow_dppo", ["lora=null", "engine.deepspeed=zero2"]),
     "awm lora zero3": ("sd3_awm", ["lora={rank: 4, alpha: 8}", "engine.deepspeed=zero3"]),
     "ram lora zero2": ("sd3_ram", LORA),
+    "dmd2 lora zero2": (
+        "sd3_dmd2",
+        [*LORA, "algorithm.fake={updates: 2, warmup_steps: 1}", "optimizer.schedule=cosine", "ema={decay: 0.9}"],
+    ),
+    "opd lora zero3": ("sd3_opd", ["lora={rank: 4, alpha: 8}", "engine.deepspeed=zero3"]),
     "ddrl lora zero2": ("sd3_ddrl", [*DDRL, *LORA]),
     "sft lora zero2": ("sd3_sft", [*SFT, *LORA]),
     "dpo lora zero2": ("sd3_dpo", [*SFT, *LORA, "algorithm.beta=50"]),
@@ -55,7 +63,7 @@ if find_spec("torchao"):
 
 
 def train_on_rank(recipe, overrides, stop_at=None, save_at=None):
-    """One rank's part of a run; SIGTERM has come when step `stop_at` is done, and SIGUSR1 to rank 1 in `save_at`."""
+    """Train on this rank. SIGTERM arrives after step `stop_at`; rank 1 gets SIGUSR1 in step `save_at`."""
     from wfm_ds.distributed.lifecycle import StopFlag
     from wfm_ds.distributed.world import World
     from wfm_ds.recipe import file as recipe_file
@@ -63,7 +71,7 @@ def train_on_rank(recipe, overrides, stop_at=None, save_at=None):
     from wfm_ds.train import prepare_and_train
 
     class StopAt(StopFlag):
-        """Asked once before each step."""
+        """The run reads `is_set` exactly one time before each step."""
 
         def __init__(self):
             super().__init__()
@@ -84,14 +92,21 @@ def train_on_rank(recipe, overrides, stop_at=None, save_at=None):
     return {"status": outcome.status, "step": outcome.step, "metrics": dict(outcome.metrics)}
 
 
+def train_with_own_code(recipe, overrides, folder, stop_at=None):
+    """Call train_on_rank with `folder` on the Python path, so that it finds a model family or a reward there."""
+    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+    with mock.patch.dict(os.environ, PYTHONPATH=path), mock.patch.object(sys, "path", [folder, *sys.path]):
+        return train_on_rank(recipe, overrides, stop_at=stop_at)
+
+
 def tiny_recipe(name, folder, pipeline, *overrides, data=COLORS):
-    """Arguments of `train_on_rank` for a tiny recipe, by default about colours, into this folder."""
+    """Return the arguments of `train_on_rank` for a tiny recipe that writes to `folder`."""
     places = [f"run.output_dir={folder}", f"model.path={pipeline}", f"data.path={data}"]
     return {"recipe": str(ROOT / "tests" / "recipes" / f"{name}.yaml"), "overrides": [*places, *overrides]}
 
 
 def settings(case, folder, *, model, digits, changes=()):
-    """Arguments of `train_on_rank` for a case, into this folder."""
+    """Return the arguments of `train_on_rank` for one of CASES."""
     name, of_case = CASES[case]
     on_digits = {"sd3_sft": "images", "sd3_ddrl": "images", "sd3_dpo": "pairs.jsonl"}
     data = Path(digits) / on_digits[name] if name in on_digits else COLORS
@@ -99,7 +114,7 @@ def settings(case, folder, *, model, digits, changes=()):
 
 
 def records(folder):
-    """All metrics by line but times, speeds and what the rewards' clocks say."""
+    """Return the lines of metrics.jsonl without times, speeds and the durations of rewards."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     clocks = ("time", "perf/samples", "perf/tflops", "perf/mfu", "perf/peak")
     return [{k: v for k, v in line.items() if not k.startswith(clocks) and "seconds" not in k} for line in lines]

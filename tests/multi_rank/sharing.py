@@ -1,6 +1,7 @@
-"""Transformers of all families in sizes that do not divide, whole in one process against shared by ranks."""
+"""Compare transformers of all families under sequence parallelism with one process, for sizes that do not divide."""
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,28 +11,29 @@ import peft
 import torch
 import torch.distributed as dist
 
+from pages import code
 from wfm_ds.models.cosmos3_towers import GenerationTower
 from wfm_ds.models.cosmos25 import provide_torchvision_resize
-from wfm_ds.models.tiny import cosmos3, cosmos25, sana, sana_video, sd3, wan21
+from wfm_ds.models.tiny import sizes as tiny_sizes
 from wfm_ds.ulysses.install import install_ulysses
 
-TINIEST = 1e-6  # of the largest gradient: a key's bias has none in exact arithmetic
+TINIEST = 1e-6  # relative to the largest gradient; the key projection's bias has gradient 0 in exact arithmetic
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A transformer and what it is called with."""
+    """A transformer and its inputs."""
 
-    build: Callable[[int], Any]  # with this many heads in self-attention
-    inputs: Callable[..., dict[str, Any]]  # (a generator, *a size) -> arguments of forward
-    sizes: tuple[tuple[int, ...], ...]  # of which nothing that is shared divides by two ranks, or by three
-    even: tuple[int, ...]  # a size of which everything does
+    build: Callable[[int], Any]  # number of self-attention heads -> transformer
+    inputs: Callable[..., dict[str, Any]]  # (generator, *size) -> arguments of forward
+    sizes: tuple[tuple[int, ...], ...]  # no sharded dimension is divisible by 2 or 3
+    even: tuple[int, ...]  # a size with all sharded dimensions divisible by 2 and 3
     options: dict[str, Any] = field(default_factory=lambda: {"return_dict": False})  # more arguments of forward
     lora: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0", "proj_out")
 
 
 def sd3_transformer(heads):
-    config = {**sd3.TRANSFORMER, "num_attention_heads": heads, "caption_projection_dim": 8 * heads}
+    config = {**tiny_sizes.SD3, "num_attention_heads": heads, "caption_projection_dim": 8 * heads}
     return diffusers.SD3Transformer2DModel(**config)
 
 
@@ -45,7 +47,7 @@ def sd3_inputs(draw, height, width, text):
 
 
 def wan_transformer(heads, **options):
-    config = {**wan21.TRANSFORMER, "num_attention_heads": heads, "cross_attn_norm": True, **options}
+    config = {**tiny_sizes.WAN, "num_attention_heads": heads, "cross_attn_norm": True, **options}
     return diffusers.WanTransformer3DModel(**config)
 
 
@@ -58,13 +60,13 @@ def wan_inputs(draw, frames, height, width):
 
 
 def wan_token_times(draw, frames, height, width):
-    """A time for each token, as TI2V takes them."""
+    """Return inputs with one timestep per token, as Wan TI2V expects."""
     inputs = wan_inputs(draw, frames, height, width)
     return {**inputs, "timestep": 1000 * torch.rand(2, frames * height * width, generator=draw)}
 
 
 def wan_image_inputs(draw, frames, height, width):
-    """Embeddings of an image before the text, which the transformer takes to be 512 tokens long."""
+    """Return inputs with image embeddings in front of the text. The transformer assumes 512 text tokens."""
     return {
         **wan_inputs(draw, frames, height, width),
         "encoder_hidden_states": torch.randn(2, 512, 32, generator=draw),
@@ -74,11 +76,11 @@ def wan_image_inputs(draw, frames, height, width):
 
 def cosmos_transformer(heads, **options):
     provide_torchvision_resize()
-    return diffusers.CosmosTransformer3DModel(**{**cosmos25.TRANSFORMER, "num_attention_heads": heads, **options})
+    return diffusers.CosmosTransformer3DModel(**{**tiny_sizes.COSMOS25, "num_attention_heads": heads, **options})
 
 
 def cosmos_inputs(draw, frames, height, width):
-    """A time for each frame."""
+    """Return inputs with one timestep per frame."""
     size = 2, 1, frames, 2 * height, 2 * width
     return {
         "hidden_states": torch.randn(2, 4, *size[2:], generator=draw),
@@ -90,7 +92,7 @@ def cosmos_inputs(draw, frames, height, width):
 
 
 def cosmos_image_inputs(draw, frames, height, width):
-    """One time for each video, a mask over the text, and embeddings of an image beside it."""
+    """Return inputs with one timestep per video, a text, and image embeddings."""
     inputs = cosmos_inputs(draw, frames, height, width)
     image = torch.randn(2, 3, 16, generator=draw)
     return {
@@ -101,8 +103,8 @@ def cosmos_image_inputs(draw, frames, height, width):
 
 
 def cosmos3_transformer(heads):
-    """This many heads of keys and values, each for two of queries; it takes as many of a text's."""
-    config = {**cosmos3.TRANSFORMER, "num_key_value_heads": heads, "num_attention_heads": 2 * heads}
+    """Return a tower with `heads` key/value heads and twice that number of query heads. It uses `heads` text heads."""
+    config = {**tiny_sizes.COSMOS3, "num_key_value_heads": heads, "num_attention_heads": 2 * heads}
     tower = GenerationTower(**config)
 
     def some_heads(_, args, arguments):
@@ -113,7 +115,7 @@ def cosmos3_transformer(heads):
 
 
 def cosmos3_inputs(draw, frames, height, width):
-    """Texts of unequal length, a given frame, and actions."""
+    """Return inputs with texts of unequal length, a conditioning frame, and actions."""
     free, mask = torch.ones(2, frames), torch.ones(2, 6, dtype=torch.int64)
     free[1, 0], mask[1, 4:] = 0, 0
     keys, values = torch.randn(2, 2, 6, 2, 6, 16, generator=draw)
@@ -130,7 +132,7 @@ def cosmos3_inputs(draw, frames, height, width):
 
 
 def sana_transformer(heads, **options):
-    config = {**sana.TRANSFORMER, "num_attention_heads": heads, "cross_attention_dim": 16 * heads, **options}
+    config = {**tiny_sizes.SANA, "num_attention_heads": heads, "cross_attention_dim": 16 * heads, **options}
     return diffusers.SanaTransformer2DModel(**config)
 
 
@@ -149,7 +151,7 @@ def sana_inputs(draw, height, width):
 
 
 def sana_video_transformer(heads):
-    config = {**sana_video.TRANSFORMER, "num_attention_heads": heads, "cross_attention_dim": 16 * heads}
+    config = {**tiny_sizes.SANA_VIDEO, "num_attention_heads": heads, "cross_attention_dim": 16 * heads}
     return diffusers.SanaVideoTransformer3DModel(**config)
 
 
@@ -164,6 +166,36 @@ def sana_video_inputs(draw, frames, height, width):
 def sana_video_token_times(draw, frames, height, width):
     times = 1000 * torch.rand(2, 1, frames, height, width, generator=draw)
     return {**sana_video_inputs(draw, frames, height, width), "timestep": times}
+
+
+_my_ltx = {"__name__": "my_ltx"}
+exec(code("own_model.md", "my_ltx.py"), _my_ltx)  # the user's class of the docs, found as a subclass
+
+
+def ltx_transformer(heads):
+    return diffusers.LTXVideoTransformer3DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=heads,
+        attention_head_dim=12,
+        cross_attention_dim=12 * heads,
+        num_layers=2,
+        caption_channels=32,
+    )
+
+
+def ltx_inputs(draw, *size):
+    tokens = math.prod(size)
+    return {
+        "hidden_states": torch.randn(2, tokens, 4, generator=draw),
+        "timestep": 1000 * torch.rand(2, generator=draw),
+        "video_coords": torch.randn(2, 3, tokens, generator=draw),
+        **text_with_mask(draw),
+    }
+
+
+def ltx_token_times(draw, *size):
+    return {**ltx_inputs(draw, *size), "timestep": 1000 * torch.rand(2, math.prod(size), generator=draw)}
 
 
 VIDEO = {"sizes": ((5, 1, 5), (7, 5, 1)), "even": (6, 2, 3)}
@@ -215,11 +247,13 @@ CASES = {
         lora=("to_q", "to_out.0", "ff.conv_temp", "proj_out"),
         **VIDEO,
     ),
+    "ltx, class of the docs": Case(build=ltx_transformer, inputs=ltx_inputs, **VIDEO),
+    "ltx, times of tokens": Case(build=ltx_transformer, inputs=ltx_token_times, **VIDEO),
 }
 
 
 def built(case, *, heads=5, lora=False, checkpointing=False, seed=0):
-    """The case's transformer, no weight at its initial zero; of one with an adapter that alone trains."""
+    """Return the case's transformer, with noise added so that no weight is 0. With `lora` only the adapter trains."""
     torch.manual_seed(seed)
     transformer = case.build(heads)
     transformer.requires_grad_(not lora)
@@ -235,12 +269,12 @@ def built(case, *, heads=5, lora=False, checkpointing=False, seed=0):
 
 
 def rows(argument, count):
-    """The first rows of a batch, or of each batch in a tuple."""
+    """Return the first rows of a batch, or of each batch in a tuple."""
     return tuple(part[:count] for part in argument) if isinstance(argument, tuple) else argument[:count]
 
 
 def forwards(transformer, case, sizes, batch=2, seed=1):
-    """Outputs of all sizes, and a random sum of them."""
+    """Return the outputs for all sizes, and a randomly weighted sum of them."""
     draw = torch.Generator().manual_seed(seed)
     outputs, loss = [], torch.zeros(())
     for size in sizes:
@@ -251,8 +285,10 @@ def forwards(transformer, case, sizes, batch=2, seed=1):
 
 
 def run(transformer, case, sizes, batch=2):
-    """Outputs and gradients by parameter. The backward pass comes after the forwards of all sizes, so that blocks which
-    are recomputed find that others came between."""
+    """Return the outputs, and the gradients by parameter.
+
+    All forwards precede the backward pass. Checkpointed blocks are therefore recomputed after forwards of other sizes.
+    """
     outputs, loss = forwards(transformer, case, sizes, batch)
     loss.backward()
     gradients = {name: p.grad for name, p in transformer.named_parameters() if p.grad is not None}
@@ -260,7 +296,7 @@ def run(transformer, case, sizes, batch=2):
 
 
 def errors(name, sizes, batch=2, **options):
-    """What sharing among all ranks changes."""
+    """Return the differences between sequence parallelism over all ranks and one process."""
     case = CASES[name]
     whole = built(case, **options)
     shared = copy.deepcopy(whole)
@@ -269,8 +305,8 @@ def errors(name, sizes, batch=2, **options):
 
 
 def difference(shared, whole):
-    """Of two answers of `run`, the first of which has this rank's summands of gradients: the largest absolute error of
-    outputs, the largest error of a parameter's gradient over that gradient's own maximum."""
+    """Return the differences between two results of `run`: the largest absolute error of the outputs, and the largest
+    error of a gradient relative to its maximum. `shared` holds partial gradients, which are summed over the ranks."""
     (outputs, gradients), (want, want_gradients) = shared, whole
     assert gradients.keys() == want_gradients.keys()
     for gradient in gradients.values():

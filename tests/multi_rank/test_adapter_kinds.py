@@ -1,4 +1,4 @@
-"""Runs with DoRA, rsLoRA, dropout and layers that train whole, from the first adapter to what diffusers loads."""
+"""A run with DoRA, rsLoRA, dropout and modules_to_save: its export, conversion, loading in diffusers, `init_from`."""
 
 import contextlib
 import io
@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from folders import contents
 from multi_rank.resuming import KINDS, settings, tiny_recipe, train_on_rank
 from wfm_ds.cli import convert
-from wfm_ds.export.weights import loading_lines
+from wfm_ds.export.loading_code import loading_lines
 
 SAVING = ["checkpoint.every=2", "run.steps=2", "algorithm.kl_beta=0.1"]
 
@@ -22,7 +22,7 @@ def pictures(folder):
 
 
 def by_the_lines(base, export):
-    """The pipeline of the loading lines, run as a user pastes them."""
+    """Execute the generated loading code and return its pipeline."""
     scope = {}
     with contextlib.redirect_stdout(io.StringIO()):
         exec(loading_lines(base, export, lora=True), scope)
@@ -67,7 +67,7 @@ def test_a_run_of_every_kind_exports_converts_and_goes_on(two_ranks, tiny_pipeli
     assert (want - bare).abs().max() > 1e-3
 
     going_on = [f"lora={KINDS}", f"lora.init_from={export}", "run.steps=1", "ema=null", "logging.console=false"]
-    going_on += ["export.push_to_hub=somebody/mine", "export.every=each"]  # offline: a warning
+    going_on += ["export.push_to_hub=somebody/mine", "export.every=each"]  # offline, this only logs a warning
     two_ranks.run(train_on_rank, **tiny_recipe("sd3_nft", tmp_path / "second", base, *going_on))
     ended, begun = (
         pictures(folder) for folder in (first / "samples" / "step_2", tmp_path / "second" / "samples" / "step_0")

@@ -1,5 +1,4 @@
-"""Runs whose samples other processes make: strictly on-policy they are the colocated runs, on any number of ranks,
-also when they go on in another life."""
+"""Async runs with rollout workers: on-policy, they equal colocated runs on any number of ranks and after a resume."""
 
 import json
 from pathlib import Path
@@ -18,14 +17,14 @@ COMMON = [
     "logging.console=false",
     "validation.at_start=false",
 ]
-OLD = "algorithm.old_decay={initial: 0.6, slope: 0, max: 0.6}"  # so that old differs from the trained policy
+OLD = "algorithm.old_decay={initial: 0.6, slope: 0, max: 0.6}"  # makes the old policy differ from the trained policy
 ON_POLICY = ["rollout.mode=async", "rollout.max_staleness=0"]
 GRPO = ["optimizer.lr=3e-3", "algorithm.clip_ratio=0.03"]
 
 
 @pytest.fixture
 def train(one_rank, two_ranks, tiny_pipelines, tmp_path):
-    """Runs a tiny recipe into tmp_path/where."""
+    """Return a function that trains a tiny recipe into tmp_path/where."""
 
     def run(where, name, *overrides, ranks=1):
         group = one_rank if ranks == 1 else two_ranks
@@ -36,7 +35,7 @@ def train(one_rank, two_ranks, tiny_pipelines, tmp_path):
 
 
 def train_beside_a_worker(recipe, overrides, output):
-    """A rank and a worker in threads of one process: what they say goes through the hub all the same."""
+    """Run a rank and a worker in two threads of one process. They still communicate through the broker."""
     import threading
     from pathlib import Path
 
@@ -54,7 +53,7 @@ def train_beside_a_worker(recipe, overrides, output):
         args = worker.parser().parse_args(
             [str(resolved), "--connect", str(pipes), "--device", "cpu", "--name", "beside"]
         )
-        codes.append(worker.serve_chunks(recipe_file.load_recipe(resolved), args, stop))
+        codes.append(worker.serve_chunks(recipe_file.load_recipe(resolved), args, stop, threading.Event()))
 
     thread = threading.Thread(target=generate, daemon=True)
     thread.start()
@@ -91,7 +90,7 @@ def test_a_worker_generates_what_a_rank_trains_on(one_rank, tiny_pipelines, tmp_
         ],
         output=str(output),
     )
-    assert list((tmp_path / "policies").iterdir()) == []  # written there, and removed
+    assert list((tmp_path / "policies").iterdir()) == []  # the run removed the policies that it wrote there
     assert (ended["status"], ended["step"], ended["codes"]) == ("finished", 2, [0])
     steps = updates(output)
     assert [(s["rollout/staleness_max"], s["rollout/workers"], s["rollout/samples"]) for s in steps] == [(0, 1, 8)] * 2

@@ -1,4 +1,4 @@
-"""Kernels of attention where ranks share the tokens: between the exchanges, and in what a rank attends to alone."""
+"""Attention kernels under sequence parallelism: every attention call must use the selected kernel."""
 
 import copy
 
@@ -12,7 +12,7 @@ from wfm_ds.ulysses.install import install_ulysses
 
 
 def chosen_on_rank(name):
-    """Calls of a kernel that counts and asks torch's, the number of attention layers, and the largest difference."""
+    """Replace the kernel by one that counts calls and runs torch's. Return the counts and the largest output error."""
     calls, table = [], _AttentionBackendRegistry._backends
     cudnn = KERNELS["cudnn"].backend
     stock = table[cudnn]
@@ -47,6 +47,6 @@ def chosen_on_rank(name):
 def test_every_attention_call_of_two_ranks_reaches_the_chosen_kernel(name, two_ranks):
     for found in two_ranks.run(chosen_on_rank, name=name):
         assert found["calls"] == found["layers"] * found["forwards"]
-        assert found["fewest heads"] == 2  # of four
+        assert found["fewest heads"] == 2  # each rank has two of the four heads
         assert found["in use"] == "cudnn"
         assert found["error"] <= 1e-5

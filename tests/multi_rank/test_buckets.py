@@ -1,5 +1,5 @@
-"""Runs on media of mixed shapes: ranks that compute different sizes side by side train what one rank trains, also
-where a run is stopped and continued by other ranks."""
+"""Runs on data of mixed shapes: two ranks with different sizes at a time get the same result as one rank, also after
+a resume."""
 
 import json
 import re
@@ -24,12 +24,12 @@ COMMON = [
     *("optimizer.eps=1e-4", "optimizer.lr=3e-2", "run.steps=3", "engine.guard=true", "logging.console=false"),
     *("data.buckets=[[16, 16], [16, 32], [24, 16]]", "data.max_bad_fraction=0.4", "data.crop=random"),
 ]
-SIZES = [(20, 20), (30, 50), (36, 20)]  # of the files
+SIZES = [(20, 20), (30, 50), (36, 20)]  # of the image files
 
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """22 captioned images in three shapes; two of them are broken behind their header."""
+    """22 captioned images in three shapes. Two of them are truncated after the header."""
     folder = tmp_path_factory.mktemp("mixed")
     for i in range(22):
         pixels = np.random.default_rng(i).integers(0, 256, (*SIZES[i % 3], 3), np.uint8)
@@ -43,7 +43,7 @@ def images(tmp_path_factory):
 
 @pytest.fixture
 def train(tiny_pipelines, tmp_path):
-    """Trains a tiny recipe on these ranks into tmp_path/NAME."""
+    """Return a function that trains a tiny recipe on the given ranks into tmp_path/name."""
 
     def run(ranks, name, recipe, *overrides, stop_at=None, family="sd3"):
         places = [f"run.output_dir={tmp_path / name}", f"model.path={tiny_pipelines(family)}"]
@@ -54,7 +54,7 @@ def train(tiny_pipelines, tmp_path):
 
 
 def units(samples, unit, count):
-    """The buckets of the first units of a run."""
+    """Return the buckets of the first units of a run. All samples of a unit have the same size."""
     buckets = Buckets(Framing(height=1, width=1), [(16, 16), (16, 32), (24, 16)])
     order = BucketOrder([buckets.choose_bucket(s.media) for s in samples], unit=unit, seed=0, shuffle=True)
     return [order.locate(unit * k).bucket for k in range(count)]
@@ -78,7 +78,7 @@ def test_sft_of_mixed_shapes_does_not_depend_on_ranks_nor_on_where_it_is_continu
     assert_same_runs(tmp_path / "one", tmp_path / "two")
     held_out = load_data(recipe_file.load_recipe(tmp_path / "one" / "recipe.yaml")).held_out
     of_unit = units([s for s in CaptionedFolder(images, max_bad_fraction=0).samples if s not in held_out], 3, count=12)
-    # Micro-batches of one moment: in each step both ranks have two.
+    # Each rank has two micro-batches per step. Units k and k + 2 run at the same time; some of them differ in size.
     assert any(of_unit[k] != of_unit[k + 2] for step in range(3) for k in (4 * step, 4 * step + 1))
     for name in ("one", "two"):
         assert re.fullmatch(r"16 x 16: \d+, 16 x 32: \d+, 24 x 16: \d+", sizes_logged(tmp_path / name))
@@ -99,7 +99,7 @@ def test_each_step_of_ddrl_has_one_size_on_all_ranks(one_rank, two_ranks, train,
     assert len(set(units(CaptionedFolder(images, max_bad_fraction=0).samples, 3, count=3))) > 1
     train(one_rank, "one", *ddrl)
     train(two_ranks, "two", *ddrl, f"data.cache_dir={tmp_path / 'cache'}", "data.cache_latents=true")
-    assert 1 < len(list((tmp_path / "cache" / "latents").rglob("*.safetensors"))) <= 9  # groups of the run
+    assert 1 < len(list((tmp_path / "cache" / "latents").rglob("*.safetensors"))) <= 9  # the run has 9 groups
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 

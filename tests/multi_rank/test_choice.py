@@ -1,4 +1,4 @@
-"""Whole runs whose rewards choose the prompts: the same on any number of ranks, with workers, and after a resume."""
+"""Runs that choose prompts by reward std: equal on any number of ranks, with workers, and after a resume."""
 
 import pytest
 
@@ -8,13 +8,13 @@ from multi_rank.same_runs import assert_same_runs, records
 SPREAD = ["data.choose=reward_std", "rollout.prompts_per_step=4", "rollout.group_size=2", "validation.every=0"]
 SPREAD += ["validation.at_start=false", "validation.num_prompts=1", "logging.console=false"]
 LEARNING = ["run.steps=4", "optimizer.eps=1e-4", "optimizer.lr=3e-2"]
-# Without a change of the weights a sample is the same whichever publication it is of, so that runs can be compared.
+# The weights do not change at this learning rate. A sample is the same for every policy version: runs are comparable.
 STALE = ["run.steps=6", "optimizer.lr=1e-30", "rollout.mode=async", "rollout.max_staleness=2", "rollout.in_flight=3"]
 
 
 @pytest.fixture
 def train(tiny_pipelines, tmp_path):
-    """Runs tiny NFT on these ranks into tmp_path/where."""
+    """Return a function that trains tiny NFT on the given ranks into tmp_path/where."""
 
     def run(ranks, where, *overrides, **stop):
         recipe = tiny_recipe("sd3_nft", tmp_path / where, tiny_pipelines("sd3"), *SPREAD, *overrides)
@@ -34,11 +34,11 @@ def test_a_run_that_rewards_lead_is_the_same_when_stopped_and_with_workers_and_o
     assert_same_runs(tmp_path / "whole", tmp_path / "async")
     steps = [step for step in records(tmp_path / "whole") if "loss/total" in step]
     assert steps[0]["data/prompts_seen"] == 4
-    assert all(step["data/prompts_effective"] < 11.9 for step in steps)  # of 12
+    assert all(step["data/prompts_effective"] < 11.9 for step in steps)  # out of 12 prompts
     train(two_ranks, "shuffled", *LEARNING, "run.steps=1", "reward.shuffle=true")
     (shuffled,) = [step for step in records(tmp_path / "shuffled") if "loss/total" in step]
     assert shuffled["reward/total/mean"] == pytest.approx(steps[0]["reward/total/mean"])
-    # The table sees what the algorithm sees: the rewards of others.
+    # The prompt table gets the same rewards as the algorithm: the shuffled ones.
     assert abs(shuffled["data/prompt_reward_std_mean"] - steps[0]["data/prompt_reward_std_mean"]) > 1e-3
 
 

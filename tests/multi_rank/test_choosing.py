@@ -1,5 +1,5 @@
-"""Runs that generate more samples than they train on: what they choose does not depend on the ranks, and where there is
-nothing to choose they are, bit by bit, the runs without a choice."""
+"""Runs that select training samples from more candidates: the selection does not depend on the number of ranks. If all
+candidates are kept, the run is bitwise equal to a run without selection."""
 
 from pathlib import Path
 
@@ -7,58 +7,50 @@ import pytest
 import torch
 
 from forward_counts import counted, predicted
-from multi_rank.resuming import assert_equal_runs, records, tiny_recipe, train_on_rank, weights
+from multi_rank.resuming import assert_equal_runs, records, tiny_recipe, train_with_own_code, weights
 from multi_rank.same_runs import assert_same_runs
 
 REWARDS = Path(__file__).parent / "rewards"
 COMMON = [
     *("optimizer.eps=1e-4", "optimizer.lr=3e-2", "run.steps=4", "logging.console=false", "engine.guard=true"),
     *("validation.at_start=false", "sampling.eval_steps=2", "validation.num_prompts=1", "logging.num_samples=1"),
-    "engine.max_forward_batch=4",  # rollouts and candidates are denoised in batches of one size
+    "engine.max_forward_batch=4",  # rollouts and candidates use the same batch size
 ]
 SHORT, KEEP = "run.steps=2", "algorithm.zero_std=keep"
 GROUPS = ["rollout.prompts_per_step=3", "rollout.group_size=4"]
-# Six prompts of twelve teach: most steps have to ask for more, and some do so in vain.
+# Only six of twelve prompts have varying rewards. Most steps refill groups; some reach max_refills without success.
 PICKY = ["reward.functions=[{name: 'picky_reward:Picky'}]", "reward.max_failed_fraction=1", "rollout.max_refills=2"]
 CHOICES = ("rollout/candidates", "rollout/refills", "rollout/groups_dropped", "rollout/regenerated_correlation")
 
 
-def train_with_own_reward(recipe, overrides, folder, stop_at=None):
-    """train_on_rank, with a reward that lies in `folder`."""
-    import os
-    import sys
-    from unittest import mock
-
-    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-    with mock.patch.dict(os.environ, PYTHONPATH=path), mock.patch.object(sys, "path", [folder, *sys.path]):
-        return train_on_rank(recipe, overrides, stop_at=stop_at)
-
-
 @pytest.fixture
 def train(one_rank, two_ranks, tiny_pipelines, tmp_path):
-    """Runs a tiny recipe into tmp_path/where."""
+    """Return a function that trains a tiny recipe into tmp_path/where."""
 
     def run(where, name, *overrides, ranks=1, stop_at=None):
         group = one_rank if ranks == 1 else two_ranks
         recipe = tiny_recipe(name, tmp_path / where, tiny_pipelines("sd3"), *COMMON, *GROUPS, *overrides)
-        group.run(train_with_own_reward, folder=str(REWARDS), stop_at=stop_at, **recipe)
+        group.run(train_with_own_code, folder=str(REWARDS), stop_at=stop_at, **recipe)
         return tmp_path / where
 
     return run
 
 
 def placed_on_rank(owners, drawn):
-    """What this rank gets of samples that others made too, as a list of their tensors, and how much memory it takes."""
+    """Transfer samples between ranks, check this rank's samples bitwise, and return their ids.
+
+    owners: the rank that generated each sample; drawn: the tensors of each sample.
+    """
     import torch
 
     from wfm_ds.distributed.world import World
     from wfm_ds.rollout.groups import Group, plan_step_samples
-    from wfm_ds.rollout.replica_transfer import transfer_to_replicas
+    from wfm_ds.rollout.selective_source import transfer_to_replicas
     from wfm_ds.types import Prompt, Rollout, Transition
 
     def made(member, tensors):
         clean, first, second, third, other, last, log_probs, state = tensors
-        steps = [(1, first, second), (2, second, third), (4, other, last)]  # the second begins where the first ends
+        steps = [(1, first, second), (2, second, third), (4, other, last)]  # the second starts at the end of the first
         return Rollout(
             sample_id=member.sample_id,
             group_id=member.group_id,
@@ -108,7 +100,7 @@ def explore(group_size, steps, regenerate):
 
 
 def trained(folder):
-    """Metrics by line without what only a run that chooses has, and without counts of forwards."""
+    """Return the metrics by line, without counts of forwards and metrics that only runs with selection have."""
     return [
         {tag: value for tag, value in line.items() if not tag.startswith((*CHOICES, "perf/forward"))}
         for line in records(folder)
@@ -136,8 +128,8 @@ def test_where_all_candidates_are_kept_nothing_changes_and_full_candidates_are_g
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
-        ("sd3_nft", [explore(8, 2, False), KEEP]),  # a group lies on both ranks
-        ("sd3_nft", [explore(7, 2, True), KEEP]),  # and one rank has a candidate more than the other
+        ("sd3_nft", [explore(8, 2, False), KEEP]),  # one group is split across both ranks
+        ("sd3_nft", [explore(7, 2, True), KEEP]),  # also, one rank has one more candidate than the other
         ("sd3_flow_grpo", [explore(8, 2, True), KEEP, "optimizer.lr=3e-3", "algorithm.clip_ratio=0.03"]),
     ],
 )
@@ -154,7 +146,7 @@ def test_candidates_are_shared_out_and_the_same_ones_are_chosen(name, overrides,
         ("sd3_nft", []),
         ("sd3_nft", [explore(8, 2, True)]),
         ("sd3_nft", [explore(8, 2, False)]),
-        # Stored steps go from rank to rank too, with their log-probabilities and means.
+        # Transitions are transferred between ranks too, with their log-probabilities and means.
         (
             "sd3_flow_grpo",
             [

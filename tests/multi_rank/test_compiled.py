@@ -1,4 +1,4 @@
-"""Compiled blocks under DeepSpeed: training as without, and what a whole run compiles."""
+"""Compiled blocks under DeepSpeed: training equals eager training, and a whole run compiles few graphs."""
 
 import copy
 import json
@@ -14,13 +14,13 @@ from wfm_ds.ulysses.install import install_ulysses
 
 pytestmark = pytest.mark.slow
 BLOCKS = "diffusers.models.attention.JointTransformerBlock"
-# Two kinds of blocks; with a gradient (the first block's input has none), without one, under the average and without
-# adapters. All batches of these runs are equal: another size would be so many graphs more.
+# Two kinds of blocks. Each is compiled with gradients (the input of the first block requires none), without gradients,
+# for the EMA, and without adapters. All batches of these runs have one size; a second size would double the number.
 MOST_GRAPHS_OF_A_RUN = 10
 
 
 def steps_on_rank(config, compiled, lora, checkpointing):
-    """Losses and norms of two optimizer steps, with old and reference predictions."""
+    """Return losses and norms of two optimizer steps that also use old and reference predictions."""
     import torch
     from diffusers.models.attention import JointTransformerBlock
     from torch._dynamo.utils import counters
@@ -48,7 +48,7 @@ def steps_on_rank(config, compiled, lora, checkpointing):
 
 
 def zero3_with_leaves(folder):
-    """zero3.json whose gathers, also of small parameters, stand before and behind whole blocks."""
+    """Write a zero3.json that gathers the parameters of a whole block at a time, also the small ones."""
     config = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
     config["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "leaf_module": {"classes": [BLOCKS]}}
     path = Path(folder) / "zero3_leaves.json"
@@ -77,7 +77,7 @@ def test_training_of_two_ranks_equals_the_eager_one(config, lora, checkpointing,
 
 
 def sharing_on_rank(name, size):
-    """Compiled blocks of which two ranks share the tokens, against eager ones in one process."""
+    """Compare compiled blocks under sequence parallelism with eager blocks in one process."""
     import torch
     import torch.distributed as dist
     from torch._dynamo.utils import counters
@@ -102,7 +102,7 @@ FAMILIES = ("sd3", "wan, times of tokens", "cosmos25", "sana", "sana_video, time
 @pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 def test_exchanges_between_ranks_are_compiled_with_their_gradients(name, two_ranks):
-    """Shares of tokens and heads are not equal."""
+    """Ranks have unequal numbers of tokens and heads."""
     for found in two_ranks.run(sharing_on_rank, name=name, size=CASES[name].sizes[0]):
         assert found["forward"] <= 1e-5
         assert found["gradient"] <= 2e-5
@@ -122,7 +122,10 @@ def run_on_rank(recipe, overrides):
 
 @pytest.fixture
 def runs(tiny_pipelines, tmp_path):
-    """A tiny recipe, run eager and compiled, with equal results: what rank 0 compiled, and what the run measured."""
+    """Return a function that trains a tiny recipe eager and compiled, and compares both runs.
+
+    It returns rank 0's counts of graphs and graph breaks, and the metrics of the compiled run.
+    """
 
     def run(ranks, name, *overrides):
         counts = {}
@@ -149,7 +152,7 @@ def test_a_whole_run_compiles_few_graphs_and_learns_the_same(name, overrides, on
     assert counts["breaks"] == 0
     assert counts["graphs"] <= MOST_GRAPHS_OF_A_RUN
     first = next(line for line in lines if line.get("step") == 1)
-    if name == "sd3_flow_grpo":  # the policy that trains is the one that sampled
+    if name == "sd3_flow_grpo":  # the trained policy is still the one that generated the samples
         assert first["policy/ratio_max_abs_dev"] == 0
     else:
         assert first["nft/old_deviation"] == 0

@@ -1,4 +1,4 @@
-"""`wfm_ds.cli.convert` of what runs on two ranks saved, against what the same runs exported: the same files."""
+"""`wfm_ds.cli.convert` of checkpoints from two ranks writes the same files as the export of the run."""
 
 import json
 import shutil
@@ -58,7 +58,7 @@ def test_both_experts_are_converted(lora, two_ranks, tiny_pipelines, tmp_path):
 
 
 def saved_by_deepspeed(folder, stage, wrapped):
-    """One step of plain DeepSpeed on a denoiser, its own checkpoint of it, and the weights that it had."""
+    """Train one step with plain DeepSpeed, save a DeepSpeed checkpoint, and return the gathered weights."""
     import deepspeed
     import torch
     from torch import nn
@@ -78,7 +78,7 @@ def saved_by_deepspeed(folder, stage, wrapped):
     denoiser = small_sd3()
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        # Else DeepSpeed puts a linear() of its own into torch, for all later tests of these ranks too.
+        # True would make DeepSpeed replace torch's linear(), also for all later tests in these rank processes.
         "zero_optimization": {"stage": stage, "memory_efficient_linear": False},
         "zero_allow_untested_optimizer": True,
     }

@@ -1,4 +1,4 @@
-"""Samples that reach one rank damaged: no rank enters the step without the others."""
+"""If one rank receives corrupt samples, all ranks stop with the same error before the step."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def train_with_damage(recipe, overrides):
-    """What the run ends with on this rank; rank 1's second step arrives without its tensors."""
+    """Train, and return the error message. The samples of rank 1's second step arrive without tensors."""
     from dataclasses import replace
 
     import torch.distributed as dist

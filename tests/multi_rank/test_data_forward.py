@@ -1,4 +1,4 @@
-"""DDRL with its data in forwards of its own: the gradient, the metrics and the samples of the joint forward."""
+"""DDRL with `data_forward: separate`: gradients, metrics and samples are the same as with `joint`."""
 
 import json
 from pathlib import Path
@@ -19,13 +19,13 @@ COMMON = [
     "validation.every=0",
     "engine.guard=true",
 ]
-# Micro-batches that are not all full; a reference that is asked about the states; a weight of the data that shows.
+# Some micro-batches are not full, the KL needs reference predictions, and the data loss has a noticeable weight.
 CUT = ["engine.micro_batch_size=3", "engine.max_forward_batch=4", "algorithm.kl_beta=0.1", "algorithm.data_beta=0.5"]
 RELATIVE = 1e-6
 
 
 def train_and_keep_gradients(recipe, overrides, kept, dropped):
-    """... and write the gradient of the last optimizer step to the file `kept`. The samples `dropped` do not train."""
+    """Train, and save the gradient of the last optimizer step to the file `kept`. Samples in `dropped` do not train."""
     from dataclasses import replace
 
     from deepspeed.utils import safe_get_full_grad
@@ -57,23 +57,23 @@ def train_and_keep_gradients(recipe, overrides, kept, dropped):
 
 
 @pytest.fixture(scope="module")
-def media(tmp_path_factory):
-    """{a name: a folder of captioned media}"""
-    from wfm_ds.demos.digits_data import write_digits
-
+def media(digits, tmp_path_factory):
+    """Return {name: folder of captioned images or clips}."""
     folder = tmp_path_factory.mktemp("media")
-    write_digits(folder / "digits")
     (folder / "clips").mkdir()
     for i in range(4):
         write_clip(folder / "clips" / f"{i}.mp4", size=(64, 64))
         (folder / "clips" / f"{i}.json").write_text(json.dumps({"prompt": f"fade number {i}"}))
-    return {"digits": folder / "digits" / "images", "clips": folder / "clips"}
+    return {"digits": digits, "clips": folder / "clips"}
 
 
 @pytest.fixture
 def compare(tiny_pipelines, media, tmp_path):
-    """Train one step on these ranks, jointly and separately, and assert that only the forwards differ. Returns their
-    numbers in training. `exact`: these, and all others, are the predicted ones."""
+    """Return a function that trains one step with joint and with separate forwards, and compares both.
+
+    Only the number of forwards may differ. The function returns both numbers of training forwards. exact: also assert
+    that the counts of all forwards equal the prediction.
+    """
 
     def run(ranks, *overrides, family="sd3", data="digits", exact=True, dropped=()):
         found = {}
@@ -99,7 +99,7 @@ def assert_same_gradient(joint, separate):
 
 
 def same_metrics(joint, separate, num_samples):
-    """The forwards in training of both; everything else that they say of their so many samples is equal."""
+    """Assert that both runs have equal metrics except perf/, and return their numbers of training forwards."""
     of_joint, of_separate = ([line for line in lines if "loss/total" in line][-1] for lines in (joint, separate))
     same = [{k: v for k, v in line.items() if not k.startswith("perf/")} for line in (of_joint, of_separate)]
     assert same[1] == pytest.approx(same[0], rel=1e-5, abs=1e-7)
@@ -109,7 +109,7 @@ def same_metrics(joint, separate, num_samples):
 
 
 def test_on_one_rank(one_rank, compare):
-    """8 samples, 3 trained steps."""
+    """The rank has 8 samples with 3 trained denoising steps each."""
     assert compare(one_rank) == (8, 16)
 
 
@@ -120,13 +120,14 @@ def test_on_two_ranks(two_ranks, compare, config, lora):
 
 
 def test_data_at_the_first_trained_step_only(two_ranks, compare):
-    """4 samples a rank: 8 terms without data are 3 micro-batches, 4 with data are 2, of two forwards each."""
+    """Each rank has 4 samples. Joint: 12 loss terms make 4 micro-batches. Separate: 8 terms without data make 3, and 4
+    terms with data make 2, each with two forwards."""
     assert compare(two_ranks, "algorithm.data_on_first_only=true", "engine.deepspeed=zero3") == (4, 7)
 
 
 @pytest.mark.parametrize("first_only", [False, True])
 def test_ranks_with_unequally_many_samples_to_train_on(two_ranks, compare, first_only):
-    """The first rank trains two of its four samples; others of weight 0 run along."""
+    """The first rank trains on two of its four samples and pads with samples of weight 0."""
     settings = ["engine.deepspeed=zero3", f"algorithm.data_on_first_only={first_only}"]
     assert compare(two_ranks, *settings, dropped=[0, 1]) == ((4, 7) if first_only else (4, 8))
 

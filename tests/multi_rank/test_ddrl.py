@@ -1,4 +1,4 @@
-"""DDRL on videos whose first frames are given, and the tiny twins of the Cosmos recipes, as whole runs."""
+"""Whole DDRL runs on videos with conditioning frames, and the tiny variants of the Cosmos recipes."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ COLORS = ROOT / "recipes" / "prompts" / "colors"
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory):
-    """Six captioned clips of slowly brightening blocks; the third file is no video."""
+    """Six captioned clips of slowly brightening blocks. The third file is corrupt."""
     folder, draw = tmp_path_factory.mktemp("videos"), np.random.default_rng(0)
     for i in range(6):
         blocks = draw.integers(0, 200, (4, 4, 3))

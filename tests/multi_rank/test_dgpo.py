@@ -1,4 +1,4 @@
-"""DGPO, whose terms are weighted by sums over whole groups, as whole runs on two ranks against one."""
+"""DGPO weights loss terms by sums over whole groups. Whole runs on two ranks equal runs on one rank."""
 
 import pytest
 
@@ -11,8 +11,8 @@ COMMON = [
     "optimizer.eps=1e-4",
     "optimizer.lr=3e-2",
     "algorithm.beta=1000",
-    "rollout.prompts_per_step=3",  # the second group is on both ranks
-    "engine.micro_batch_size=3",  # and no micro-batch has a whole group
+    "rollout.prompts_per_step=3",  # the second group is split across both ranks
+    "engine.micro_batch_size=3",  # no micro-batch has a whole group
     "validation.at_start=false",
     "validation.every=0",
     "logging.console=false",
@@ -36,7 +36,7 @@ def test_dgpo_on_two_ranks_is_dgpo_on_one(kind, one_rank, two_ranks, tiny_pipeli
         if "guidance" not in str(words):
             assert counted(tmp_path / where) == predicted(tmp_path / where, ranks.num_ranks)
     trained = [line for line in records(tmp_path / "one") if "loss/total" in line]
-    # Of the policy that is the reference yet, but for the reference's larger batches.
+    # In the first step the policy equals the reference. Rounding differs because reference batches are larger.
     assert trained[0]["dgpo/group_weight"] == pytest.approx(0.5, abs=1e-5)
     assert abs(trained[-1]["dgpo/group_weight"] - 0.5) > 1e-3
     assert trained[-1]["kl/ref"] > 1e-5

@@ -1,4 +1,4 @@
-"""Offline DPO as whole runs: on two ranks against one, against the reference that it starts as, from caches."""
+"""Whole runs of offline DPO: two ranks against one, the initial policy against the reference, cached latents."""
 
 import json
 import math
@@ -11,12 +11,12 @@ from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
 from wfm_ds.demos.digits_data import write_digits
 
-CUTS = {"one": "engine.micro_batch_size=4", "two": "engine.micro_batch_size=2"}  # 8 pairs an optimizer step
+CUTS = {"one": "engine.micro_batch_size=4", "two": "engine.micro_batch_size=2"}  # 8 pairs per optimizer step
 COMMON = [
     "run.steps=3",
     "optimizer.eps=1e-4",
     "optimizer.lr=3e-3",
-    "algorithm.beta=50",  # of a larger one the loss multiplies rounding errors as much
+    "algorithm.beta=50",  # the loss multiplies rounding errors by beta
     "algorithm.stratified=true",
     "validation.every=2",
     "validation.holdout=0.2",
@@ -35,7 +35,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """Pairs of digits, of whose images two are broken."""
+    """Pairs of digit images. Two of the images are corrupt."""
     folder = tmp_path_factory.mktemp("digits")
     write_digits(folder)
     lines = (folder / "pairs.jsonl").read_text().splitlines(keepends=True)[:40]
@@ -60,7 +60,7 @@ def test_dpo_on_two_ranks_is_dpo_on_one(kind, one_rank, two_ranks, tiny_pipeline
     evaluated = [line for line in lines if "val/loss" in line]
     trained = [line for line in lines if "dpo/loss" in line]
     first, last = trained[0], trained[-1]
-    # Until the first update the policy is the reference: nothing is preferred, bit by bit.
+    # Before the first update the policy equals the reference bit for bit, so the margin is exactly 0.
     assert [first["dpo/loss"], evaluated[0]["val/loss"]] == pytest.approx([math.log(2)] * 2, rel=1e-6)
     assert (first["dpo/margin"], first["dpo/accuracy"], evaluated[0]["val/accuracy"]) == (0, 0.5, 0.5)
     assert abs(last["dpo/margin"]) > 1e-3
@@ -76,11 +76,11 @@ def test_kept_latents_train_the_same(one_rank, tiny_pipelines, digits, tmp_path)
     one_rank.run(prepare_on_rank, **kept)
     entries = sorted((tmp_path / "cache" / "latents").rglob("*.safetensors"))
     images = {name for line in lines_of(digits) for name in (line["chosen"], line["rejected"])}
-    assert len(entries) == len(images) - 2  # the broken ones
+    assert len(entries) == len(images) - 2  # without the two corrupt images
     one_rank.run(train_on_rank, **plain)
     one_rank.run(train_on_rank, **kept)
     first, *_, last = (line for line in records(tmp_path / "plain") if "dpo/loss" in line)
-    assert (first["dpo/margin"], first["dpo/accuracy"]) == (0, 0.5)  # the policy is the reference, bit by bit
+    assert (first["dpo/margin"], first["dpo/accuracy"]) == (0, 0.5)  # the policy equals the reference bit for bit
     assert last["dpo/margin"] != 0
     assert_same_runs(tmp_path / "plain", tmp_path / "kept")
     assert sorted((tmp_path / "cache" / "latents").rglob("*.safetensors")) == entries
@@ -91,7 +91,7 @@ def lines_of(digits):
 
 
 def prepare_on_rank(recipe, overrides):
-    """Fill the recipe's caches, as `wfm_ds.data.prepare` does."""
+    """Fill the recipe's caches like `wfm_ds.data.prepare`."""
     from wfm_ds.data.prepare import fill_caches
     from wfm_ds.distributed.world import World
     from wfm_ds.recipe import file as recipe_file

@@ -1,4 +1,4 @@
-"""Gradients of micro-steps are summed in float32, whatever the weights' dtype and the ZeRO stage."""
+"""The engine accumulates gradients in float32 for every weight dtype and ZeRO stage."""
 
 import json
 
@@ -14,13 +14,15 @@ WIDTH = 8
 
 
 def accumulated_norm(config, dtype, micro_steps):
-    """The norm of the mean over equal micro-steps of a linear layer, and that of one of them alone."""
+    """Return the gradient norms of a linear layer after many equal micro-steps and after one of them."""
     torch.manual_seed(0)
     module, inputs = torch.nn.Linear(WIDTH, WIDTH), torch.randn(4, WIDTH).to(getattr(torch, dtype))
     world = World.join()
     engine = DenoiserEngine.build(
         module,
-        small_recipe(config, lora=False, model={"dtype": dtype}, engine={"max_grad_norm": 0}),
+        small_recipe(
+            config, lora=False, model={"dtype": dtype}, engine={"max_grad_norm": 0}, optimizer={"warmup_steps": 1}
+        ),
         world,
         lora_targets=(),
         policies=frozenset(),
@@ -33,7 +35,7 @@ def accumulated_norm(config, dtype, micro_steps):
         torch.manual_seed(1)
         for _ in range(count):
             engine.backward(engine.forward_module(inputs).float().square().mean(), count * world.size)
-        engine.num_updates = -1  # keeps the rate at 0: the second step has the weights of the first
+        engine.num_updates = 0  # the first update has learning rate 0, so both steps have the same weights
         norms.append(engine.step().grad_norm)
     return norms
 
@@ -60,7 +62,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "zero"), CASES)
 def test_many_equal_micro_steps_have_the_gradient_of_one(two_ranks, tmp_path, name, zero):
-    """In bfloat16 a sum of 512 equal numbers stops growing after 256 of them."""
+    """A bfloat16 sum of 512 equal numbers would stop growing after 256 of them."""
     settings = {"config": config_of(tmp_path, name, zero), "dtype": "bfloat16", "micro_steps": MICRO_STEPS}
     for many, one in two_ranks.run(accumulated_norm, **settings):
         assert many == pytest.approx(one, rel=1e-5)

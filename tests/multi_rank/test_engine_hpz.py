@@ -1,4 +1,4 @@
-"""ZeRO-3 with a copy of the weights in each node trains, and shows every policy, like ZeRO-3 without."""
+"""ZeRO-3 with hpZ (a weight copy per node) trains and predicts with every policy exactly like plain ZeRO-3."""
 
 import json
 
@@ -7,7 +7,7 @@ import torch
 
 from multi_rank.training import ROOT, build, follow, full_tensors, predict, train_step
 
-NODE = 2  # ranks that share a copy, of four
+NODE = 2  # ranks that share a weight copy, out of four
 
 
 def zero3(folder, **keys):
@@ -19,8 +19,8 @@ def zero3(folder, **keys):
 
 
 def train_and_show(config, lora, dtype):
-    """Losses and norms of two steps, after each of them what every policy predicts, twice in a row, and how many
-    parameters had a copy in the node then."""
+    """Train two steps. Return losses and norms, two predictions of every policy after each step, and the number of
+    parameters with a copy in the node."""
     kind = getattr(torch, dtype)
     engine = build(config, lora=lora, model={"dtype": dtype})
     rows, outputs, copies = [], [], 0
@@ -51,7 +51,7 @@ def run(ranks, folder, threshold, hpz, **settings):
 
 @pytest.fixture(scope="module")
 def plain(four_ranks, tmp_path_factory):
-    """All cases without copies, before any with them: DeepSpeed keeps the groups of nodes as long as the process."""
+    """Run all cases without hpZ first, because DeepSpeed keeps the hpZ process groups until the process ends."""
     folder = tmp_path_factory.mktemp("plain")
     return {name: run(four_ranks, folder, hpz={}, **case) for name, case in CASES.items()}
 

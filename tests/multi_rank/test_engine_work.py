@@ -1,37 +1,25 @@
-"""The speed in a run's metrics: FLOPs that were counted independently, over the time that the run measured."""
+"""The speed metrics of a run equal independently counted FLOPs divided by the measured step time."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from benchmarks.flops import CountedModel, count_sample_flops, step_forwards
-from multi_rank.resuming import train_on_rank
-from wfm_ds.memory.forward_flops import flops_by_purpose
+from multi_rank.resuming import tiny_recipe, train_on_rank
+from wfm_ds.memory.forward_counts import flops_by_purpose
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 
-ROOT = Path(__file__).parent.parent.parent
-TINY = ROOT / "tests" / "recipes"
 PEAK = 0.5  # TFLOP/s
 COMMON = [
     *("logging.console=false", "logging.sample_every=0", f"logging.peak_tflops={PEAK}"),
     *("validation.at_start=true", "validation.every=0", "run.steps=2"),
 ]
-RL = [f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}", "algorithm.zero_std=keep", "sampling.guidance_scale=2"]
-
-
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory):
-    from wfm_ds.demos.digits_data import write_digits
-
-    folder = tmp_path_factory.mktemp("digits")
-    write_digits(folder)
-    return folder / "images"
+RL = ["algorithm.zero_std=keep", "sampling.guidance_scale=2"]
 
 
 def counted_work(folder, world_size):
-    """(all FLOPs, those of them that repeat a forward) of one rank, by step, as benchmarks/flops.py counts them."""
+    """Return (all FLOPs, FLOPs of recomputed forwards) of one rank per step, counted by benchmarks/flops.py."""
     recipe = recipe_file.load_recipe(folder / "recipe.yaml")
     subject = CountedModel.from_recipe(recipe)
     flops, derived = count_sample_flops(recipe, subject), derive_run_sizes(recipe, world_size)
@@ -57,8 +45,7 @@ def assert_speed(folder, world_size):
 
 
 def test_an_nft_run_states_the_flops_of_its_forwards(one_rank, tiny_pipelines, tmp_path):
-    words = [f"run.output_dir={tmp_path / 'run'}", f"model.path={tiny_pipelines('sd3')}", *COMMON, *RL]
-    one_rank.run(train_on_rank, recipe=str(TINY / "sd3_nft.yaml"), overrides=words)
+    one_rank.run(train_on_rank, **tiny_recipe("sd3_nft", tmp_path / "run", tiny_pipelines("sd3"), *COMMON, *RL))
     assert_speed(tmp_path / "run", 1)
 
 
@@ -72,6 +59,6 @@ def test_an_nft_run_states_the_flops_of_its_forwards(one_rank, tiny_pipelines, t
     ids=["full zero3", "sequence parallel", "adapters zero3"],
 )
 def test_an_sft_run_states_the_flops_of_its_share(two_ranks, tiny_pipelines, digits, tmp_path, overrides):
-    words = [f"run.output_dir={tmp_path / 'run'}", f"model.path={tiny_pipelines('sd3')}", f"data.path={digits}"]
-    two_ranks.run(train_on_rank, recipe=str(TINY / "sd3_sft.yaml"), overrides=[*words, *COMMON, *overrides])
+    recipe = tiny_recipe("sd3_sft", tmp_path / "run", tiny_pipelines("sd3"), *COMMON, *overrides, data=digits)
+    two_ranks.run(train_on_rank, **recipe)
     assert_speed(tmp_path / "run", 2)

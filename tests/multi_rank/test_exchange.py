@@ -1,4 +1,4 @@
-"""Exchanges between ranks: what arrives, and that the backward pass is the adjoint, <f(x), y> = <x, f*(y)>."""
+"""Exchanges between ranks: the received tensors, and the backward pass as the adjoint, <f(x), y> = <x, f*(y)>."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ def draws(seed, *shape):
 
 
 def require_adjoint(f, x, seed):
-    """Inner products over all ranks; each rank's y is another."""
+    """Assert that <f(x), y> equals <x, f*(y)>, summed over all ranks. Each rank has a different y."""
     x = x.clone().requires_grad_()
     outputs = f(x)
     against = [draws(seed + 100 * i + dist.get_rank(), *output.shape) for i, output in enumerate(outputs)]
@@ -54,7 +54,7 @@ def whole_on_rank(length):
     local = local_shard(whole, 1, lengths, group).clone().requires_grad_()
     gathered = gather_shards(local, 1, lengths, group)
     assert torch.equal(gathered, whole)
-    gathered.backward(gradient := draws(1, 2, length, 3))  # the same on every rank, as that of one loss is
+    gathered.backward(gradient := draws(1, 2, length, 3))  # equal on all ranks, as for one common loss
     assert torch.equal(local.grad, local_shard(gradient, 1, lengths, group))
     summand = draws(dist.get_rank(), 2, 3)
     total = sum_over_ranks(summand, group)

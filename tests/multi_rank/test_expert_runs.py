@@ -1,49 +1,36 @@
-"""Whole runs of a model with two experts: on one rank and on two, stopped and continued, with all weights and LoRA."""
-
-from pathlib import Path
+"""Whole runs of a model with two experts, full and LoRA: two ranks against one, resumed against uninterrupted."""
 
 import pytest
 import torch
 
-from multi_rank.resuming import records, train_on_rank
+from multi_rank.resuming import records, tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, exported
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent.parent
 STEPS = 4
-# A larger eps keeps rounding errors of tiny gradients small: AdamW's first steps divide by the gradient's size.
+# AdamW's first steps divide by the gradient's size. A larger eps limits the effect of rounding errors.
 COMMON = ["optimizer.lr=1e-2", "optimizer.eps=1e-4", f"run.steps={STEPS}", "logging.console=false", "engine.guard=true"]
 SFT = ["validation.num_images=2", "validation.every=0", "validation.num_prompts=2", "sampling.num_frames=1"]
 FULL = ["lora=null", "engine.deepspeed=zero3"]
 PARTS = {"lora": ("model.safetensors", "model_2.safetensors"), "full": ("transformer", "transformer_2")}
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory):
-    from wfm_ds.demos.digits_data import write_digits
-
-    folder = tmp_path_factory.mktemp("digits")
-    write_digits(folder)
-    return folder / "images"
-
-
 @pytest.fixture
 def train(tiny_pipelines, digits, tmp_path):
-    """Runs a tiny recipe with two experts on these ranks into a folder of this name."""
+    """Return a function that trains a tiny recipe with two experts on the given ranks into tmp_path/name."""
 
     def run(ranks, name, recipe, *overrides, **options):
-        data = ROOT / "recipes" / "prompts" / "colors" if recipe == "wan_nft" else digits
-        places = [f"run.output_dir={tmp_path / name}", f"model.path={tiny_pipelines('wan22')}", f"data.path={data}"]
-        path = str(ROOT / "tests" / "recipes" / f"{recipe}.yaml")
-        ranks.run(train_on_rank, recipe=path, overrides=[*places, *COMMON, *overrides], **options)
+        data = {} if recipe == "wan_nft" else {"data": digits}
+        run = tiny_recipe(recipe, tmp_path / name, tiny_pipelines("wan22"), *COMMON, *overrides, **data)
+        ranks.run(train_on_rank, **run, **options)
         return tmp_path / name
 
     return run
 
 
 def moved(folder, kind):
-    """How far the tensors of each expert are from the model, or from an adapter that does nothing, at most."""
+    """Return the largest absolute weight of each expert (with LoRA, of its lora_B tensors, which start at 0)."""
     largest = {part: 0.0 for part in PARTS[kind]}
     for name, tensor in exported(folder).items():
         if kind == "full" or "lora_B" in name:
@@ -53,8 +40,8 @@ def moved(folder, kind):
 
 
 def test_sft_of_two_experts_on_two_ranks_is_that_on_one(one_rank, two_ranks, train):
-    """One micro-batch an optimizer step: which expert trains follows from the step, however the batch is cut."""
-    cut = ["engine.gradient_accumulation=1", "run.seed=11", *SFT]  # experts 1 0 0 1
+    """With one micro-batch per optimizer step, the step determines the expert, independent of the batch split."""
+    cut = ["engine.gradient_accumulation=1", "run.seed=11", *SFT]  # this seed trains experts 1, 0, 0, 1
     one = train(one_rank, "one", "wan22_sft_lora", "engine.micro_batch_size=4", *cut)
     two = train(two_ranks, "two", "wan22_sft_lora", "engine.micro_batch_size=2", *cut)
     assert all(largest > 1e-3 for largest in moved(one, "lora").values())
@@ -62,7 +49,7 @@ def test_sft_of_two_experts_on_two_ranks_is_that_on_one(one_rank, two_ranks, tra
 
 
 def test_nft_of_two_experts_on_two_ranks_is_that_on_one(one_rank, two_ranks, train):
-    """Each sample trains on noise levels of its own, so that ranks have unequally many of an expert."""
+    """Each sample trains on different noise levels, so ranks have unequal numbers of loss terms per expert."""
     cut = ["engine.micro_batch_size=3", "engine.max_forward_batch=3", "algorithm.kl_beta=0.1", "ema=null"]
     one = train(one_rank, "one", "wan_nft", "sampling.guidance_scale_low=2", *cut)
     two = train(two_ranks, "two", "wan_nft", "sampling.guidance_scale_low=2", *cut)

@@ -1,4 +1,4 @@
-"""Two experts in one engine: two ranks against one process, with micro-steps and whole steps that leave one idle."""
+"""Two experts in one engine on two ranks train like one process. Some micro-steps and steps leave an expert idle."""
 
 import copy
 import functools
@@ -11,22 +11,24 @@ from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.engine.optimizer import ema_decay, learning_rate
 from wfm_ds.engine.policies import add_adapters
-from wfm_ds.models.tiny.wan21 import build_transformer
+from wfm_ds.models.tiny.sizes import WAN
+from wfm_ds.models.tiny.weights import build_transformer
 from wfm_ds.models.wan import Experts
 from wfm_ds.seeds import derive_seed
 
 RANKS, MICRO_STEPS = 2, 3
-# By optimizer step and micro-step. Expert 1 is idle in step 1, and begins step 2, which expert 0 only ends.
+# The expert of each micro-step, by optimizer step. Step 1 leaves expert 1 idle; step 2 uses expert 0 only at its end.
 EXPERTS_OF_STEPS = [(0, 1, 1), (0, 0, 0), (1, 1, 0), (1, 1, 1)]
 OLD_DECAY = 0.25
 
 
 def experts():
-    return Experts({"transformer": build_transformer(0), "transformer_2": build_transformer(5)})
+    networks = [build_transformer("WanTransformer3DModel", WAN, seed) for seed in (0, 5)]
+    return Experts(dict(zip(("transformer", "transformer_2"), networks, strict=True)))
 
 
 def recipe(config, lora, dtype="float32"):
-    bound = 0.05 if lora else 0.3  # clips some steps
+    bound = 0.05 if lora else 0.3  # low enough to clip some steps
     return small_recipe(config, lora=lora, engine={"max_grad_norm": bound}, model={"dtype": dtype})
 
 
@@ -91,7 +93,7 @@ def train_on_ranks(config, lora, dtype="float32", forgetful=True):
 
 @functools.cache
 def reference(lora):
-    """The same in one process with plain torch: (gradient norms, weights by policy, outputs by policy)."""
+    """Train with plain torch in one process. Return (gradient norms, weights by policy, outputs by policy)."""
     settings = recipe("zero2", lora)
     theta = experts()
     if lora:
@@ -150,22 +152,22 @@ def test_two_ranks_train_two_experts_like_one_process(two_ranks, stage, lora):
 
 @pytest.mark.parametrize(("stage", "lora"), [("zero2", True), ("zero2", False), ("zero3", True), ("zero3", False)])
 def test_two_experts_train_in_bfloat16(two_ranks, stage, lora):
-    """DeepSpeed accumulates by other code there. A lost or a stale gradient would change the norm by 10 % and more."""
+    """DeepSpeed sums bfloat16 gradients with other code. A lost or stale gradient changes the norm by at least 10 %."""
     parts = two_ranks.run(train_on_ranks, config=stage, lora=lora, dtype="bfloat16")
     assert parts[0]["norms"] == pytest.approx(reference(lora)[0], rel=2e-2)
 
 
-# What DeepSpeed does otherwise than one would think. A test that fails says that a detour or a refusal can go.
+# Unexpected behaviour of DeepSpeed. If one of these tests fails, the workaround or the error for it can be removed.
 
 
 def test_zero_1_loses_gradients_of_the_expert_that_is_idle_last(two_ranks):
-    """require_idle_experts refuses it, for adapters too, whose gradients it keeps without `overlap_comm`."""
+    """require_idle_expert_support rejects ZeRO-1, also for LoRA, which keeps gradients only without `overlap_comm`."""
     norms = two_ranks.run(train_on_ranks, config="zero1", lora=False)[0]["norms"]
     assert abs(norms[0] / reference(False)[0][0] - 1) > 0.05
 
 
 def test_zero_3_keeps_gradients_of_the_step_before(two_ranks):
-    """Shards.forget_gradients clears them."""
+    """Shards.zero_gradients, which this test disables, clears them."""
     norms = two_ranks.run(train_on_ranks, config="zero3", lora=True, forgetful=False)[0]["norms"]
     assert norms[0] == pytest.approx(reference(True)[0][0], rel=1e-4)
     assert norms[1] > 1.1 * reference(True)[0][1]

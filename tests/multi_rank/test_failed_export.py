@@ -1,4 +1,4 @@
-"""A run whose export fails keeps its work: a checkpoint of the last step, from which the run continues."""
+"""If the export fails, the run still saves a checkpoint of the last step and can resume from it."""
 
 import shutil
 
@@ -9,7 +9,7 @@ from wfm_ds.errors import UserError
 
 
 def train_while_the_base_disappears(recipe, overrides, index):
-    """Train, but delete model_index.json of the base model, which exports need, in the first step."""
+    """Train, and delete the base model's model_index.json in the first step. Exports need this file."""
     from pathlib import Path
 
     from wfm_ds.training.rl import RlLoop

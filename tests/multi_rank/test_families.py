@@ -1,4 +1,4 @@
-"""Whole runs of families that are conditional frames: those are no target. And what ranks share of a tiny pipeline."""
+"""The loss excludes conditioning frames, in whole runs of video families. Ranks can create a tiny pipeline at once."""
 
 import json
 import statistics
@@ -37,7 +37,7 @@ def resolve_and_load(cache):
 
 
 def test_ranks_that_make_a_tiny_pipeline_at_once_all_find_it_complete(two_ranks, tmp_path):
-    """transformers saves on rank 0 only; a rank that is faster must not publish a folder without text encoders."""
+    """transformers saves on rank 0 only. A faster rank must not publish a folder without text encoders."""
     folders = {answer["folder"] for answer in two_ranks.run(resolve_and_load, cache=str(tmp_path))}
     assert len(folders) == 1
     assert [entry.name for entry in Path(folders.pop()).parent.iterdir()] == ["digits"]
@@ -45,7 +45,7 @@ def test_ranks_that_make_a_tiny_pipeline_at_once_all_find_it_complete(two_ranks,
 
 @pytest.fixture(scope="module")
 def videos(tmp_path_factory):
-    """Noise, so that every frame counts."""
+    """Videos of noise, so that every frame affects the loss."""
     folder, random = tmp_path_factory.mktemp("videos"), np.random.default_rng(0)
     for i in range(NUM_VIDEOS):
         pictures = random.integers(0, 256, (NUM_FRAMES, SIDE, SIDE, 3), dtype=np.uint8)
@@ -55,7 +55,7 @@ def videos(tmp_path_factory):
 
 
 def by_hand(model, recipe, folder):
-    """The mean over videos and noise levels of the squared error on the frames that are not given."""
+    """Return the mean squared error without conditioning frames, for each video and noise level."""
     losses, most = [], recipe.algorithm.max_num_conditional_frames
     sigmas = validation_sigmas(model.flow_shift(recipe.sampling)).float()
     for sample in CaptionedFolder(folder, max_bad_fraction=0).samples:

@@ -1,22 +1,17 @@
-"""What a recipe is predicted to run, against what runs of it counted: every forward, step by step. More cases ride on
-the runs of test_runs.py."""
-
-from pathlib import Path
+"""The predicted forwards of a recipe equal the forwards that its run counted, step by step. test_runs.py checks more
+cases."""
 
 import pytest
 
 from forward_counts import counted, predicted
-from multi_rank.resuming import train_on_rank
+from multi_rank.resuming import tiny_recipe, train_on_rank
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent.parent
-RECIPES = ROOT / "tests" / "recipes"
 COMMON = ["run.steps=3", "logging.console=false", "validation.at_start=false"]
-RL = [f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}", "algorithm.zero_std=keep"]
 CASES = {
     "nft: lora, kl, guidance, two updates, evaluation": [
-        "sd3_nft.yaml",
+        "sd3_nft",
         "sampling.guidance_scale=2",
         "algorithm.updates_per_rollout=2",
         "engine.micro_batch_size=5",
@@ -24,16 +19,15 @@ CASES = {
         "validation.rollout_correlation=true",
     ],
     "nft: merged adapters, joint guidance where it fits": [
-        "sd3_nft.yaml",
+        "sd3_nft",
         "rollout.merge_lora=true",
         "sampling.guidance_scale=2",
         "sampling.guidance_batch=joint",
-        "engine.max_forward_batch=6",  # 6 and 2 samples of a rollout, of which the 2 share
+        "engine.max_forward_batch=6",  # batches of 6 and 2; only the batch of 2 can be joint
         "validation.every=2",
     ],
-    "nft: lora, no kl": ["sd3_nft.yaml", "algorithm.kl_beta=0"],
     "nft: all weights, no kl, copied old policy, two updates": [
-        "sd3_nft.yaml",
+        "sd3_nft",
         "lora=null",
         "algorithm.kl_beta=0",
         "algorithm.old_decay=copy",
@@ -41,26 +35,21 @@ CASES = {
         "engine.max_forward_batch=3",
     ],
     "nft: all weights, kl, a decay that begins after two steps": [
-        "sd3_nft.yaml",
+        "sd3_nft",
         "lora=null",
         "algorithm.old_decay={flat_steps: 3, initial: 0, slope: 0.1, max: 0.5}",
     ],
-    "nft: copied old policy, guidance, one update": [
-        "sd3_nft.yaml",
-        "algorithm.old_decay=copy",
-        "sampling.guidance_scale=3",
-    ],
-    "awm: kl, the average, guidance, two updates": ["sd3_awm.yaml", "sampling.guidance_scale=2"],
+    "awm: kl, the average, guidance, two updates": ["sd3_awm", "sampling.guidance_scale=2"],
     "awm: all weights, nothing to be held to": [
-        "sd3_awm.yaml",
+        "sd3_awm",
         "lora=null",
         "algorithm.kl_beta=0",
         "algorithm.ema_kl_beta=0",
     ],
-    "ram: two noise levels": ["sd3_ram.yaml", "engine.micro_batch_size=5"],
-    "grpo: kl, guidance, two updates": ["sd3_flow_grpo.yaml", "engine.micro_batch_size=5"],
+    "ram: two noise levels": ["sd3_ram", "engine.micro_batch_size=5"],
+    "grpo: kl, guidance, two updates": ["sd3_flow_grpo", "engine.micro_batch_size=5"],
     "grpo: recomputed probabilities, no guidance, no kl": [
-        "sd3_flow_grpo.yaml",
+        "sd3_flow_grpo",
         "algorithm.old_log_prob=recompute",
         "algorithm.kl_beta=0",
         "sampling.guidance_scale=1",
@@ -68,7 +57,7 @@ CASES = {
         "engine.max_forward_batch=7",
     ],
     "grpo: window, all weights, two best and worst": [
-        "sd3_flow_grpo.yaml",
+        "sd3_flow_grpo",
         "lora=null",
         "algorithm.updates_per_rollout=1",
         "algorithm.best_of_n=2",
@@ -89,35 +78,56 @@ DDRL = {
 }
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory):
-    from wfm_ds.demos.digits_data import write_digits
-
-    folder = tmp_path_factory.mktemp("digits")
-    write_digits(folder)
-    return folder / "images"
+DISTILLATION = {
+    "opd: guided teacher, two levels, two updates": [
+        "sd3_opd",
+        "algorithm.num_levels=2",
+        "algorithm.updates_per_rollout=2",
+        "engine.micro_batch_size=3",
+        "engine.max_forward_batch=7",
+        "validation.every=2",
+    ],
+    "dmd2: guided teacher, warm-up": [
+        "sd3_dmd2",
+        "algorithm.fake.warmup_steps=1",
+        "engine.micro_batch_size=5",
+        "engine.max_forward_batch=5",
+        "validation.every=2",
+    ],
+    "dmd2: reward": [
+        "sd3_dmd2",
+        "algorithm.teacher.guidance_scale=1",
+        "algorithm.reward={loss: diffusion_nft}",
+        "reward={functions: [{name: color}]}",
+    ],
+}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_run_does_the_predicted_forwards(case, one_rank, tiny_pipelines, tmp_path):
-    recipe, *overrides = CASES[case]
-    words = [f"run.output_dir={tmp_path / 'run'}", f"model.path={tiny_pipelines('sd3')}", *COMMON, *RL, *overrides]
-    one_rank.run(train_on_rank, recipe=str(RECIPES / recipe), overrides=words)
+    name, *overrides = CASES[case]
+    words = [*COMMON, "algorithm.zero_std=keep", *overrides]
+    one_rank.run(train_on_rank, **tiny_recipe(name, tmp_path / "run", tiny_pipelines("sd3"), *words))
+    assert counted(tmp_path / "run") == predicted(tmp_path / "run", 1)
+
+
+@pytest.mark.parametrize("case", DISTILLATION)
+def test_distillation_does_the_predicted_forwards(case, one_rank, tiny_pipelines, tmp_path):
+    name, *overrides = DISTILLATION[case]
+    words = [*COMMON, *overrides]
+    one_rank.run(train_on_rank, **tiny_recipe(name, tmp_path / "run", tiny_pipelines("sd3"), *words))
     assert counted(tmp_path / "run") == predicted(tmp_path / "run", 1)
 
 
 @pytest.mark.parametrize("case", DDRL)
 def test_ddrl_does_the_predicted_forwards(case, one_rank, tiny_pipelines, digits, tmp_path):
-    words = [f"run.output_dir={tmp_path / 'run'}", f"model.path={tiny_pipelines('sd3')}", f"data.path={digits}"]
-    one_rank.run(train_on_rank, recipe=str(RECIPES / "sd3_ddrl.yaml"), overrides=[*words, *COMMON, *DDRL[case]])
+    words = [*COMMON, *DDRL[case]]
+    one_rank.run(train_on_rank, **tiny_recipe("sd3_ddrl", tmp_path / "run", tiny_pipelines("sd3"), *words, data=digits))
     assert counted(tmp_path / "run") == predicted(tmp_path / "run", 1)
 
 
 def test_sft_does_the_predicted_forwards(one_rank, tiny_pipelines, digits, tmp_path):
     words = [
-        f"run.output_dir={tmp_path / 'run'}",
-        f"model.path={tiny_pipelines('sd3')}",
-        f"data.path={digits}",
         "engine.micro_batch_size=3",
         "engine.gradient_accumulation=2",
         "engine.max_forward_batch=6",
@@ -125,5 +135,5 @@ def test_sft_does_the_predicted_forwards(one_rank, tiny_pipelines, digits, tmp_p
         "validation.num_images=5",
         *COMMON,
     ]
-    one_rank.run(train_on_rank, recipe=str(RECIPES / "sd3_sft.yaml"), overrides=words)
+    one_rank.run(train_on_rank, **tiny_recipe("sd3_sft", tmp_path / "run", tiny_pipelines("sd3"), *words, data=digits))
     assert counted(tmp_path / "run") == predicted(tmp_path / "run", 1, num_images=5)

@@ -1,5 +1,5 @@
-"""Image-to-video by reinforcement learning, as whole runs: on one rank as on two, stopped and continued, and what
-validation draws begins with the frames of its media."""
+"""Whole RL runs of image-to-video models: two ranks against one, resumed against uninterrupted. Validation samples
+start with the conditioning frames."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ from wfm_ds.models import registry
 COMMON = ["optimizer.eps=1e-4", "optimizer.lr=3e-2", "run.steps=3", "logging.console=false", "data.max_bad_fraction=.5"]
 CASES = {
     "nft": ("cosmos25_i2v_nft", "cosmos25", []),
-    "told": ("wan22_i2v_nft", "wan22_i2v", []),  # of an image; all frames are noise
+    "told": ("wan22_i2v_nft", "wan22_i2v", []),  # conditioned on an image; all frames are noise
     "flow_grpo": ("wan22_ti2v_flow_grpo", "wan22_ti2v", ["algorithm.clip_ratio=0.03"]),
     "ddrl": (
         "cosmos25_ddrl",
@@ -34,7 +34,7 @@ RUNS = ("nft", "told", "flow_grpo")
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """Five captioned pictures of coloured blocks and a clip; the third file is no picture."""
+    """Five captioned images of coloured blocks, and a clip. The third file is corrupt."""
     from PIL import Image
 
     folder, draw = tmp_path_factory.mktemp("images"), np.random.default_rng(0)
@@ -73,11 +73,11 @@ def test_runs_with_given_frames_train_alike_on_one_rank_and_on_two(
     assert steps[0]["optim/grad_norm"] > 0
     assert steps[2]["data/bad/decode"] >= 1
     if case == "flow_grpo":
-        assert {step["policy/ratio_start_abs_dev"] for step in steps} == {0.0}  # rollout and training agree to the bit
+        assert {step["policy/ratio_start_abs_dev"] for step in steps} == {0.0}  # rollout and training agree bit for bit
 
 
 def train_and_keep_draws(recipe, overrides, stop_at=None):
-    """What validation drew: prompt ids, and the first latent frame of each sample."""
+    """Train, and also return the prompt id and first latent frame of each validation sample."""
     from multi_rank.resuming import train_on_rank
     from wfm_ds.models.sampler import Sampler
 
@@ -108,16 +108,16 @@ def test_draws_begin_with_the_images_and_a_stopped_run_goes_on(one_rank, tiny_pi
 
     model = registry.load_model(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
     names = [name for name, _ in ended["drawn"]]
-    assert names == ["0", "1", "3"] * 2  # of the first four, those that can be read; at the start and at the end
+    assert names == ["0", "1", "3"] * 2  # the readable ones of the first four, at the start and at the end
     for name, first in ended["drawn"]:
         picture = load_media(LocalFile(images / f"{name}.png"), Framing(height=32, width=32), draw_centre)
         assert torch.equal(torch.tensor(first), model.encode_uint8([picture])[0, :, 0])
 
 
 def test_sft_draws_begin_with_the_frames_of_what_is_held_out(one_rank, tiny_pipelines, clips, tmp_path):
-    """The numbers of frames come in turn: of three samples one is given two latent frames, one one, and one none."""
+    """Validation cycles through the frame counts: three samples get 2, 1 and 0 conditioning latent frames."""
     overrides = ["algorithm.max_num_conditional_frames=2", f"validation.path={clips}", "sampling.num_frames=9"]
-    overrides.append("data.buckets=[[48, 48], [32, 32]]")  # samples are drawn at the size of `sampling`
+    overrides.append("data.buckets=[[48, 48], [32, 32]]")  # samples are generated at the size of `sampling`
     size = ["sampling.height=32", "sampling.width=32", "logging.num_samples=3", "run.steps=1"]
     recipe = tiny_recipe(
         "cosmos25_sft", tmp_path / "out", tiny_pipelines("cosmos25"), *COMMON, *overrides, *size, data=clips
@@ -133,9 +133,9 @@ def test_sft_draws_begin_with_the_frames_of_what_is_held_out(one_rank, tiny_pipe
 
 @pytest.mark.parametrize(("case", "ranks"), [("nft", 1), ("told", 2), ("flow_grpo", 2), ("ddrl", 2)])
 def test_workers_are_told_the_frames(case, ranks, one_rank, two_ranks, tiny_pipelines, images, tmp_path):
-    """Of Flow-GRPO half of the groups have none, and the second rank reads what the first one sends."""
+    """In Flow-GRPO half of the groups have no frames, and the second rank receives samples from the first."""
     group = one_rank if ranks == 1 else two_ranks
-    one_by_one = ["engine.max_forward_batch=4", "validation.at_start=false"]  # as a worker denoises: a group at a time
+    one_by_one = ["engine.max_forward_batch=4", "validation.at_start=false"]  # a worker denoises one group at a time
     for name, mode in (("colocated", []), ("async", ["rollout.mode=async", "rollout.max_staleness=0"])):
         group.run(train_on_rank, **settings(case, tmp_path / name, tiny_pipelines, images, *one_by_one, *mode))
     assert records(tmp_path / "async") == records(tmp_path / "colocated")

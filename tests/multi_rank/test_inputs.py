@@ -1,5 +1,5 @@
-"""Actions and cameras in whole runs of families that take them: every algorithm, one rank as two, workers as ranks,
-counterfactual trajectories, and what is refused."""
+"""Whole runs of models conditioned on actions or cameras: two ranks against one, workers against colocated rollouts,
+counterfactual trajectories, and errors for invalid recipes."""
 
 import io
 import json
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from each_case import check_each
-from multi_rank.resuming import tiny_recipe, train_on_rank
+from multi_rank.resuming import tiny_recipe, train_with_own_code
 from multi_rank.same_runs import assert_same_runs, exported, records
 from steered import WIDTH, write_world
 from wfm_ds.demos.room_data import camera_path, write_room
@@ -51,7 +51,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    """Five clips, the third with actions of another width; beside them clips of a room, with cameras."""
+    """Five clips with actions (the third has a wrong width). The folder `room` next to them has clips with cameras."""
     folder = write_world(tmp_path_factory.mktemp("world") / "actions")
     np.save(folder / "2.actions.npy", np.zeros((8, WIDTH + 1), np.float32))
     write_room(folder.with_name("room"))
@@ -67,16 +67,6 @@ def settings(case, folder, tiny_pipelines, world, *overrides):
     return {**made, "folder": TESTS}
 
 
-def train(recipe, overrides, folder, stop_at=None):
-    """train_on_rank, with a family and a reward that lie in `folder`."""
-    import os
-    from unittest import mock
-
-    path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-    with mock.patch.dict(os.environ, PYTHONPATH=path):
-        return train_on_rank(recipe, overrides, stop_at)
-
-
 @pytest.mark.parametrize("case", ["nft", "sft", "sana_wm"])
 def test_runs_told_actions_train_alike_on_one_rank_and_on_two(
     case, one_rank, two_ranks, tiny_pipelines, world, tmp_path
@@ -84,7 +74,7 @@ def test_runs_told_actions_train_alike_on_one_rank_and_on_two(
     batch = {"one": ["engine.gradient_accumulation=4"], "two": ["engine.gradient_accumulation=2"]}
     for name, ranks in (("one", one_rank), ("two", two_ranks)):
         overrides = batch[name] if case == "sft" else []
-        ranks.run(train, **settings(case, tmp_path / name, tiny_pipelines, world, *overrides))
+        ranks.run(train_with_own_code, **settings(case, tmp_path / name, tiny_pipelines, world, *overrides))
     assert_same_runs(tmp_path / "one", tmp_path / "two")
     steps = [r for r in records(tmp_path / "one") if "optim/grad_norm" in r]
     assert steps[0]["optim/grad_norm"] > 0
@@ -94,10 +84,10 @@ def test_runs_told_actions_train_alike_on_one_rank_and_on_two(
 @pytest.mark.parametrize(("case", "ranks"), [("sana_wm", 1), ("ddrl", 2)])
 def test_workers_are_told_the_inputs(case, ranks, one_rank, two_ranks, tiny_pipelines, world, tmp_path):
     group = one_rank if ranks == 1 else two_ranks
-    one_by_one = ["engine.max_forward_batch=4", "validation.at_start=false"]  # as a worker denoises: a group at a time
+    one_by_one = ["engine.max_forward_batch=4", "validation.at_start=false"]  # a worker denoises one group at a time
     for name, mode in (("colocated", []), ("async", ["rollout.mode=async", "rollout.max_staleness=0"])):
-        group.run(train, **settings(case, tmp_path / name, tiny_pipelines, world, *one_by_one, *mode))
-    if case == "sana_wm":  # its layers get strided inputs, of which torch multiplies weights with gradients otherwise
+        group.run(train_with_own_code, **settings(case, tmp_path / name, tiny_pipelines, world, *one_by_one, *mode))
+    if case == "sana_wm":  # its layers get strided inputs, and torch rounds their weight gradients differently
         assert_same_runs(tmp_path / "colocated", tmp_path / "async")
         return
     assert records(tmp_path / "async") == records(tmp_path / "colocated")
@@ -106,7 +96,7 @@ def test_workers_are_told_the_inputs(case, ranks, one_rank, two_ranks, tiny_pipe
 
 
 class Poses(BaseHTTPRequestHandler):
-    """A service that sees the camera turn to the right in every video."""
+    """A pose service that reports a camera turning right for every video."""
 
     def do_POST(self):
         frames = np.load(io.BytesIO(self.rfile.read(int(self.headers["Content-Length"]))))
@@ -127,14 +117,14 @@ def test_a_run_is_rewarded_for_following_the_camera(one_rank, tiny_pipelines, wo
             url = f"{{url: 'http://127.0.0.1:{server.server_port}'}}"
             following = f"{{name: camera_following, options: {url}}}, {{name: consistency, weight: 0.3}}"
             overrides = [f"reward.functions=[{following}]", "run.steps=1", "validation.at_start=false"]
-            one_rank.run(train, **settings("sana_wm", tmp_path, tiny_pipelines, world, *overrides))
+            one_rank.run(train_with_own_code, **settings("sana_wm", tmp_path, tiny_pipelines, world, *overrides))
         finally:
             server.shutdown()
             thread.join()
     metrics = {tag: value for line in records(tmp_path) for tag, value in line.items()}
     assert metrics["reward/camera_following/failed"] == 0
     assert 0 < metrics["reward/camera_following/mean"] < 1
-    # Groups are led along other clips' paths, and the service sees the same one everywhere.
+    # Each group follows another clip's path, but the service reports the same path for all.
     assert metrics["reward/camera_following/std"] > metrics["reward/camera_following/group_std_mean"] == 0
 
 
@@ -174,7 +164,7 @@ def test_shuffled_trajectories_are_anothers_of_the_same_domain():
     orders = set()
     for step in range(20):
         told = [int(p.inputs["actions"][0, 0]) for p in shuffle_trajectories(prompts, seed=0, step=step)]
-        assert told[-1] == 9  # alone in its domain
+        assert told[-1] == 9  # the only prompt of its domain
         assert all(a != k and a % 2 == k % 2 for k, a in enumerate(told[:-1]))
         assert sorted(told[:-1]) == list(range(6))
         orders.add(tuple(told))
@@ -245,8 +235,8 @@ def test_a_reward_that_needs_actions_is_refused_where_samples_are_told_none(tiny
 def test_a_library_is_drawn_from(one_rank, tiny_pipelines, world, tmp_path):
     np.save(tmp_path / "library.npy", np.ones((3, FRAMES - 1, WIDTH)))
     library = ["rollout.trajectories=library", f"rollout.trajectory_library={tmp_path / 'library.npy'}", "run.steps=1"]
-    one_rank.run(train, **settings("nft", tmp_path / "out", tiny_pipelines, world, *library))
+    one_rank.run(train_with_own_code, **settings("nft", tmp_path / "out", tiny_pipelines, world, *library))
     assert json.loads((tmp_path / "out" / "result.json").read_text())["step"] == 1
     np.save(tmp_path / "library.npy", np.ones((3, FRAMES, WIDTH)))
     with pytest.raises(Exception, match=r"has trajectories of shape \[5, 2\], this recipe needs \[4, 2\]"):
-        one_rank.run(train, **settings("nft", tmp_path / "other", tiny_pipelines, world, *library))
+        one_rank.run(train_with_own_code, **settings("nft", tmp_path / "other", tiny_pipelines, world, *library))

@@ -1,4 +1,4 @@
-"""Runs of vision-language models: as a plain loop over transformers', at any number of ranks, stopped and continued."""
+"""Runs of vision-language models, against a plain transformers loop, two ranks against one, and resumed runs."""
 
 import json
 from pathlib import Path
@@ -16,19 +16,19 @@ from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
 
 STEPS = 5
-# Of gradients that are zero but for rounding (those of the biases of keys) AdamW makes whole steps with a small eps.
+# Some gradients are zero up to rounding (biases of key projections). With a small eps, AdamW makes full steps on them.
 EPS = "optimizer.eps=1e-3"
 COMMON = [f"run.steps={STEPS}", "logging.console=false", "engine.guard=true", "validation.num_images=3"]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
-    """Squares, among them rows of text alone and rows that cannot be used."""
+    """The squares data. Every third row has only text; bad.json has invalid rows."""
     folder = tmp_path_factory.mktemp("squares") / "data"
     write_squares(folder)
     file = folder / "annotations.json"
     rows = json.loads(file.read_text())
-    for row in rows[1::3]:  # a rank may get no image at all
+    for row in rows[1::3]:  # a rank may then have only text
         del row["image"]
         row["conversations"] = [
             {"from": "human", "value": "a cat is"},
@@ -40,14 +40,14 @@ def data(tmp_path_factory):
 
 
 def settings(data, folder, *changes, name="reason_llava_sft", model="tiny:qwen25vl"):
-    """Arguments of `train_on_rank`."""
+    """Return the arguments of `train_on_rank`."""
     places = [f"run.output_dir={folder}", f"data.path={data}/annotations.json", f"data.media_path={data}"]
     recipe = str(ROOT / "tests" / "recipes" / f"{name}.yaml")
     return {"recipe": recipe, "overrides": [*places, f"model.path={model}", *COMMON, *changes]}
 
 
 def records(folder):
-    """All metrics by line but times and speeds."""
+    """Return the lines of metrics.jsonl without times and speeds."""
     return [{tag: v for tag, v in line.items() if not tag.startswith("perf/")} for line in all_records(folder)]
 
 
@@ -64,8 +64,8 @@ def weights_of(folder):
 
 
 def by_hand(arguments):
-    """Weights after the steps of a recipe by a plain loop: one conversation after the other through transformers'
-    own model, its own positions and loss, and torch's AdamW."""
+    """Train a recipe with a plain loop: one conversation at a time through the transformers model, with its positions
+    and loss, and torch's AdamW. Return the weights and the mean loss per step."""
     recipe = recipe_file.load_recipe(Path(arguments["recipe"]), arguments["overrides"])
     model, steps = samples_of_steps(recipe)
     network, options = model.network, recipe.optimizer
@@ -88,7 +88,7 @@ def by_hand(arguments):
             )
             output.loss.backward()
             losses.append(float(output.loss.detach()))
-        for parameter in network.parameters():  # the tower of a step without any image
+        for parameter in network.parameters():  # without images the vision tower gets grad None
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         torch.nn.utils.clip_grad_norm_(network.parameters(), recipe.engine.max_grad_norm)
         adamw.step()
@@ -96,8 +96,7 @@ def by_hand(arguments):
 
 
 def by_trainer(arguments, folder):
-    """Weights after the steps of a recipe by transformers' Trainer, which gets the conversations of each step one
-    after the other."""
+    """Train a recipe with the transformers Trainer, one conversation at a time, and return the weights."""
     from transformers import Trainer, TrainingArguments
 
     recipe = recipe_file.load_recipe(Path(arguments["recipe"]), arguments["overrides"])
@@ -149,7 +148,7 @@ def by_trainer(arguments, folder):
 
 
 def samples_of_steps(recipe):
-    """A fresh model of the recipe, and the conversations of each of its steps."""
+    """Return a new model of the recipe, and the conversations of each step."""
     from wfm_ds.distributed.world import World
     from wfm_ds.language import model as language_model
     from wfm_ds.language.data import load_conversations
@@ -173,7 +172,7 @@ def grids_and_values(sample, kind):
 
 
 def test_it_learns_the_colours_of_squares(one_rank, tmp_path):
-    """And a picture that is broken is no reason to end."""
+    """One corrupt image is skipped and does not stop the run."""
     write_squares(tmp_path / "squares")
     (tmp_path / "squares" / "images" / "003.png").write_bytes(b"")
     arguments = settings(tmp_path / "squares", tmp_path / "run", "run.steps=120", "data.max_bad_fraction=0.1")
@@ -200,9 +199,12 @@ def test_five_steps_are_those_of_a_plain_loop_over_transformers(one_rank, data, 
 
 
 def test_five_steps_are_those_of_transformers_trainer(one_rank, tmp_path):
-    """On the same conversations, all with images: of a tower without any, AdamW there leaves the moments as they are.
-    Without decay, from which it leaves out biases and norms. For these models it takes the mean of each micro-batch,
-    here of a conversation, and the mean of those."""
+    """Compare with the Trainer under settings that both support.
+
+    All conversations have images, because the Trainer's AdamW does not update the moments of a vision tower without
+    gradients. Weight decay is 0, because the Trainer excludes biases and norms from it. For these models the Trainer
+    averages the loss over each micro-batch (here one conversation), then over micro-batches.
+    """
     write_squares(tmp_path / "squares")
     changes = ["optimizer.lr=1e-2", EPS, "optimizer.schedule=constant", "optimizer.weight_decay=0", "data.pack=false"]
     changes += ["engine.gradient_accumulation=2", "algorithm.loss_scale=samples"]
@@ -211,7 +213,7 @@ def test_five_steps_are_those_of_transformers_trainer(one_rank, tmp_path):
     found, wanted = weights(tmp_path / "run"), by_trainer(arguments, tmp_path / "trainer")
     assert largest_difference(found, wanted) < 1e-6
     start = weights_of(registry.get_tiny_folder("qwen25vl"))
-    assert largest_difference(found, start) > 1e-3  # they have learnt something
+    assert largest_difference(found, start) > 1e-3  # the weights changed
 
 
 @pytest.mark.unit
@@ -227,7 +229,7 @@ def test_five_steps_are_those_of_transformers_trainer(one_rank, tmp_path):
     ],
 )
 def test_two_ranks_train_what_one_does(one_rank, two_ranks, data, tmp_path, family, stage):
-    """Some rows have images and others none: at ZeRO-3 a rank that skipped the vision tower would hang the other."""
+    """Some rows have no image. With ZeRO-3 a rank that skips the vision tower would make the other rank hang."""
     same = ["optimizer.lr=1e-2", EPS, "run.steps=3", "data.max_tokens=96", "validation.every=2"]
     one, two = tmp_path / "one", tmp_path / "two"
     model = f"tiny:{family}"

@@ -1,13 +1,13 @@
-"""Rows whose tokens ranks share, against the same rows on one rank: losses, gradients, whole runs."""
+"""Sequence parallelism of vision-language models against one rank: losses, gradients, whole runs."""
 
 import copy
 import json
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from conversations import reader_of, samples_of
 from each_case import check_each
 from multi_rank.resuming import train_on_rank
 from multi_rank.test_language import EPS, largest_difference, records, settings, weights
@@ -15,14 +15,11 @@ from wfm_ds.demos.squares_data import write_squares
 from wfm_ds.errors import UserError
 from wfm_ds.language import model as language_model
 from wfm_ds.language import sequence_parallel
-from wfm_ds.language.annotations import parse_conversation, read_rows
-from wfm_ds.language.media import MediaReader
-from wfm_ds.language.packed_sequences import ConversationReader, SequencePacker
-from wfm_ds.language.renderer import Renderer
-from wfm_ds.recipe.data import DataRecipe
+from wfm_ds.language.annotations import parse_conversation
+from wfm_ds.language.packed_sequences import SequencePacker
 from wfm_ds.training.language_loop import keep_common_samples
 
-FAMILIES = ("qwen25vl", "qwen3vl")
+PIXELS = {"pixels": {"min": 1, "max": 9999}}
 
 
 @pytest.fixture(scope="module")
@@ -32,36 +29,20 @@ def squares(tmp_path_factory):
     return folder
 
 
-def reader_of(model):
-    data = DataRecipe.model_validate(
-        {"kind": "llava", "path": "x", "max_tokens": 128, "pixels": {"min": 1, "max": 9999}}
-    )
-    media = MediaReader(model.image_processor, data)
-    return ConversationReader(
-        Renderer(model.tokenizer), media, has_frame_times=model.has_frame_times, max_tokens=128, too_long="skip"
-    )
-
-
 def rows_by_name(model, folder):
-    """Rows of an even and an odd number of tokens, rows with an image across the cut, and a row with nothing to
-    predict."""
-    reader, maker = (
-        reader_of(model),
-        SequencePacker(model.rotary_positions, [reader_of(model).blank_sample("image")], by_sample=True),
-    )
+    """Return rows with even and odd numbers of tokens, a row with an image split across both ranks, and a row without
+    labels."""
+    reader = reader_of(model, **PIXELS)
+    maker = SequencePacker(model.rotary_positions, [reader.blank_sample("image")], by_sample=True)
     text = {"conversations": [{"from": "human", "value": "a cat is"}, {"from": "gpt", "value": "a robot"}]}
-    squares = [
-        parse_conversation(row, name, root=folder)
-        for name, row in list(read_rows(Path(folder) / "annotations.json"))[:3]
-    ]
-    samples = [reader.read(row) for row in [*squares, parse_conversation(text, "text")]]
+    samples = [*samples_of(model, folder, **PIXELS), reader.read(parse_conversation(text, "text"))]
     around = [[samples[3]] * before + samples[:1] + [samples[3]] * after for before in range(4) for after in range(4)]
     cut = next(row for row in map(maker.pack_samples, around) if straddles(model, row))
     return [cut, *(maker.pack_samples(row) for row in (samples, samples[:1], samples[::-1], samples[3:], []))]
 
 
 def straddles(model, row):
-    """True if the last token of the first rank and the first of the second are of one image."""
+    """Return True if the last token of the first rank and the first token of the second rank are image tokens."""
     middle = sequence_parallel.tokens_per_rank(row.input_ids.shape[1], 2)[0]
     return bool((row.input_ids[0, middle - 1 : middle + 1] == model.pad_ids["image"]).all())
 
@@ -75,7 +56,7 @@ def losses_and_gradients(model, row, scale=1.0):
 
 
 def errors_on_rank(family, squares, heads, checkpointing):
-    """The largest differences between shared rows and whole ones, and what the rows are like."""
+    """Return the largest errors of sequence parallelism against one rank, and properties of the rows."""
     from wfm_ds.models.registry import get_tiny_folder
 
     alone = language_model.load_language_model(str(get_tiny_folder(family)), torch.float32)
@@ -118,18 +99,18 @@ def errors_on_rank(family, squares, heads, checkpointing):
     [("qwen25vl", None, True), ("qwen3vl", None, False), ("qwen25vl", (4, 2), False), ("qwen3vl", (6, 3), True)],
 )
 def test_two_ranks_have_the_losses_and_the_gradients_of_one(two_ranks, squares, family, heads, checkpointing):
-    """One head of keys and values for both ranks, one each, and three that must be given twice."""
+    """The cases have one key/value head for both ranks, one head per rank, and three heads that must be repeated."""
     found = two_ranks.run(errors_on_rank, family=family, squares=str(squares), heads=heads, checkpointing=checkpointing)
     for errors in found:
         assert errors["losses"] < 1e-5
         assert errors["gradients"] < 1e-6
-        assert errors["straddling"]  # an image on both ranks
-        assert errors["empty"]  # a rank without any labelled token
+        assert errors["straddling"]  # an image is split across both ranks
+        assert errors["empty"]  # a rank has no labelled token
         assert errors["parities"] == [0, 1]
 
 
 def blank_on_rank():
-    """A row of one token, which the first rank has alone: the difference there, and the tokens of each rank."""
+    """Run a row of one token, which only the first rank has. Return the error and the number of tokens on this rank."""
     from wfm_ds.models.registry import get_tiny_folder
 
     model = language_model.load_language_model(str(get_tiny_folder("qwen3vl")), torch.float32)
@@ -153,11 +134,7 @@ def readings_on_rank(squares):
 
     model = language_model.load_language_model(str(get_tiny_folder("qwen25vl")), torch.float32)
     world = World.join().with_replicas(2)
-    rows = [
-        parse_conversation(row, name, root=squares)
-        for name, row in list(read_rows(Path(squares) / "annotations.json"))[:3]
-    ]
-    samples = [reader_of(model).read(row) for row in rows]
+    samples = samples_of(model, squares)
     mine = [samples[:2], samples[2:]] if world.rank else [samples[1:2], samples[2:]]
     return [[sample.id for sample in row] for row in keep_common_samples(world, mine)] == [[s.id] for s in samples[1:]]
 
@@ -178,11 +155,11 @@ def test_heads_that_the_ranks_do_not_divide():
     model = language_model.load_language_model(
         str(language_model.download_language_model("tiny:qwen25vl")), torch.float32
     )
-    with pytest.raises(UserError, match=r"sequence_parallel = 3 does not divide the \d attention heads of Qwen2_5_VL"):
+    with pytest.raises(UserError, match=r"sequence_parallel = 3 does not divide the \d attention heads of the model"):
         sequence_parallel.check_sequence_parallel(model.network, 3)
     sequence_parallel.check_sequence_parallel(model.network, 2)
     model.config.get_text_config().layer_types[0] = "sliding_attention"
-    with pytest.raises(UserError, match="has sliding-window layers"):
+    with pytest.raises(UserError, match="the model has sliding-window layers"):
         sequence_parallel.check_sequence_parallel(model.network, 2)
 
 

@@ -1,4 +1,4 @@
-"""An RL step whose samples all have the same reward: no alarm, one sentence, and an error on all ranks at the end."""
+"""RL steps with equal rewards: each is skipped with one log line, and the run ends with an error on all ranks."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_equal_rewards_skip_the_step_without_an_alarm(two_ranks, tiny_pipelines,
     for rank in (0, 1):
         said = (tmp_path / "run" / "logs" / f"rank_{rank}.log").read_text().splitlines()
         assert [line for line in said if "OVERFLOW" in line or "finite" in line] == []
-        assert len([line for line in said if NOTHING in line]) == 2  # once a step
+        assert len([line for line in said if NOTHING in line]) == 2  # one line per step
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     skipped = [line["optim/skipped_steps"] for line in lines if "optim/skipped_steps" in line]
     assert skipped == list(range(1, len(skipped) + 1))

@@ -1,4 +1,4 @@
-"""Weights that each rank cuts out of the mapped files are those of a plain load, bit by bit, and so is a forward."""
+"""Ranks shard weights directly from memory-mapped files. Weights and a forward equal a plain load bit for bit."""
 
 import shutil
 
@@ -14,13 +14,13 @@ from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.training.diffusion_builder import build_diffusion_engine, mark_frozen_layers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# family, ZeRO, LoRA, dtype of training, dtype of the files
+# family, DeepSpeed config, LoRA, dtype of training, dtype of the files
 CASES = [
     ("sd3", "zero3", False, "bfloat16", "float32"),
     ("sd3", "zero3", True, "float32", "bfloat16"),
     ("sd3", "zero2", False, "bfloat16", "float32"),
-    ("wan22", "zero3", True, "bfloat16", "float32"),  # loaded for inference it keeps some weights in float32
-    ("cosmos25", "zero3", True, "bfloat16", "float32"),  # its text projection leaves the denoiser before that is cut
+    ("wan22", "zero3", True, "bfloat16", "float32"),  # loading for inference keeps some weights in float32
+    ("cosmos25", "zero3", True, "bfloat16", "float32"),  # moves its text projection out of the denoiser before sharding
 ]
 
 
@@ -33,7 +33,7 @@ def recipe_of(config, lora, dtype):
 
 
 def first_forward(model, family):
-    """The velocity of one fixed sample."""
+    """Return the predicted velocity of one fixed sample."""
     shape = model.latent_shape(*FAMILIES[family].size)
     latents = torch.randn(1, *shape, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -41,7 +41,7 @@ def first_forward(model, family):
 
 
 def build_on_rank(folder, family, config, lora, dtype):
-    """The first forward in training, all weights of the base as training sees them, and their dtypes before."""
+    """Build the engine. Return its first forward, all gathered base weights, and the dtypes of the loaded weights."""
     import deepspeed
 
     world, recipe = World.join(), recipe_of(config, lora, dtype)
@@ -58,11 +58,11 @@ def build_on_rank(folder, family, config, lora, dtype):
 
 
 def restored(folder, target, dtype):
-    """A copy of a pipeline folder with the denoisers' files in `dtype`."""
+    """Copy a pipeline folder and convert its denoiser weights to `dtype`."""
     shutil.copytree(folder, target)
     for file in target.glob("transformer*/*.safetensors"):
         tensors = {name: tensor.to(DTYPES[dtype]) for name, tensor in load_file(file).items()}
-        file.unlink()  # it may be a link to the original
+        file.unlink()  # it may be a link to the original file
         save_file(tensors, file, metadata={"format": "pt"})
     return target
 
@@ -78,7 +78,7 @@ def test_shards_of_mapped_files_are_those_of_a_plain_load(case, two_ranks, tiny_
     folder = restored(tiny_pipelines(family), tmp_path / "base", stored)
     model = load(folder, dtype, family)
     mark_frozen_layers(model, recipe_of(config, lora, dtype))
-    for parameter in model.denoiser.parameters():  # training has no exceptions from its dtype
+    for parameter in model.denoiser.parameters():  # in training, all weights have the same dtype
         parameter.data = parameter.data.to(DTYPES[dtype])
     weights, forward = dict(model.denoiser.named_parameters()), first_forward(model, family)
     for rank in two_ranks.run(build_on_rank, folder=str(folder), family=family, config=config, lora=lora, dtype=dtype):

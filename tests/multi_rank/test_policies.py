@@ -1,14 +1,12 @@
-"""Copies of the weights: exact averages, exact swaps, whole tensors from shards."""
+"""Policy copies: exact EMA, exact swaps of weights, full tensors gathered from shards."""
 
 import pytest
 import torch
 
-import wfm_ds.engine.policies
 from multi_rank.training import build, follow, full_tensors, plain_step, predict, small_sd3, zero3_with_threshold
 from wfm_ds.engine.optimizer import ema_decay
 
 STAGES = pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-LORA = pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 SOME = pytest.mark.parametrize(
     ("stage", "dtype", "lora"),
     [
@@ -24,7 +22,7 @@ SOME = pytest.mark.parametrize(
 
 
 def follow_gathered_masters(config, lora, dtype, every):
-    """Return whether the engine's average equals one over gathered masters (rank 0), and the names each rank saw."""
+    """Compare the engine's EMA with an EMA over gathered master weights (rank 0). Return also each rank's names."""
     sections = {"model": {"dtype": dtype}, "ema": {"decay": 0.25, "every": every}}
     engine = build(config, lora=lora, policies={"ema"}, accumulation=1, **sections)
     names = [name for name, _ in engine.iter_full_tensors("ema")]
@@ -32,7 +30,7 @@ def follow_gathered_masters(config, lora, dtype, every):
     for step in range(3):
         plain_step(engine, step, getattr(torch, dtype))
         engine.update_ema()
-        engine.update_ema()  # once an update, however often it is called
+        engine.update_ema()  # a second call per update must not change the EMA
         theta, decay = full_tensors(engine, "train"), ema_decay(0.25, step + 1)
         if (step + 1) % every == 0 and theta:
             torch._foreach_lerp_(list(average.values()), list(theta.values()), 1 - decay)
@@ -69,13 +67,13 @@ def test_full_tensors_before_training_are_the_module_s_own(two_ranks, stage):
 @STAGES
 def test_lora_tensors_have_no_adapter_name_and_start_at_zero_effect(two_ranks, stage):
     got, _ = two_ranks.run(whole_tensors, config=stage, lora=True)
-    assert len(got) == 2 * 9  # A and B of to_q, to_v, to_out.0 in two attentions of block 0 and one of block 1
+    assert len(got) == 2 * 9  # A and B of to_q, to_v, to_out.0, in two attentions of block 0 and one of block 1
     assert got["transformer_blocks.0.attn.to_q.lora_A.weight"].shape == (4, 32)
     assert all(bool((tensor == 0).all()) == ("lora_B" in name) for name, tensor in got.items())
 
 
 def refusals_of(attempts, kind):
-    """Messages of those attempts that raised this kind of error."""
+    """Run all attempts and return the messages of the errors of type `kind`."""
     messages = []
     for attempt in attempts:
         try:
@@ -90,7 +88,7 @@ def trainable_names(engine):
 
 
 def swap_and_return(config, lora, dtype):
-    """Compare what a swap must leave as it was, bit by bit on this rank; and what is refused inside one."""
+    """Swap every policy in and out. Return bitwise comparisons of this rank's state, and the errors inside a swap."""
     kind = getattr(torch, dtype)
     engine = build(config, lora=lora, accumulation=1, model={"dtype": dtype})
     follow(engine, plain_step(engine, 0, kind))
@@ -136,14 +134,14 @@ def test_swap_leaves_no_trace_and_nothing_trains_inside(two_ranks, stage, dtype,
 
 
 def merge_and_return(config, dtype):
-    """Differences of merged predictions from those of the policies themselves; and what a merge must leave alone."""
+    """Merge every policy's adapter. Return the errors of merged predictions, and whether parameters stayed equal."""
     kind = getattr(torch, dtype)
     engine = build(config, lora=True, accumulation=1, model={"dtype": dtype})
     follow(engine, plain_step(engine, 0, kind))
     policies = ("train", *sorted(engine.policies))
     for policy in policies:
         with engine.use_policy(policy):
-            pass  # its adapter is written when it is asked for
+            pass  # writes the adapter, which the engine does lazily
     before, trainable, found = [p.clone() for p in engine.module.parameters()], trainable_names(engine), {}
     for policy in policies:
         with engine.use_policy(policy), torch.no_grad():
@@ -168,7 +166,7 @@ def test_merged_policies_predict_alike_and_leave_no_trace(two_ranks, stage, dtyp
 
 
 def writes_of_an_average(config):
-    """Whether the adapter of the average changed, by the optimizer steps without a look at it and in a look."""
+    """Return whether the EMA adapter changed after optimizer steps alone, and after use_policy("ema")."""
     engine = build(config, lora=True, policies={"ema"}, accumulation=1)
     adapter = [parameter for name, parameter in engine.module.named_parameters() if ".ema." in name]
     start = [parameter.detach().clone() for parameter in adapter]
@@ -197,8 +195,10 @@ OF_REWARDS = {
 
 
 def replay_and_train(config, lora):
-    """Recordings after forwards outside of and inside `replayed`, before and after an optimizer step; whether those
-    inside predict what the others do; and whether they see the step."""
+    """Run forwards outside and inside replay_graphs, before and after an optimizer step.
+
+    Return the numbers of recordings, whether replays equal plain forwards, and whether replays change with the weights.
+    """
     engine = build(config, lora=lora, policies={"old"}, accumulation=1, **OF_REWARDS)
     recordings, equal, outputs = [], [], []
     for step in range(2):
@@ -223,13 +223,11 @@ def test_replays_see_the_weights_that_the_engine_changes_in_place(two_ranks, sta
         assert all(moved)
 
 
-def swap_after_step(config, refresh):
-    """The output of ref directly after a step, and that of the module before any."""
+def swap_after_step(config):
+    """Return the output of the initial module, and the output of ref directly after a step."""
     engine = build(config, lora=False, accumulation=1)
     with torch.no_grad():
         initial = predict(engine.forward_module, range(3))
-    if not refresh:
-        wfm_ds.engine.policies.refresh_gathered_weights = lambda parameters: None
     plain_step(engine, 0)
     with engine.use_policy("ref"):
         return {"initial": initial, "ref": predict(engine.forward_module, range(3))}
@@ -237,19 +235,12 @@ def swap_after_step(config, refresh):
 
 def test_swap_directly_after_a_step_shows_the_initial_weights(two_ranks, tmp_path):
     config = str(zero3_with_threshold(tmp_path, 100_000))
-    for part in two_ranks.run(swap_after_step, config=config, refresh=True):
+    for part in two_ranks.run(swap_after_step, config=config):
         assert torch.equal(part["ref"], part["initial"])
 
 
-def test_without_refresh_gathered_parameters_would_show_old_weights(two_ranks, tmp_path):
-    config = str(zero3_with_threshold(tmp_path, 100_000))
-    for part in two_ranks.run(swap_after_step, config=config, refresh=False):
-        assert float((part["ref"] - part["initial"]).abs().max()) > 1e-3
-    two_ranks.stop()  # their refresh_gathered is gone; the next run starts others
-
-
 def copy_policies(config, lora):
-    """Decay 0 copies, decay .5 goes half the way; unknown names are refused."""
+    """Update old with decay 0.5 and 0. Compare with the expected weights, and return errors for unknown policies."""
     engine = build(config, lora=lora, policies={"old"}, accumulation=1)
     first = full_tensors(engine, "old")
     plain_step(engine, 0)

@@ -1,4 +1,4 @@
-"""Two steps of each shipped recipe with --tiny, and of each algorithm on each family."""
+"""Train two steps of each shipped recipe with --tiny, and of each algorithm on each model family."""
 
 import json
 import re
@@ -13,15 +13,14 @@ from each_case import check_each
 from families import CASES
 from multi_rank.exports import assert_all_steps_taken, assert_draws, assert_loads, assert_trained
 from multi_rank.resuming import train_on_rank
+from shipped import SHIPPED
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.models.registry import get_tiny_folder
 from wfm_ds.models.tiny import FAMILIES
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.recipe import shipped_recipes
 from wfm_ds.recipe.run_sizes import derive_run_sizes
-from wfm_ds.recipe.shipped_recipes import list_recipe_names
 
 
 def is_sharded(engine):
@@ -30,11 +29,19 @@ def is_sharded(engine):
 
 TESTS = Path(__file__).parent.parent
 COLORS = TESTS.parent / "recipes" / "prompts" / "colors"
-SHIPPED = {name: recipe_file.load_recipe(shipped_recipes.require_recipe(name)) for name in list_recipe_names()}
-OFTEN = ("cp_nft", "sd3_image_sft_lora", "wan22_i2v_flow_grpo")  # also in the default tier
+OFTEN = ("cp_nft", "sd3_image_sft_lora", "wan22_i2v_flow_grpo")  # these also run in the default tier
 SHARDED = [name for name, recipe in SHIPPED.items() if is_sharded(recipe.engine)]
-# Kinds of runs that no shipped recipe has.
-OTHERS = ("sana_wm_flow_grpo", "sana_wm_sft", "sd3_ddrl", "sd3_dgpo", "wan22_ti2v_flow_grpo", "wan21_video_sft")
+# Kinds of runs without a shipped recipe.
+OTHERS = (
+    "sana_wm_flow_grpo",
+    "sana_wm_sft",
+    "sd3_ddrl",
+    "sd3_dgpo",
+    "sd3_dmd2",
+    "sd3_opd",
+    "wan22_ti2v_flow_grpo",
+    "wan21_video_sft",
+)
 SHORT = [
     "run.steps=2",
     "sampling.eval_steps=1",
@@ -43,42 +50,42 @@ SHORT = [
     "validation.num_prompts=1",
     "logging.console=false",
 ]
-# algorithm: the recipe in tests/recipes whose settings it has on every family. AWM and RAM are nft with another loss.
+# {algorithm: recipe in tests/recipes for every family}. AWM and RAM are omitted: only their loss differs from NFT.
 BASE = {"sft": "wan_sft_lora", "dpo": "sd3_dpo", "nft": "sd3_nft", "flow_grpo": "sd3_flow_grpo", "ddrl": "sd3_ddrl"}
 PAIRED = {"sft", "ddrl"}
-# Every family with every algorithm; all weights and adapters take turns, so that each meets every family and algorithm.
+# Every family trains with every algorithm. SFT and NFT alternate between full weights and LoRA from family to family.
 ADAPTERS = [(algorithm, "lora") for algorithm in ("flow_grpo", "ddrl", "dpo")]
 KINDS = [
     [("sft", "full"), ("nft", "lora"), *ADAPTERS],
     [("sft", "lora"), ("nft", "full"), *ADAPTERS],
 ]
-# Their recipes train adapters by NFT and Flow-GRPO: the matrix adds all weights, and the pictures of SFT.
+# Shipped recipes cover LoRA with NFT and Flow-GRPO; the matrix adds full SFT and its samples.
 FEW = {name: [("sft", "full")] for name in ("flux2", "qwen_image", "z_image")}
-FEW |= {"flux2_dev": []}  # all but its guidance and text is flux2's
-FEW |= {"digits": [], "moving": [], "world": []}  # the quickstarts' are an SD3, a Wan 2.1 and a Cosmos3
-FEW |= {"wan21_i2v": [], "wan22_i2v": []}  # prompts alone are not enough for them; their recipes train them
-FEW |= {"sana_wm": []}  # is told a camera, which the media of the matrix do not have: its recipes are of all kinds
+FEW |= {"flux2_dev": []}  # differs from flux2 only in guidance and text encoder
+FEW |= {"digits": [], "moving": [], "world": []}  # the quickstart models are an SD3, a Wan 2.1 and a Cosmos3
+FEW |= {"wan21_i2v": [], "wan22_i2v": []}  # need conditioning images; shipped recipes train them
+FEW |= {"sana_wm": []}  # needs cameras, which the matrix data lack; it has its own recipes
 MATRIX = [(*kind, family) for i, family in enumerate(FAMILIES) for kind in FEW.get(family, KINDS[i % 2])]
-EVAL_STEPS = 3  # noise levels of both experts of Wan 2.2
+EVAL_STEPS = 3  # reaches both experts of Wan 2.2
 SMALL_GROUPS = ["rollout.group_size=2", "reward.functions=[{name: jpeg_compressibility}]"]
 CHANGES = {
     "sft": ["sampling.guidance_scale=1", f"sampling.eval_steps={EVAL_STEPS}", "logging.num_samples=1"],
     "dpo": [],
     "nft": SMALL_GROUPS,
     "flow_grpo": SMALL_GROUPS,
-    "ddrl": [*SMALL_GROUPS, "algorithm.train_on=[0, 1, 2, 3]"],  # noise levels of both experts of Wan 2.2
+    "ddrl": [*SMALL_GROUPS, "algorithm.train_on=[0, 1, 2, 3]"],  # reaches both experts of Wan 2.2
 }
 
 
 def train_and_keep_pictures(recipe, overrides, kept):
-    """... and write the last picture or frames that were drawn to the file `kept`, before they are compressed."""
+    """Train, and save the last generated image or video to the file `kept`, before compression."""
     from wfm_ds.models.sampler import PendingPixels
 
     wait = PendingPixels.wait
 
     def keep(self):
         pictures, finite = wait(self)
-        if len(pictures):  # a rank of a replica decodes its share, which may be none
+        if len(pictures):  # a rank of a replica may have no samples to decode
             np.save(kept, pictures[-1])
         return pictures, finite
 
@@ -91,7 +98,7 @@ def train_and_keep_pictures(recipe, overrides, kept):
 
 @pytest.fixture(scope="module")
 def media(tmp_path_factory):
-    """{data.path in a recipe: a folder with what it is about}"""
+    """Return {data.path in a recipe: folder with such data}."""
     from wfm_ds.demos.actions_data import write_clip as write_brightness_clip
     from wfm_ds.demos.digits_data import write_digits
     from wfm_ds.demos.room_data import write_room
@@ -104,7 +111,7 @@ def media(tmp_path_factory):
         write_brightness_clip(folder / "brightness", i, wrong=0.0)
     (folder / "clips").mkdir()
     for i in range(3):
-        # Of a pair of equal clips DPO would learn nothing.
+        # The clips must differ: DPO learns nothing from a pair of equal clips.
         pictures = np.random.default_rng(i).integers(0, 256, (40, 8, 8, 3), np.uint8).repeat(8, 1).repeat(8, 2)
         write_clip(folder / "clips" / f"{i}.mp4", size=(64, 64), pictures=pictures)
         (folder / "clips" / f"{i}.json").write_text(json.dumps({"prompt": f"fade number {i}"}))
@@ -120,7 +127,7 @@ def media(tmp_path_factory):
 
 
 def clip_pairs(folder):
-    """A table of pairs of the clips."""
+    """Write a table of clip pairs."""
     names = [f"clips/{i}.mp4" for i in range(3)]
     pairs = [(a, b) for a in names for b in names if a != b]
     lines = [json.dumps({"prompt": f"fade {a}", "chosen": a, "rejected": b}) for a, b in pairs]
@@ -130,8 +137,10 @@ def clip_pairs(folder):
 
 @pytest.fixture
 def run(one_rank, two_ranks, tiny_pipelines, media, tmp_path):
-    """Runs a tiny recipe briefly, on this family's pipeline unless the recipe's own; (its export, pipeline, family).
-    On the fewest ranks that it takes: one replica."""
+    """Return a function that trains a recipe for two steps on one replica, and returns (export, pipeline, family).
+
+    Without `family` it uses the recipe's own family.
+    """
 
     def run(path, *overrides, family=None, data=None):
         recipe = recipe_file.load_recipe(path, overrides)
@@ -146,16 +155,15 @@ def run(one_rank, two_ranks, tiny_pipelines, media, tmp_path):
         kept = str(tmp_path / "pictures.npy")
         outcome = ranks.run(train_and_keep_pictures, recipe=str(path), overrides=words, kept=kept)[0]
         assert (outcome["status"], outcome["step"]) == ("finished", 2)
-        assert_all_steps_taken(
-            tmp_path / "out", derive_run_sizes(recipe_file.load_recipe(path, words), ranks.num_ranks).total_updates
-        )
+        sizes = derive_run_sizes(recipe_file.load_recipe(path, words), ranks.num_ranks)
+        assert_all_steps_taken(tmp_path / "out", 2 * sizes.updates_per_step)
         return tmp_path / "out" / "safetensors" / "step_2", tiny_pipelines(family), family
 
     return run
 
 
 def train_tiny_on_rank(name, overrides):
-    """One rank's part of `wfm_ds.train NAME --tiny`; {key: what the caller must know of the recipe}."""
+    """Run `wfm_ds.train NAME --tiny` on this rank. Return its outcome, model path and number of updates."""
     from wfm_ds import train
     from wfm_ds.demos.tiny_data import load_tiny_recipe
     from wfm_ds.distributed.lifecycle import StopFlag
@@ -167,12 +175,12 @@ def train_tiny_on_rank(name, overrides):
     outcome, _ = train.prepare_and_train(recipe, world, StopFlag(), RunShutdown(world))
     return {
         **{"status": outcome.status, "step": outcome.step, "model": recipe.model.path},
-        "updates": derive_run_sizes(recipe, world.size).total_updates,
+        "updates": recipe.run.steps * derive_run_sizes(recipe, world.size).updates_per_step,
     }
 
 
 def assert_tiny_trains(ranks, name, out):
-    """Two steps, whose export plain diffusers or transformers loads."""
+    """Assert that a recipe trains two steps with --tiny, and that plain diffusers or transformers loads the export."""
     words = [f"run.output_dir={out}", "optimizer.lr=1e-3", "optimizer.warmup_steps=0", "logging.console=false"]
     outcome = ranks.run(train_tiny_on_rank, name=name, overrides=words)[0]
     assert (outcome["status"], outcome["step"]) == ("finished", 2)
@@ -185,14 +193,17 @@ def assert_tiny_trains(ranks, name, out):
         return
     assert_all_steps_taken(out, outcome["updates"])
     failures = re.findall(r'"reward/[^"]*/failed": ([^,}]*)', (out / "metrics.jsonl").read_text())
-    assert set(map(float, failures)) == ({0.0} if SHIPPED[name].is_rl else set())
+    assert set(map(float, failures)) == ({0.0} if SHIPPED[name].uses_rewards else set())
     assert_trained(export, base, family, more_than=0)
     assert_loads(export, base, family)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.unit) if name in OFTEN else name for name in SHIPPED]
-)
+def choose_tier(name):
+    """Return the marks of a run on one rank. Sharded recipes run on two ranks more often."""
+    return [pytest.mark.unit] if name in OFTEN else [pytest.mark.long] if name in SHARDED else []
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=choose_tier(name)) for name in SHIPPED])
 def test_a_shipped_recipe_trains_with_tiny_and_its_export_loads(name, one_rank, tmp_path):
     assert_tiny_trains(one_rank, name, tmp_path / "out")
 
@@ -204,7 +215,8 @@ def test_a_recipe_that_shards_its_model_or_samples_trains_with_tiny_on_two_ranks
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_kinds_of_runs_train_and_their_exports_load(name, run):
-    result = run(TESTS / "recipes" / f"{name}.yaml")
+    student = ["sampling.eval_steps=4"] if name == "sd3_dmd2" else []  # dmd2 evaluates at the steps of its rollouts
+    result = run(TESTS / "recipes" / f"{name}.yaml", *student)
     assert_trained(*result, more_than=0)
     assert_loads(*result)
 
@@ -224,7 +236,7 @@ def test_each_algorithm_trains_each_family_and_sft_exports_draw_its_pictures(
         "optimizer.lr=1e-2",
         "optimizer.weight_decay=0",
         "ema=null",
-        "sampling.eval_solver=ode",  # what the stock pipeline is made to draw with, too
+        "sampling.eval_solver=ode",  # the plain diffusers pipeline uses the same solver
         *CHANGES[algorithm],
     ]
     data = None

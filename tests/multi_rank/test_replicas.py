@@ -1,4 +1,4 @@
-"""Ranks in replicas: who is who, what a leader shares, and sums that count a replica's work once."""
+"""Replicas of several ranks: rank numbering, broadcasts from leaders, and sums with one contribution per replica."""
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ def collectives(sp):
     own = np.full((2, 1), world.rank, np.uint8)
     num_begun = LIVENESS.num_started
     shared = world.broadcast_in_replica({"rank": world.rank})
-    assert LIVENESS.num_started == num_begun  # replicas share differently often, and the numbers are compared
+    assert LIVENESS.num_started == num_begun  # compared across ranks; replicas may broadcast unequally often
     return {
         "replica_sums": world.sum_over_replicas({"work": 10.0**world.rank})["work"],
         "sums": world.sum_over_ranks({"shards": 10.0**world.rank})["shards"],
@@ -33,7 +33,7 @@ def collectives(sp):
 
 
 def failing_leader(sp, rank):
-    """What each rank gets of an error on one of them."""
+    """Raise an error on one rank, and return the message that this rank gets."""
     world = World.join().with_replicas(sp)
 
     def read():
@@ -87,7 +87,7 @@ def test_a_leader_shares_and_counts_for_its_replica(two_ranks):
 
 def test_an_error_of_a_leader_is_every_ranks(two_ranks):
     assert two_ranks.run(failing_leader, sp=2, rank=0) == ["UserError: rank 0 cannot read"] * 2
-    assert two_ranks.run(failing_leader, sp=2, rank=1) == [0, None]  # rank 1 does not read
+    assert two_ranks.run(failing_leader, sp=2, rank=1) == [0, None]  # rank 1 is not a leader and does not call read()
 
 
 def test_replicas_must_come_out_even(two_ranks):
@@ -103,7 +103,7 @@ def uneven():
 
 
 def guarded(sp, apart):
-    """The message of the guard on ranks whose inputs differ by `apart` in the last bits."""
+    """Return the guard's error message if inputs differ between ranks by `apart` units in the last place."""
     world = World.join().with_replicas(sp)
     guard = RankGuard(world)
     latents = torch.ones(2, 3) + (2**-23 * apart if world.rank else 0)
@@ -117,6 +117,6 @@ def guarded(sp, apart):
 
 def test_the_guard_compares_the_inputs_of_a_replica(two_ranks):
     assert two_ranks.run(guarded, sp=2, apart=0) == ["agreed"] * 2
-    assert two_ranks.run(guarded, sp=1, apart=1) == ["agreed"] * 2  # two replicas, two samples
+    assert two_ranks.run(guarded, sp=1, apart=1) == ["agreed"] * 2  # inputs may differ between replicas
     for message in two_ranks.run(guarded, sp=2, apart=1):
         assert message.startswith("forward pass 1 ('train', True): the ranks of the replicas [0] hold different inputs")

@@ -1,4 +1,4 @@
-"""Runs that are stopped and continued by the same recipe are, bit by bit, runs that were never stopped."""
+"""Resumed runs equal uninterrupted runs bit for bit."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from wfm_ds.export.target import ExportTarget
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory):
-    """Every tenth image is broken: what is known of them belongs to a checkpoint."""
+    """Digits with every tenth image corrupt, because checkpoints must contain the counts of bad files."""
     folder = tmp_path_factory.mktemp("digits")
     write_digits(folder)
     for image in sorted((folder / "images").glob("*.png"))[::10]:
@@ -44,7 +44,7 @@ def test_a_stopped_and_continued_run_equals_one_that_was_never_stopped(
     if case.startswith("sft"):
         steps = [record for record in records(whole) if "sft/loss" in record]
         broken = [sum(value for tag, value in step.items() if tag.startswith("data/bad/")) for step in steps]
-        assert 0 < broken[1] < broken[3]  # counters never begin anew
+        assert 0 < broken[1] < broken[3]  # counters are cumulative
     for result in two_ranks.run(train_on_rank, **settings(case, parts, **sources), stop_at=stop_at):
         assert (result["status"], result["step"]) == ("preempted", stop_at)
     assert json.loads((parts / "result.json").read_text())["status"] == "preempted"
@@ -59,10 +59,10 @@ def test_a_run_begins_in_a_new_folder_from_a_checkpoint_at_the_interval(two_rank
     sources = {"model": tiny_pipelines("sd3"), "digits": digits}
     saving = ["checkpoint.every=3", "checkpoint.keep=5"]
     two_ranks.run(train_on_rank, **settings("sft lora zero2", whole, **sources, changes=saving), save_at=1)
-    # Asked for, at the interval, and the last step.
+    # Step 1 was requested by SIGUSR1, step 3 is due to checkpoint.every, and step 4 is the last.
     assert names(whole / "checkpoints") == ["LATEST", "step_1", "step_3", "step_4"]
     begin = settings("sft lora zero2", branch, **sources, changes=[f"run.resume={whole / 'checkpoints' / 'step_3'}"])
-    two_ranks.run(train_on_rank, **begin, stop_at=0)  # asked to stop before its first step: saved all the same
+    two_ranks.run(train_on_rank, **begin, stop_at=0)  # a stop before the first step also saves a checkpoint
     assert names(branch / "checkpoints") == ["LATEST", "step_3"]
     two_ranks.run(train_on_rank, **begin)
     before = next(i for i, record in enumerate(records(whole)) if record["step"] == 4)
@@ -83,7 +83,7 @@ def test_a_run_begins_in_a_new_folder_from_a_checkpoint_at_the_interval(two_rank
 def test_other_ranks_and_another_zero_stage_continue_a_run(
     case, alone, one_rank, two_ranks, tiny_pipelines, digits, tmp_path
 ):
-    """Two ranks, then one that cuts the states otherwise, then two again."""
+    """Train on two ranks, resume on one rank with another sharding, then resume on two ranks."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     sources = {"model": tiny_pipelines("sd3"), "digits": digits}
     smooth = ["optimizer.eps=1e-4", "model.dtype=float32"]
@@ -95,7 +95,7 @@ def test_other_ranks_and_another_zero_stage_continue_a_run(
 
 
 def state_read_back(folder, damage):
-    """The message of what `read_state` raises: of a file that was damaged, or for an engine that is cut otherwise."""
+    """Return the error of `restore_state` for a corrupt file, or for an engine with other LoRA targets."""
     engine, folder = build("zero2", lora=True), Path(folder)
     if engine.world.is_main:
         folder.mkdir()
@@ -115,7 +115,7 @@ def state_read_back(folder, damage):
 
 
 def reference_read_back(folder):
-    """What a checkpoint of a full run names, and whether a new engine's policies are those that it was taken of."""
+    """Save a full run and restore it. Return the saved states, whether the policies are equal, and the distances."""
     engine, folder = build("zero2", lora=False, policies={"old", "ref"}), Path(folder)
     for step in range(2):
         engine.update_policy("old", 0.0)

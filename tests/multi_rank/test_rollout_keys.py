@@ -1,4 +1,4 @@
-"""Whole runs with the keys that make rollouts cheaper: the runs without them, to the bit where nothing is rounded."""
+"""Whole runs with cheaper rollouts (CUDA graphs, merged LoRA, joint guidance) equal runs without these options."""
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ pytestmark = pytest.mark.slow
 
 COMMON = ["run.steps=2", "logging.console=false", "validation.at_start=false", "optimizer.eps=1e-4"]
 GRAPH, MERGED, JOINT = "rollout.cuda_graph=true", "rollout.merge_lora=true", "sampling.guidance_batch=joint"
-OLD = "algorithm.old_decay={initial: 0.6, slope: 0, max: 0.6}"  # so that old differs from the trained policy
-GUIDED = ["sampling.guidance_scale=2", "engine.max_forward_batch=6"]  # a rollout of 6 and one of 2, which may be joint
+OLD = "algorithm.old_decay={initial: 0.6, slope: 0, max: 0.6}"  # makes the old policy differ from the trained policy
+GUIDED = ["sampling.guidance_scale=2", "engine.max_forward_batch=6"]  # batches of 6 and 2; only the 2 can be joint
 
 
 @pytest.fixture
 def train(one_rank, two_ranks, tiny_pipelines, tmp_path):
-    """Runs a tiny recipe into tmp_path/where."""
+    """Return a function that trains a tiny recipe into tmp_path/where."""
 
     def run(where, name, *overrides, ranks=1, family="sd3"):
         recipe = tiny_recipe(name, tmp_path / where, tiny_pipelines(family), *COMMON, *overrides)
@@ -37,7 +37,7 @@ def train(one_rank, two_ranks, tiny_pipelines, tmp_path):
     ids=["lora", "merged", "full", "grpo"],
 )
 def test_replayed_rollouts_are_the_rollouts_bit_for_bit(name, overrides, train):
-    """The weights change between the steps, and what was recorded in the first one sees it."""
+    """The weights change between the steps. Graphs recorded in the first step must use the new weights."""
     plain, replayed = train("plain", name, *overrides), train("replayed", name, *overrides, GRAPH)
     assert records(replayed) == records(plain)
     expected, got = exported(plain), exported(replayed)

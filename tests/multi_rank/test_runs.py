@@ -1,5 +1,4 @@
-"""Whole runs, rollouts and rewards included, on two ranks against the same recipe on one: what the ranks share out is
-the work, not the result."""
+"""Whole runs with rollouts and rewards on two ranks get the same result as the same recipe on one rank."""
 
 import json
 from pathlib import Path
@@ -13,9 +12,9 @@ from multi_rank.resuming import tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
 
 ROOT = Path(__file__).parent.parent.parent
-# AdamW's first steps divide by the gradient's size: a larger eps keeps rounding errors of tiny gradients small.
+# AdamW's first steps divide by the gradient's size. A larger eps limits the effect of rounding errors.
 COMMON = ["optimizer.eps=1e-4", "optimizer.lr=3e-2", "run.steps=3", "logging.console=false"]
-OLD = "algorithm.old_decay={initial: 0.6, slope: 0, max: 0.6}"  # so that old differs from the trained policy
+OLD = "algorithm.old_decay={initial: 0.6, slope: 0, max: 0.6}"  # makes the old policy differ from the trained policy
 NFT = {
     "lora zero2": ["engine.deepspeed=zero2", "lora={rank: 4, alpha: 8}"],
     "lora zero3": ["engine.deepspeed=zero3", "lora={rank: 4, alpha: 8}"],
@@ -51,8 +50,10 @@ NOISED = {
 
 @pytest.fixture
 def both(one_rank, two_ranks, tiny_pipelines, tmp_path):
-    """Runs a tiny recipe with these overrides on one rank into tmp_path/one and on two into tmp_path/two, and checks
-    that both do the forwards which the recipe asks for, step by step, unless samples may drop out."""
+    """Return a function that trains a tiny recipe on one rank into tmp_path/one, and on two into tmp_path/two.
+
+    If all samples train, it also compares the forwards of each step with the prediction.
+    """
 
     def run(name, *overrides, all_train=True):
         for ranks, where in ((one_rank, "one"), (two_ranks, "two")):
@@ -69,8 +70,8 @@ def both(one_rank, two_ranks, tiny_pipelines, tmp_path):
 def test_nft_on_two_ranks_is_nft_on_one(case, both, tmp_path):
     both("sd3_nft", "engine.guard=true", OLD, *NFT[case])
     steps = [r for r in records(tmp_path / "one") if "loss/total" in r]
-    assert steps[0]["nft/old_deviation"] == 0.0  # equal policies predict equal bits
-    # All policies differ, so that equality says something.
+    assert steps[0]["nft/old_deviation"] == 0.0  # equal policies give bitwise equal predictions
+    # All policies differ; otherwise equal metrics would prove little.
     assert min(steps[-1][tag] for tag in ("kl/ref", "nft/old_deviation", "nft/old_ref_deviation")) > 1e-5
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
@@ -107,7 +108,7 @@ def test_other_losses_on_noised_rollouts_are_the_same_on_two_ranks(case, both, t
 
 
 def test_each_expert_gets_as_many_micro_batches_on_every_rank(both, tiny_pipelines, tmp_path):
-    # Each sample trains on three of six noise levels of its own: ranks have unequally many of each expert.
+    # Each sample trains on three of six noise levels, so ranks have unequal numbers of loss terms per expert.
     both(
         "sd3_nft",
         "engine.guard=true",
@@ -165,14 +166,14 @@ def frames_of(path):
 
 
 def drawn_again(run, out, base):
-    """The files that `wfm_ds.cli.generate` makes of a video run's validation, by prompt and seed."""
+    """Regenerate the validation videos with `wfm_ds.cli.generate`. Return the files by prompt and seed."""
     from wfm_ds.cli import generate
 
     prompts = ROOT / "recipes" / "prompts" / "colors" / "train.txt"
-    first = out.with_suffix(".txt")  # the prompts that are validated
+    first = out.with_suffix(".txt")  # the validation prompts
     first.write_text("".join(prompts.read_text().splitlines(keepends=True)[:4]))
     sampling = ["--steps", "2", "--guidance", "2.5", "--frames", "5", "--fps", "8", "--height", "32", "--width", "32"]
-    for seed in ("1000001", "1000002"):  # validation denoises all prompts of a seed at once
+    for seed in ("1000001", "1000002"):  # validation also generates all prompts of a seed as one batch
         lora = run / "safetensors" / "step_3" / "lora"
         where = ["--model", str(base), "--lora", str(lora), "--prompts", str(first), "--out", str(out / seed)]
         assert generate.main([*where, *sampling, "--seeds", seed, "--batch", "4"]) == 0
@@ -182,93 +183,68 @@ def drawn_again(run, out, base):
 
 @pytest.mark.unit
 @pytest.mark.parametrize("scratch", ["pretrained", pytest.param("random", marks=pytest.mark.slow)])
-def test_sft_does_not_depend_on_how_the_global_batch_is_cut(scratch, one_rank, two_ranks, tiny_pipelines, tmp_path):
-    from wfm_ds.demos.digits_data import write_digits
-
-    write_digits(tmp_path / "digits")
-    cuts = {  # 12 images an optimizer step
+def test_sft_does_not_depend_on_how_the_global_batch_is_cut(
+    scratch, one_rank, two_ranks, tiny_pipelines, digits, tmp_path
+):
+    cuts = {  # 12 images per optimizer step
         "one": (one_rank, ["engine.micro_batch_size=4", "engine.gradient_accumulation=3"]),
         "two": (two_ranks, ["engine.micro_batch_size=3", "engine.gradient_accumulation=2"]),
     }
     for name, (ranks, cut) in cuts.items():
-        ranks.run(
-            train_on_rank,
-            recipe=str(ROOT / "tests" / "recipes" / "sd3_sft.yaml"),
-            overrides=[
-                f"run.output_dir={tmp_path / name}",
-                f"model.path={tiny_pipelines('sd3')}",
-                f"model.denoiser_init={scratch}",
-                f"data.path={tmp_path / 'digits' / 'images'}",
-                "algorithm.stratified=true",
-                "validation.holdout=0.01",
-                "validation.num_images=5",
-                "logging.sample_every=1",
-                *COMMON,
-                *cut,
-            ],
-        )
+        words = [
+            f"model.denoiser_init={scratch}",
+            "algorithm.stratified=true",
+            "validation.holdout=0.01",
+            "validation.num_images=5",
+            "logging.sample_every=1",
+            *COMMON,
+            *cut,
+        ]
+        ranks.run(train_on_rank, **tiny_recipe("sd3_sft", tmp_path / name, tiny_pipelines("sd3"), *words, data=digits))
     assert sorted(f.name for f in (tmp_path / "two" / "samples").iterdir()) == [f"step_{n}" for n in range(4)]
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
 def test_broken_images_are_skipped_alike_on_any_number_of_ranks_and_counted(
-    one_rank, two_ranks, tiny_pipelines, tmp_path
+    one_rank, two_ranks, tiny_pipelines, broken_digits, tmp_path
 ):
-    from wfm_ds.demos.digits_data import write_digits
-
-    write_digits(tmp_path / "digits")
-    for name in ("0003", "0200", "0650"):
-        (tmp_path / "digits" / "images" / f"{name}.png").write_bytes(b"not a picture")
     for name, ranks, micro in (("one", one_rank, 150), ("two", two_ranks, 75)):
+        words = [
+            f"engine.micro_batch_size={micro}",
+            "validation.at_start=false",
+            "validation.every=0",
+            "validation.num_images=2",
+            "run.steps=3",  # 900 samples, so that every image is read at least one time
+            "sampling.eval_steps=1",
+            "logging.console=false",
+        ]
         ranks.run(
-            train_on_rank,
-            recipe=str(ROOT / "tests" / "recipes" / "sd3_sft.yaml"),
-            overrides=[
-                f"run.output_dir={tmp_path / name}",
-                f"model.path={tiny_pipelines('sd3')}",
-                f"data.path={tmp_path / 'digits' / 'images'}",
-                f"engine.micro_batch_size={micro}",
-                "validation.at_start=false",
-                "validation.every=0",
-                "validation.num_images=2",
-                "run.steps=3",  # 900 positions: every image at least once
-                "sampling.eval_steps=1",
-                "logging.console=false",
-            ],
+            train_on_rank, **tiny_recipe("sd3_sft", tmp_path / name, tiny_pipelines("sd3"), *words, data=broken_digits)
         )
     assert_same_runs(tmp_path / "one", tmp_path / "two")
     assert [r["data/bad/decode"] for r in records(tmp_path / "two") if "sft/loss" in r][-1] >= 2
 
 
-def test_ddrl_on_two_ranks_is_ddrl_on_one(one_rank, two_ranks, tiny_pipelines, tmp_path):
-    from wfm_ds.demos.digits_data import write_digits
-
-    write_digits(tmp_path / "digits")
-    for name in ("0003", "0200", "0650"):
-        (tmp_path / "digits" / "images" / f"{name}.png").write_bytes(b"not a picture")
+def test_ddrl_on_two_ranks_is_ddrl_on_one(one_rank, two_ranks, tiny_pipelines, broken_digits, tmp_path):
     for name, ranks in (("one", one_rank), ("two", two_ranks)):
+        words = [
+            "data.shuffle=false",  # the third image is corrupt
+            "engine.guard=true",
+            "engine.micro_batch_size=2",
+            "rollout.prompts_per_step=3",  # the second group is split across both ranks
+            "rollout.group_size=2",
+            "algorithm.data_beta=0.5",
+            "algorithm.data_on_first_only=true",
+            "algorithm.kl_beta=0.1",
+            "algorithm.update_ref_every=2",
+            "validation.at_start=false",
+            *COMMON,
+        ]
         ranks.run(
-            train_on_rank,
-            recipe=str(ROOT / "tests" / "recipes" / "sd3_ddrl.yaml"),
-            overrides=[
-                f"run.output_dir={tmp_path / name}",
-                f"model.path={tiny_pipelines('sd3')}",
-                f"data.path={tmp_path / 'digits' / 'images'}",
-                "data.shuffle=false",  # the third image of the data is broken
-                "engine.guard=true",
-                "engine.micro_batch_size=2",
-                "rollout.prompts_per_step=3",  # the second group is on both ranks
-                "rollout.group_size=2",
-                "algorithm.data_beta=0.5",
-                "algorithm.data_on_first_only=true",
-                "algorithm.kl_beta=0.1",
-                "algorithm.update_ref_every=2",
-                "validation.at_start=false",
-                *COMMON,
-            ],
+            train_on_rank, **tiny_recipe("sd3_ddrl", tmp_path / name, tiny_pipelines("sd3"), *words, data=broken_digits)
         )
     steps = [r for r in records(tmp_path / "one") if "loss/total" in r]
-    assert steps[0]["loss/kl"] < 1e-12 < 1e-6 < steps[1]["loss/kl"]  # the reference is what the run began with
-    assert steps[2]["loss/kl"] == 0  # and has moved to the second step's
+    assert steps[0]["loss/kl"] < 1e-12 < 1e-6 < steps[1]["loss/kl"]  # the reference is the initial model
+    assert steps[2]["loss/kl"] == 0  # the reference was updated to the weights of the second step
     assert [r["data/bad/decode"] for r in steps] == [1, 1, 1]
     assert_same_runs(tmp_path / "one", tmp_path / "two")

@@ -1,35 +1,19 @@
-"""Whole runs on two ranks that share the tokens of every sample, against the same recipes on one rank."""
-
-from pathlib import Path
+"""Whole runs with sequence parallelism on two ranks equal the same recipes on one rank."""
 
 import pytest
 
 from forward_counts import counted, predicted
-from multi_rank.resuming import settings, train_on_rank
+from multi_rank.resuming import settings, tiny_recipe, train_on_rank
 from multi_rank.same_runs import assert_same_runs, records
 
-ROOT = Path(__file__).parent.parent.parent
-RECIPES = ROOT / "tests" / "recipes"
-# AdamW's first steps divide by the gradient's size: a larger eps keeps rounding errors of tiny gradients small.
+# AdamW's first steps divide by the gradient's size. A larger eps limits the effect of rounding errors.
 COMMON = ["optimizer.eps=1e-4", "optimizer.lr=3e-2", "logging.console=false", "engine.guard=true"]
 SHARED = "engine.sequence_parallel=2"
 NFT = ["run.steps=4", "algorithm.old_decay={initial: 0.6, slope: 0, max: 0.6}"]
 
 
-@pytest.fixture(scope="module")
-def digits(tmp_path_factory):
-    """With broken images, which have substitutes."""
-    from wfm_ds.demos.digits_data import write_digits
-
-    folder = tmp_path_factory.mktemp("digits")
-    write_digits(folder)
-    for name in ("0003", "0200", "0650"):
-        (folder / "images" / f"{name}.png").write_bytes(b"not a picture")
-    return folder / "images"
-
-
 def train_and_count(recipe, overrides):
-    """One rank's part of a run, and how many files it read, batches it submitted and samples it decoded."""
+    """Train on this rank. Return the numbers of files read, batches submitted, and samples decoded and encoded."""
     from wfm_ds.data import batch_reader
     from wfm_ds.models.base import DiffusionModel
     from wfm_ds.rollout.rewards import RewardClient
@@ -64,15 +48,16 @@ def train_and_count(recipe, overrides):
 
 @pytest.fixture
 def both(one_rank, two_ranks, tiny_pipelines, tmp_path):
-    """Runs a recipe on one rank into tmp_path/one and on two that share tokens into tmp_path/two; the counts of all
-    three ranks."""
+    """Return a function that trains a recipe on one rank, and on two ranks with sequence parallelism.
+
+    It compares both runs and returns the counts of all three ranks.
+    """
 
     def run(name, *overrides, family="sd3"):
         counts = []
         for ranks, where, shared in ((one_rank, "one", []), (two_ranks, "two", [SHARED])):
-            words = [f"run.output_dir={tmp_path / where}", f"model.path={tiny_pipelines(family)}"]
-            words += [*COMMON, *overrides, *shared]
-            counts += ranks.run(train_and_count, recipe=str(RECIPES / f"{name}.yaml"), overrides=words)
+            words = [*COMMON, *overrides, *shared]
+            counts += ranks.run(train_and_count, **tiny_recipe(name, tmp_path / where, tiny_pipelines(family), *words))
         assert_same_runs(tmp_path / "one", tmp_path / "two")
         return counts
 
@@ -80,7 +65,7 @@ def both(one_rank, two_ranks, tiny_pipelines, tmp_path):
 
 
 def assert_done_once(counts, *keys):
-    """The leader does all but decoding, which the ranks of a replica share."""
+    """Assert that the two ranks together do the work of one. They split decoding; the leader does the rest."""
     alone, leader, follower = counts
     for key in keys:
         assert alone[key] == leader[key] + follower[key] > 0
@@ -97,11 +82,11 @@ def assert_done_once(counts, *keys):
     ids=["lora zero2", "full zero3"],
 )
 def test_nft_with_shared_tokens_is_nft(engine, both, tmp_path):
-    counts = both("sd3_nft", f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}", *NFT, *engine)
+    counts = both("sd3_nft", *NFT, *engine)
     assert_done_once(counts, "submitted", "decoded")
     steps = [r for r in records(tmp_path / "one") if "loss/total" in r]
     assert len(steps) == 4
-    # All policies differ, so that equality says something.
+    # All policies differ; otherwise equal metrics would prove little.
     assert min(steps[-1][tag] for tag in ("kl/ref", "nft/old_deviation", "nft/old_ref_deviation")) > 1e-5
     assert counted(tmp_path / "one") == counted(tmp_path / "two") == predicted(tmp_path / "two", 2)
 
@@ -109,17 +94,17 @@ def test_nft_with_shared_tokens_is_nft(engine, both, tmp_path):
 @pytest.mark.parametrize(("name", "engine"), [("sd3_flow_grpo", []), ("sd3_mix_grpo", ["lora=null"])])
 def test_flow_grpo_with_shared_tokens_is_flow_grpo(name, engine, both, tmp_path):
     common = ["run.steps=2", "optimizer.lr=3e-3", "algorithm.clip_ratio=0.03", "engine.deepspeed=zero3"]
-    counts = both(name, f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}", *common, *engine)
+    counts = both(name, *common, *engine)
     assert_done_once(counts, "submitted", "decoded")
     updates = [r for r in records(tmp_path / "two") if "loss/total" in r]
     assert {r["policy/ratio_max_abs_dev"] for r in updates[::2]} == {0.0}
 
 
-def test_ddrl_with_shared_tokens_is_ddrl(both, digits, tmp_path):
+def test_ddrl_with_shared_tokens_is_ddrl(both, broken_digits, tmp_path):
     counts = both(
         "sd3_ddrl",
-        f"data.path={digits}",
-        "data.shuffle=false",  # the third image of the data is broken
+        f"data.path={broken_digits}",
+        "data.shuffle=false",  # the third image is corrupt
         "run.steps=3",
         "engine.micro_batch_size=2",
         "algorithm.data_beta=0.5",
@@ -129,10 +114,10 @@ def test_ddrl_with_shared_tokens_is_ddrl(both, digits, tmp_path):
     assert [r["data/bad/decode"] for r in records(tmp_path / "two") if "loss/total" in r][-1] == 1
 
 
-def test_sft_with_shared_tokens_is_sft_and_reads_every_sample_once(both, digits, tmp_path):
+def test_sft_with_shared_tokens_is_sft_and_reads_every_sample_once(both, broken_digits, tmp_path):
     counts = both(
         "sd3_sft",
-        f"data.path={digits}",
+        f"data.path={broken_digits}",
         "run.steps=2",
         "data.shuffle=false",
         "engine.gradient_accumulation=2",
@@ -143,11 +128,11 @@ def test_sft_with_shared_tokens_is_sft_and_reads_every_sample_once(both, digits,
     assert [r["data/bad/decode"] for r in records(tmp_path / "two") if "sft/loss" in r][-1] == 1
 
 
-@pytest.mark.parametrize("family", ["wan22", "moving"])  # two experts; three heads
+@pytest.mark.parametrize("family", ["wan22", "moving"])  # a model with two experts, and one with three heads
 def test_videos_with_shared_tokens(family, both):
     counts = both(
         "sd3_nft",
-        *(f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}", "run.steps=2", "engine.micro_batch_size=3"),
+        *("run.steps=2", "engine.micro_batch_size=3"),
         *("sampling.num_frames=5", "sampling.steps=6", "lora={rank: 4, alpha: 8}"),
         family=family,
     )
@@ -155,10 +140,10 @@ def test_videos_with_shared_tokens(family, both):
 
 
 @pytest.mark.parametrize("case", ["sft lora zero2", "nft full zero3"])
-def test_a_run_goes_on_with_tokens_shared_or_whole(case, one_rank, two_ranks, tiny_pipelines, digits, tmp_path):
-    """Two ranks of one replica, then one rank, then two again."""
+def test_a_run_goes_on_with_tokens_shared_or_whole(case, one_rank, two_ranks, tiny_pipelines, broken_digits, tmp_path):
+    """Train on a replica of two ranks, resume on one rank, then resume on two ranks."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    sources = {"model": tiny_pipelines("sd3"), "digits": digits.parent}
+    sources = {"model": tiny_pipelines("sd3"), "digits": broken_digits.parent}
     smooth = ["optimizer.eps=1e-4", "model.dtype=float32"]
     two_ranks.run(train_on_rank, **settings(case, whole, **sources, changes=[*smooth, SHARED]))
     two_ranks.run(train_on_rank, **settings(case, parts, **sources, changes=[*smooth, SHARED]), stop_at=1)

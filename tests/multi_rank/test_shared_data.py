@@ -1,4 +1,4 @@
-"""One rank reads a data set, all have it: the same samples, the same errors, and no file is looked at twice."""
+"""One rank reads a dataset and broadcasts it: all ranks get the same samples and errors. Each file is read one time."""
 
 import dataclasses
 import json
@@ -9,22 +9,21 @@ import pytest
 from wfm_ds.data.broadcast import pack_data, unpack_data
 from wfm_ds.data.datasets import TrainingData
 from wfm_ds.data.samples import LocalFile, Sample
-from wfm_ds.data.tar_index import IndexEntry
-from wfm_ds.data.webdataset import TarMember
+from wfm_ds.data.webdataset import IndexEntry, TarMember
 from wfm_ds.types import Prompt
 
 
 def read_paired(folder, own_kind):
-    """The samples of a paired folder on this rank, and how many captions it read."""
+    """Return the samples of a captioned folder on this rank, and the number of captions that this rank read."""
     from pathlib import Path
 
-    from wfm_ds.data import caption_cache, captioned_folder
+    from wfm_ds.data import captioned_folder
     from wfm_ds.data.broadcast import read_on_main
     from wfm_ds.distributed.world import World
     from wfm_ds.errors import UserError
 
-    read, names = caption_cache.read_regular, []
-    caption_cache.read_regular = lambda path: [names.append(path), read(path)][1]
+    read, names = captioned_folder.read_regular, []
+    captioned_folder.read_regular = lambda path: [names.append(path), read(path)][1]
 
     def scan():
         found = captioned_folder.CaptionedFolder(Path(folder), max_bad_fraction=0.5)
@@ -50,7 +49,7 @@ def read_paired(folder, own_kind):
     except UserError as error:
         return {"error": str(error), "reads": len(names)}
     finally:
-        caption_cache.read_regular = read
+        captioned_folder.read_regular = read
     return {
         "samples": [[s.id, s.media.name, s.prompt.text] for s in data.samples],
         "same": all(prompt is s.prompt for prompt, s in zip(data.prompts, data.samples, strict=True)),

@@ -1,4 +1,4 @@
-"""The ranks of a replica decode each a share of its samples; what the leader gets is what it would decode alone."""
+"""The ranks of a replica split the decoding. The leader gets the same pixels as from decoding alone."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +11,14 @@ from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.rollout.scores import ScoringQueue, decode_in_replica
+from wfm_ds.rollout.rewards import ScoringQueue, decode_in_replica
 from wfm_ds.types import Prompt
 
 
 class Sent:
-    """The rewards' end of a run: what it was sent."""
+    """A reward client that stores the submitted batches."""
+
+    names = ("color",)
 
     def __init__(self):
         self.batches = []
@@ -41,7 +43,7 @@ def drawn(job, count):
 
 
 def decode_together(recipe, folder, count):
-    """On each rank: media, what is finite, how many were decoded here, and the media of one rank alone."""
+    """Return the pixels, finite flags, number of samples decoded here, and the pixels decoded by one rank alone."""
     job, here = job_of(recipe, folder), []
     latents = drawn(job, count)
     with job.model.pipeline.vae.decoder.register_forward_hook(lambda *_: here.append(1)):
@@ -50,7 +52,7 @@ def decode_together(recipe, folder, count):
 
 
 def submit_chunks(recipe, folder, sizes):
-    """On each rank: the batches that were sent, how many were sent after each chunk, and the broken samples."""
+    """Return the submitted batches, their number after each chunk, the non-finite samples, and all pixels."""
     job, sent, after = job_of(recipe, folder), Sent(), []
     latents, submissions, first = drawn(job, sum(sizes)), ScoringQueue(job, sent), 0
     for size in sizes:
@@ -84,7 +86,7 @@ def test_chunks_of_one_wait_until_every_rank_has_a_sample(two_ranks, tiny_pipeli
     (sent, after, broken, alone), (nothing, *_, broken_there, _) = two_ranks.run(
         submit_chunks, recipe=recipe, folder=folder, sizes=[1, 1, 1, 2, 1]
     )
-    assert [ids for ids, _ in sent] == [["s0"], ["s2", "s3", "s4"], ["s5"]]  # s1 is broken
+    assert [ids for ids, _ in sent] == [["s0"], ["s2", "s3", "s4"], ["s5"]]  # s1 is not finite
     assert after == [0, 1, 1, 2, 2]
     assert torch.equal(torch.cat([media for _, media in sent]), alone[[0, 2, 3, 4, 5]])
     assert nothing == []

@@ -1,4 +1,4 @@
-"""Runs that are copied to S3 and continued from there alone; a real server in this process, real ranks in others."""
+"""Runs are uploaded to S3 and resume from there alone. The S3 server runs in this process, the ranks in others."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,6 @@ import pytest
 import s3
 from multi_rank.resuming import STEPS, assert_equal_runs, settings, train_on_rank, weights
 from wfm_ds.checkpoint import remote_store, store
-from wfm_ds.demos.digits_data import write_digits
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.runs.mirror import Mirror
 from wfm_ds.storage import transfer
@@ -17,7 +16,7 @@ from wfm_ds.storage import transfer
 @pytest.fixture
 def server(monkeypatch):
     for name in s3.VARIABLES:
-        monkeypatch.setenv(name, "")  # put back after the test
+        monkeypatch.setenv(name, "")  # monkeypatch restores it after the test
     with s3.s3_server() as (url, _):
         s3.use(url)
         yield url
@@ -31,7 +30,7 @@ def train_stored(url, **arguments):
 
 
 def wait_for_main(refuse):
-    """What `patiently` gives on this rank, while rank 0 takes longer than the others wait for one sign of life."""
+    """Return the result of `run_without_timeout` while rank 0 takes longer than several polls of the other ranks."""
     import threading
 
     from wfm_ds.distributed import world
@@ -68,7 +67,7 @@ def test_all_ranks_wait_for_what_rank_0_does_alone(two_ranks):
 
 
 def local_files(folder):
-    """What is copied of a run: not the rewards' log, nothing hidden, and no lists that COMPLETE has taken up."""
+    """Return the files of a run that are uploaded: no reward logs, hidden files, LATEST, or .ok files."""
     files = [f for f in folder.rglob("*") if f.is_file() and f.relative_to(folder).parts[0] != "reward"]
     names = {f.relative_to(folder).as_posix(): f for f in files}
     return {name: f for name, f in names.items() if not name.startswith(".") and not name.endswith(("LATEST", ".ok"))}
@@ -79,10 +78,9 @@ def stored_bytes(address, name, size, folder):
     return (folder / "back").read_bytes()
 
 
-def test_a_run_is_copied_and_continues_from_s3_alone(server, two_ranks, tiny_pipelines, tmp_path):
+def test_a_run_is_copied_and_continues_from_s3_alone(server, two_ranks, tiny_pipelines, digits, tmp_path):
     whole, first, second, third = (tmp_path / name for name in ("whole", "first", "second", "third"))
-    write_digits(tmp_path / "digits")
-    case = {"case": "sft lora zero2", "model": tiny_pipelines("sd3"), "digits": tmp_path / "digits"}
+    case = {"case": "sft lora zero2", "model": tiny_pipelines("sd3"), "digits": digits.parent}
     address = f"s3://{s3.BUCKET}/runs/digits"
     storage = [f"checkpoint.storage={address}/", "checkpoint.every=1", "checkpoint.keep=2"]
     two_ranks.run(train_on_rank, **settings(folder=whole, **case))
@@ -98,7 +96,7 @@ def test_a_run_is_copied_and_continues_from_s3_alone(server, two_ranks, tiny_pip
     here = {name: file for name, file in local_files(first).items() if name.startswith(same)}
     assert here.keys() == {name for name in stored if name.startswith(same)}
     for name, file in here.items():
-        if not name.endswith("COMPLETE"):  # to which the storage's adds digests
+        if not name.endswith("COMPLETE"):  # the stored COMPLETE has additional digests
             assert stored_bytes(address, name, stored[name], tmp_path) == file.read_bytes(), name
 
     two_ranks.run(train_stored, url=server, **settings(folder=second, **case, changes=storage))
@@ -110,7 +108,7 @@ def test_a_run_is_copied_and_continues_from_s3_alone(server, two_ranks, tiny_pip
 
     for done in two_ranks.run(train_stored, url=server, **settings(folder=third, **case, changes=storage)):
         assert (done["status"], done["step"]) == ("finished", STEPS)
-    assert not third.exists()  # there was nothing to do
+    assert not third.exists()  # the run was already finished
 
     begin = [f"run.resume={address}/checkpoints/step_3", "checkpoint.storage=null", "checkpoint.every=1"]
     two_ranks.run(train_stored, url=server, **settings(folder=third, **case, changes=begin))
@@ -120,7 +118,7 @@ def test_a_run_is_copied_and_continues_from_s3_alone(server, two_ranks, tiny_pip
 
 
 def leave(folder, run, steps, **result):
-    """A folder as a run of these settings leaves it, with these checkpoints; the run is not over without a result."""
+    """Write the folder of a run with the given checkpoints. Without `result` the run is unfinished."""
     text = recipe_file.dump_recipe(recipe_file.load_recipe(Path(run["recipe"]), run["overrides"]))
     files = {"recipe.yaml": text, "metrics.jsonl": '{"step": 1}\n' * max(steps)}
     for step in steps:
@@ -146,12 +144,12 @@ def copy(folder, address):
     ("old", "new"),
     [
         (((4, 5), {"status": "preempted", "step": 5}), ((6, 8), {"status": "finished", "step": 8})),
-        (((6, 8), {"status": "finished", "step": 8}), ((14, 16), {})),  # with run.steps=20
+        (((6, 8), {"status": "finished", "step": 8}), ((14, 16), {})),  # as if run.steps were 20
     ],
     ids=["preempted", "finished"],
 )
 def test_the_command_on_an_older_machine_leaves_the_storage_as_it_is(server, one_rank, tmp_path, old, new):
-    """Machine A ended; B continued from the storage, and further; the same command is then started on A again."""
+    """A run stops on machine A and continues on B from the storage. Then the same command starts on A again."""
     address = f"s3://{s3.BUCKET}/{tmp_path.name}"
     changes = [f"checkpoint.storage={address}", "checkpoint.keep=2", "run.steps=8"]
     there = {"model": tmp_path / "model", "digits": tmp_path, "changes": changes}

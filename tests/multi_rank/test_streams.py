@@ -1,4 +1,4 @@
-"""A run on a stream that is stopped and continued is, bit by bit, one that was never stopped."""
+"""A resumed run on a streaming dataset equals an uninterrupted run bit for bit."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from wfm_ds.demos.digits_data import write_digits
 
 hf = pytest.importorskip("datasets")
 
-NUM_ROWS = 40  # less than the 64 samples of the run
+NUM_ROWS = 40  # fewer than the 64 samples of the run
 
 
 def test_a_run_on_a_stream_goes_on_where_it_stopped(two_ranks, tiny_pipelines, tmp_path):
@@ -42,7 +42,7 @@ def test_a_run_on_a_stream_goes_on_where_it_stopped(two_ranks, tiny_pipelines, t
     )
     two_ranks.run(train_on_rank, **whole)
     broken = [line for line in records(tmp_path / "whole") if "sft/loss" in line][-1]
-    assert (broken["data/bad/no_prompt"], broken["data/bad/decode"]) == (3, 3)  # twice those of the first shard
+    assert (broken["data/bad/no_prompt"], broken["data/bad/decode"]) == (3, 3)  # the first shard is read twice
     for result in two_ranks.run(train_on_rank, **parts, stop_at=2):
         assert (result["status"], result["step"]) == ("preempted", 2)
     for result in two_ranks.run(train_on_rank, **parts):

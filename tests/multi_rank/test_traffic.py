@@ -1,4 +1,4 @@
-"""What two ranks send each other in a real training step, against the formulas of the scaling model."""
+"""The traffic of two ranks in a real training step equals the formulas of the scaling model."""
 
 import dataclasses
 

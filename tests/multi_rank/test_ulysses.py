@@ -1,4 +1,4 @@
-"""Transformers shared by ranks against the same in one process: outputs, and gradients summed over the ranks."""
+"""Compare outputs and gradients of transformers under sequence parallelism with one process."""
 
 import contextlib
 import copy
@@ -7,13 +7,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from diffusers import ContextParallelConfig
 
-from multi_rank.sharing import CASES, built, difference, errors, forwards, run
+from multi_rank.sharing import CASES, built, difference, errors, forwards
 from wfm_ds.distributed.world import create_sequence_group
 from wfm_ds.errors import UserError
 from wfm_ds.models.wan import Experts
-from wfm_ds.ulysses import cosmos25, exchange, hooks, sana, sana_video, wan
+from wfm_ds.ulysses import exchange, sana
 from wfm_ds.ulysses.install import find_family, install_ulysses, ulysses_families
 
 FORWARD, GRADIENT = 1e-5, 2e-5
@@ -24,12 +23,12 @@ VARIANTS = {
     "lora, checkpointed": {"lora": True, "checkpointing": True},
 }
 MAIN = ("sd3", "wan, times of tokens", "cosmos25", "cosmos3", "sana", "sana_video, times of tokens")
-QUICK = ("sd3", "wan, times of tokens")  # of the default run
+QUICK = ("sd3", "wan, times of tokens")  # run in the default tier
 NAMES = [pytest.param(name, marks=pytest.mark.unit) if name in QUICK else name for name in CASES]
 
 
 def variants_on_rank(name):
-    """Shares that differ, in all variants; equal ones, of a batch of one."""
+    """Return the errors of all variants with unequal shards, and of one variant with equal shards and batch size 1."""
     case = CASES[name]
     found = {variant: errors(name, case.sizes, **options) for variant, options in VARIANTS.items()}
     return {**found, "even": errors(name, [case.even], batch=1, heads=6)}
@@ -44,7 +43,9 @@ def require_equal(found):
 
 @pytest.mark.unit
 def test_every_family_is_among_the_cases():
-    assert {find_family(built(case)) for case in CASES.values()} == set(ulysses_families().values())
+    built_in = {family for family in ulysses_families().values() if family.__module__.startswith("wfm_ds.")}
+    assert len(built_in) == 6
+    assert {find_family(built(case)) for case in CASES.values()} >= built_in
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,7 +61,7 @@ def test_three_ranks_equal_one_process(name, three_ranks):
 
 
 def experts_on_rank():
-    """Two transformers in one module, called in turn with other shapes, before one backward pass."""
+    """Call two transformers of one module alternately with different shapes, then run one backward pass."""
     case = CASES["wan"]
 
     def turns(module):
@@ -83,65 +84,9 @@ def test_transformers_in_one_module_do_not_mix_up_their_shares(two_ranks):
         require_equal(found)
 
 
-def oracle_on_rank():
-    """diffusers' own context parallelism, which shares equally or not at all."""
-    case, sizes = CASES["wan"], [(4, 2, 2)]
-    ours = built(case, heads=4)
-    theirs = copy.deepcopy(ours)
-    with mock.patch("torch.accelerator.device_count", return_value=2):  # it divides by their number
-        theirs.enable_parallelism(config=ContextParallelConfig(ulysses_degree=2))
-    install_ulysses(ours, dist.group.WORLD)
-    outputs, gradients = run(theirs, case, sizes)
-    for gradient in gradients.values():
-        dist.all_reduce(gradient)
-    return {"oracle": difference(run(ours, case, sizes), (outputs, gradients))}
-
-
-def test_wan_equals_diffusers_context_parallelism(two_ranks):
-    for found in two_ranks.run(oracle_on_rank):
-        require_equal(found)
-
-
-def sum_in_forward_only(x, group):
-    total = x.detach().clone()
-    dist.all_reduce(total, group=group)
-    return x + (total - x).detach()
-
-
-def zero_lines(x, group):
-    return torch.nn.functional.pad(x, (0, 0, 1, 1))
-
-
-def first_rows(x, dim, lengths, group):
-    return x.narrow(dim, 0, lengths[dist.get_rank(group)])
-
-
-MISTAKES = {
-    "the state of SANA, summed in the forward pass only": ("sana", sana, "sum_over_ranks", sum_in_forward_only),
-    "the states of SANA-Video, likewise": ("sana_video", sana_video, "sum_over_ranks", sum_in_forward_only),
-    "no row of the neighbour": ("sana", hooks, "exchange_halo", zero_lines),
-    "no frame of the neighbour": ("sana_video", hooks, "exchange_halo", zero_lines),
-    "every rank's tokens at the first positions, Wan": ("wan", wan, "local_shard", first_rows),
-    "every rank's tokens at the first positions, Cosmos": ("cosmos25", cosmos25, "local_shard", first_rows),
-}
-
-
-def mistake_on_rank(mistake):
-    name, module, function, wrong = MISTAKES[mistake]
-    with mock.patch.object(module, function, wrong):
-        return errors(name, CASES[name].sizes)
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_the_comparison_sees_mistakes(mistake, two_ranks):
-    error = two_ranks.run(mistake_on_rank, mistake=mistake)[1]
-    assert error["gradient"] > 1000 * GRADIENT
-    assert (error["forward"] > 100 * FORWARD) != ("summed" in mistake or "likewise" in mistake)
-
-
 @contextlib.contextmanager
 def counted(calls):
-    """Adds the name of each collective of torch.distributed to `calls`, and whether its shares are equal."""
+    """Append the name of each torch.distributed call to `calls`, with ", uneven" if the shards are unequal."""
 
     def wrapped(name):
         stock = getattr(dist, name)
@@ -172,7 +117,7 @@ def collectives_on_rank(name, size, **options):
 
 
 EVEN, UNEVEN = "all_to_all_single", "all_to_all_single, uneven"
-# Two blocks each. An attention is two exchanges, also of image and text together; the output is one more.
+# Each model has two blocks. An attention needs two exchanges, also for image and text together. The output needs one.
 COLLECTIVES = {
     "sd3, whose first block has an attention of the image besides": (
         {"name": "sd3", "size": (4, 6, 12), "heads": 6},
@@ -204,7 +149,7 @@ def test_collectives_are_as_few_as_can_be(case, two_ranks):
 
 
 def low_precision_on_rank(name):
-    """Errors of bfloat16, of the whole against float32 and of shares against the whole."""
+    """Return the error of bfloat16 against float32 in one process, and of sequence parallelism against one process."""
     case = CASES[name]
     exact = built(case)
     whole = copy.deepcopy(exact).to(torch.bfloat16)
@@ -233,7 +178,7 @@ def test_low_precision_loses_no_more_in_shares(name, two_ranks):
 
 
 def refusals_on_rank():
-    """What install, or the first forward after it, says to each."""
+    """Return the error messages of unsupported models and inputs, from install_ulysses or the first forward."""
 
     def attempt(name, size=None, change=lambda transformer: None, heads=5, **arguments):
         transformer = built(CASES[name], heads=heads)

@@ -1,4 +1,4 @@
-"""Terms without a gradient are not run, and the weights are the same bits as if they had been."""
+"""Loss terms without a gradient are skipped. The weights are bitwise equal to a run with all terms."""
 
 import json
 from unittest import mock
@@ -11,20 +11,20 @@ from multi_rank.resuming import tiny_recipe, train_on_rank, weights
 pytestmark = pytest.mark.slow
 
 STEPS = 2
-# By step, equal on both ranks: a rank's samples 0 and 2 are trained in the first update, 1 and 3 in the second. In the
-# first update of step 2 no term has a gradient, and its optimizer step moves weights by momentum and decay alone.
+# Advantages by step, equal on both ranks. The first update trains samples 0 and 2 of a rank, the second 1 and 3.
+# In the first update of step 2 no loss term has a gradient; only momentum and weight decay change the weights.
 ADVANTAGES = {1: [1.0, 0.0, 0.0, -1.0], 2: [0.0, 1.0, 0.0, -0.5]}
 OVERRIDES = [
     *(f"run.steps={STEPS}", "optimizer.lr=3e-2", "optimizer.weight_decay=0.1", "logging.console=false"),
     *("algorithm.kl_beta=0", "algorithm.zero_std=keep", "algorithm.old_decay=copy", "algorithm.updates_per_rollout=2"),
-    # One term each: in batches the others would be added up in another order.
+    # One loss term per micro-batch. In larger batches, skipping terms would change the order of summation.
     *("engine.micro_batch_size=1", "engine.guard=true"),
     *("validation.every=0", "validation.at_start=false", "validation.num_prompts=1", "validation.seeds=[1]"),
 ]
 
 
 def train(recipe, overrides, run_all):
-    """A run with known advantages; `run_all`: with all terms, whatever their gradient."""
+    """Train with fixed advantages. run_all: also run loss terms without a gradient."""
     from wfm_ds.algorithms.advantages import Advantages
     from wfm_ds.algorithms.diffusion_nft import DiffusionNft
 
@@ -43,7 +43,7 @@ def train(recipe, overrides, run_all):
 
 
 def samples_trained(folder):
-    """Samples through forwards with backward on rank 0, by step."""
+    """Return the number of training forwards of rank 0 (one sample each), by step."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [line["perf/forwards_policy"] for line in lines if "perf/forwards_policy" in line]
 
@@ -58,7 +58,8 @@ def test_leaving_them_out_does_not_move_a_bit_of_the_weights(two_ranks, tiny_pip
     everything, few = (weights(tmp_path / folder, STEPS) for folder in ("all", "few"))
     assert everything.keys() == few.keys() != set()
     assert all(torch.equal(few[name], tensor) for name, tensor in everything.items())
-    # Two levels a sample: 4 of 8 terms of step 1, whose second update has other weights than old's, are left out with
-    # sample 2; of step 2 those of the first update but for one, so that its optimizer step is made.
+    # Each sample has two noise levels, so each step has 8 loss terms. Step 1 skips the two terms of sample 2. It keeps
+    # the terms of sample 1, because in the second update the policy differs from old. Step 2 skips three of the four
+    # terms of its first update. The fourth runs, so that the optimizer step is applied.
     assert samples_trained(tmp_path / "all") == [8, 8]
     assert samples_trained(tmp_path / "few") == [6, 5]

@@ -1,4 +1,4 @@
-"""The quickstarts' videos by reinforcement learning: one rank is two, and workers make what ranks would."""
+"""RL runs of the video demos: two ranks and rollout workers give the same result as one rank."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from multi_rank.same_runs import assert_same_runs, exported, records
 from wfm_ds.cli.quickstart import load_demo
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
-# AdamW's first steps divide by the gradient's size: a larger eps keeps rounding errors of tiny gradients small.
+# AdamW's first steps divide by the gradient's size. A larger eps limits the effect of rounding errors.
 SHORT = [
     "run.steps=2",
     "optimizer.eps=1e-4",
@@ -19,7 +19,7 @@ SHORT = [
     "validation.at_start=false",
 ]
 SMALL = {
-    # An untrained model earns nothing here, in all samples: of that nothing is learnt.
+    # The demo's own reward is 0 for all samples of an untrained model, so the gradient would be 0.
     "shapes": [
         "rollout.prompts_per_step=4",
         "rollout.group_size=4",
@@ -28,7 +28,7 @@ SMALL = {
     ],
     "actions": ["rollout.prompts_per_step=4", "rollout.group_size=4", "validation.num_prompts=4"],
 }
-# A worker denoises a group at a time.
+# A worker denoises one group of 4 at a time. The ranks use the same batch size.
 ALIKE = ["engine.max_forward_batch=4"]
 ASYNC = ["rollout.mode=async", "rollout.max_staleness=0"]
 

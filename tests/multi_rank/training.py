@@ -1,6 +1,6 @@
-"""A small SD3 transformer, an NFT-like loss over numbered terms, and the plain single-process loop to compare with.
+"""A small SD3 transformer, an NFT-like loss over numbered loss terms, and a single-process reference loop.
 
-A term's data follow from its number alone, so that ranks and the single process see the same terms.
+The number of a loss term determines its data, so that the ranks and the single process use equal data.
 """
 
 import copy
@@ -14,38 +14,28 @@ from diffusers import SD3Transformer2DModel
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.engine.optimizer import ema_decay
+from wfm_ds.models.tiny.sizes import SD3
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.seeds import derive_seed
 
 ROOT = Path(__file__).parent.parent.parent
-RANKS, MICRO_STEPS, TERMS = 2, 3, 2  # terms per micro-step and rank
+RANKS, MICRO_STEPS, TERMS = 2, 3, 2  # TERMS: loss terms per micro-step and rank
 TARGETS = ("to_q", "to_v", "to_out.0")
 EVERYTHING = frozenset({"old", "ref", "ema"})
-SCHEDULE = {"warmup_steps": 2, "schedule": "cosine", "final_lr_fraction": 0.2}
+SCHEDULE = {"schedule": "cosine", "final_lr_fraction": 0.2}
 BETA, KL_BETA, OLD_DECAY = 0.8, 0.3, 0.25
 
 
 def small_sd3():
     torch.manual_seed(1)
-    return SD3Transformer2DModel(
-        sample_size=16,
-        patch_size=2,
-        in_channels=4,
-        out_channels=4,
-        num_layers=2,
-        num_attention_heads=4,
-        attention_head_dim=8,
-        joint_attention_dim=64,
-        caption_projection_dim=32,
-        pooled_projection_dim=64,
-        pos_embed_max_size=32,
-        qk_norm="rms_norm",
-        dual_attention_layers=(0,),
-    )
+    return SD3Transformer2DModel(**SD3)
 
 
 def small_recipe(config, *, lora, targets=None, **sections):
-    """`config`: a name in ds_configs/ or a path. Large steps, and a bound that clips some of them."""
+    """Return a recipe with a large learning rate and a max_grad_norm that clips some steps.
+
+    config: a name in ds_configs/ or a path.
+    """
     filled = {
         "run": {"output_dir": "unused", "steps": 4, "seed": 3},
         "model": {"path": "unused", "dtype": "float32"},
@@ -63,7 +53,7 @@ def small_recipe(config, *, lora, targets=None, **sections):
 
 
 def zero3_with_threshold(folder, threshold):
-    """A copy of zero3.json with this stage3_param_persistence_threshold."""
+    """Copy zero3.json with the given stage3_param_persistence_threshold."""
     config = json.loads((ROOT / "ds_configs" / "zero3.json").read_text())
     config["zero_optimization"]["stage3_param_persistence_threshold"] = threshold
     path = Path(folder) / f"zero3_{threshold}.json"
@@ -84,7 +74,7 @@ def build(config, *, lora, policies=EVERYTHING, accumulation=MICRO_STEPS, **sect
 
 
 def inputs(numbers, dtype=torch.float32):
-    """Arguments of the transformer for these terms, batch first."""
+    """Return the arguments of the transformer for the given loss terms, batch first."""
     rows = []
     for number in numbers:
         draw = torch.Generator().manual_seed(1000 + number)
@@ -104,18 +94,18 @@ def predict(forward, numbers, dtype=torch.float32):
 
 
 def target(number):
-    """(velocity [4,8,8], reward in [0, 1])"""
+    """Return (velocity [4,8,8], reward in [0, 1])."""
     draw = torch.Generator().manual_seed(5000 + number)
     return torch.randn(4, 8, 8, generator=draw), torch.rand((), generator=draw)
 
 
 def weight(number):
-    """0 for every third term: unequal counts by rank and micro-step."""
+    """Return 0 for every third loss term. Ranks and micro-steps then have unequal numbers of terms."""
     return float(number % 3 != 0)
 
 
 def nft_loss(numbers, v, old, ref):
-    """One term per number, [B]: implicit positive and negative policy against the target, plus the distance to ref."""
+    """Return the NFT loss of each number, [B]: implicit positive and negative policies, plus the distance to ref."""
     targets = [target(number) for number in numbers]
     u, r = torch.stack([t[0] for t in targets]), torch.stack([t[1] for t in targets])
 
@@ -141,7 +131,7 @@ def num_terms(step):
 
 
 def train_step(engine, step, dtype=torch.float32, spoil=None):
-    """One optimizer step of this rank: old and ref by phase, then training. Returns (result, global loss)."""
+    """Predict with old and ref, then train one optimizer step on this rank. Return (result, global loss)."""
     world, micros = engine.world, range(MICRO_STEPS)
     numbers = [term_numbers(step, micro, world.rank) for micro in micros]
     with engine.use_policy("old"):
@@ -163,7 +153,7 @@ def train_step(engine, step, dtype=torch.float32, spoil=None):
 
 
 def plain_step(engine, step, dtype=torch.float32):
-    """An optimizer step without old and ref: the squared prediction."""
+    """Train one optimizer step on the squared prediction, without old and ref."""
     for micro in range(engine.accumulation):
         numbers = term_numbers(step, micro, engine.world.rank)
         engine.backward(predict(engine.forward_module, numbers, dtype).square().mean(), RANKS * engine.accumulation)
@@ -171,19 +161,19 @@ def plain_step(engine, step, dtype=torch.float32):
 
 
 def follow(engine, result):
-    """What the loops do after a step."""
+    """Update the policy copies like the training loops after a step."""
     if result.is_applied:
         engine.update_ema()
         engine.update_policy("old", OLD_DECAY)
 
 
 def full_tensors(engine, policy):
-    """{name: tensor} on rank 0, {} elsewhere."""
+    """Return {name: tensor} on rank 0, {} on other ranks."""
     return {name: tensor for name, tensor in engine.iter_full_tensors(policy) if tensor is not None}
 
 
 class Reference:
-    """The same training in one process with plain torch and PEFT; the policies are whole copies of the module."""
+    """The same training with plain torch and PEFT in one process. Each policy is a full copy of the module."""
 
     def __init__(self, *, lora, lr, max_grad_norm):
         module = small_sd3()
@@ -200,14 +190,14 @@ class Reference:
         self.optimizer = torch.optim.AdamW(self.trained, lr=1.0, betas=(0.9, 0.999), eps=1e-4, weight_decay=0.05)
 
     def train_step(self, step):
-        """(loss, gradient norm before clipping)"""
+        """Train one step. Return (loss, gradient norm before clipping)."""
         numbers, weights = all_numbers(step), torch.tensor([weight(n) for n in all_numbers(step)])
         with torch.no_grad():
             old, ref = predict(self.policies["old"], numbers), predict(self.policies["ref"], numbers)
         loss = (nft_loss(numbers, predict(self.theta, numbers), old, ref) * weights).sum() / weights.sum()
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
-        for parameter in self.trained:  # ZeRO decays unused parameters too
+        for parameter in self.trained:  # ZeRO applies weight decay to unused parameters too
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         self.gradient = [p.grad.clone() for p in self.trained]
         norm = torch.nn.utils.clip_grad_norm_(self.trained, self.max_grad_norm)

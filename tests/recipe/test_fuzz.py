@@ -1,4 +1,4 @@
-"""Recipes of any kind are valid, or refused in one sentence: 670 mutations of real ones, each of a seed of its own."""
+"""670 seeded mutations of real recipes: each one is valid or gives a one-sentence error."""
 
 import contextlib
 import io
@@ -18,8 +18,8 @@ TESTS = Path(__file__).parent.parent
 RECIPES = TESTS.parent / "recipes"
 BASES = [*sorted((TESTS / "recipes").glob("*.yaml")), *sorted(RECIPES.glob("*.yaml"))]
 NUM_QUICK, NUM_ALL = 48, 670
-CHECKED_EVERY = 4  # how many of the valid ones go through --check too: each loads a tiny model
-DEADLINE_S = 120  # of one recipe; a hang ends here
+CHECKED_EVERY = 4  # every fourth valid recipe also runs --check, which loads a tiny model
+DEADLINE_S = 120  # limit per recipe; a hang fails the test
 ODD = [
     *("null", "true", "yes", "0", "-1", "1e30", "-1e-30", ".inf", "-.inf", ".nan", "1_000", "0x10", "99999999999"),
     *("''", "[]", "{}", "[1, 2]", "{a: 1}", "{name: sft}", "[[[]]]", "&a [*a]", "*a", "!!python/name:os.system x"),
@@ -37,7 +37,7 @@ def leaves(values, path=()):
 
 
 def override(rng, text):
-    """A word that puts an odd value at a place of the recipe, or at one that it does not have."""
+    """Return an override that sets an odd value at an existing or unknown key."""
     path = [str(part) for part in rng.choice(leaves(yaml.safe_load(text)))]
     if rng.random() < 0.2:
         path[rng.randrange(len(path))] = rng.choice(["", "none", "0", "9", "-1", "a b", "name", "x" * 5000])
@@ -45,7 +45,7 @@ def override(rng, text):
 
 
 def extreme(rng, text):
-    """A word that puts a value of the right type, but of an extreme size, at a place of the recipe."""
+    """Return an override that sets a value of the right type but of extreme size."""
     values = yaml.safe_load(text)
     path = rng.choice(leaves(values))
     for part in path:
@@ -67,7 +67,7 @@ def extreme(rng, text):
 
 
 def scramble(rng, text):
-    """The text with lines dropped, doubled, indented or swapped, or characters put in or taken out."""
+    """Return the text after random edits of lines (dropped, duplicated, indented, changed) and characters."""
     for _ in range(rng.randint(1, 4)):
         lines, at = text.split("\n"), rng.randrange(len(text) + 1)
         one = rng.randrange(len(lines))
@@ -91,11 +91,12 @@ def scramble(rng, text):
 
 
 def case(seed):
-    """(text, overrides) of a seed."""
+    """Return (text, overrides) of a seed."""
     rng = random.Random(seed)
     base = rng.choice(BASES)
     text = base.read_text(encoding="utf-8")
-    if "defaults:" in text or rng.random() < 0.3:  # another folder has no base; a resolved recipe names every key
+    # The `defaults` file is missing in the test's folder; a resolved recipe has every key.
+    if "defaults:" in text or rng.random() < 0.3:
         text = recipe_file.dump_recipe(recipe_file.load_recipe(base))
     if rng.random() < 0.4:
         return text, [extreme(rng, text) for _ in range(rng.choice([1, 2]))]
@@ -118,7 +119,7 @@ def deadline(seconds):
 
 
 def answer(seed, folder):
-    """ "valid", or what is said; anything but a UserError fails the test."""
+    """Return "valid" or the error message; errors other than UserError fail the test."""
     text, words = case(seed)
     path = folder / "recipe.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
@@ -135,7 +136,7 @@ def answer(seed, folder):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """Where nothing is: `defaults`, data and DeepSpeed files that a recipe may name are not found by accident."""
+    """Change to an empty folder, so that no file named in a recipe exists by accident."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -161,7 +162,7 @@ def test_more_mutated_recipes_are_valid_or_refused_in_a_sentence(folder):
 
 
 def check(seed, path):
-    """Exit code and standard error of `--check` on a valid recipe."""
+    """Return exit code and stderr of `--check` on a valid recipe."""
     text, words = case(seed)
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
     err = io.StringIO()
@@ -175,7 +176,7 @@ def check(seed, path):
 
 @pytest.mark.slow
 def test_check_ends_with_0_or_with_2_and_one_error(monkeypatch, tmp_path):
-    monkeypatch.chdir(RECIPES.parent)  # the data of the tiny recipes lie below it
+    monkeypatch.chdir(RECIPES.parent)  # the data paths of the tiny recipes are relative to it
     valid = [seed for seed in range(NUM_ALL) if answer(seed, tmp_path) == "valid"]
     codes = set()
     for seed in valid[::CHECKED_EVERY]:

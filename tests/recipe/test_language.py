@@ -1,4 +1,4 @@
-"""Recipes of vision-language models: what they must not have, and what is read."""
+"""Recipes of vision-language models: sections that they reject and keys that they read."""
 
 import pytest
 

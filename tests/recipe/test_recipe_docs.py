@@ -1,4 +1,3 @@
-import json
 import re
 import shlex
 
@@ -8,6 +7,7 @@ from wfm_ds.cli import recipe_docs
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.algorithms import ConditioningFramesSettings, ForwardProcessSettings
+from wfm_ds.recipe.editor_schema import format_schema
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.schema_description import iterate_sections
 
@@ -47,7 +47,9 @@ def test_every_key_of_every_section_is_on_the_page_and_shared_keys_only_once():
     for entries, (_, title, section) in zip(printed, classes, strict=True):
         inherited = {key for base in shared if issubclass(section, base) for key in shared[base]}
         assert inherited | set(entries) | recipe_docs.heading_keys(section) == set(section.model_fields), title
-    assert ["combine" in entries for entries in printed].count(True) == 1  # ddrl has another default
+    assert ["combine" in entries for entries in printed].count(
+        True
+    ) == 2  # ddrl has a different default; algorithm.reward of dmd2
     assert "num_levels" in shared[ForwardProcessSettings]
     assert "num_levels" not in shared[ConditioningFramesSettings]
 
@@ -118,8 +120,8 @@ def test_the_error_messages_on_the_page_are_real(guide, example):
     assert str(caught.value).split(": ", 1)[1] in guide
 
 
-def test_the_command_writes_the_page_and_prints_the_json_schema(tmp_path, capsys):
+def test_the_command_writes_the_page_and_the_schema(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe_docs, "schema_path", lambda: tmp_path / "schema.json")
     assert recipe_docs.main([str(tmp_path / "page.md")]) == 0
     assert (tmp_path / "page.md").read_text() == recipe_docs.render_page()
-    assert recipe_docs.main(["--json-schema"]) == 0
-    assert set(json.loads(capsys.readouterr().out)["properties"]) == set(Recipe.model_fields)
+    assert (tmp_path / "schema.json").read_text() == format_schema()

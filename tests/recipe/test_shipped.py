@@ -1,20 +1,15 @@
-"""Rules that hold for all full-size recipes of a kind, each with its reason."""
+"""Rules for all full-size recipes of a kind, each with its reason."""
 
 from itertools import chain
-from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.released import RELEASED
 from each_case import check_each
-from wfm_ds.recipe import file as recipe_file
+from shipped import SHIPPED
 
-RECIPES = {
-    path.relative_to(folder).as_posix(): recipe_file.load_recipe(path)
-    for folder in [Path(__file__).parent.parent.parent / "recipes"]
-    for path in sorted(folder.rglob("*.yaml"))
-}
+RECIPES = {f"{name}.yaml": recipe for name, recipe in SHIPPED.items()}
 GIB = 2**30
 
 
@@ -25,8 +20,8 @@ def names(algorithm, *, full_size=True):
 
 @check_each("name", names("flow_grpo", full_size=False))
 def test_log_probabilities_that_are_compared_come_from_batches_of_one_size(name):
-    """In bfloat16, other batch sizes (other kernels) change them by as much as the published clip ranges; in float32,
-    in which the small recipes compute, by a thousandth of theirs."""
+    """Another batch size uses other kernels. In bfloat16 this changes log-probabilities by about the published clip
+    range; in float32, which the small recipes use, by about a thousandth of their clip range."""
     recipe = RECIPES[name]
     equal_batches = recipe.engine.max_forward_batch == recipe.engine.micro_batch_size
     compares_with_rollout = recipe.algorithm.old_log_prob == "rollout" or (
@@ -57,10 +52,10 @@ def test_ddrl_of_all_weights_fits_gpus_of_80_gb(name, layers, heads):
     assert recipe.engine.micro_batch_size == recipe.engine.max_forward_batch == 1
     assert recipe.algorithm.data_forward == "separate"
     kept, inside = activations(recipe.sampling, heads)
-    shared = (layers * kept + inside) / recipe.engine.sequence_parallel  # one sample: a state of the rollout, or data
+    shared = (layers * kept + inside) / recipe.engine.sequence_parallel  # one sample: a rollout state or data
     parameters = sum(p.numel() for p in denoiser(layers, heads).parameters())
     weights = 2 * parameters / (1 if recipe.engine.deepspeed == "zero2" else ranks)
-    states = (4 + 12 + 4) * parameters / ranks  # gradients; masters and two moments; the average
+    states = (4 + 12 + 4) * parameters / ranks  # gradients; master weights and two moments; weight average
     text_encoder = 8.3e9 * 2
     assert shared + weights + states + text_encoder < 76 * GIB
 
@@ -72,7 +67,7 @@ def denoiser(layers, heads):
 
 
 def activations(sampling, heads):
-    """Bytes that one sample keeps for each checkpointed block, and those inside a block while it is recomputed."""
+    """Return bytes of one sample: kept per checkpointed block, and inside a block during recomputation."""
     frames, height, width = 1 + (sampling.num_frames - 1) // 4, sampling.height // 8, sampling.width // 8
     tokens = frames * height * width // 4
     saved = [saved_bytes(denoiser(layers, heads), (frames, height, width), tokens) for layers in (1, 2)]
@@ -80,7 +75,7 @@ def activations(sampling, heads):
 
 
 def saved_bytes(model, size, tokens):
-    """Bytes that the backward pass needs; attention keeps none of its tokens x tokens weights on a GPU."""
+    """Return the bytes saved for the backward pass. GPUs do not save attention weights [tokens, tokens]."""
     own = {p.untyped_storage()._cdata for p in chain(model.parameters(), model.buffers())}
     kept = {}
 

@@ -1,4 +1,4 @@
-"""--tiny: what a tiny recipe keeps, and that nothing else of the recipe remains."""
+"""--tiny: the settings that a tiny recipe keeps; all other settings are replaced."""
 
 import json
 from pathlib import Path
@@ -8,20 +8,21 @@ import pytest
 from each_case import check_each
 from wfm_ds.demos.tiny_data import write_tiny_data
 from wfm_ds.errors import RecipeError
-from wfm_ds.models.assets.hub import RELEASED_REPOS
+from wfm_ds.models import registry
+from wfm_ds.models.assets.released_repos import RELEASED_REPOS
 from wfm_ds.models.tiny import FAMILIES, LANGUAGE_FAMILIES
+from wfm_ds.models.tiny.pipelines import PIPELINES
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe import shipped_recipes
 from wfm_ds.recipe.run_sizes import derive_run_sizes
-from wfm_ds.recipe.tiny import describe_tiny_recipe
-from wfm_ds.recipe.tiny_families import TINY_FAMILIES, find_tiny_family
+from wfm_ds.recipe.tiny import TINY_FAMILIES, describe_tiny_recipe, find_tiny_family
 
 NAMES = shipped_recipes.list_recipe_names()
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
-    """The user's cache folder, with all built-in data sets."""
+    """Return the user's cache folder with all built-in data sets."""
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WFM_CACHE", str(folder))
@@ -29,7 +30,7 @@ def cache(tmp_path_factory):
 
 
 def texts(values):
-    """All strings in a recipe's values."""
+    """Return all strings in a recipe's values."""
     if isinstance(values, dict | list):
         inner = values.values() if isinstance(values, dict) else values
         return [text for value in inner for text in texts(value)]
@@ -123,7 +124,7 @@ def test_offload_services_trackers_and_uploads_are_off(tmp_path, cache):
 
 
 def test_every_family_and_released_model_is_known():
-    assert {family.name for family in TINY_FAMILIES} == {*FAMILIES, *LANGUAGE_FAMILIES}
+    assert {family.name for family in TINY_FAMILIES} == {*PIPELINES, *LANGUAGE_FAMILIES}
     for repo in RELEASED_REPOS:
         assert find_tiny_family(repo).name in FAMILIES
 
@@ -131,6 +132,12 @@ def test_every_family_and_released_model_is_known():
 @check_each("family", [name for name in FAMILIES if name not in ("digits", "moving", "world")])
 def test_a_local_pipeline_is_known_by_its_files(family, tiny_pipelines):
     assert find_tiny_family(str(tiny_pipelines(family))).name == family
+
+
+@check_each("name", FAMILIES)
+def test_a_family_is_described_like_its_model(name, tiny_pipelines):
+    tiny, model = find_tiny_family(f"tiny:{name}"), registry.find_family(tiny_pipelines(name))
+    assert (tiny.is_video, tiny.has_action_inputs) == (model.is_video, "actions" in model.input_specs)
 
 
 def test_an_unknown_model_needs_a_family(tmp_path, cache):

@@ -2,8 +2,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from wfm_ds.recipe.tree import SourceLocation, apply_overrides, merge_trees, parse_yaml
-from wfm_ds.recipe.yaml_text import to_yaml
+from wfm_ds.recipe.tree import SourceLocation, apply_overrides, merge_trees, parse_yaml, to_yaml
 
 KEYS = st.sampled_from(["a", "b", "c"])
 FIT = st.characters(codec="utf-8", exclude_characters="\0")
@@ -19,7 +18,7 @@ MAPPINGS = st.dictionaries(KEYS, VALUES, max_size=3)
 
 
 def merged(base, variant):
-    """The definition, in three lines."""
+    """Merge by its recursive definition."""
     if not (isinstance(base, dict) and isinstance(variant, dict)):
         return variant
     return base | {k: merged(base[k], v) if k in base else v for k, v in variant.items()}
@@ -43,7 +42,7 @@ def test_merge_is_its_definition_and_every_value_has_a_place_in_its_file(base, v
 @settings(max_examples=100, deadline=None)
 @given(values=MAPPINGS)
 def test_text_and_values_are_one_to_one_for_readers_of_either_yaml(values):
-    assert repr(parse_yaml(to_yaml(values), "x").values) == repr(values)  # == would take 1 for true
+    assert repr(parse_yaml(to_yaml(values), "x").values) == repr(values)  # == would accept 1 for true
     assert repr(yaml.safe_load(to_yaml(values))) == repr(values)
 
 

@@ -1,4 +1,4 @@
-"""An algorithm of the user's own in a recipe: its keys are checked like ours, and what is wrong is said in one line."""
+"""A user-defined algorithm in a recipe: its keys are validated like built-in ones, with one-line errors."""
 
 import sys
 
@@ -30,11 +30,14 @@ class Mine:
 class Bare:
     pass
 """
+FORWARD_PROCESS = SETTINGS.replace("class Mine:", "class Mine(ForwardProcess):\n    loss = None").replace(
+    "import RlSettings", "import RlSettings\nfrom wfm_ds.algorithms.forward_process import ForwardProcess"
+)
 
 
 @pytest.fixture
 def load(tmp_path, monkeypatch, request):
-    """`load(source, *lines, name=...)`: the recipe with these lines in its algorithm, and a module beside it."""
+    """Return `load(source, *lines, name=...)`: it writes a module and loads a recipe with `lines` in its algorithm."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     module = f"mine_{abs(hash(request.node.name))}"
@@ -85,6 +88,10 @@ def test_rules_of_all_algorithms_hold_for_it(load):
     [
         (SETTINGS, "Other", "has no class 'Other'"),
         (SETTINGS, "Bare", "the class needs an attribute Settings, a subclass of RlSettings"),
+        (
+            FORWARD_PROCESS,
+            *("Mine", "the class needs an attribute Settings, a subclass of ForwardProcessSettings"),
+        ),
         ("import no_such_library", "Mine", r"failed in .*py:1: ModuleNotFoundError: No module named 'no_such_library'"),
         ("x = 1\nx.y()", "Mine", r"failed in .*py:2: AttributeError: 'int' object has no attribute 'y'"),
         ("def f(:", "Mine", r"failed in .*py:1: SyntaxError: "),

@@ -1,18 +1,18 @@
-"""How a run is compared with its reference."""
+"""Comparison of a run with its reference."""
 
 import pytest
 import torch
 
 from reference.product import read_policies, read_updates
 
-# Measured, float32 against float64: metrics of SFT to 2e-7, weights to 1e-4 of their largest change. In RL, rounding
-# to 8 bits moves rewards by up to 1e-5.
+# Measured error of float32 against float64: 2e-7 for SFT metrics, 1e-4 of the largest change for weights. In RL,
+# rounding to 8 bits changes rewards by up to 1e-5.
 RELATIVE, ABSOLUTE = 3e-5, 1e-5
 FRACTION = 5e-4
 
 
 def assert_same_metrics(lines, expected, *, absolute=ABSOLUTE):
-    """Every metric of the reference agrees with the run's, update by update."""
+    """Check every metric of the reference against the run, update by update."""
     assert len(lines) == len(expected)
     for number, (line, want) in enumerate(zip(lines, expected, strict=True), 1):
         got = {name: line.get(name) for name in want}
@@ -20,9 +20,9 @@ def assert_same_metrics(lines, expected, *, absolute=ABSOLUTE):
 
 
 def assert_same_weights(tensors, expected, start, *, where, fraction=FRACTION):
-    """Weights agree to this fraction of the largest change that training made to them.
+    """Check that weights differ by at most this fraction of the largest change during training.
 
-    tensors: the run's. expected: the reference's. start: the weights before training. All by name.
+    tensors: weights of the run. expected: weights of the reference. start: weights before training. All by name.
     """
     missing = expected.keys() - tensors.keys()
     assert not missing, f"{where}: {sorted(missing)[:3]}"
@@ -33,7 +33,7 @@ def assert_same_weights(tensors, expected, start, *, where, fraction=FRACTION):
 
 
 def assert_same_run(folder, network, optimization, expected, policies, *, absolute=ABSOLUTE, fraction=FRACTION):
-    """Metrics and the weights of these policies agree with the reference."""
+    """Check the metrics and the weights of these policies against the reference."""
     assert_same_metrics(read_updates(folder), expected, absolute=absolute)
     kept = read_policies(folder)
     start = network.named_weights(optimization.policies["ref"])  # never changed
@@ -43,7 +43,7 @@ def assert_same_run(folder, network, optimization, expected, policies, *, absolu
 
 
 def assert_no_equal_policies(optimization, *names):
-    """The copies differ, so that a comparison with the wrong one fails."""
+    """Check that the policy copies differ, so that comparing with a wrong copy would fail."""
     weights = [torch.cat([p.flatten() for p in optimization.weights(name)]) for name in names]
     for i, one in enumerate(weights):
         assert all((one - other).abs().max() > 1e-5 for other in weights[i + 1 :])

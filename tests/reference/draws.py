@@ -6,7 +6,12 @@ import torch
 from wfm_ds.seeds import derive_seed, draw_uniform
 from wfm_kernels.noise import normal_noise
 
-__all__ = ["cpu_noise", "data_index", "derive_seed", "device_noise", "draw_uniform", "permutation"]
+__all__ = ["cpu_noise", "data_index", "derive_seed", "device_noise", "draw_uniform", "permutation", "shuffled"]
+
+
+def shuffled(count, seed):
+    """Return 0 .. count-1 in the order of one random 64-bit number per number."""
+    return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable").tolist()
 
 
 def permutation(count, seed, purpose, *key):
@@ -17,8 +22,7 @@ def permutation(count, seed, purpose, *key):
 def data_index(position, count, seed):
     """Return (epoch, index) of a position in the endless shuffled pass over `count` samples."""
     epoch, offset = divmod(position, count)
-    words = np.random.PCG64(derive_seed(seed, "data_order", epoch)).random_raw(count)
-    return epoch, int(np.argsort(words, kind="stable")[offset])
+    return epoch, shuffled(count, derive_seed(seed, "data_order", epoch))[offset]
 
 
 def cpu_noise(seeds, shape):

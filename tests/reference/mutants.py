@@ -1,11 +1,11 @@
-"""Wiring bugs, each of one line in a caller, and the test that fails for each: `python tests/reference/mutants.py`.
+"""One-line wiring bugs in callers, and the test that fails for each: `python tests/reference/mutants.py`.
 
     python tests/reference/mutants.py                 # all
     python tests/reference/mutants.py ema_decay ...   # some
     python tests/reference/mutants.py --table         # as Markdown, without running anything
 
-mutants.yaml lists them. Each bug is put into a copy of the tree, where its test must fail. `test_mutants.py` checks
-that each line still exists.
+mutants.yaml lists them. Each bug is inserted into a copy of the repository, and its test must fail there.
+`test_mutants.py` checks that each line still exists.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TESTS_FAILED = 1  # exit code of pytest
 
 @dataclass(frozen=True)
 class Mutant:
-    """A bug: the text `old`, which occurs in one file of wfm_ds, becomes `new`. `test`: the test that fails."""
+    """A bug: `old`, which occurs in one file of wfm_ds, is replaced by `new`. `test`: the test that must fail."""
 
     name: str
     old: str

@@ -11,6 +11,7 @@ from diffusers import DiffusionPipeline
 from peft import LoraConfig
 
 from reference.draws import derive_seed
+from wfm_ds.models.cosmos25 import provide_torchvision_resize
 
 SD3_TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 VIDEO_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
@@ -19,13 +20,36 @@ SD3_UNUSED = ("transformer_blocks.1.attn.add_q_proj.", "transformer_blocks.1.att
 
 
 class NoChecker:
-    """Stands in for the safety checker of Cosmos."""
+    """Replace the safety checker of Cosmos."""
 
     def to(self, *args):
         return self
 
 
-class Network:
+class TrainedWeights:
+    """Copies of the parameters in `trained`."""
+
+    def copy_weights(self):
+        return [p.detach().clone() for p in self.trained]
+
+    @contextlib.contextmanager
+    def use(self, weights):
+        """Predict with these weights inside the context, without gradient."""
+        current = self.copy_weights()
+        self._write(weights)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._write(current)
+
+    @torch.no_grad()
+    def _write(self, weights):
+        for parameter, value in zip(self.trained, weights, strict=True):
+            parameter.copy_(value)
+
+
+class Network(TrainedWeights):
     """A pipeline with float64 denoisers and copies of their trained weights.
 
     `experts`: the denoisers, high noise first. `boundary`: the noise level between two experts.
@@ -69,28 +93,9 @@ class Network:
             names += [prefix + n.replace(".default.", ".") for n, p in expert.named_parameters() if p.requires_grad]
         return dict(zip(names, weights, strict=True))
 
-    def copy_weights(self):
-        return [p.detach().clone() for p in self.trained]
-
-    @contextlib.contextmanager
-    def use(self, weights):
-        """Predict with these weights inside the context, without gradient."""
-        current = self.copy_weights()
-        self._write(weights)
-        try:
-            with torch.no_grad():
-                yield
-        finally:
-            self._write(current)
-
-    @torch.no_grad()
-    def _write(self, weights):
-        for parameter, value in zip(self.trained, weights, strict=True):
-            parameter.copy_(value)
-
     @torch.no_grad()
     def encode_text(self, text):
-        """Return the embeddings of one text, computed once."""
+        """Return the embeddings of one text from a cache."""
         if text not in self.texts:
             words = {"do_classifier_free_guidance": False, "max_sequence_length": self.num_tokens}
             if self.family == "sd3":
@@ -191,6 +196,8 @@ class Network:
 def load_pipeline(folder):
     """Load a pipeline folder in float32 with plain diffusers."""
     words = {"safety_checker": NoChecker()} if "cosmos" in str(folder) else {}
+    if words:
+        provide_torchvision_resize()  # torchvision is not installed in the tests
     pipe = DiffusionPipeline.from_pretrained(folder, torch_dtype=torch.float32, local_files_only=True, **words)
     pipe.set_progress_bar_config(disable=True)
     return pipe

@@ -1,4 +1,4 @@
-"""Plain optimizer steps in float64: AdamW, gradient clipping, learning rate, and copies that follow the weights."""
+"""Plain optimizer steps in float64: AdamW, gradient clipping, learning rate, and policy copies."""
 
 import math
 
@@ -6,7 +6,7 @@ import torch
 
 
 class Optimization:
-    """Trains a network's weights. `policies`: copies of the weights by name, equal to them at first."""
+    """Train a network's weights. `policies`: copies of the initial weights by name."""
 
     def __init__(self, network, options, total_updates):
         self.network, self.o, self.total_updates = network, options, total_updates
@@ -21,10 +21,10 @@ class Optimization:
 
     def learning_rate(self, update):
         peak, warmup = self.o["optimizer.lr"], self.o.get("optimizer.warmup_steps", 0)
-        if update < warmup:
-            return peak * update / warmup
-        first, fraction = max(warmup, 1), self.o["optimizer.final_lr_fraction"]
-        done = (update - first) / (self.total_updates - first)
+        if update <= warmup:
+            return peak * (update - 1) / warmup
+        fraction = self.o["optimizer.final_lr_fraction"]
+        done = (update - 1 - warmup) / (self.total_updates - warmup)
         curve = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done}[self.o["optimizer.schedule"]]
         return peak * (fraction + (1 - fraction) * curve)
 
@@ -33,7 +33,7 @@ class Optimization:
         self.num_updates += 1
         self.adamw.zero_grad(set_to_none=True)
         loss.backward()
-        for parameter in self.network.trained:  # ZeRO decays the weights of an expert without gradient too
+        for parameter in self.network.trained:  # ZeRO also decays the weights of an expert without gradient
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         limit = self.o["engine.max_grad_norm"]
         norm = float(torch.nn.utils.clip_grad_norm_(self.network.trained, limit))
@@ -48,7 +48,7 @@ class Optimization:
 
     @torch.no_grad()
     def follow(self, policy, decay):
-        """Move a copy towards the weights: copy <- decay * copy + (1 - decay) * weights."""
+        """Update a policy copy: copy <- decay * copy + (1 - decay) * weights."""
         for old, new in zip(self.policies[policy], self.network.trained, strict=True):
             old.copy_(decay * old + (1 - decay) * new)
 

@@ -1,4 +1,4 @@
-"""A run of the product on a rank (ranks.py), whose policies are written down and whose rewards need no service."""
+"""Training runs on a rank of ranks.py that save all policies and compute rewards without a reward service."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ def score_sample(pixels, prompt, number):
 
 
 class HostRewards:
-    """Scores samples when they are submitted, instead of a reward client."""
+    """Score samples on submission, in place of a reward client."""
 
     def __init__(self, names):
         self.names, self.scores = names, {}
@@ -47,7 +47,7 @@ class HostRewards:
 
 
 def train_and_keep(recipe, overrides):
-    """Run a recipe, and write the tensors of all its policies into its folder."""
+    """Run a recipe, and save the tensors of all its policies to its folder."""
     from multi_rank.resuming import train_on_rank
     from wfm_ds.training import diffusion_builder
     from wfm_ds.training.exporter import Exporter
@@ -57,7 +57,7 @@ def train_and_keep(recipe, overrides):
         yield "none"
 
     def connect(job, endpoint, reward, name, resources):
-        return HostRewards([function.name for function in reward.functions])
+        return None if reward is None else HostRewards([function.name for function in reward.functions])
 
     def export_and_keep(exporter, step):
         export(exporter, step)
@@ -88,7 +88,7 @@ def train_and_keep(recipe, overrides):
 def read_updates(folder):
     """Return the metrics of each optimizer step."""
     lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "optim/lr" in line]
+    return [line for line in lines if line.keys() & {"optim/lr", "optim/fake_lr"}]
 
 
 def read_validation(folder):
@@ -97,7 +97,7 @@ def read_validation(folder):
 
 
 def read_policies(folder):
-    """Return {policy: {name: tensor}} of the end of the run."""
+    """Return {policy: {name: tensor}} at the end of the run."""
     policies = {}
     for key, tensor in load_file(Path(folder) / POLICIES).items():
         policy, name = key.split("/", 1)

@@ -12,7 +12,7 @@ from reference.optimization import Optimization
 from reference.product import score_sample
 
 STD_OFFSET = 1e-4
-NUM_TRAINED = 2  # steps of a Flow-GRPO sample: 0.7 of 3
+NUM_TRAINED = 2  # trained steps of a Flow-GRPO sample: 0.7 of 3
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Sample:
     group: int
     text: str
     seed: int
-    row: int = 0  # among all samples of the step
+    row: int = 0  # index among all samples of the step
     data: torch.Tensor = None  # clean latents of its group's image
     clean: torch.Tensor = None
     steps: list = field(default_factory=list)  # (index, latents, next latents, log-probability)
@@ -30,13 +30,13 @@ class Sample:
 
 
 class RlReference:
-    """Trains on prompts. Subclasses define `make_terms(samples, step)`, `losses(terms, update)` -> (loss of each term
-    [B], statistics by tag), and `generate` if rollouts are not Euler steps."""
+    """Train on prompts. Subclasses define `make_terms(samples, step)` and `losses(terms, update)`, which returns the
+    loss of each term [B] and statistics by tag. They also define `generate` if rollouts do not use Euler steps."""
 
     rollout_policy = "train"
 
     def __init__(self, network, prompts, options, data=None):
-        """data: clean latents of the image of each prompt, for losses on data."""
+        """data: clean latents of each prompt's image, for losses on data."""
         self.network, self.prompts, self.o, self.data = network, prompts, options, data
         self.seed, self.num_updates = options["run.seed"], options.get("algorithm.updates_per_rollout", 1)
         self.optimization = Optimization(network, options, options["run.steps"] * self.num_updates)
@@ -111,10 +111,10 @@ class RlReference:
         return metrics | self.optimization.update(self.o.get("algorithm.loss_scale", 1) * losses.mean())
 
     def remember_old(self, terms):
-        """Compute what later updates compare with."""
+        """Store the predictions that later updates need."""
 
     def end_step(self, step):
-        """Move the policy copies."""
+        """Update the policy copies."""
 
 
 @dataclass
@@ -162,8 +162,6 @@ class ForwardReference(RlReference):
 
 
 class NftReference(ForwardReference):
-    """DiffusionNFT."""
-
     rollout_policy = "old"
 
     def losses(self, terms, update):
@@ -201,7 +199,7 @@ def clipped_loss(log_ratio, advantage, clip_low, clip_high):
 
 
 class AwmReference(ForwardReference):
-    """Advantage Weighted Matching, with distances to the reference and to the EMA."""
+    """Advantage Weighted Matching, with KL terms to the reference and to the EMA."""
 
     def log_prob(self, terms, velocity):
         error = row_mean((velocity - (terms.extra["noise"] - terms.extra["clean"])).square())
@@ -276,7 +274,7 @@ class FlowGrpoReference(RlReference):
             mean, std = self.transition(terms.latents[i], v[i], k)
             ref_mean, _ = self.transition(terms.latents[i], ref[i], k)
             log_probs.append(gaussian_log_prob(terms.extra["next"][i][None], mean[None], std)[0])
-            # Flow-GRPO's KL has the diffusion coefficient without the length of the step.
+            # Flow-GRPO's KL uses the diffusion coefficient without the step length.
             kls.append((mean - ref_mean).square().mean() / (2 * std**2) * (self.grid[k] - self.grid[k + 1]))
         log_prob, kl = torch.stack(log_probs), torch.stack(kls)
         low, high = self.o["algorithm.clip_ratio_low"], self.o["algorithm.clip_ratio"]
@@ -291,7 +289,7 @@ def gaussian_log_prob(x, mean, std):
 
 
 class DdrlReference(RlReference):
-    """DDRL with rollouts of a reference that is copied from the weights every few steps, and a loss on data."""
+    """DDRL: rollouts of a reference that is updated every few steps, and a loss on data."""
 
     rollout_policy = "old"
 
@@ -325,10 +323,10 @@ class DdrlReference(RlReference):
             old = self.network.velocity(terms.latents, terms.sigma, terms.texts, guided=True)
         v = self.network.velocity(terms.latents, terms.sigma, terms.texts, guided=True)
         std = torch.tensor([self.plan[k].std for k in terms.extra["k"]], dtype=torch.float64)
-        # The step's mean moves by -now * sigma for each unit of the velocity.
+        # One unit of velocity changes the step's mean by -now * sigma.
         shift = torch.tensor([-self.plan[k].now for k in terms.extra["k"]], dtype=torch.float64) * terms.sigma
         move = terms.per_row(shift) * (v - old)
-        after = terms.per_row(std) * terms.extra["z"]  # from the old mean
+        after = terms.per_row(std) * terms.extra["z"]  # relative to the old mean
         log_ratio = -row_mean((after - move).square() - after.square()) / (2 * std)  # ratio_norm: std_scaled
         clip = self.o["algorithm.clip_ratio"]
         policy, stats = clipped_loss(log_ratio, terms.advantage, clip, clip)

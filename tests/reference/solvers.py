@@ -1,4 +1,4 @@
-"""Solvers of rollouts in float64, written from the papers."""
+"""Rollout solvers in float64, following the papers."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ def flow_sde(latents, velocity, grid, k, noise_level):
 
 @dataclass
 class EdmStep:
-    """A step from noise level `level`; `now` and `before` weigh the two last predictions, `std` is its noise."""
+    """A step from noise level `level`. `now` and `before`: weights of the last two predictions. `std`: its noise."""
 
     level: float
     keep: float
@@ -42,7 +42,7 @@ def karras_levels(num_steps):
 
 
 def churn(levels, s_churn):
-    """Return (factor by which churn raises a level, std of that noise for a level)."""
+    """Return the factor by which churn raises a level, and a function from a level to the std of the added noise."""
     factor = 1 + min(s_churn / len(levels), math.sqrt(1.2) - 1)
     return factor, lambda level: level * math.sqrt(factor**2 - 1)
 

@@ -24,7 +24,7 @@ class Item:
 
 
 class Supervised:
-    """Trains on `samples`: (id, caption, [clean latents of each image of the sample])."""
+    """Train on `samples`: (id, caption, [clean latents of each image of the sample])."""
 
     def __init__(self, network, samples, options):
         self.network, self.samples, self.o = network, samples, options
@@ -48,7 +48,7 @@ class Supervised:
         return metrics | self.optimization.update(loss)
 
     def draw_row(self, step, i):
-        """Return what is trained of the sample at position i of a step's batch, one item for each of its images."""
+        """Return the training items of the sample at position i of a step's batch, one for each of its images."""
         position = (step - 1) * self.global_batch + i
         epoch, index = data_index(position, len(self.samples), self.seed)
         name, caption, images = self.samples[index]
@@ -90,7 +90,7 @@ class Supervised:
 
     def errors(self, rows):
         """Return the mean squared velocity error of each image over its free frames, [M, B]."""
-        items = [row[m] for m in range(len(rows[0])) for row in rows]  # all first images, then all second ones
+        items = [row[m] for m in range(len(rows[0])) for row in rows]  # all first images, then all second images
         clean, noise = (torch.stack([getattr(item, name) for item in items]) for name in ("clean", "noise"))
         sigma = torch.tensor([item.sigma for item in items], dtype=torch.float64)
         s = sigma.view(-1, *[1] * (clean.ndim - 1))

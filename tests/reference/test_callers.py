@@ -1,4 +1,4 @@
-"""Callers of tested formulas, against the formulas written again: which tensor, setting and key each of them passes."""
+"""Callers of tested formulas, compared with a second implementation: which tensor, setting and key each one passes."""
 
 import math
 from statistics import NormalDist

@@ -1,4 +1,4 @@
-"""The list of mutants fits the code. Whether tests find them is checked by `python tests/reference/mutants.py`."""
+"""The mutants match the current code. `python tests/reference/mutants.py` checks that tests detect them."""
 
 import ast
 from pathlib import Path

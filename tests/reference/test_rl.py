@@ -1,4 +1,4 @@
-"""Whole RL runs against plain PyTorch: rewards, every update's loss and gradient norm, and all final weights."""
+"""Full RL runs compared with plain PyTorch: rewards, loss and gradient norm of every update, and all final weights."""
 
 import pytest
 
@@ -66,7 +66,7 @@ GRPO = {
     "sampling.solver": "flow_sde",
     "sampling.noise_level": 0.7,
     "algorithm.clip_ratio_low": 1e-4,
-    "algorithm.clip_ratio": 5e-5,  # above 1
+    "algorithm.clip_ratio": 5e-5,  # limit above 1
     "algorithm.kl_beta": 0.5,
     "algorithm.kl_type": "flow_grpo",
     "algorithm.updates_per_rollout": 2,
@@ -83,7 +83,7 @@ EXPERTS = NFT | {
     "rollout.group_size": 2,
 }
 DDRL = {
-    "run.steps": 5,  # in the second and fourth, rollouts come from older weights
+    "run.steps": 5,  # in steps 2 and 4 the rollouts use older weights
     "algorithm.name": "ddrl",
     "sampling.guidance_scale": 1.0,
     "sampling.solver": "edm_2ab",
@@ -105,7 +105,7 @@ PROMPTS = ("a red square on black", "a blue circle on white", "a green triangle"
 
 
 def train_both(name, reference, options, ranks, pipeline, tmp_path):
-    """Train the run and its reference. Returns the reference and its metrics."""
+    """Train the run and its reference. Return the reference and its metrics."""
     options = COMMON | options
     network, folder = Network(pipeline, options), tmp_path / "data"
     if name == "sd3_ddrl":
@@ -126,7 +126,7 @@ def assert_same(trained, expected, tmp_path, *policies, **tolerance):
 
 
 def assert_clips(expected):
-    """Ratios are clipped on both sides, but not all of them, and so are some gradients."""
+    """Check that some but not all ratios are clipped on each side, and some but not all gradients."""
     for side in ("higher", "lower"):
         assert 0 < sum(line[f"policy/clip_fraction_{side}"] for line in expected) < len(expected) / 2
     assert {line["optim/clipped"] for line in expected} == {0.0, 1.0}
@@ -134,7 +134,7 @@ def assert_clips(expected):
 
 @pytest.mark.unit
 def test_nft_on_two_ranks_is_plain_pytorch(two_ranks, tiny_pipelines, tmp_path):
-    """The second step has failed samples on the first rank only: the denominator counts both ranks."""
+    """In step 2, only the first rank has failed samples: the denominator must count both ranks."""
     trained, expected = train_both("sd3_nft", rl.NftReference, NFT, two_ranks, tiny_pipelines("sd3"), tmp_path)
     first_updates = [line for line in expected if "rollout/samples" in line]
     assert [line["rollout/samples"] for line in first_updates] == [12.0, 10.0, 12.0]

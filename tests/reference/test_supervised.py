@@ -1,4 +1,4 @@
-"""Whole supervised runs against plain PyTorch: every step's loss and gradient norm, and the final weights."""
+"""Full supervised runs compared with plain PyTorch: loss and gradient norm of every step, and the final weights."""
 
 import functools
 import json
@@ -43,7 +43,7 @@ COMMON = {
 }
 LORA = {"lora": {"rank": 4, "alpha": 8}}
 SFT = {
-    **{"lora": None, "engine.max_grad_norm": 1.0},  # clips some of the steps
+    **{"lora": None, "engine.max_grad_norm": 1.1},  # clips some of the steps
     **{"algorithm.name": "sft", "algorithm.loss_weighting": "cosmap"},
 }
 DPO = LORA | {"algorithm.name": "dpo", "algorithm.beta": 50.0, "engine.max_grad_norm": 2.0}
@@ -55,12 +55,12 @@ FRAMES = LORA | {
     **{"algorithm.name": "sft", "algorithm.loss_weighting": "none", "engine.max_grad_norm": 1.0},
     **{"algorithm.min_num_conditional_frames": 0, "algorithm.max_num_conditional_frames": 1, "sampling.num_frames": 5},
 }
-HOLDOUT = 0.5  # of the images, of whose hashes one is below it
+HOLDOUT = 0.5  # the hash of one image is below it
 NUM_IMAGES = 8
 
 
 def write_images(folder):
-    """Write images of noise of the size that is trained, so that nothing resizes them."""
+    """Write noise images of the training size, so that they are not resized."""
     draw = np.random.default_rng(5)
     (folder / "images").mkdir(parents=True)
     lines = []
@@ -90,7 +90,7 @@ def image_samples(network, folder):
 
 
 def pair_samples(network, folder):
-    """Return (id, caption, [latents of the chosen, latents of the rejected]) of each pair, in the order of the ids."""
+    """Return (id, caption, [chosen latents, rejected latents]) of each pair, sorted by id."""
     pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text().splitlines()]
     sides = ("chosen", "rejected")
     samples = [
@@ -105,7 +105,7 @@ def encode(network, file):
 
 
 def train_both(name, options, one_rank, pipeline, data, samples, tmp_path):
-    """Train the run and its reference. Returns the reference, its held-out samples and its metrics."""
+    """Train the run and its reference. Return the reference, its held-out samples and its metrics."""
     options = COMMON | options
     network = Network(pipeline, options)
     samples = samples(network)
@@ -113,7 +113,7 @@ def train_both(name, options, one_rank, pipeline, data, samples, tmp_path):
     train = [sample for sample in samples if sample not in held_out]
     assert held_out
     batch = options["engine.micro_batch_size"] * options["engine.gradient_accumulation"]
-    assert options["run.steps"] * batch > 1.5 * len(train)  # several epochs
+    assert options["run.steps"] * batch > 1.5 * len(train)  # more than one epoch
     words = [*as_overrides(options), f"validation.holdout={HOLDOUT}"]
     one_rank.run(train_and_keep, **tiny_recipe(name, tmp_path, pipeline, *words, data=data))
     reference = Supervised(network, train, options)
@@ -121,7 +121,7 @@ def train_both(name, options, one_rank, pipeline, data, samples, tmp_path):
 
 
 def assert_same(reference, held_out, expected, tmp_path):
-    """Metrics, trained weights, EMA, export and validation loss agree."""
+    """Check metrics, trained weights, EMA, export and validation loss against the reference."""
     optimization, network = reference.optimization, reference.network
     assert_same_run(tmp_path, network, optimization, expected, ("train", "ema"))
     ema, start = (network.named_weights(optimization.policies[name]) for name in ("ema", "ref"))
@@ -159,7 +159,7 @@ def test_sft_with_conditioning_frames_is_plain_pytorch(one_rank, tiny_pipelines,
 
 
 def write_videos(folder):
-    """Write videos of the frames that are trained."""
+    """Write videos of the training size and length."""
     draw = np.random.default_rng(6)
     folder.mkdir()
     for i in range(NUM_IMAGES):

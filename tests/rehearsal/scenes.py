@@ -8,9 +8,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.rehearsal import steps
 from benchmarks.rehearsal.fake_machine import fake_gpus
 from benchmarks.rehearsal.watch import DENOISE, MICRO_STEPS
+
+SETTINGS = (
+    *("model.dtype=bfloat16", "engine.deepspeed=zero2", "engine.micro_batch_size=2", "engine.max_forward_batch=4"),
+    *("rollout.prompts_per_step=2", "rollout.group_size=4", "sampling.guidance_scale=2.0"),
+)
 
 
 def catch_error(work):
@@ -60,15 +64,11 @@ def main():
         from wfm_ds.distributed.world import World
 
         folder = Path(temporary)
-        recipe, own = steps.STEPS["NFT, LoRA"]
-        with runs.open_loop(
-            record, recipe, [*steps.COMMON, *own, *runs.data_overrides(recipe, folder)], folder
-        ) as loop:
+        with runs.open_loop(record, "sd3_nft", [*SETTINGS, *runs.data_overrides("sd3_nft", folder)], folder) as loop:
             loop.start()
             loop.run_step()
             record.clear()
             loop.run_step()
-            out["rows"] = steps.step_rows("NFT, LoRA", record)
 
             def check_windows():
                 return {name: catch_error(lambda: record.require_quiet(name)) for name in (DENOISE, MICRO_STEPS)}  # noqa: B023

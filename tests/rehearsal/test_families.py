@@ -1,5 +1,5 @@
 """Families on simulated GPUs, through all operations of a run: no tensor is on a wrong device, and nothing waits while
-work must only be queued. `python -m benchmarks.rehearsal --families` runs the other families."""
+work must only be queued. `python -m benchmarks.rehearsal [FAMILY ...]` runs the other families."""
 
 import pytest
 
@@ -16,7 +16,7 @@ CASES = [
 
 @pytest.mark.parametrize(("family", "ranks", "run", "waits"), CASES)
 def test_a_family_completes_all_operations_of_a_run(family, ranks, run, waits):
-    (row,) = rehearse_in_subprocess("family", family, str(ranks), str(run))["rows"]
+    (row,) = rehearse_in_subprocess(family, ranks, [run])
     assert set(row["rehearsed"].split(", ")) >= DONE
     assert row["waits between micro-steps"] == waits
     assert row["waits in the denoise loop"] == 0

@@ -1,4 +1,4 @@
-"""Rewards that misbehave on request, for the tests: `probe_rewards:Class` with this folder on PYTHONPATH."""
+"""Rewards that fail on request, for tests: `probe_rewards:Class` with this folder on PYTHONPATH."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from wfm_reward.base import Range, Reward
 
 
 class Brightness(Reward):
-    """Mean of the pixels, 0 to 1. Options: seconds that each batch takes, a journal of what was scored."""
+    """Mean pixel value in [0, 1]. Options: `seconds` per batch, and `journal`, a file that logs the scored batches."""
 
     name, media_types, primary_output = "brightness", frozenset({"image", "video"}), "brightness"
     outputs = {"brightness": Range(0.0, 1.0)}  # noqa: RUF012
@@ -61,7 +61,7 @@ class Demanding(Brightness):
 
 
 class Moody(Brightness):
-    """What the prompt says happens."""
+    """Behaves as the prompt says, e.g. hangs, dies or raises."""
 
     name = "moody"
 
@@ -101,7 +101,7 @@ class Moody(Brightness):
 
 
 class Failing(Brightness):
-    """The k-th sample of each group fails as how[k] says; those after them have their score."""
+    """Fails the k-th sample of each group as `how[k]` says and scores the other samples."""
 
     name = "failing"
 

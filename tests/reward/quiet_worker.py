@@ -1,4 +1,4 @@
-"""`python -m quiet_worker`: a process that does nothing until its stdin is closed. What it says, a test says for it."""
+"""`python -m quiet_worker`: a process that waits until its stdin is closed. Tests send messages in its name."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Rewards that are made of a CLIP: tiny random ones of transformers with real processors, against plain arithmetic."""
+"""CLIP-based rewards: tiny random transformers models with real processors, compared with plain arithmetic."""
 
 import itertools
 
@@ -10,13 +10,11 @@ from torch import nn
 from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor
 
 from each_case import check_each
+from reward_samples import loaded, media_batch
 from wfm_ds.errors import RewardError
-from wfm_ds.models.tiny.parts.clip import clip_tokenizer
-from wfm_ds.types import MediaBatch
-from wfm_reward import registry
-from wfm_reward.rewards._open_clip import convert_to_transformers
+from wfm_ds.models.tiny.tokenizers import clip_tokenizer
 from wfm_reward.rewards.aesthetic import LINEAR_LAYERS
-from wfm_reward.rewards.hpsv2 import letterbox_images
+from wfm_reward.rewards.hpsv2 import convert_to_transformers, letterbox_images
 
 SIZE, WIDTH, CONTEXT = 16, 24, 12
 PROMPTS = ["a red circle", "the blue square on white", "a " * 40]
@@ -52,16 +50,8 @@ def clip(tmp_path_factory):
     return save_clip(folder), str(folder)
 
 
-def loaded(name, **options):
-    reward = registry.create_reward(name, "cpu", options)
-    reward.load()
-    return reward
-
-
-def a_batch(reward, size=(20, 28)):
-    media = np.random.default_rng(0).integers(0, 256, (len(PROMPTS), *size, 3), dtype=np.uint8)
-    ids = [f"s{i}" for i in range(len(PROMPTS))]
-    return MediaBatch(media=media, sample_ids=ids, prompts=PROMPTS, metadata=[{}] * len(PROMPTS), reward=reward.name)
+def a_batch(size=(20, 28)):
+    return media_batch(np.random.default_rng(0).integers(0, 256, (len(PROMPTS), *size, 3), dtype=np.uint8), PROMPTS)
 
 
 def values(reward, batch):
@@ -71,7 +61,7 @@ def values(reward, batch):
 
 
 def embeddings(model, folder, batch):
-    """By the library's own forward."""
+    """Return image embeddings and logits from the library's own forward pass."""
     processor = CLIPProcessor.from_pretrained(folder)
     inputs = processor(
         text=PROMPTS, images=[Image.fromarray(m) for m in batch.media], padding=True, truncation=True,
@@ -87,7 +77,7 @@ def test_it_is_the_models_logit_in_its_own_scale(clip, name, scale):
     model, folder = clip
     more = {"processor": folder} if name == "pickscore" else {}
     reward = loaded(name, model=folder, **more)
-    batch = a_batch(reward)
+    batch = a_batch()
     _, logits = embeddings(model, folder, batch)
     want = logits * scale if scale else logits / model.logit_scale.exp().detach()
     got = values(reward, batch)
@@ -106,7 +96,7 @@ def test_aesthetic_is_the_published_head_on_the_picture_alone(clip, tmp_path):
     weights = {f"layers.{i}.{part}": getattr(layer, part).data for i, layer in pairs for part in ("weight", "bias")}
     torch.save(weights, tmp_path / "head.pth")
     reward = loaded("aesthetic", model=folder, head=str(tmp_path / "head.pth"))
-    batch = a_batch(reward)
+    batch = a_batch()
     image_embeds, _ = embeddings(model, folder, batch)
     assert values(reward, batch) == pytest.approx(head(image_embeds)[:, 0].tolist(), abs=1e-5)
     torch.save(
@@ -119,7 +109,7 @@ def test_aesthetic_is_the_published_head_on_the_picture_alone(clip, tmp_path):
         loaded("aesthetic", model=folder, head=str(tmp_path / "bad.pth"))
 
 
-# HPS v2: open_clip's own layers, written down again
+# HPS v2: open_clip's layers, reimplemented
 
 
 class Block(nn.Module):
@@ -187,7 +177,7 @@ def test_hpsv2_is_the_cosine_of_open_clips_model(clip, tmp_path):
     published = OpenClip(len(processor.tokenizer)).eval()
     torch.save({"state_dict": published.state_dict()}, tmp_path / "HPS.pt")
     reward = loaded("hpsv2", model=str(tmp_path / "HPS.pt"), base=folder)
-    batch = a_batch(reward)
+    batch = a_batch()
     tokens = processor(text=PROMPTS, padding=True, truncation=True, max_length=CONTEXT, return_tensors="pt")[
         "input_ids"
     ]
@@ -228,4 +218,4 @@ def test_another_dtype_is_refused(clip):
         loaded("clipscore", model=clip[1], dtype="int8")
     half = loaded("clipscore", model=clip[1], dtype="bfloat16")
     full = loaded("clipscore", model=clip[1])
-    assert values(half, a_batch(half)) == pytest.approx(values(full, a_batch(full)), abs=0.03)
+    assert values(half, a_batch()) == pytest.approx(values(full, a_batch()), abs=0.03)

@@ -1,4 +1,4 @@
-"""Latents that come over HTTP: decoded by a process of their own, then scored as videos."""
+"""Latents sent over HTTP: a separate process decodes them, then rewards score them as videos."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 
 from reward_http import Http, serving
 from wfm_ds.errors import RewardError
-from wfm_ds.models.tiny.parts.wan_vae import wan_vae
+from wfm_ds.models.tiny.vaes import wan_vae
 from wfm_ds.models.vae import decode_normalized
 from wfm_reward.decoder import LatentDecoder, VaeScale
 from wfm_reward.web.cosmos_protocol import widen_bfloat16
@@ -89,7 +89,7 @@ def test_latents_over_http_are_scored_as_the_videos_that_they_are(vae, tmp_path)
         assert answer["failures"] == [{"index": 0, "reason": "latents are not finite"}]
         assert answer["scores"]["motion"][1] == pytest.approx(motion_of(latents[1]), abs=3e-3)
         assert list((tmp_path / "s").glob("*.npy")) == [], "what was fetched is removed"
-        long = np.zeros((2, 4, 30, 8, 8), np.float16)  # 30 KiB, and two videos of 1.4 MiB
+        long = np.zeros((2, 4, 30, 8, 8), np.float16)  # 30 KiB of latents for two videos of 1.4 MiB
         status, content, _ = http.enqueue(fields | {"media_type": "latent"}, long)
         assert (status, content["error"]["code"]) == (413, "too_large")
         wide = np.zeros((1, 16, 1, 2, 2), np.float16)

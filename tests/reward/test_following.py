@@ -1,36 +1,24 @@
-"""Rewards that see what a sample was told: actions, camera paths, and whether the video holds together meanwhile."""
+"""Rewards for conditioned videos: action following, camera following and consistency."""
 
 import io
-import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import time
+from contextlib import closing
 
 import numpy as np
 import pytest
 
+from reward_http import Server
+from reward_samples import loaded, media_batch
 from wfm_ds.errors import RewardError
-from wfm_ds.types import MediaBatch
 from wfm_reward import registry
 from wfm_reward.brightness_demo import decode_moves, encode_actions, frame_brightness, measure_moves, render_frames
 from wfm_reward.rewards.action_following import following_scores as of_actions
 from wfm_reward.rewards.camera_following import camera_scores as of_camera
 
 
-def loaded(name, **options):
-    reward = registry.create_reward(name, "cpu", options)
-    reward.load()
-    return reward
-
-
 def scored(reward, frames, **inputs):
-    batch = MediaBatch(
-        media=np.asarray(frames)[None],
-        sample_ids=["s"],
-        prompts=["p"],
-        metadata=[{}],
-        fps=8.0,
-        inputs=[{name: np.asarray(array, np.float32) for name, array in inputs.items()}],
-    )
+    inputs = {name: np.asarray(array, np.float32) for name, array in inputs.items()}
+    batch = media_batch(np.asarray(frames)[None], fps=8.0, inputs=[inputs])
     [score] = reward.score(batch)
     assert score.failure is not None or score.value in reward.outputs[reward.primary_output]
     assert all(value in reward.outputs[part] for part, value in score.parts.items())
@@ -43,7 +31,7 @@ MOVES = np.array([1, 0])
 def test_the_recorded_continuation_of_the_action_world_has_the_best_reward():
     frames, actions = render_frames(frame_brightness(0.1, MOVES)), encode_actions(MOVES)
     assert decode_moves(actions).tolist() == MOVES.tolist()
-    np.testing.assert_allclose(measure_moves(frames), MOVES, atol=0.04)  # levels are rounded
+    np.testing.assert_allclose(measure_moves(frames), MOVES, atol=0.04)  # brightness levels are rounded
     score = scored(loaded("brightness"), frames, actions=actions)
     assert score.value == pytest.approx(1, abs=0.04)
     assert (score.parts["following"], score.parts["still"]) == (1, 1)
@@ -52,13 +40,13 @@ def test_the_recorded_continuation_of_the_action_world_has_the_best_reward():
 
 def test_another_trajectory_and_a_short_step_cost():
     reward, judge = loaded("brightness"), loaded("seen_action")
-    other = np.array([1, -1])  # one of two
+    other = np.array([1, -1])  # one of two moves differs
     for one in (reward, judge):
         score = scored(one, render_frames(frame_brightness(0.1, other)), actions=encode_actions(MOVES))
         assert score.parts.get("following", score.value) == 0.5
     short = scored(reward, render_frames(frame_brightness(0.1, MOVES * 0.7)), actions=encode_actions(MOVES))
     assert short.parts["following"] == 1
-    assert short.value == pytest.approx(1 - 0.3 * 5 / 8 / 2, abs=0.03)  # by a ramp, in one move of two
+    assert short.value == pytest.approx(1 - 0.3 * 5 / 8 / 2, abs=0.03)  # the error grows linearly over one of two moves
 
 
 def test_right_means_of_wrong_frames_follow_and_fool_neither_the_reward_nor_the_judge():
@@ -67,7 +55,7 @@ def test_right_means_of_wrong_frames_follow_and_fool_neither_the_reward_nor_the_
     fooled = (frames + stripes).astype(np.uint8)
     score = scored(loaded("brightness"), fooled, actions=encode_actions(MOVES))
     assert score.parts["following"] == 1
-    assert score.value < 0  # the reward itself is not fooled: its residual is of pixels
+    assert score.value < 0  # the reward itself is not fooled: it compares pixels
     assert scored(loaded("seen_action"), fooled, actions=encode_actions(MOVES)).value == 0
 
 
@@ -85,7 +73,7 @@ def test_following_of_actions_is_a_mean_over_transitions():
 
 
 def test_a_frozen_cosmos3_reads_actions_from_frames(tiny_pipelines):
-    """Random weights read nonsense, and always the same; other frames read otherwise."""
+    """Random weights predict arbitrary but deterministic actions; other frames give other actions."""
     reward = loaded("action_following", model=str(tiny_pipelines("cosmos3")), domain="pusht", steps=2, dtype="float32")
     frames = np.random.default_rng(0).integers(0, 255, (5, 32, 32, 3), np.uint8)
     told = np.zeros((4, 2))
@@ -124,37 +112,25 @@ def test_following_of_a_camera_knows_turns_and_directions_and_no_scale():
 
 
 def test_poses_come_from_a_service():
-    class Service(BaseHTTPRequestHandler):
-        def do_POST(self):
-            frames = np.load(io.BytesIO(self.rfile.read(int(self.headers["Content-Length"]))))
-            poses = [turned(10 * i, (i, 0, 0)).tolist() for i in range(len(frames))]
-            kind = frames[0, 0, 0, 0]
-            if kind == 3:
-                return  # hangs up
-            if kind == 2:
-                poses[0] = np.zeros((4, 4)).tolist()
-            answer = json.dumps({"c2w": poses} if kind else {"sorry": 1}).encode()
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, *words):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Service) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            reward = loaded("camera_following", url=f"http://127.0.0.1:{server.server_port}")
-            told = np.stack([turned(10 * i, (i, 0, 0)) for i in range(3)])
-            assert scored(reward, np.ones((3, 4, 4, 3), np.uint8), c2w=told).value == pytest.approx(1, abs=1e-3)
-            assert "returned [2, 4, 4]" in scored(reward, np.ones((2, 4, 4, 3), np.uint8), c2w=told).failure
-            no_poses = "did not return poses"
-            for kind, says in ((0, no_poses), (2, "invalid rotation matrix"), (3, no_poses)):
-                assert says in scored(reward, np.full((3, 4, 4, 3), kind, np.uint8), c2w=told).failure
-        finally:
-            server.shutdown()
-            thread.join()
+    told = np.stack([turned(10 * i, (i, 0, 0)) for i in range(3)])
+    video, flat = np.ones((3, 4, 4, 3), np.uint8), told.copy()
+    flat[0] = 0
+    with closing(Server()) as server:
+        reward = loaded("camera_following", url=server.url)
+        reward.check_reachable()
+        for poses, says in ((told, ""), (told[:2], "returned [2, 4, 4]"), (flat, "invalid rotation matrix")):
+            server.answers = [(200, {"c2w": poses.tolist()})]
+            score = scored(reward, video, c2w=told)
+            assert says in score.failure if says else score.value == pytest.approx(1, abs=1e-3)
+        np.testing.assert_array_equal(np.load(io.BytesIO(server.requests[0][2])), video)
+        for answer in ((200, {"sorry": 1}), (200, b"{"), (503, {})):
+            server.answers = [answer]
+            assert "did not return poses" in scored(reward, video, c2w=told).failure
+    assert "did not return poses" in scored(reward, video, c2w=told).failure
+    reward.deadline_s = time.monotonic()
+    assert "no time is left" in scored(reward, video, c2w=told).failure
+    with pytest.raises(RewardError, match=r"reward camera_following: cannot connect to .*Connection refused"):
+        reward.check_reachable()
     with pytest.raises(RewardError, match="must be an HTTP address"):
         registry.create_reward("camera_following", "cpu", {"url": "nowhere"})
 

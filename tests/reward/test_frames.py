@@ -1,4 +1,4 @@
-"""How image rewards see videos: which frames, in which batches, and what the video's score is."""
+"""Image rewards on videos: the frames they score, the batches, and the score of the video."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from wfm_reward.worker import RewardScorer
 
 
 class Level(Reward):
-    """The first pixel; 255 is refused. Notes the shapes that it is given."""
+    """Scores the first pixel, fails on 255, and records the shapes of its batches."""
 
     name, media_types, primary_output = "level", frozenset({"image"}), "level"
     outputs = {"level": Range(0.0, 254.0)}  # noqa: RUF012
@@ -39,7 +39,7 @@ def rows_of(count):
 
 
 def scored(videos, max_batch=16, **options):
-    """Scores of these videos, each given by the levels of its frames, and the batches that the reward saw."""
+    """Score videos given as lists of frame levels. Return the scores and the batch shapes that the reward received."""
     reward = Level("cpu", **options)
     media = [np.broadcast_to(np.array(v, np.uint8)[:, None, None, None], (len(v), 4, 6, 3)) for v in videos]
     some = RewardScorer(reward, "mine", max_batch).score_items(rows_of(len(videos)), media)
@@ -94,7 +94,7 @@ def test_uniform_frames_are_the_middles_of_equal_parts(num_frames, parts):
     indices = FrameRule(f"uniform:{parts}").frame_indices(num_frames)
     count = min(parts, num_frames)
     assert len(set(indices)) == count
-    # Frame i covers [i, i + 1): the middle of part p lies in it.
+    # Frame i covers [i, i + 1) and contains the middle of part p.
     assert indices == [int((p + 0.5) * num_frames / count + 1e-9) for p in range(count)]
     assert [num_frames - 1 - i for i in reversed(indices)] == pytest.approx(indices, abs=1)
 

@@ -1,4 +1,4 @@
-"""The HTTP port of a real service, asked over real connections: scores, tokens, limits, and what is shown."""
+"""The HTTP API of a real service over real connections: scores, tokens, limits and metrics."""
 
 import base64
 import io
@@ -20,15 +20,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from each_case import check_each
 from reward_http import TIMEOUT_S, TOKEN, Http, enqueue_body, serving
 from wfm_ds.errors import RewardError
-from wfm_ds.monitoring.videos import encode_gif, save_mp4
+from wfm_ds.monitoring.media_files import encode_gif, save_mp4
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.types import MediaBatch
-from wfm_reward.config import HttpConfig
-from wfm_reward.web.access import check_token, read_service_token
-from wfm_reward.web.http_problem import HttpProblem
+from wfm_reward.config import HttpConfig, read_service_token
 from wfm_reward.web.json_protocol import parse_compute
-from wfm_reward.web.request_body import MemoryBudget, Reservation
+from wfm_reward.web.request_body import MemoryBudget, Reservation, check_token
+from wfm_reward.web.requests import HttpProblem
 
 PROBES = Path(__file__).parent
 BRIGHTNESS, MOODY, OTHER = "probe_rewards:Brightness", "probe_rewards:Moody", "probe_rewards:Other"
@@ -37,7 +36,7 @@ MIB = 2**20
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """One for the tests that do not harm it: its process, what it said, its folder."""
+    """Return the process, ready message and folder of one service, shared by tests that do not break it."""
     folder = tmp_path_factory.mktemp("http")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
@@ -67,7 +66,7 @@ def http(service):
 
 @contextmanager
 def nobody_works(service):
-    """The workers are stopped; what is asked of them meanwhile is done afterwards."""
+    """Suspend the workers inside the block; they score queued requests afterwards."""
     workers = psutil.Process(service[0].pid).children()
     for worker in workers:
         worker.suspend()
@@ -236,7 +235,7 @@ def test_nothing_but_health_is_answered_without_the_token(service):
 @check_each("sent", [b"\xff", b"Bearer \xff", b"Basic \xff", b"Basic /w=="])
 def test_a_header_that_is_not_utf_8_is_a_wrong_token(sent):
     with pytest.raises(HttpProblem) as problem:
-        check_token(sent.decode("utf-8", "surrogateescape"), TOKEN)  # as aiohttp decodes headers
+        check_token(sent.decode("utf-8", "surrogateescape"), TOKEN)  # aiohttp decodes headers like this
     assert problem.value.status == 401
 
 
@@ -284,7 +283,7 @@ def test_the_token_is_nowhere_to_be_read(http, service):
 
 
 def raw(service, head, body=b"", token=TOKEN):
-    """What comes back for these very bytes, the connection left open."""
+    """Send exactly these bytes and return the open connection."""
     host, _, port = service[1]["http"].removeprefix("http://").rpartition(":")
     connection = socket.create_connection((host, int(port)), timeout=TIMEOUT_S)
     lines = [head, f"Host: {host}", f"Authorization: Bearer {token}", "", ""]
@@ -445,7 +444,7 @@ def test_json_that_becomes_more_than_it_is_or_cannot_be_sent_on_is_one_sentence(
 
 def test_a_picture_that_unpacks_to_more_than_fits_is_refused_by_its_header(http):
     bomb = io.BytesIO()
-    Image.new("RGB", (4000, 4000)).save(bomb, "PNG")  # 48 MB of black in 50 KB
+    Image.new("RGB", (4000, 4000)).save(bomb, "PNG")  # 48 MB of black pixels in 50 KB
     status, content, _ = compute(
         http, prompt=["x"], image=[base64.b64encode(bomb.getvalue()).decode()], rewards=[BRIGHTNESS]
     )
@@ -453,7 +452,7 @@ def test_a_picture_that_unpacks_to_more_than_fits_is_refused_by_its_header(http)
 
 
 def test_pictures_that_are_unpacked_at_once_share_the_budget():
-    """A request that has taken its place leaves none for one that unpacks beside it."""
+    """The memory that the first request reserves is not available to a second one at the same time."""
     budget = MemoryBudget(4 * MIB)
     first, second = Reservation(budget), Reservation(budget)
     first.grow(1000)
@@ -493,7 +492,7 @@ def test_what_is_offered_is_described(http):
     assert content["jpeg_incompressibility"]["outputs"] == {"jpeg_incompressibility": [0.0, None]}
 
 
-# What is shown
+# Metrics and status
 
 
 def test_prometheus_reads_what_was_done(http):
@@ -520,7 +519,7 @@ def test_prometheus_reads_what_was_done(http):
 
 
 def test_requests_of_many_clients_are_scored_together(http, service):
-    """max_wait_ms: single pictures that arrive at once share a batch."""
+    """max_wait_ms: single images that arrive together share a batch."""
     with nobody_works(service):
         uuids = [http.enqueue(asked(1, BRIGHTNESS), images(1, seed=i))[1]["uuid"] for i in range(12)]
     for i, uuid in enumerate(uuids):

@@ -1,4 +1,4 @@
-"""The jobs of the HTTP port over a real hub: what they keep, for how long, and when they end."""
+"""Jobs of the HTTP API with a real broker: stored media and scores, lifetime and deadlines."""
 
 import asyncio
 import gc
@@ -11,16 +11,15 @@ import pytest
 
 from wfm_ds.transport.broker import Broker, TaskKind
 from wfm_ds.transport.worker import LeaseWorker
-from wfm_reward.web.http_problem import HttpProblem
 from wfm_reward.web.jobs import ScoreJobs
 from wfm_reward.web.request_body import MemoryBudget, Reservation
-from wfm_reward.web.score_request import ScoreRequest
+from wfm_reward.web.requests import HttpProblem, ScoreRequest
 
 DEADLINE_S = 30.0
 
 
 class Pixels(np.ndarray):
-    """An array that can be watched."""
+    """Array type for weak references."""
 
 
 def request_of(count):
@@ -36,7 +35,7 @@ def reserved(budget, num_bytes):
 
 @contextmanager
 def a_hub(tmp_path, handle, kind="score:mean"):
-    """Its endpoint for clients; one worker in a thread."""
+    """Yield a broker with one worker in a thread."""
     hub = Broker(clients=f"ipc://{tmp_path}/c", workers=f"ipc://{tmp_path}/w", kinds={kind: TaskKind(60.0, {})})
     hub.start()
     worker = LeaseWorker(hub.worker_endpoint, worker="w", name="w", kinds=[kind])
@@ -69,7 +68,7 @@ def with_jobs(hub, ttl_s, use):
 
 
 async def until(condition):
-    """Within with_jobs' deadline."""
+    """Wait for `condition`; the timeout of `with_jobs` applies."""
     while not condition():
         await asyncio.sleep(0.01)
 
@@ -117,7 +116,7 @@ def test_after_its_deadline_a_job_keeps_what_is_scored_and_waits_for_no_worker(t
     async def use(jobs, budget):
         job = jobs.start_job(request_of(3), reserved(budget, 144), DEADLINE_S, None)
         await until(lambda: len(jobs._pieces) == 2)
-        jobs._abandon_pieces(list(jobs._pieces))  # what its timer does
+        jobs._abandon_pieces(list(jobs._pieces))  # called by the job's timer
         await job.results["mean"].done.wait()
         values, failures, _ = zip(*job.results["mean"].items, strict=True)
         assert (values[1:], failures[1:]) == ((None, None), ("deadline", "deadline"))
@@ -145,7 +144,7 @@ def test_a_video_that_is_decoded_too_late_is_removed(tmp_path):
     async def use(jobs, budget):
         job = jobs.start_job(request_of(1), reserved(budget, 48), DEADLINE_S, "decode:16")
         assert await asyncio.to_thread(begun.wait, DEADLINE_S)
-        jobs._abandon_pieces(list(jobs._pieces))  # what its timer does
+        jobs._abandon_pieces(list(jobs._pieces))  # called by the job's timer
         await job.results["mean"].done.wait()
         assert job.results["mean"].items == [(None, "deadline", {})]
         go_on.set()

@@ -1,4 +1,4 @@
-"""Rewards that a vision-language model gives: real HTTP to a server that answers as OpenAI's interface states."""
+"""Rewards from a vision-language model, over real HTTP to a stub server with OpenAI's API."""
 
 import base64
 import io
@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 
 from reward_http import Server
+from reward_samples import media_batch
 from wfm_ds.errors import RewardError
-from wfm_ds.types import MediaBatch
 from wfm_reward import registry
 
 
@@ -27,14 +27,6 @@ def judge(name, server, **options):
     reward = registry.create_reward(name, "cpu", {"endpoint": f"{server.url}/v1/", "timeout_s": 5.0, **options})
     reward.load()
     return reward
-
-
-def a_batch(media, prompts=None, fps=None):
-    count = len(media)
-    return MediaBatch(
-        media=media, sample_ids=[f"s{i}" for i in range(count)], prompts=prompts or ["a cat"] * count,
-        metadata=[{}] * count, fps=fps, reward="judged",
-    )  # fmt: skip
 
 
 def said(text):
@@ -54,7 +46,7 @@ def test_the_final_score_is_a_fifth_of_it_and_the_picture_is_sent_without_loss(s
     monkeypatch.setenv("MY_KEY", "secret")
     server.answers = [said("Alignment: good.\nFinal Score: 4.5"), said("Final Score: 1")]
     reward = judge("unified_reward", server, api_key_env="MY_KEY", concurrency=1)
-    first, second = reward.score(a_batch(PICTURES, ["a cat", "a dog"]))
+    first, second = reward.score(media_batch(PICTURES, ["a cat", "a dog"]))
     assert (first.value, second.value) == (0.9, 0.2)
     path, headers, body = server.requests[0]
     assert (path, headers["Authorization"]) == ("/v1/chat/completions", "Bearer secret")
@@ -81,7 +73,7 @@ def test_the_final_score_is_a_fifth_of_it_and_the_picture_is_sent_without_loss(s
 )
 def test_an_answer_without_a_score_is_a_named_failure(server, answer, says):
     server.answers = [answer]
-    scores = judge("unified_reward", server, timeout_s=1.0).score(a_batch(PICTURES))
+    scores = judge("unified_reward", server, timeout_s=1.0).score(media_batch(PICTURES))
     assert all(says in score.failure for score in scores)
 
 
@@ -96,14 +88,14 @@ def test_an_answer_without_a_score_is_a_named_failure(server, answer, says):
 )
 def test_no_anomaly_is_the_share_of_no(server, top, value):
     server.answers = [likely(**top)]
-    (score,) = judge("cosmos_reason1", server).score(a_batch(CLIP, fps=8.0))
+    (score,) = judge("cosmos_reason1", server).score(media_batch(CLIP, fps=8.0))
     assert score.value == pytest.approx(value, abs=1e-9)
     assert score.parts["no_logprob"] == top["No"]
 
 
 def test_a_video_is_sent_as_a_file_with_its_speed(server):
     server.answers = [likely(No=-0.1, Yes=-3.0)]
-    judge("cosmos_reason1", server).score(a_batch(CLIP, fps=8.0))
+    judge("cosmos_reason1", server).score(media_batch(CLIP, fps=8.0))
     request = json.loads(server.requests[0][2])
     assert (request["max_tokens"], request["logprobs"], request["top_logprobs"]) == (1, True, 20)
     assert request["messages"][0]["role"] == "system"
@@ -115,7 +107,7 @@ def test_a_video_is_sent_as_a_file_with_its_speed(server):
 
 def test_neither_yes_nor_no_is_a_failure(server):
     server.answers = [likely(Maybe=-0.1, Perhaps=-2.0)]
-    (score,) = judge("cosmos_reason1", server).score(a_batch(CLIP))
+    (score,) = judge("cosmos_reason1", server).score(media_batch(CLIP))
     assert score.failure == "neither Yes nor No is among the likely tokens: Maybe, Perhaps"
 
 

@@ -1,4 +1,4 @@
-"""Malformed requests and damaged media, drawn from a seed: the client is told what is wrong, the service goes on."""
+"""Seeded malformed requests and damaged media: the client gets an error message and the service keeps running."""
 
 import base64
 import json
@@ -7,8 +7,8 @@ import pytest
 
 import malformed
 from reward_http import TOKEN, Http, serving
-from wfm_reward.web.http_problem import HttpProblem
 from wfm_reward.web.json_protocol import parse_compute
+from wfm_reward.web.requests import HttpProblem
 
 REWARD = "jpeg_incompressibility"
 MIB = 2**20
@@ -45,7 +45,7 @@ def test_damaged_media_are_read_or_named(count):
 
 
 def answer_to(video, data):
-    """None if the file can be read, else the HttpProblem; any other exception is raised."""
+    """Return None if the file can be read, else the HttpProblem; raise any other exception."""
     body = {"prompt": ["x"], "rewards": [REWARD], "video" if video else "image": [base64.b64encode(data).decode()]}
     try:
         parse_compute(memoryview(json.dumps(body).encode()), bounded(8 * MIB))

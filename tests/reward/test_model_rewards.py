@@ -1,4 +1,4 @@
-"""Rewards whose models come with packages of their own: stand-ins with those packages' interfaces."""
+"""Rewards from models with their own packages, tested with stubs of the packages' interfaces."""
 
 import sys
 import types
@@ -9,20 +9,12 @@ import pytest
 import torch
 
 from each_case import check_each
+from reward_samples import loaded, media_batch
 from wfm_ds.errors import RewardError
-from wfm_ds.types import MediaBatch
 from wfm_reward import registry
 from wfm_reward.rewards._scene import COLORS, DetectedObject, find_metadata_problem, score_scene, spatial_relations
 from wfm_reward.rewards._vlm import encode_mp4
 from wfm_reward.rewards.geneval import Detector, GenEval, _crop_object
-
-
-def a_batch(reward, media, prompts=None, metadata=None, fps=None):
-    count = len(media)
-    return MediaBatch(
-        media=media, sample_ids=[f"s{i}" for i in range(count)], prompts=prompts or ["a cat"] * count,
-        metadata=metadata or [{}] * count, fps=fps, reward=reward.name,
-    )  # fmt: skip
 
 
 def pictures(count):
@@ -54,9 +46,8 @@ def test_image_reward_is_the_packages_score_of_each_picture(monkeypatch):
             return len(prompt) + 0.5
 
     package(monkeypatch, "ImageReward", load=lambda name, device, **more: seen.append((name, device, more)) or Model())
-    reward = registry.create_reward("image_reward", "cpu", {"med_config": "/m.json"})
-    reward.load()
-    scores = reward.score(a_batch(reward, pictures(2), ["a", "bcd"]))
+    reward = loaded("image_reward", med_config="/m.json")
+    scores = reward.score(media_batch(pictures(2), ["a", "bcd"]))
     assert [s.value for s in scores] == [1.5, 3.5]
     assert seen == [("ImageReward-v1.0", "cpu", {"med_config": "/m.json"}), ("a", (8, 8)), ("bcd", (8, 8))]
 
@@ -74,9 +65,8 @@ def test_hpsv3_is_the_mean_and_its_deviation_a_part(monkeypatch):
             return self.rows
 
     package(monkeypatch, "hpsv3", HPSv3RewardInferencer=Inferencer)
-    reward = registry.create_reward("hpsv3", "cpu", {"checkpoint": "/h.safetensors"})
-    reward.load()
-    batch = a_batch(reward, pictures(2), ["a", "b"])
+    reward = loaded("hpsv3", checkpoint="/h.safetensors")
+    batch = media_batch(pictures(2), ["a", "b"])
     assert [(s.value, s.parts) for s in reward.score(batch)] == [(9.5, {"sigma": 0.25}), (7.25, {"sigma": 0.5})]
     Inferencer.rows = torch.tensor([[9.5, 0.25]])
     with pytest.raises(RewardError, match="for 2 images, not two numbers per image"):
@@ -96,7 +86,7 @@ def test_a_package_that_is_not_there_is_named(name, monkeypatch):
 
 
 class VideoInference:
-    """Reads the files that it is given, as VideoAlign's own class does."""
+    """Stub of VideoAlign's class; reads the given files like the original."""
 
     def __init__(self, folder, device, dtype):
         assert (folder, device, dtype) == ("KwaiVGI/VideoReward", "cpu", torch.bfloat16)
@@ -120,10 +110,9 @@ def a_video(level, frames=6):
 @pytest.mark.parametrize("name", ["video_align", "dance_grpo"])
 def test_video_align_rates_the_clip_with_its_speed_and_prompt(monkeypatch, name):
     package(monkeypatch, "fastvideo.models.videoalign.inference", VideoVLMRewardInference=VideoInference)
-    reward = registry.create_reward(name, "cpu", {})
-    reward.load()
+    reward = loaded(name)
     media = np.concatenate([a_video(40), a_video(200)])
-    scores = reward.score(a_batch(reward, media, ["a", "bcd"], fps=12.0))
+    scores = reward.score(media_batch(media, ["a", "bcd"], fps=12.0))
     for score, level, words in zip(scores, (40, 200), (1, 3), strict=True):
         parts = dict(score.parts)
         assert parts["vq_reward"] == pytest.approx(level, abs=2)
@@ -132,7 +121,7 @@ def test_video_align_rates_the_clip_with_its_speed_and_prompt(monkeypatch, name)
         assert score.value == pytest.approx(sum(parts[f"{part}_reward"] for part in ("vq", "mq", "ta")))
         assert ("overall_reward" in parts) == (name == "video_align"), "there it is the primary output's own name"
     with pytest.raises(RewardError, match="frames per second"):
-        reward.score(a_batch(reward, media))
+        reward.score(media_batch(media))
 
 
 def test_video_align_takes_a_sum_of_outputs_and_a_checkout(monkeypatch, tmp_path):
@@ -143,9 +132,8 @@ def test_video_align_takes_a_sum_of_outputs_and_a_checkout(monkeypatch, tmp_path
     )
     monkeypatch.delitem(sys.modules, "inference", raising=False)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    reward = registry.create_reward("dance_grpo", "cpu", {"output": "vq_reward + mq_reward", "code": str(tmp_path)})
-    reward.load()
-    (score,) = reward.score(a_batch(reward, a_video(0), fps=8.0))
+    reward = loaded("dance_grpo", output="vq_reward + mq_reward", code=str(tmp_path))
+    (score,) = reward.score(media_batch(a_video(0), fps=8.0))
     assert (score.value, score.parts) == (3.0, {"vq_reward": 1.0, "mq_reward": 2.0, "ta_reward": 4.0})
     sys.modules.pop("inference", None)
     with pytest.raises(RewardError, match="output is 'vq'; it must be a sum of overall_reward, vq_reward"):
@@ -251,7 +239,7 @@ def test_questions_that_make_no_sense_are_named(metadata, says):
 
 
 class PaintedCats(Detector):
-    """Finds a cat in each half that is not grey, sure of the left one and not of the right one."""
+    """Detects a cat in each half that is not grey: with confidence 0.95 on the left and 0.6 on the right."""
 
     def load(self):
         assert (self.model, self.device) == ("none", "cpu")
@@ -272,7 +260,7 @@ def gen_eval(monkeypatch):
     reward = registry.create_reward("gen_eval", "cpu", {"detector": "painted:PaintedCats", "detector_model": "none"})
 
     class Colours:
-        """In the place of CLIP: sees the mean colour, and reads colour words."""
+        """Replaces CLIP: embeds images by mean colour and texts by colour word."""
 
         rgb = {"red": (1, 0, 0), "blue": (0, 0, 1), "green": (0, 1, 0)}  # noqa: RUF012
 
@@ -298,9 +286,9 @@ def painted(left, right=(128, 128, 128)):
 def test_gen_eval_asks_detector_and_clip(gen_eval):
     include = [{"class": "cat", "count": 2, "color": "red"}]
     metadata = [{"tag": "colors", "include": include}]
-    (score,) = gen_eval.score(a_batch(gen_eval, painted((255, 0, 0), (250, 0, 0)), metadata=metadata))
+    (score,) = gen_eval.score(media_batch(painted((255, 0, 0), (250, 0, 0)), metadata=metadata))
     assert (score.value, score.parts) == (1.0, {"gen_eval_score": 1.0, "gen_eval_strict": 1.0})
-    (score,) = gen_eval.score(a_batch(gen_eval, painted((255, 0, 0), (0, 0, 255)), metadata=metadata))
+    (score,) = gen_eval.score(media_batch(painted((255, 0, 0), (0, 0, 255)), metadata=metadata))
     assert (score.value, score.parts) == (0.75, {"gen_eval_score": 0.0, "gen_eval_strict": 0.0})
 
 
@@ -308,8 +296,8 @@ def test_gen_eval_counts_only_what_is_sure_where_it_counts(gen_eval):
     image = painted((255, 0, 0), (255, 0, 0))
     for tag, soft in (("single_object", 1.0), ("counting", 0.5)):
         metadata = [{"tag": tag, "include": [TWO_CATS]}]
-        assert gen_eval.score(a_batch(gen_eval, image, metadata=metadata))[0].value == soft
-    (score,) = gen_eval.score(a_batch(gen_eval, image, metadata=[{"tag": "x", "include": 3}]))
+        assert gen_eval.score(media_batch(image, metadata=metadata))[0].value == soft
+    (score,) = gen_eval.score(media_batch(image, metadata=[{"tag": "x", "include": 3}]))
     assert score.failure == "the metadata `include` is not a list of clauses"
 
 
@@ -325,7 +313,10 @@ def test_colours_are_looked_at_before_grey_within_the_box():
 
 @pytest.mark.parametrize(
     ("detector", "says"),
-    [("nowhere:X", "cannot be imported"), ("wfm_reward.base:Reward", "is not a wfm_reward.rewards.geneval.Detector")],
+    [
+        ("nowhere:X", "cannot import 'nowhere'"),
+        ("wfm_reward.base:Reward", "no class 'Reward' that is a subclass of"),
+    ],
 )
 def test_a_detector_that_is_none_is_named(detector, says):
     with pytest.raises(RewardError, match=says):

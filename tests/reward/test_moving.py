@@ -1,4 +1,4 @@
-"""The video quickstart's reward, the one that can be fooled, and its judge."""
+"""The reward of the video quickstart, the variant that can be fooled, and the held-out judge."""
 
 import numpy as np
 import pytest
@@ -17,14 +17,13 @@ from wfm_reward.moving_demo import (
     render_frames,
 )
 from wfm_reward.registry import create_reward
-from wfm_reward.rewards.moving import MovingReward
-from wfm_reward.rewards.nearest_clip import NearestClip
+from wfm_reward.rewards.moving import MovingReward, NearestClip
 
 WHAT = ("shape", "light")
 
 
 def scores(reward, cells, asked):
-    """Scores of clips [N,5,8,8], each asked for by a Clip."""
+    """Score clips `cells` [N, 5, 8, 8]; `asked` holds the requested MovingClip of each."""
     batch = MediaBatch(
         media=np.stack([render_frames(one) for one in cells]),
         sample_ids=[str(k) for k in range(len(cells))],

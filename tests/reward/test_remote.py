@@ -1,10 +1,12 @@
-"""The reward `remote`: against our own service over real HTTP, and against a server that does whatever a test wants."""
+"""The reward `remote`, against our own service over real HTTP and against a scripted stub server."""
 
 import io
 import json
 import math
 import os
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import parse_qs
 
 import numpy as np
@@ -12,10 +14,12 @@ import pytest
 
 from each_case import check_each
 from reward_http import TOKEN, Server, serving
+from reward_samples import media_batch
 from wfm_ds.errors import RewardError
 from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.rollout.rewards import RewardClient, RewardService, build_service_config
-from wfm_ds.types import MediaBatch
+from wfm_ds.rollout.reward_service import RewardService, build_service_config
+from wfm_ds.rollout.rewards import RewardClient
+from wfm_ds.training.preflight import check_spawned_rewards
 from wfm_reward import registry
 from wfm_reward.http_client import MAX_RESPONSE_BYTES
 from wfm_reward.rewards.remote import IGNORE_REPLICA_VARIABLE, VARIABLE_PREFIXES, read_service_addresses
@@ -33,17 +37,9 @@ def no_variables(monkeypatch):
 
 
 def a_batch(prompts, media=None, fps=None, metadata=None):
-    count = len(prompts)
     if media is None:
-        media = np.random.default_rng(0).integers(0, 256, (count, 8, 8, 3), dtype=np.uint8)
-    return MediaBatch(
-        media=media,
-        sample_ids=[f"s{i}" for i in range(count)],
-        prompts=prompts,
-        metadata=metadata or [{}] * count,
-        fps=fps,
-        reward="remote",
-    )
+        media = np.random.default_rng(0).integers(0, 256, (len(prompts), 8, 8, 3), dtype=np.uint8)
+    return media_batch(media, prompts, metadata, fps=fps, reward="remote")
 
 
 @pytest.fixture
@@ -67,7 +63,7 @@ def scored(server, scores, prompts=("a", "b"), options=None, **more):
     return remote(**(options or {})).score(a_batch(list(prompts)))
 
 
-# Against our own service
+# With our own service
 
 
 def test_a_recipe_with_remote_rewards_gets_the_scores_of_the_service(tmp_path, monkeypatch):
@@ -112,7 +108,7 @@ def test_a_recipe_with_remote_rewards_gets_the_scores_of_the_service(tmp_path, m
             assert (first.failure, second.failure) == (why, why)
 
 
-# What is sent
+# Requests
 
 
 def test_images_and_their_token_are_sent_as_the_protocol_says(server):
@@ -154,7 +150,7 @@ def test_videos_are_sent_channels_first_with_their_speed(server):
     assert (np.load(io.BytesIO(array)) == video.transpose(0, 4, 1, 2, 3)).all()
 
 
-# What comes back
+# Responses
 
 
 def test_a_sum_of_outputs_is_a_score_and_all_are_parts(server):
@@ -207,9 +203,19 @@ def test_a_busy_service_is_asked_again(server):
     assert remote().score(a_batch(["a"]))[0].value == 4.0
 
 
-def test_nobody_there_is_a_failure(server, monkeypatch):
-    monkeypatch.setenv("REMOTE_REWARD_ENQUEUE_URL", "http://127.0.0.1:1/enqueue")
-    assert "Connection refused" in remote(timeout_s=0.8).score(a_batch(["a"]))[0].failure
+def test_nobody_there_is_a_failure_and_named_by_checks(server, monkeypatch):
+    recipe = RewardRecipe(functions=[{"name": "remote/x"}])
+    registry.create_reward("remote/x", "cpu", {}).check_reachable()
+    assert server.requests == [], "a check asks for no scores"
+    for variable in ("REMOTE_REWARD_FETCH_URL", "REMOTE_REWARD_ENQUEUE_URL"):
+        monkeypatch.setenv(variable, "http://127.0.0.1:1/somewhere")
+        with pytest.raises(
+            RewardError, match=r"remote/x: cannot connect to http://127\.0\.0\.1:1/.*Connection refused"
+        ):
+            check_spawned_rewards(SimpleNamespace(all_reward_settings=recipe))
+    reward = remote(timeout_s=600)
+    reward.deadline_s = time.monotonic() + 0.8  # fails before the worker counts as hung and before the run's deadline
+    assert "Connection refused" in reward.score(a_batch(["a"]))[0].failure
 
 
 @pytest.mark.parametrize(
@@ -226,7 +232,7 @@ def test_scores_that_do_not_fit_the_recipe_are_an_error(server, scores, says):
         scored(server, scores)
 
 
-# Where it is
+# Service URL and token
 
 
 def variables(family, url="http://h", token="t"):

@@ -1,4 +1,4 @@
-"""The built-in rewards on real pictures: values from first principles, a named failure for everything else."""
+"""Built-in rewards on real images: scores are compared with their definitions; all other inputs fail by name."""
 
 import io
 import subprocess
@@ -13,9 +13,9 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.svm import SVC
 
 from each_case import check_each
+from reward_samples import loaded, media_batch
 from wfm_ds.demos.digits_data import reward_split, sft_split
 from wfm_ds.errors import RewardError
-from wfm_ds.types import MediaBatch
 from wfm_reward import registry
 from wfm_reward.rewards.ocr import edit_distance
 
@@ -32,22 +32,9 @@ NEEDED = {  # options without a default
 }
 
 
-def loaded(name, **options):
-    reward = registry.create_reward(name, "cpu", options)
-    reward.load()
-    return reward
-
-
 def score(reward, images, prompts=None, metadata=None):
-    """Scores of pictures of one size, after the checks that every reward must pass."""
-    count = len(images)
-    batch = MediaBatch(
-        media=np.stack(images),
-        sample_ids=[f"s{i}" for i in range(count)],
-        prompts=prompts or [""] * count,
-        metadata=metadata or [{}] * count,
-        reward=reward.name,
-    )
+    """Score images of one size and run the checks that every reward must pass."""
+    batch = media_batch(np.stack(images), prompts or [""] * len(images), metadata, reward=reward.name)
     scores = reward.score(batch)
     assert [(s.sample_id, s.reward) for s in scores] == [(i, reward.name) for i in batch.sample_ids]
     for one in scores:
@@ -70,7 +57,7 @@ def drawn(text, height=128, width=384, font_size=48, ink="black", paper="white")
     return np.asarray(image)
 
 
-# --- all of them
+# --- all rewards
 
 
 def test_the_built_in_rewards_are_found_and_describe_themselves():
@@ -137,7 +124,7 @@ def as_rgb(grey):
 
 
 def features(grey):
-    """2 * gray - 1 with gray in 0..1, in float64."""
+    """Return 2 * gray - 1 in float64, with gray in [0, 1]."""
     return 2.0 * grey.reshape(len(grey), -1).astype(np.float64) / 255.0 - 1.0
 
 
@@ -146,11 +133,11 @@ def test_the_judge_reads_unseen_digits_and_the_second_one_those_of_the_reward(di
         scores = score(digits, as_rgb(images), metadata=[{"label": int(d)} for d in labels])
         read = [s.value if part == "digits" else s.parts[part] for s in scores]
         assert set(read) == {0.0, 1.0}
-        assert share < np.mean(read) < 1.0  # 1.0 would mean that it had been fitted on them
+        assert share < np.mean(read) < 1.0  # 1.0 would mean that it was fitted on these digits
 
 
 def test_the_judges_are_fitted_on_their_own_halves(digits):
-    """Fitted here on what wfm_ds calls the halves, they say the same of pictures that nobody was fitted on."""
+    """Judges fitted here on the splits of wfm_ds agree with the reward on noisy images, which are new to all judges."""
     (even, even_labels), (odd, odd_labels) = sft_split(), reward_split()
     judge = SVC(gamma=0.1, C=10).fit(features(odd), odd_labels)
     second = KNeighborsClassifier(3).fit(features(even), even_labels)
@@ -175,9 +162,9 @@ def test_the_wrong_digit_is_worth_nothing(digits):
 
 @check_each(("height", "width"), [(32, 32), (16, 40), (64, 8)])
 def test_larger_pictures_are_averaged_cell_by_cell(digits, height, width):
-    """Noise that cancels within each cell hides the digit from whoever picks single pixels."""
+    """Noise that averages out in each cell hides the digit from a reward that samples single pixels."""
     images, labels = sft_split()
-    images, labels = images[:60] // 2 + 64, labels[:60]  # 64 to 191: room for the noise
+    images, labels = images[:60] // 2 + 64, labels[:60]  # 64 to 191, so that noise does not clip
     down, across = height // 8, width // 8
     big = images.repeat(down, axis=1).repeat(across, axis=2).astype(int)
     checker = np.indices(big.shape[1:]).sum(axis=0) % 2 * 2 - 1
@@ -264,13 +251,24 @@ def test_no_colour_at_all_is_a_failure():
 
 @pytest.fixture(scope="module")
 def ocr():
-    return loaded("ocr")
+    """The reward with its real model, which takes about a second per image. It reads equal images a single time."""
+    reward, texts = loaded("ocr"), {}
+    read_text = reward._read_text
+
+    def read_once(image):
+        key = image.shape, image.tobytes()
+        if key not in texts:
+            texts[key] = read_text(image)
+        return texts[key]
+
+    reward._read_text = read_once
+    return reward
 
 
 def test_text_that_is_there_is_worth_one(ocr):
     hello = drawn("HELLO 42")
     prompts = ['a sign that says "hello 42"', "", 'says "Hello  42" not "bye"', 'says "bye"']
-    metadata = [{}, {"ocr_target": "HELLO 42"}, {}, {"ocr_target": "ELLO4"}]  # the last: metadata first, contained
+    metadata = [{}, {"ocr_target": "HELLO 42"}, {}, {"ocr_target": "ELLO4"}]  # the last: metadata first, substring
     scores = score(ocr, [hello] * 4, prompts, metadata)
     assert [s.value for s in scores] == [1.0] * 4
 
@@ -325,7 +323,7 @@ TEXT = st.text("abc", max_size=7)
 
 
 def recursive_distance(a, b):
-    """Levenshtein's definition, word by word."""
+    """Levenshtein distance by its recursive definition."""
     if not a or not b:
         return len(a) + len(b)
     if a[0] == b[0]:

@@ -1,6 +1,5 @@
-"""Which of the processes that seem to hang are killed. Real hangs are in tests/faults/test_reward_service.py."""
+"""Which worker processes with a stalled task are killed; tests/faults/test_reward_service.py has real hangs."""
 
-import itertools
 import queue
 import selectors
 import time
@@ -8,49 +7,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import zmq
 
-from faults.processes import until
-from wfm_ds.transport import wire
+from transport.peers import RawPeer, a_client, submit, until
 from wfm_ds.transport.broker import Broker, TaskKind
-from wfm_ds.transport.client import PipeClient
-from wfm_ds.transport.messages import BROKER_TO_WORKER
-from wfm_ds.transport.pending_submissions import TaskRequest
 from wfm_ds.transport.socket_folders import SocketFolder
-from wfm_ds.transport.sockets import Dealer, SendQueueFull
 from wfm_reward import worker_pool
 
 KIND = "score:quiet"
 PATIENCE_S = 30.0
-
-
-class Voice:
-    """Speaks to the hub for the worker of that id."""
-
-    def __init__(self, stack, hub, worker):
-        self.context, self.mids = zmq.Context(), itertools.count(1)
-        self.dealer = Dealer(self.context, hub.worker_endpoint)
-        stack.callback(self.context.term)
-        stack.callback(self.dealer.close)
-        self.say("hello", worker=worker, life=worker, name="quiet", kinds=[KIND], credit=1, held=[])
-
-    def say(self, message_type, **fields):
-        def sent():
-            try:
-                self.dealer.send(wire.encode_header(message_type, next(self.mids), fields))
-            except SendQueueFull:  # not connected yet
-                return False
-            return True
-
-        until(sent)
-
-    def hear(self, message_type):
-        def heard():
-            frames = self.dealer.receive()
-            message = frames and wire.decode_message([frame.buffer for frame in frames], BROKER_TO_WORKER)
-            return message and message.type == message_type and message.fields
-
-        return until(heard)
 
 
 @pytest.fixture
@@ -88,12 +52,11 @@ def pool(stack, hub):
 
 @pytest.fixture
 def voice(stack, hub, pool, stalls):
-    """Of a worker whose task has just stalled."""
-    client = PipeClient(hub.client_endpoint, run="run", client="ann")
-    stack.callback(client.close)
-    client.attach(PATIENCE_S)
-    client.submit([{}], [], [TaskRequest("t", KIND, 0, 1, client.now_s() + 10 * PATIENCE_S)])
-    voice = Voice(stack, hub, pool.worker_states()[0].worker_id)
+    """Return a raw peer that speaks for a worker with a task that has just stalled."""
+    submit(a_client(stack, hub), "t", kind=KIND)
+    worker = pool.worker_states()[0].worker_id
+    voice = RawPeer(stack, hub.worker_endpoint)
+    voice.say("hello", worker=worker, life=worker, name="quiet", kinds=[KIND], credit=1, held=[])
     assert voice.hear("stalled") == {"id": "t", "attempt": 1}
     pool.watch_stalled_worker(stalls.get(timeout=PATIENCE_S), time.monotonic())
     return voice

@@ -1,4 +1,4 @@
-"""The status page as a person sees it: rendered by a real browser, after real scores, failures and restarts."""
+"""The status page, rendered by a real browser after real scores, failures and restarts."""
 
 import os
 import re
@@ -21,7 +21,7 @@ HOSTILE = "<script>document.title='stolen'</script><b>bold</b>"
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory):
-    """A service that has scored pictures, failed on some, and lost a worker."""
+    """Return a service that has scored images, failed on some, and lost a worker."""
     folder = tmp_path_factory.mktemp("page")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
@@ -38,7 +38,7 @@ def service(tmp_path_factory):
 
 
 def in_browser(url, folder, *options):
-    """What Chromium makes of a page; --virtual-time-budget ends it without waiting for the next reload."""
+    """Return Chromium's output for a page; --virtual-time-budget ends it before the next reload."""
     command = [
         CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
         f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=2000", *options, url,
@@ -54,7 +54,7 @@ def in_browser(url, folder, *options):
 
 
 class Page(HTMLParser):
-    """Text of each table cell by row, all images, all tags."""
+    """A parsed page: text of each table cell by row, all images, all tags."""
 
     def __init__(self, text):
         super().__init__()

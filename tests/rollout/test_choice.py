@@ -1,4 +1,5 @@
-"""The choice of an RL step's groups, and where its samples go. Whole runs are in tests/multi_rank/test_choosing.py."""
+"""Selection of the groups of an RL step, and the ranks that train their samples. tests/multi_rank/test_choosing.py
+tests full runs."""
 
 import numpy as np
 import pytest
@@ -6,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from each_case import check_each
-from wfm_ds.rollout.group_selection import GroupSelection, within_group_correlation
 from wfm_ds.rollout.groups import Group, plan_step_samples
+from wfm_ds.rollout.selective_source import GroupSelection, within_group_correlation
 from wfm_ds.types import Prompt
 
 NUM_GROUPS, GROUP_SIZE = 4, 3

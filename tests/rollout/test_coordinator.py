@@ -1,15 +1,17 @@
-"""The coordinator alone: hypothesis plays workers that are slow, repeat themselves, fail, and claim any weights."""
+"""The coordinator alone: hypothesis simulates workers that are slow, send duplicates, fail, or report arbitrary
+weights."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from each_case import check_each
 from wfm_ds.rollout.remote.coordinator import Coordinator
 
 
 def a_coordinator(**changes):
     sizes = {"groups_per_step": 2, "group_size": 5, "chunk_size": 2, "max_staleness": 1}
-    return Coordinator(session_id="life", first_step=1, last_step=9, **(sizes | changes))
+    return Coordinator(**({"session_id": "life", "first_step": 1, "last_step": 9} | sizes | changes))
 
 
 def members(chunk):
@@ -27,15 +29,8 @@ def members(chunk):
 )
 def test_every_sample_is_trained_once_and_never_beyond_the_bound(data, bound, groups, size, chunk, first_step):
     last_step = first_step + 4
-    c = Coordinator(
-        session_id="a",
-        groups_per_step=groups,
-        group_size=size,
-        chunk_size=chunk,
-        max_staleness=bound,
-        first_step=first_step,
-        last_step=last_step,
-    )
+    sizes = {"groups_per_step": groups, "group_size": size, "chunk_size": chunk}
+    c = a_coordinator(max_staleness=bound, first_step=first_step, last_step=last_step, **sizes)
     live, over, trained, step, dropped = {}, [], [], first_step, 0
 
     def admit():
@@ -50,7 +45,7 @@ def test_every_sample_is_trained_once_and_never_beyond_the_bound(data, bound, gr
         assert len({ch.step for ch in live.values()}) <= bound + 1, "work under way is bounded"
         task_id = data.draw(st.sampled_from([*sorted(live), *over[-3:]]))
         claim = data.draw(st.integers(first_step - 2, last_step + 1))
-        if task_id not in live:  # a repetition: nothing may change
+        if task_id not in live:  # a duplicate must not change anything
             assert c.record_result(task_id, claim) is None
             c.abandon_chunk(task_id, "late")
             continue
@@ -65,7 +60,7 @@ def test_every_sample_is_trained_once_and_never_beyond_the_bound(data, bound, gr
             if again is not None:
                 dropped += admitted.stop - admitted.first
                 live[again] = admitted
-                if data.draw(st.booleans()):  # else it may go on for ever
+                if data.draw(st.booleans()):  # otherwise it may stay in progress forever
                     live.pop(again)
                     over.append(again)
                     assert c.record_result(again, c.last_publication) is None
@@ -87,36 +82,21 @@ def test_every_sample_is_trained_once_and_never_beyond_the_bound(data, bound, gr
     assert c.num_dropped_stale == dropped
 
 
-def test_strictly_on_policy_admits_one_step_at_a_time():
-    c = a_coordinator(max_staleness=0)
-    assert c.admit_chunks() == []
-    c.record_publication(0)
-    assert {chunk.step for chunk, _ in c.admit_chunks()} == {1}
-    assert c.admit_chunks() == []
-
-
-def test_staleness_lets_workers_begin_the_steps_ahead():
-    c = a_coordinator(max_staleness=2)
-    c.record_publication(0)
-    assert {chunk.step for chunk, _ in c.admit_chunks()} == {1, 2, 3}
-    c.record_publication(1)
-    assert {chunk.step for chunk, _ in c.admit_chunks()} == {4}
-
-
-def test_nothing_is_admitted_beyond_the_last_step():
-    c = Coordinator(
-        session_id="a", groups_per_step=1, group_size=2, chunk_size=2, max_staleness=5, first_step=3, last_step=4
-    )
-    c.record_publication(2)
-    assert [chunk.step for chunk, _ in c.admit_chunks()] == [3, 4]
-
-
-def test_chunks_cut_a_group_like_batches_and_never_cross_it():
-    c = a_coordinator(max_staleness=0)
-    c.record_publication(0)
-    assert [chunk[1:] for chunk, _ in c.admit_chunks()] == [
-        (g, a, b) for g in (0, 1) for a, b in ((0, 2), (2, 4), (4, 5))
-    ]
+@check_each(
+    "bound, first_step, last_step, admitted",  # admitted steps after each publication
+    [(0, 1, 9, [{1}, {2}]), (2, 1, 9, [{1, 2, 3}, {4}]), (5, 3, 4, [{3, 4}, set()])],
+)
+def test_steps_are_admitted_up_to_the_bound_and_the_last_one(bound, first_step, last_step, admitted):
+    c = a_coordinator(max_staleness=bound, first_step=first_step, last_step=last_step)
+    assert bound or c.admit_chunks() == []
+    for publication, steps in enumerate(admitted, first_step - 1):
+        c.record_publication(publication)
+        chunks = [chunk for chunk, _ in c.admit_chunks()]
+        assert {chunk.step for chunk in chunks} == steps
+        # chunks like batches; no chunk contains two groups
+        cuts = [(g, a, b) for g in (0, 1) for a, b in ((0, 2), (2, 4), (4, 5))]
+        assert [chunk[1:] for chunk in chunks] == cuts * len(steps)
+        assert c.admit_chunks() == []
 
 
 def test_results_of_another_life_are_nobodys():

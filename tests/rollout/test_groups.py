@@ -1,4 +1,4 @@
-"""Groups about prompts that rewards choose: the same for whoever asks, whenever, also after a resume."""
+"""Prompt groups selected by rewards: the same for every caller, at any time, and after a resume."""
 
 import json
 import logging
@@ -20,7 +20,7 @@ def source(ahead=0, prompts=PROMPTS, seed=5):
 
 
 def rewards_of(step, group, size=6):
-    """Rewards of a judge that says 0 or 1, of which each prompt has its own share."""
+    """Return rewards of 0 and 1; the fraction of ones depends on the prompt."""
     share = int(group.prompt.id.removeprefix("p/")) / (len(PROMPTS) - 1)
     return [float(draw_uniform(0, "reward", step, group.prompt.id, k) < share) for k in range(size)]
 
@@ -34,7 +34,7 @@ def ids(groups, step):
 
 
 def run(groups, first=1, last=STEPS):
-    """The prompts of each step, asked for just before the step, and the last state."""
+    """Request the prompts of each step just before it. Return them and the final state."""
     asked = []
     for step in range(first, last + 1):
         asked.append(ids(groups, step))
@@ -55,7 +55,7 @@ def test_who_asks_as_early_as_it_may_gets_what_others_get_later(ahead):
 
 @pytest.mark.parametrize("ahead", [0, 2])
 def test_the_prompts_of_a_step_follow_from_what_was_known_so_many_steps_before(ahead):
-    """Against the definition, with a table of its own for every step."""
+    """Compared with the definition: a new table for each step."""
     asked, _ = run(source(ahead))
     for step in range(1, STEPS + 1):
         fresh = source()

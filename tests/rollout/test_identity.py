@@ -1,4 +1,4 @@
-"""Which files of the user's own a trainer and its workers must have in common."""
+"""User files that must be identical on the trainer and its workers."""
 
 import sys
 
@@ -65,7 +65,7 @@ def test_a_worker_computes_as_the_trainer_where_log_probabilities_are_compared(a
         return compute_identity(Recipe.model_validate(asked), model)
 
     trainer = digests()
-    assert digests(("model.attention", "native")) == trainer  # what counts is the kernel that it comes to
+    assert digests(("model.attention", "native")) == trainer  # the digest depends on the resolved kernel
     assert digests(("sampling.grid", "even")) != trainer
     assert digests(("model.embedded_guidance", 2.0))["model"] != trainer["model"]
     assert (digests(kernel="cudnn") == trainer) is same

@@ -1,4 +1,4 @@
-"""When a rollout worker's lanes end. What they make is tested in tests/multi_rank/test_async.py."""
+"""Lifetime of a rollout worker's lanes. tests/multi_rank/test_async.py tests the generated samples."""
 
 import threading
 import time

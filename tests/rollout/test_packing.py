@@ -1,6 +1,5 @@
-"""Chunks of samples through the wire format and back."""
+"""Wire format: chunks of samples are sent and received unchanged."""
 
-import itertools
 import json
 
 import numpy as np
@@ -33,9 +32,9 @@ def a_trajectory(plan, count=3):
 
 
 def sent(arrays):
-    """The trajectory as the other side reads it."""
+    """Return the arrays of a trajectory as received."""
     specs, frames = wire.pack_tensors(arrays)
-    message = wire.Message("payload", 1, {}, tuple(specs), tuple(itertools.chain(*frames)))
+    message = wire.Message("payload", 1, {}, tuple(specs), tuple(frames))
     return {spec.name: torch.from_numpy(array) for spec, array in zip(specs, message.read_tensors(), strict=True)}
 
 
@@ -46,7 +45,7 @@ def windowed(steps, **options):
 @check_each(
     ("plan", "points"),
     [
-        (windowed((1, 2, 3)), 4),  # consecutive steps share the latents between them
+        (windowed((1, 2, 3)), 4),  # consecutive steps share latents
         (windowed((0, 2, 3), keep_means=True), 5),
         (windowed((4,)), 2),
         (deterministic_plan("ode", GRID), 0),

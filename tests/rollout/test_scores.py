@@ -1,4 +1,4 @@
-"""Media to the rewards and scores back, with the real service."""
+"""Media are sent to the rewards and scores are returned, with the real reward service."""
 
 import json
 import os
@@ -14,13 +14,13 @@ from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.rollout.groups import Group, plan_step_samples
-from wfm_ds.rollout.rewards import RewardClient, RewardService
-from wfm_ds.rollout.scores import ScoringQueue, pack_scores, unpack_scores
+from wfm_ds.rollout.reward_service import RewardService
+from wfm_ds.rollout.rewards import RewardClient, ScoringQueue, pack_scores, unpack_scores
 from wfm_ds.types import Prompt, Score
 
 
 def parts_of_job(recipe, model):
-    """The parts that need no engine."""
+    """Return the parts of a job that do not require an engine."""
     forward = CountingForward(model.denoise)
     sampler = Sampler(model=model, text_cache=TextCache(model), settings=recipe.sampling, forward=forward)
     return SimpleNamespace(recipe=recipe, model=model, sampler=sampler, world=World(0, 1, 0, torch.device("cpu"), None))
@@ -46,7 +46,7 @@ def prompts(count):
 
 
 def submit(job, rewards, latents, sample_ids):
-    """Decode and submit these latents. Returns the failed scores of the others."""
+    """Decode and submit these latents. Return the failed scores of the invalid ones."""
     queue = ScoringQueue(job, rewards)
     queue.submit(latents, sample_ids, prompts(len(sample_ids)))
     return queue.flush()

@@ -1,4 +1,4 @@
-"""The trainer and the workers that it starts: commands, environment, restarts. Real processes: tests/faults."""
+"""The trainer and the workers it starts: commands, environment, restarts. tests/faults tests real processes."""
 
 import json
 import sys
@@ -14,6 +14,7 @@ import torch
 
 from each_case import check_each
 from wfm_ds.distributed import gpus
+from wfm_ds.distributed.ranks import RANK_VARIABLES
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
@@ -21,14 +22,13 @@ from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.remote import async_source, service
 from wfm_ds.rollout.remote.identity import compute_identity, require_same_identity
 from wfm_ds.rollout.remote.service import (
-    RANK_VARIABLES,
     RolloutService,
     broker_endpoints,
     choose_worker_devices,
     chunk_stall_s,
     spawn_device_names,
 )
-from wfm_ds.rollout.rewards import RewardService, service_environment
+from wfm_ds.rollout.reward_service import RewardService, service_environment
 from wfm_ds.training.preflight import check_workers
 from wfm_ds.transport.keys import KeyFileError, create_key_pair
 from wfm_ds.transport.socket_folders import SocketFolder
@@ -71,7 +71,7 @@ def test_a_chunk_may_wait_for_all_that_its_worker_has_before_it(in_flight, ahead
 
 @pytest.fixture
 def started(monkeypatch, tmp_path):
-    """Starts a service with two children, in which nothing runs; what there is of it afterwards."""
+    """Start a service with child processes. After the test, its socket folder and its threads must be gone."""
     sockets = []
 
     def folder():
@@ -150,7 +150,7 @@ def test_devices_are_named_where_a_guess_could_take_a_ranks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert spawn_device_names(None, 1) == ["cpu"]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert spawn_device_names(None, 0) == ["cpu"]
+    assert spawn_device_names(None, 0) == spawn_device_names(["cuda:6"], 0) == ["cpu"]
     with pytest.raises(RecipeError, match=r"rollout\.spawn needs rollout\.devices"):
         spawn_device_names(None, 1)
 
@@ -158,19 +158,21 @@ def test_devices_are_named_where_a_guess_could_take_a_ranks(monkeypatch):
 def test_a_worker_is_no_rank():
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "WFM_LAUNCH_PID", "TORCHELASTIC_RUN_ID"):
         assert RANK_VARIABLES.fullmatch(name)
-    for name in ("PATH", "OMP_NUM_THREADS", "REMOTE_REWARD_TOKEN", "HF_HUB_OFFLINE"):
+    for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MPI_LOCALRANKID"):
+        assert RANK_VARIABLES.fullmatch(name)
+    for name in ("PATH", "OMP_NUM_THREADS", "REMOTE_REWARD_TOKEN", "HF_HUB_OFFLINE", "SLURM_JOB_ID"):
         assert not RANK_VARIABLES.fullmatch(name)
 
 
 @pytest.fixture
 def machine(monkeypatch):
-    """A machine of that many GPUs, on which this process sees what a launcher has left; what it would log."""
+    """Simulate a machine with `number` GPUs and the environment variables of a launcher."""
 
     def make(number, visible=None, note=None):
         for name, value in {"CUDA_VISIBLE_DEVICES": visible, "WFM_LAUNCH_GPUS": note, "DS_ACCELERATOR": None}.items():
             monkeypatch.setenv(name, value) if value is not None else monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        # What torch.cuda.device_count() says there, in a process that has not asked before.
+        # The script that counts GPUs in a new process.
         listed = f"v = os.environ.get('CUDA_VISIBLE_DEVICES'); print({number} if v is None else len(v.split(',')))"
         monkeypatch.setattr(gpus, "COUNT_SCRIPT", f"import os; {listed}")
 
@@ -187,11 +189,11 @@ def gpus_of(devices, num_ranks, spawn=None):
 @pytest.mark.parametrize(
     ("visible", "note", "devices", "num_ranks", "theirs"),
     [
-        # deepspeed --num_gpus 6 on a machine of eight: the ranks see six
+        # deepspeed --num_gpus 6 on a machine with eight GPUs: the ranks see six
         ("0,1,2,3,4,5", "all", ["cuda:6", "cuda:7"], 6, ["6", "7"]),
         # CUDA_VISIBLE_DEVICES=2,3,4 deepspeed --num_gpus 2
         ("2,3", "2,3,4", ["cuda:2"], 2, ["4"]),
-        # by a launcher that leaves no note
+        # a launcher that sets no WFM_LAUNCH_GPUS
         ("GPU-a, GPU-b", None, ["cuda:1"], 1, ["GPU-b"]),
         ("MIG-1,MIG-2", "MIG-1,MIG-2", ["cuda:1"], 1, ["MIG-2"]),
         (None, None, ["cuda:1"], 1, ["1"]),
@@ -220,7 +222,8 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(machine, visi
 
 def test_a_rank_that_deepspeed_started_over_ssh_is_told_how_to_see_the_others(machine, monkeypatch):
     machine(8, "0,1")
-    monkeypatch.setenv("CROSS_RANK", "0")
+    for name, value in {"CROSS_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(RecipeError, match=r"over ssh, add WFM_LAUNCH_GPUS=all to ~/\.deepspeed_env"):
         gpus_of(["cuda:7"], 2)
 
@@ -230,7 +233,7 @@ def test_a_gpu_that_trains_too_is_warned_of(machine, caplog, monkeypatch):
     assert gpus_of(["cuda:0"], 1) == ["0"]
     assert "cuda:0 are also used for training" in caplog.text
     caplog.clear()
-    assert gpus_of(["cpu", "cuda:0"], 1, spawn=1) == [None]  # there is no second worker
+    assert gpus_of(["cpu", "cuda:0"], 1, spawn=1) == [None]  # only one worker is spawned
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert gpus_of(["cuda:0"], 1) == ["0"]  # the ranks compute on the CPU
     assert not caplog.records
@@ -274,8 +277,10 @@ def test_a_device_is_read_from_the_recipe_only_if_the_trainer_starts_the_service
 
 
 def test_the_threads_of_workers_depend_on_the_ranks_of_this_machine(monkeypatch):
-    """Two machines of two ranks."""
-    monkeypatch.setenv("LOCAL_SIZE", "2")
+    """Two machines with two ranks each."""
+    ranks = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "2", "MASTER_ADDR": "node-a"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
     counted = []
 
     class Started(UserError):
@@ -342,9 +347,9 @@ def test_a_worker_with_another_recipe_or_pipeline_is_refused_by_name(tiny_pipeli
 
 def test_workers_that_cannot_be_reached_are_refused_before_the_run():
     check_workers(changed())
-    check_workers(changed(rollout={"bind": "tcp://127.0.0.1:6200"}))
-    with pytest.raises(UserError, match=r"tcp://10\.0\.0\.1:6200"):
-        check_workers(changed(rollout={"bind": "tcp://10.0.0.1:6200"}))
+    for host in ("127.0.0.1", "10.0.0.1"):
+        with pytest.raises(UserError, match=rf"tcp://{host}:6200: tcp:// needs keys"):
+            check_workers(changed(rollout={"bind": f"tcp://{host}:6200"}))
     with pytest.raises(RecipeError, match="a port from 0 to 65534"):
         check_workers(changed(rollout={"bind": "tcp"}))
 

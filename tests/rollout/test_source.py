@@ -1,4 +1,4 @@
-"""Rank 0 and its tasks for the workers. Whole runs are in tests/multi_rank/test_async.py."""
+"""Rank 0 and its tasks for the workers. tests/multi_rank/test_async.py tests full runs."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +11,7 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.rollout import TASK_KIND
 from wfm_ds.rollout.groups import Group
-from wfm_ds.rollout.remote.async_source import _Scheduler
+from wfm_ds.rollout.remote.scheduler import ChunkScheduler
 from wfm_ds.transport.broker import Broker, TaskKind
 from wfm_ds.transport.client import PipeClient
 from wfm_ds.transport.socket_folders import SocketFolder
@@ -22,7 +22,7 @@ DEADLINE_S = 30.0
 
 
 def groups(step, count):
-    """One that no message holds among others."""
+    """Return groups; the first prompt is too long for a message."""
     texts = ["x" * 2**17, *(f"color {i}" for i in range(1, count))]
     return [Group(prompt=Prompt(id=f"{step}/{i}", text=text)) for i, text in enumerate(texts)]
 
@@ -43,7 +43,7 @@ def test_a_prompt_too_long_for_a_message_is_given_up_by_name_and_the_others_are_
     client = PipeClient(hub.client_endpoint, run="run", client="rank0")
     try:
         client.attach(DEADLINE_S)
-        lead = _Scheduler(SimpleNamespace(recipe=recipe), "life", client, SimpleNamespace(broker=hub))
+        lead = ChunkScheduler(SimpleNamespace(recipe=recipe), "life", client, SimpleNamespace(broker=hub))
         steps = lead.admit_steps(0)
         assert steps == list(range(1, lead.coordinator.next_step))
         for step in steps:

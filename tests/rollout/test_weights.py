@@ -1,4 +1,4 @@
-"""Publications on a worker's model: by shared path or through a hub, whole or not at all."""
+"""Published weights on a worker's model: from a shared path or through a broker, and never partially."""
 
 import contextlib
 from pathlib import Path
@@ -27,7 +27,7 @@ def loaded(path, dtype=torch.float32):
 
 
 class Trained:
-    """A denoiser's weights, drawn anew, as the engine would hand them over (checkpoint.export.TensorSource)."""
+    """Random weights of a denoiser, with the interface of an engine (checkpoint.export.TensorSource)."""
 
     def __init__(self, path, seed, *, lora, **kinds):
         import peft
@@ -70,7 +70,7 @@ def output(model):
 
 @pytest.fixture
 def offered():
-    """offered(manifest): a client of a hub that offers its files."""
+    """`offered(manifest)`: return a client of a broker that serves the files of the manifest."""
     with SocketFolder() as folder, contextlib.ExitStack() as stack:
         hub = Broker(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w", kinds={"denoise": TaskKind(9.0, {})})
         hub.start()
@@ -100,7 +100,7 @@ def test_every_publication_is_the_policy_itself(lora, kinds, offered, tiny_pipel
     weights = PolicyWeights(model, offered(*manifests), lora=lora)
     assert weights.load_publication(manifests[0]) == 0
     assert torch.equal(output(model), output(policies[0].model))
-    elsewhere = PolicyManifest("life", 1, "/nowhere", manifests[1].files)  # no shared file system
+    elsewhere = PolicyManifest("life", 1, "/nowhere", manifests[1].files)  # without a shared file system
     assert weights.load_publication(PolicyManifest.from_json(elsewhere.to_json())) == 1
     assert torch.equal(output(model), output(policies[1].model))
     assert weights.load_publication(manifests[0]) == 1, "never back to older ones"

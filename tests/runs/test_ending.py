@@ -1,5 +1,6 @@
-"""What a run leaves behind when its main thread and the heartbeat's both end it."""
+"""The recorded result of a run if its main thread and its heartbeat thread both end it."""
 
+import contextlib
 import json
 import threading
 from types import SimpleNamespace
@@ -7,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from each_case import check_each
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import RunError, UserError
 from wfm_ds.runs.output_folder import RunStart, claim_folder
+from wfm_ds.runs.result import RunOutcome
 from wfm_ds.runs.shutdown import RunShutdown, discard_new_run, record_run, watch_ranks
 
 ALONE = World(0, 1, 0, torch.device("cpu"), None)
@@ -21,7 +24,8 @@ def recipe(tmp_path):
     return SimpleNamespace(run=run, checkpoint=checkpoint, logging=SimpleNamespace(page=True))
 
 
-LOOP, EXPORTS = SimpleNamespace(step=3, metrics={"loss": 0.5}), SimpleNamespace(artifacts={"lora": "there"})
+LOOP = SimpleNamespace(step=3, metrics={"loss": 0.5})
+EXPORTS = SimpleNamespace(artifacts={"lora": "there"}, finish_push=lambda: None)
 
 
 def result(folder):
@@ -46,6 +50,33 @@ def test_the_first_of_two_failures_is_recorded(recipe, tmp_path):
     said = result(tmp_path)
     assert (said["status"], said["step"], said["message"]) == ("failed", 3, "rank 1 is gone")
     assert (said["metrics"], said["artifacts"]) == ({"loss": 0.5}, {"lora": "there"})
+
+
+@check_each(
+    "error, statuses",
+    [(None, ["finished"]), (RunError("no progress"), ["failed"]), (OSError("on this rank only"), [])],
+)
+def test_the_hub_is_waited_for_after_the_result(recipe, error, statuses):
+    pushed, folder = [], recipe.run.output_dir
+    exports = SimpleNamespace(artifacts={}, finish_push=lambda: pushed.append(result(folder)["status"]))
+    expected = pytest.raises(type(error)) if error else contextlib.nullcontext()
+    with expected, record_run(RunShutdown(ALONE), recipe, None, LOOP, exports) as record:
+        if error:
+            raise error
+        record.record_outcome(RunOutcome("finished", 3))
+    assert pushed == statuses
+
+
+def test_a_rank_that_dies_during_the_last_upload_changes_no_result(recipe, tmp_path):
+    ending = RunShutdown(ALONE)
+    (tmp_path / "recipe.yaml").write_text("mine")
+    claim_folder(tmp_path)
+    exports = SimpleNamespace(artifacts={}, finish_push=lambda: ending.handle_fault("rank 1 is gone"))
+    outer = ending.use_recorder(discard_new_run(tmp_path, RunStart()))
+    with outer, record_run(ending, recipe, None, LOOP, exports) as record:
+        record.record_outcome(RunOutcome("finished", 3))
+    assert result(tmp_path)["status"] == "finished"
+    assert (tmp_path / "recipe.yaml").exists()
 
 
 def test_a_failure_is_recorded_by_the_innermost_context_alone(recipe, tmp_path):

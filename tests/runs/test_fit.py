@@ -1,4 +1,4 @@
-"""What a recipe needs against what a GPU has, and the keys that would help."""
+"""Memory estimate of a recipe compared with the memory of a GPU, and the advised keys."""
 
 import dataclasses
 import re
@@ -64,6 +64,16 @@ def test_the_largest_part_names_the_first_key(recipe):
     assert suggest_keys(recipe, heavy)[:2] == ["engine.deepspeed: zero3", "model.base_precision: fp8"]
 
 
+@check_each(("family", "can_shard"), [("sd3", True), ("wan22", True), ("flux2", False), ("z_image", False)])
+def test_sequence_parallelism_is_advised_where_the_network_supports_it(root, family, can_shard):
+    recipe = recipe_file.load_recipe(root / "recipes" / "sd3_nft.yaml", [f"model.path=tiny:{family}"])
+    for keys in (
+        suggest_keys_after_oom(recipe, "train", num_ranks=8),
+        suggest_keys(recipe, found(sampling={"activations": 90 * GB})),
+    ):
+        assert ("engine.sequence_parallel above 1" in keys) is can_shard
+
+
 def test_the_verdict_names_the_gpu_or_the_keys(recipe):
     small = found(train={"weights": 5 * GB})
     assert memory_verdict(recipe, small, None) == "  fits a GPU of 24 GB"
@@ -75,14 +85,14 @@ def test_the_verdict_names_the_gpu_or_the_keys(recipe):
         )
 
 
-# A run with everything that takes memory; two ranks.
+# A recipe that uses every kind of memory, on two ranks.
 HEAVY = (
     *("model.dtype=float32", "model.vae_dtype=float32", "engine.deepspeed=zero2", "engine.micro_batch_size=2"),
     *("engine.max_forward_batch=8", "lora.rank=8", "sampling.guidance_scale=2", "sampling.guidance_batch=joint"),
     *("rollout.merge_lora=true", "rollout.cuda_graph=true", "rollout.prompts_per_step=2", "rollout.group_size=4"),
     *("sampling.height=64", "sampling.width=64"),
 )
-# A value that each advised key is lowered (or raised) to, where the advice does not give one.
+# A lower (or higher) value of each advised key, if the advice contains no value.
 LOWER = {
     "engine.micro_batch_size below 2": "engine.micro_batch_size=1",
     "engine.max_forward_batch below 8": "engine.max_forward_batch=1",
@@ -95,7 +105,7 @@ LOWER = {
 
 @pytest.fixture(scope="module")
 def sized(root, tiny_pipelines):
-    """Bytes by phase and part of the heavy recipe with some overrides, on a GPU."""
+    """`sized(*overrides)`: return the heavy recipe and its estimated bytes by phase and part on a GPU."""
     folder = tiny_pipelines("sd3")
 
     def sizes(*overrides):
@@ -117,7 +127,7 @@ def test_each_key_that_is_advised_lowers_what_it_is_advised_for(sized):
         for part in before[phase]:
             for key in suggest_part_keys(part, phase, heavy):
                 asked.setdefault(key, set()).add((phase, part))
-    not_estimated = {"rollout.cuda_graph: false"}  # a graph's own memory
+    not_estimated = {"rollout.cuda_graph: false"}  # the estimate does not include CUDA graph memory
     not_keys = {key for key in asked.keys() - LOWER.keys() if not re.match(r"[a-z]+\.[a-z_]+", key)}
     assert not_keys == {"reduce_bucket_size and stage3_max_reuse_distance of the DeepSpeed JSON", "more ranks"}
     assert {

@@ -1,5 +1,7 @@
-"""Where a run begins, by its recipe and what the output folder holds; and what is refused. Resuming itself:
-tests/multi_rank/test_resume.py."""
+"""Start of a run, depending on its recipe and its output folder, and rejected folders.
+
+tests/multi_rank/test_resume.py tests resuming itself.
+"""
 
 import json
 import subprocess
@@ -16,6 +18,7 @@ from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.recipe.schema import list_unread_async_keys, list_unread_keys
 from wfm_ds.runs import layout
 from wfm_ds.runs import output_folder as output
+from wfm_ds.runs.mirror import Mirror
 from wfm_ds.runs.output_checks import require_usable_folder
 from wfm_ds.runs.output_folder import RunStart, find_run_start
 
@@ -31,7 +34,7 @@ def recipe(root, tmp_path):
 
 @pytest.fixture
 def run(recipe, tmp_path):
-    """`run(4, 6)` leaves what a run that was killed after checkpoints 4 and 6 leaves; with `finished`, its result."""
+    """`run(4, 6)`: write the folder of a run that was killed after checkpoints 4 and 6. `finished`: its result."""
 
     def leave(*steps, folder="out", overrides=(), finished=None):
         out = tmp_path / folder
@@ -68,21 +71,17 @@ def test_empty_or_new_folder_is_a_new_run(recipe, tmp_path):
     assert find_run_start(recipe("run.resume=never"), 2) == RunStart()
 
 
-@pytest.mark.parametrize("name", ["samples", "logs", "checkpoints", "safetensors", "tensorboard"])
-@pytest.mark.parametrize("resume", ["auto", "never"])
-def test_folder_that_only_looks_like_a_runs_is_refused(recipe, tmp_path, name, resume):
-    (tmp_path / "out" / name).mkdir(parents=True)
-    message = refusal(recipe(f"run.resume={resume}"))
-    assert message.startswith(f"run.output_dir {tmp_path / 'out'} contains {name}, which belong to no run")
-
-
-@pytest.mark.parametrize("name", ["reward", "samples", "recipe.yaml"])
-def test_overwriting_deletes_nothing_that_no_run_recorded(recipe, tmp_path, name):
-    mine = tmp_path / "out" / name
-    mine.mkdir(parents=True)
+@check_each("name", ["samples", "logs", "checkpoints", "safetensors", "tensorboard", "reward", "recipe.yaml"])
+def test_names_of_a_run_that_no_run_recorded_are_refused_and_never_deleted(recipe, tmp_path, name):
+    mine = tmp_path / name
+    mine.mkdir()
+    found = recipe(f"run.output_dir={tmp_path}")
+    for resume in ("auto", "never") if name not in ("reward", "recipe.yaml") else ():
+        message = refusal(recipe(f"run.output_dir={tmp_path}", f"run.resume={resume}"))
+        assert message.startswith(f"run.output_dir {tmp_path} contains {name}, which belong to no run")
     with pytest.raises(RecipeError, match=rf"contains {name}, which \.wfm_run\.json does not list"):
-        find_run_start(recipe(), 2, overwrite=True)
-    output.clear_run(tmp_path / "out")
+        find_run_start(found, 2, overwrite=True)
+    output.clear_run(tmp_path)
     assert mine.exists()
 
 
@@ -96,17 +95,17 @@ def test_what_a_failed_first_start_leaves_is_no_obstacle(recipe, tmp_path):
     assert sorted(entry.name for entry in out.iterdir()) == [".wfm_run.json", "reward"]
     assert layout.read_folder_record(out) == {"reward"}
     assert find_run_start(recipe(), 2) == RunStart()
-    (out / "samples").mkdir()  # by somebody, since then
+    (out / "samples").mkdir()  # created by another program in the meantime
     assert "contains samples, which belong to no run" in refusal(recipe())
 
 
-@pytest.mark.parametrize("name", [".git", "pyproject.toml", "setup.py"])
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_the_folder_of_a_project_is_refused(recipe, tmp_path, name, overwrite):
-    (tmp_path / "out" / "reward").mkdir(parents=True)
-    (tmp_path / "out" / name).touch()
-    with pytest.raises(RecipeError, match=rf"is a project folder \(it contains {name}\)"):
-        find_run_start(recipe(), 2, overwrite=overwrite)
+@check_each("name", [".git", "pyproject.toml", "setup.py"])
+def test_the_folder_of_a_project_is_refused(recipe, tmp_path, name):
+    (tmp_path / "reward").mkdir()
+    (tmp_path / name).touch()
+    for overwrite in (False, True):
+        with pytest.raises(RecipeError, match=rf"is a project folder \(it contains {name}\)"):
+            find_run_start(recipe(f"run.output_dir={tmp_path}"), 2, overwrite=overwrite)
 
 
 @check_each("key", ["run.output_dir", "data.path", "data.cache_dir"])
@@ -120,7 +119,7 @@ def test_a_path_that_no_system_takes_is_one_sentence(recipe, root):
         for path in ("a" * 100_000, "a/" * 50_000):
             with pytest.raises(RecipeError, match=r"a path has at most 3500 bytes, this one has (99999|100000)"):
                 recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_nft.yaml", [f"{key}={path}"])
-    # From a file system that takes less than the recipe allows.
+    # The limit of this file system is lower than the limit of the recipe.
     with pytest.raises(RecipeError, match=r"\(1,002 characters\): File name too long: set another folder") as caught:
         require_usable_folder(Path("a" * 1000) / "b")
     assert len(str(caught.value)) < 400
@@ -141,7 +140,8 @@ def test_a_link_that_leads_nowhere_is_one_sentence(recipe, tmp_path):
 
 def test_output_below_a_file_is_refused(recipe, tmp_path):
     (tmp_path / "file").write_text("")
-    assert "is not a writable folder" in refusal(recipe(folder="file/out"))
+    assert "is not a writable folder (Not a directory)" in refusal(recipe(folder="file/out"))
+    assert "/proc is not a writable folder (" in refusal(recipe(folder="/proc/out"))
 
 
 def test_run_is_continued_from_its_newest_checkpoint(recipe, run):
@@ -234,43 +234,24 @@ def test_micro_batches_decide_which_expert_trains_so_that_their_number_must_stay
         assert find_run_start(sft(4, 2), 2).step == 4
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        "run.steps=9",
-        "logging.console=false",
-        "validation.every=3",
-        "checkpoint.every=1",
-        "reward.timeout_s=7",
-        "reward.functions.0.workers=2",
-        "reward.functions.0.device='cuda:1'",
-        "engine.deepspeed=zero3",
-        "engine.micro_batch_size=1",
-        "engine.sequence_parallel=2",
-        "engine.compile=true",
-        "model.attention=native",
-    ],
-)
-def test_what_does_not_change_the_training_may_be_changed(recipe, run, change):
-    run(4)
-    assert find_run_start(recipe(change), 2).step == 4
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
+def test_only_what_does_not_change_the_training_may_be_changed(recipe, run):
+    out = run(4)
+    for change in (
+        *("run.steps=9", "logging.console=false", "validation.every=3", "checkpoint.every=1", "reward.timeout_s=7"),
+        *("reward.functions.0.workers=2", "reward.functions.0.device='cuda:1'", "engine.deepspeed=zero3"),
+        *("engine.micro_batch_size=1", "engine.sequence_parallel=2", "engine.compile=true", "model.attention=native"),
+    ):
+        assert find_run_start(recipe(change), 2).step == 4, change
+    for change, named in (
         ("optimizer.lr=0.5", "optimizer.lr: 0.0003 there, 0.5 here"),
         ("algorithm.old_decay={slope: 0.5}", "algorithm.old_decay: standard there, nothing here"),
         ("lora=null", "lora.rank: 4 there, nothing here"),
         ("reward.functions=[{name: color}]", "reward.functions: "),
         ("run.seed=1", "run.seed: 0 there, 1 here"),
-    ],
-)
-def test_another_recipe_is_refused_naming_the_key(recipe, run, change, named):
-    out = run(4)
-    message = refusal(recipe(change))
-    assert message.startswith(f"{out}/checkpoints/step_4/recipe.yaml is a different recipe (")
-    assert named in message
+    ):
+        message = refusal(recipe(change))
+        assert message.startswith(f"{out}/checkpoints/step_4/recipe.yaml is a different recipe (")
+        assert named in message
 
 
 def test_every_number_of_a_recipe_but_those_listed_makes_another_run(recipe):
@@ -283,7 +264,7 @@ def test_every_number_of_a_recipe_but_those_listed_makes_another_run(recipe):
             changed = values | {section: keys | {key: value + (0.01 if isinstance(value, float) else 4)}}
             other = type(here).model_construct(**vars(here) | {section: section_of(here, section, changed)})
             if list_unread_keys(other) or list_unread_async_keys(other):
-                continue  # no recipe has them
+                continue  # recipes cannot contain such keys
             found = output.list_recipe_changes(here, type(here).model_validate(changed))
             free = f"{section}.{key}".startswith(output.MAY_CHANGE)
             assert [line.split(":")[0] for line in found] == ([] if free else [f"{section}.{key}"])
@@ -297,6 +278,14 @@ def test_what_is_held_out_decides_what_is_trained_on(root, tmp_path):
     path, out = root / "tests" / "recipes" / "sd3_sft.yaml", f"run.output_dir={tmp_path}"
     there, here = recipe_file.load_recipe(path, [out]), recipe_file.load_recipe(path, [out, "validation.holdout=0.5"])
     assert output.list_recipe_changes(there, here) == ["validation.holdout: 0.02 there, 0.5 here"]
+
+
+def test_values_that_differ_are_shown_as_in_yaml(root, tmp_path):
+    path, out = root / "tests" / "recipes" / "sd3_sft.yaml", f"run.output_dir={tmp_path}"
+    there = recipe_file.load_recipe(path, [out])
+    here = recipe_file.load_recipe(path, [out, "model.max_sequence_length=64", "data.shuffle=false"])
+    differing = output.list_recipe_changes(there, here)
+    assert differing == ["model.max_sequence_length: null there, 64 here", "data.shuffle: true there, false here"]
 
 
 @pytest.mark.parametrize("buckets", ["null", "[[16, 16], [16, 32]]"])
@@ -323,16 +312,34 @@ def test_finished_run_without_a_checkpoint_cannot_be_made_longer(recipe, run):
     assert "optimizer.lr" in refusal(recipe("optimizer.lr=1"))
 
 
-def test_result_that_is_not_ours_is_refused(recipe, run):
-    (run(4) / "result.json").write_text("[]")
-    assert "result.json was not written by a run" in refusal(recipe())
+def test_files_that_are_not_ours_are_refused_or_ignored(recipe, run):
+    out, deep = run(4), "[" * 100_000
+    for text in ("[]", deep, '{"status": "finished", "step": Infinity}', '{"status": "finished", "step": {}}'):
+        (out / "result.json").write_text(text)
+        assert "result.json was not written by a run" in refusal(recipe())
+    for text in ("[]", deep, '{"wrote": [[]]}', '{"wrote": 1}'):
+        (out / layout.RECORD_FILE).write_text(text)
+        assert layout.read_folder_record(out) == frozenset()
+        (out / ".storage.json").write_text(text)
+        assert Mirror(out, "s3://bucket/run", keep=1)._sent == {}
+
+
+def test_files_that_a_killed_run_was_writing_are_removed_at_the_next_start(recipe, run):
+    out = run(4)
+    parts = [out / f".{'0a' * 8}.part", out / "checkpoints" / "step_4" / f".{'f0' * 8}.part"]
+    others = [out / ".mine.part", out / "mine" / f".{'0a' * 8}.part"]
+    (out / "mine").mkdir()
+    for path in (*parts, *others):
+        path.touch()
+    output.open_output_folder(recipe(), find_run_start(recipe(), 2))
+    assert ([path.exists() for path in parts], [path.exists() for path in others]) == ([False] * 2, [True] * 2)
 
 
 def test_checkpoint_of_another_folder_begins_a_new_run_there(recipe, run):
     path = run(4, folder="other") / "checkpoints" / "step_4"
     assert find_run_start(recipe(f"run.resume={path}"), 2) == RunStart(checkpoint=str(path), step=4)
     assert "optimizer.lr" in refusal(recipe(f"run.resume={path}", "optimizer.lr=1"))
-    run(6)  # the same command again: the run that it began goes on
+    run(6)  # the same command continues the run that it started
     assert find_run_start(recipe(f"run.resume={path}"), 2).step == 6
 
 
@@ -358,7 +365,7 @@ def test_opening_cuts_back_to_the_checkpoint_and_discarding_removes_the_run_alon
     assert recipe_file.load_recipe(out / "recipe.yaml").run.steps == 9
     assert not (out / "result.json").exists()
     output.clear_run(out)
-    assert sorted(f.name for f in out.iterdir()) == ["notes.txt"]  # not even the record
+    assert sorted(f.name for f in out.iterdir()) == ["notes.txt"]  # the folder record is removed too
     output.clear_run(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
 

@@ -1,4 +1,4 @@
-"""The commit of a model of the hub: a new run takes the branch's, a run that goes on its own."""
+"""Commit of a model on the Hugging Face Hub: a new run uses the branch's commit, a resumed run its recorded one."""
 
 import pytest
 import torch
@@ -67,4 +67,4 @@ def test_a_model_of_this_disk_has_no_commit(root, tmp_path, tiny_pipelines):
     mine = recipe(root, tmp_path, "model.path=tiny:sd3")
     assert pin_commit(mine) is mine
     fetch_model(mine, WORLD)
-    require_separate_inputs(recipe(root, tmp_path))  # an id is no path that --overwrite could clear
+    require_separate_inputs(recipe(root, tmp_path))  # a Hub id is not a path that --overwrite could delete

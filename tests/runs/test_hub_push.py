@@ -1,16 +1,28 @@
-"""Exports sent to a hub over real sockets, with a card that says nothing of the machine; and a hub that refuses."""
+"""Uploads of exports to a local Hub server: the model card contains no local paths, and failed uploads only warn."""
 
 import json
 import logging
+import socket
+import time
 from pathlib import Path
 
 import pytest
 from huggingface_hub import ModelCard, hf_hub_download
+from pydantic import BaseModel
 
+from each_case import check_each
 from hub_server import Repo, hub_server, use
+from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.runs.hub_push import HubPush, hub_loading_lines
-from wfm_ds.runs.model_card import remove_private_values
+from wfm_ds.runs import hub_push
+from wfm_ds.runs.hub_push import (
+    PUBLIC_TEXTS,
+    HubPush,
+    build_model_card,
+    hub_loading_lines,
+    list_last_samples,
+    public_values,
+)
 
 REPO = "somebody/mine"
 
@@ -25,7 +37,7 @@ def site(tmp_path, monkeypatch):
 
 @pytest.fixture
 def run(tmp_path):
-    """A run's folder: an export, samples and metrics; and its recipe."""
+    """Return a recipe and the LoRA export of a run folder with an export, samples and metrics."""
     out = tmp_path / "private place" / "run"
     lora, samples = out / "safetensors" / "step_2" / "lora", out / "samples" / "step_2"
     for folder in (lora, samples):
@@ -33,7 +45,7 @@ def run(tmp_path):
     (lora / "model.safetensors").write_bytes(b"weights" * 100)
     (lora / "adapter_config.json").write_text("{}")
     (samples / "0000.png").write_bytes(b"\x89PNG")
-    row = {"file": "0000.png", "prompt": "a | <b>red</b> circle", "seed": 1000001}
+    row = {"file": "0000.png", "prompt": "a | <b>red</b> ![circle](http://x)", "seed": 1000001}
     (samples / "samples.jsonl").write_text(json.dumps(row) + "\n")
     (out / "metrics.jsonl").write_text('{"step": 2, "val/reward/color/mean": 0.25, "time/step": 3}\n')
     recipe = Recipe(
@@ -48,11 +60,11 @@ def run(tmp_path):
     return recipe, lora
 
 
-def send(recipe, lora):
+def send(recipe, lora, is_stopped=lambda: False):
     push = HubPush(recipe)
     lines = f'pipe = X.from_pretrained("{recipe.model.path}")\npipe.load_lora_weights("{lora}", weight_name="m")'
     push.send(lora, Path(recipe.model.path), 2, lines)
-    push.finish(timeout_s=60)
+    push.finish(is_stopped)
 
 
 def test_an_export_arrives_whole_with_a_card_without_paths(site, run, tmp_path):
@@ -72,8 +84,8 @@ def test_an_export_arrives_whole_with_a_card_without_paths(site, run, tmp_path):
         f'pipe.load_lora_weights("{REPO}", weight_name="m")',
         'X.from_pretrained("sd35")',
         "| `val/reward/color/mean` | 0.25 |",
-        "| ![](samples/0000.png) | a \\| &lt;b>red&lt;/b> circle | 1000001 |",
-        "path: digits",
+        "| ![](samples/0000.png) | a \\| &lt;b&gt;red&lt;/b&gt; \\!\\[circle\\]\\(http://x\\) | 1000001 |",
+        "name: sft",
     ):
         assert part in text
     assert "time/step" not in text
@@ -95,9 +107,72 @@ def test_a_hub_that_refuses_is_a_warning_with_the_command_that_sends_it_later(si
     assert site.commits == []
 
 
-def test_what_is_shared_of_a_recipe():
-    values = {"a": ["/data/x", "owner/name", 3], "reward": {"endpoint": "tcp://host:1", "name": "color"}, "b": "~/y"}
-    assert remove_private_values(values) == {"a": ["x", "owner/name", 3], "reward": {"name": "color"}, "b": "y"}
+@check_each("limits", [{"MIN_WAIT_S": 0.5}, {"STOPPED_WAIT_S": 0.1}])
+def test_a_hub_that_accepts_connections_and_never_replies_does_not_hold_the_run(run, caplog, monkeypatch, limits):
+    """Without a time limit the upload would wait for an hour, even after a signal."""
+    recipe, lora = run
+    monkeypatch.setattr(hub_push, "POLL_INTERVAL_S", 0.05)
+    for name, seconds in limits.items():
+        monkeypatch.setattr(hub_push, name, seconds)
+    with socket.create_server(("127.0.0.1", 0)) as silent, caplog.at_level(logging.WARNING):
+        use(monkeypatch, url=f"http://127.0.0.1:{silent.getsockname()[1]}", cache=lora)
+        start_s = time.monotonic()
+        send(recipe, lora, is_stopped=lambda: "STOPPED_WAIT_S" in limits)
+        assert time.monotonic() - start_s < 30
+    [said] = [record.getMessage() for record in caplog.records if "not finished" in record.getMessage()]
+    assert f"{lora} was not uploaded (not finished in " in said
+    assert "hf upload" in said
+
+
+def fill_texts(section, secret, path=""):
+    """Return a section with the secret in every text key, without validation."""
+    values = {}
+    for key, field in type(section).model_fields.items():
+        value, kind = getattr(section, key), str(field.annotation)
+        items = value if isinstance(value, list) else [value]
+        if items and all(isinstance(item, BaseModel) for item in items):
+            value = [fill_texts(item, secret, f"{path}{key}.") for item in items]
+            values[key] = value if isinstance(getattr(section, key), list) else value[0]
+        elif any(word in kind for word in ("str", "Path", "Any")) and secret(f"{path}{key}") is not None:
+            text = secret(f"{path}{key}")
+            values[key] = {"url": text} if "dict[" in kind else [text] if "list[" in kind else text
+    return section.model_copy(update=values)
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+def test_a_card_publishes_neither_addresses_nor_secrets(run, root, tmp_path):
+    names = ["sd3_nft", "sd3_ddrl", "sd3_flow_grpo", "sd3_dpo", "sana_wm_sft", "reason_llava_sft_lora"]
+    held_out = 'validation.held_out_rewards=[{"name": "mock", "options": {"noise": 1}}]'
+    url, filled = "http://user:SECRET@10.0.0.7:5000/runs?key=SECRET", set()
+
+    def plain(path):
+        filled.add(path)
+        return None if path in PUBLIC_TEXTS else "SECRET"
+
+    for name in names:
+        more = [held_out, "ema.decay=0.9"] if name == "sd3_nft" else []
+        recipe = recipe_file.load_recipe(root / "tests" / "recipes" / f"{name}.yaml", more)
+        for secret in (lambda path: url, lambda path: f"s3://KEY:SECRET@bucket/{path}", plain):
+            secretive = fill_texts(recipe, secret)
+            secretive = secretive.model_copy(update={"run": secretive.run.model_copy(update={"output_dir": tmp_path})})
+            card = build_model_card(secretive, REPO, 2, "", None, {})
+            published = card.partition("## Recipe")[2]
+            assert not {word for word in ("SECRET", "10.0.0.7", "bucket", "://", "user") if word in published}
+    assert filled >= {"logging.mlflow", "reward.functions.options", "validation.held_out_rewards.options", "data.path"}
+    public = public_values(recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_nft.yaml", [held_out]))
+    assert public["reward"] == {"functions": [{"name": "color"}, {"name": "jpeg_compressibility", "weight": 0.5}]}
+    assert public["validation"]["held_out_rewards"] == [{"name": "mock"}]
+    assert public["sampling"]["solver"] == "dpm2"
+
+
+def test_the_samples_of_a_card_are_of_the_last_step(tmp_path):
+    for name in ("step_2", "step_10", "step_x", "step_"):
+        (tmp_path / "samples" / name).mkdir(parents=True)
+        (tmp_path / "samples" / name / "0000.png").touch()
+    assert list_last_samples(tmp_path) == {"samples/0000.png": tmp_path / "samples" / "step_10" / "0000.png"}
+
+
+def test_loading_code_for_others_names_no_folder_of_this_machine():
     lines = 'pipe.transformer.load_state_dict(load_file("/out/lora/modules_to_save.safetensors"), strict=False)'
     assert hub_loading_lines(lines, Path("/out/lora"), Path("/base"), REPO).splitlines() == [
         "from huggingface_hub import hf_hub_download",

@@ -1,14 +1,18 @@
-"""The LoRA that a run starts from: what fits, and the sentence for what does not."""
+"""Initial LoRA of a run: accepted files, and the error message for each unsuitable file."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from each_case import check_each
+from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.errors import UserError
 from wfm_ds.models import registry
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.runs.initial_lora import load_initial_lora
+from wfm_ds.training.rl import RlLoop
 
 
 def recipe(path, **lora):
@@ -29,7 +33,7 @@ def model(tiny_pipelines):
 
 @pytest.fixture
 def file(tmp_path):
-    """`file(key, inputs)`: a file in kohya's layout with one layer, rank 2 and alpha 6, and more tensors."""
+    """`file(key, inputs)`: write a file in kohya's layout with one layer (rank 2, alpha 6) and additional tensors."""
 
     def made(key="lora_unet_joint_blocks_0_x_block_attn_proj", inputs=32, **more):
         tensors = {f"{key}.lora_down.weight": torch.ones(2, inputs), f"{key}.lora_up.weight": torch.ones(32, 2)}
@@ -89,3 +93,23 @@ def test_keys_that_exclude_each_other():
         Recipe(**{**plain, "algorithm": {"name": "flow_grpo"}, "sampling": sde}, lora={"dropout": 0.1})
     with pytest.raises(ValueError, match=r"lora\.dora needs the norms of the original weights"):
         Recipe(**{**plain, "model": {"path": "unused", "base_precision": "fp8"}}, lora={"dora": True})
+
+
+def test_the_reference_policy_differs_from_a_lora_that_the_run_starts_from():
+    start = Recipe.model_validate(
+        {
+            "run": {"output_dir": "unused", "steps": 1},
+            "model": {"path": "unused"},
+            "lora": {"rank": 2},
+            "data": {"kind": "prompts", "path": "unused"},
+            "sampling": {"height": 16, "width": 16, "solver": "edm_2ab"},
+            "algorithm": {"name": "ddrl", "train_on": [0], "kl_beta": 0.1},
+            "rollout": {"policy": "reference"},
+            "reward": {"functions": [{"name": "mock"}]},
+        }
+    )
+    equal = []
+    for lora in (start.lora, start.lora.model_copy(update={"init_from": "start.safetensors"})):
+        job = SimpleNamespace(engine=None, recipe=start.model_copy(update={"lora": lora}))
+        equal.append(RlLoop(job, build_rl_algorithm(start, None), None, None, None, None).equal_policies)
+    assert equal == [{"ref"}, set()]

@@ -1,4 +1,4 @@
-"""A run's folder and its copy on a real S3 server: what arrives, in which order, and what a failing storage costs."""
+"""Mirror of a run folder on a real S3 server: which files arrive, in which order, and behavior on storage failures."""
 
 import dataclasses
 import json
@@ -13,7 +13,7 @@ from wfm_ds.runs import mirror
 from wfm_ds.runs.mirror import SENT_FILES_NAME, Mirror
 from wfm_ds.storage import transfer
 
-STALL_S = 60.0  # generous: the tests never wait for it
+STALL_S = 60.0  # a high limit: the tests do not reach it
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def address(request):
 
 @pytest.fixture
 def folder(tmp_path):
-    """What a run with one checkpoint leaves."""
+    """Write the folder of a run with one checkpoint."""
     write(tmp_path, "recipe.yaml", "run: {}\n")
     write(tmp_path, "metrics.jsonl", '{"step": 1}\n')
     write(tmp_path, "logs/rank_0.log", "began\n")
@@ -31,6 +31,8 @@ def folder(tmp_path):
     write(tmp_path, "samples/.step_1.wfm-tmp/0000.png", "half")
     write(tmp_path, "reward/pipes.json", "secret")
     write(tmp_path, "notes.txt", "somebody's")
+    write(tmp_path, "trackers/wandb_id", "1a2b3c")
+    write(tmp_path, "trackers/mlflow.db", "a database that the run is writing")
     checkpoint(tmp_path, 1)
     return tmp_path
 
@@ -51,7 +53,7 @@ def checkpoint(folder, step, size=1000):
 
 
 def copied(folder, address, keep=2, stall_s=STALL_S):
-    """A mirror that has copied the folder, and what it lacks."""
+    """Copy the folder. Return the mirror and the list of missing files."""
     one = Mirror(folder, address, keep=keep)
     one.start()
     return one, one.finish(stall_s)
@@ -62,7 +64,7 @@ def test_everything_of_the_run_and_nothing_else_arrives(s3_proxy, folder, addres
     assert missing == []
     names = {
         *("recipe.yaml", "metrics.jsonl", "logs/rank_0.log", "samples/step_0/0000.png"),
-        *("checkpoints/step_1/state", "checkpoints/step_1/COMPLETE", ".wfm_run.json"),
+        *("checkpoints/step_1/state", "checkpoints/step_1/COMPLETE", ".wfm_run.json", "trackers/wandb_id"),
     }
     assert transfer.list_objects(address).keys() == names
     write(folder, "result.json", "{}")
@@ -81,8 +83,9 @@ def test_a_checkpoint_returns_as_it_was(s3_proxy, folder, address, tmp_path):
     assert store.find_newest(again / "checkpoints").step == 1
     assert (again / "checkpoints/step_1/state").read_text() == "1" * 1000
     assert (again / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert (again / "trackers/wandb_id").read_text() == "1a2b3c"  # the run continues in its trackers
     copies.start()
-    assert copies.list_unverified_steps() == []  # it need not be sent back
+    assert copies.list_unverified_steps() == []  # no upload is needed
     assert copies.finish(STALL_S) == []
 
 
@@ -94,7 +97,8 @@ def test_only_what_is_new_or_has_changed_is_sent_again(s3_server, s3_proxy, fold
     s3_server[1].delete_object(Bucket=s3.BUCKET, Key=key(address, "logs/rank_0.log"))
     copied(folder, address)
     changed = {name for name in transfer.list_objects(address) if tag(s3_server, address, name) != tags[name]}
-    assert changed == {"metrics.jsonl", "recipe.yaml"}  # the latter by somebody else, as large as it was
+    # recipe.yaml was changed by another program to a text of the same size
+    assert changed == {"metrics.jsonl", "recipe.yaml"}
     assert transfer.read_text(f"{address}/logs/rank_0.log") == "began\n"
     (folder / SENT_FILES_NAME).write_text("torn")
     copied(folder, address)
@@ -164,7 +168,7 @@ def test_what_is_sent_again_and_again_does_not_keep_the_run_waiting(s3_proxy, fo
     monkeypatch.setattr(transfer, "put_object", refuse_markers)
     monkeypatch.setattr(mirror, "FIRST_RETRY_S", 0.1)
     monkeypatch.setattr(mirror, "LAST_RETRY_S", 0.1)
-    copies, missing = copied(folder, address, stall_s=3)  # each try sends the whole checkpoint, and takes less than 3 s
+    copies, missing = copied(folder, address, stall_s=3)  # each try sends the whole checkpoint in less than 3 s
     assert "checkpoints/step_1" in missing
     assert copies.failure == "no markers here"
 
@@ -198,7 +202,7 @@ def test_what_fails_for_a_while_is_sent_in_the_end(s3_proxy, folder, address, fa
         assert copied(folder, address)[1] == []
     assert s3_proxy.num_failed == 4
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert len(warnings) == 1  # said once, however often it is tried
+    assert len(warnings) == 1  # one warning, independent of the number of retries
     assert "retrying, and removing nothing from" in warnings[0]
     assert f"{address} accepts uploads again" in caplog.text
     assert remote_store.find_newest(f"{address}/checkpoints").step == 2
@@ -210,7 +214,7 @@ def test_a_storage_that_goes_in_the_middle_keeps_its_last_complete_checkpoint(
     copied(folder, address)
     monkeypatch.setattr(transfer, "NUM_TRIES", 1)
     checkpoint(folder, 2, size=50_000)
-    s3_proxy.gone_at, s3_proxy.pass_first = b"/checkpoints/step_2/", 1  # its COMPLETE does not arrive
+    s3_proxy.gone_at, s3_proxy.pass_first = b"/checkpoints/step_2/", 1  # COMPLETE is not uploaded
     copies, missing = copied(folder, address, stall_s=5.0)
     assert "checkpoints/step_2" in missing
     assert f"{address}/" in copies.failure
@@ -223,7 +227,7 @@ def test_a_storage_that_goes_in_the_middle_keeps_its_last_complete_checkpoint(
 
 
 def test_a_checkpoint_is_replaced_as_a_whole(s3_server, s3_proxy, folder, address):
-    """Its first half must not stand beside the second half of another."""
+    """A checkpoint never mixes files of two versions."""
     copied(folder, address)
     seen = []
 

@@ -1,17 +1,16 @@
-"""An allocation that fails: on this CPU for real, on a GPU by torch's own messages. A whole run: tests/faults."""
+"""Out-of-memory errors: a real one on this CPU, and torch's messages for GPUs. tests/faults tests a full run."""
 
 import pytest
 import torch
 
 from each_case import check_each
 from wfm_ds.errors import RunError, UserError, is_out_of_memory
-from wfm_ds.memory.advice import suggest_keys_after_oom
-from wfm_ds.memory.out_of_memory import OutOfMemory, explain_out_of_memory
+from wfm_ds.memory.advice import OutOfMemory, explain_out_of_memory, suggest_keys_after_oom
 from wfm_ds.monitoring.meters import GIB
 from wfm_ds.recipe import file as recipe_file
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
-TOO_MANY = 2**50  # bytes: more than an address space
+TOO_MANY = 2**50  # bytes: larger than the address space
 ON_CUDA = (
     "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.20 GiB is free."
 )
@@ -95,6 +94,17 @@ def test_advice_begins_with_what_costs_least_in_the_phase(root):
     assert not any(
         "micro_batch" in key or "forward_batch" in key for key in suggest_keys_after_oom(nft, "optimizer", num_ranks=8)
     )
+
+
+def test_advice_for_distillation_fits_its_phases_and_its_engine(root):
+    path = root / "tests" / "recipes" / "sd3_dmd2.yaml"
+    dmd2 = recipe_file.load_recipe(path, ["engine.max_forward_batch=4"])
+    for phase in ("teacher_forward", "fake_forward"):
+        assert suggest_keys_after_oom(dmd2, phase, num_ranks=8)[0] == "engine.max_forward_batch below 4"
+    for phase in ("fake_train", "train"):
+        keys = suggest_keys_after_oom(dmd2, phase, num_ranks=8)
+        assert "model.gradient_checkpointing: true" in keys
+        assert "engine.deepspeed: zero3_offload" not in keys  # several adapters do not support offload
 
 
 def test_keys_that_are_at_their_end_are_left_out(root):

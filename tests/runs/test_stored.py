@@ -1,4 +1,4 @@
-"""Where a run begins whose storage holds what its folder does not; commands that take s3:// addresses."""
+"""How a run starts if its S3 storage is ahead of its local folder, and commands that take s3:// addresses."""
 
 import json
 
@@ -24,7 +24,7 @@ WORLD = 2
 @pytest.fixture(autouse=True)
 def credentials(s3_server, monkeypatch):
     for name in s3.VARIABLES:
-        monkeypatch.setenv(name, "")  # put back after the test
+        monkeypatch.setenv(name, "")  # monkeypatch restores it after the test
     s3.use(s3_server[0])
 
 
@@ -45,7 +45,8 @@ def recipe(root, tmp_path, address):
 
 @pytest.fixture
 def leave(recipe, address):
-    """`leave(4, 6)`: what a run leaves in the storage; `leave(4, folder=...)`: in a folder."""
+    """`leave(4, 6)`: write the files of a run with these checkpoints to the storage; `leave(4, folder=...)`: to a
+    folder."""
 
     def run(*steps, folder=None, finished=None):
         text = recipe_file.dump_recipe(recipe())

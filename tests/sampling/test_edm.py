@@ -27,7 +27,7 @@ def wavy(x, sigma):
 
 
 def gaussian(mean, std):
-    """The exact velocity of data N(mean, std^2)."""
+    """Return the exact velocity of data N(mean, std^2)."""
 
     def velocity(x, sigma):
         spread = (1 - sigma) ** 2 * std**2 + sigma**2
@@ -48,7 +48,7 @@ def test_levels_and_churn_are_the_published_ones():
     assert all(high > low for high, low in itertools.pairwise(levels))
     assert churn(20).relative == pytest.approx(1 / 21)
     assert churn(10).relative == pytest.approx(1 / 11)
-    assert churn(5).relative == pytest.approx(math.sqrt(1.2) - 1)  # 1/6 would be more
+    assert churn(5).relative == pytest.approx(math.sqrt(1.2) - 1)  # smaller than 1/6
 
 
 @pytest.mark.parametrize(("num_steps", "share"), [(20, 0.312259), (10, 0.435985)])
@@ -60,7 +60,7 @@ def test_the_noise_of_a_step_is_the_churn_of_the_next_level(num_steps, share):
 
 
 def res_step(x, clean, clean_before, level_before, level, level_after):
-    """The two-step rule in ln S as the solver's authors write it, with phi functions and a node c2 in the past."""
+    """Two-step rule in ln S in the notation of the solver's authors, with phi functions and a node c2 in the past."""
     h = math.log(level / level_after)
     c2 = -math.log(level_before / level) / h
     phi1, phi2 = (1 - math.exp(-h)) / h, (math.exp(-h) - 1 + h) / h**2
@@ -147,20 +147,6 @@ def test_trainable_steps_are_those_that_churn_follows(keys, want):
     assert plan(6, **keys).trainable_steps() == want
 
 
-def test_more_steps_come_closer_to_the_data_and_2ab_closer_than_euler():
-    xi = normal(1, 1, 200, 200)
-
-    def error(solver, num_steps):
-        clean = plan(num_steps, solver, s_churn=0).denoise(gaussian(1.3, 0.4), xi, [0]).clean_latents
-        start = (HIGHEST * xi - 1.3) / math.hypot(0.4, HIGHEST)  # where the exact flow comes from
-        return (clean - (1.3 + 0.4 * start)).abs().max().item()
-
-    euler, second = ([error(solver, n) for n in (40, 80)] for solver in ("edm_euler", "edm_2ab"))
-    assert 1.7 < euler[0] / euler[1] < 2.2
-    assert second[0] / second[1] > 3
-    assert second[1] < 0.15 * euler[1]
-
-
 @pytest.mark.parametrize(("solver", "num_steps"), [("edm_2ab", 60), ("edm_euler", 200)])
 def test_churn_keeps_the_data_law(solver, num_steps):
     clean = plan(num_steps, solver).denoise(gaussian(1.3, 0.4), normal(1, 1, 200, 200).float(), [5]).clean_latents
@@ -188,7 +174,7 @@ def test_the_model_is_asked_once_a_step_and_once_for_the_result():
 
 
 def test_the_loop_never_reads_a_value_from_the_device():
-    # A meta tensor has no values: anything that would wait for a device raises here.
+    # A meta tensor has no values: reading one raises an error.
     out = plan(5, stored=(2,)).denoise(wavy, torch.empty((2, 1, 3, 3), device="meta"), [1, 2])
     assert out.clean_latents.device.type == "meta"
 

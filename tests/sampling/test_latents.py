@@ -50,33 +50,6 @@ def test_drawn_noise_is_that_of_the_contract_and_goes_into_the_latents(shape):
     assert torch.equal(noisy, noisy_latents(clean, noise, sigma))
 
 
-def test_drawn_noise_depends_on_the_seed_and_not_on_the_batch_or_the_global_state():
-    clean, sigma = torch.zeros(3, 2, 4, 4), torch.ones(3)
-    torch.manual_seed(1)
-    state = torch.get_rng_state()
-    _, together = add_noise(clean, sigma, [5, 6, 5])
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(together[1:2], add_noise(clean[:1], sigma[:1], [6])[1])
-    assert torch.equal(together[0], together[2])
-    assert not torch.equal(together[0], together[1])
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_noisy_latents_are_the_linear_path(shape):
-    clean, noise = torch.randn(shape), torch.randn(shape)
-    sigma = torch.linspace(0, 1, shape[0])
-    s = sigma.double().numpy().reshape(-1, *[1] * (len(shape) - 1))
-    want = (1 - s) * clean.double().numpy() + s * noise.double().numpy()
-    torch.testing.assert_close(noisy_latents(clean, noise, sigma).double(), torch.from_numpy(want), rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_the_ends_of_the_path_are_exact(shape):
-    clean, noise = torch.randn(shape), torch.randn(shape)
-    assert torch.equal(noisy_latents(clean, noise, torch.zeros(shape[0])), clean)
-    assert torch.equal(noisy_latents(clean, noise, torch.ones(shape[0])), noise)
-
-
 @check_each(
     ("clean", "noise", "sigma", "message"),
     [

@@ -2,11 +2,19 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from wfm_ds.storage import atomic
+
+
+def write_folder(out, text="1", error=None):
+    with atomic.new_folder(out) as making:
+        (making / "file").write_text(text)
+        if error is not None:
+            raise error
 
 
 def test_folder_appears_only_when_complete(tmp_path):
@@ -18,63 +26,48 @@ def test_folder_appears_only_when_complete(tmp_path):
 
 
 def test_failed_writer_leaves_the_earlier_folder(tmp_path):
-    out = tmp_path / "out"
-    with atomic.new_folder(out) as making:
-        (making / "file").write_text("1")
-
-    def fail():
-        with atomic.new_folder(out) as making:
-            (making / "file").write_text("2")
-            raise KeyboardInterrupt
-
+    write_folder(tmp_path / "out")
     with pytest.raises(KeyboardInterrupt):
-        fail()
-    assert (out / "file").read_text() == "1"
+        write_folder(tmp_path / "out", "2", KeyboardInterrupt())
+    assert (tmp_path / "out" / "file").read_text() == "1"
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_killed_writer_leaves_the_earlier_folder_and_the_next_one_cleans_up(tmp_path):
+def test_a_folder_in_which_a_file_still_grows_is_not_stale(tmp_path):
+    folders = [tmp_path / name for name in ("live", "dead")]
+    for folder in folders:
+        (folder / "checkpoint").mkdir(parents=True)
+        (folder / "checkpoint" / "weights").touch()
+        for path in (folder, folder / "checkpoint"):
+            os.utime(path, (0.0, 0.0))  # as three days after the writer has created the last file
+    os.utime(folders[1] / "checkpoint" / "weights", (0.0, 0.0))
+    atomic.remove_stale(folders, time.time())
+    assert [folder.exists() for folder in folders] == [True, False]
+
+
+DIE = "def die(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
+WHILE_WRITING = "    (making / 'torn').write_text('2'); die()\n"
+BETWEEN_RENAMES = (
+    "    rename = Path.rename\n    Path.rename = lambda source, to: die() if source == making else rename(source, to)\n"
+)
+
+
+@pytest.mark.parametrize("moment", [WHILE_WRITING, BETWEEN_RENAMES])
+def test_killed_writer_loses_nothing_and_the_next_one_cleans_up(tmp_path, moment):
     out = tmp_path / "out"
-    with atomic.new_folder(out) as making:
-        (making / "file").write_text("1")
-    killed = (
-        "import os, signal, sys; from pathlib import Path; from wfm_ds.storage import atomic\n"
-        "with atomic.new_folder(Path(sys.argv[1])) as making:\n"
-        "    (making / 'torn').write_text('2'); os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    process = subprocess.run([sys.executable, "-c", killed, str(out)], timeout=60, check=False)
+    write_folder(out)
+    imports = "import os, signal, sys; from pathlib import Path; from wfm_ds.storage import atomic\n"
+    code = f"{imports}{DIE}with atomic.new_folder(Path(sys.argv[1])) as making:\n{moment}"
+    process = subprocess.run([sys.executable, "-c", code, str(out)], timeout=60, check=False)
     assert process.returncode == -signal.SIGKILL
-    assert (out / "file").read_text() == "1"
-    assert (tmp_path / ".out.wfm-tmp" / "torn").exists()
-    with atomic.new_folder(out) as making:
-        (making / "file").write_text("3")
-    assert os.listdir(tmp_path) == ["out"]
-    assert os.listdir(out) == ["file"]
-
-
-def test_writer_killed_between_its_renames_has_not_lost_the_earlier_folder(tmp_path):
-    out = tmp_path / "out"
-    with atomic.new_folder(out) as making:
-        (making / "file").write_text("1")
-    killed = (
-        "import os, signal, sys; from pathlib import Path; from wfm_ds.storage import atomic\n"
-        "def die(*_): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "with atomic.new_folder(Path(sys.argv[1])) as making:\n"
-        "    rename = Path.rename\n"
-        "    Path.rename = lambda source, to: die() if source == making else rename(source, to)\n"
-    )
-    process = subprocess.run([sys.executable, "-c", killed, str(out)], timeout=60, check=False)
-    assert process.returncode == -signal.SIGKILL
-    assert not out.exists()
-
-    def fail():
-        with atomic.new_folder(out):
-            raise KeyboardInterrupt
-
+    assert out.exists() == (moment == WHILE_WRITING)
+    assert (tmp_path / ".out.wfm-tmp").exists()
     with pytest.raises(KeyboardInterrupt):
-        fail()
+        write_folder(out, "2", KeyboardInterrupt())
     assert (out / "file").read_text() == "1"
     assert os.listdir(tmp_path) == ["out"]
+    write_folder(out, "3")
+    assert (os.listdir(tmp_path), os.listdir(out), (out / "file").read_text()) == (["out"], ["file"], "3")
 
 
 def test_folders_of_similar_names_are_the_users(tmp_path):

@@ -1,18 +1,25 @@
-"""The alarm of held-out judges: on curves of a run that is fooled, and on those of one that is not."""
+"""The alarm on held-out rewards: simulated curves of a run with reward hacking and of a healthy run."""
 
 import json
+from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from each_case import check_each
 from wfm_ds.training.reward_alarm import RewardAlarm
+from wfm_ds.training.rl import RlLoop
 
 LOOKS = 12
 
 
 def curves(rng, prompts, *, judged, seeds=2, looks=LOOKS, judges=3):
-    """Evaluations of a run: the reward rises by half a standard deviation, the first judge ends at `judged`, the others
-    stay where they are. A prompt gains more or less than others; what a seed is worth stays."""
+    """Yield simulated evaluations of a run as (trained reward, held-out rewards).
+
+    The trained reward rises by half a standard deviation, the first held-out reward changes by `judged`, and the others
+    stay constant. The change differs between prompts; the offset of each seed is constant.
+    """
     worth = rng.normal(size=(judges + 1, prompts, 1)) + rng.normal(size=(judges + 1, prompts, seeds))
     slope = 0.3 * rng.normal(size=(judges + 1, prompts, 1))
     ends = np.array([0.75, judged, *[0.0] * (judges - 1)])[:, None, None]
@@ -23,7 +30,7 @@ def curves(rng, prompts, *, judged, seeds=2, looks=LOOKS, judges=3):
 
 
 def alarms(rng, prompts, **settings):
-    """The evaluations at which there was an alarm, and by whom."""
+    """Return {evaluation index: names of the falling rewards} for each evaluation with an alarm."""
     alarm, found = RewardAlarm([]), {}
     for look, (total, judges) in enumerate(curves(rng, prompts, **settings)):
         metrics = alarm.update(total, judges)
@@ -46,7 +53,7 @@ def test_a_healthy_run_raises_none():
 
 
 def test_a_judge_that_falls_alone_is_no_hacking():
-    """The reward falls too: the run is broken, and its reward says so itself."""
+    """The trained reward falls too: the run is broken, which its reward curve shows."""
     alarm, rng = RewardAlarm([]), np.random.default_rng(0)
     for total, judges in curves(rng, 32, judged=-1.0):
         alarm.update(-total, judges)
@@ -55,7 +62,7 @@ def test_a_judge_that_falls_alone_is_no_hacking():
 
 def test_it_goes_on_where_a_run_was_stopped_and_forgets_another_evaluation():
     looks = list(curves(np.random.default_rng(3), 32, judged=-1.0))
-    looks[0][1]["judge1"][0, 0] = np.nan  # a reward that failed
+    looks[0][1]["judge1"][0, 0] = np.nan  # a failed reward
     whole, first, second, other = RewardAlarm(["p"]), RewardAlarm(["p"]), RewardAlarm(["p"]), RewardAlarm(["q"])
     wanted = [whole.update(*one) for one in looks]
     found = [first.update(*one) for one in looks[:7]]
@@ -66,6 +73,26 @@ def test_it_goes_on_where_a_run_was_stopped_and_forgets_another_evaluation():
     other.load_state_dict(first.state_dict())
     assert other.update(*looks[0]) == {}
     assert "judge0 by" in whole.summary()
+
+
+@check_each("raised", [True, False])
+def test_the_end_of_a_run_repeats_the_alarm(raised):
+    alarm, lines = RewardAlarm([]), []
+    resumed = RewardAlarm([])  # after the last evaluation
+    alarm.falling_rewards = {"ocr": 1.5} if raised else {}
+    resumed.load_state_dict(json.loads(json.dumps(alarm.state_dict())))
+    loop = object.__new__(RlLoop)
+    monitor = SimpleNamespace(log_message=lines.append, log_at_close=lines.append, set_outcome=lambda *_: None)
+    recipe, engine = (
+        SimpleNamespace(run=SimpleNamespace(output_dir=Path("out"), steps=3)),
+        SimpleNamespace(num_updates=1),
+    )
+    loop.job = SimpleNamespace(engine=engine, recipe=recipe, monitor=monitor, should_stop=lambda: False)
+    loop.validator = SimpleNamespace(alarm=resumed, evaluate_at_end=lambda step: {})
+    loop.step, loop.metrics, loop.start, loop.save_results = 3, {}, lambda: None, lambda: None
+    message = loop.run_to_end().message
+    assert message.startswith("ALARM: since the first evaluation the trained reward rose and ocr by ") == raised
+    assert (lines[-1] == message) == raised
 
 
 def test_without_a_trained_reward_there_are_changes_and_no_alarm():

@@ -1,4 +1,4 @@
-"""What the RL algorithm of a run takes from the model."""
+"""The noise levels and sampling plans that an RL algorithm takes from the model."""
 
 from pathlib import Path
 

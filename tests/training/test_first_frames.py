@@ -1,4 +1,4 @@
-"""What is read of media that samples begin with; whole runs are in tests/multi_rank/test_given_frames.py."""
+"""Number of frames read from conditioning clips; tests/multi_rank/test_given_frames.py tests whole runs."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def model(tiny_pipelines):
         ("cosmos25_i2v_nft", [], 1),
         ("cosmos25_i2v_nft", ["algorithm.max_num_conditional_frames=2"], 5),
         ("cosmos25_ddrl", ["algorithm.max_num_conditional_frames=2", "algorithm.data_beta=0"], 5),
-        ("cosmos25_ddrl", ["algorithm.max_num_conditional_frames=2"], 13),  # it trains on the whole clip
+        ("cosmos25_ddrl", ["algorithm.max_num_conditional_frames=2"], 13),  # the data loss needs the whole clip
         ("cosmos25_sft", ["algorithm.max_num_conditional_frames=1"], 13),
         ("cosmos25_ddrl", ["algorithm.data_beta=0"], 13),
     ],

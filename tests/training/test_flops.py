@@ -5,8 +5,7 @@ from torch import nn
 from each_case import check_each
 from wfm_ds.engine.flop_counter import Flops, copy_to_meta, make_flop_counter
 from wfm_ds.engine.policies import add_adapters
-from wfm_ds.memory.forward_counts import ForwardCount
-from wfm_ds.memory.forward_flops import ForwardFlops, count_flops, flops_by_purpose
+from wfm_ds.memory.forward_counts import ForwardCount, ForwardFlops, count_flops, flops_by_purpose
 from wfm_ds.models import registry
 from wfm_ds.recipe.sections import LoraRecipe
 
@@ -21,8 +20,7 @@ def model(tiny_pipelines):
 
 
 def multiply_adds(module, run):
-    """Of every linear layer and convolution, by name: how many, from the shapes that a real forward passes through it,
-    and whether its input passes gradients on."""
+    """Return {name: (multiply-adds, input requires a gradient)} of linear and convolution layers in a real forward."""
     seen = {}
 
     def hook(name):
@@ -45,7 +43,7 @@ def one_sample(model):
 
 
 def attention_flops(model):
-    """4 * queries * keys * width: every block over image and text, the dual ones over the image too."""
+    """Return 4 * queries * keys * width: all blocks attend to image and text, dual blocks also to the image alone."""
     config, image = model.config, model.num_tokens(SHAPE)
     joint = image + model.encode_text(["a"])["prompt_embeds"].shape[1]
     width = config.num_attention_heads * config.attention_head_dim
@@ -126,3 +124,4 @@ def test_work_counts_adapters_backward_and_recomputation_where_they_are():
         "uncond": ForwardFlops(2100),
     }
     assert flops_by_purpose(forwards, flops)["policy"].total == 4000
+    assert flops_by_purpose({"fake_policy": forwards["policy"]}, flops)["fake_policy"].total == 4000

@@ -49,18 +49,35 @@ def rl(named, sampling=None, *, groups=6, size=4, steps=10, guidance=1.0, engine
     )
 
 
+def distillation(algorithm, *, reward=None, **sampling):
+    """Return a recipe that trains on 24 samples of four denoising steps in each RL step."""
+    return Recipe.model_validate(
+        {
+            "run": {"output_dir": "out", "steps": 3},
+            "model": {"path": "tiny:sd3"},
+            "engine": {"micro_batch_size": 5, "max_forward_batch": 16},
+            "lora": {"rank": 4},
+            "data": {"kind": "prompts", "path": "p"},
+            "sampling": {"height": 32, "width": 32, "steps": 4, "eval_steps": 4, **sampling},
+            "algorithm": algorithm,
+            "rollout": {"prompts_per_step": 12, "group_size": 2},
+            "reward": None if reward is None else {"functions": [{"name": reward}]},
+        }
+    )
+
+
 def step_of(recipe, step, world=1):
     sigmas = torch.linspace(1, 0, recipe.sampling.steps + 1, dtype=torch.float64)
     return count_rl_step(recipe, derive_run_sizes(recipe, world), build_rl_algorithm(recipe, sigmas), step)
 
 
 def test_diffusion_nft_runs_the_forwards_of_its_formula():
-    """Samples of a step: S for each rollout, and for each trained noise level those of theta, old and the reference."""
+    """Expect S samples per rollout, and one sample each of policy, old and reference per trained noise level."""
     forwards = step_of(nft(engine={"micro_batch_size": 5, "max_forward_batch": 16}), step=2, world=2)
     assert forwards == {
         "rollout": ForwardCount(10, 12 * 10),
         "policy": ForwardCount(math.ceil(12 * 9 / 5), 12 * 9),
-        # Of the 22 micro-batches three at a time fit into 16, and the last one, of 3 terms, is left.
+        # Three of the 22 micro-batches fit into a forward of 16; the last micro-batch has 3 terms.
         "old": ForwardCount(8, 12 * 9),
         "ref": ForwardCount(8, 12 * 9, without_adapters=12 * 9),
     }
@@ -72,7 +89,7 @@ def test_candidates_take_few_steps_each_and_what_is_kept_all_of_them(regenerate)
     recipe = rl({"name": "diffusion_nft"}, {"explore": explore}, guidance=2.0, engine={"max_forward_batch": 16})
     plain = step_of(rl({"name": "diffusion_nft"}, guidance=2.0, engine={"max_forward_batch": 16}), step=2, world=2)
     forwards = step_of(recipe, step=2, world=2)
-    candidates = ForwardCount(2 * 2 * 3, 30 * 3 * 2)  # 30 on a rank in two batches, both halves of a guided prediction
+    candidates = ForwardCount(2 * 2 * 3, 30 * 3 * 2)  # 30 per rank in two batches, with two forwards for guidance
     assert forwards["rollout"] == (candidates + plain["rollout"] if regenerate else candidates)
     assert {**forwards, "rollout": None} == {**plain, "rollout": None}
 
@@ -100,7 +117,7 @@ def test_guidance_doubles_what_is_asked_and_no_kl_asks_no_reference(w, kl_beta, 
 
 
 @check_each(
-    ("decay", "share_of_old"),  # of the terms of steps 1, 2, 3, in two updates each
+    ("decay", "share_of_old"),  # fraction of the terms of steps 1, 2, 3, with two updates each
     [
         ("copy", [0.5, 0.5, 0.5]),
         ("standard", [0.5, 1, 1]),
@@ -138,7 +155,7 @@ def test_ddrl_adds_its_data_to_the_trained_samples_and_no_forward(first_only, da
     recipe = rl({"name": "ddrl", **settings}, {"solver": "edm_2ab"}, data_beta=0.1, engine={"micro_batch_size": 4})
     forwards = step_of(recipe, step=1)
     assert forwards["policy"] == ForwardCount(24 * 3 // 4, 24 * 3 + data)
-    assert forwards["rollout"] == ForwardCount(2 * 11, 24 * 11)  # one evaluation more than steps
+    assert forwards["rollout"] == ForwardCount(2 * 11, 24 * 11)  # one more evaluation than steps
     del settings["data_on_first_only"]
     without = step_of(rl({"name": "ddrl", **settings}, {"solver": "edm_2ab"}, data_beta=0.0), step=1)
     assert without["policy"].samples == 24 * 3
@@ -159,7 +176,7 @@ def test_data_in_forwards_of_its_own_adds_a_forward_for_each_micro_batch_that_ha
 
 def test_guidance_in_the_range_of_one_expert_is_counted_there_alone():
     recipe, sigmas = grpo(guidance=4.5), torch.linspace(1, 0, 11, dtype=torch.float64)
-    algorithm, guided = build_rl_algorithm(recipe, sigmas), lambda sigma: sigma > 0.65  # 4 of 10
+    algorithm, guided = build_rl_algorithm(recipe, sigmas), lambda sigma: sigma > 0.65  # 4 of 10 levels
     forwards = count_rl_step(recipe, derive_run_sizes(recipe, 1), algorithm, 1, guided=guided)
     assert forwards["rollout"].samples == 24 * 14
     assert forwards["uncond"].samples == math.ceil(forwards["policy"].samples * 0.4)
@@ -169,7 +186,7 @@ def test_guidance_in_the_range_of_one_expert_is_counted_there_alone():
 
 @check_each(("most", "calls"), [(48, 10), (47, 20), (18, 20 + 10), (12, 40)])
 def test_joint_guidance_halves_the_forwards_of_batches_that_fit_twice(most, calls):
-    """24 samples: at once, then as 18 and 6, and as two times 12."""
+    """The batches are 24, 24, 18 + 6 and 12 + 12; guidance is joint if twice the batch fits into `most`."""
     settings = {"sampling": {"guidance_batch": "joint"}, "guidance": 2.0, "engine": {"max_forward_batch": most}}
     assert step_of(rl({"name": "diffusion_nft"}, **settings), step=1)["rollout"] == ForwardCount(calls, 24 * 20)
 
@@ -187,6 +204,50 @@ def test_best_of_n_trains_its_share():
     assert step_of(grpo(best_of_n=2), step=1)["policy"].samples == 24 * 9 // 2
 
 
+def test_dmd2_runs_the_forwards_of_its_formula():
+    """Expect N + 3 r + 3 + 1 + 2 forward passes per sample, if a backward pass counts as two."""
+    settings = {"name": "dmd2", "teacher": {"guidance_scale": 4.0}, "fake": {"updates": 5, "warmup_steps": 1}}
+    forwards = step_of(distillation(settings), step=2)
+    assert forwards == {
+        "rollout": ForwardCount(2 * 4, 24 * 4),
+        "fake_policy": ForwardCount(5 * 5, 5 * 24),
+        "policy": ForwardCount(5, 24),
+        "fake": ForwardCount(2, 24),
+        "teacher": ForwardCount(2, 24, without_adapters=24),
+        "uncond": ForwardCount(2, 24, without_adapters=24),
+    }
+    passes = sum(f.samples * (3 if name.endswith("policy") else 1) for name, f in forwards.items())
+    assert passes == 24 * (4 + 3 * 5 + 3 + 1 + 2)
+    warm_up = step_of(distillation(settings), step=1)
+    assert warm_up == {"rollout": forwards["rollout"], "fake_policy": ForwardCount(6 * 5, 6 * 24)}
+
+
+def test_an_unguided_teacher_and_the_reward_losses_of_dmd2_are_counted():
+    plain = step_of(distillation({"name": "dmd2"}), step=1)
+    assert "uncond" not in plain
+    grpo_loss = {"name": "dmd2", "reward": {"loss": "flow_grpo"}}
+    assert step_of(distillation(grpo_loss, reward="color", solver="cps", noise_level=1.0), step=1) == plain
+    nft_loss = {"name": "dmd2", "reward": {"loss": "diffusion_nft"}}
+    rewarded = step_of(distillation(nft_loss, reward="color"), step=1)
+    assert rewarded == plain | {"policy": ForwardCount(10, 48)}
+
+
+def test_opd_predicts_each_trained_step_with_one_teacher():
+    guided = {"weights": "base", "guidance_scale": 4.0}
+    one = step_of(distillation({"name": "opd", "teachers": [guided], "num_levels": 2}), step=1)
+    assert one == {
+        "rollout": ForwardCount(8, 96),
+        "policy": ForwardCount(10, 48),
+        "teacher_0": ForwardCount(4, 48, without_adapters=48),
+        "uncond": ForwardCount(4, 48, without_adapters=48),
+    }
+    two = [guided | {"when": {"task": "a"}}, {"weights": "loras/b", "when": {"task": "b"}}]
+    counts = step_of(distillation({"name": "opd", "teachers": two}), step=1)
+    assert (counts["teacher_0"].samples, counts["teacher_0"].without_adapters) == (12, 12)
+    assert (counts["teacher_1"].samples, counts["teacher_1"].without_adapters) == (12, 0)
+    assert counts["uncond"].samples == 12
+
+
 def test_sft_and_evaluations():
     recipe = Recipe.model_validate(
         {
@@ -200,7 +261,7 @@ def test_sft_and_evaluations():
         }
     )
     assert count_sft_step(recipe, derive_run_sizes(recipe, 2)) == {"policy": ForwardCount(3, 12)}
-    # Two ranks: 6 samples each in batches of 5 and 1, 7 guided steps; 3 images at 8 levels, 12 a rank in 5, 5, 2.
+    # Two ranks: 6 samples each in batches of 5 and 1, 7 guided steps; 3 images at 8 levels, 12 per rank in 5, 5, 2.
     assert count_evaluation(recipe, 2, num_prompts=9, num_images=3) == {
         "validation": ForwardCount(2 * 14 + 3, 6 * 14 + 12)
     }
@@ -208,7 +269,7 @@ def test_sft_and_evaluations():
     few = Recipe.model_validate({**recipe.model_dump(mode="json"), "logging": {"num_samples": 3}})
     assert count_evaluation(few, 2, num_prompts=9) == {
         "validation": ForwardCount(14, 2 * 14)
-    }  # what nobody sees is not sampled
+    }  # only logged samples are generated
 
 
 def test_dpo_asks_policy_and_reference_about_both_media_of_each_pair():
@@ -225,7 +286,7 @@ def test_dpo_asks_policy_and_reference_about_both_media_of_each_pair():
     )
     trained = count_sft_step(recipe, derive_run_sizes(recipe, 2))
     assert trained == {"policy": ForwardCount(3, 24), "ref": ForwardCount(3, 24, without_adapters=24)}
-    # Two ranks: 3 pairs at 8 levels, 12 a rank; of a pair both media, so that 5 rows hold two.
+    # Two ranks: 3 pairs at 8 levels, 12 per rank. A pair takes two rows, so 5 rows hold two pairs.
     held_out = ForwardCount(7 + 2 * 6, 7 + 2 * 24, without_adapters=24)
     assert count_evaluation(recipe, 2, num_prompts=1, num_images=3) == {"validation": held_out}
 

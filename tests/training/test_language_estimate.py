@@ -1,4 +1,4 @@
-"""Activations and logits of a language run's estimate, against the tensors that live in a step of the real model."""
+"""Estimated activations and logits of a language run, compared with the live tensors in a step of the real model."""
 
 import gc
 from pathlib import Path
@@ -12,12 +12,11 @@ from wfm_ds.language import attention
 from wfm_ds.language import model as language_model
 from wfm_ds.language.annotations import parse_conversation, read_rows
 from wfm_ds.language.memory import estimate_language_memory
-from wfm_ds.language.packed_sequences import SequencePacker
-from wfm_ds.language.size_cache import ConversationSize
+from wfm_ds.language.packed_sequences import ConversationSize, SequencePacker
 from wfm_ds.models.registry import get_tiny_folder
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.training.language_builder import make_meta_copy, make_sample_reader
-from wfm_ds.training.run_check import check_run
+from wfm_ds.training.preflight import check_run
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""How terms become forwards: equal work on every rank, one expert at a time, nothing lost."""
+"""Batching of loss terms into forwards: equal work on every rank, one expert per batch, no term lost."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from wfm_ds.training.micro_batches import (
 )
 from wfm_ds.types import ConditioningFrames
 
-HIGH, LOW = 0.95, 0.3  # noise levels of two experts, with their boundary at 0.875
+HIGH, LOW = 0.95, 0.3  # noise levels of two experts, with a boundary of 0.875
 terms_of_a_rank = st.lists(st.tuples(st.sampled_from([HIGH, LOW]), st.sampled_from([0.0, 1.0])), min_size=1, max_size=9)
 
 
@@ -34,7 +34,7 @@ def ranks_of(drawn):
 
 
 def padded_terms(ranks, expert_of, num_experts, has_gradient=lambda term: True):
-    """The padded terms of each rank; the maxima over ranks are computed here instead of by a collective."""
+    """Return the padded terms of each rank; the maxima over ranks are computed here instead of by a collective."""
     return [update.terms for update in updates_of(ranks, expert_of, num_experts, has_gradient)]
 
 
@@ -65,6 +65,21 @@ def test_all_ranks_get_equally_many_terms_of_each_expert_and_lose_none_that_coun
         assert {t.row for t in terms} <= {t.row for t in before}
     needed = max(sum(t.weight > 0 for t in rank) for rank in ranks)
     assert len(after[0]) <= 2 * needed
+
+
+def test_terms_of_several_teachers_are_padded_to_equal_forwards_and_never_share_one():
+    ranks = [[0, 0, 2], [2, 2, 2], [1, 0, 0]]
+    ranks = [[LossTerm(row=row, sigma=LOW, weight=1.0, teacher=t) for row, t in enumerate(rank)] for rank in ranks]
+    passed = []
+    for rank in ranks:
+        pad_across_ranks(rank, one_expert, 1, lambda v: passed.append(v) or v, num_teachers=4)
+    most = {name: max(values[name] for values in passed) for name in passed[0]}
+    after = [pad_across_ranks(rank, one_expert, 1, lambda _: most, num_teachers=4).terms for rank in ranks]
+    for before, terms in zip(ranks, after, strict=True):
+        assert [t.teacher for t in terms] == [0, 0, 1, 2, 2, 2]
+        assert sorted(t.row for t in terms if t.weight) == [t.row for t in before]
+        batches = split_into_micro_batches(terms, 2, one_expert)
+        assert [[t.teacher for t in batch] for batch, _ in batches] == [[0, 0], [1], [2, 2], [2]]
 
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=6, max_size=6), min_size=1, max_size=3))
@@ -100,7 +115,7 @@ def test_terms_without_a_gradient_are_left_out_and_counted(drawn, silent):
     if not any(counted):
         assert lengths == {0}  # no optimizer step
     elif not any(kept):
-        assert lengths == {1}  # a step without a gradient: decay and momentum still move the weights
+        assert lengths == {1}  # a step without a gradient: weight decay and momentum still change the weights
     else:
         assert lengths <= set(range(max(map(len, kept)), sum(map(len, kept)) + 1))
 
@@ -154,7 +169,7 @@ def test_forwards_without_gradient_are_shared_by_neighbours_of_one_expert():
 
 
 def numbered(assembled):
-    """Assembles batches of 4 + 4 + 4 bytes a term, and remembers of which terms."""
+    """Return an `assemble` that builds batches of 4 + 4 + 4 bytes per term and records the terms."""
 
     def assemble(terms):
         assembled.append([term.row for term in terms])
@@ -171,7 +186,7 @@ def test_batches_that_fit_into_the_cache_are_assembled_once_for_all_passes():
     )
     for _ in range(2):
         assert [m.batch.sigma.tolist() for m in micros.iterate(release=False)] == [[0, 1], [2, 3], [4, 5], [6]]
-    # Two of two terms, and the last one, which is smaller.
+    # The cache holds two batches of two terms and the smaller last one.
     assert assembled == [[0, 1], [2, 3], [4, 5], [6], [4, 5]]
     assembled.clear()
     assert [m.batch.sigma.tolist() for m in micros.iterate(release=True)] == [[0, 1], [2, 3], [4, 5], [6]]

@@ -23,7 +23,7 @@ from wfm_ds.types import Prompt
 
 
 def captions(root, share):
-    """What two hundred images, all captioned "a cat", are trained on."""
+    """Return the captions used in training for 200 images that are all captioned "a cat"."""
     recipe = recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_sft.yaml", [f"data.caption_dropout={share}"])
     trainer = SimpleNamespace(job=SimpleNamespace(recipe=recipe))
     pixels, prompt = np.zeros((1, 1, 3), np.uint8), Prompt(id="a", text="a cat")
@@ -92,7 +92,7 @@ def test_validation_encodes_each_image_once_and_keeps_no_more_than_a_batch_of_th
 
 
 def pair(position):
-    """A training pair of two shades, as one medium and the other."""
+    """Return a training pair of two images with different shades."""
 
     def shade(value, rejected=None):
         return TrainingSample(

@@ -1,4 +1,4 @@
-"""All texts are encoded before the engine is built, and the encoders leave; or they stay, and the log says why."""
+"""All texts are encoded before the engine is built and the encoders are freed; if not, the log says why."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ def alone():
 
 @pytest.fixture
 def run(tmp_path, root, tiny_pipelines, alone, cache):
-    """`run(*overrides)`: the recipe, its model, data and text cache, as a run begins."""
+    """Return `run(*overrides)`, which gives the recipe, model, data and text cache at the start of a run."""
 
     def begin(*overrides):
         settings = [

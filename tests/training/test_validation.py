@@ -1,4 +1,9 @@
-"""Rank correlations of rewards; the evaluations themselves are tested with whole runs."""
+"""Rank correlations of rewards; whole-run tests cover the evaluations."""
+
+import contextlib
+import logging
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -6,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from wfm_ds.training.validation import correlation_metrics, rank_correlation
+from wfm_ds.distributed import progress
+from wfm_ds.training.validation import Validator, correlation_metrics, partial_scores, rank_correlation
 from wfm_ds.types import Score
 
 FEW = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=12)
@@ -35,7 +41,7 @@ def scores(*values):
 
 
 def test_prompts_of_different_difficulty_correlate_even_where_samples_of_one_do_not():
-    """What a pooled correlation hides: within each prompt the two orders are opposite."""
+    """The two orders are opposite within each prompt; a pooled correlation hides this."""
     evaluated, rolled_out = scores(0.0, 1.0, 10.0, 11.0), scores(1.0, 0.0, 11.0, 10.0)
     metrics = correlation_metrics(evaluated, rolled_out, ["a", "a", "b", "b"])
     assert metrics["val/reward/f/rank_correlation"] == pytest.approx(0.6)
@@ -49,3 +55,39 @@ def test_samples_that_failed_on_either_side_and_prompts_without_a_difference_are
     assert metrics["val/reward/f/rank_correlation_within_prompts"] == pytest.approx(1)
     assert metrics["val/reward/f/rollout_mean"] == 1.25
     assert correlation_metrics(scores(None), scores(1.0), ["a"]) == {}
+
+
+def test_partial_scores_are_named_like_their_metrics():
+    failed = Score(sample_id="id", reward="g", failure="broken")
+    found = partial_scores(
+        {"f": Score(sample_id="id", reward="f", value=1.0, parts={"x": 0.5, "y": 0.25}), "g": failed}
+    )
+    assert found == {"f/x": 0.5, "f/y": 0.25}
+
+
+def test_a_long_validation_shows_that_it_still_runs(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.01)
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    validation = Validator.__new__(Validator)
+    engine = SimpleNamespace(use_policy=lambda policy: contextlib.nullcontext())
+    sampler = SimpleNamespace(evaluation_plan=lambda: None)
+    validation.job = SimpleNamespace(
+        timer=lambda name: contextlib.nullcontext(), engine=engine, evaluation_policy="ema", sampler=sampler
+    )
+    validation.items, validation.scorers, validation.rollout_plan = [], [], None
+
+    def wait_for(text):
+        shown, deadline_s = "", time.monotonic() + 10
+        while text not in shown:
+            assert time.monotonic() < deadline_s, shown
+            shown += capsys.readouterr().err
+
+    def measure_loss():
+        wait_for("computing the validation loss: 0:00 so far")
+        raise KeyboardInterrupt
+
+    validation.generate_samples = lambda *_, **__: wait_for("generating validation samples: 0:00 so far")
+    validation.loss = SimpleNamespace(measure_loss=measure_loss)
+    with pytest.raises(KeyboardInterrupt):
+        validation.evaluate(0)

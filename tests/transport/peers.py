@@ -1,4 +1,4 @@
-"""A broker, clients and workers in threads of this process, and bare peers that say what a test makes them say."""
+"""A broker, clients and workers in threads of this process, and raw peers that send any message."""
 
 import contextlib
 import itertools
@@ -11,8 +11,8 @@ from wfm_ds.transport import wire
 from wfm_ds.transport.broker import Broker, TaskKind
 from wfm_ds.transport.client import PipeClient
 from wfm_ds.transport.messages import BROKER_TO_CLIENT, BROKER_TO_WORKER, CLIENT_TO_BROKER, WORKER_TO_BROKER
-from wfm_ds.transport.pending_submissions import TaskRequest
 from wfm_ds.transport.sockets import Dealer, Router, SendQueueFull
+from wfm_ds.transport.submissions import TaskRequest
 from wfm_ds.transport.worker import LeaseWorker
 
 KIND = "work"
@@ -28,7 +28,7 @@ def until(condition):
 
 
 def a_hub(stack, folder=None, *, clients=None, workers=None, stall_s=60.0, **options):
-    """A broker with sockets in `folder`, where no other addresses are given."""
+    """Start a broker with sockets in `folder` or at the given addresses."""
     clients, workers = clients or f"ipc://{folder}/c", workers or f"ipc://{folder}/w"
     hub = Broker(clients=clients, workers=workers, kinds={KIND: TaskKind(stall_s, {"x": 1})}, **options)
     hub.start()
@@ -45,7 +45,7 @@ def a_client(stack, hub, *, run="run", name="ann", keys=None, attach=True):
 
 
 def a_worker(stack, hub, handle, name="w", **options):
-    """A worker and its thread."""
+    """Start a worker in a thread; return both."""
     endpoint = getattr(hub, "worker_endpoint", hub)
     worker = LeaseWorker(endpoint, worker=name, name=name, kinds=[KIND], **options)
 
@@ -65,7 +65,7 @@ def submit(client, task_id, rows=({},), tensors=(), kind=KIND):
 
 
 def collect(client, count=1):
-    """The outcomes by task id, each of which came once."""
+    """Return the outcomes by task id; assert that each arrives exactly once."""
     outcomes = {}
     deadline_s = time.monotonic() + DEADLINE_S
     while len(outcomes) < count and time.monotonic() < deadline_s:
@@ -77,7 +77,7 @@ def collect(client, count=1):
 
 
 class RawPeer:
-    """A bare client or worker, to do what ours would not."""
+    """Raw client or worker that can send messages which real ones never send."""
 
     def __init__(self, stack, endpoint):
         self.context, self.mids = zmq.Context(), itertools.count(1)
@@ -111,7 +111,7 @@ class RawWorker(RawPeer):
 
 
 class RawHub:
-    """A bare broker, of clients or of workers."""
+    """Raw broker for clients or workers."""
 
     def __init__(self, stack, folder):
         context = zmq.Context()
@@ -130,7 +130,7 @@ class RawHub:
 
 
 def hear(socket, receive, types, message_type):
-    """The fields of the next message of this type; others are dropped."""
+    """Return the fields of the next message of this type; drop other messages."""
     deadline_s = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline_s:
         if socket.poll(50):

@@ -1,4 +1,4 @@
-"""The agenda against a plain dict that is sorted whenever it is read."""
+"""PriorityQueue, compared with a plain dict that is sorted on every read."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -13,7 +13,7 @@ class Model(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.agenda = PriorityQueue()
-        self.plain = {}  # place and turn by key
+        self.plain = {}  # key -> (place, turn)
         self.turn = 0
 
     def sorted(self):

@@ -1,4 +1,4 @@
-"""Folders of sockets: in use until their owner ends, swept by the next start, and nobody else's."""
+"""Socket folders: kept while their owner runs, removed by the next start; all other folders stay."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ sys.stdin.read()
 
 @pytest.fixture(autouse=True)
 def base(monkeypatch, tmp_path_factory):
-    """The place where folders are made, by this process and by those that it starts."""
+    """Return the folder in which this process and its child processes create socket folders."""
     base = tmp_path_factory.mktemp("s", numbered=True)
     short = f"/tmp/{FOLDER_PREFIX}test-{os.getpid()}-{base.name}"
     os.symlink(base, short)
@@ -45,7 +45,7 @@ def base(monkeypatch, tmp_path_factory):
 
 @pytest.fixture
 def started(root):
-    """started(code, *words): a process and its first line."""
+    """Return `started(code, *words)`, which gives a process and its first output line."""
     processes = []
 
     def start(code, *words):
@@ -115,7 +115,7 @@ def test_what_belongs_to_another_user_stays(base):
 
 def test_a_folder_that_somebody_removed_is_made_again_and_in_use(base):
     folder = SocketFolder()
-    os.rmdir(folder.path)  # as a service does that ends by itself
+    os.rmdir(folder.path)  # a service does this when it ends
     folder.restore()
     assert remove_orphaned_folders(base) == []
     folder.remove()
@@ -124,7 +124,7 @@ def test_a_folder_that_somebody_removed_is_made_again_and_in_use(base):
 
 
 def test_folders_that_are_made_while_others_sweep_are_there(base):
-    """Between its making and its locking a folder looks like one that was left."""
+    """Before it is locked, a new folder looks like an orphaned one."""
     stop = threading.Event()
 
     def sweep_on():
@@ -150,7 +150,7 @@ def test_folders_that_are_made_while_others_sweep_are_there(base):
 def test_a_router_gives_the_folder_up_when_it_is_released(base):
     context, folder = zmq.Context(), SocketFolder()
     router = Router(context, f"ipc://{folder.path}/clients")
-    folder._unlock()  # as if its maker was killed
+    folder._unlock()  # as if its creator was killed
     assert remove_orphaned_folders(base) == []
     router.close()
     context.term()

@@ -1,11 +1,7 @@
-"""Hub, clients and workers over real sockets, in threads of this process. What kills processes is in tests/faults."""
+"""Broker, clients and workers over real sockets, in threads of this process; tests/faults kills processes."""
 
-import json
-import os
 import socket
 import stat
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import CancelledError
@@ -31,9 +27,9 @@ from transport.peers import (
 from wfm_ds.transport import wire
 from wfm_ds.transport.broker import Broker
 from wfm_ds.transport.client import PipeClient
-from wfm_ds.transport.pending_submissions import TaskRequest
 from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_ds.transport.sockets import PipeError, Router, check_endpoint
+from wfm_ds.transport.submissions import TaskRequest
 from wfm_ds.transport.worker import TaskFailed
 
 
@@ -45,7 +41,7 @@ def folder():
 
 
 @pytest.fixture
-def stack(folder):  # unwound before the folder is looked at
+def stack(folder):  # closed before the folder is checked
     with ExitStack() as stack:
         yield stack
 
@@ -55,7 +51,7 @@ def double(task, progress):
 
 
 def submit_each(client, numbers, prefix="t"):
-    """A submission for all numbers, with a task for each of them."""
+    """Submit all numbers in one submission with one task per number."""
     tensors = [("media", np.full((3, 5), n, np.uint8)) for n in numbers]
     tasks = [TaskRequest(f"{prefix}/{i}", KIND, i, i + 1, client.now_s() + DEADLINE_S) for i in range(len(numbers))]
     client.submit([{"i": i} for i in range(len(numbers))], tensors, tasks)
@@ -162,12 +158,12 @@ def test_what_a_lost_worker_held_is_done_by_another(stack, folder):
     a_worker(stack, hub, double)
     assert collect(client)["t/0"].ok
     raw.say("beat", progress=[])
-    raw.hear("who")  # it is asked to introduce itself, should it be alive after all
+    raw.hear("who")  # it must introduce itself if it is still alive
 
 
 def test_a_worker_that_vanished_unnoticed_is_found_out_when_it_is_sent_a_task(stack, folder):
     hub = a_hub(stack, folder)
-    raw = RawWorker(stack, hub, name="a")  # the first in line
+    raw = RawWorker(stack, hub, name="a")  # the first to get a task
     raw.dealer.close()
     client = a_client(stack, hub)
     submit_each(client, [5])
@@ -181,14 +177,14 @@ def test_tasks_and_completions_that_got_lost_with_a_connection_are_sent_again(st
     hub = a_hub(stack, folder)
     raw = RawWorker(stack, hub)
     task = {"id": "t", "kind": KIND, "start": 0, "stop": 1, "deadline_s": DEADLINE_S}
-    for life in range(2):  # of the connection, not of the client: its epoch is the same
+    for life in range(2):  # the connection is new, the client is the same: equal epochs
         client = RawPeer(stack, hub.client_endpoint)
         client.say("attach", run="run", client="raw", epoch=1)
         client.hear("attached")
         client.say("submit", rows=[{"i": 0}], tasks=[task])
         if life == 0:
             assert raw.hear("task")["attempt"] == 1
-            again = RawWorker(stack, hub, held=[])  # the same worker on a new connection; it never saw the task
+            again = RawWorker(stack, hub, held=[])  # same worker, new connection; it never received the task
             leased = again.hear("task")
             assert leased["attempt"] == 2
             again.finish(leased)
@@ -245,7 +241,7 @@ def test_what_does_not_fit_waits_or_is_refused_by_name(stack, folder):
     hub = a_hub(stack, folder, max_bytes=40)
     a_worker(stack, hub, double)
     client = a_client(stack, hub)
-    submit_each(client, range(6))  # 90 bytes: the rest is offered later
+    submit_each(client, range(6))  # 90 bytes: the client offers the rest later
     assert all(outcome.ok for outcome in collect(client, 6).values())
     submit(client, "big", [{"i": i} for i in range(6)], [np.zeros((3, 5), np.uint8)] * 6)
     assert collect(client)["big"].reason == "rejected: task too large: 90 bytes, limit 40"
@@ -253,7 +249,7 @@ def test_what_does_not_fit_waits_or_is_refused_by_name(stack, folder):
     assert collect(client)["odd"].reason == "rejected: unknown task kind triple; available: work"
     with pytest.raises(wire.WireError, match="65 rows, 1 tasks; limits: 64, 1024"):
         submit(client, "rows", [{}] * 65)
-    # The number of a message takes more bytes the more were sent before: what fits only the first one is refused.
+    # Later messages have longer numbers, so a header that fits only as the first message is rejected.
     fields = {"id": "t", "kind": KIND, "start": 0, "stop": 1, "deadline_s": 1.0}
     text = "x" * 65000
     spare = wire.MAX_HEADER_BYTES - len(wire.encode_header("submit", 0, {"rows": [{"i": text}], "tasks": [fields]}))
@@ -292,25 +288,7 @@ def test_a_newer_client_of_the_same_name_replaces_the_older(stack, folder):
     peers[2**62].say("attach", run="run", client="ann", epoch=2**62)
     assert peers[2**62].hear("reject")["why"] == "a newer client run/ann is attached"
     peers[2**62 + 1].say("since", seq=0)
-    peers[2**62 + 1].hear("finished")  # it is still the one
-
-
-def test_a_flood_of_rubbish_disturbs_nobody_and_is_one_line(stack, folder, caplog):
-    hub = a_hub(stack, clients="tcp://127.0.0.1:0", workers=f"ipc://{folder}/w")
-    a_worker(stack, hub, double)
-    client = a_client(stack, hub)
-    port = int(hub.client_endpoint.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port)) as raw:
-        raw.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-    peer = RawPeer(stack, hub.client_endpoint)
-    for number in range(200):
-        peer.send(os.urandom(50 + number), *[b"x"] * (number % 20))
-        peer.hear("reject")
-    submit_each(client, [1])
-    assert collect(client)["t/0"].ok
-    assert sum(hub.rejected.values()) == 200
-    assert hub.error is None
-    assert sum("dropped a message" in record.getMessage() for record in caplog.records) <= 1
+    peers[2**62 + 1].hear("finished")  # the newer client stays attached
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(50_000, marks=pytest.mark.slow)])
@@ -336,31 +314,33 @@ def test_failures_of_tasks_that_a_worker_does_not_have_are_not_logged(stack, fol
 
 
 def test_nobody_answering_is_an_error_that_says_where(stack, tmp_path):
-    pipes, contents = tmp_path / "pipes.json", ("{", "[]", '{"clients": 3}', '{"clients": "tcp://example.org:5"}')
+    pipes, contents = tmp_path / "pipes.json", ("{", "[" * 100_000, "[]", '{"clients": 3}')
+    contents = (*contents, '{"clients": "tcp://example.org:5"}')
     for content in (None, *contents):
         if content is not None:
             pipes.write_text(content)
-        says = "does not exist" if content is None else r"cannot be read|has no address|only ipc"
+        says = "does not exist" if content is None else r"cannot be read|has no address|needs keys"
         with pytest.raises(PipeError, match=says):
             a_client(stack, str(pipes), attach=False).attach(0.3)
     with pytest.raises(PipeError, match=r"no reply within 0.4 s: .*nothing listens"):
         a_client(stack, "ipc:///tmp/wfm-nobody", attach=False).attach(0.4)
 
 
-def test_endpoints_are_local_unless_there_are_keys():
-    for endpoint in ("ipc:///run/x", "tcp://127.0.0.1:5", "tcp://localhost:*", "tcp://[::1]:0"):
-        assert check_endpoint(endpoint) == endpoint
-    for endpoint in ("tcp://10.0.0.5:6100", "tcp://example.org:5", "tcp://[fe80::1]:5", "ipc:///x"):
+def test_endpoints_are_ipc_unless_there_are_keys():
+    assert check_endpoint("ipc:///run/x") == "ipc:///run/x"
+    for endpoint in ("tcp://127.0.0.1:5", "tcp://localhost:*", "tcp://10.0.0.5:6100", "tcp://[::1]:0", "ipc:///x"):
+        if endpoint.startswith("tcp"):
+            with pytest.raises(PipeError, match="needs keys"):
+                check_endpoint(endpoint)
         assert check_endpoint(endpoint, keys=True) == endpoint
     for endpoint in ("tcp://0.0.0.0:5", "tcp://*:5", "tcp://[::]:5"):
         with pytest.raises(PipeError, match="use one address of this machine"):
             check_endpoint(endpoint, keys=True)
     for endpoint in (
-        *("tcp://0.0.0.0:5", "tcp://*:5", "tcp://10.0.0.5:6100", "tcp://example.org:5", "tcp://127.0.0.1", ""),
-        *("tcp://[::]:5", "ipc://relative", f"ipc:///{'x' * 107}", "inproc://x", "udp://127.0.0.1:5"),
+        *("tcp://127.0.0.1", "", "ipc://relative", f"ipc:///{'x' * 107}", "inproc://x", "udp://127.0.0.1:5"),
     ):
-        with pytest.raises(PipeError):
-            check_endpoint(endpoint)
+        with pytest.raises(PipeError, match=r"is not an endpoint|an ipc path must be"):
+            check_endpoint(endpoint, keys=True)
 
 
 def test_one_path_is_bound_once_and_a_stale_one_again(stack, folder):
@@ -370,7 +350,7 @@ def test_one_path_is_bound_once_and_a_stale_one_again(stack, folder):
     with pytest.raises(PipeError, match=r"cannot listen at .*no-such"):
         Broker(clients=f"ipc://{folder}/no-such/c", workers=f"ipc://{folder}/w2", kinds={})
     with socket.socket(socket.AF_UNIX) as stale:
-        stale.bind(f"{folder}/s")  # closing leaves the path, as a killed process does
+        stale.bind(f"{folder}/s")  # closing leaves the socket file, like a killed process
     hub = Broker(clients=f"ipc://{folder}/s", workers=f"ipc://{folder}/s2", kinds={})
     hub.start()
     hub.stop(0.0)
@@ -404,8 +384,8 @@ def test_a_hub_that_stops_answers_every_question_or_cancels_it(stack, folder, mo
         asked.append(hub.request_status())
         close(router)
 
-    monkeypatch.setattr(Router, "close", ask_and_close)  # its thread closes, and is still alive
-    # This one is in the mailbox when it closes.
+    monkeypatch.setattr(Router, "close", ask_and_close)  # a request while the broker's thread is closing
+    # This request is in the mailbox when the broker closes.
     hub._commands.put(lambda: (hub._start_drain(0.0), asked.append(hub.request_status())))
     hub.stop(0.0)
     asked.append(hub.request_status())
@@ -413,13 +393,3 @@ def test_a_hub_that_stops_answers_every_question_or_cancels_it(stack, folder, mo
     for answer in asked:
         with pytest.raises(CancelledError):
             answer.result(DEADLINE_S)
-
-
-def test_pipes_load_nothing_heavy():
-    code = (
-        "import wfm_ds.transport.broker, wfm_ds.transport.client, wfm_ds.transport.worker, sys, json;"
-        "roots = {m.split('.')[0] for m in sys.modules};"
-        "print(json.dumps(sorted(roots & {'torch', 'deepspeed', 'diffusers', 'yaml'})))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert json.loads(done.stdout) == []

@@ -1,4 +1,4 @@
-"""The ledger under random events: what must hold after each. test_agenda.py has its queues against a plain sort."""
+"""The ledger under random events, with its invariants checked after each; test_agenda.py tests its queues."""
 
 import re
 from collections import Counter
@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from wfm_ds.transport.ledger import MAX_ATTEMPTS, Admission, Ledger, ReportStatus, Task, TaskRejected
+from wfm_ds.transport.ledger import MAX_ATTEMPTS, Ledger, ReportStatus, Task, TaskRejected
 from wfm_ds.transport.tasks import TaskState
 
 STALL_S = 10.0
@@ -21,7 +21,7 @@ workers = st.sampled_from(sorted(WORKERS))
 
 
 def check(ledger):
-    """Assert what must hold between events."""
+    """Assert the invariants of a ledger."""
     states = Counter(entry.state for entry in ledger._entries.values())
     assert ledger.counts["submitted"] == len(ledger._entries) + ledger.counts["released"] + ledger.counts["cancelled"]
     assert ledger.held_bytes == sum(e.task.num_bytes for e in ledger._entries.values() if e.is_open)
@@ -54,7 +54,7 @@ def check(ledger):
 
 
 class Model(RuleBasedStateMachine):
-    """Events in any order, among them those of confused or malicious peers; what must hold is checked after each."""
+    """Events in any order, also from confused or malicious peers; the invariants are checked after each."""
 
     def __init__(self):
         super().__init__()
@@ -63,10 +63,10 @@ class Model(RuleBasedStateMachine):
         self.now_s = 0.0
         self.credit = {}
         self.owner_of = {}
-        self.completed = {}  # (owner, id) -> how often, since the owner was last forgotten
+        self.completed = {}  # (owner, id) -> completions since the owner was last forgotten
         self.seen = dict.fromkeys(OWNERS, 0)
-        self.held_by = {}  # task id -> worker and number of the live lease
-        self.attempts = {}  # task id -> leases that ended in a failure, a stall or a death
+        self.held_by = {}  # task id -> (worker, attempt) of the live lease
+        self.attempts = {}  # task id -> number of leases that ended in a failure, a stall or a death
 
     def spent(self, *leases):
         """Count leases that ended in a failure, a stall or a death."""
@@ -106,7 +106,7 @@ class Model(RuleBasedStateMachine):
             refusal = str(error)
         else:
             refusal = ""
-            if admission is Admission.NEW:
+            if admission:
                 self.owner_of[task_id] = owner
                 self.attempts[task_id] = 0
                 assert kind in KINDS
@@ -167,7 +167,7 @@ class Model(RuleBasedStateMachine):
         self.returned(worker, ids)
 
     def returned(self, worker, ids):
-        """Leases that were no attempts."""
+        """Remove leases that do not count as attempts."""
         self.held_by = {t: lease for t, lease in self.held_by.items() if lease[0] != worker or t not in ids}
 
     @rule(seconds=st.sampled_from([1.0, 2.0, 3.0, 6.0, 11.0, 70.0]))
@@ -197,7 +197,7 @@ class Model(RuleBasedStateMachine):
     def drain(self, leasing):
         self.ledger.is_leasing = leasing
 
-    @precondition(lambda self: self.now_s > 60.0)  # nothing much happens afterwards
+    @precondition(lambda self: self.now_s > 60.0)  # earlier, it would leave little to test
     @rule(kind=st.sampled_from(KINDS))
     def kind_down(self, kind):
         self.ledger.disable_kind(kind, f"{kind} is down")
@@ -210,7 +210,7 @@ class Model(RuleBasedStateMachine):
         assert self.ledger.held_bytes <= MAX_BYTES
 
     def teardown(self):
-        """End from any state: workers that leave change nothing, and fresh ones finish everything."""
+        """From any state, workers that leave change nothing, and new workers finish everything."""
         self.drain(True)
         for worker in WORKERS:
             self.worker_lost(worker)

@@ -1,4 +1,4 @@
-"""Workers: which attempt at a task they speak of, and what becomes of a task when its worker ends."""
+"""Workers: the attempt that they report for a task, and the fate of a task after its worker ends."""
 
 import sys
 import threading
@@ -19,7 +19,7 @@ def stack():
 
 
 class Steps:
-    """A handle whose test says when it goes on."""
+    """Task handler that waits until the test releases `go_on`."""
 
     def __init__(self):
         self.began = []  # (id, attempt)
@@ -65,7 +65,7 @@ def test_a_task_that_is_leased_again_while_it_runs_is_reported_under_its_new_lea
     for task_id, ends_as in (("works", "result"), ("fails", "failed")):
         hub.lease(task_id, 1)
         hub.hear_mark(task_id, 1, 1, 2)
-        hub.lease(task_id, 3)  # the hub had lost the worker for a while
+        hub.lease(task_id, 3)  # the broker had lost the worker for a while
         steps.go_on.release()
         hub.hear_mark(task_id, 3, 2, 2)
         steps.go_on.release()
@@ -90,7 +90,7 @@ def test_a_task_that_was_given_back_and_leased_again_is_done_as_the_newer(hub, s
 
 
 def test_a_worker_says_of_a_lease_whose_task_never_reached_it_that_it_has_it_not(hub, steps):
-    """Else the hub would keep its place for it, and never give it another."""
+    """Otherwise the broker would reserve the worker's slot for this task and never lease it another."""
     hub.say("stalled", id="t", attempt=7)
     failed = hub.hear("failed")
     assert (failed["id"], failed["attempt"], failed["reason"]) == ("t", 7, "not received")
@@ -106,7 +106,7 @@ def test_workers_that_leave_in_the_middle_of_a_task_are_not_its_attempts(stack):
 
         def endless(task, progress, at_work=at_work):
             at_work.set()
-            released.wait(DEADLINE_S)  # beyond it the test has failed
+            released.wait(DEADLINE_S)  # a timeout means that the test has failed
             return {}
 
         worker, _ = a_worker(stack, hub, endless, f"w{name}", ends_process=False)
@@ -128,7 +128,7 @@ def test_a_task_that_ends_its_worker_is_given_up_although_nobody_watches_the_pro
         thread.join(DEADLINE_S)
         assert not thread.is_alive()
         assert client.take_outcomes(0.0) == []
-    a_worker(stack, hub, lambda task, progress: {})  # each is another life of the same worker
+    a_worker(stack, hub, lambda task, progress: {})  # all of them are restarts of the same worker
     assert collect(client)["t"].reason == f"its worker died ({MAX_ATTEMPTS} attempts)"
 
 

@@ -18,12 +18,25 @@ def build_rl_algorithm(recipe: Recipe, sigmas: Tensor, model: ModelProperties | 
     """Build the recipe's RL algorithm. sigmas: noise levels of the N rollout steps and the final 0, [N+1] float64.
 
     model: properties of the model to train. Without them, the algorithm can only plan rollouts. Raises RecipeError if
-    the algorithm does not support these noise levels.
+    the algorithm does not support these noise levels, or uses policies that the engine does not provide.
     """
     settings = recipe.rl.algorithm
     path = settings.implementation or settings.name
-    algorithm: type[RlAlgorithm] = import_class(path, base.RlAlgorithm, key="algorithm.name", error=RecipeError)
-    return algorithm(recipe, sigmas, model)
+    algorithm_class: type[RlAlgorithm] = import_class(path, base.RlAlgorithm, key="algorithm.name", error=RecipeError)
+    algorithm = algorithm_class(recipe, sigmas, model)
+    if algorithm.rollout_policy == "ema":
+        raise RecipeError(f"algorithm.name {path}: rollout_policy cannot be ema: set it to train, old or ref")
+    provided = engine_policy_copies(recipe) | {"train", *settings.extra_adapters, *settings.list_lora_teachers()}
+    provided |= {"old"} if algorithm.uses_old_predictions else set()
+    policies = {algorithm.reference_weights.get(name, name) for name in algorithm.references}
+    if "ema" in policies and recipe.ema is None:
+        raise RecipeError(f"algorithm.name {path}: references names ema: add the section `ema` to the recipe")
+    if missing := sorted({*policies, algorithm.rollout_policy} - provided):
+        raise RecipeError(
+            f"algorithm.name {path}: references or rollout_policy names {' and '.join(missing)}, but list_policies of "
+            "its settings does not: return it there"
+        )
+    return algorithm
 
 
 def build_supervised_algorithm(recipe: Recipe) -> SupervisedAlgorithm:

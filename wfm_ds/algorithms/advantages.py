@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe.algorithms import RlSettings
+    from wfm_ds.recipe.algorithms import AdvantageSettings
     from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
     from wfm_ds.types import Score
 
@@ -94,7 +94,7 @@ def _clip_value(value: float, bounds: tuple[float, float] | None) -> float:
 def compute_advantages(
     rewards: Rewards,
     groups: Sequence[str],
-    settings: RlSettings,
+    settings: AdvantageSettings,
     *,
     transform: Callable[[Array], Array] | None = None,
 ) -> Advantages:
@@ -110,8 +110,8 @@ def compute_advantages(
 
     transform: elementwise function. If all rewards of a group are equal, its advantages before `transform` are exactly
     0, or None with `zero_std: drop`. best_of_n ranks the values after `transform`; in a tie, the earlier sample wins.
-    Without ties, the result does not depend on the order of the samples, bit for bit. Raises ValueError for unequal
-    lengths and for non-finite rewards.
+    Without ties, reordered samples get bit-identical advantages. Raises ValueError for unequal lengths and for
+    non-finite rewards.
     """
     valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
     raw = _normalize_advantages(columns, valid, compared, settings)
@@ -121,7 +121,7 @@ def compute_advantages(
 
     varied = [members for members, flat in zip(compared, constant, strict=True) if not flat]
     trained = varied if settings.drops_zero_std else compared
-    chosen = {int(i) for members in trained for i in _rank_extremes(members, shaped, settings.best_of_n)}
+    chosen = {int(i) for members in trained for i in _rank_extremes(members, shaped, settings.num_selected)}
     stats = _advantage_stats(rewards, shaped, compared, constant, settings.adv_clip_max) | {
         "adv/groups_skipped": float(len(set(groups)) - len(compared)),
         "adv/samples_dropped": float(len(groups) - len(chosen)),
@@ -130,7 +130,7 @@ def compute_advantages(
 
 
 def select_best_and_worst(
-    rewards: Rewards, groups: Sequence[str], settings: RlSettings, count: int
+    rewards: Rewards, groups: Sequence[str], settings: AdvantageSettings, count: int
 ) -> tuple[list[int], list[str]]:
     """Select the count/2 best and the count/2 worst samples of each group, as ranked by best_of_n.
 
@@ -151,13 +151,13 @@ def select_best_and_worst(
 
 
 def _compare_groups(
-    rewards: Rewards, groups: Sequence[str], settings: RlSettings
+    rewards: Rewards, groups: Sequence[str], settings: AdvantageSettings
 ) -> tuple[list[int], list[Indices], list[tuple[float, Array]], list[bool]]:
     """Check rewards and groups. Returns (valid, compared, columns, constant).
 
     valid: indices of samples with a reward. compared: these indices by group, without groups that have only one reward.
-    columns: result of `_reward_columns`. constant: for each group in `compared`, whether each of its rewards is equal
-    for all samples.
+    columns: result of `_reward_columns`. constant: one flag for each group in `compared`. It is true if all samples of
+    the group have the same rewards.
     """
     if len(rewards.totals) != len(groups):
         raise ValueError(f"{len(rewards.totals)} rewards but {len(groups)} group ids")
@@ -181,7 +181,10 @@ def _reward_columns(rewards: Rewards, combine: str) -> list[tuple[float, Array]]
 
 
 def _normalize_advantages(
-    columns: Sequence[tuple[float, Array]], valid: Sequence[int], compared: Sequence[Indices], settings: RlSettings
+    columns: Sequence[tuple[float, Array]],
+    valid: Sequence[int],
+    compared: Sequence[Indices],
+    settings: AdvantageSettings,
 ) -> Array:
     """Return each sample's advantage before transform, clip and mode; 0 for samples that are not in `compared`."""
     unbiased = settings.std_unbiased
@@ -248,9 +251,9 @@ def reward_stats(
 ) -> dict[str, float]:
     """Return the metrics `reward/<name>/...` of every reward function, including functions with weight 0.
 
-    The metrics describe raw scores, before clip and weight. mean, std (population), min, max and clipped_fraction are
-    over valid scores. group_std_mean is over groups with at least two valid scores. seconds_mean is over all scores.
-    failed counts failed and missing scores. Undefined metrics are omitted.
+    The metrics describe raw scores, before clip and weight. `mean`, `std` (population), `min`, `max` and
+    `clipped_fraction` are computed from valid scores, `group_std_mean` from groups with at least two valid scores, and
+    `seconds_mean` from all scores. `failed` is the number of failed and missing scores. Undefined metrics are omitted.
     """
     stats: dict[str, float] = {}
     for function in functions:

@@ -7,13 +7,14 @@ the advantage, as in PPO.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.base import Stats
-from wfm_ds.algorithms.forward_process import ForwardBatch, ForwardProcess, ForwardTerm
+from wfm_ds.algorithms.forward_process import ForwardBatch, ForwardProcess
 from wfm_ds.algorithms.policy_ratio import outside_clip_range, ppo_clip_loss, ratio_stats
 from wfm_ds.recipe.algorithms import AwmAlgorithm
 from wfm_ds.sampling.latents import require_latents, require_vectors, sample_mean
@@ -36,20 +37,13 @@ def matching_log_prob(error: Tensor, sigma: Tensor, weighting: str, power: float
         sigma_squared  -sigma^2 * l
         ghuber         -sigma * ((l + 1e-10)^power - 1e-10^power) / power
 
-    Raises ValueError for an unknown weighting and for wrong shapes.
+    Raises ValueError for wrong shapes.
     """
     require_vectors(error, error=error, sigma=sigma)
-    match weighting:
-        case "uniform":
-            return -error
-        case "sigma":
-            return -sigma * error
-        case "sigma_squared":
-            return -sigma.square() * error
-        case "ghuber":
-            at_zero: float = POWER_OFFSET**power
-            return -sigma * ((error + POWER_OFFSET).pow(power) - at_zero) / power
-    raise ValueError(f"unknown AWM weighting {weighting!r}: use uniform, sigma, sigma_squared or ghuber")
+    if weighting == "ghuber":
+        at_zero: float = POWER_OFFSET**power
+        return -sigma * ((error + POWER_OFFSET).pow(power) - at_zero) / power
+    return -{"uniform": torch.ones_like(sigma), "sigma": sigma, "sigma_squared": sigma.square()}[weighting] * error
 
 
 class Awm(ForwardProcess):
@@ -66,9 +60,6 @@ class Awm(ForwardProcess):
 
     def credit_from_advantage(self, advantage: float) -> float:
         return advantage / self.settings.adv_clip_max * self.settings.adv_max
-
-    def has_gradient(self, term: ForwardTerm, equal_policies: Set[str]) -> bool:
-        return term.advantage != 0 or self.settings.has_regularizer
 
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         require_latents(velocity=velocity, clean=batch.clean_latents, noise=batch.noise, **references)

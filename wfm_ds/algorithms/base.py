@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import torch
@@ -15,14 +16,13 @@ from torch import Tensor
 
 from wfm_ds.algorithms.advantages import Advantages, Rewards, compute_advantages
 from wfm_ds.pinned_memory import copy_to_device
-from wfm_ds.recipe.algorithms import count_of_fraction
+from wfm_ds.recipe.algorithms import RlSettings, RolloutSettings
 from wfm_ds.sampling.latents import free_frame_mask
 from wfm_ds.sampling.plan import apply_shift
 from wfm_ds.seeds import draw_permutation, draw_uniform
-from wfm_ds.types import ConditioningFrames, Prompt
+from wfm_ds.types import DEFAULT_ADAPTER, ConditioningFrames, Prompt
 
 if TYPE_CHECKING:
-    from wfm_ds.recipe.algorithms import RlSettings
     from wfm_ds.recipe.algorithms.base import ModelProperties
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.sampling.denoise import SamplingPlan
@@ -41,6 +41,7 @@ class LossTerm:
     sigma: float
     weight: float  # 1; 0 for padding, so that all ranks run equal forward passes
     num_parts: int = 1  # forward and backward passes that its loss needs (LossTermBatch.parts)
+    teacher: int = 0  # index of the teacher that its loss needs; micro-batches have terms of one teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +64,9 @@ class LossTermBatch:
         return None if self.conditioning_frames is None else free_frame_mask(self.conditioning_frames)
 
     def parts(self) -> Sequence[LossTermBatch]:
-        """Return the batch of each forward and backward pass that the loss needs.
+        """Return one batch for each forward and backward pass that the loss needs. The default is a single pass.
 
-        The default is a single pass with `self`.
-
-        Each batch has the weights [B] of all loss terms. The loss of a term is the sum of its losses in all batches.
+        Every batch has the weights [B] of all loss terms. The loss of a term is the sum of its losses in all batches.
         """
         return [self]
 
@@ -94,11 +93,12 @@ class StepSamples(Protocol):
 class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     """Base class of RL algorithms, built for one recipe. Its decisions on the host must be the same on every rank."""
 
-    Settings: ClassVar[type[RlSettings]]
-    """Class of the recipe section `algorithm`."""
-    area: ClassVar[str]
+    Settings: ClassVar[type[RolloutSettings]]
+    """Class of the recipe section `algorithm`, a subclass of `base_settings`."""
+    base_settings: ClassVar[type[RolloutSettings]] = RlSettings
+    area: ClassVar[str] = "algorithm"
     """Prefix of the algorithm's metric tags."""
-    settings: RlSettings
+    settings: RolloutSettings
     rollout_policy = "train"
     """Policy that generates rollouts: `train` or the name of a policy copy."""
     references: tuple[str, ...] = ()
@@ -106,6 +106,12 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 
     While the weights of such a policy equal the trained weights, the policy is missing from the loss's `references`.
     The loss then uses the detached prediction of the trained policy instead."""
+    reference_weights: Mapping[str, str] = MappingProxyType({})
+    """{reference: policy of the engine with its weights}, for references with another name than their policy."""
+    reference_guidance: Mapping[str, float] = MappingProxyType({})
+    """{reference: guidance scale}, for references that do not use the guidance of the rollout."""
+    num_teachers = 1
+    """Number of teachers between which the loss terms are divided (LossTerm.teacher)."""
     uses_old_predictions = False
     """Whether `old` predictions come from the trained weights at the start of the RL step, not from a policy copy."""
 
@@ -131,16 +137,42 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     def plan(self, step: int) -> SamplingPlan:
         """Return the sampling plan of this RL step: how rollouts are denoised and which steps are stored."""
 
+    def initial_equal_policies(self, recipe: Recipe) -> set[str]:
+        """Return the policies whose weights are the trained weights before the first update of a run."""
+        if recipe.lora is not None and recipe.lora.init_from is not None:
+            return {self.rollout_policy} - {"ref"}  # ref is the base model, without the LoRA that the run starts from
+        return {self.rollout_policy}
+
+    def needs_reference(self, term: TermT, reference: str) -> bool:
+        """Return whether the loss of this term needs the prediction of this reference.
+
+        Terms with the same teacher in the same optimizer step must need the same references.
+        """
+        return True
+
+    def choose_adapter(self, step: int, update: int) -> str:
+        """Return the name of the adapter that optimizer step `update` of RL step `step` trains. Updates start at 0.
+
+        `default` is the adapter that the run exports. Full training trains all weights under this name.
+        """
+        return DEFAULT_ADAPTER
+
     def compute_advantages(self, rewards: Rewards, groups: Sequence[str]) -> Advantages:
-        """Return one advantage per sample of all ranks; None for samples that are not trained on."""
-        return compute_advantages(rewards, groups, self.settings)
+        """Return one advantage per sample of all ranks; None for samples that are not trained on.
+
+        Without rewards, the advantages are 0, or None for failed samples.
+        """
+        settings = self.settings.advantages
+        if settings is None:
+            return Advantages([None if total is None else 0.0 for total in rewards.totals], {})
+        return compute_advantages(rewards, groups, settings)
 
     @abstractmethod
     def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[TermT]]:
         """Return this rank's loss terms for each optimizer step.
 
-        Every rank must return equally many terms for each value of `num_parts`. Terms of samples without an advantage
-        have weight 0; the RL loop keeps them only for padding.
+        For each optimizer step and each value of `num_parts`, all ranks must return the same number of terms. Terms of
+        samples without an advantage have weight 0, and the RL loop uses them only as padding.
         """
 
     def has_gradient(self, term: TermT, equal_policies: Set[str]) -> bool:
@@ -193,26 +225,17 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
         """Log warnings about the metrics of an optimizer step."""
 
 
-def split_rows_over_updates(num_samples: int, first_index: int, num_updates: int) -> list[list[int]]:
-    """Return, for each optimizer step, the indices of this rank's samples that are trained in it.
+def split_over_updates(
+    samples: StepSamples, advantages: Sequence[float | None], num_updates: int
+) -> list[list[tuple[int, Rollout, float | None]]]:
+    """Return a list for each optimizer step: (index, sample, advantage) of this rank's samples in this step.
 
-    Samples are numbered over all ranks. Sample i is trained in optimizer step i mod num_updates. first_index: number of
-    this rank's first sample.
+    Samples are numbered over all ranks. Sample i is trained in optimizer step i mod num_updates. advantages: one per
+    sample of all ranks.
     """
-    return [[row for row in range(num_samples) if (first_index + row) % num_updates == u] for u in range(num_updates)]
-
-
-def draw_training_steps(num_steps: int, fraction: float, seed: int) -> list[int]:
-    """Return the denoising steps that one sample is trained on, in training order.
-
-    Draws count_of_fraction(num_steps, fraction) of the steps 0 .. num_steps-1. Use a different seed for each sample and
-    RL step. Raises ValueError for a fraction outside (0, 1].
-    """
-    if num_steps < 1 or not 0 < fraction <= 1:
-        raise ValueError(
-            f"cannot train on fraction {fraction} of {num_steps} steps: need a fraction in (0, 1] and at least 1 step"
-        )
-    return draw_steps(num_steps, count_of_fraction(num_steps, fraction), seed)
+    first = samples.first_index
+    rows = [(row, sample, advantages[first + row]) for row, sample in enumerate(samples.local_rollouts)]
+    return [[part for part in rows if (first + part[0]) % num_updates == update] for update in range(num_updates)]
 
 
 def draw_steps(num_steps: int, count: int, seed: int) -> list[int]:
@@ -221,9 +244,10 @@ def draw_steps(num_steps: int, count: int, seed: int) -> list[int]:
 
 
 def draw_stratified_sigmas(num_levels: int, shift: float, run_seed: int, *key: int | str) -> list[float]:
-    """Draw num_levels noise levels, ascending: one from each of num_levels equal parts of (0, 1), then shifted.
+    """Draw num_levels noise levels, ascending.
 
-    The overall density does not depend on num_levels. Values are in (0, 1] and rounded to float32 like the denoiser's
+    One number is drawn from each of num_levels equal parts of (0, 1), and the timestep shift is applied to it. The
+    overall density does not depend on num_levels. Values are in (0, 1] and rounded to float32 like the denoiser's
     inputs, so that rounding cannot change the selected expert. Equal arguments give equal levels.
     """
     draws = [(part + draw_uniform(run_seed, "train_sigma", *key, part)) / num_levels for part in range(num_levels)]

@@ -18,7 +18,7 @@ from torch import Tensor
 from wfm_ds.algorithms.advantages import Advantages, Rewards, compute_advantages
 from wfm_ds.algorithms.base import LossTerm, LossTermBatch, RlAlgorithm, Stats, StepSamples
 from wfm_ds.algorithms.ddrl_losses import data_loss, draw_data_sigma, log_ratio, reference_kl
-from wfm_ds.algorithms.policy_ratio import ppo_clip_loss
+from wfm_ds.algorithms.policy_ratio import outside_clip_range, ppo_clip_loss, ratio_stats
 from wfm_ds.errors import RecipeError
 from wfm_ds.pinned_memory import copy_to_device, lists_to_device
 from wfm_ds.recipe.algorithms import DdrlAlgorithm
@@ -64,12 +64,22 @@ class Transitions:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CleanData:
-    """Clean latents and noise of the D data samples."""
+class DataTargets:
+    """The clean latents and noise of the D data samples of a batch, for the data loss."""
 
+    term_indices: Tensor  # [D] int64, index of each sample's term
     clean_latents: Tensor  # [D, ...]
     noise: Tensor  # [D, ...]
-    term_indices: Tensor  # [D] int64, index of each sample's term
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoisyData:
+    """The D data samples of a batch, with noise added."""
+
+    samples: Sequence[Rollout]
+    latents: Tensor  # [D, ...]
+    sigma: Tensor  # [D]
+    targets: DataTargets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +92,7 @@ class DdrlBatch(LossTermBatch):
     """
 
     transitions: Transitions | None  # None in the batch of data samples
-    data: CleanData | None  # None in the batch of states, and without a data loss
+    data: DataTargets | None  # None in the batch of states, and without a data loss
     is_split: bool
 
     @property
@@ -98,7 +108,7 @@ class DdrlBatch(LossTermBatch):
             self._make_part(data, transitions=None, data=self.data),
         ]
 
-    def _make_part(self, rows: slice, *, transitions: Transitions | None, data: CleanData | None) -> DdrlBatch:
+    def _make_part(self, rows: slice, *, transitions: Transitions | None, data: DataTargets | None) -> DdrlBatch:
         return DdrlBatch(
             latents=self.latents[rows],
             sigma=self.sigma[rows],
@@ -241,7 +251,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
             [step.std for step in steps],
         )
         return DdrlBatch(
-            latents=torch.cat([states, data.noisy_latents]),
+            latents=torch.cat([states, data.latents]),
             sigma=torch.cat([sigma, data.sigma]),
             weight=weight,
             prompts=[sample.prompt for sample in [*samples, *data.samples]],
@@ -252,15 +262,9 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
                 std=std,
                 advantage=advantage,
             ),
-            data=self._clean_data(data, device),
+            data=None if self.settings.data_beta == 0 else data.targets,
             is_split=any(t.num_parts > 1 for t in terms),
         )
-
-    def _clean_data(self, data: NoisyData, device: torch.device) -> CleanData | None:
-        if self.settings.data_beta == 0:
-            return None
-        terms = copy_to_device(torch.tensor(data.term_indices, dtype=torch.int64), device)
-        return CleanData(clean_latents=data.clean_latents, noise=data.noise, term_indices=terms)
 
     def loss(self, velocity: Tensor, batch: DdrlBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         s, count = self.settings, batch.num_states
@@ -285,14 +289,18 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         old = velocity.detach() if self.on_policy else reference
         log_rho = log_ratio(velocity, old, transitions.noise, gain, std, norm=s.ratio_norm, mask=mask)
         loss = ppo_clip_loss(log_rho, advantage, s.clip_ratio, s.clip_ratio)
-        stats = {"loss/policy": loss.detach(), **self._ratio_metrics(log_rho.detach(), advantage)}
+        stats: Stats = {"loss/policy": loss.detach()}
+        if not self.on_policy:  # otherwise the ratio is 1 before the only update of the step
+            outside = outside_clip_range(log_rho.detach(), s.clip_ratio, s.clip_ratio)
+            stats |= {"ddrl/log_ratio_abs_mean": log_rho.detach().abs()}
+            stats |= ratio_stats(log_rho.detach(), *outside, advantage)
         if s.kl_beta > 0:
             kl = reference_kl(velocity, reference, gain, std, norm=s.ratio_norm, mask=mask)
             loss = loss + s.kl_beta * kl
             stats |= {"loss/kl": kl.detach()}
         return loss, stats
 
-    def _data_loss(self, velocity: Tensor, batch: DdrlBatch, data: CleanData) -> tuple[Tensor, Tensor]:
+    def _data_loss(self, velocity: Tensor, batch: DdrlBatch, data: DataTargets) -> tuple[Tensor, Tensor]:
         """Return (data loss [B], mask [B] of the loss terms that have a data sample).
 
         velocity: prediction at the D noisy data samples, [D, ...].
@@ -304,37 +312,9 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
         losses = data_loss(velocity, data.clean_latents, data.noise, batch.sigma[rows], batch.row_mask(rows))
         return zeros.index_add(0, data.term_indices, losses), zeros.index_fill(0, data.term_indices, 1.0)
 
-    def _ratio_metrics(self, log_rho: Tensor, advantage: Tensor) -> Stats:
-        """Return detached metrics [B] of the ratio to the rollout policy. On-policy rollouts have no such metrics."""
-        if self.on_policy:  # the ratio is 1 before the only update of the step
-            return {}
-        deviation, positive = torch.expm1(log_rho), advantage > 0
-        higher, lower = deviation > self.settings.clip_ratio, deviation < -self.settings.clip_ratio
-        return {
-            "ddrl/log_ratio_abs_mean": log_rho.abs(),
-            "policy/ratio_mean": 1 + deviation,
-            "policy/ratio_std": deviation,
-            "policy/ratio_max_abs_dev": deviation.abs(),
-            "policy/clip_fraction_higher": higher.float(),
-            "policy/clip_fraction_lower": lower.float(),
-            "policy/clip_fraction_active": torch.where(positive, higher, lower & (advantage < 0)).float(),
-        }
-
     def policy_decays(self, step: int, num_updates: int) -> Mapping[str, float]:
         every = self.settings.update_ref_every
         return {self.reference_policy: 0.0} if every and step % every == 0 else {}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoisyData:
-    """The D data samples of a batch, with noise added."""
-
-    samples: Sequence[Rollout]
-    term_indices: Sequence[int]  # indices of their terms
-    clean_latents: Tensor  # [D, ...]
-    noise: Tensor  # [D, ...]
-    noisy_latents: Tensor  # [D, ...]
-    sigma: Tensor  # [D]
 
 
 def make_noisy_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], states: Tensor) -> NoisyData:
@@ -343,16 +323,11 @@ def make_noisy_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], state
     samples, states: the rollout and the rollout state of each term.
     """
     chosen = [(i, t.data, samples[i]) for i, t in enumerate(terms) if t.data is not None]
+    indices = copy_to_device(torch.tensor([i for i, _, _ in chosen], dtype=torch.int64), states.device)
     if not chosen:
-        empty = states[:0]
-        return NoisyData(
-            samples=[],
-            term_indices=[],
-            clean_latents=empty,
-            noise=empty,
-            noisy_latents=empty,
-            sigma=states.new_empty(0),
-        )
+        none = states[:0]
+        targets = DataTargets(term_indices=indices, clean_latents=none, noise=none)
+        return NoisyData(samples=[], latents=none, sigma=states.new_empty(0), targets=targets)
     clean = torch.stack([sample.data_latents for _, _, sample in chosen if sample.data_latents is not None])
     seeds = [data.seed for _, data, _ in chosen]
     (sigma,) = lists_to_device(states.device, [data.sigma for _, data, _ in chosen])
@@ -363,9 +338,7 @@ def make_noisy_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], state
         latents, noise = add_noise(clean, sigma, seeds)
     return NoisyData(
         samples=[sample for _, _, sample in chosen],
-        term_indices=[i for i, _, _ in chosen],
-        clean_latents=clean,
-        noise=noise,
-        noisy_latents=latents,
+        latents=latents,
         sigma=sigma,
+        targets=DataTargets(term_indices=indices, clean_latents=clean, noise=noise),
     )

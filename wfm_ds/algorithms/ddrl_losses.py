@@ -13,7 +13,6 @@ from wfm_ds.algorithms.sft import loss_weight
 from wfm_ds.sampling.latents import require_latents, require_vectors, sample_mean
 from wfm_ds.seeds import draw_uniform
 
-RATIO_NORMS = ("gaussian", "literal", "std_scaled")
 # Training noise levels of Cosmos-Predict2.5: log-normal EDM levels (larger for video), and a few very high levels.
 LOG_MEAN, LOG_STD, VIDEO_FACTOR = math.log(4.0), 1.2, math.sqrt(24.0)
 HIGH_NOISE_FRACTION, HIGH_NOISE_LEVELS = 0.05, (200.0, 1e5)
@@ -43,24 +42,14 @@ def log_ratio(
         literal     -q, as in the published code: in EDM coordinates, high noise levels dominate
         std_scaled  -q/(2 std)
 
-    Equal velocities give exactly 0, because the code computes mean(noise*d - d^2/2) and not q. Raises ValueError for an
-    unknown norm and for wrong shapes or dtypes.
+    Equal velocities give exactly 0, because the code computes mean(noise*d - d^2/2) and not q. Raises ValueError for
+    wrong shapes or dtypes.
     """
     require_latents(velocity=velocity, old_velocity=old_velocity, noise=noise)
     require_vectors(velocity, gain=gain, std=std)
     d = (velocity - old_velocity) * broadcast_over_latents(gain, velocity)
-    return sample_mean(noise * d - d.square() / 2, mask) * _norm_scale(norm, std)
-
-
-def _norm_scale(norm: str, std: Tensor) -> Tensor:
-    match norm:
-        case "gaussian":
-            return torch.ones_like(std)
-        case "literal":
-            return 2 * std.square()
-        case "std_scaled":
-            return std
-    raise ValueError(f"unknown ratio norm {norm!r}: use {', '.join(RATIO_NORMS)}")
+    scale = {"gaussian": torch.ones_like(std), "literal": 2 * std.square(), "std_scaled": std}[norm]
+    return sample_mean(noise * d - d.square() / 2, mask) * scale
 
 
 def reference_kl(
@@ -80,7 +69,7 @@ def data_loss(velocity: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, mas
     """Return the EDM loss (1 + S^2)/S^2 * mean((x0 - x0_hat)^2), [B], with the EDM noise level S = sigma/(1 - sigma).
 
     velocity: prediction at the noisy latents, which gives x0_hat. The loss equals the mean squared velocity error times
-    (1 - sigma)^2 + sigma^2. Shapes as for log_ratio, sigma [B].
+    (1 - sigma)^2 + sigma^2. sigma is [B]; latents and mask have the shapes described in log_ratio.
     """
     require_latents(velocity=velocity, clean=clean, noise=noise)
     require_vectors(velocity, sigma=sigma)

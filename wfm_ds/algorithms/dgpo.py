@@ -7,7 +7,7 @@ than the reference policy does. Samples of a group share noise levels and noise,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from wfm_ds.algorithms.base import Stats
 from wfm_ds.algorithms.forward_process import ForwardBatch, ForwardProcess, ForwardTerm
+from wfm_ds.algorithms.policy_ratio import outside_clip_range, ratio_stats
 from wfm_ds.recipe.algorithms import DgpoAlgorithm
 from wfm_ds.sampling.latents import require_latents, sample_mean
 
@@ -24,29 +25,35 @@ if TYPE_CHECKING:
     from wfm_ds.types import Rollout
 
 
+OLD_DECAY_SLOPE, MAX_OLD_DECAY = 0.001, 0.3
+
+
 class Dgpo(ForwardProcess):
     """DGPO loss, with error l = mean((v - u)^2), target u = noise - clean latents, advantage A and group size K:
 
-        loss = sigmoid(sum over the group of A beta (l - l_ref) / K) A l
+        loss = sigmoid(sum over the group of A beta (l - l_ref) / K) A l + kl_beta mean((v - v_ref)^2)
 
-    The sum is over a group's samples at one noise level. The sigmoid is a constant in the backward pass.
+    The sum is over a group's samples at one noise level. The sigmoid has no gradient. The first term has no gradient
+    if the ratio exp(l_old - l) is outside the clip range in the direction of A. The old policy is a moving average of
+    the trained weights.
     """
 
     Settings = DgpoAlgorithm
     area = "dgpo"
-    references = ("ref",)
     uses_group_statistics = True
     settings: DgpoAlgorithm
 
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
         super().__init__(recipe, sigmas, model)
         self.group_size = recipe.rl.rollout.group_size
+        self.references = ("ref",) if self.settings.clip_ratio is None else ("ref", "old")
 
     def noise_key(self, rollout: Rollout) -> tuple[int | str, ...]:
         return (rollout.group_id,)
 
-    def has_gradient(self, term: ForwardTerm, equal_policies: Set[str]) -> bool:
-        return term.advantage != 0
+    def noise_levels(self, step: int, *key: int | str) -> list[tuple[int, float]]:
+        """See ForwardProcess. All groups of an RL step are trained on the same noise levels."""
+        return super().noise_levels(step)
 
     def group_statistics(
         self,
@@ -68,12 +75,25 @@ class Dgpo(ForwardProcess):
         assert batch.group_statistics is not None, "set by the RL loop"
         weight_B = torch.sigmoid(batch.group_statistics)
         errors = self._velocity_errors(velocity, batch)
-        stats: Stats = {
-            "dgpo/group_weight": weight_B,
-            "dgpo/error": errors.detach(),
-            "kl/ref": sample_mean((velocity.detach() - references["ref"]).square(), batch.loss_mask),
-        }
-        return weight_B * batch.credit * errors, stats
+        v = velocity if self.settings.has_regularizer else velocity.detach()
+        distance = sample_mean((v - references["ref"]).square(), batch.loss_mask)
+        stats: Stats = {"dgpo/group_weight": weight_B, "dgpo/error": errors.detach(), "kl/ref": distance.detach()}
+        if (clip := self.settings.clip_ratio) is not None:
+            old_errors = self._velocity_errors(references["old"], batch) if "old" in references else errors
+            log_ratio = (old_errors - errors).detach()
+            higher, lower = outside_clip_range(log_ratio, clip, clip)
+            stats |= ratio_stats(log_ratio, higher, lower, batch.credit)
+            errors = torch.where(torch.where(batch.credit > 0, higher, lower), errors.detach(), errors)
+        policy = weight_B * batch.credit * errors
+        stats["loss/policy"] = policy.detach()
+        if not self.settings.has_regularizer:
+            return policy, stats
+        return policy + self.settings.kl_beta * distance, stats | {"loss/kl": distance.detach()}
+
+    def policy_decays(self, step: int, num_updates: int) -> Mapping[str, float]:
+        if self.settings.clip_ratio is None:
+            return {}
+        return {"old": min(OLD_DECAY_SLOPE * max(num_updates - 1, 0), MAX_OLD_DECAY)}
 
     def _velocity_errors(self, velocity: Tensor, batch: ForwardBatch) -> Tensor:
         require_latents(velocity=velocity, clean=batch.clean_latents, noise=batch.noise)

@@ -12,9 +12,9 @@ the n-th root of the true ratios.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ from wfm_ds.algorithms.base import (
     RlAlgorithm,
     Stats,
     StepSamples,
-    draw_training_steps,
-    split_rows_over_updates,
+    draw_steps,
+    split_over_updates,
 )
 from wfm_ds.algorithms.policy_ratio import (
     divergence_policy_loss,
@@ -37,17 +37,16 @@ from wfm_ds.algorithms.policy_ratio import (
 )
 from wfm_ds.errors import RecipeError
 from wfm_ds.pinned_memory import copy_to_device, lists_to_device
-from wfm_ds.recipe.algorithms import FlowGrpoAlgorithm
+from wfm_ds.recipe.algorithms import FlowGrpoAlgorithm, count_of_fraction
 from wfm_ds.sampling.denoise import transition_log_prob, transition_mean
 from wfm_ds.sampling.latents import require_vectors, sample_mean
-from wfm_ds.sampling.plan import STD_COLUMN, all_trainable_steps, rollout_plan
+from wfm_ds.sampling.plan import STD_COLUMN, all_trainable_steps, plan_without_window, rollout_plan
 from wfm_ds.seeds import derive_seed
 
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms.base import ModelProperties
-    from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.recipe.schema import Recipe
-    from wfm_ds.sampling.denoise import FlowPlan, SamplingPlan
+    from wfm_ds.sampling.denoise import SamplingPlan
     from wfm_ds.types import Rollout
 
 log = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ MAX_START_DEVIATION = 0.1  # fraction of the trust region; larger initial deviat
 
 
 def policy_drift(old_log_prob: Tensor, rollout_log_prob: Tensor, clip_range: float) -> Tensor:
-    """Return how stale each loss term is: |log p_old - log p_rollout| / clip_range, [B], detached.
+    """Return |log p_old - log p_rollout| / clip_range, [B], detached. It measures how stale each loss term is.
 
     Both log-probabilities are [B] float32, averaged over the n elements of a sample. The true probability ratio is
     exp(log p_old - log p_rollout) to the power n. In practice it is 0 or infinite, so it cannot serve as an importance
@@ -71,9 +70,10 @@ def grpo_guard_log_ratio(
 ) -> Tensor:
     """Return GRPO-Guard's log ratio [B]: (log p - log p_old + mean((mu - mu_old)^2)/(2 s^2)) * s.
 
-    It removes the bias of the log ratio and normalizes its scale across steps. It is computed in the equivalent form
-    mean(z*(mu - mu_old)) with z = (x' - mu_old)/s, which is exactly 0 for equal means. Latents and means: [B, ...].
-    std: s, [B]. mask: as in sample_mean. Gradients flow to `mean`.
+    Unlike the plain log ratio, it has no bias, and its scale does not depend on s. The code computes the equivalent
+    form mean(z*(mu - mu_old)) with z = (x' - mu_old)/s, which is exactly 0 for equal means.
+
+    Latents and means: [B, ...]. std: s, [B]. mask: as in sample_mean. Gradients flow to `mean`.
     """
     old = old_mean.detach()
     return sample_mean((next_latents - old) * (mean - old), mask) / std
@@ -89,17 +89,10 @@ def kl_scale(kind: str, coefficients: Tensor, dt: Tensor) -> Tensor:
         flow_grpo  c_v^2/(2 g^2) with the diffusion g^2 = s^2/-dt
         velocity   1
 
-    dt: sigma_next - sigma, [B], negative. Raises ValueError for an unknown kind.
+    dt: sigma_next - sigma, [B], negative.
     """
     gaussian = coefficients[:, 1].square() / (2 * coefficients[:, STD_COLUMN].square())
-    match kind:
-        case "velocity":
-            return torch.ones_like(gaussian)
-        case "gaussian":
-            return gaussian
-        case "flow_grpo":
-            return gaussian * -dt
-    raise ValueError(f"unknown KL type {kind!r}: use velocity, gaussian or flow_grpo")
+    return {"velocity": torch.ones_like(gaussian), "gaussian": gaussian, "flow_grpo": gaussian * -dt}[kind]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +121,10 @@ class TransitionBatch(LossTermBatch):
 
 @dataclass(frozen=True, slots=True)
 class PolicyComparison:
-    """B loss terms under the trained and the old policy. Tensors are [B] float32; only `log_ratio` has a gradient."""
+    """Compares the trained policy with the old policy on B loss terms.
+
+    Tensors are [B] float32. Only `log_ratio` has a gradient.
+    """
 
     log_prob: Tensor
     old_log_prob: Tensor
@@ -160,8 +156,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
             s.old_log_prob == "auto" and s.updates_per_rollout > 1 and not self.uses_old_predictions
         )
         self.keep_means = (self.compares_means and with_rollout) or (self.uses_divergence and self.drops_stale_terms)
-        # The coefficients of a noisy step do not depend on the window.
-        all_noisy = self._make_plan(self.sampling.model_copy(update={"window": None}), step=1)
+        all_noisy = plan_without_window(self.sampling, sigmas, gaussian=s.log_prob == "gaussian")
         self.table, self.steps = all_noisy.table, all_noisy.steps
         self._check_step_noise()
 
@@ -180,11 +175,8 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
             )
 
     def plan(self, step: int) -> SamplingPlan:
-        return self._make_plan(self.sampling, step)
-
-    def _make_plan(self, sampling: SamplingRecipe, step: int) -> FlowPlan:
         return rollout_plan(
-            sampling,
+            self.sampling,
             self.grid,
             run_seed=self.run_seed,
             step=step,
@@ -196,29 +188,18 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     def updates(
         self, rollouts: StepSamples, advantages: Sequence[float | None], step: int
     ) -> list[list[TransitionTerm]]:
-        rows_by_update = split_rows_over_updates(
-            len(rollouts.local_rollouts), rollouts.first_index, self.settings.updates_per_rollout
-        )
+        parts = split_over_updates(rollouts, advantages, self.settings.updates_per_rollout)
         return [
-            [
-                term
-                for row in rows
-                for term in self._make_terms(
-                    row,
-                    rollouts.local_rollouts[row],
-                    advantages[rollouts.first_index + row],
-                    step=step,
-                    is_first_update=u == 0,
-                )
-            ]
-            for u, rows in enumerate(rows_by_update)
+            [term for sample in part for term in self._make_terms(*sample, step=step, is_first_update=u == 0)]
+            for u, part in enumerate(parts)
         ]
 
     def _make_terms(
         self, row: int, rollout: Rollout, advantage: float | None, *, step: int, is_first_update: bool
     ) -> list[TransitionTerm]:
         seed = derive_seed(self.run_seed, "timesteps", step, rollout.seed)
-        transition_indices = draw_training_steps(len(rollout.transitions), self.settings.timestep_fraction, seed)
+        num_steps = len(rollout.transitions)
+        count = count_of_fraction(num_steps, self.settings.timestep_fraction)
         return [
             TransitionTerm(
                 row=row,
@@ -229,7 +210,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
                 advantage=advantage or 0.0,
                 is_first_update=is_first_update,
             )
-            for i in transition_indices
+            for i in draw_steps(num_steps, count, seed)
         ]
 
     def assemble(
@@ -288,18 +269,18 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         self, velocity: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]
     ) -> PolicyComparison:
         log_prob, std = self._log_prob(velocity, batch), batch.coefficients[:, STD_COLUMN].float()
-        old_log_prob = self._old_log_prob(log_prob, batch, references)
+        old_log_prob = self._choose_old(batch, references, log_prob, batch.rollout_log_prob, self._log_prob)
         log_ratio, divergence, staleness, start = log_prob - old_log_prob, None, None, None
         if self.compares_means:
             mask = batch.loss_mask
             mean = self._transition_mean(velocity, batch)
-            old_mean = self._old_mean(mean, batch, references)
+            old_mean = self._choose_old(batch, references, mean, batch.rollout_mean, self._transition_mean)
             if self.settings.guard:
                 log_ratio = grpo_guard_log_ratio(mean, old_mean, batch.next_latents, std, mask)
             if self.uses_divergence:
                 divergence = step_divergence(mean, old_mean, std, mask)
                 if self.drops_stale_terms:
-                    rollout_divergence = step_divergence(old_mean, _require_mean(batch.rollout_mean), std, mask)
+                    rollout_divergence = step_divergence(old_mean, _require_stored(batch.rollout_mean), std, mask)
                     staleness = rollout_divergence / self.settings.divergence
                 if batch.is_first_update and batch.rollout_mean is not None:
                     start = step_divergence(mean, batch.rollout_mean, std, mask)
@@ -310,35 +291,20 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     def _log_prob(self, velocity: Tensor, batch: TransitionBatch) -> Tensor:
         return transition_log_prob(velocity, batch.latents, batch.next_latents, batch.coefficients, batch.loss_mask)
 
-    def _old_policy_source(
-        self, batch: TransitionBatch, references: Mapping[str, Tensor]
-    ) -> Literal["own", "rollout", "recomputed"]:
-        """Return the source of the old log-probabilities.
-
-        `own`: the current prediction, detached. `rollout`: stored during the rollout. `recomputed`: an extra forward
-        pass.
-        """
-        if self.uses_old_predictions:
-            return "recomputed" if "old" in references else "own"
-        return "own" if self.settings.old_log_prob == "auto" and batch.is_first_update else "rollout"
-
-    def _old_log_prob(self, log_prob: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]) -> Tensor:
-        match self._old_policy_source(batch, references):
-            case "own":
-                return log_prob.detach()
-            case "rollout":
-                return batch.rollout_log_prob
-            case "recomputed":
-                return self._log_prob(references["old"], batch)
-
-    def _old_mean(self, mean: Tensor, batch: TransitionBatch, references: Mapping[str, Tensor]) -> Tensor:
-        match self._old_policy_source(batch, references):
-            case "own":
-                return mean.detach()
-            case "rollout":
-                return _require_mean(batch.rollout_mean)
-            case "recomputed":
-                return self._transition_mean(references["old"], batch)
+    def _choose_old(
+        self,
+        batch: TransitionBatch,
+        references: Mapping[str, Tensor],
+        value: Tensor,
+        stored: Tensor | None,
+        recompute: Callable[[Tensor, TransitionBatch], Tensor],
+    ) -> Tensor:
+        """Return the old policy's `value`: the current one, the one stored by the rollout, or a recomputed one."""
+        if self.uses_old_predictions and "old" in references:
+            return recompute(references["old"], batch)
+        if self.uses_old_predictions or (self.settings.old_log_prob == "auto" and batch.is_first_update):
+            return value.detach()
+        return _require_stored(stored)
 
     def _transition_mean(self, velocity: Tensor, batch: TransitionBatch) -> Tensor:
         return transition_mean(velocity, batch.latents, batch.coefficients)
@@ -390,6 +356,6 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
             )
 
 
-def _require_mean(mean: Tensor | None) -> Tensor:
-    assert mean is not None  # the plan stores means if they are needed
-    return mean
+def _require_stored(stored: Tensor | None) -> Tensor:
+    assert stored is not None  # the plan stores means if they are needed
+    return stored

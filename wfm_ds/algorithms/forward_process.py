@@ -7,7 +7,7 @@ Rollouts may use any solver and noise levels. Subclasses define `settings` and `
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from wfm_ds.algorithms.base import (
     StepSamples,
     draw_steps,
     draw_stratified_sigmas,
-    split_rows_over_updates,
+    split_over_updates,
 )
 from wfm_ds.pinned_memory import lists_to_device
 from wfm_ds.recipe.algorithms import ForwardProcessSettings
@@ -46,7 +46,7 @@ class ForwardTerm(LossTerm):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch(LossTermBatch):
-    """B loss terms with their clean latents and noise, [B, ...] each, and their credit, [B]."""
+    """B loss terms: clean latents [B, ...], noise [B, ...] and credit [B], a function of the advantage."""
 
     clean_latents: Tensor
     noise: Tensor
@@ -54,6 +54,7 @@ class ForwardBatch(LossTermBatch):
 
 
 class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
+    base_settings = ForwardProcessSettings
     settings: ForwardProcessSettings
 
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
@@ -79,6 +80,9 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
         """
         return advantage
 
+    def has_gradient(self, term: ForwardTerm, equal_policies: Set[str]) -> bool:
+        return term.advantage != 0 or self.settings.has_regularizer
+
     def noise_key(self, rollout: Rollout) -> tuple[int | str, ...]:
         """Return the key that seeds a sample's noise levels and noise. Samples with equal keys share both."""
         return (rollout.seed,)
@@ -90,24 +94,14 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
         """
         if self.settings.levels == "grid":
             seed = derive_seed(self.run_seed, "timesteps", step, *key)
-            return [(k, self.sigmas[k]) for k in draw_steps(len(self.sigmas), self.num_levels, seed)]
+            num_steps = self.settings.num_grid_levels(len(self.sigmas))
+            return [(k, self.sigmas[k]) for k in draw_steps(num_steps, self.num_levels, seed)]
         assert self.shift is not None, "built without a model: the timestep shift is unknown"
         return list(enumerate(draw_stratified_sigmas(self.num_levels, self.shift, self.run_seed, step, *key)))
 
     def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[ForwardTerm]]:
-        rows_by_update = split_rows_over_updates(
-            len(rollouts.local_rollouts), rollouts.first_index, self.settings.updates_per_rollout
-        )
-        return [
-            [
-                term
-                for row in rows
-                for term in self._make_terms(
-                    row, rollouts.local_rollouts[row], advantages[rollouts.first_index + row], step
-                )
-            ]
-            for rows in rows_by_update
-        ]
+        parts = split_over_updates(rollouts, advantages, self.settings.updates_per_rollout)
+        return [[term for sample in part for term in self._make_terms(*sample, step)] for part in parts]
 
     def _make_terms(self, row: int, rollout: Rollout, advantage: float | None, step: int) -> list[ForwardTerm]:
         key = self.noise_key(rollout)

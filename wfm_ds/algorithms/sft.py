@@ -50,9 +50,9 @@ class Sft(SupervisedAlgorithm):
 
 
 def density_quantile(algorithm: SupervisedSettings, a: Tensor) -> Tensor:
-    """Return the q below which a fraction `a` in (0, 1) of the training density lies.
+    """Return the `a`-quantile of the training density, 0 < a < 1: the fraction `a` of the samples lies below it.
 
-    The density `mode` is from arXiv 2403.03206.
+    `mode` is the name of a density of arXiv 2403.03206.
     """
     match algorithm.timestep_density:
         case "uniform":
@@ -130,7 +130,8 @@ def draw_training_sigmas(
     """
     draws = [draw_uniform(run_seed, "training_sigma", position) for position in positions]
     if algorithm.stratified:
-        strata = [_sample_stratum(run_seed, position, global_batch) for position in positions]
+        places = (divmod(position, global_batch) for position in positions)
+        strata = [_batch_strata(run_seed, batch, global_batch)[index] for batch, index in places]
         draws = [(stratum + u) / global_batch for stratum, u in zip(strata, draws, strict=True)]
     a = band.density_below_low + (band.density_below_high - band.density_below_low) * torch.tensor(
         draws, dtype=torch.float64
@@ -152,11 +153,6 @@ def clamp_to_band(sigma: Tensor, band: SigmaBand) -> Tensor:
     return sigma.clamp(minimum, maximum)
 
 
-def _sample_stratum(run_seed: int, position: int, global_batch: int) -> int:
-    batch, index = divmod(position, global_batch)
-    return _batch_strata(run_seed, batch, global_batch)[index]
-
-
 @functools.lru_cache(maxsize=2)  # called once per sample with the same arguments for a global batch
 def _batch_strata(run_seed: int, batch: int, global_batch: int) -> list[int]:
     return draw_permutation(global_batch, run_seed, "sigma_strata", batch)
@@ -167,7 +163,7 @@ def loss_weight(kind: str, sigma: Tensor) -> Tensor:
 
     The kinds sigma_sqrt (sigma^-2, at most 100) and cosmap are from diffusers' SD3 training script. The kinds edm
     (arXiv 2206.00364) and min_snr (arXiv 2303.09556, gamma 5) are published as weights of x0 errors, and are converted
-    to weights of velocity errors. Raises ValueError for an unknown kind.
+    to weights of velocity errors.
     """
     data_square, noise_square = (1 - sigma).square(), sigma.square()
     match kind:
@@ -179,9 +175,7 @@ def loss_weight(kind: str, sigma: Tensor) -> Tensor:
             return 2 / (math.pi * (data_square + noise_square))
         case "edm":
             return data_square + noise_square
-        case "min_snr":
-            return torch.minimum(data_square, MIN_SNR_GAMMA * noise_square)
-    raise ValueError(f"unknown loss weighting {kind!r}: use none, sigma_sqrt, cosmap, edm or min_snr")
+    return torch.minimum(data_square, MIN_SNR_GAMMA * noise_square)  # min_snr
 
 
 def conditioning_frame_counts(num_frames: tuple[int, int], draws: Sequence[float]) -> Tensor | None:

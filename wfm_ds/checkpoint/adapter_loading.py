@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers.loaders import PeftAdapterMixin
 from peft import get_peft_model_state_dict
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from torch import Tensor
 
 from wfm_ds.errors import ModelError
-from wfm_ds.export.weights import LORA_FILES, LORA_FOLDER, LORA_PREFIX, METADATA_KEY, WHOLE_LAYER_FILES
+from wfm_ds.export.lora_file import read_tensors, read_whole_layers
+from wfm_ds.export.weights import LORA_FILES, LORA_FOLDER, LORA_PREFIX, METADATA_KEY
 from wfm_ds.models.base import DiffusionModel
+from wfm_ds.storage.filesystem import shorten_path
 
 # Raised by diffusers for damaged tensors or tensors that do not fit the layers.
 LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError)
@@ -39,9 +43,9 @@ def load_adapter(model: DiffusionModel, folder: Path) -> None:
     paths = {part: find_adapter_file(folder, part) for part in model.denoiser_components}
     tensor_names = {part: read_adapter_names(path) for part, path in paths.items()}
     trained_layers = {tensor_layer(name) for names in tensor_names.values() for name in names}
-    model.prepare_for_lora(
-        sorted(trained_layers | {name for part, path in paths.items() for name in read_whole_layer_names(path, part)})
-    )
+    whole_layers = {part: read_whole_layers(path.parent, part) for part, path in paths.items()}
+    whole_names = {name.rpartition(".")[0] for tensors in whole_layers.values() for name in tensors}
+    model.prepare_for_lora(sorted(trained_layers | whole_names))
     for part, path in paths.items():
         problem = f"{path} does not fit the {part} of {model.path}"
         hint = "use the model that it was trained on"
@@ -53,36 +57,22 @@ def load_adapter(model: DiffusionModel, folder: Path) -> None:
             raise ModelError(f"{problem} ({reason}); {hint}") from error
         if mismatches := sorted(names ^ adapter_tensor_names(getattr(model.pipeline, part))):
             raise ModelError(f"{problem}: {len(mismatches)} tensors do not match, e.g. {mismatches[0]}; {hint}")
-        load_whole_layers(getattr(model.pipeline, part), path.parent / WHOLE_LAYER_FILES[part])
-
-
-def read_whole_layer_names(adapter: Path, part: str) -> set[str]:
-    """Return the names of the fully trained layers (modules_to_save) that belong to a LoRA file.
-
-    These layers are stored in a file next to `adapter`.
-    """
-    path = adapter.parent / WHOLE_LAYER_FILES[part]
-    if not path.is_file():
-        return set()
-    with safe_open(path, framework="pt") as file:
-        return {name.rpartition(".")[0] for name in file.keys()}  # noqa: SIM118, it is not a mapping
+        copy_whole_layers(getattr(model.pipeline, part), whole_layers[part], path.parent)
 
 
 @torch.no_grad()
-def load_whole_layers(network: torch.nn.Module, path: Path) -> None:
-    """Load the fully trained layers in the file `path` into a network. Does nothing if the file does not exist.
+def copy_whole_layers(network: torch.nn.Module, layers: Mapping[str, Tensor], folder: Path) -> None:
+    """Copy the fully trained layers of a LoRA into a network.
 
-    Raises ModelError if the network does not have a tensor or has it with a different shape.
+    layers: result of `read_whole_layers(folder, ...)`. Raises ModelError if the network lacks one of its tensors or has
+    it in another shape.
     """
-    if not path.is_file():
-        return
     parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in network.named_parameters()}
-    with safe_open(path, framework="pt", device="cpu") as file:
-        for name in file.keys():  # noqa: SIM118, it is not a mapping
-            tensor = file.get_tensor(name)
-            if name not in parameters or parameters[name].shape != tensor.shape:
-                raise ModelError(f"{path}: {name} {list(tensor.shape)} does not fit; use the model it was trained on")
-            parameters[name].copy_(tensor)
+    for name, tensor in layers.items():
+        if name not in parameters or parameters[name].shape != tensor.shape:
+            shown = f"{shorten_path(name)} {list(tensor.shape)}"
+            raise ModelError(f"{folder}: {shown} does not fit; use the model it was trained on")
+        parameters[name].copy_(tensor)
 
 
 def find_adapter_file(folder: Path, part: str = LORA_PREFIX) -> Path:
@@ -97,21 +87,20 @@ def find_adapter_file(folder: Path, part: str = LORA_PREFIX) -> Path:
 
 
 def read_adapter_names(path: Path) -> set[str]:
-    """Return the tensor names of a LoRA file. Raises ModelError if the file cannot be read or lacks alpha."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            names, metadata = set(file.keys()), file.metadata() or {}
-    except (OSError, SafetensorError) as error:
-        raise ModelError(f"{path} cannot be read ({error}); copy the export again") from error
-    if METADATA_KEY not in metadata:
+    """Return the tensor names of a LoRA file.
+
+    Raises ModelError if the file cannot be read, lacks alpha or has invalid settings.
+    """
+    tensors, settings = read_tensors(path)
+    if settings is None:
         raise ModelError(
             f"{path} does not contain its alpha ({METADATA_KEY} in its header); use a LoRA that a run exported"
         )
-    return names
+    return set(tensors)
 
 
 def tensor_layer(name: str) -> str:
-    """Return the name of the network layer to which a tensor of a LoRA file belongs."""
+    """Return the name of the network layer that a tensor of a LoRA file belongs to."""
     return name.removeprefix(f"{LORA_PREFIX}.").partition(".lora_")[0]
 
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from wfm_ds.checkpoint.sharded_states import ShardedStates
-from wfm_ds.engine.engine import OPTIMIZER_PREFIX, persistent_buffers
+from wfm_ds.engine.shards import OPTIMIZER_PREFIX, persistent_buffers
 from wfm_ds.errors import ModelError, UserError, is_out_of_memory
-from wfm_ds.export.lora_layers import LoraLayer, LoraLayers, layer_alpha
+from wfm_ds.export.lora_layers import LoraLayer, LoraLayers
+from wfm_ds.export.lora_settings import layer_alpha
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.export.weights import LORA_KEY, WHOLE_LAYER_KEY, TensorSource, adapter_shapes
 
@@ -100,8 +101,8 @@ class CheckpointWeights:
 class MergedAdapter:
     """Tensor source for exports: the weights of the base model with a LoRA merged into them.
 
-    Each tensor is merged separately, in float32: W + alpha / rank * B A. For DoRA, the rows of the sum are then scaled
-    to their magnitudes. Fully trained layers replace the layers of the base model.
+    The merged weight is W + alpha / rank * B A, computed in float32 for one tensor at a time. For DoRA, each row of
+    this sum is then scaled to its stored magnitude. Fully trained layers replace the layers of the base model.
     """
 
     uses_lora = False
@@ -191,7 +192,10 @@ class DeepSpeedWeights:
         return None
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors of the checkpoint. Missing buffers follow, read from the base model's folder."""
+        """Yield (name, tensor) for each tensor of the checkpoint.
+
+        Buffers that the checkpoint does not contain are read from the base model's folder and yielded last.
+        """
         (part,) = self.target.parts
         yield from self.states.items()
         stored = self.target.base_weights(part)

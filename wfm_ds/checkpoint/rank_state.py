@@ -1,9 +1,10 @@
 """The state of a run's engine and training loop in a checkpoint, with one file per rank.
 
-    wfm_rank00000.safetensors, ...     this rank's shards of the trained weights, the other policies and the
-                                       optimizer's states, all fp32; its metadata has the engine's counters, the
-                                       loop's state, the target of exports, and the layout of the shards, which
-                                       other ranks need to read them
+    wfm_rank00000.safetensors, ...     float32 tensors: this rank's shards of the trained weights, the other policies
+                                       and the optimizer states, with those of extra adapters. The metadata contains
+                                       the engine's counters, the state of the training loop, the export settings, and
+                                       the layout of the shards, which is needed to load them on a different number of
+                                       ranks.
     recipe.yaml                        the resolved recipe
 
 Frozen weights are not stored, because they are in the base model. Random states are not stored, because the seed of
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,14 +25,15 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from wfm_ds.checkpoint.sharded_states import ShardedStates, flat_name, layout_to_json, rank_file_name
+from wfm_ds.checkpoint.sharded_states import RankMetadata, ShardedStates, flat_name, layout_to_json, rank_file_name
 from wfm_ds.engine.engine import DenoiserEngine
+from wfm_ds.engine.shards import adapter_state_name
+from wfm_ds.errors import UserError
 from wfm_ds.export.target import ExportInfo
 from wfm_ds.export.weights import adapter_settings
 from wfm_ds.recipe import file as recipe_file
 
 RECIPE_FILE = "recipe.yaml"
-EXPORT_KEY = "export"  # metadata key of the export target
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,11 @@ def capture_state(engine: DenoiserEngine, loop: Mapping[str, Any], target: Expor
     config = engine.lora_config()
     lora = None if config is None else adapter_settings(config, target.base)
     export_info = target.to_json() | {"dtype": str(dtype).removeprefix("torch."), "lora": lora}
-    metadata_values = {"engine": engine.step_counters(), "loop": dict(loop), "layout": layout, EXPORT_KEY: export_info}
+    metadata_values = {"engine": engine.step_counters(), "loop": dict(loop), "layout": layout, "export": export_info}
+    if engine.extra_shards:
+        metadata_values["adapter_layouts"] = {
+            name: layout_to_json(shards.slices_by_name()) for name, shards in engine.extra_shards.items()
+        }
     metadata = {name: json.dumps(value) for name, value in metadata_values.items()}
     recipe = recipe_file.dump_recipe(engine.recipe) if engine.world.is_main else None
     return RankState(engine.world.rank, tensors, metadata, recipe)
@@ -82,13 +89,27 @@ def restore_state(engine: DenoiserEngine, folder: Path, num_ranks: int) -> dict[
     or belongs to a different model.
     """
     rank = engine.world.rank if engine.world.rank < num_ranks else 0
-    layout, lengths = engine.shards.slices_by_name(), [len(flat) for flat in engine.shards.master_weights()]
 
-    def read() -> tuple[dict[str, Any], dict[str, list[Tensor]]]:
+    def read() -> tuple[RankMetadata, dict[str, list[Tensor]]]:
         with ShardedStates(folder, num_ranks) as states_file:
-            return states_file.read_metadata(rank), states_file.gather_states(layout, lengths, rank)
+            metadata = states_file.read_metadata(rank)
+            check_same_adapters(folder, set(metadata.adapter_layouts), set(engine.extra_shards))
+            states = states_file.gather_states(engine.shards.slices_by_name(), engine.shards.lengths(), rank)
+            for adapter, shards in engine.extra_shards.items():
+                own = states_file.gather_states(shards.slices_by_name(), shards.lengths(), rank, adapter)
+                states |= {adapter_state_name(adapter, name): flats for name, flats in own.items()}
+            return metadata, states
 
     metadata, states = engine.world.run_checked(read)
-    engine.restore_state(metadata["engine"], states)
-    loop: dict[str, Any] = metadata["loop"]
-    return loop
+    engine.restore_state(metadata.engine, states)
+    return dict(metadata.loop)
+
+
+def check_same_adapters(folder: Path, stored: AbstractSet[str], expected: AbstractSet[str]) -> None:
+    """Raise UserError if a checkpoint has other extra trained adapters than this run."""
+    if stored != expected:
+        stored_names, names = (", ".join(["default", *sorted(adapters)]) for adapters in (stored, expected))
+        raise UserError(
+            f"{folder} has the trained adapters {stored_names}, but this run trains {names}: resume with the algorithm "
+            "of the checkpoint, or start a new run from its LoRA with lora.init_from"
+        )

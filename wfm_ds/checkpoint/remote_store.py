@@ -13,16 +13,16 @@ import contextlib
 import json
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wfm_ds.checkpoint.store import COMPLETE, STEP_FOLDER, Checkpoint, steps_to_keep
+from wfm_ds.distributed.progress import show_wait
 from wfm_ds.errors import StorageError
 from wfm_ds.storage import atomic, transfer
-from wfm_ds.storage.filesystem import is_remote
+from wfm_ds.storage.filesystem import is_remote, open_filesystem
 from wfm_ds.storage.transfer import ProgressCallback, ignore_progress
 
 log = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def _read_marker(address: str, sizes: Mapping[str, int]) -> RemoteCheckpoint | N
             dict(marker.get("sha256", {})),
             text,
         )
-    except (ValueError, KeyError, TypeError):  # not a valid checkpoint
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):  # not a valid checkpoint
         return None
     return checkpoint if all(sizes.get(name) == size for name, size in checkpoint.files.items()) else None
 
@@ -142,6 +142,7 @@ def open_locally(path: str, near: Path) -> Iterator[Path]:
     if not is_remote(path):
         yield Path(path)
         return
+    open_filesystem(path)  # refuses an address without a bucket
     address, sizes = path.rstrip("/"), transfer.list_objects(path.rstrip("/"))
     if not sizes:
         raise StorageError(f"{address}: not found")
@@ -149,12 +150,13 @@ def open_locally(path: str, near: Path) -> Iterator[Path]:
     if checkpoint is None and COMPLETE in sizes:
         raise StorageError(f"{address} is damaged: files are missing or truncated; choose another checkpoint")
     parent = next(path for path in (near.absolute(), *near.absolute().parents) if path.is_dir())
-    with tempfile.TemporaryDirectory(prefix=".wfm-", dir=parent) as temporary:
-        folder = Path(temporary) / address.rpartition("/")[2]
-        if checkpoint is not None:
-            fetch_checkpoint(checkpoint, folder)
-        else:
-            _fetch_files(address, sizes, folder)
+    with atomic.temporary_folder(parent, ".wfm-checkpoint-") as temporary:
+        folder = temporary / address.rpartition("/")[2]
+        with show_wait(f"downloading {address}"):
+            if checkpoint is not None:
+                fetch_checkpoint(checkpoint, folder)
+            else:
+                _fetch_files(address, sizes, folder)
         yield folder
 
 
@@ -182,10 +184,10 @@ def publish_checkpoint(
     before_complete: Callable[[], None],
     moved: ProgressCallback = ignore_progress,
 ) -> dict[str, int]:
-    """Upload a local checkpoint. Returns {file name: bytes}.
+    """Upload a local checkpoint. Return {file name: number of bytes}.
 
-    before_complete: function that is called when all files except COMPLETE have been uploaded.
-    moved: function that is called with the number of bytes of each transfer.
+    before_complete: function to call after the upload of all files except COMPLETE.
+    moved: function that receives the number of bytes of each uploaded part.
     Raises StorageError if the upload fails, and OSError if the local files cannot be read.
     """
     marker = json.loads((checkpoint.path / COMPLETE).read_text(encoding="utf-8"))
@@ -202,10 +204,12 @@ def publish_checkpoint(
 
 
 def prune_checkpoints(root: str, *, newest: int, keep: int) -> None:
-    """Remove old checkpoints. The last `keep` complete checkpoints up to step `newest` stay.
+    """Remove old and incomplete checkpoints from S3.
 
-    newest: step of the caller's newest checkpoint. Complete checkpoints after this step stay too, because they belong
-    to another run. Incomplete ones are removed. Raises StorageError if S3 fails.
+    Two kinds of complete checkpoints are kept: the last `keep` up to step `newest`, and all after this step, because
+    they belong to another run.
+    newest: step of the caller's newest checkpoint.
+    Raises StorageError if S3 fails.
     """
     names = transfer.list_objects(root)
     complete = {step for step in _step_numbers(names) if f"step_{step}/{COMPLETE}" in names}

@@ -12,17 +12,49 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from wfm_ds.engine.policies import ShardSlice
+from wfm_ds.engine.shards import ShardSlice, adapter_state_name
 from wfm_ds.errors import UserError
+from wfm_ds.storage.filesystem import shorten_error, shorten_path
+from wfm_ds.types import DEFAULT_ADAPTER
 
+READ_ERRORS = (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RuntimeError)
 Layout = Mapping[str, ShardSlice]
 """{parameter name: position of its slice in a rank's flat tensors}."""
+
+
+Count = Annotated[int, Field(strict=True, ge=0, lt=1 << 63)]
+StoredSlice = tuple[Count, Count, Count, Count]
+
+
+class StoredExport(BaseModel):
+    """The export settings in a checkpoint: the fields of ExportTarget, the dtype and the PEFT settings.
+
+    `lora` contains the PEFT settings. It is None after full training.
+    """
+
+    base: str = ""
+    parts: list[str] = []
+    call: dict[str, Any] = {}
+    frozen: list[str] = []
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    lora: dict[str, Any] | None = None
+
+
+class RankMetadata(BaseModel):
+    """The metadata of a rank's file (rank_state.py)."""
+
+    engine: dict[str, Annotated[int, Field(strict=True)]]
+    loop: dict[str, Any]
+    layout: dict[str, StoredSlice]
+    adapter_layouts: dict[str, dict[str, StoredSlice]] = {}  # by extra adapter
+    export: StoredExport = StoredExport()
 
 
 def rank_file_name(rank: int) -> str:
@@ -34,18 +66,27 @@ def flat_name(state: str, group: int) -> str:
     return f"{state}.{group}"
 
 
+def full_state_name(adapter: str, state: str) -> str:
+    """Return the name of an adapter's state in the files."""
+    return state if adapter == DEFAULT_ADAPTER else adapter_state_name(adapter, state)
+
+
 def layout_to_json(layout: Layout) -> dict[str, list[int]]:
     return {name: list(astuple(piece)) for name, piece in layout.items()}
 
 
 class ShardedStates:
-    """The files of all ranks of a checkpoint. Each file is opened at first use."""
+    """The files of all ranks of a checkpoint. Each file is opened at first use.
+
+    Most methods read the states of one trained adapter. In full training, it is `default`.
+    """
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
         self.folder, self.num_ranks = folder, num_ranks
         self._exit_stack = contextlib.ExitStack()
         self._files: dict[int, Any] = {}
-        self._layouts: dict[int, dict[str, ShardSlice]] = {}
+        self._metadata: dict[int, RankMetadata] = {}
+        self._layouts: dict[tuple[int, str], dict[str, ShardSlice]] = {}
 
     def __enter__(self) -> ShardedStates:
         return self
@@ -53,52 +94,70 @@ class ShardedStates:
     def __exit__(self, *error: object) -> None:
         self._exit_stack.close()
 
-    def read_metadata(self, rank: int) -> dict[str, Any]:
-        """Return the metadata of a rank's file as JSON values. Raises UserError if the file cannot be read."""
+    def read_metadata(self, rank: int) -> RankMetadata:
+        """Return the metadata of a rank's file.
+
+        Raises UserError if the file cannot be read, or if it is from another step than the file of rank 0.
+        """
+        if rank in self._metadata:
+            return self._metadata[rank]
         with self._translate_errors(rank):
-            return {name: json.loads(text) for name, text in self._open_file(rank).metadata().items()}
+            values = {name: json.loads(text) for name, text in self._open_file(rank).metadata().items()}
+            metadata = RankMetadata.model_validate(values)
+        first = metadata if rank == 0 else self.read_metadata(0)
+        if (metadata.engine, metadata.loop.get("step")) != (first.engine, first.loop.get("step")):
+            raise UserError(
+                f"{self.folder}: {rank_file_name(rank)} is from step {metadata.loop.get('step')}, but "
+                f"{rank_file_name(0)} is from step {first.loop.get('step')}: copy the checkpoint again, or use another"
+            )
+        self._metadata[rank] = metadata
+        return metadata
 
-    def read_layout(self, rank: int) -> Layout:
-        if rank not in self._layouts:
-            self._layouts[rank] = {
-                name: ShardSlice(*numbers) for name, numbers in self.read_metadata(rank)["layout"].items()
-            }
-        return self._layouts[rank]
+    def read_layout(self, rank: int, adapter: str = DEFAULT_ADAPTER) -> Layout:
+        if (rank, adapter) not in self._layouts:
+            metadata = self.read_metadata(rank)
+            with self._translate_errors(rank):
+                layout = metadata.layout if adapter == DEFAULT_ADAPTER else metadata.adapter_layouts[adapter]
+            self._layouts[rank, adapter] = {name: ShardSlice(*numbers) for name, numbers in layout.items()}
+        return self._layouts[rank, adapter]
 
-    def parameter_sizes(self) -> dict[str, int]:
+    def parameter_sizes(self, adapter: str = DEFAULT_ADAPTER) -> dict[str, int]:
         """Return {parameter: number of elements}, summed over the files of all ranks."""
         sizes: dict[str, int] = {}
         for rank in range(self.num_ranks):
-            for name, piece in self.read_layout(rank).items():
+            for name, piece in self.read_layout(rank, adapter).items():
                 sizes[name] = sizes.get(name, 0) + piece.numel
         return sizes
 
-    def gather_states(self, layout: Layout, lengths: Sequence[int], rank: int) -> dict[str, list[Tensor]]:
-        """Return {state: [flat float32 CPU tensor of each optimizer group]}, with slices positioned as in `layout`.
+    def gather_states(
+        self, layout: Layout, lengths: Sequence[int], rank: int, adapter: str = DEFAULT_ADAPTER
+    ) -> dict[str, list[Tensor]]:
+        """Read the ranks' files and return {state: [flat float32 CPU tensor of each optimizer group]}.
 
-        lengths: length of each group's flat tensor. Elements that belong to no parameter are 0.
-        rank: rank of the file to read first. If its layout equals `layout`, no other file is opened.
-        A state with one number per group (AdamW's step) has equal values in all groups. Raises UserError if a file
-        cannot be read or has different parameters.
+        layout: position of each parameter in the returned tensors.
+        lengths: number of elements of each returned tensor. Elements that belong to no parameter are 0.
+        rank: rank of the file to read first. If the file has the same layout as `layout`, no other file is opened.
+        A state that is a single number, such as AdamW's step, is returned once for each group. Raises UserError if a
+        file cannot be read or has different parameters.
         """
         ranks: Sequence[int] = [rank]
-        if self.read_layout(rank) != layout:
+        if self.read_layout(rank, adapter) != layout:
             ranks = range(self.num_ranks)
-            if differing := sorted(self.parameter_sizes().keys() ^ layout.keys()):
+            if differing := sorted(self.parameter_sizes(adapter).keys() ^ layout.keys()):
                 raise UserError(
                     f"{self.folder} has other trained weights than this run, e.g. {differing[0]}: it is from another "
                     "model, or from a version that trained other weights"
                 )
         flats: dict[str, list[Tensor]] = {}
-        for state in self.state_names():
-            number = self._read_number(state)
+        for state in self.state_names(adapter):
+            number = self._read_number(full_state_name(adapter, state))
             if number is not None:
                 flats[state] = [number.clone() for _ in lengths]
                 continue
             flats[state] = [torch.zeros(length) for length in lengths]
             for name, piece in layout.items():
                 out = flats[state][piece.group][piece.flat_start : piece.flat_start + piece.numel]
-                self._read_elements(out, state, name, piece.parameter_start, ranks)
+                self._read_elements(out, state, name, piece.parameter_start, ranks, adapter)
         return flats
 
     def read_parameter(self, state: str, name: str, shape: Sequence[int]) -> Tensor:
@@ -113,30 +172,43 @@ class ShardedStates:
             self._close_files()
         return tensor.view(*shape)
 
-    def state_names(self) -> list[str]:
-        """Return the names of the states in the checkpoint.
+    def state_names(self, adapter: str = DEFAULT_ADAPTER) -> list[str]:
+        """Return the names of an adapter's states in the checkpoint.
 
         These are `train`, the names of the other policies, and `optimizer.NAME` for each optimizer state.
         """
         with self._translate_errors(0):
             names = self._open_file(0).keys()
-            return sorted({name.rpartition(".")[0] for name in names})
+            stored_names = {name.rpartition(".")[0] for name in names}
+        prefixes = {name: adapter_state_name(name, "") for name in self.read_metadata(0).adapter_layouts}
+        if adapter in prefixes:
+            prefix = prefixes[adapter]
+            return sorted(name.removeprefix(prefix) for name in stored_names if name.startswith(prefix))
+        return sorted(name for name in stored_names if not name.startswith(tuple(prefixes.values())))
 
-    def _read_elements(self, out: Tensor, state: str, name: str, start: int, ranks: Sequence[int]) -> None:
-        """Fill `out` with elements of a parameter's state. start: index of the first element to read.
+    def _read_elements(
+        self,
+        out: Tensor,
+        state: str,
+        name: str,
+        start: int,
+        ranks: Sequence[int],
+        adapter: str = DEFAULT_ADAPTER,
+    ) -> None:
+        """Fill `out` with consecutive elements of a parameter's state, read from the files of `ranks`.
 
-        ranks: ranks of the files to read.
+        start: index of the first element within the parameter.
         """
         count = 0
         for rank in ranks:
-            piece = self.read_layout(rank).get(name)
+            piece = self.read_layout(rank, adapter).get(name)
             if piece is None:
                 break
             low, high = max(start, piece.parameter_start), min(start + len(out), piece.parameter_start + piece.numel)
             if low < high:
                 offset = piece.flat_start - piece.parameter_start
                 with self._translate_errors(rank):
-                    flat = self._open_file(rank).get_slice(flat_name(state, piece.group))
+                    flat = self._open_file(rank).get_slice(flat_name(full_state_name(adapter, state), piece.group))
                     out[low - start : high - start] = flat[low + offset : high + offset]
                 count += high - low
         if count != len(out):
@@ -163,8 +235,12 @@ class ShardedStates:
     def _translate_errors(self, rank: int) -> Iterator[None]:
         try:
             yield
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        except READ_ERRORS as error:
+            path, reason = self.folder / rank_file_name(rank), shorten_error(error)
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                reason = shorten_path(f"{'.'.join(map(str, first['loc']))} in its metadata: {first['msg']}")
             raise UserError(
-                f"{self.folder / rank_file_name(rank)} cannot be read ({error}): remove {self.folder}, and the same "
-                "command resumes from an older checkpoint"
+                f"{path} cannot be read ({reason}): remove {self.folder}, and the same command resumes "
+                "from an older checkpoint"
             ) from error

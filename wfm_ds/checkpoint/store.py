@@ -4,8 +4,8 @@
     checkpoints/step_400/          renamed when everything is on disk; COMPLETE lists every file with its size
     checkpoints/LATEST             the name of the newest checkpoint, for people and scripts; not read here
 
-A folder with files that do not match its COMPLETE is not a checkpoint. It is skipped, and replaced when its step is
-saved again. The start of a save removes any step_N.tmp that a killed run left. All ranks must share one file system.
+If the files in a folder do not match its COMPLETE, the folder is skipped. It is replaced when a run saves the same step
+again. Each save first removes the folders step_N.tmp of killed runs. All ranks must share one file system.
 rank_state.py defines the content of a checkpoint.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from wfm_ds.errors import UserError
 from wfm_ds.storage import atomic
+from wfm_ds.storage.filesystem import open_regular, read_regular
 
 if TYPE_CHECKING:
     from wfm_ds.distributed.world import World
@@ -186,18 +188,21 @@ def _examine_folder(path: Path) -> Checkpoint | str:
     Reasons are missing files and wrong file sizes.
     """
     try:
-        marker = json.loads((path / COMPLETE).read_text(encoding="utf-8"))
+        marker = json.loads(read_regular(path / COMPLETE))
         checkpoint = Checkpoint(path, int(marker["step"]), int(marker["world_size"]), dict(marker["facts"]))
         sizes = dict(marker["files"])
     except OSError as error:
         return f"{COMPLETE} cannot be read ({error.strerror})"
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return f"{COMPLETE} is damaged"
     for name, size in sizes.items():
         try:
-            actual = (path / name).stat().st_size
+            with open_regular(path / name) as file:
+                actual = os.fstat(file.fileno()).st_size
         except OSError as error:
             return f"{name} cannot be read ({error.strerror})"
+        except ValueError:  # a null character in the name
+            return f"{COMPLETE} is damaged"
         if actual != size:
             return f"{name} has {actual} bytes instead of {size}"
     return checkpoint
@@ -237,7 +242,7 @@ def steps_to_keep(steps: Collection[int], *, newest: int, keep: int) -> set[int]
 def prune_checkpoints(root: Path, *, newest: int, keep: int, protected_steps: Collection[int] = ()) -> None:
     """Remove all checkpoints except the last `keep` ones up to step `newest` and the protected steps.
 
-    Folders with a step after `newest` are removed too, because the run skipped them as damaged.
+    Folders with a step after `newest` are removed too. They are damaged checkpoints, which the run did not resume from.
     """
     all_steps = set(list_steps(root))
     steps_kept = steps_to_keep(all_steps, newest=newest, keep=keep) | {

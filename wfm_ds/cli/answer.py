@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from wfm_ds.cli.generate import parse_positive
+from wfm_ds.cli.sampling_options import parse_positive
 from wfm_ds.errors import ModelError, UserError
 from wfm_ds.program import CommandParser
 
-ADAPTER_CONFIG = "adapter_config.json"
+CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 
 
 def parser() -> CommandParser:
@@ -34,6 +34,7 @@ def parser() -> CommandParser:
     p.add_argument("--revision", help="branch, tag or commit on the Hub (default main)")
     p.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on a GPU, else float32")
     p.add_argument("--device", help="default: cuda if available, else cpu")
+    p.key_options = {"model.path": "MODEL", "model.revision": "--revision"}
     return p
 
 
@@ -46,9 +47,21 @@ def run(args: argparse.Namespace) -> None:
 
 def generate_answer(args: argparse.Namespace) -> str:
     """Load the model and return its answer. Raises UserError if the model, an image or a video cannot be used."""
+    from wfm_ds.language.annotations import BadConversation, Conversation, parse_conversation
+
+    # Check the files before importing transformers, which takes seconds.
+    for file in (*args.image, *args.video):
+        if not Path(file).is_file():
+            raise UserError(f"{file} is not a file")
+    base, adapter = resolve_model(args.model)
+    turns = [{"from": "human", "value": args.question}, {"from": "gpt", "value": ""}]
+    row = {"images": args.image, "videos": args.video, "conversations": turns}
+    try:
+        conversation = parse_conversation(row, "question", system_prompt=args.system)
+    except BadConversation as error:
+        raise UserError(str(error)) from error
     from wfm_ds.engine.preparation import DTYPES
     from wfm_ds.language import model as language_model
-    from wfm_ds.language.annotations import BadConversation, Conversation, parse_conversation
     from wfm_ds.language.media import MediaReader
     from wfm_ds.language.packed_sequences import ConversationReader
     from wfm_ds.language.renderer import Renderer
@@ -57,7 +70,6 @@ def generate_answer(args: argparse.Namespace) -> str:
 
     device = select_device(args.device)
     dtype = DTYPES[args.dtype or ("bfloat16" if device.type == "cuda" else "float32")]
-    base, adapter = resolve_model(args.model)
     model = language_model.load_language_model(base, dtype, args.revision)
     settings = DataRecipe.model_validate({"kind": "llava", "path": "none"})
     reader = ConversationReader(
@@ -67,10 +79,7 @@ def generate_answer(args: argparse.Namespace) -> str:
         max_tokens=sys.maxsize,
         too_long="skip",
     )
-    turns = [{"from": "human", "value": args.question}, {"from": "gpt", "value": ""}]
-    row = {"images": args.image, "videos": args.video, "conversations": turns}
     try:
-        conversation = parse_conversation(row, "question", system_prompt=args.system)
         sample = reader.read_question(Conversation("question", conversation.turns[:-1]))
     except BadConversation as error:
         raise UserError(str(error)) from error
@@ -85,13 +94,21 @@ def generate_answer(args: argparse.Namespace) -> str:
 def resolve_model(path: str) -> tuple[str, Path | None]:
     """Return (base model, adapter folder) if `path` is a PEFT adapter, else (`path`, None).
 
-    Raises ModelError if the adapter does not name its base model.
+    Raises ModelError if a local folder is not a model, or if the adapter does not name its base model.
     """
-    from wfm_ds.models.assets.loading import read_json
+    from wfm_ds.models.assets.hub import is_repo_id
+    from wfm_ds.recipe.tiny import TINY_PREFIX
 
     folder = Path(path).expanduser()
     if not (folder / ADAPTER_CONFIG).is_file():
+        if not path.startswith(TINY_PREFIX) and not is_repo_id(path) and not (folder / CONFIG).is_file():
+            raise ModelError(
+                f"{folder} has no {CONFIG}: pass an export, the folder of a vision-language model, owner/name on the "
+                "Hub, or tiny:qwen25vl"
+            )
         return path, None
+    from wfm_ds.models.assets.loading import read_json
+
     base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str):
         raise ModelError(f"{folder / ADAPTER_CONFIG} has no base_model_name_or_path; export the adapter again")
@@ -99,7 +116,6 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
 
 
 def decode_answer(network: Any, model: Any, sample: Any, max_tokens: int, device: Any) -> str:
-    """Generate the answer greedily, up to the end token or `max_tokens` tokens, and return it as text."""
     import torch
 
     from wfm_ds.language.packed_sequences import stack_media

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,7 +21,8 @@ from typing import Any
 from wfm_ds.errors import RunError, UserError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.yaml_text import to_yaml
+from wfm_ds.recipe.tree import to_yaml
+from wfm_ds.storage.json_lines import read_json_rows
 
 ERROR_LINES = 20  # last output lines to include in an error
 
@@ -45,7 +47,7 @@ class Run:
     def __init__(self, recipe: Recipe, train_arguments: list[str] | None = None) -> None:
         """Use `from_recipe` or `open` instead.
 
-        train_arguments: arguments of `wfm train`, or None if the run is only read.
+        train_arguments: arguments of `wfm train`, or None if this object only reads an existing run.
         """
         self.recipe, self._train_arguments = recipe, train_arguments
 
@@ -59,8 +61,9 @@ class Run:
     ) -> Run:
         """Create a run from a recipe: a YAML file, the name of a shipped recipe, or a mapping of sections.
 
-        overrides: {"section.key": value}, replacing values of the recipe. tiny: run it on a CPU like `wfm train
-        --tiny`, with a tiny model and built-in data. Raises RecipeError for an invalid recipe.
+        overrides: {"section.key": value}, values that replace those of the recipe.
+        tiny: train a tiny model with built-in data on a CPU, like `wfm train --tiny`.
+        Raises RecipeError for an invalid recipe.
         """
         arguments = [f"{key}={_override_value(value)}" for key, value in (overrides or {}).items()]
         if isinstance(recipe, Mapping):
@@ -120,35 +123,35 @@ class Run:
     def metrics(self, *tags: str) -> list[dict[str, float]]:
         """Return the rows of metrics.jsonl in order, as {tag: value}.
 
-        tags: if given, return only rows with at least one of these tags, reduced to `step` and these tags.
+        tags: if given, return only these tags and `step`, and omit rows that have none of these tags.
         """
         from wfm_ds.runs.layout import METRICS_FILE
 
-        rows = list(_read_jsonl(self.output_dir / METRICS_FILE))
+        rows = list(read_json_rows(self.output_dir / METRICS_FILE))
         if not tags:
             return rows
         return [{k: v for k, v in row.items() if k in ("step", *tags)} for row in rows if any(t in row for t in tags)]
 
     def samples(self, step: int | None = None) -> list[ValidationSample]:
         """Return the validation samples, oldest first. If `step` is given, returns only the samples of that step."""
-        from wfm_ds.monitoring.samples import SAMPLES_FILE
+        from wfm_ds.monitoring.samples import SAMPLES_FILE, list_sample_folders
 
-        folders = (self.output_dir / "samples").glob("step_*")
-        steps = {int(folder.name.removeprefix("step_")): folder for folder in folders}
         return [
-            ValidationSample(
-                steps[number] / row["file"], number, row["prompt"], row.get("seed"), row.get("rewards") or {}
-            )
-            for number in sorted(steps)
+            ValidationSample(folder / row["file"], number, row["prompt"], row.get("seed"), row.get("rewards") or {})
+            for number, folder in list_sample_folders(self.output_dir).items()
             if step in (None, number)
-            for row in _read_jsonl(steps[number] / SAMPLES_FILE)
+            for row in read_json_rows(folder / SAMPLES_FILE)
         ]
 
 
 def _run_command(arguments: list[str], show: bool) -> None:
-    """Run a command. Raises UserError if it exits with 2 and prints `error: ...`, RunError for any other failure."""
+    """Run a command.
+
+    Raises UserError if the command prints `error: ...` and exits with code 2. Raises RunError for any other failure.
+    """
     last: deque[str] = deque(maxlen=ERROR_LINES)
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    plain = {**os.environ, "NO_COLOR": "1"}  # the output is searched for the error
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=plain) as process:
         assert process.stdout is not None
         try:
             for line in process.stdout:
@@ -177,12 +180,4 @@ def _temporary_recipe(recipe: Recipe | Mapping[str, Any]) -> Iterator[Path]:
 
 
 def _override_value(value: Any) -> str:
-    """Format a value for a command-line override, as JSON, which is valid YAML."""
     return str(value) if isinstance(value, Path) else json.dumps(value)
-
-
-def _read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file, skipping incomplete lines. Yields nothing if the file does not exist."""
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else ():
-        with contextlib.suppress(json.JSONDecodeError):
-            yield json.loads(line)

@@ -2,7 +2,7 @@
 
 --prompt "..." sets the same caption for all files. --from FILE.csv or FILE.jsonl reads one caption per file, from the
 columns or keys `file` (path relative to DIR) and `prompt`. Other columns become metadata. --layout selects the caption
-files: NAME.json or NAME.txt next to each image or video, or metas/NAME.txt of a Cosmos folder.
+files: NAME.json or NAME.txt next to each image or video, or metas/NAME.txt in a Cosmos folder.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.data.caption_table import read_rows
-from wfm_ds.data.captioned_folder import walk_paths
-from wfm_ds.data.cosmos import MEDIA_FOLDERS
+from wfm_ds.data.captioned_folder import MEDIA_FOLDERS, files_below
 from wfm_ds.data.samples import MEDIA_SUFFIXES, is_encodable
 from wfm_ds.errors import DataError
 from wfm_ds.program import CommandParser, run_command
@@ -30,10 +29,9 @@ Caption = Mapping[str, Any]
 
 
 def media_files(folder: Path) -> list[Path]:
-    """Return all images and videos below a folder, sorted. Raises DataError if there are none."""
     if not folder.is_dir():
         raise DataError(f"{folder} is not a folder")
-    files = sorted(path for path in walk_paths(folder) if path.suffix.lower() in MEDIA_SUFFIXES)
+    files = sorted(path for path in map(Path, files_below(folder)) if path.suffix.lower() in MEDIA_SUFFIXES)
     if not files:
         raise DataError(f"{folder} has no images or videos")
     return files
@@ -42,8 +40,8 @@ def media_files(folder: Path) -> list[Path]:
 def read_caption_table(table: Path) -> dict[str, Caption]:
     """Return {file: caption} from a .csv or .jsonl table. Raises DataError for an invalid row or a duplicate file."""
     captions: dict[str, Caption] = {}
-    for table_row in read_rows(table):
-        row, where = dict(table_row.values), f"{table}: {table_row.location}"
+    for location, row in read_rows(table).items():
+        where = f"{table}: {location}"
         file, prompt = row.pop("file", None), row.get("prompt")
         if not isinstance(file, str) or not file or not isinstance(prompt, str) or not prompt.strip():
             raise DataError(f"{where} has no `file` or no `prompt`")
@@ -58,8 +56,8 @@ def read_caption_table(table: Path) -> dict[str, Caption]:
 def plan_captions(folder: Path, captions: Mapping[str, Caption], layout: str = "json") -> dict[Path, Caption]:
     """Return {caption file to write: its caption}.
 
-    captions: {media path relative to `folder`: caption}. Raises DataError if the paths are not exactly the media files
-    in the folder, or if the layout cannot store the captions.
+    captions: {media path relative to `folder`: caption}. Raises DataError if a media file has no
+    caption, if a caption has no media file, or if the layout cannot store the captions.
     """
     media = {path.relative_to(folder).as_posix(): path for path in media_files(folder)}
     for problem, names in (
@@ -80,7 +78,6 @@ def plan_captions(folder: Path, captions: Mapping[str, Caption], layout: str = "
 
 
 def caption_path(folder: Path, media_file: Path, layout: str) -> Path:
-    """Return the caption file of an image or video. Raises DataError if it is not where layout `cosmos` expects it."""
     if layout != "cosmos":
         return media_file.with_suffix(f".{layout}")
     top, *inner = media_file.relative_to(folder).parts

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 
-from wfm_ds.cli.train import parse_positive_int
-from wfm_ds.program import CommandParser
+from wfm_ds.cli.sampling_options import parse_positive
+from wfm_ds.program import CommandParser, collect_garbage_rarely
 
 
 def parser() -> CommandParser:
@@ -18,7 +19,7 @@ def parser() -> CommandParser:
     )
     p.add_recipe_arguments()
     p.add_argument(
-        "--gpus", type=parse_positive_int, metavar="N", help="number of GPUs (default: all here, else the minimum)"
+        "--gpus", type=parse_positive, metavar="N", help="number of GPUs (default: all here, else the minimum)"
     )
     p.add_argument("--tiny", action="store_true", help="check the tiny version that wfm train --tiny runs")
     p.add_argument("--json", action="store_true", help="print one JSON object with sizes in bytes")
@@ -30,30 +31,33 @@ def parser() -> CommandParser:
 
 def run(args: argparse.Namespace) -> None:
     from wfm_ds.cli.doctor.command import count_visible_gpus
-    from wfm_ds.distributed.accelerator import choose_accelerator, deterministic_kernels
+    from wfm_ds.distributed.accelerator import choose_accelerator, deterministic_kernels, is_accelerator_present
     from wfm_ds.distributed.logs import quiet_libraries
     from wfm_ds.recipe import file as recipe_file
 
     quiet_libraries()
-    choose_accelerator()
-    visible = args.gpus or count_visible_gpus()
+    visible = args.gpus or (count_visible_gpus() if is_accelerator_present() else 0)
     if args.tiny:
         from wfm_ds.demos.tiny_data import load_tiny_recipe
 
         recipe = load_tiny_recipe(args.recipe, args.overrides, world_size=visible or 1)
     else:
         recipe = recipe_file.load_recipe(args.recipe, args.overrides)
-    from wfm_ds.training.run_check import check_run
+    from wfm_ds.training.early_checks import check_early
 
     ranks = visible or recipe.engine.sequence_parallel
-    with deterministic_kernels(recipe.engine.deterministic):
-        report = check_run(recipe, ranks, overwrite=args.overwrite)
+    check_early(recipe, ranks, overwrite=args.overwrite)
+    with collect_garbage_rarely():
+        choose_accelerator()
+        from wfm_ds.training.preflight import check_run
+
+        with deterministic_kernels(recipe.engine.deterministic):
+            report = check_run(recipe, ranks, overwrite=args.overwrite)
     if args.json:
         sys.stdout.write(json.dumps(report.to_json()) + "\n")
         return
     sys.stdout.write(f"{report}\n")
     processes = f"{ranks} process{'' if ranks == 1 else 'es'}"
-    tiny = " --tiny" if args.tiny else ""
-    sys.stdout.write(
-        f"ready: {processes}, {recipe.run.steps} steps; next: wfm train {args.recipe}{tiny} --gpus {ranks}\n"
-    )
+    command = ["wfm", "train", str(args.recipe), *args.overrides, *(["--tiny"] if args.tiny else [])]
+    command += ["--gpus", str(ranks), *(["--overwrite"] if args.overwrite else [])]
+    sys.stdout.write(f"ready: {processes}, {recipe.run.steps} steps; next: {shlex.join(command)}\n")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from wfm_ds.checkpoint.remote_store import open_locally
-    from wfm_ds.memory.out_of_memory import explain_out_of_memory
+    from wfm_ds.memory.advice import explain_out_of_memory
 
     with open_locally(args.checkpoint, args.out.parent) as args.checkpoint:
         with explain_out_of_memory(torch.device("cpu"), lambda phase: memory_advice(args), lambda: None):
@@ -82,7 +81,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def memory_advice(args: argparse.Namespace) -> list[str]:
-    """Return suggestions to print if the conversion runs out of memory."""
     from wfm_ds.checkpoint import checkpoint_weights
 
     merge = ["--merge (omit it: the LoRA alone is small)"] if args.merge else []
@@ -132,7 +130,6 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 
 def convert_run_lora(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
-    """Export the LoRA of a run's checkpoint and convert it to the requested layout."""
     with temporary_folder(args.out) as folder:
         plain = argparse.Namespace(**vars(args) | {"out": folder / "export", "layout": None, "bake_alpha": False})
         export_run(checkpoint, plain)
@@ -142,9 +139,11 @@ def convert_run_lora(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
 @contextlib.contextmanager
 def temporary_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder next to `out`, so that it is on the same disk."""
+    from wfm_ds.storage import atomic
+
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".wfm-convert-") as folder:
-        yield Path(folder)
+    with atomic.temporary_folder(out.parent, ".wfm-convert-") as folder:
+        yield folder
 
 
 def export_run(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
@@ -162,23 +161,27 @@ def export_run(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
         weights = CheckpointWeights(cuts, target, settings["lora"])
         policy = choose_policy(weights, args.policy)
         source: TensorSource = weights
+        if args.merge and settings["lora"] is None:
+            raise UserError(f"{checkpoint.path} has full weights and no LoRA: omit --merge")
         if args.merge:
-            source = MergedAdapter(weights, require_lora(settings["lora"], checkpoint.path), target)
+            source = MergedAdapter(weights, settings["lora"], target)
         return write_export(target, source, args, policy=policy, dtype=args.dtype or settings["dtype"])
 
 
 def read_export_settings(cuts: ShardedStates) -> dict[str, Any]:
-    """Return the settings {"base", "parts", "call", "dtype", "lora"} of a checkpoint.
+    """Return the export settings of a checkpoint as {name: value}.
 
-    Raises UserError if one of them is missing.
+    Raises UserError if base, parts, call, dtype or lora is missing.
     """
-    from wfm_ds.checkpoint.rank_state import EXPORT_KEY
+    from wfm_ds.export.lora_settings import check_settings
 
-    settings: dict[str, Any] = cuts.read_metadata(0).get(EXPORT_KEY, {})
+    settings: dict[str, Any] = cuts.read_metadata(0).export.model_dump(exclude_unset=True)
     if missing := sorted({"base", "parts", "call", "dtype", "lora"} - settings.keys()):
         raise UserError(
             f"{cuts.folder} lacks export settings ({', '.join(missing)}); resume its run, then convert a new checkpoint"
         )
+    if settings["lora"] is not None:
+        settings["lora"] = check_settings(settings["lora"], str(cuts.folder))
     return settings
 
 
@@ -191,12 +194,6 @@ def choose_policy(weights: CheckpointWeights, requested: str | None) -> str:
             f"{weights.sharded_states.folder} has no policy {requested}; choose one of {', '.join(policies)}"
         )
     return requested
-
-
-def require_lora(settings: dict[str, Any] | None, path: Path) -> dict[str, Any]:
-    if settings is None:
-        raise UserError(f"{path} has full weights and no LoRA: omit --merge")
-    return settings
 
 
 def require_no_policy(policy: str | None, path: Path) -> None:
@@ -216,27 +213,27 @@ def convert_lora(path: Path, args: argparse.Namespace) -> str:
     from wfm_ds.export.target import ExportTarget
     from wfm_ds.export.weights import LORA_FOLDER, new_export_folder, write_lora
 
-    if not is_intermediate_file(path, args):
+    if path.resolve() == Path(args.checkpoint).resolve():  # else an intermediate file
         require_no_policy(args.policy, path)
     layout: str = args.layout or "diffusers"
     if args.merge and args.base is None:
         raise UserError(f"{path} is a LoRA: --merge needs its base pipeline, set --base")
     base = find_base_folder(path, args)
-    source, names = read_lora(path, base)
+    source, family = read_lora(path, base)
     target = None if args.base is None else ExportTarget(args.base.absolute(), source.parts)
     if args.merge and target is not None:
         merged = MergedAdapter(source, source.settings, target)
         return write_export(target, merged, args, policy="train", dtype=args.dtype or "bfloat16")
     require_float32(args.dtype)
     if layout in FILE_LAYOUTS:
-        if names is None:
+        if family is None:
             raise UserError(f"{path}: the layer names match several model families; set --base")
         args.out.parent.mkdir(parents=True, exist_ok=True)
         files = write_layout(
             source,
             args.out,
             layout,
-            names,
+            family,
             bake_alpha=args.bake_alpha,
             weight=None if base is None else base_weight_readers(base),
         )
@@ -255,15 +252,10 @@ def convert_lora(path: Path, args: argparse.Namespace) -> str:
     return f"wrote the LoRA to {args.out / LORA_FOLDER}; its layers were not checked (set --base PIPELINE to check)"
 
 
-def is_intermediate_file(path: Path, args: argparse.Namespace) -> bool:
-    """Return True if `path` is an intermediate result, not the checkpoint that the user named."""
-    return path.resolve() != Path(args.checkpoint).resolve()
-
-
 def find_base_folder(path: Path, args: argparse.Namespace) -> Path | None:
-    """Return --base if it is set, otherwise the base folder named in the LoRA.
+    """Return the base model's folder: --base if it is set, otherwise the folder that the LoRA file names.
 
-    Returns None if this folder is not a pipeline.
+    Returns None if the LoRA file names no folder that contains a pipeline.
     """
     from wfm_ds.export.lora_file import read_base_model
     from wfm_ds.export.pipeline_folder import INDEX_FILE
@@ -324,7 +316,8 @@ def write_export(
 ) -> str:
     import torch
 
-    from wfm_ds.export.weights import export_weights, loading_lines
+    from wfm_ds.export.loading_code import loading_lines
+    from wfm_ds.export.weights import export_weights
 
     if source.uses_lora:
         require_float32(args.dtype)

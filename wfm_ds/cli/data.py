@@ -34,6 +34,7 @@ def parser() -> CommandParser:
     p.add_argument("folder", type=Path, help="folder with images or videos and their captions (docs/data.md)")
     p.add_argument("--prompt", help="data.prompt: caption for images and videos without one")
     p.add_argument("--caption-column", metavar="NAME", help="data.caption_column: table column with the captions")
+    p.key_options = {"data.prompt": "--prompt", "data.caption_column": "--caption-column"}
     return p
 
 

@@ -15,7 +15,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from wfm_ds.cli.generate import add_sampling_options, parse_positive
+from wfm_ds.cli.sampling_options import (
+    KEY_OPTIONS,
+    add_sampling_options,
+    iterate_samples,
+    load_sampler,
+    memory_advice,
+    parse_positive,
+    require_empty,
+    sampling_summary,
+)
 from wfm_ds.errors import UserError
 from wfm_ds.program import CommandParser
 
@@ -31,8 +40,6 @@ if TYPE_CHECKING:
     from wfm_ds.rollout.rewards import RewardClient
     from wfm_ds.types import Prompt, Score
 
-    PromptAndSeed = tuple[Prompt, int]
-
 PAGE_FILE, JSON_FILE, CSV_FILE = "index.html", "evaluation.json", "evaluation.csv"
 VERDICT_EXIT_CODE = 3  # exit code if a model gets the verdict named by --fail-on
 VERDICTS = ("hacked", "improved", "unconfirmed", "no gain", "cannot tell")
@@ -42,6 +49,8 @@ SAMPLING_OPTIONS = {  # {option: key of the recipe section `sampling` that provi
     "frames": "num_frames",
     "fps": "fps",
     "steps": "eval_steps",
+    "grid": "eval_grid",
+    "shift": "grid_shift",
     "solver": "eval_solver",
     "guidance": "guidance_scale",
     "guidance_low": "guidance_scale_low",
@@ -52,6 +61,7 @@ MODEL_OPTIONS = (
     *("max_sequence_length", "prompt_template", "guardrail", "family", "vae_dtype", "attention"),
     "embedded_guidance",
 )
+MAX_PROMPT_BATCH = 8  # samples of a prompt that are generated together by default
 MAX_SCORING_BATCH = 16  # samples per reward request
 
 
@@ -105,15 +115,15 @@ def parser() -> CommandParser:
         "--timeout", type=parse_positive, default=600, metavar="S", help="seconds to wait for scores (default 600)"
     )
     p.add_argument("--revision", help="branch, tag or commit of the first model on the Hub (default main)")
-    add_sampling_options(p, requires_size=False)
+    add_sampling_options(p, requires_size=False, default_batch=f"the seeds of a prompt, at most {MAX_PROMPT_BATCH}")
     p.set_defaults(
-        **dict.fromkeys((*SAMPLING_OPTIONS, *MODEL_OPTIONS))
+        **dict.fromkeys(("batch", *SAMPLING_OPTIONS, *MODEL_OPTIONS))
     )  # unset: from the recipe, else from wfm generate
+    p.key_options = {**KEY_OPTIONS, "model.path": "MODEL"}
     return p
 
 
 def parse_names(text: str) -> list[str]:
-    """Split comma-separated names. Raises ArgumentTypeError if there are none or duplicates."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or len(set(parts)) < len(parts):
         raise argparse.ArgumentTypeError(f"{text!r} must be a list of distinct names")
@@ -136,7 +146,6 @@ def run(args: argparse.Namespace) -> int:
     quiet_libraries()  # before the imports, during which they log most
     choose_accelerator()
     from wfm_ds.cli.evaluation_models import resolve_models
-    from wfm_ds.cli.generate import require_empty
     from wfm_ds.data.prompts import load_prompt_file
 
     prompts = load_prompt_file(args.prompts)
@@ -144,47 +153,57 @@ def run(args: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
         entries = resolve_models(args.models, args.out.absolute(), args.revision, stack)
         recipe = next((entry.recipe for entry in entries if entry.recipe is not None), None)
-        fill_options(args, entries[0], recipe)
+        fill_options(args, entries, recipe)
         functions = select_functions(args, entries, prompts)
         evaluation = evaluate_models(args, entries, prompts, functions)
     write_report(args.out, evaluation)
     return VERDICT_EXIT_CODE if any(other.verdict.name == args.fail_on for other in evaluation.comparisons) else 0
 
 
-def fill_options(args: argparse.Namespace, base: EvaluatedModel, recipe: Recipe | None) -> None:
+def fill_options(args: argparse.Namespace, entries: Sequence[EvaluatedModel], recipe: Recipe | None) -> None:
     """Set omitted options in `args` from the recipe, or else to the defaults of `wfm generate`.
 
-    Without a recipe, height and width come from the pipeline. Raises UserError if the pipeline has no default size.
+    Options that the recipe does not set come from the call.json of the trained models or of the base model. Raises
+    UserError if the pipeline has no default size, or if the options do not fit together.
     """
-    from wfm_ds.cli import generate
+    from wfm_ds.cli.call_defaults import fill_from_call
     from wfm_ds.models import registry
-    from wfm_ds.models.assets.loading import read_call_json
 
-    values: dict[str, Any] = {name: generate.parser().get_default(name) for name in (*SAMPLING_OPTIONS, *MODEL_OPTIONS)}
+    defaults = argparse.ArgumentParser()
+    add_sampling_options(defaults)
+    values: dict[str, Any] = {name: defaults.get_default(name) for name in (*SAMPLING_OPTIONS, *MODEL_OPTIONS)}
     if recipe is not None:
         values |= {name: getattr(recipe.sampling, key) for name, key in SAMPLING_OPTIONS.items()}
         values |= {name: getattr(recipe.model, name) for name in MODEL_OPTIONS}
+        is_even = (args.grid or values["grid"]) == "even"
+        if not is_even:  # the shift is that of the rollouts
+            values["shift"] = None
+        if values["solver"] == ("dpm2" if is_even else "cps"):  # --grid is not that of the recipe
+            values["solver"] = None
+    values["batch"] = min(args.seeds, MAX_PROMPT_BATCH)
     for name, value in values.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    if args.height is None or args.width is None:
-        call_defaults = read_call_json(registry.resolve_pipeline(base.model, args.family, base.revision, weights=False))
-        for name in ("height", "width"):
-            value = getattr(args, name) or call_defaults.get(name)
-            if value is None:
-                raise UserError(
-                    f"--{name} is required: no run recipe found, and {base.argument}/call.json has no {name}"
-                )
-            setattr(args, name, value)
+    folders = [
+        entry.lora or registry.resolve_pipeline(entry.model, args.family, entry.revision, weights=False)
+        for entry in (*entries[1:], entries[0])
+    ]
+    call = fill_from_call(args, entries[0].model, folders[-1], folders)
+    for name in ("height", "width"):
+        if getattr(args, name) is None and call.get(name) is None:
+            raise UserError(
+                f"--{name} is required: no run recipe found, and {entries[0].argument}/call.json has no {name}"
+            )
+        setattr(args, name, getattr(args, name) or call[name])
 
 
 def select_functions(
     args: argparse.Namespace, entries: Sequence[EvaluatedModel], prompts: Sequence[Prompt]
 ) -> dict[str, RewardFunction]:
-    """Return {name: reward settings} for --rewards and --held-out, with the reward options of the runs.
+    """Return {reward name: settings} for the rewards in --rewards and --held-out.
 
-    Raises UserError if a reward is unknown or cannot score these prompts, if runs use different options for a reward,
-    or if a held-out reward was used for training.
+    The default of --rewards and all reward options come from the runs. Raises UserError if a reward is unknown
+    or cannot score these prompts, if runs use different options for it, or if a held-out reward was used for training.
     """
     from wfm_ds.models import registry
     from wfm_ds.recipe.sections import RewardFunction
@@ -218,7 +237,6 @@ def select_functions(
 
 
 def run_functions(recipe: Recipe | None) -> list[RewardFunction]:
-    """Return the rewards of a run's recipe, including rewards with weight 0. Returns [] without a recipe or rewards."""
     return [] if recipe is None or recipe.reward is None else recipe.reward.functions
 
 
@@ -233,32 +251,36 @@ def evaluate_models(
     functions: Mapping[str, RewardFunction],
 ) -> EvaluationResults:
     """Generate and score the samples of one model after another, with one model in memory at a time."""
-    from wfm_ds.cli.generate import memory_advice, sampling_summary
+    import torch
+
     from wfm_ds.evaluation.diversity import load_embedder
     from wfm_ds.evaluation.results import compare_models
-    from wfm_ds.memory.out_of_memory import explain_out_of_memory
+    from wfm_ds.memory.advice import explain_out_of_memory
     from wfm_ds.models.assets.loading import select_device
 
     device = select_device(args.device)
-    eye, seeds = load_embedder(args.diversity, device), list(range(args.seeds))
+    eye = load_embedder(args.diversity, device)
     measured: list[ModelResults] = []
     settings: dict[str, str] = {}
     with open_reward_client(list(functions.values()), args.timeout) as rewards:
         for entry in entries:
             with explain_out_of_memory(device, lambda phase: memory_advice(args, device), lambda: None):
-                sampler = load_model_sampler(args, entry)
+                check_text_only(args, entry)
+                sys.stderr.write(f"loading {entry.argument}\n")
+                options = {"model": entry.model, "pipeline": None, "lora": entry.lora, "revision": entry.revision}
+                sampler = load_sampler(argparse.Namespace(**{**vars(args), **options}))
                 sampler.model.check_prompts([prompt.text for prompt in prompts])
                 settings = {"sampling": sampling_summary(sampler.settings), "solver": sampler.eval_solver}
                 settings |= {"dtype": str(sampler.model.dtype).removeprefix("torch."), "prompts": args.prompts.name}
-                measured.append(
-                    ModelEvaluator(args, entry, sampler, rewards, list(functions), eye).measure_model(prompts, seeds)
-                )
+                measured.append(measure_model(args, entry, sampler, rewards, eye, prompts))
             del sampler
-            free_memory()
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
     base, *others = measured
     return compare_models(
         prompts=prompts,
-        seeds=seeds,
+        seeds=list(range(args.seeds)),
         rewards=list(functions),
         base=base,
         others=[
@@ -268,15 +290,6 @@ def evaluate_models(
         embedder_name=eye.name,
         settings=settings,
     )
-
-
-def load_model_sampler(args: argparse.Namespace, entry: EvaluatedModel) -> Sampler:
-    from wfm_ds.cli.generate import load_sampler
-
-    check_text_only(args, entry)
-    sys.stderr.write(f"loading {entry.argument}\n")
-    options = {**vars(args), "model": entry.model, "pipeline": None, "lora": entry.lora, "revision": entry.revision}
-    return load_sampler(argparse.Namespace(**options))
 
 
 def check_text_only(args: argparse.Namespace, entry: EvaluatedModel) -> None:
@@ -294,14 +307,6 @@ def check_text_only(args: argparse.Namespace, entry: EvaluatedModel) -> None:
         )
 
 
-def free_memory() -> None:
-    import torch
-
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
 @contextlib.contextmanager
 def open_reward_client(functions: Sequence[RewardFunction], timeout_s: float) -> Iterator[RewardClient]:
     """Start a reward service and yield a client for it.
@@ -309,7 +314,8 @@ def open_reward_client(functions: Sequence[RewardFunction], timeout_s: float) ->
     Raises RewardError, and keeps the service's log file, if the service fails to start.
     """
     from wfm_ds.recipe.sections import RewardRecipe
-    from wfm_ds.rollout.rewards import RewardClient, RewardService
+    from wfm_ds.rollout.reward_service import RewardService
+    from wfm_ds.rollout.rewards import RewardClient
 
     reward = RewardRecipe(functions=list(functions), timeout_s=timeout_s, start_timeout_s=timeout_s)
     folder = Path(tempfile.mkdtemp(prefix="wfm-evaluate-"))
@@ -322,96 +328,76 @@ def open_reward_client(functions: Sequence[RewardFunction], timeout_s: float) ->
     shutil.rmtree(folder, ignore_errors=True)
 
 
-class ModelEvaluator:
-    """Generates the samples of one model and writes them to --out.
+def measure_model(
+    args: argparse.Namespace,
+    entry: EvaluatedModel,
+    sampler: Sampler,
+    rewards: RewardClient,
+    eye: SampleEmbedder,
+    prompts: Sequence[Prompt],
+) -> ModelResults:
+    """Generate, write and score one sample per prompt and seed. Raises UserError if files cannot be written.
 
     A batch is scored while the next one is generated.
     """
+    import numpy as np
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        entry: EvaluatedModel,
-        sampler: Sampler,
-        rewards: RewardClient,
-        reward_names: Sequence[str],
-        eye: SampleEmbedder,
-    ) -> None:
-        self.entry, self.sampler, self.rewards, self.reward_names, self.eye = entry, sampler, rewards, reward_names, eye
-        self.folder, self.batch = args.out / entry.name, args.batch
-        self.failures: dict[str, dict[str, Score]] = {}
+    from wfm_ds.distributed.progress import show_wait, track_progress
+    from wfm_ds.evaluation.diversity import prompt_diversity
+    from wfm_ds.evaluation.results import ModelResults
+    from wfm_ds.monitoring.samples import write_sample_file, write_table
+    from wfm_ds.rollout.rewards import submit_finite_samples
 
-    def measure_model(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> ModelResults:
-        """Generate, write and score one sample per prompt and seed. Raises UserError if files cannot be written."""
-        from wfm_ds.evaluation.diversity import prompt_diversity
-        from wfm_ds.evaluation.results import ModelResults
-        from wfm_ds.monitoring.samples import write_sample_file, write_table
-
-        items = [(prompt, seed) for prompt in prompts for seed in seeds]
-        lines: list[dict[str, Any]] = []
-        sizes: list[tuple[int, int]] = []
-        vectors: list[Array | None] = []
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for sample, finite in self.generate_samples(items):
-            lines.append(write_sample_file(self.folder, len(lines), sample))
+    items = [(prompt, seed) for prompt in prompts for seed in range(args.seeds)]
+    folder = args.out / entry.name
+    failures: dict[str, dict[str, Score]] = {}
+    lines: list[dict[str, Any]] = []
+    sizes: list[tuple[int, int]] = []
+    vectors: list[Array | None] = []
+    pending: list[tuple[GeneratedSample, bool]] = []
+    folder.mkdir(parents=True, exist_ok=True)
+    generated = iterate_samples(sampler, items, args.batch)
+    with track_progress(generated, f"generating samples of {entry.name}", total=len(items)) as tracked:
+        for number, (sample, finite) in enumerate(tracked, 1):
+            lines.append(write_sample_file(folder, len(lines), sample))
             sizes.append((sample.frames.shape[1], sample.frames.shape[2]))
-            vectors.append(self.eye.embed(sample.frames) if finite else None)
-            sys.stderr.write(f"{self.entry.name}: {len(lines)} of {len(items)}\n")
-        scores = self.rewards.wait() | self.failures
-        samples = [scores[str(index)] for index in range(len(items))]
-        values = [{name: score.value for name, score in sample.items()} for sample in samples]
-        write_table(self.folder, [{**line, "rewards": value} for line, value in zip(lines, values, strict=True)])
-        return ModelResults(
-            name=self.entry.name,
-            path=self.entry.argument,
-            files=[f"{self.entry.name}/{line['file']}" for line in lines],
-            sizes=sizes,
-            samples=samples,
-            diversity=prompt_diversity(vectors, len(seeds)) if len(seeds) > 1 else None,
-        )
-
-    def generate_samples(self, items: Sequence[PromptAndSeed]) -> Iterator[tuple[GeneratedSample, bool]]:
-        """Yield (sample, whether its latents are finite) in the order of `items`.
-
-        Sends each sample to the reward service.
-        """
-        from wfm_ds.cli.generate import iterate_samples
-
-        pending: list[tuple[GeneratedSample, bool]] = []
-        for number, sample in enumerate(iterate_samples(self.sampler, items, self.batch), 1):
-            pending.append(sample)
-            if len(pending) == MAX_SCORING_BATCH or number == len(items) or number % self.batch == 0:
-                self.submit_batch(pending, number - len(pending), items)
+            vectors.append(eye.embed(sample.frames) if finite else None)
+            pending.append((sample, finite))
+            if len(pending) == MAX_SCORING_BATCH or number == len(items) or number % args.batch == 0:
+                indices = range(number - len(pending), number)
+                failures |= submit_finite_samples(
+                    rewards,
+                    np.stack([sample.pixels for sample, _ in pending]),
+                    [finite for _, finite in pending],
+                    list(map(str, indices)),
+                    [items[index][0] for index in indices],
+                    sample.fps,
+                )
                 pending = []
-            yield sample
-
-    def submit_batch(
-        self, samples: Sequence[tuple[GeneratedSample, bool]], first: int, items: Sequence[PromptAndSeed]
-    ) -> None:
-        import numpy as np
-
-        from wfm_ds.rollout.scores import submit_finite_samples
-
-        self.failures |= submit_finite_samples(
-            self.rewards,
-            self.reward_names,
-            np.stack([sample.pixels for sample, _ in samples]),
-            [finite for _, finite in samples],
-            [str(first + offset) for offset in range(len(samples))],
-            [prompt for prompt, _ in items[first : first + len(samples)]],
-            samples[0][0].fps,
-        )
+    with show_wait("waiting for the rewards"):
+        scores = rewards.wait() | failures
+    samples = [scores[str(index)] for index in range(len(items))]
+    values = [{name: score.value for name, score in sample.items()} for sample in samples]
+    write_table(folder, [{**line, "rewards": value} for line, value in zip(lines, values, strict=True)])
+    return ModelResults(
+        name=entry.name,
+        path=entry.argument,
+        files=[f"{entry.name}/{line['file']}" for line in lines],
+        sizes=sizes,
+        samples=samples,
+        diversity=prompt_diversity(vectors, args.seeds) if args.seeds > 1 else None,
+    )
 
 
 def training_rewards(
     recipe: Recipe | None, args: argparse.Namespace, measured: Sequence[str], base: ModelResults
 ) -> TrainedRewards:
-    """Return the rewards that a model was trained on, according to its recipe. Without a recipe, use --rewards.
+    """Return the rewards that a model was trained on. They come from its recipe or, without one, from --rewards.
 
     measured: names of all measured rewards. base: results of the base model.
     """
-    from wfm_ds.evaluation.results import TrainedRewards
-    from wfm_ds.evaluation.score_arrays import scores_by_reward, unit_std_reward_recipe
+    from wfm_ds.evaluation.results import TrainedRewards, scores_by_reward, unit_std_reward_recipe
+    from wfm_reward.registry import get_reward_class
 
     names = training_reward_names(recipe) if recipe is not None else list(args.rewards or [])
     measured_names = [name for name in names if name in measured]
@@ -421,21 +407,13 @@ def training_rewards(
         reward = recipe.reward.model_copy(update={"functions": functions})
     elif measured_names:
         reward = unit_std_reward_recipe(measured_names, scores_by_reward(base.samples, args.seeds))
-    backbones = {reward_backbone(name) for name in names} - {""}
-    related = frozenset(name for name in measured if name not in names and reward_backbone(name) in backbones)
+    backbones = {get_reward_class(name).backbone for name in names} - {""}
+    related = frozenset(name for name in measured if name not in names and get_reward_class(name).backbone in backbones)
     return TrainedRewards(names=names, reward=reward, related=related)
 
 
-def reward_backbone(reward: str) -> str:
-    from wfm_reward import registry
-
-    return registry.get_reward_class(reward).backbone
-
-
 def write_report(out: Path, evaluation: EvaluationResults) -> None:
-    """Write the report as HTML, JSON and CSV files into `out`, and print its tables."""
-    from wfm_ds.evaluation.html_page import render_page
-    from wfm_ds.evaluation.report import format_csv, format_json, format_text
+    from wfm_ds.evaluation.report import format_csv, format_json, format_text, render_page
     from wfm_ds.storage import atomic
 
     for name, content in (

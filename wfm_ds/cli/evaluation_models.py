@@ -36,8 +36,8 @@ def resolve_models(
 ) -> list[EvaluatedModel]:
     """Return the models to evaluate, the base model first.
 
-    The base model of a run is inserted at the front if the first argument is a LoRA, or if the only argument is a run
-    or its export. Remote exports are downloaded, and removed when `stack` closes. Raises UserError if an argument
+    If the first argument is a LoRA, or if the only argument is a run or its export, the base model of the run is added
+    first. Remote exports are downloaded. The downloads are removed when `stack` closes. Raises UserError if an argument
     cannot be evaluated.
     """
     models: list[EvaluatedModel] = []
@@ -86,7 +86,6 @@ def find_newest_export(folder: Path, is_run: bool) -> Path:
 
 
 def find_adapter(folder: Path) -> Path | None:
-    """Return the folder with LoRA weights: `folder` or `folder`/lora. Returns None if neither contains LoRA weights."""
     name = LORA_FILES[LORA_PREFIX]
     if (folder / INDEX_FILE).exists():
         return None
@@ -94,7 +93,6 @@ def find_adapter(folder: Path) -> Path | None:
 
 
 def base_model(argument: str, recipe: Recipe | None) -> EvaluatedModel:
-    """Return the base model named in a run's recipe. Raises UserError if `recipe` is None."""
     if recipe is None:
         raise UserError(f"{argument} is a LoRA without a run: put its base model first")
     path = str(recipe.model.path)

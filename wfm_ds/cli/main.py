@@ -16,10 +16,13 @@ from wfm_ds.errors import UserError
 from wfm_ds.program import run_command, run_with_exit_code
 
 COMMANDS = {
-    "init": ("wfm_ds.cli.init", "write a recipe for your data and a model"),
+    "init": ("wfm_ds.cli.init.command", "write a recipe for your data and a model"),
     "train": ("wfm_ds.cli.train", "train a recipe on one or several machines"),
+    "launch": ("wfm_ds.cli.launch", "write or submit the job of a recipe: SLURM, Kubernetes, SkyPilot, ssh"),
     "check": ("wfm_ds.cli.check", "check a recipe, its data, model and rewards without training"),
+    "fetch": ("wfm_ds.cli.fetch", "download the model, prompts and reward weights of a recipe"),
     "recipes": ("wfm_ds.cli.recipes", "list, show or copy the shipped recipes"),
+    "schema": ("wfm_ds.cli.schema", "write the JSON schema of recipes, for editors"),
     "models": ("wfm_ds.cli.models", "list the model families, or describe a pipeline folder"),
     "models check": ("wfm_ds.cli.models_check", "check your own model family against its diffusers pipeline"),
     "models tiny": ("wfm_ds.cli.models_tiny", "write a tiny random pipeline or language model"),
@@ -35,7 +38,9 @@ COMMANDS = {
     "doctor": ("wfm_ds.cli.doctor.command", "check this machine and the requirements of a recipe"),
     "migrate": ("wfm_ds.cli.migrate", "convert a Cosmos-RL configuration to a recipe"),
     "quickstart": ("wfm_ds.cli.quickstart", "train a small demo model from scratch and improve it with RL"),
+    "completion": ("wfm_ds.cli.completion", "print the script with which bash or zsh completes commands"),
     "data": ("wfm_ds.cli.data", "show how a folder of images or videos with captions is read"),
+    "data prompts": ("wfm_ds.cli.prompts", "download a published prompt set"),
     "data captions": ("wfm_ds.cli.captions", "write captions for the images and videos in a folder"),
     "data embeddings": ("wfm_ds.data.embeddings", "convert the text embeddings of a Cosmos folder"),
     "data prepare": ("wfm_ds.data.prepare", "fill the cache of text embeddings and latents of a recipe"),
@@ -71,7 +76,6 @@ def add_current_folder() -> None:
 
 
 def run_subcommand(arguments: Sequence[str]) -> int:
-    """Run the command and return its exit code. Raises UserError if the command is unknown."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         sys.stdout.write(format_overview())
         return 0
@@ -95,7 +99,6 @@ def format_overview() -> str:
 
 
 def find_command(arguments: Sequence[str]) -> str:
-    """Return the command at the start of the arguments. If it is unknown, raises UserError with suggestions."""
     for count in (2, 1):
         if (name := " ".join(arguments[:count])) in COMMANDS:
             return name

@@ -21,6 +21,7 @@ def parser() -> CommandParser:
     p.add_argument("path", nargs="?", help="a diffusers pipeline folder, owner/name on the Hub, or tiny:FAMILY")
     p.add_argument("--revision", help="branch, tag or commit on the Hub (default main)")
     p.add_argument("--download", action="store_true", help="also download the weights from the Hub")
+    p.key_options = {"model.path": "PATH", "model.revision": "--revision"}
     return p
 
 
@@ -60,7 +61,7 @@ def describe_model(path: str, revision: str | None = None, *, weights: bool = Fa
         "pipeline": index["_class_name"],
         "family": f"{family.family}, supported",
         "folder": str(folder),
-        "LoRA on": ", ".join(family.default_lora_targets) + " (lora.targets)",
+        "LoRA on": ", ".join(family.default_lora_targets) + " (lora.target_modules)",
     }
     components = (name for name, value in index.items() if isinstance(value, list) and value[0] is not None)
     sizes = {name: weight_bytes(folder / name) for name in components}

@@ -40,10 +40,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the checks, print a line for each, and return the exit code.
-
-    Raises ModelError if the model cannot be loaded.
-    """
     from wfm_ds.contract.case import Case
     from wfm_ds.contract.checks import run_checks
     from wfm_ds.contract.family_under_test import FamilyUnderTest
@@ -69,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def import_case(path: str) -> Case:
-    """Import the `Case` object at `path` (package.module:NAME). Raises ModelError if it is missing or not a Case."""
     from wfm_ds.contract.case import Case
 
     module_name, _, name = path.partition(":")

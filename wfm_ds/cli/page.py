@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from wfm_ds.errors import UserError
-from wfm_ds.program import CommandParser, run_command
+from wfm_ds.program import CommandParser
 
 
 def parser() -> CommandParser:
@@ -23,15 +22,7 @@ def parser() -> CommandParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
-
-
 def run(args: argparse.Namespace) -> None:
-    """Write the page of each run.
-
-    Raises UserError, before writing any page, if a folder is not the output folder of a run.
-    """
     from wfm_ds.monitoring.run_page import write_page
     from wfm_ds.runs.layout import METRICS_FILE
 
@@ -50,9 +41,9 @@ def run(args: argparse.Namespace) -> None:
 
 
 def record_page(folder: Path) -> None:
-    """Add the page to the record file of the run, if it has one.
+    """Add the page to the run's record file, if that file exists.
 
-    `wfm train --overwrite` removes only files that are listed there.
+    `wfm train --overwrite` removes only files that the record file lists.
     """
     from wfm_ds.runs import layout
     from wfm_ds.storage import atomic

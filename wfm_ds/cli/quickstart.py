@@ -1,36 +1,36 @@
 """`wfm quickstart`: train a small model from scratch by SFT, improve it by DiffusionNFT, and report the result.
 
-Both runs use the ordinary training command with the demo's recipes in recipes/.
+All runs use the ordinary training command with the demo's recipes in recipes/. The demo `fewstep` distills the result
+of the demo `digits`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from wfm_ds.demos.base import Demo, find_sft_pipeline
 from wfm_ds.errors import UserError
-from wfm_ds.program import CommandParser, run_command
+from wfm_ds.program import CommandParser
 from wfm_ds.recipe import shipped_recipes
 
 MARKER_FILE = "QUICKSTART"
-DEMOS = ("digits", "shapes", "actions")
-OLD_NAMES = {
-    "digits": "digits",
-    "moving": "shapes",
-    "world": "actions",
-}  # {value of --world, the old name of --demo: demo}
-
-
-def main(argv: list[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
+SHOWN_LINE = re.compile(r"\d\d:\d\d:\d\d (?:INFO (step .*)|((?:WARNING|ERROR|CRITICAL) .*))")
+"""Lines of a training's log that the quickstart shows: progress, evaluations, warnings and errors."""
+FEW_STEPS = "fewstep"  # starts from the result of the demo digits
+DEMOS = ("digits", "shapes", "actions", FEW_STEPS)
+DEFAULT_RL = "nft"
+OLD_NAMES = {"digits": "digits", "moving": "shapes", "world": "actions"}  # {value of --world, the former option: demo}
 
 
 def parser() -> CommandParser:
@@ -39,16 +39,24 @@ def parser() -> CommandParser:
         "--demo",
         choices=DEMOS,
         default=DEMOS[0],
-        help="handwritten digits (default), videos of moving shapes, or videos that follow actions",
+        help="handwritten digits (default), videos of moving shapes, videos that follow actions, or few-step "
+        "distillation of the digits",
     )
     p.add_argument("--world", dest="demo", type=parse_old_name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     p.add_argument(
         "--output",
         type=Path,
-        help="output folder; replaced if a quickstart has written it (default outputs/quickstart, -video or -world)",
+        help="output folder; replaced if a quickstart has written it (default outputs/quickstart, -video, -world or "
+        "-fewstep)",
     )
-    p.add_argument("--seed", type=int, default=0, help="run.seed of both runs")
-    p.add_argument("--rl", default="nft", metavar="RECIPE", help="RL recipe of the demo (default %(default)s)")
+    p.add_argument("--seed", type=int, default=0, help="run.seed of all runs")
+    p.add_argument("--rl", metavar="RECIPE", help=f"RL recipe of the demo (default {DEFAULT_RL})")
+    p.add_argument(
+        "--start",
+        type=Path,
+        help="only with --demo fewstep: folder of the digits quickstart, which runs first if the folder is empty or "
+        "does not exist (default outputs/quickstart)",
+    )
     p.add_argument(
         "--control", action="store_true", help="control experiment: shuffle the rewards, RL must not improve"
     )
@@ -62,18 +70,85 @@ def parse_old_name(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    start_s, demo = time.monotonic(), load_demo(args.demo)
-    output: Path = args.output or demo.output
-    shipped_recipes.require_recipe(f"{demo.name}/{args.rl}")
+    require_fitting_options(args)
+    if args.demo == FEW_STEPS:
+        run_few_steps(args.output, args.start, args.seed)
+        return
+    demo = load_demo(args.demo)
+    run_demo(demo, args.output or demo.output, args.rl or DEFAULT_RL, args.seed, is_control=args.control)
+
+
+def require_fitting_options(args: argparse.Namespace) -> None:
+    """Raise UserError for an option that the demo does not read."""
+    if args.demo == FEW_STEPS and (args.rl is not None or args.control):
+        option = "--control" if args.control else "--rl"
+        raise UserError(f"{option} does not work with --demo {FEW_STEPS}, which trains without rewards: remove it")
+    if args.demo != FEW_STEPS and args.start is not None:
+        raise UserError(f"--start is only for --demo {FEW_STEPS}: remove it")
+
+
+def run_demo(demo: Demo, output: Path, rl_recipe: str, seed: int, *, is_control: bool = False) -> None:
+    start_s = time.monotonic()
+    require_rl_recipe(demo, rl_recipe)
     prepare_folder(demo, output)
-    sft_result = run_sft(demo, output, output / "sft", args.seed)
-    folder = output / args.rl
-    run_rl(demo, output, folder, sft_result, args.seed, f"reward.shuffle={str(args.control).lower()}")
+    sft_result = run_sft(demo, output, output / "sft", seed)
+    folder = output / rl_recipe
+    run_rl(demo, output, folder, sft_result, seed, f"reward.shuffle={str(is_control).lower()}")
     write_report(demo, output, folder, seconds=time.monotonic() - start_s)
 
 
+def run_few_steps(output: Path | None, start: Path | None, seed: int) -> None:
+    """Distill the result of the digits quickstart, and write the report.
+
+    start: folder of the digits quickstart, which runs there first if the folder is empty or does not exist. Raises
+    UserError, before any folder is emptied, if it has other contents than a finished quickstart.
+    """
+    from wfm_ds.demos import few_steps
+    from wfm_ds.demos.report_page import PAGE_FILE
+    from wfm_ds.distributed.logs import quiet_libraries
+
+    folder, start = output or few_steps.OUTPUT, start or few_steps.START
+    if start.resolve().is_relative_to(folder.resolve()):
+        raise UserError(f"--output {folder} would replace the digits quickstart {start}: choose another folder")
+    is_empty = is_empty_folder(start)
+    if not is_empty and not (start / few_steps.TEACHER_RUN / "result.json").exists():
+        raise UserError(
+            f"--start {start} has no finished run {few_steps.TEACHER_RUN}: name the folder of a finished digits "
+            "quickstart, or a new folder"
+        )
+    require_replaceable(folder)
+    quiet_libraries()  # else transformers logs warnings
+    if is_empty:
+        print_text(f"{start} has no digits quickstart, so it runs first.")
+        run_demo(load_demo("digits"), start, few_steps.TEACHER_RUN, seed)
+    replace_folder(folder)
+    start_s = time.monotonic()
+    for name, (recipe, overrides) in few_steps.RUNS.items():
+        where = (f"run.output_dir={folder / name}", f"run.seed={seed}")
+        run_training(recipe, *where, *few_steps.start_overrides(start), *overrides)
+    code = few_steps.diffusers_lines(folder, start)
+    text = few_steps.write_report(folder, start, code, seconds=time.monotonic() - start_s)
+    print_text(f"{text}\n\nReport with images: {folder / PAGE_FILE}")
+
+
+def require_rl_recipe(demo: Demo, name: str) -> None:
+    """Raise UserError if `name` is not an RL recipe of the demo."""
+    path = shipped_recipes.require_recipe(f"{demo.name}/{name}")
+    if not is_rl_recipe(path):
+        others = [recipe for recipe in shipped_recipes.list_recipe_names() if recipe.startswith(f"{demo.name}/")]
+        names = [recipe.rpartition("/")[2] for recipe in others if is_rl_recipe(Path(recipe))]
+        raise UserError(f"--rl {name} is not an RL recipe: choose {' or '.join(names)}")
+
+
+def is_rl_recipe(path: Path) -> bool:
+    """Return whether a recipe trains with rewards and without a teacher."""
+    from wfm_ds.recipe.file import load_recipe
+
+    recipe = load_recipe(path)
+    return recipe.uses_rewards and not recipe.algorithm.list_teachers()
+
+
 def load_demo(name: str) -> Demo:
-    """Return the demo with this name (see DEMOS) and import its optional packages."""
     if name == "digits":
         from wfm_ds.demos.digits import DigitsDemo
 
@@ -89,16 +164,36 @@ def load_demo(name: str) -> Demo:
 
 def prepare_folder(demo: Demo, folder: Path) -> None:
     """Write the demo's data and untrained pipeline. Raises UserError if the folder has other files."""
-    from wfm_ds.models.tiny import write_tiny_model
+    from wfm_ds.distributed.accelerator import choose_accelerator
+    from wfm_ds.distributed.logs import quiet_libraries
 
-    if folder.exists() and any(folder.iterdir()) and not (folder / MARKER_FILE).exists():
-        raise UserError(f"{folder} was not written by a quickstart: choose an empty folder with --output")
+    replace_folder(folder)
+    choose_accelerator()  # else DeepSpeed logs a warning on a machine without a GPU
+    quiet_libraries()
+    from wfm_ds.models.tiny import write_tiny_model  # imports torch and transformers
+
+    print_text(f"Preparing the data ({demo.description}) and a model with random weights.")
+    demo.write_data(folder / "data")
+    write_tiny_model(demo.name, folder / "model")
+
+
+def replace_folder(folder: Path) -> None:
+    """Create a quickstart's folder, or empty it if it exists. Raises UserError if other programs wrote to it."""
+    require_replaceable(folder)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / MARKER_FILE).write_text("Written by wfm quickstart, which replaces this folder when it runs again.\n")
-    print_text(f"preparing the data ({demo.description}) and an untrained model")
-    demo.write_data(folder / "data")
-    write_tiny_model(demo.name, folder / "model")
+
+
+def require_replaceable(folder: Path) -> None:
+    """Raise UserError if other programs wrote to the folder."""
+    if not is_empty_folder(folder) and not (folder / MARKER_FILE).exists():
+        raise UserError(f"{folder} was not written by a quickstart: choose an empty folder")
+
+
+def is_empty_folder(folder: Path) -> bool:
+    """Return whether the folder is empty or does not exist."""
+    return not folder.exists() or not any(folder.iterdir())
 
 
 def run_sft(demo: Demo, folder: Path, out: Path, seed: int, *overrides: str) -> Mapping[str, Any]:
@@ -138,29 +233,48 @@ def run_rl(
 def run_training(recipe: str, *overrides: str) -> Mapping[str, Any]:
     """Train a shipped recipe in a separate process and return the run's result.json.
 
-    Exits with the exit code of the process if it fails. overrides: the first one must set run.output_dir.
+    Shows the progress and the warnings of the training. If the training fails, shows its whole output, and this process
+    exits with the same exit code. overrides: the first must set run.output_dir.
     """
-    command = [
-        "deepspeed",
-        "--num_gpus",
-        str(num_ranks()),
-        "-m",
-        "wfm_ds.train",
-        str(shipped_recipes.require_recipe(recipe)),
-    ]
-    print_text(" ".join([*command, *overrides]))
-    code = subprocess.run(
-        [sys.executable, "-m", "wfm_ds.launch", *command[1:], *overrides], stdin=subprocess.DEVNULL
-    ).returncode
+    arguments = ["train", recipe, *overrides, "--gpus", str(num_ranks())]
+    print_text(f"wfm {shlex.join(arguments)}")
+    code, lines = run_and_show([sys.executable, "-m", "wfm_ds", *arguments])
     if code:
+        sys.stderr.write("".join(lines))
         sys.exit(code)
     folder = Path(overrides[0].removeprefix("run.output_dir="))
     result: Mapping[str, Any] = json.loads((folder / "result.json").read_text())
     return result
 
 
+def run_and_show(command: Sequence[str]) -> tuple[int, list[str]]:
+    """Run a command and print the lines of its log that match SHOWN_LINE. Returns (exit code, all lines of its output).
+
+    After Ctrl-C, waits until the command, which receives the signal too, has ended, and exits with code 130.
+    """
+    lines: list[str] = []
+    with subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if match := SHOWN_LINE.match(line):
+                    sys.stdout.write(f"  {match[1] or match[2]}\n")
+                    sys.stdout.flush()
+        except KeyboardInterrupt:
+            process.communicate()
+            sys.exit(128 + signal.SIGINT)
+    return process.returncode, lines
+
+
 def num_ranks() -> int:
-    """Return the number of training ranks: 1 with a single GPU, otherwise 2 (also on CPU)."""
     import torch
 
     from wfm_ds.distributed.accelerator import uses_cuda
@@ -169,31 +283,30 @@ def num_ranks() -> int:
 
 
 def write_report(demo: Demo, folder: Path, run: Path, *, seconds: float) -> None:
-    """Write comparison images and report.md into `folder`, and print the report. run: output folder of the RL run."""
-    from wfm_ds.export.weights import loading_lines
+    from wfm_ds.demos.report_page import PAGE_FILE, write_page
+    from wfm_ds.export.loading_code import loading_lines
 
     base, artifacts = find_sft_pipeline(run), json.loads((run / "result.json").read_text())["artifacts"]
     is_lora, export = "lora" in artifacts, Path(artifacts.get("lora") or artifacts["pipeline"])
     model_options = f"--model {base} --lora {export}" if is_lora else f"--pipeline {export}"
     comparison = demo.write_comparison(folder, run)
-    report = "\n".join(
-        [
-            *comparison,
-            f"Total time: {seconds:.0f} s.",
-            f"Curves: tensorboard --logdir {folder}",
-            "",
-            "Load the result with diffusers:",
-            "",
-            *(f"    {line}" for line in loading_lines(Path(base), export, lora=is_lora).splitlines()),
-            "",
-            "Generate more samples, with a page to view them:",
-            "",
-            f"    wfm generate {model_options} \\",
-            f"        {demo.generate_arguments(folder)}",
-        ]
-    )
-    (folder / "report.md").write_text(report + "\n")
-    print_text(report)
+    report = [
+        *comparison,
+        f"Total time: {seconds:.0f} s.",
+        "",
+        "Load the result with diffusers:",
+        "",
+        *(f"    {line}" for line in loading_lines(Path(base), export, lora=is_lora).splitlines()),
+        "",
+        "Generate more samples, with a page to view them:",
+        "",
+        f"    wfm generate {model_options} \\",
+        f"        {demo.generate_arguments(folder)}",
+    ]
+    text = "\n".join(report)
+    (folder / "report.md").write_text(text + "\n")
+    write_page(demo, folder, run, report)
+    print_text(f"{text}\n\nReport with curves and images: {folder / PAGE_FILE}")
 
 
 def print_text(text: str) -> None:

@@ -1,7 +1,6 @@
-"""Generate docs/recipes.md, the reference page of all recipe keys, from the schema.
+"""Generate docs/recipes.md, the reference page of all recipe keys, and recipes/recipe.schema.json, for editors.
 
-`python -m wfm_ds.cli.recipe_docs docs/recipes.md` writes the page.
-`python -m wfm_ds.cli.recipe_docs --json-schema` prints a JSON schema for editors.
+`python -m wfm_ds.cli.recipe_docs docs/recipes.md` writes both files.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -21,11 +20,13 @@ from wfm_ds.program import run_command
 from wfm_ds.recipe.algorithms import (
     AlgorithmSettings,
     ConditioningFramesSettings,
+    DistillationSettings,
     ForwardProcessSettings,
     SupervisedSettings,
 )
-from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.editor_schema import format_schema
 from wfm_ds.recipe.schema_description import SchemaNode, describe_type, iterate_sections
+from wfm_ds.recipe.shipped_recipes import schema_path
 from wfm_ds.recipe.tree import KeyPath
 
 INTRO_TEXT = """\
@@ -46,12 +47,16 @@ a shared key again if its default or its values differ.
 
 """
 
-RL_SECTIONS = ("rollout", "reward")
+SECTION_USERS = {
+    "rollout": "reinforcement learning and distillation, rejected for supervised algorithms",
+    "reward": "reinforcement learning and for `algorithm.reward` of `dmd2`, rejected otherwise",
+}
 
 SHARED_SETTINGS: dict[type[AlgorithmSettings], str] = {
     SupervisedSettings: "supervised algorithms",
     ConditioningFramesSettings: "all RL algorithms",
     ForwardProcessSettings: "RL algorithms on the forward process",
+    DistillationSettings: "distillation algorithms",
 }
 """{base class with a separate section on the page: algorithms that share its keys}. Base classes precede subclasses."""
 
@@ -89,15 +94,10 @@ def key_list(keys: Sequence[str]) -> str:
 
 
 def list_bases(section: type[BaseModel]) -> list[type[AlgorithmSettings]]:
-    """Return the base classes of an algorithm's settings that have a separate section on the page.
-
-    Returns [] for recipe sections that do not belong to an algorithm.
-    """
     return [base for base in SHARED_SETTINGS if issubclass(section, base)]
 
 
 def base_section(base: type[AlgorithmSettings]) -> str:
-    """Return the Markdown section of the keys that `base` adds to its own base classes."""
     algorithms = [f"`{title}`" for _, title, section in iterate_sections() if issubclass(section, base)]
     above = {key for other in list_bases(base) if other is not base for key in other.model_fields}
     keys = [key_entry(key, field) for key, field in base.model_fields.items() if key not in above and key != "name"]
@@ -109,20 +109,18 @@ def base_heading(base: type[AlgorithmSettings]) -> str:
 
 
 def base_note(bases: Sequence[type[AlgorithmSettings]]) -> str:
-    """Return a sentence that links to the sections of `bases`, or "" if `bases` is empty."""
     links = [f"[{SHARED_SETTINGS[base]}](#{heading_anchor(base_heading(base))})" for base in bases]
     return f" Shared keys: {', '.join(links)}." if links else ""
 
 
 def heading_anchor(heading: str) -> str:
-    """Return the anchor that GitHub and MkDocs generate for a heading."""
     return re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-")
 
 
 def own_keys(section: type[BaseModel]) -> list[str]:
-    """Return the list entries of a section's keys.
+    """Return the entries for the keys of a section, in the list below its heading.
 
-    Keys that the page shows in the section's heading or in the section of a base class are omitted.
+    Omits keys that the page shows in the heading, and keys that a base class lists with the same entry.
     """
     shared: dict[str, FieldInfo] = {}
     for base in list_bases(section):
@@ -140,7 +138,7 @@ def own_keys(section: type[BaseModel]) -> list[str]:
 
 
 def heading_keys(section: type[BaseModel]) -> set[str]:
-    """Return the keys that have only one allowed value, shown in the heading, such as `name` for algorithms."""
+    """Return the keys with only one allowed value, such as `name` for algorithms. The heading shows this value."""
     return {
         key
         for key, field in section.model_fields.items()
@@ -157,20 +155,17 @@ def section_heading(path: KeyPath, title: str) -> str:
 
 
 def optional_note(path: KeyPath) -> str:
-    """Return a note that only RL recipes have this section, or "" if all recipes may have it."""
-    if len(path) == 1 and path[0] in RL_SECTIONS:
-        return " Required for reinforcement learning, rejected for supervised algorithms."
+    if len(path) == 1 and (users := SECTION_USERS.get(str(path[0]))):
+        return f" Required for {users}."
     return ""
 
 
 def key_entry(name: str, field: FieldInfo, meaning: str | None = None) -> str:
-    """Return the Markdown list entry of a key. meaning: replaces the description of the key."""
     text = field.description if meaning is None else meaning
     return f"* `{name}` ({type_text(field)}; {default_text(field)}): {link_pages(join_lines(text or ''))}"
 
 
 def type_text(field: FieldInfo) -> str:
-    """Return the allowed values of a key in short form, such as `int > 0`."""
     text = describe_type(SchemaNode.from_field(field))
     for pattern, short in SHORT_TYPES:
         text = re.sub(pattern, short, text)
@@ -194,32 +189,24 @@ def join_lines(text: str) -> str:
 
 
 def link_pages(text: str) -> str:
-    """Replace page names `docs/NAME.md` in the text by Markdown links."""
     return re.sub(r"docs/([\w/-]+)\.md", r"[\1](\1.md)", text)
 
 
-def json_schema() -> dict[str, Any]:
-    """Return the JSON schema of the resolved recipe. It does not contain `defaults`."""
-    return Recipe.model_json_schema()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), write_page, argv)
+    return run_command(parser(), write_files, argv)
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="wfm_ds.cli.recipe_docs", description="Write the reference page of recipes.")
-    p.add_argument("page", type=Path, nargs="?", help="the file to write (default: stdout)")
-    p.add_argument("--json-schema", action="store_true", help="print the JSON schema instead of the page")
+    p = argparse.ArgumentParser(
+        prog="wfm_ds.cli.recipe_docs", description="Write the reference page and the schema of recipes."
+    )
+    p.add_argument("page", type=Path, help="the page to write")
     return p
 
 
-def write_page(args: argparse.Namespace) -> None:
-    text = json.dumps(json_schema(), indent=2) + "\n" if args.json_schema else render_page()
-    if args.page is None:
-        sys.stdout.write(text)
-    else:
-        args.page.write_text(text, encoding="utf-8")
+def write_files(args: argparse.Namespace) -> None:
+    args.page.write_text(render_page(), encoding="utf-8")
+    schema_path().write_text(format_schema(), encoding="utf-8")
 
 
 if __name__ == "__main__":

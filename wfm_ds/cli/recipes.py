@@ -9,7 +9,6 @@ from pathlib import Path
 from wfm_ds.errors import UserError
 from wfm_ds.program import CommandParser
 from wfm_ds.recipe import shipped_recipes
-from wfm_ds.recipe.annotated_text import annotate_recipe
 
 LINE_WIDTH = 120
 
@@ -35,6 +34,8 @@ def run(args: argparse.Namespace) -> None:
         raise UserError(f"usage: wfm recipes {args.action} NAME{' [FILE]' if most == 2 else ''}; wfm recipes lists all")
     path = shipped_recipes.require_recipe(args.words[0])
     if args.action == "show":
+        from wfm_ds.recipe.annotated_text import annotate_recipe  # slow, because it imports the schema
+
         sys.stdout.write(annotate_recipe(path))
         return
     out = Path(args.words[1] if len(args.words) == 2 else path.name)
@@ -43,10 +44,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def list_recipes(words: list[str]) -> str:
-    """Return one line (name, purpose) per shipped recipe that contains all `words`.
-
-    Raises UserError if no recipe does.
-    """
     lower_words = [word.lower() for word in words]
     rows = [
         (name, shipped_recipes.read_purpose(shipped_recipes.require_recipe(name)))
@@ -64,7 +61,6 @@ def shorten_text(text: str, width: int) -> str:
 
 
 def copy_recipe(path: Path, out: Path) -> None:
-    """Copy a shipped recipe to a new file. Raises UserError if `out` exists or if its folder does not exist."""
     if not out.parent.is_dir():
         raise UserError(f"{out}: folder {out.parent} not found")
     try:

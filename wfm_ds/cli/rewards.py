@@ -41,7 +41,7 @@ def format_media_types(reward: type[Reward]) -> str:
 
 
 def first_doc_line(reward: type[Reward]) -> str:
-    return (inspect.getdoc(reward) or "").partition("\n")[0]
+    return (inspect.cleandoc(reward.__doc__ or "")).partition("\n")[0]
 
 
 def describe_reward(reward: type[Reward]) -> str:
@@ -57,7 +57,7 @@ def describe_reward(reward: type[Reward]) -> str:
         "max batch": f"{reward.max_batch} items",
     }
     body = "".join(f"  {name:11}{text}\n" for name, text in rows.items())
-    docstring = inspect.getdoc(reward) or ""
+    docstring = inspect.cleandoc(reward.__doc__ or "")
     return f"{reward.name}\n{body}\n{docstring}\n"
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from wfm_ds import __version__
+from wfm_ds.cli.sampling_options import parse_positive
 from wfm_ds.errors import UserError
 from wfm_ds.program import CommandParser
 
@@ -26,9 +27,7 @@ def parser() -> CommandParser:
         "--gpus", type=parse_gpus, default=ALL, metavar="N|all", help="GPUs per machine (default: all; CPU: 1 process)"
     )
     p.add_argument("--hostfile", type=Path, metavar="F", help="run on the machines in this file (docs/multi-node.md)")
-    p.add_argument(
-        "--nodes", type=parse_positive_int, metavar="N", help="use only the first N machines of the hostfile"
-    )
+    p.add_argument("--nodes", type=parse_positive, metavar="N", help="use only the first N machines of the hostfile")
     p.add_argument(
         "--tiny", action="store_true", help="two steps on a CPU, with a tiny random model and built-in data and rewards"
     )
@@ -40,27 +39,40 @@ def parser() -> CommandParser:
 
 def parse_gpus(text: str) -> str:
     if text != ALL:
-        parse_positive_int(text)
+        parse_positive(text)
     return text
-
-
-def parse_positive_int(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
     from wfm_ds import launch
     from wfm_ds.recipe import file as recipe_file
 
-    load = recipe_file.load_tiny_recipe if args.tiny else recipe_file.load_recipe
-    load(args.recipe, args.overrides)  # report recipe errors before starting any process
+    # Report errors before starting any process.
+    num_ranks = count_ranks(args)
+    if args.tiny:
+        recipe = recipe_file.load_tiny_recipe(args.recipe, args.overrides, world_size=num_ranks or 1)
+    else:
+        recipe = recipe_file.load_recipe(args.recipe, args.overrides)
     command_line = launcher_arguments(args)
     if args.dry_run:
         sys.stdout.write(f"{shlex.join(['deepspeed', *command_line])}\n")
         return 0
+    has_hostfile = args.hostfile is not None or launch.DEFAULT_HOSTFILE.is_file()
+    if not has_hostfile:  # other machines may have other files, and more ranks
+        if args.tiny:
+            from wfm_ds.demos.tiny_data import write_tiny_data
+
+            write_tiny_data(recipe)
+        from wfm_ds.training.early_checks import check_early
+
+        check_early(recipe, num_ranks, overwrite=args.overwrite)
     sys.stderr.write(f"wfm_ds {__version__}: starting {args.recipe}\n")
+    if args.gpus not in (ALL, "1") and not args.tiny and args.hostfile is None and not has_gpus():
+        sys.stderr.write(
+            f"no GPU is used on this machine: --gpus {args.gpus} starts {args.gpus} processes on the CPU\n"
+        )
+    if num_ranks == 1 and not (has_hostfile or args.verbose or has_gpus()):
+        return launch.run_single_rank(rank_arguments(args))
     return launch.run_launcher(command_line)
 
 
@@ -70,16 +82,27 @@ def launcher_arguments(args: argparse.Namespace) -> list[str]:
         raise UserError("--nodes requires --hostfile")
     if args.hostfile is not None and not args.hostfile.is_file():
         raise UserError(f"--hostfile: file {args.hostfile} not found")
-    arguments = [] if args.verbose else ["--quiet"]
+    arguments = [] if args.verbose else ["--log_level", "critical"]  # errors: only repeats the failed command
     if args.hostfile is not None:
         arguments += ["--hostfile", str(args.hostfile)]
     if args.nodes is not None:
         arguments += ["--num_nodes", str(args.nodes)]
-    number = "1" if args.gpus == ALL and args.hostfile is None and not has_gpus() else args.gpus
-    if number != ALL:
-        arguments += ["--num_gpus", number]
-    arguments += ["--module", "wfm_ds.train", str(args.recipe), *args.overrides]
-    return [*arguments, *(f"--{name}" for name in ("tiny", "overwrite") if getattr(args, name))]
+    if (num_ranks := count_ranks(args)) is not None:
+        arguments += ["--num_gpus", str(num_ranks)]
+    return [*arguments, "--module", "wfm_ds.train", *rank_arguments(args)]
+
+
+def rank_arguments(args: argparse.Namespace) -> list[str]:
+    """Return the arguments of `python -m wfm_ds.train`."""
+    options = [f"--{name}" for name in ("tiny", "overwrite") if getattr(args, name)]
+    return [str(args.recipe), *args.overrides, *options]
+
+
+def count_ranks(args: argparse.Namespace) -> int | None:
+    """Return the number of ranks per machine. Returns None for all GPUs of this machine, or of those in a hostfile."""
+    if args.gpus != ALL:
+        return int(args.gpus)
+    return None if args.hostfile is not None or has_gpus() else 1
 
 
 def has_gpus() -> bool:

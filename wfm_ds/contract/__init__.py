@@ -1,4 +1,4 @@
 """Checks of a model family against its contract, on a tiny pipeline. `wfm models check` runs them.
 
-The results are compared with the diffusers pipeline in the same folder.
+The checks compare the family's results with those of diffusers, which loads the same tiny pipeline.
 """

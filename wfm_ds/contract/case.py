@@ -13,7 +13,7 @@ import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from wfm_ds.models.base import hide_progress_bars
+from wfm_ds.models.assets.loading import hide_progress_bars
 from wfm_ds.sampling.plan import deterministic_plan
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def denoise_latents(
         return deterministic_plan(solver, sigmas).denoise(predict, noise, [0] * len(noise)).clean_latents
 
 
-def run_reference_pipeline(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, **more: Any) -> Tensor:
+def run_reference_pipeline(pipeline: Any, case: Case, sigmas: Sequence[float] | Tensor, /, **more: Any) -> Tensor:
     """Generate samples with a diffusers pipeline and these sigmas.
 
     Returns latents in the pipeline's layout. With output_type "pt", returns images [B,C,H,W] or videos [B,C,F,H,W].

@@ -21,21 +21,20 @@ if TYPE_CHECKING:
 
 MAX_NAMES_SHOWN = 3  # in a message
 
-INVALID_ARGUMENTS: tuple[tuple[str, Callable[[Any, Any, Any], tuple[Any, Any, Any]], str], ...] = (
-    ("sigma [2, 1]", lambda x, s, c: (x, s[:, None], c), "sigma must be float32"),
-    ("sigma [1]", lambda x, s, c: (x, s[:1], c), "sigma must be float32"),
-    ("a float64 sigma", lambda x, s, c: (x, s.double(), c), "sigma must be float32"),
-    ("a sigma of 0", lambda x, s, c: (x, s * 0, c), "above 0"),
-    ("a sigma above 1", lambda x, s, c: (x, s + 1, c), "at most 1"),
-    ("a sigma of NaN", lambda x, s, c: (x, s * float("nan"), c), "at most 1"),
-    ("bfloat16 latents", lambda x, s, c: (x.bfloat16(), s, c), "latents must be float32"),
-    ("latents with an axis too many", lambda x, s, c: (x[..., None], s, c), "latents [B,C,"),
-    ("an unknown key", lambda x, s, c: (x, s, {**c, "train_frames": s}), "train_frames"),
-    ("a missing key", lambda x, s, c: (x, s, dict(list(c.items())[1:])), "conditioning must hold"),
-    ("one row of text", lambda x, s, c: (x, s, {n: t[:1] for n, t in c.items()}), "has 1 rows, the latents have 2"),
+INVALID_ARGUMENTS: tuple[tuple[str, Callable[[Any, Any, Any], tuple[Any, Any, Any]]], ...] = (
+    ("sigma [2, 1]", lambda x, s, c: (x, s[:, None], c)),
+    ("sigma [1]", lambda x, s, c: (x, s[:1], c)),
+    ("a float64 sigma", lambda x, s, c: (x, s.double(), c)),
+    ("a sigma of 0", lambda x, s, c: (x, s * 0, c)),
+    ("a sigma above 1", lambda x, s, c: (x, s + 1, c)),
+    ("a sigma of NaN", lambda x, s, c: (x, s * float("nan"), c)),
+    ("bfloat16 latents", lambda x, s, c: (x.bfloat16(), s, c)),
+    ("latents with an axis too many", lambda x, s, c: (x[..., None], s, c)),
+    ("an unknown key", lambda x, s, c: (x, s, {**c, "train_frames": s})),
+    ("a missing key", lambda x, s, c: (x, s, dict(list(c.items())[1:]))),
+    ("one row of text", lambda x, s, c: (x, s, {n: t[:1] for n, t in c.items()})),
 )
-"""Invalid arguments of `denoise`. Each entry has a description, a change to valid arguments, and words that the error
-message must contain."""
+"""Invalid arguments of `denoise`: a description, and a function that makes them from valid arguments."""
 
 
 def check_batch_matches_samples(subject: FamilyUnderTest) -> None:
@@ -54,33 +53,33 @@ def check_batch_matches_samples(subject: FamilyUnderTest) -> None:
 
 
 def check_invalid_arguments(subject: FamilyUnderTest) -> None:
-    """Check that `denoise` rejects invalid arguments with a message that names the problem."""
+    """Check that `denoise` raises ValueError for each of the INVALID_ARGUMENTS.
+
+    A family passes if its `denoise` calls `check_denoise` of the base class.
+    """
     model = subject.model
     valid = subject.denoise_arguments(model)
-    for description, change, message in INVALID_ARGUMENTS:
-        require_value_error(description, model.denoise, *change(*valid), message=message)
+    for description, change in INVALID_ARGUMENTS:
+        require_value_error(description, model.denoise, *change(*valid))
 
 
 def check_unsupported_frames(subject: FamilyUnderTest) -> None:
     """Check that `denoise` rejects a conditioning frame mask without conditioning latents."""
     model = subject.model
     conditioning = model.encode_text(PROMPTS) | {MASK_KEY: torch.zeros(2, 1, 1, 1, 1)}
-    message = "both of" if model.supports_clean_frames else "must hold"
-    require_value_error(
-        "a mask without frames", model.denoise, subject.initial_noise(), torch.ones(2), conditioning, message=message
-    )
+    require_value_error("a mask without frames", model.denoise, subject.initial_noise(), torch.ones(2), conditioning)
 
 
 def check_prompt_lists(subject: FamilyUnderTest) -> None:
     """Check that `encode_text` rejects an empty list, and a string instead of a list."""
     for description, prompts in (("an empty list", []), ("a string", "a red circle")):
-        require_value_error(description, subject.model.encode_text, prompts, message="list of at least one text")
+        require_value_error(description, subject.model.encode_text, prompts)
 
 
 def check_block_classes(subject: FamilyUnderTest) -> None:
-    """Check that `block_classes` match modules of the denoiser.
+    """Check that the denoiser contains modules of each class in `block_classes`.
 
-    If the case has `block_lists`, the matching modules must be exactly the modules in these lists.
+    If the case has `block_lists`, the modules of these classes must be exactly the modules in the lists.
     """
     model, case = subject.model, subject.case
     matches = [m for m in model.denoiser.modules() if isinstance(m, model.block_classes)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from wfm_ds.checkpoint.adapter_loading import load_adapter, load_part_adapter
 from wfm_ds.contract.case import load_reference_pipeline
 from wfm_ds.contract.denoiser_checks import add_random_adapter
-from wfm_ds.contract.family_under_test import FamilyUnderTest, fail_unless, require_close
+from wfm_ds.contract.family_under_test import LARGER_WEIGHTS, FamilyUnderTest, fail_unless, require_close
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.export.weights import LORA_FILES, export_weights
 
@@ -91,4 +91,6 @@ def _require_same_latents(subject: FamilyUnderTest, pipeline: Any, model: Diffus
     )
     require_close("the latents that diffusers generates from the export", got, want, subject.case.tolerance)
     moved = float((got - before).abs().max())
-    fail_unless(moved > MIN_TRAINING_EFFECT, f"the trained weights changed the latents by only {moved:.1g}")
+    fail_unless(
+        moved > MIN_TRAINING_EFFECT, f"the trained weights changed the latents by only {moved:.1g}; {LARGER_WEIGHTS}"
+    )

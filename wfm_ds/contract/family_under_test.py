@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 SEEDS = [11, 12]
 NO_CASE_INPUTS = "the family has inputs: set `inputs` of the case to the arrays of two samples"
+LARGER_WEIGHTS = "use larger random weights in the tiny pipeline (docs/own_model.md)"
 MAX_FRAMES = 64  # largest number of frames to try for two latent frames
 
 
@@ -50,9 +51,9 @@ def fail_unless(condition: bool, message: str) -> None:
 
 
 def require_close(description: str, got: Tensor, want: Tensor, atol: float, rtol: float = 0.0) -> None:
-    """Raise CheckFailed unless `got` and `want` have equal shapes and nearly equal values.
+    """Raise CheckFailed unless `got` and `want` have the same shape and their values agree within the tolerances.
 
-    The message contains the largest difference.
+    If values differ, the message contains the largest difference.
     """
     fail_unless(
         got.shape == want.shape, f"{description}: the shape is {list(got.shape)} and should be {list(want.shape)}"
@@ -84,7 +85,7 @@ class FamilyUnderTest:
 
     @cached_property
     def model_with_inputs(self) -> DiffusionModel:
-        """The model, loaded with all inputs of the case."""
+        """The model, loaded so that it accepts every kind of input that the test case has."""
         return self.load_model(inputs=sorted({name for row in self.sample_inputs() for name in row}))
 
     def sample_inputs(self) -> list[SampleInputs]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from wfm_ds.contract.case import PROMPTS, denoise_latents
 from wfm_ds.contract.family_under_test import (
+    LARGER_WEIGHTS,
     NO_CASE_INPUTS,
     SEEDS,
     CheckNotApplicable,
@@ -34,7 +35,9 @@ def check_inputs_change_velocity(subject: FamilyUnderTest) -> None:
     """Check that samples get different velocities if only their inputs differ."""
     one, other = _predict_velocity(subject, _encode_identical_texts(subject) | _encode_all_inputs(subject))
     difference = float((one - other).abs().max())
-    fail_unless(difference > MIN_INPUT_EFFECT, f"other inputs change the velocity by only {difference:.1g}")
+    fail_unless(
+        difference > MIN_INPUT_EFFECT, f"other inputs change the velocity by only {difference:.1g}; {LARGER_WEIGHTS}"
+    )
 
 
 def check_swapped_inputs(subject: FamilyUnderTest) -> None:
@@ -82,13 +85,14 @@ def check_inputs_in_both_guidance_halves(subject: FamilyUnderTest) -> None:
     if without is not None:
         difference = float((halves[1] - without).abs().max())
         fail_unless(
-            difference > MIN_INPUT_EFFECT, f"inputs change the negative half of guidance by only {difference:.1g}"
+            difference > MIN_INPUT_EFFECT,
+            f"inputs change the negative half of guidance by only {difference:.1g}; {LARGER_WEIGHTS}",
         )
     require_close("the two halves of guidance in one forward pass", joint, torch.cat(halves), case.tolerance)
 
 
 def check_inputs_match_reference(subject: FamilyUnderTest) -> None:
-    """Check that the wfm_ds sampling loop and diffusers generate equal latents from the same inputs."""
+    """Check that the wfm_ds sampling loop and diffusers generate the same latents from the same inputs."""
     model, case = _load_model(subject), subject.case
     reference = case.reference_inputs
     if reference is None:
@@ -115,9 +119,7 @@ def check_missing_inputs(subject: FamilyUnderTest) -> None:
     rows, required = subject.sample_inputs(), _list_required_inputs(model)
     for name in required:
         without = [{key: array for key, array in row.items() if key != name} for row in rows]
-        require_value_error(
-            f"a sample without {name}", model.encode_inputs, without, subject.size[2], subject.size[:2], message=name
-        )
+        require_value_error(f"a sample without {name}", model.encode_inputs, without, subject.size[2], subject.size[:2])
     needed = [{name: array for name, array in row.items() if name in required} for row in rows]
     inputs = _encode_rows(subject, model, needed)
     latents, sigma, text = _call_arguments(subject)

@@ -13,25 +13,21 @@ from wfm_ds.contract.family_under_test import CheckFailed, FamilyUnderTest, fail
 MAX_BF16_ERROR = {"denoiser": 2e-2, "vae": 5e-2}  # maximum difference of bfloat16 and float32, relative to the norm
 
 
-def require_value_error(description: str, call: Callable[..., Any], *arguments: Any, message: str) -> None:
-    """Raise CheckFailed unless the call raises a ValueError that contains `message`."""
+def require_value_error(description: str, call: Callable[..., Any], *arguments: Any) -> None:
+    """Raise CheckFailed unless the call raises a ValueError."""
     try:
         call(*arguments)
-    except ValueError as error:
-        fail_unless(message in str(error), f"{description} is rejected without the words {message!r}: {error}")
+    except ValueError:
+        return
     except (AssertionError, AttributeError, LookupError, RuntimeError, TypeError) as error:
         raise CheckFailed(
             f"{description} raises {type(error).__name__} ({error}); raise a ValueError instead"
         ) from error
-    else:
-        raise CheckFailed(f"{description} is not rejected; raise a ValueError")
+    raise CheckFailed(f"{description} is not rejected; raise a ValueError")
 
 
 def check_size_multiples(subject: FamilyUnderTest) -> None:
-    """Check that latent_shape accepts the multiples of size_multiple and rejects other sizes.
-
-    The error message must contain size_multiple.
-    """
+    """Check that latent_shape accepts the multiples of size_multiple and rejects other sizes."""
     model, frames = subject.model, subject.size[2]
     multiple = model.size_multiple(frames)
     for size in range(1, 2 * multiple + 2):
@@ -40,9 +36,7 @@ def check_size_multiples(subject: FamilyUnderTest) -> None:
                 model.latent_shape(height, width, frames)
             else:
                 arguments = (height, width, frames)
-                require_value_error(
-                    f"the size {arguments}", model.latent_shape, *arguments, message=f"must be a multiple of {multiple}"
-                )
+                require_value_error(f"the size {arguments}", model.latent_shape, *arguments)
 
 
 def check_shapes(subject: FamilyUnderTest) -> None:
@@ -57,14 +51,14 @@ def check_shapes(subject: FamilyUnderTest) -> None:
     decoded = model.decode_latents(latents).shape
     fail_unless(decoded == pixels.shape, f"pixels {list(pixels.shape)} are decoded to {list(decoded)}")
     for wrong in ((height + 1, width, frames), (height, 0, frames), (height, width, frames + 1)):
-        require_value_error(f"the size {wrong}", model.latent_shape, *wrong, message="must be")
+        require_value_error(f"the size {wrong}", model.latent_shape, *wrong)
 
 
 def check_encode_inverts_decode(subject: FamilyUnderTest) -> None:
     """Check that decode_latents undoes the latent normalization of encode_pixels.
 
-    A VAE with random weights does not reconstruct pixels. The expected result is therefore an unnormalized round trip
-    through the VAE.
+    The VAE has random weights, so decoding does not restore the original pixels. The check therefore compares the
+    pixels with those of the VAE alone, without normalization.
     """
     model, vae = subject.model, subject.model.pipeline.vae
     pixels = subject.random_pixels()

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from wfm_ds.contract.case import PROMPTS, denoise_latents, run_reference_pipeline
-from wfm_ds.contract.family_under_test import CheckNotApplicable, FamilyUnderTest, fail_unless, require_close
+from wfm_ds.contract.family_under_test import (
+    LARGER_WEIGHTS,
+    CheckNotApplicable,
+    FamilyUnderTest,
+    fail_unless,
+    require_close,
+)
 from wfm_ds.errors import ModelError
 from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.recipe.sampling import SamplingRecipe
+
+if TYPE_CHECKING:
+    from wfm_ds.types import Conditioning
 
 GUIDANCE_SCALE = 4.0
 MIN_PROMPT_EFFECT = 1e-3  # minimum pixel difference between two prompts, pixels in [0, 1]
 
 
 def check_latents_without_guidance(subject: FamilyUnderTest) -> None:
-    """Check that wfm_ds and diffusers generate equal latents without guidance, for two prompts in one batch."""
+    """Check that wfm_ds and diffusers generate the same latents without guidance, for two prompts in one batch."""
     _require_same_latents(subject, 1.0, None)
 
 
 def check_latents_with_guidance(subject: FamilyUnderTest) -> None:
-    """Check that wfm_ds and diffusers generate equal latents with guidance and the default negative prompt."""
+    """Check that wfm_ds and diffusers generate the same latents with guidance and the default negative prompt."""
     _skip_unsupported_guidance(subject, GUIDANCE_SCALE)
     _require_same_latents(subject, GUIDANCE_SCALE, None)
 
 
 def check_latents_with_another_embedded_guidance(subject: FamilyUnderTest) -> None:
-    """Check that wfm_ds and diffusers generate equal latents with twice the default embedded guidance scale."""
+    """Check that wfm_ds and diffusers generate the same latents with twice the default embedded guidance scale."""
     if subject.model.embedded_guidance is None:
         raise CheckNotApplicable("the network does not support embedded guidance")
     other = subject.load_model(embedded_guidance=2 * subject.model.embedded_guidance)
@@ -42,7 +53,7 @@ def check_latents_with_another_embedded_guidance(subject: FamilyUnderTest) -> No
     difference = float((got - subject.sample_latents(subject.model, 5)).abs().max())
     fail_unless(
         difference > 10 * subject.case.tolerance,
-        f"doubling the embedded guidance changes the latents by only {difference:.1g}",
+        f"doubling the embedded guidance changes the latents by only {difference:.1g}; {LARGER_WEIGHTS}",
     )
 
 
@@ -56,7 +67,7 @@ def _skip_unsupported_guidance(subject: FamilyUnderTest, w: float) -> None:
 
 
 def check_latents_with_a_negative_prompt(subject: FamilyUnderTest) -> None:
-    """Check that wfm_ds and diffusers generate equal latents with guidance and a custom negative prompt."""
+    """Check that wfm_ds and diffusers generate the same latents with guidance and a custom negative prompt."""
     if not subject.case.takes_negative_prompt:
         raise CheckNotApplicable("the diffusers pipeline has no negative prompt")
     _require_same_latents(subject, GUIDANCE_SCALE, "a blue square")
@@ -75,7 +86,7 @@ def _require_same_latents(subject: FamilyUnderTest, w: float, negative: str | No
 
 
 def check_decoded_pixels(subject: FamilyUnderTest) -> None:
-    """Check that wfm_ds and diffusers decode latents to equal pixels.
+    """Check that wfm_ds and diffusers decode latents to the same pixels.
 
     The result of to_uint8 must have the axes [B,H,W,3] for images or [B,F,H,W,3] for videos.
     """
@@ -91,16 +102,21 @@ def check_decoded_pixels(subject: FamilyUnderTest) -> None:
 
 
 def check_several_samples_of_a_prompt(subject: FamilyUnderTest) -> None:
-    """Check that repeat_conditioning(encode_text(prompts), 3) equals encoding each prompt three times."""
+    """Check that encode_text gives a prompt the same embedding each time if the prompt occurs three times in a batch.
+
+    The embeddings must have the expected keys and no gradient.
+    """
     model = subject.model
-    repeated = model.repeat_conditioning(model.encode_text(PROMPTS), 3)
-    encoded = model.encode_text([prompt for prompt in PROMPTS for _ in range(3)])
-    for method, rows in (("repeat_conditioning", repeated), ("encode_text", encoded)):
-        message = f"{method} returns {sorted(rows)}, but conditioning_keys is {sorted(model.conditioning_keys)}"
-        fail_unless(rows.keys() == model.conditioning_keys, message)
-    for name in repeated:
-        fail_unless(not repeated[name].requires_grad, f"encode_text keeps the gradient of {name}; use torch.no_grad")
-        require_close(f"the repeated {name}", repeated[name], encoded[name], subject.case.tolerance)
+    once, often = model.encode_text(PROMPTS), model.encode_text([prompt for prompt in PROMPTS for _ in range(3)])
+    message = f"encode_text returns {sorted(once)}, but conditioning_keys is {sorted(model.conditioning_keys)}"
+    fail_unless(once.keys() == often.keys() == model.conditioning_keys, message)
+    for name, rows in _repeat_rows(once, 3).items():
+        fail_unless(not rows.requires_grad, f"encode_text keeps the gradient of {name}; use torch.no_grad")
+        require_close(f"the repeated {name}", rows, often[name], subject.case.tolerance)
+
+
+def _repeat_rows(conditioning: Conditioning, k: int) -> Conditioning:
+    return {name: rows.repeat_interleave(k, dim=0) for name, rows in conditioning.items()}
 
 
 def check_stacked_texts(subject: FamilyUnderTest) -> None:
@@ -119,18 +135,18 @@ def check_prompts_matter(subject: FamilyUnderTest) -> None:
     model = subject.model
     noise = subject.initial_noise(1)
     noise = noise.repeat(2, *[1] * (noise.ndim - 1))
-    conditioning = model.encode_text(PROMPTS) | model.repeat_conditioning(subject.encode_required_inputs(model, 1), 2)
+    conditioning = model.encode_text(PROMPTS) | _repeat_rows(subject.encode_required_inputs(model, 1), 2)
     latents = denoise_latents(model, noise, conditioning, model.sigmas(2, subject.latent_shape), solver="ode")
     one, other = model.decode_latents(latents)
     difference = float((one - other).abs().max())
     fail_unless(
         difference > MIN_PROMPT_EFFECT,
-        f"two prompts differ by only {difference:.1g} in pixels, less than {MIN_PROMPT_EFFECT:g}",
+        f"two prompts differ by only {difference:.1g} in pixels, less than {MIN_PROMPT_EFFECT:g}; {LARGER_WEIGHTS}",
     )
 
 
 def check_grid_ends_at_clean_latents(subject: FamilyUnderTest) -> None:
-    """Check that integrating the exact velocity over the pipeline's sigmas leads from noise to the clean latents."""
+    """Check that integrating the exact velocity along the pipeline's sigmas ends at the clean latents."""
     model = subject.model
     clean, latents = subject.initial_noise(), subject.initial_noise().flip(0)
     grid = model.sigmas(10, subject.latent_shape)
@@ -160,4 +176,6 @@ def check_conditioning_frames(subject: FamilyUnderTest) -> None:
         require_close(f"the {count} conditioning frames", got[:, :, :count], latents[:, :, :count], case.tolerance)
         unconditioned = denoise_latents(model, noise, text, grid, solver="ode")
         effect = float((got - unconditioned)[:, :, count:].abs().max())
-        fail_unless(effect > 1e-3, f"{count} conditioning frames change the other frames by only {effect:.1g}")
+        fail_unless(
+            effect > 1e-3, f"{count} conditioning frames change the other frames by only {effect:.1g}; {LARGER_WEIGHTS}"
+        )

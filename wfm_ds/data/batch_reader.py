@@ -11,9 +11,8 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,10 +21,12 @@ from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import BAD_MEDIA_REASONS, BadMedia, Draw, Framing, convert_decode_errors
 from wfm_ds.data.samples import Media, Sample, pack_prompt, unpack_prompt
-from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError
 from wfm_ds.seeds import draw_uniform
 from wfm_ds.types import Prompt
+
+if TYPE_CHECKING:
+    from wfm_ds.distributed.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ READ_TIMEOUT_S = 300.0  # per sample, so that a hanging file system causes an er
 def candidate_offsets(offset: int, num_samples: int) -> list[int]:
     """Return the sample to read and its substitutes, as offsets in an epoch of `num_samples`.
 
-    The sample at `offset` comes first. Its substitutes, at most MAX_SUBSTITUTES, are about half an epoch away. They are
-    tried in this order if files are bad.
+    The sample at `offset` comes first. It has at most MAX_SUBSTITUTES substitutes, about half an epoch away. If
+    a file is bad, the next file is tried.
     """
     half_epoch = (num_samples + 1) // 2
     return [offset, *((offset + half_epoch + attempt) % num_samples for attempt in range(MAX_SUBSTITUTES))]
@@ -55,7 +56,7 @@ class TrainingSample:
     prompt: Prompt
     media: Media | None  # None, like framing, on ranks that do not read files
     framing: Framing | None  # of the pixels or latents
-    pixels: npt.NDArray[np.uint8] | None  # [H,W,3] of an image, [F,H,W,3] of a video; None with cached latents
+    pixels: npt.NDArray[np.uint8] | None = None  # [H,W,3] of an image, [F,H,W,3] of a video; None with cached latents
     latents: Any = None  # from cached_latents
     rejected: TrainingSample | None = None  # rejected sample of a pair, with the same framing
 
@@ -73,45 +74,36 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class SampleCandidate:
-    """A sample that may be used at a position, with its framing and epoch."""
+    """A sample that may be read for a position of the data order. `framing` sets its crop size and its frames."""
 
     sample: Sample
     framing: Framing
     epoch: int
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class BatchReader(ABC):
     """Base class that reads training batches from an endless sequence of samples, epoch after epoch.
 
-    A position is an index into this sequence. Optimizer step s reads the `global_batch` positions from (s-1) *
-    global_batch on. These positions are sharded over the data-parallel ranks. `bad` maps each reason to the number of
-    bad files that this rank read. A file that is read twice counts twice.
+    A position is an index into this sequence. Optimizer step s, from 1, reads `global_batch` positions, the first of
+    which is (s-1) * global_batch. These positions are sharded over the data-parallel ranks. `bad` maps each reason to
+    the number of bad files that this rank read. A file that is read twice counts twice.
     """
 
-    def __init__(
-        self,
-        *,
-        global_batch: int,
-        seed: int,
-        max_bad_fraction: float,
-        num_samples: int | None = None,
-        workers: int = 2,
-        cached_latents: Callable[[Media, Framing], Any] | None = None,
-        rejected: Mapping[str, int] = MappingProxyType({}),
-        inputs: InputReader | None = None,
-    ) -> None:
-        """num_samples: size of the dataset, None if unknown. The other arguments are documented in `BatchSource`."""
-        self.global_batch = global_batch
-        self.seed = seed
-        self.max_bad_fraction = max_bad_fraction
-        self.num_samples = num_samples
-        self.cached_latents = cached_latents
-        self.rejected = rejected
-        self.inputs = inputs
+    global_batch: int  # samples per optimizer step over all ranks
+    seed: int
+    max_bad_fraction: float
+    num_samples: int | None = field(default=None, init=False)  # size of the dataset, None if unknown
+    workers: int = 2  # number of decoding threads
+    cached_latents: Callable[[Media, Framing], Any] | None = None  # latents of a file, or None if it must be decoded
+    rejected: Mapping[str, int] = field(default_factory=dict)  # {reason: number of entries that the scan rejected}
+    inputs: InputReader | None = None  # reader of conditioning inputs
+
+    def __post_init__(self) -> None:
         self.bad: Counter[str] = Counter()
         self._logged: dict[str, str] = {}
         self._recent: deque[bool] = deque(maxlen=WINDOW)  # True: a bad file
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="media")
+        self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="media")
         self._ahead: dict[int, Future[LoadResult]] = {}  # by position
 
     @abstractmethod
@@ -167,7 +159,7 @@ class BatchReader(ABC):
     def restore_from_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
         """Restore the counts of bad files from the states that all ranks saved.
 
-        If the number of ranks has changed since, rank 0 takes over all counts, and the other ranks start at 0.
+        If the number of ranks has changed since the save, rank 0 takes over all counts, and the other ranks start at 0.
         """
         if len(states) == world_size:
             self.restore(states[rank])
@@ -194,10 +186,6 @@ class BatchReader(ABC):
         return {p: ahead.pop(p) if p in ahead else self._pool.submit(self._load_first_usable, p) for p in positions}
 
     def _load_first_usable(self, position: int) -> LoadResult:
-        """Decode the first usable candidate of a position.
-
-        Worker threads call this method, so it must not change state.
-        """
         failures: list[BadMedia] = []
         for candidate in self._list_candidates(position):
             try:
@@ -207,10 +195,6 @@ class BatchReader(ABC):
         return LoadResult(None, tuple(failures))
 
     def _decode(self, candidate: SampleCandidate, position: int) -> TrainingSample:
-        """Decode a candidate. For a preference pair, decode both the chosen and the rejected sample.
-
-        Raises BadMedia.
-        """
         sample, framing, epoch = candidate.sample, candidate.framing, candidate.epoch
         draw = self._make_draw(epoch, sample.id)
         prompt = sample.prompt if self.inputs is None else self.inputs.load_prompt(sample, framing, draw)
@@ -280,8 +264,15 @@ def read_on_leader(world: World, read: Callable[[], list[TrainingSample]]) -> li
     Only the leader's samples have media, pixels or latents. If `read` raises UserError on a leader, all ranks raise it.
     """
     samples: list[TrainingSample] | None = world.run_checked(read, on="leaders")
-    packed = world.broadcast_in_replica(None if samples is None else [pack_sample(sample) for sample in samples])
-    return [unpack_sample(sample) for sample in packed] if samples is None else samples
+    if samples is not None:
+        world.broadcast_in_replica([[s.sample_id, s.epoch, s.position, pack_prompt(s.prompt)] for s in samples])
+        return samples
+    return [
+        TrainingSample(
+            sample_id=sample_id, epoch=epoch, position=position, prompt=unpack_prompt(prompt), media=None, framing=None
+        )
+        for sample_id, epoch, position, prompt in world.broadcast_in_replica(None)
+    ]
 
 
 def choose_on_leader(world: World, samples: Sequence[Sample], choose: Callable[[], list[Sample]]) -> list[Sample]:
@@ -295,21 +286,3 @@ def choose_on_leader(world: World, samples: Sequence[Sample], choose: Callable[[
         world.broadcast_in_replica([[indices[sample.id], pack_prompt(sample.prompt)] for sample in chosen])
         return chosen
     return [replace(samples[index], prompt=unpack_prompt(packed)) for index, packed in world.broadcast_in_replica(None)]
-
-
-def pack_sample(sample: TrainingSample) -> list[Any]:
-    """Return a sample as JSON. Media, pixels and latents are omitted."""
-    return [sample.sample_id, sample.epoch, sample.position, pack_prompt(sample.prompt)]
-
-
-def unpack_sample(packed: Sequence[Any]) -> TrainingSample:
-    sample_id, epoch, position, prompt = packed
-    return TrainingSample(
-        sample_id=sample_id,
-        epoch=epoch,
-        position=position,
-        prompt=unpack_prompt(prompt),
-        media=None,
-        framing=None,
-        pixels=None,
-    )

@@ -10,13 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from wfm_ds.data.actions import ActionData
 from wfm_ds.data.datasets import TrainingData
 from wfm_ds.data.hf_dataset import HfColumn, HfMedia
+from wfm_ds.data.inputs import ActionData
 from wfm_ds.data.samples import LocalFile, Media, Sample, pack_prompt, unpack_prompt
-from wfm_ds.data.tar_index import IndexEntry
 from wfm_ds.data.trajectories import ActionScaling
-from wfm_ds.data.webdataset import TarMember
+from wfm_ds.data.webdataset import IndexEntry, TarMember
 from wfm_ds.distributed.world import World
 from wfm_ds.transport.arrays import pack_arrays, unpack_arrays
 

@@ -8,30 +8,24 @@ import io
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from wfm_ds.data.folder_layout import DOCS_HINT
 from wfm_ds.data.preference_pairs import list_folder
 from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Sample, SampleSet, is_encodable, to_printable
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
-from wfm_ds.storage.filesystem import open_regular
+from wfm_ds.storage.filesystem import open_regular, read_regular
+from wfm_ds.storage.json_lines import split_lines
 from wfm_ds.types import Prompt
 
 FILE_COLUMNS = ("file_name", "file", "image_path", "video_path", "image")
 CAPTION_COLUMNS = ("text", "prompt", "caption")
 MAX_COLUMNS_SHOWN = 12
 JSON_SCALAR = str | int | float | bool | None  # values that JSON can represent
-
-
-@dataclass(frozen=True, slots=True)
-class TableRow:
-    """One row of a caption table, as {column: value}."""
-
-    location: str  # for messages, e.g. `line 7`
-    values: dict[str, Any]
+TableRows: TypeAlias = dict[str, dict[str, Any]]
+"""{location, such as `line 7`: {column: value}}"""
 
 
 class CaptionTable(SampleSet):
@@ -54,14 +48,19 @@ class CaptionTable(SampleSet):
             raise DataError(
                 f"{table} is empty: write a line with file_name and text for each image or video {DOCS_HINT}"
             )
-        self._file_column, self._caption_column = find_columns(table, rows, column)
+        columns = list(dict.fromkeys(name for row in rows.values() for name in row))
+        self._file_column = next((name for name in FILE_COLUMNS if name in columns), "")
+        if not self._file_column:
+            prefix = describe_columns(table.name, columns)
+            raise DataError(f"{prefix}, but not file_name; rename the column with the file paths {DOCS_HINT}")
+        self._caption_column = find_caption_column(table.name, columns, column)
         self._names = functools.cache(list_folder)  # list each folder only once
         self._seen: set[str] = set()
         self._missing: list[str] = []
         self._outside: list[str] = []
-        for row in rows:
+        for location, row in rows.items():
             LIVENESS.record_progress()
-            self._add_row(row)
+            self._add_row(f"{table.name} {location}", row)
         if self._outside:
             count = len(self._outside)
             self.notes.append(f"{table.name} lists {count} files outside of {self.source}, first: {self._outside[0]}")
@@ -76,11 +75,9 @@ class CaptionTable(SampleSet):
                 raise DataError(f"{self._missing[0]} not found in {self.source} {DOCS_HINT}") from error
             raise
 
-    def _add_row(self, row: TableRow) -> None:
-        values = dict(row.values)
+    def _add_row(self, where: str, values: dict[str, Any]) -> None:
         name, text = values.pop(self._file_column, None), values.pop(self._caption_column, None)
         negative = values.pop("negative_prompt", None)
-        where = f"{self.table.name} {row.location}"
         if not isinstance(name, str) or not self._is_media_file(name):
             if isinstance(name, str):
                 self._missing.append(f"{where}: {to_printable(name)}")
@@ -109,10 +106,6 @@ class CaptionTable(SampleSet):
         return file in self._names(folder)
 
     def _make_id(self, name: str) -> str:
-        """Return the sample id for a file name.
-
-        A name that points outside the table's folder is recorded, so that a note can be logged.
-        """
         path, top = self._resolve_path(name), os.path.normpath(self.table.parent)
         is_inside = os.path.commonpath([os.path.abspath(path), os.path.abspath(top)]) == os.path.abspath(top)
         if not is_inside:
@@ -121,23 +114,26 @@ class CaptionTable(SampleSet):
         return to_printable(os.path.splitext(relative)[0])
 
 
-def find_columns(table: Path, rows: Sequence[TableRow], column: str | None) -> tuple[str, str]:
-    """Return the names of the file column and the caption column. Raises DataError if one is missing."""
-    names = list(dict.fromkeys(name for row in rows for name in row.values))
-    rest = f" and {len(names) - MAX_COLUMNS_SHOWN} more" if len(names) > MAX_COLUMNS_SHOWN else ""
-    prefix = to_printable(f"{table.name} has the columns {', '.join(names[:MAX_COLUMNS_SHOWN])}{rest}")
-    file_column = next((name for name in FILE_COLUMNS if name in names), None)
-    if file_column is None:
-        raise DataError(f"{prefix}, but not file_name; rename the column with the file paths {DOCS_HINT}")
-    if column is not None and column not in names:
-        raise DataError(f"{prefix}, but not data.caption_column {column} {DOCS_HINT}")
-    caption_column = column or next((name for name in CAPTION_COLUMNS if name in names), None)
-    if caption_column is None:
+def find_caption_column(source: str, columns: Sequence[str], wanted: str | None) -> str:
+    """Return the caption column: `wanted`, or else the first of CAPTION_COLUMNS that exists.
+
+    source: name of the dataset for messages. Raises DataError if the column is missing.
+    """
+    if wanted is not None and wanted not in columns:
+        raise DataError(f"{describe_columns(source, columns)}, but not data.caption_column {wanted} {DOCS_HINT}")
+    column = wanted or next((name for name in CAPTION_COLUMNS if name in columns), None)
+    if column is None:
+        prefix = describe_columns(source, columns)
         raise DataError(f"{prefix}, but not text, prompt or caption; set data.caption_column {DOCS_HINT}")
-    return file_column, caption_column
+    return column
 
 
-def read_rows(table: Path) -> list[TableRow]:
+def describe_columns(source: str, columns: Sequence[str]) -> str:
+    rest = f" and {len(columns) - MAX_COLUMNS_SHOWN} more" if len(columns) > MAX_COLUMNS_SHOWN else ""
+    return to_printable(f"{source} has the columns {', '.join(columns[:MAX_COLUMNS_SHOWN])}{rest}")
+
+
+def read_rows(table: Path) -> TableRows:
     """Read the rows of a .jsonl, .csv (UTF-8) or .parquet file. Raises DataError, which names the invalid line."""
     suffix = table.suffix.lower()
     if suffix == ".parquet":
@@ -145,17 +141,17 @@ def read_rows(table: Path) -> list[TableRow]:
     if suffix not in (".jsonl", ".csv"):
         raise DataError(f"{table} is neither a .csv nor a .jsonl file")
     try:
+        if suffix == ".jsonl":
+            lines = split_lines(read_regular(table))
+            return {f"line {number}": parse_json_row(table, number, line) for number, line in lines}
         with io.TextIOWrapper(open_regular(table), encoding="utf-8-sig", newline="") as file:
-            if suffix == ".jsonl":
-                lines = enumerate(file, start=1)
-                return [TableRow(f"line {n}", parse_json_row(table, n, line)) for n, line in lines if line.strip()]
             reader = csv.DictReader(file, strict=True)
-            return [TableRow(f"line {reader.line_num}", parse_csv_row(table, reader.line_num, row)) for row in reader]
+            return {f"line {reader.line_num}": parse_csv_row(table, reader.line_num, row) for row in reader}
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{table} cannot be read: {error}") from error
 
 
-def parse_json_row(table: Path, number: int, line: str) -> dict[str, Any]:
+def parse_json_row(table: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -171,7 +167,7 @@ def parse_csv_row(table: Path, number: int, row: Mapping[str | None, Any]) -> di
     return {str(name): value for name, value in row.items()}
 
 
-def read_parquet_rows(table: Path) -> list[TableRow]:
+def read_parquet_rows(table: Path) -> TableRows:
     """Read the rows of a parquet file. Only strings, numbers, booleans and null values are kept."""
     try:
         import pyarrow
@@ -182,7 +178,7 @@ def read_parquet_rows(table: Path) -> list[TableRow]:
         rows = pyarrow.parquet.read_table(table).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise DataError(f"{table} cannot be read: {error}") from error
-    return [
-        TableRow(f"row {number}", {name: value for name, value in row.items() if isinstance(value, JSON_SCALAR)})
+    return {
+        f"row {number}": {name: value for name, value in row.items() if isinstance(value, JSON_SCALAR)}
         for number, row in enumerate(rows, start=1)
-    ]
+    }

@@ -1,23 +1,28 @@
-"""Folders with a caption file NAME.txt or NAME.json next to each NAME.png or NAME.mp4.
+"""Folders with a caption file for each image or video: NAME.txt or NAME.json next to it, or the Cosmos layout.
 
 The scan of a folder does not decode images and videos.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from wfm_ds.data.caption_cache import CaptionCache, read_caption
 from wfm_ds.data.folder_layout import demo_command
 from wfm_ds.data.samples import (
+    IMAGE_SUFFIXES,
     MEDIA_SUFFIXES,
+    VIDEO_SUFFIXES,
     LocalFile,
     Sample,
     SampleSet,
+    decode_text,
     pack_prompt,
     parse_caption,
     parse_object,
@@ -25,12 +30,118 @@ from wfm_ds.data.samples import (
     unpack_prompt,
 )
 from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.distributed.progress import track_progress
 from wfm_ds.errors import DataError
-from wfm_ds.storage.filesystem import shorten_path
+from wfm_ds.storage import atomic
+from wfm_ds.storage.filesystem import read_regular, shorten_path
 from wfm_ds.types import Prompt
+
+log = logging.getLogger(__name__)
+
+CACHE_FORMAT = 2
+RECENT_S = 60.0  # file system clocks tick every 2 s at worst, and a file server's clock may lag
+
+
+class CaptionCache:
+    """Cached captions of a folder. A scan calls `lookup` for each file, `store` after a miss, and `save` at the end.
+
+    The file is CACHE/captions/<hash of the folder>.json: {"format", "folder", "captions": {name: [state, caption]}}.
+    The state of a caption file is its size, times and inode. A caption is reused only if this state is unchanged. Files
+    that were changed less than RECENT_S before the scan are not cached, because another change within the same tick of
+    the file system's clock would not change their state.
+    """
+
+    def __init__(self, folder: Path, cache_dir: Path, *, now_ns: int) -> None:
+        """now_ns: Unix time in nanoseconds, measured before the scan of the folder."""
+        self.folder, self.now_ns = os.path.abspath(folder), now_ns
+        digest = hashlib.sha256(os.fsencode(self.folder)).hexdigest()
+        self.file = cache_dir / "captions" / f"{digest}.json"
+        self._previous = self._load()
+        self._current: dict[str, list[Any]] = {}
+        self._num_read = 0
+
+    def file_state(self, path: str) -> list[int]:
+        """Return [size, mtime_ns, ctime_ns, inode] of a file. Raises OSError."""
+        status = os.stat(path)
+        return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+    def lookup(self, path: str, state: Sequence[int]) -> tuple[bool, Any]:
+        """Return (True, caption) if the caption is cached for this state of the file, otherwise (False, None)."""
+        entry = self._previous.get(path)
+        if entry is None or entry[0] != state:
+            return False, None
+        self._current[path] = entry
+        return True, entry[1]
+
+    def store(self, path: str, state: Sequence[int], caption: Any) -> None:
+        """Cache a caption (a JSON value) unless its file changed recently.
+
+        The caller must determine `state` before it reads the caption.
+        """
+        self._num_read += 1
+        _, mtime_ns, ctime_ns, _ = state
+        if max(mtime_ns, ctime_ns) < self.now_ns - RECENT_S * 1e9:
+            self._current[path] = [list(state), caption]
+
+    def save(self) -> None:
+        """Write the cache file if its content changed. A write error is only logged."""
+        if not self._num_read and self._current.keys() == self._previous.keys():
+            return
+        names = {os.path.relpath(path, self.folder): entry for path, entry in self._current.items()}
+        content = {"format": CACHE_FORMAT, "folder": to_printable(self.folder), "captions": names}
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            atomic.write_text(self.file, json.dumps(content, separators=(",", ":")))
+        except OSError as error:
+            log.info("caption cache of %s cannot be written, captions are read at each start: %s", self.folder, error)
+
+    def _load(self) -> dict[str, list[Any]]:
+        """Return {path: [state, caption]} of the last scan. Returns {} if this folder has no valid cache file."""
+        try:
+            content = json.loads(self.file.read_bytes())
+            if content["format"] != CACHE_FORMAT or content["folder"] != to_printable(self.folder):
+                return {}
+            return {os.path.join(self.folder, name): entry for name, entry in content["captions"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            return {}
+
+
+def read_caption(path: str, cache: CaptionCache | None, parse: Callable[[bytes], Any]) -> Any:
+    """Return the caption of a file, from the cache if possible. Returns None if the file cannot be read.
+
+    parse: function that extracts the caption, a JSON value, from the bytes of the file.
+    """
+    try:
+        if cache is None:
+            return parse(read_regular(path))
+        state = cache.file_state(path)
+        is_cached, caption = cache.lookup(path, state)
+        if is_cached:
+            return caption
+        caption = parse(read_regular(path))
+    except OSError:
+        return None
+    cache.store(path, state, caption)
+    return caption
+
 
 TEXT_SUFFIXES = frozenset({".txt", ".caption"})
 SUFFIXES = MEDIA_SUFFIXES | TEXT_SUFFIXES | {".json"}
+MEDIA_FOLDERS = {"videos": VIDEO_SUFFIXES, "images": IMAGE_SUFFIXES}  # of a Cosmos folder
+EMBEDDING_FOLDERS = ("text_embedding", "t5_xxl")
+SAFE_SUFFIX, PICKLE_SUFFIXES = ".safetensors", (".pickle", ".pkl")
+
+
+def require_media_folder(folder: Path) -> None:
+    """Raise DataError if the path is not a folder."""
+    if os.path.isdir(folder):  # also False without permission
+        return
+    if not os.path.lexists(folder) and (command := demo_command(folder)) is not None:
+        raise DataError(f"{shorten_path(folder)} not found. Create it: {command}")
+    raise DataError(
+        f"{shorten_path(folder)} is not a folder. Use a folder with NAME.txt or NAME.json next to each NAME.png or "
+        "NAME.mp4"
+    )
 
 
 class CaptionedFolder(SampleSet):
@@ -55,19 +166,12 @@ class CaptionedFolder(SampleSet):
         self.num_default = 0
         self._num_objects = self._num_texts = 0  # JSON files, and media with a text caption
         self.lone_texts: list[str] = []  # text files without media of that name: notes, or captions of missing files
-        if not os.path.isdir(folder):  # also False without permission
-            if not os.path.lexists(folder) and (command := demo_command(folder)) is not None:
-                raise DataError(f"{shorten_path(folder)} not found. Create it: {command}")
-            raise DataError(
-                f"{shorten_path(folder)} is not a folder. Use a folder with NAME.txt or NAME.json next to each "
-                "NAME.png "
-                "or NAME.mp4"
-            )
+        require_media_folder(folder)
         self._caption_cache = None if cache_dir is None else CaptionCache(folder, cache_dir, now_ns=time.time_ns())
-        entries = group_by_stem(folder)
-        for sample_id in sorted(entries):
-            LIVENESS.record_progress()
-            self._add_entry(sample_id, entries[sample_id])
+        entries = files_by_id(folder, SUFFIXES)
+        with track_progress(sorted(entries), "reading captions", total=len(entries)) as ids:
+            for sample_id in ids:
+                self._add_entry(sample_id, entries[sample_id])
         if not self.samples and not self.bad:
             raise DataError(self.empty_message())
         self._reject_lone_texts()
@@ -81,10 +185,11 @@ class CaptionedFolder(SampleSet):
         return f"{self.source} has no captioned media: put NAME.txt or NAME.json next to each NAME.png or NAME.mp4"
 
     def _add_entry(self, sample_id: str, files: list[str]) -> None:
-        suffixes = [os.path.splitext(path)[1].lower() for path in files]
-        media = [path for path, suffix in zip(files, suffixes, strict=True) if suffix in MEDIA_SUFFIXES]
-        texts = [path for path, suffix in zip(files, suffixes, strict=True) if suffix in TEXT_SUFFIXES]
-        objects = [path for path, suffix in zip(files, suffixes, strict=True) if suffix == ".json"]
+        suffixes = [(path, os.path.splitext(path)[1].lower()) for path in files]
+        media, texts, objects = (
+            [path for path, suffix in suffixes if suffix in group]
+            for group in (MEDIA_SUFFIXES, TEXT_SUFFIXES, (".json",))
+        )
         self._num_objects += len(objects)
         if not media and not objects:
             self.lone_texts += texts
@@ -114,34 +219,28 @@ class CaptionedFolder(SampleSet):
             self.reject("no_json", media_file)
 
     def _reject_lone_texts(self) -> None:
-        """Reject text files that have no image or video, if they are probably captions and not notes.
+        """Reject text files without an image or video if they are probably captions of missing files.
 
-        They are probably captions of missing files if no caption is a JSON file and most text files have an image or
-        video.
+        Text files are probably captions if no caption is a JSON file and most text files have an image or video.
+        Otherwise, text files without an image or video are probably notes.
         """
         if not self._num_objects and len(self.lone_texts) < self._num_texts:
             for path in self.lone_texts:
                 self.reject("no_media", path)
 
 
-def group_by_stem(folder: Path) -> dict[str, list[str]]:
-    """Return {sample id: sorted paths of its media and caption files} for a folder and its subfolders."""
-    entries: dict[str, list[str]] = {}
+def files_by_id(folder: Path, suffixes: Collection[str]) -> dict[str, list[str]]:
+    """Return {sample id: sorted files with one of these suffixes}, or {} if the folder does not exist.
+
+    An id is the file's path relative to the folder, without the last suffix. Bytes that are not UTF-8 are escaped.
+    """
+    files: dict[str, list[str]] = {}
     start = len(os.path.join(folder, ""))
-    for path in sorted(files_below(folder)):
+    for path in sorted(files_below(folder)) if os.path.isdir(folder) else ():
         stem, suffix = os.path.splitext(path)
-        if suffix.lower() in SUFFIXES:
-            entries.setdefault(to_printable(stem[start:]), []).append(path)
-    return entries
-
-
-def file_id(path: Path, folder: Path) -> str:
-    """Return a file's sample id: its path relative to the folder, without the last suffix, as valid UTF-8."""
-    return to_printable(path.relative_to(folder).with_suffix("").as_posix())
-
-
-def walk_paths(folder: Path) -> Iterator[Path]:
-    return map(Path, files_below(folder))
+        if suffix.lower() in suffixes:
+            files.setdefault(to_printable(stem[start:]), []).append(path)
+    return files
 
 
 def files_below(folder: Path) -> Iterator[str]:
@@ -181,8 +280,66 @@ def read_json_caption(path: str, sample_id: str, cache: CaptionCache | None) -> 
 
 def join_lines(data: bytes) -> str | None:
     """Decode a text caption and join its lines with spaces. Returns None if it is empty or not UTF-8."""
-    try:
-        lines = data.decode("utf-8-sig").splitlines()
-    except UnicodeDecodeError:
-        return None
-    return " ".join(line.strip() for line in lines if line.strip()) or None
+    return " ".join(line.strip() for line in (decode_text(data) or "").splitlines() if line.strip()) or None
+
+
+class CosmosFolder(SampleSet):
+    """Captioned images and videos of a Cosmos folder. Ids are paths relative to metas/, without suffix."""
+
+    def __init__(
+        self, folder: Path, *, allow_pickle: bool = False, max_bad_fraction: float, cache_dir: Path | None = None
+    ) -> None:
+        """Scan the folder.
+
+        allow_pickle: also use text embeddings in pickle files. cache_dir: folder of the caption cache. None: captions
+        are not cached. Raises DataError if there is no usable sample, or if more than max_bad_fraction of the entries
+        are bad.
+        """
+        super().__init__(str(folder))
+        if not (folder / "metas").is_dir() or not any((folder / name).is_dir() for name in MEDIA_FOLDERS):
+            raise DataError(f"{folder} is not a Cosmos folder: it must contain metas/ and videos/ (or images/)")
+        cache = None if cache_dir is None else CaptionCache(folder, cache_dir, now_ns=time.time_ns())
+        captions = files_by_id(folder / "metas", {".txt"})
+        media = [files_by_id(folder / name, suffixes) for name, suffixes in MEDIA_FOLDERS.items()]
+        embeddings = find_embeddings(folder, allow_pickle=allow_pickle)
+        ids = sorted(set(captions).union(*media))
+        with track_progress(ids, "reading captions", total=len(ids)) as tracked_ids:
+            for sample_id in tracked_ids:
+                paths = [path for files in media for path in files.get(sample_id, [])]
+                texts = captions.get(sample_id, [])
+                if len(texts) > 1 or len(paths) > 1:
+                    self.reject("ambiguous", (paths + texts)[0])
+                elif not paths:
+                    self.reject("no_media", texts[0])
+                elif not texts:
+                    self.reject("no_json", paths[0])
+                elif (text := read_caption(texts[0], cache, decode_caption)) is None:
+                    self.reject("no_prompt", texts[0])
+                else:
+                    prompt, embedding = Prompt(id=sample_id, text=text), embeddings.get(sample_id)
+                    self.samples.append(
+                        Sample(id=sample_id, media=LocalFile(paths[0]), prompt=prompt, embedding=embedding)
+                    )
+        if cache is not None:
+            cache.save()
+        self.check(max_bad_fraction)
+
+
+def find_embeddings(folder: Path, *, allow_pickle: bool) -> dict[str, Path]:
+    """Return {sample id: text embedding file}.
+
+    If a sample has several files, safetensors files take precedence. Among files of the same type, the file in the
+    first folder of EMBEDDING_FOLDERS is used.
+    """
+    embeddings: dict[str, Path] = {}
+    for suffix in (SAFE_SUFFIX, *(PICKLE_SUFFIXES if allow_pickle else ())):
+        for name in EMBEDDING_FOLDERS:
+            for sample_id, paths in files_by_id(folder / name, {suffix}).items():
+                if os.path.isfile(paths[0]):  # skip pipes, which would block the read
+                    embeddings.setdefault(sample_id, Path(paths[0]))
+    return embeddings
+
+
+def decode_caption(data: bytes) -> str | None:
+    """Decode and strip the text of a caption file. Returns None if it is empty or not UTF-8."""
+    return (decode_text(data) or "").strip() or None

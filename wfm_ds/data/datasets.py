@@ -14,24 +14,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from wfm_ds.data.actions import ActionData, load_action_data
 from wfm_ds.data.batch_reader import BatchReader
 from wfm_ds.data.buckets import Buckets, automatic_sizes
-from wfm_ds.data.captioned_folder import CaptionedFolder
-from wfm_ds.data.cosmos import CosmosFolder
-from wfm_ds.data.folder import load_folder, load_hf_dataset
-from wfm_ds.data.hf_stream import HfStream
-from wfm_ds.data.inputs import ConditionedModel, InputReader
+from wfm_ds.data.captioned_folder import CaptionedFolder, CosmosFolder
+from wfm_ds.data.folder import load_folder
+from wfm_ds.data.hf_dataset import HfDataset
+from wfm_ds.data.hf_stream import HfStream, StreamSource
+from wfm_ds.data.inputs import ActionData, InputReader, load_action_data
 from wfm_ds.data.media import load_media
-from wfm_ds.data.mixture import SampleSetMixture
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
 from wfm_ds.data.preference_pairs import load_pairs
 from wfm_ds.data.prompts import load_prompt_file, load_prompts
-from wfm_ds.data.samples import NUM_SHOWN, REASONS, Media, Sample, SampleSet
-from wfm_ds.data.stream_source import StreamSource
+from wfm_ds.data.samples import NUM_SHOWN, REASONS, Media, Sample, SampleSet, SampleSetMixture
 from wfm_ds.data.webdataset import TarShards
 from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.distributed.progress import ProgressDisplay, track_progress
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.schema import Recipe
@@ -88,7 +86,9 @@ def load_data(recipe: Recipe) -> TrainingData:
     bad: Mapping[str, Sequence[str]] = {}
     if data.streaming:
         HfStream(data)  # validates the dataset before a model is loaded
-        held_out = [] if validation.path is None else load_held_out_folder(data, Path(validation.path))
+        if validation.path is not None:
+            folder_data = data.model_copy(update={"options": {}})
+            held_out = log_scan_result(load_folder(folder_data, Path(validation.path))).samples
     elif data.kind == "prompts":
         prompts = load_prompts(data.folder, data.name, data.split)
     elif recipe.is_rl:
@@ -100,21 +100,29 @@ def load_data(recipe: Recipe) -> TrainingData:
     else:
         scan = scan_paths(data, data.shard_patterns, pairs=recipe.algorithm.takes_pairs)
         (samples, held_out), bad = split_samples(scan, recipe), scan.bad
-    data_prompts = unique_prompts(held_out or samples) if samples or data.streaming else prompts
-    if data_prompts is not prompts and (recipe.algorithm.conditioning_frame_range[1] > 0 or data.inputs):
-        # Samples with equal captions still differ in their conditioning frames or inputs.
-        data_prompts = list({sample.prompt.id: sample.prompt for sample in held_out or samples}.values())
-    examples = load_prompt_file(validation.prompts) if validation.prompts else data_prompts
-    examples = examples[: validation.num_prompts]
+    examples = list_validation_prompts(recipe, prompts, held_out or samples)[: validation.num_prompts]
     actions = load_action_data(recipe, [*samples, *held_out])
     return TrainingData(
         prompts=prompts, samples=samples, bad=bad, held_out=held_out, validation_prompts=examples, actions=actions
     )
 
 
-def load_held_out_folder(data: DataRecipe, folder: Path) -> list[Sample]:
-    """Load the validation folder of a streamed dataset, in any layout. Raises DataError like `load_folder`."""
-    return log_scan_result(load_folder(data.model_copy(update={"options": {}}), folder)).samples
+def list_validation_prompts(recipe: Recipe, prompts: list[Prompt], samples: Sequence[Sample]) -> list[Prompt]:
+    """Return the candidates for validation prompts, from validation.prompts or from the data.
+
+    Validation uses the first validation.num_prompts of them.
+
+    prompts: used if there are no samples. samples: held-out samples, or training samples if none are held out. Raises
+    DataError for an invalid prompt file.
+    """
+    if recipe.validation.prompts:
+        return load_prompt_file(recipe.validation.prompts)
+    if not samples and not recipe.data.streaming:
+        return prompts
+    # Samples with equal captions still differ in their conditioning frames or inputs.
+    by_id = recipe.algorithm.conditioning_frame_range[1] > 0 or recipe.data.inputs
+    unique = {sample.prompt.id if by_id else sample.prompt.text: sample.prompt for sample in samples}
+    return list(unique.values())
 
 
 def split_samples(dataset: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample]]:
@@ -136,8 +144,8 @@ def split_samples(dataset: SampleSet, recipe: Recipe) -> tuple[list[Sample], lis
 def scan_paths(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> SampleSet:
     """Scan the data at these paths and log the rejected entries. Several paths are allowed only for tar shards.
 
-    pairs: whether the algorithm trains on preference pairs. Raises DataError if the data is invalid, or if
-    `check_pairs` raises it.
+    pairs: whether the algorithm trains on preference pairs. Raises DataError if the data is invalid or does not suit
+    the algorithm (see `check_pairs`).
     """
     dataset = build_sample_set(data, paths)
     check_pairs(dataset, pairs)
@@ -145,7 +153,7 @@ def scan_paths(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> Sample
 
 
 def log_scan_result(dataset: SampleSet) -> SampleSet:
-    """Log the notes and rejected entries of a scan, and return it."""
+    """Log the notes and rejected entries of a scan result, and return the result."""
     for note in dataset.notes:
         log.warning("%s: %s", dataset.source, note)
     for reason, names in dataset.bad.items():
@@ -179,7 +187,7 @@ def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
             }
         )
     if data.kind == "hf":
-        return load_hf_dataset(data, paths[0])
+        return HfDataset(data, paths[0])
     if data.kind == "webdataset":
         return TarShards(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
     (folder,), cache_dir = map(Path, paths), data.cache_dir or user_cache_folder()
@@ -280,7 +288,9 @@ def assign_buckets(samples: Sequence[Sample], buckets: Buckets, world: World, wo
 
     def measure_shard() -> list[int]:
         with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(find_bucket, samples[world.rank :: world.size]))
+            shard = samples[world.rank :: world.size]
+            with track_progress(pool.map(find_bucket, shard), "reading sizes", total=len(shard)) as tracked:
+                return list(tracked)
 
     parts = world.gather(world.run_checked(measure_shard))
     indices = [parts[i % world.size][i // world.size] for i in range(len(samples))]
@@ -288,13 +298,6 @@ def assign_buckets(samples: Sequence[Sample], buckets: Buckets, world: World, wo
     shares = ", ".join(f"{h} x {w}: {counts[i]}" for i, (h, w) in enumerate(buckets.sizes) if counts[i])
     log.info("samples by size: %s", shares)
     return indices
-
-
-def build_input_reader(recipe: Recipe, model: ConditionedModel, data: TrainingData) -> InputReader | None:
-    """Return the reader of conditioning inputs such as actions or cameras. Returns None if the run has no inputs."""
-    actions = data.actions
-    width, scaling = (None, None) if actions is None else (actions.width, actions.scaling)
-    return InputReader.from_recipe(recipe, model, width=width, scaling=scaling)
 
 
 def find_usable_samples(
@@ -313,19 +316,22 @@ def find_usable_samples(
     data.max_bad_fraction of `dataset_size`. what: name of the samples in messages.
     """
     usable, broken = list[Sample](), list[BadMedia]()
-    for sample in samples:
-        if len(usable) == count:
-            break
-        LIVENESS.record_progress()
-        try:
-            framing = buckets.choose_framing(sample.media)
-            for media in sample.all_media:
-                load_media(media, framing, draw_centre)
-            prompt = sample.prompt if inputs is None else inputs.load_prompt(sample, framing, draw_centre)
-        except BadMedia as error:
-            broken.append(error)
-        else:
-            usable.append(sample if inputs is None else dataclasses.replace(sample, prompt=prompt))
+    title = f"checking {what}"
+    with ProgressDisplay(title, min(count, len(samples))) as display:
+        for sample in samples:
+            if len(usable) == count:
+                break
+            LIVENESS.record_progress(title)
+            try:
+                framing = buckets.choose_framing(sample.media)
+                for media in sample.all_media:
+                    load_media(media, framing, draw_centre)
+                prompt = sample.prompt if inputs is None else inputs.load_prompt(sample, framing, draw_centre)
+            except BadMedia as error:
+                broken.append(error)
+            else:
+                usable.append(sample if inputs is None else dataclasses.replace(sample, prompt=prompt))
+                display.advance()
     names, allowed = "; ".join(map(str, broken[:NUM_SHOWN])), recipe.data.max_bad_fraction
     if broken and not usable:
         raise DataError(f"all {len(broken)} {what} are invalid; repair at least one: {names}")
@@ -337,11 +343,6 @@ def find_usable_samples(
     for bad in broken:
         log.warning("skipped %s", bad)
     return usable
-
-
-def unique_prompts(samples: Sequence[Sample]) -> list[Prompt]:
-    """Return one prompt for each distinct caption, in the order in which the captions first occur."""
-    return list({sample.prompt.text: sample.prompt for sample in samples}.values())
 
 
 def build_batch_source(

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 
-from wfm_ds.data.cosmos import EMBEDDING_FOLDERS, PICKLE_SUFFIXES, SAFE_SUFFIX, files_by_id
+from wfm_ds.data.captioned_folder import EMBEDDING_FOLDERS, PICKLE_SUFFIXES, SAFE_SUFFIX, files_by_id
+from wfm_ds.distributed.progress import track_progress
 from wfm_ds.errors import DataError
 from wfm_ds.program import print_error, run_command
 from wfm_ds.storage import atomic
@@ -94,21 +95,20 @@ def convert_pickles(folder: Path) -> tuple[int, list[str]]:
     """
     num_written, errors = 0, list[str]()
     for name in EMBEDDING_FOLDERS:
-        for paths in files_by_id(folder / name, frozenset(PICKLE_SUFFIXES)).values():
-            safe = paths[0].with_suffix(SAFE_SUFFIX)
-            if safe.exists():
-                continue
-            try:
-                write_safetensors(safe, read_pickle(paths[0]))
-                num_written += 1
-            except DataError as error:
-                errors.append(str(error))
+        files = files_by_id(folder / name, PICKLE_SUFFIXES)
+        with track_progress(files.values(), f"converting {name}", total=len(files)) as tracked:
+            for paths in tracked:
+                safe = Path(paths[0]).with_suffix(SAFE_SUFFIX)
+                if safe.exists():
+                    continue
+                try:
+                    embedding = read_pickle(Path(paths[0]))
+                    with atomic.new_file(safe) as part:
+                        save_file({EMBEDDING_KEY: embedding}, part)
+                    num_written += 1
+                except DataError as error:
+                    errors.append(str(error))
     return num_written, errors
-
-
-def write_safetensors(path: Path, embedding: npt.NDArray[np.floating[Any]]) -> None:
-    with atomic.new_file(path) as part:
-        save_file({EMBEDDING_KEY: embedding}, part)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

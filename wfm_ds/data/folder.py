@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from wfm_ds.data.caption_table import CaptionTable
-from wfm_ds.data.captioned_folder import CaptionedFolder, files_below
-from wfm_ds.data.cosmos import CosmosFolder
-from wfm_ds.data.folder_layout import DOCS_HINT, FolderLayout, detect_layout, list_names
+from wfm_ds.data.captioned_folder import TEXT_SUFFIXES, CaptionedFolder, CosmosFolder, files_below
+from wfm_ds.data.folder_layout import (
+    DOCS_HINT,
+    FolderLayout,
+    conversation_message,
+    detect_layout,
+    has_conversations,
+    list_names,
+)
 from wfm_ds.data.hf_dataset import HfDataset
 from wfm_ds.data.samples import IMAGE_SUFFIXES, MEDIA_SUFFIXES, VIDEO_SUFFIXES, SampleSet, to_printable
 from wfm_ds.data.webdataset import TarShards
@@ -22,7 +27,6 @@ from wfm_ds.recipe.shared_defaults import user_cache_folder
 COMMAND = "wfm data captions"
 NUM_NAMED = 3
 UNSUPPORTED_SUFFIXES = frozenset({".heic", ".heif", ".avif", ".gif", ".bmp", ".tiff", ".tif"})
-KOHYA = re.compile(r"(\d+)_.+")
 
 
 def load_folder(data: DataRecipe, folder: Path, layout: FolderLayout | None = None) -> SampleSet:
@@ -39,21 +43,9 @@ def load_folder(data: DataRecipe, folder: Path, layout: FolderLayout | None = No
     if detected.kind == "table":
         return CaptionTable(detected.path, column=data.caption_column, max_bad_fraction=limit)
     if detected.kind == "hf":
-        return load_hf_dataset(data, str(folder))
+        return HfDataset(data, str(folder))
     default = None if data.prompt is None else data.prompt.strip()
     return MediaFolder(folder, max_bad_fraction=limit, cache_dir=cache_dir, default=default)
-
-
-def load_hf_dataset(data: DataRecipe, path: str) -> HfDataset:
-    """Load a Hugging Face dataset with the split and columns of the recipe. Raises DataError like HfDataset."""
-    return HfDataset(
-        path,
-        data.split,
-        max_bad_fraction=data.max_bad_fraction,
-        image_column=data.image_column,
-        caption_column=data.caption_column,
-        options=data.options,
-    )
 
 
 class MediaFolder(CaptionedFolder):
@@ -69,6 +61,8 @@ class MediaFolder(CaptionedFolder):
         try:
             super().check(max_bad_fraction)
         except DataError as error:
+            if (file := find_conversations(self.folder)) is not None:
+                raise DataError(conversation_message(file)) from error
             uncaptioned = self.bad.get("no_json", [])
             if 2 * len(uncaptioned) <= sum(map(len, self.bad.values())):
                 raise  # missing captions are not the main problem
@@ -97,6 +91,11 @@ def missing_captions_message(
             f"({examples}). Write them, remove the {what}, or set data.prompt for the rest"
         )
     count = format_count(len(uncaptioned), what)
+    if (other := find_unknown_file(folder)) is not None:  # a command that writes files could damage the dataset
+        return (
+            f"{source}: {count} without captions, and the layout is unknown ({relative(other)} is no caption). The "
+            "layouts are in docs/data_layouts.md"
+        )
     if lone_texts:
         return (
             f"{source}: {count} and {len(lone_texts)} .txt files have no names in common ({relative(uncaptioned[0])}, "
@@ -111,7 +110,23 @@ def missing_captions_message(
     )
 
 
+def find_conversations(folder: Path) -> Path | None:
+    """Return a file of LLaVA conversations. The NAME.json of an image or video is not one. Returns None if none."""
+    parts = [os.path.splitext(name) for name in list_names(folder)]
+    captioned = {stem for stem, suffix in parts if suffix.lower() in MEDIA_SUFFIXES}
+    files = (folder / (stem + suffix) for stem, suffix in parts if stem not in captioned)
+    return next((file for file in files if has_conversations(file)), None)
+
+
+def find_unknown_file(folder: Path) -> str | None:
+    """Return a file that is neither media nor text, such as a table or an index. Returns None if there is none."""
+    known = MEDIA_SUFFIXES | TEXT_SUFFIXES | UNSUPPORTED_SUFFIXES | {"", ".md"}
+    return min((path for path in files_below(folder) if os.path.splitext(path)[1].lower() not in known), default=None)
+
+
 def empty_folder_message(folder: Path, source: str) -> str:
+    if (file := find_conversations(folder)) is not None:
+        return conversation_message(file)
     suffixes = Counter(os.path.splitext(path)[1].lower() for path in files_below(folder))
     unsupported = [(count, suffix) for suffix, count in suffixes.items() if suffix in UNSUPPORTED_SUFFIXES]
     if unsupported:

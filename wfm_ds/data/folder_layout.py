@@ -1,4 +1,6 @@
-"""Layout detection for `data.kind: folder`. It uses only file names and opens no file.
+"""Layout detection for `data.kind: folder`.
+
+Only file names determine the layout. File contents affect only error messages.
 
 Every layout has a sign, such as the folder `metas/`. The first sign that is found decides. If there is no sign, the
 folder is read as images and videos with caption files.
@@ -7,17 +9,20 @@ folder is read as images and videos with caption files.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from wfm_ds.errors import DataError
-from wfm_ds.storage.filesystem import shorten_path
+from wfm_ds.storage.filesystem import open_regular, shorten_path
 
 LayoutKind = Literal["cosmos", "webdataset", "table", "hf", "media"]
 
 TABLE_NAMES = tuple(f"metadata.{suffix}" for suffix in ("jsonl", "csv", "parquet"))
 DOCS_HINT = "(see docs/data.md)"
+CONVERSATION = re.compile(rb'"(conversations|messages)"\s*:\s*\[')
+PROBED_BYTES = 1 << 16
 SAVED_FILES = ("state.json", "dataset_info.json")  # written by save_to_disk of `datasets`
 
 
@@ -31,8 +36,13 @@ class FolderLayout:
 
 
 def detect_layout(folder: Path) -> FolderLayout:
-    """Detect the layout of a folder. Raises DataError if the folder cannot be listed."""
+    """Detect the layout of a folder. Raises DataError if the folder cannot be listed, or is a LeRobot dataset."""
     names = list_names(folder)
+    if "meta" in names and os.path.isfile(folder / "meta" / "info.json"):
+        raise DataError(
+            f"{shorten_path(folder)} is a LeRobot dataset, which cannot be read. Write NAME.mp4 and NAME.json with "
+            "prompt and actions for each episode into a new folder (docs/inputs.md)"
+        )
     if (sign := cosmos_sign(folder, names)) is not None:
         return FolderLayout("cosmos", sign, folder)
     if names and all(name.lower().endswith(".tar") for name in names):
@@ -53,11 +63,31 @@ def list_names(folder: Path) -> list[str]:
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except NotADirectoryError as error:
+        if has_conversations(folder):
+            raise DataError(conversation_message(folder)) from error
         raise DataError(f"{shorten_path(folder)} is a file: data.kind folder needs a folder in data.path") from error
     except FileNotFoundError as error:
         raise DataError(missing_folder_message(folder)) from error
     except OSError as error:
         raise DataError(f"{shorten_path(folder)} cannot be listed: {error.strerror}") from error
+
+
+def has_conversations(file: Path) -> bool:
+    """Return whether a .json or .jsonl file begins with LLaVA conversations. Returns False for unreadable files."""
+    if file.suffix.lower() not in (".json", ".jsonl"):
+        return False
+    try:
+        with open_regular(file) as content:
+            return CONVERSATION.search(content.read(PROBED_BYTES)) is not None
+    except OSError:
+        return False
+
+
+def conversation_message(file: Path) -> str:
+    return (
+        f"{shorten_path(file)} contains conversations: set data.kind: llava and data.path to this file, as in the "
+        "recipe reason_llava_sft (docs/reasoner.md)"
+    )
 
 
 def missing_folder_message(folder: Path) -> str:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import functools
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wfm_ds.data.caption_table import CAPTION_COLUMNS
+from wfm_ds.data.caption_table import find_caption_column
 from wfm_ds.data.folder_layout import DOCS_HINT, SAVED_FILES
 from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Media, Sample, SampleSet, file_identity, is_encodable
-from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.distributed.progress import track_progress
 from wfm_ds.errors import DataError
+from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.types import Prompt
 
 DEFAULT_SUFFIX = {"Image": ".png", "Video": ".mp4"}  # for bytes without a file name; images are detected by content
@@ -66,51 +67,41 @@ def open_column(source: HfColumn) -> Any:
 
 
 def disable_decoding(dataset: Any, column: str) -> Any:
-    """Return the dataset such that `column` yields file bytes instead of decoded images or videos."""
+    """Return a view of the dataset in which `column` has file bytes instead of decoded images or videos."""
     return dataset.cast_column(column, type(dataset.features[column])(decode=False))
 
 
 class HfDataset(SampleSet):
     """Captioned images or videos of one split. Ids are SPLIT/ROW, such as train/000000012."""
 
-    def __init__(
-        self,
-        path: str,
-        split: str,
-        *,
-        max_bad_fraction: float,
-        image_column: str | None = None,
-        caption_column: str | None = None,
-        options: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Load the split.
+    def __init__(self, data: DataRecipe, path: str) -> None:
+        """Load the split data.split with the columns and options of the recipe.
 
-        image_column: None selects the only column with images or videos. caption_column: None selects the first of
-        CAPTION_COLUMNS that exists. options: further arguments of load_dataset, such as name and revision.
-        Raises DataError if the dataset cannot be loaded, a column is missing, there is no usable sample, or more than
-        max_bad_fraction of the rows are bad.
+        If data.image_column is not set, the only column with images or videos is used. If data.caption_column is not
+        set, the first existing column in CAPTION_COLUMNS is used. Raises DataError if the dataset cannot be loaded, a
+        column is missing, there is no usable sample, or more than data.max_bad_fraction of the rows are bad.
         """
         super().__init__(path)
-        dataset = load_split(path, split, dict(options or {}))
-        media_column, kind = find_media_column(dataset.features, self.source, image_column)
-        text_column = find_text_column(dataset.column_names, self.source, caption_column)
+        dataset = load_split(path, data.split, data.options)
+        media_column, kind = find_media_column(dataset.features, self.source, data.image_column)
+        text_column = find_caption_column(self.source, dataset.column_names, data.caption_column)
         files = tuple(entry["filename"] for entry in dataset.cache_files)
         source = HfColumn(files, media_column)
         media = list_media(dataset, source, DEFAULT_SUFFIX[kind])
         extra_columns = metadata_columns(dataset, {media_column, text_column})
-        for row, (item, caption) in enumerate(zip(media, dataset.data.column(text_column).to_pylist(), strict=True)):
-            LIVENESS.record_progress()
-            self._add_row(
-                f"{split}/{row:09}", item, caption, {name: column[row] for name, column in extra_columns.items()}
-            )
-        self.check(max_bad_fraction)
-
-    def _add_row(self, sample_id: str, media: Media | None, text: Any, metadata: dict[str, Any]) -> None:
-        result = parse_row(sample_id, media, text, metadata)
-        if isinstance(result, Sample):
-            self.samples.append(result)
-        else:
-            self.reject(result, f"{self.source} {sample_id}")
+        rows = zip(media, dataset.data.column(text_column).to_pylist(), strict=True)
+        with track_progress(rows, "reading captions", total=len(media)) as tracked:
+            for row, (item, caption) in enumerate(tracked):
+                sample_id, metadata = (
+                    f"{data.split}/{row:09}",
+                    {name: column[row] for name, column in extra_columns.items()},
+                )
+                result = parse_row(sample_id, item, caption, metadata)
+                if isinstance(result, Sample):
+                    self.samples.append(result)
+                else:
+                    self.reject(result, f"{self.source} {sample_id}")
+        self.check(data.max_bad_fraction)
 
 
 def parse_row(sample_id: str, media: Media | None, text: Any, metadata: dict[str, Any]) -> Sample | str:
@@ -167,34 +158,13 @@ def find_media_column(features: Mapping[str, Any], source: str, wanted: str | No
     """
     kinds = {name: type(feature).__name__ for name, feature in features.items()}
     candidates = [name for name, kind in kinds.items() if kind in DEFAULT_SUFFIX]
+    what = f"images or videos are in {', '.join(candidates)}" if candidates else "no column holds images or videos"
     if wanted is not None and wanted not in candidates:
-        raise DataError(
-            f"{source}: {describe_media_columns(candidates)}, not in data.image_column {wanted} {DOCS_HINT}"
-        )
+        raise DataError(f"{source}: {what}, not in data.image_column {wanted} {DOCS_HINT}")
     if wanted is None and len(candidates) != 1:
-        raise DataError(
-            f"{source}: {describe_media_columns(candidates)}; set data.image_column to the one to train on {DOCS_HINT}"
-        )
+        raise DataError(f"{source}: {what}; set data.image_column to the one to train on {DOCS_HINT}")
     column = wanted or candidates[0]
     return column, kinds[column]
-
-
-def describe_media_columns(columns: Sequence[str]) -> str:
-    return f"images or videos are in {', '.join(columns)}" if columns else "no column holds images or videos"
-
-
-def find_text_column(columns: Sequence[str], source: str, wanted: str | None) -> str:
-    """Return the name of the caption column: `wanted`, or else the first of CAPTION_COLUMNS that exists.
-
-    Raises DataError if the column is missing.
-    """
-    prefix = f"{source} has the columns {', '.join(columns)}"
-    if wanted is not None and wanted not in columns:
-        raise DataError(f"{prefix}, but not data.caption_column {wanted} {DOCS_HINT}")
-    column = wanted or next((name for name in CAPTION_COLUMNS if name in columns), None)
-    if column is None:
-        raise DataError(f"{prefix}, but not text, prompt or caption; set data.caption_column {DOCS_HINT}")
-    return column
 
 
 def list_media(dataset: Any, source: HfColumn, default: str) -> list[Media | None]:

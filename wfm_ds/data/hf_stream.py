@@ -1,4 +1,4 @@
-"""`data.streaming`: stream rows of a Hugging Face dataset from its shards, in stored order and without a local copy."""
+"""`data.streaming`: batches of a Hugging Face dataset from its shards, in stored order and without a local copy."""
 
 from __future__ import annotations
 
@@ -7,24 +7,26 @@ import io
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from wfm_ds.data.batch_reader import WINDOW
+from wfm_ds.data.batch_reader import WINDOW, BatchReader, SampleCandidate, TrainingSample, candidate_offsets
+from wfm_ds.data.caption_table import find_caption_column
 from wfm_ds.data.folder_layout import DOCS_HINT
 from wfm_ds.data.hf_dataset import (
     DEFAULT_SUFFIX,
     disable_decoding,
     find_media_column,
-    find_text_column,
     is_json_type,
     is_saved_dataset,
     load_split,
     media_suffix,
     parse_row,
 )
+from wfm_ds.data.pixels import Framing
 from wfm_ds.data.samples import REASONS, LocalFile, Media, Sample, to_printable
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
@@ -73,7 +75,7 @@ class HfStream:
             )
         self._media_column, kind = find_media_column(dataset.features, self.source, data.image_column)
         self._suffix = DEFAULT_SUFFIX[kind]
-        self._text_column = find_text_column(list(dataset.features), self.source, data.caption_column)
+        self._text_column = find_caption_column(self.source, list(dataset.features), data.caption_column)
         used = (self._media_column, self._text_column)
         plain = {name: getattr(feature, "pa_type", None) for name, feature in dataset.features.items()}
         self._others = [name for name, kind in plain.items() if name not in used and kind and is_json_type(kind)]
@@ -188,3 +190,75 @@ def stream_version(path: str, options: Mapping[str, Any]) -> str:
             f"{{revision: COMMIT}}, a 40-digit hash from https://huggingface.co/datasets/{path}/commits/main"
         )
     return revision
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStep:
+    """The rows of one optimizer step, and the state of the stream after these rows."""
+
+    rows: Sequence[StreamedRow]
+    state: dict[str, Any]
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class StreamSource(BatchReader):
+    """Batches of an endless stream. They are the same for any number of ranks.
+
+    Every replica reads all rows of the stream, but decodes only its shard of each batch. Position p is usable row p of
+    the stream. A file that cannot be decoded is replaced by another row of the same step. Only the rows of two steps
+    are in memory. Their files are decoded when a batch needs them.
+    """
+
+    open_stream: Callable[[], HfStream] = field(kw_only=False)  # opens the stream at its first row
+    framing: Framing
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._stream: HfStream | None = None  # opened by replica leaders when they read their first batch
+        self._stream_state: dict[str, Any] | None = None  # state after the last batch; None: first row
+        self._rank = 0
+        self._steps: dict[int, Future[StreamStep]] = {}  # by step
+        self._stream_pool = ThreadPoolExecutor(1, thread_name_prefix="stream")  # one thread keeps the order
+
+    def read_batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
+        """Return this rank's shard of a step's batch, like `BatchReader.read_batch`. Steps must be read in order."""
+        if self._steps and step not in self._steps:
+            raise ValueError(f"a stream is read step by step: the next step is {min(self._steps)}, not {step}")
+        for wanted in (step, step + 1):
+            if wanted not in self._steps:
+                self._steps[wanted] = self._stream_pool.submit(self._read_step)
+        samples = super().read_batch(step, rank, world_size)
+        self._rank, self._stream_state = rank, self._steps.pop(step).result().state
+        return samples
+
+    def bad_counts(self, world_sums: Callable[[Mapping[str, float]], dict[str, float]]) -> dict[str, float]:
+        # Every replica reads all rows, so only the first one counts them.
+        counts = self._stream_state["rejected"] if self._stream_state is not None and self._rank == 0 else {}
+        rejected = world_sums({f"data/bad/{reason}": counts.get(reason, 0) for reason in REASONS})
+        return super().bad_counts(world_sums) | rejected
+
+    def state(self) -> dict[str, Any]:
+        """Return this rank's record of bad files and the state of the stream, as JSON."""
+        return {**super().state(), "stream": self._stream_state}
+
+    def restore_from_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
+        super().restore_from_ranks(states, rank, world_size)
+        self._rank, self._stream_state = rank, states[0]["stream"]  # identical in all states
+
+    def close(self) -> None:
+        super().close()
+        self._stream_pool.shutdown(wait=False, cancel_futures=True)
+
+    def _read_step(self) -> StreamStep:
+        if self._stream is None:
+            self._stream = self.open_stream()
+            if self._stream_state is not None:
+                self._stream.load_state_dict(self._stream_state)
+        rows = self._stream.read(self.global_batch)
+        return StreamStep(rows, self._stream.state_dict())
+
+    def _list_candidates(self, position: int) -> Iterator[SampleCandidate]:
+        step, offset = divmod(position, self.global_batch)
+        rows = self._steps[step + 1].result().rows
+        for index in candidate_offsets(offset, len(rows)):
+            yield SampleCandidate(rows[index].sample, self.framing, rows[index].epoch)

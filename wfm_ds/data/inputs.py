@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 import numpy as np
 
 from wfm_ds.data.media import clip_frames, load_media, media_size
-from wfm_ds.data.npy import read_npy, to_float32
 from wfm_ds.data.pixels import BadMedia, Draw, Framing, crop_box
 from wfm_ds.data.samples import IMAGE_SUFFIXES, LocalFile, Media, RemoteFile, Sample
 from wfm_ds.data.trajectories import (
@@ -30,10 +30,15 @@ from wfm_ds.data.trajectories import (
     Floats,
     compose_actions,
     crop_intrinsics,
+    load_scaling,
+    read_npy,
     require_rigid,
+    to_float32,
 )
+from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import ActionsRecipe
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.storage.filesystem import open_regular
 from wfm_ds.types import FIRST_FRAME, Prompt
 
 READ_ERRORS = (OSError, ValueError, KeyError)
@@ -73,10 +78,8 @@ class InputReader:
     needs_first_frame: bool = False  # the model is also conditioned on the first frame
 
     @classmethod
-    def from_recipe(
-        cls, recipe: Recipe, model: ConditionedModel, *, width: int | None, scaling: ActionScaling | None
-    ) -> InputReader | None:
-        """Return a reader, or None if the run has no conditioning inputs. width, scaling: see ActionData."""
+    def from_recipe(cls, recipe: Recipe, model: ConditionedModel, actions: ActionData | None) -> InputReader | None:
+        """Return a reader, or None if the run has no conditioning inputs."""
         first_frame = recipe.algorithm.conditioning_frame_range[1] > 0 and not model.uses_clean_frames
         if not (recipe.data.inputs or first_frame):
             return None
@@ -85,8 +88,8 @@ class InputReader:
             input_ndims={name: model.input_specs[name].rank for name in recipe.data.inputs},
             num_frames=size.num_frames,
             actions=recipe.data.actions,
-            width=width,
-            scaling=scaling,
+            width=None if actions is None else actions.width,
+            scaling=None if actions is None else actions.scaling,
             validate=lambda inputs: model.encode_inputs([inputs], size.num_frames, (size.height, size.width)),
             needs_first_frame=first_frame,
         )
@@ -117,10 +120,6 @@ class InputReader:
         return inputs
 
     def _select_frames(self, name: str, raw: Floats, frames: Sequence[int], total: int) -> Floats:
-        """Return the values of an input for these frames of a file with `total` frames.
-
-        Raises ValueError if the input does not fit the file.
-        """
         if not np.isfinite(raw).all():
             raise ValueError("contains NaN or infinite numbers")
         if name == ACTIONS:
@@ -202,12 +201,81 @@ def find_sibling_file(sample: Sample, name: str) -> Media:
 def strip_inputs(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return a copy of the metadata without the inputs `names`, for rewards.
 
-    If the object `camera` contains one of the inputs, it is removed too.
+    The object `camera` is removed as a whole if it contains one of the inputs.
     """
     camera = metadata.get(CAMERA_KEY)
-    camera_keys = (
-        [CAMERA_KEY]
-        if isinstance(camera, dict) and any(name in camera and name not in metadata for name in names)
-        else []
-    )
-    return {key: value for key, value in metadata.items() if key not in (*names, *camera_keys)}
+    if isinstance(camera, dict) and any(name in camera and name not in metadata for name in names):
+        names = [*names, CAMERA_KEY]
+    return {key: value for key, value in metadata.items() if key not in names}
+
+
+NUM_PROBED = 16  # number of samples read to find the width of the actions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionData:
+    """Width and scaling of the actions in the training data, and optional additional action trajectories for RL."""
+
+    width: int  # numbers per action
+    scaling: ActionScaling | None = None
+    library: Floats | None = None  # [N,F-1,D], scaled; from rollout.trajectory_library
+
+
+def load_action_data(recipe: Recipe, samples: Sequence[Sample]) -> ActionData | None:
+    """Return the ActionData of a recipe. Returns None if data.inputs does not contain actions.
+
+    Raises DataError if a file with actions cannot be used.
+    """
+    if ACTIONS not in recipe.data.inputs:
+        return None
+    scaling = load_scaling(recipe.data.actions)
+    width = recipe.data.actions.width or (len(scaling.low) if scaling else None) or probe_action_width(samples)
+    if scaling is not None and width != len(scaling.low):
+        raise DataError(f"data.actions.width {width} does not match data.actions.stats with {len(scaling.low)} numbers")
+    trajectories = None
+    if recipe.is_rl and recipe.rl.rollout.trajectory_library is not None:
+        path = Path(recipe.rl.rollout.trajectory_library)
+        trajectories = load_trajectory_library(path, (recipe.sampling.num_frames - 1, width), scaling)
+    return ActionData(width=width, scaling=scaling, library=trajectories)
+
+
+def probe_action_width(samples: Sequence[Sample]) -> int:
+    """Return the most common action width D in the first samples of the dataset.
+
+    Raises DataError if none of these samples has actions [N-1 steps, D].
+    """
+    widths: Counter[int] = Counter()
+    for sample in samples[:NUM_PROBED]:
+        try:
+            raw = read_raw_input(sample, ACTIONS)
+        except READ_ERRORS:
+            continue
+        if raw.ndim == 2:
+            widths[raw.shape[1]] += 1
+    if not widths:
+        raise DataError(
+            f"data.inputs: none of the first {min(len(samples), NUM_PROBED)} samples has readable actions [N-1,D]. "
+            "Set `actions` in each NAME.json to an .npy file"
+        )
+    return widths.most_common(1)[0][0]
+
+
+def load_trajectory_library(path: Path, shape: tuple[int, int], scaling: ActionScaling | None) -> Floats:
+    """Load action trajectories, float32 [N trajectories, F-1 steps, D], from an .npy file.
+
+    The trajectories are scaled like the training actions. shape: the required shape (F-1, D) of a trajectory, for clips
+    of F frames. Raises DataError if the file is unreadable, has a different shape or contains non-finite numbers.
+    """
+    try:
+        with open_regular(path) as file:
+            trajectories = read_npy(file)
+    except (OSError, ValueError) as error:
+        raise DataError(f"rollout.trajectory_library: {path} cannot be read: {error}") from error
+    if trajectories.ndim != 3 or not len(trajectories) or not np.isfinite(trajectories).all():
+        raise DataError(f"rollout.trajectory_library: {path} must contain finite numbers [N,F-1,D]")
+    if trajectories.shape[1:] != shape:
+        raise DataError(
+            f"rollout.trajectory_library: {path} has trajectories of shape {list(trajectories.shape[1:])}, this recipe "
+            f"needs {list(shape)}"
+        )
+    return trajectories if scaling is None else scaling(trajectories)

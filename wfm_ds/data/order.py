@@ -8,18 +8,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from wfm_ds.data.batch_reader import BatchReader, SampleCandidate, candidate_offsets
-from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.pixels import Framing
-from wfm_ds.data.samples import Media, Sample
+from wfm_ds.data.samples import Sample
 from wfm_ds.errors import DataError
 from wfm_ds.seeds import derive_seed
 
@@ -68,9 +66,8 @@ class BucketOrder:
 
     The order consists of units. A unit is `unit` consecutive samples from one bucket. Samples enter their buckets in
     the order of `sample_index`, epoch after epoch. As soon as a bucket contains `unit` samples, they form the next
-    unit. Samples left over at the end of an epoch stay in their bucket, so all samples occur equally often. Positions
-    can be located without a search, because a bucket with n samples fills epochs * n // unit units in the first
-    `epochs` epochs.
+    unit. Samples left over at the end of an epoch stay in their bucket, so all samples occur equally often. In its
+    first E epochs, a bucket with n samples fills E * n // unit units.
     """
 
     def __init__(self, buckets: Sequence[int], *, unit: int, seed: int, shuffle: bool) -> None:
@@ -137,6 +134,7 @@ def cache_epochs(function: Callable[[int], T], maxsize: int) -> Callable[[int], 
     return lookup
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class BatchSource(BatchReader):
     """Batches of a scanned dataset, in the order of BucketOrder.
 
@@ -144,46 +142,21 @@ class BatchSource(BatchReader):
     forward passes. The substitute depends only on the position.
     """
 
-    def __init__(
-        self,
-        samples: Sequence[Sample],
-        *,
-        global_batch: int,
-        seed: int,
-        shuffle: bool,
-        framings: Sequence[Framing],
-        max_bad_fraction: float,
-        buckets: Sequence[int] | None = None,
-        unit: int = 1,
-        workers: int = 2,
-        cached_latents: Callable[[Media, Framing], Any] | None = None,
-        rejected: Mapping[str, int] = MappingProxyType({}),
-        inputs: InputReader | None = None,
-    ) -> None:
-        """global_batch: samples per optimizer step over all ranks. workers: number of decoding threads.
+    samples: Sequence[Sample] = field(kw_only=False)
+    shuffle: bool
+    framings: Sequence[Framing]
+    buckets: Sequence[int] | None = None  # index in `framings` for each sample; None: the first framing for all
+    unit: int = 1  # see BucketOrder
 
-        buckets: index in `framings` for each sample. None: all samples use the first framing. unit: see BucketOrder.
-        cached_latents: function that returns the latents of an image or video, or None if it must be decoded.
-        rejected: {reason: number of entries that the scan rejected}. inputs: reader of conditioning inputs.
-        """
-        if global_batch % unit:
-            raise ValueError(f"a global batch of {global_batch} samples cannot be split into units of {unit}")
-        if not samples:
+    def __post_init__(self) -> None:
+        if self.global_batch % self.unit:
+            raise ValueError(f"a global batch of {self.global_batch} samples cannot be split into units of {self.unit}")
+        if not self.samples:
             raise DataError("no training samples: all are held out, or the dataset is empty")
-        super().__init__(
-            global_batch=global_batch,
-            seed=seed,
-            max_bad_fraction=max_bad_fraction,
-            num_samples=len(samples),
-            workers=workers,
-            cached_latents=cached_latents,
-            rejected=rejected,
-            inputs=inputs,
-        )
-        self.samples = samples
-        buckets = [0] * len(samples) if buckets is None else buckets
-        self.order = BucketOrder(buckets, unit=unit, seed=seed, shuffle=shuffle)
-        self.framings = framings
+        self.num_samples = len(self.samples)
+        super().__post_init__()
+        buckets = [0] * len(self.samples) if self.buckets is None else self.buckets
+        self.order = BucketOrder(buckets, unit=self.unit, seed=self.seed, shuffle=self.shuffle)
 
     def _list_candidates(self, position: int) -> Iterator[SampleCandidate]:
         scheduled = self.order.locate(position)

@@ -72,7 +72,7 @@ class Framing:
 
 
 class BadMedia(DataError):
-    """Raised for an unusable image or video. It is skipped and counted under `reason`, one of BAD_MEDIA_REASONS."""
+    """Raised for an unusable image or video. The file is skipped and counted under `reason` (BAD_MEDIA_REASONS)."""
 
     def __init__(self, reason: str, name: str, detail: str) -> None:
         super().__init__(f"{name}: {detail} ({reason})")

@@ -10,18 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.data.samples import MEDIA_SUFFIXES, LocalFile, Sample, SampleSet, parse_caption
-from wfm_ds.data.tar_index import IndexEntry, TarIndex
-from wfm_ds.data.webdataset import TarMember, TarShards, parse_prompt
+from wfm_ds.data.webdataset import IndexEntry, TarIndex, TarMember, TarShards, parse_prompt
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.errors import DataError
 from wfm_ds.storage.filesystem import read_regular
+from wfm_ds.storage.json_lines import split_lines
 
 TABLE_SUFFIX = ".jsonl"
 ROLES = ("chosen", "rejected")
 
 
 def load_pairs(paths: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float) -> SampleSet:
-    """Scan preference pairs in a .jsonl file or in tar shards. Raises DataError like PairTable and PairShards."""
+    """Scan preference pairs in a .jsonl file or in tar shards. Raises DataError in the same cases as these classes."""
     if len(paths) == 1 and paths[0].lower().endswith(TABLE_SUFFIX):
         return PairTable(Path(paths[0]), max_bad_fraction=max_bad_fraction)
     return PairShards(paths, cache_dir=cache_dir, max_bad_fraction=max_bad_fraction)
@@ -38,7 +38,7 @@ class PairTable(SampleSet):
         """Read the table. Raises DataError if it is unreadable, empty, or has more than max_bad_fraction bad lines."""
         super().__init__(str(table))
         try:
-            lines = read_regular(table).split(b"\n")
+            content = read_regular(table)
         except OSError as error:
             raise DataError(
                 f"{self.source} cannot be read ({error.strerror}): expected a {TABLE_SUFFIX} file"
@@ -47,10 +47,9 @@ class PairTable(SampleSet):
         # List each folder only once instead of checking two files per pair.
         self._names = functools.cache(list_folder)
         self._seen: set[str] = set()
-        for number, line in enumerate(lines, start=1):
+        for number, line in split_lines(content):
             LIVENESS.record_progress()
-            if line.strip():
-                self._add_line(f"{table}:{number}", line)
+            self._add_line(f"{table}:{number}", line)
         if not self.samples and not self.bad:
             raise DataError(f"{self.source} is empty: write one JSON object with prompt, chosen and rejected per line")
         self.samples.sort(key=lambda sample: sample.id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
@@ -51,13 +52,8 @@ def run(args: argparse.Namespace) -> int:
     if recipe.data.streaming:
         raise RecipeError(f"{args.recipe}: nothing to prepare, data.streaming does not know the samples in advance")
     lifecycle.watch_parent()
-    return run_prepare(recipe)
-
-
-def run_prepare(recipe: Recipe) -> int:
     import torch.distributed as dist
 
-    from wfm_ds.distributed import lifecycle
     from wfm_ds.distributed.world import World
 
     world = World.join(TIMEOUT_S)
@@ -76,8 +72,8 @@ def fill_caches(recipe: Recipe, world: World) -> str:
     """
     from wfm_ds.data.broadcast import read_on_main
     from wfm_ds.data.datasets import load_data
-    from wfm_ds.memory.advice import suggest_part_keys
-    from wfm_ds.memory.out_of_memory import explain_out_of_memory
+    from wfm_ds.memory.advice import explain_out_of_memory, suggest_part_keys
+    from wfm_ds.models.assets.cache_cleanup import remove_temporary_files
     from wfm_ds.runs.model_loading import load_model
     from wfm_ds.runs.model_revision import agree_on_commit, fetch_model
     from wfm_ds.training.caches import CacheFiller
@@ -95,11 +91,13 @@ def fill_caches(recipe: Recipe, world: World) -> str:
 
     recipe = agree_on_commit(recipe, world, overwrite=False)
     fetch_model(recipe, world)
+    if world.local_rank == 0:
+        remove_temporary_files(recipe.data.cache_dir, time.time())
     data = read_on_main(world, lambda: load_data(recipe))
     model = run_on_all_ranks(lambda: load_model(recipe, world.device))
     mark_frozen_layers(model, recipe)
     filler = world.run_checked(lambda: CacheFiller(recipe, model, data, world.rank, world.size))
-    counts = world.sum_over_ranks(run_on_all_ranks(lambda: filler.fill_caches(show_progress=world.is_main)))
+    counts = world.sum_over_ranks(run_on_all_ranks(filler.fill_caches))
     return (
         f"{recipe.data.cache_dir}: {counts['new']:.0f} entries written, {counts['kept']:.0f} already cached, "
         f"{counts['bad']:.0f} invalid images or videos"

@@ -98,7 +98,7 @@ def draw_prompts(weights: Weights, count: int, *, seed: int, step: int) -> list[
 def systematic_sample(weights: Weights, count: int, start: int) -> npt.NDArray[np.int64]:
     """Return `count` indices by systematic sampling (Madow 1949).
 
-    The weights are laid end to end on a line. Points at distance sum(w) / count select the indices, and the first point
+    The weights are laid end to end on a line. Points that are sum(w) / count apart select the indices; the first point
     is at start / count. start: uniform in [0, sum(w)).
     """
     total = int(weights.sum())

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from wfm_ds.data.samples import is_encodable, to_printable
 from wfm_ds.errors import DataError
 from wfm_ds.seeds import derive_seed
 from wfm_ds.storage.filesystem import read_regular
+from wfm_ds.storage.json_lines import split_lines
 from wfm_ds.types import Prompt
 
 QUOTED = re.compile(r'"([^"]*)"')
@@ -24,14 +25,6 @@ NUM_SHOWN = 10
 
 ParseLine = Callable[[str, str], Prompt]
 """Function that parses (id, stripped line) and returns a prompt. Raises ValueError if the line is invalid."""
-
-
-@dataclass(frozen=True, slots=True)
-class PromptFormat:
-    """The file format of a published prompt set: its file names, in order of preference, and its line parser."""
-
-    files: tuple[str, ...] = ("{split}.txt", "{split}.jsonl")
-    parse: ParseLine | None = None  # None: chosen by suffix (PARSERS)
 
 
 def load_prompts(folder: Path, name: str, split: str) -> list[Prompt]:
@@ -45,19 +38,26 @@ def load_prompts(folder: Path, name: str, split: str) -> list[Prompt]:
     metadata.
     Blank lines are skipped. Raises DataError for a missing folder or file, an empty file, or invalid lines.
     """
+    download = f"; to download the published set: {download_command(name, folder)}" if name in PROMPT_FORMATS else ""
     if not folder.is_dir():
-        raise DataError(f"data.path {folder} is not a folder: it must contain the prompt file of {name}")
-    published_format = PROMPT_FORMATS.get(name)
-    prompt_format = published_format or PromptFormat()
-    candidates = [folder / file.format(split=split) for file in prompt_format.files]
+        raise DataError(f"data.path {folder} is not a folder: it must contain the prompt file of {name}{download}")
+    names, parse = PROMPT_FORMATS.get(name, (("{split}.txt", "{split}.jsonl"), None))
+    candidates = [folder / file.format(split=split) for file in names]
     files = [path for path in candidates if path.is_file()]
     if not files:
         wanted = " or ".join(path.name for path in candidates)
         available = ", ".join(sorted(p.name for p in folder.iterdir() if p.suffix in PARSERS)[:NUM_SHOWN]) or "none"
-        raise DataError(f"{folder} has no {wanted} (data.name {name}, data.split {split}); prompt files: {available}")
-    if published_format is None and len(files) > 1:
+        raise DataError(
+            f"{folder} has no {wanted} (data.name {name}, data.split {split}); prompt files: {available}{download}"
+        )
+    if name not in PROMPT_FORMATS and len(files) > 1:
         raise DataError(f"{folder} has both {files[0].name} and {files[1].name}: remove one or change data.split")
-    return read_prompts(files[0], f"{name}/{split}", prompt_format.parse)
+    return read_prompts(files[0], f"{name}/{split}", parse)
+
+
+def download_command(name: str, folder: Path) -> str:
+    """Return the command that downloads a published prompt set."""
+    return f"wfm data prompts {name} {shlex.quote(str(folder))}"
 
 
 def load_prompt_file(path: Path) -> list[Prompt]:
@@ -121,15 +121,15 @@ def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Pr
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number, stripped line) for each line that is not blank. Line numbers count from 1.
+    """Yield (line number from 1, stripped line) for each line that is not blank.
 
-    Raises DataError if the file is not UTF-8.
+    Raises DataError if the file is not encoded as UTF-8.
     """
     try:
-        raw = read_regular(path)
+        content = read_regular(path)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    for number, line in enumerate(raw.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
+    for number, line in split_lines(content):
         try:
             text = line.decode().strip()
         except UnicodeDecodeError as error:
@@ -182,9 +182,10 @@ def parse_prompt_object(line: str) -> dict[str, Any]:
 
 
 PARSERS: dict[str, ParseLine] = {".txt": parse_plain_line, ".jsonl": parse_json_line}
-PROMPT_FORMATS = {
-    "pickscore": PromptFormat(files=("{split}.txt",)),
-    "ocr": PromptFormat(files=("{split}.txt",), parse=parse_ocr_line),
-    "geneval": PromptFormat(files=("{split}_metadata.jsonl", "{split}.jsonl"), parse=parse_geneval_line),
-    "dance_grpo_t2v": PromptFormat(files=("{split}.txt", "video_prompts.txt")),
+# Published prompt sets: {name: (file names in order of preference, line parser or None to choose it by suffix)}
+PROMPT_FORMATS: dict[str, tuple[tuple[str, ...], ParseLine | None]] = {
+    "pickscore": (("{split}.txt",), None),
+    "ocr": (("{split}.txt",), parse_ocr_line),
+    "geneval": (("{split}_metadata.jsonl", "{split}.jsonl"), parse_geneval_line),
+    "dance_grpo_t2v": (("{split}.txt", "video_prompts.txt"), None),
 }

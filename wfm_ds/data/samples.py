@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -14,6 +15,8 @@ from wfm_ds.seeds import draw_uniform
 from wfm_ds.storage.filesystem import file_version, is_remote, open_regular, open_stream
 from wfm_ds.transport.arrays import pack_arrays, unpack_arrays
 from wfm_ds.types import Prompt
+
+log = logging.getLogger(__name__)
 
 IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp"})
 VIDEO_SUFFIXES = frozenset({".mp4", ".webm", ".mkv", ".mov", ".avi"})
@@ -27,6 +30,7 @@ REASONS = {
     "no_pair": "pair without two different files: `chosen` or `rejected` is missing, or they are the same",
 }
 NUM_SHOWN = 10
+MAX_GROWTH = 100  # maximum length of a mixture's epoch relative to the number of samples
 
 
 class Media(Protocol):
@@ -100,6 +104,14 @@ def to_printable(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode()
 
 
+def decode_text(content: bytes) -> str | None:
+    """Decode UTF-8 with or without a byte order mark. Returns None for other content."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return None
+
+
 def is_encodable(value: Any) -> bool:
     """Return whether a JSON value can be encoded as UTF-8.
 
@@ -169,20 +181,27 @@ class SampleSet:
         return list(training)
 
     def split_holdout(self, holdout: float) -> tuple[list[Sample], list[Sample]]:
-        """Return (training samples, held-out samples), both sorted by id.
+        """Return (training samples, held-out samples) like `choose_held_out`, both sorted by id."""
+        is_held_out = choose_held_out([sample.id for sample in self.samples], holdout)
+        parts: tuple[list[Sample], list[Sample]] = ([], [])
+        for sample, held_out in zip(self.samples, is_held_out, strict=True):
+            parts[held_out].append(sample)
+        return parts
 
-        holdout: expected fraction of held-out samples, in [0, 1). A hash of the id decides for each sample, so the
-        decision stays the same when other samples are added or removed. If there are at least two samples and holdout >
-        0, both lists are non-empty.
-        """
-        if holdout == 0 or len(self.samples) < 2:
-            return list(self.samples), []
-        draws = {sample.id: draw_uniform(0, "holdout", sample.id) for sample in self.samples}
-        sorted_draws = sorted(draws.values())
-        limit = min(max(holdout, sorted_draws[0]), sorted_draws[-2])
-        held_out = [sample for sample in self.samples if draws[sample.id] <= limit]
-        training = [sample for sample in self.samples if draws[sample.id] > limit]
-        return training, held_out
+
+def choose_held_out(ids: Sequence[str], holdout: float) -> list[bool]:
+    """Return for each sample whether it is held out.
+
+    holdout: expected fraction of held-out samples, in [0, 1). A hash of the id decides for each sample, so the decision
+    stays the same when other samples are added or removed. If there are at least two samples and holdout > 0, at least
+    one is held out and at least one is not.
+    """
+    if holdout == 0 or len(ids) < 2:
+        return [False] * len(ids)
+    draws = [draw_uniform(0, "holdout", sample_id) for sample_id in ids]
+    ordered = sorted(draws)
+    limit = min(max(holdout, ordered[0]), ordered[-2])
+    return [draw <= limit for draw in draws]
 
 
 def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
@@ -218,3 +237,73 @@ def unpack_prompt(packed: Sequence[Any]) -> Prompt:
     prompt_id, text, negative_text, metadata, *inputs = packed
     arrays = unpack_arrays(inputs[0]) if inputs else {}
     return Prompt(id=prompt_id, text=text, negative_text=negative_text, metadata=metadata, inputs=arrays)
+
+
+class SampleSetMixture(SampleSet):
+    """A weighted mixture of named datasets. The sample ids are NAME/ID.
+
+    The number of samples per epoch from each dataset is proportional to its weight. An epoch contains every sample at
+    least once. Samples are repeated if the weights require it.
+    """
+
+    def __init__(self, sets: Mapping[str, tuple[SampleSet, float]]) -> None:
+        """sets: {name: (dataset, weight)}, with weights > 0."""
+        super().__init__("data.sets")
+        self.weights = {name: weight for name, (_, weight) in sets.items()}
+        for name, (dataset, _) in sorted(sets.items()):
+            self.samples += [rename_sample(sample, f"{name}/{sample.id}") for sample in dataset.samples]
+            self.notes += [f"{name}: {note}" for note in dataset.notes]
+            for reason, names in dataset.bad.items():
+                for entry in names:
+                    self.reject(reason, entry)
+        self.samples.sort(key=lambda sample: sample.id)
+
+    def epoch_samples(self, training: Sequence[Sample]) -> list[Sample]:
+        """Return an epoch's samples, including repeats.
+
+        Raises DataError if the epoch would have more than MAX_GROWTH * len(training) samples.
+        """
+        by_dataset: dict[str, list[Sample]] = {name: [] for name in self.weights}
+        for sample in training:
+            by_dataset[sample.id.partition("/")[0]].append(sample)
+        counts = epoch_counts({name: len(samples) for name, samples in by_dataset.items()}, self.weights)
+        if sum(counts.values()) > MAX_GROWTH * len(training):
+            rarest = min(counts, key=lambda name: counts[name] / max(1, len(by_dataset[name])))
+            raise DataError(
+                f"data.sets: weight of {rarest} too small: one epoch would need {sum(counts.values())} samples for "
+                f"{len(training)} distinct ones. Raise the weight of {rarest}"
+            )
+        total = sum(counts.values())
+        for name, count in counts.items():
+            times = count / max(1, len(by_dataset[name]))
+            share = f"{count / total:.0%} of an epoch, each {times:.3g} times per epoch"
+            log.info("data.sets: %s: %d samples, %s", name, len(by_dataset[name]), share)
+        return sorted(
+            (item for name, samples in by_dataset.items() for item in repeat_samples(samples, counts[name])),
+            key=lambda sample: sample.id,
+        )
+
+
+def epoch_counts(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
+    """Return {dataset: number of samples per epoch}. The numbers are proportional to the weights.
+
+    Each number is at least the size of the dataset. It is 0 if the dataset is empty.
+    """
+    total = sum(weights[name] for name, size in sizes.items() if size)
+    shares = {name: weights[name] / total if size else 0.0 for name, size in sizes.items()}
+    length = max((sizes[name] / share for name, share in shares.items() if share), default=0.0)
+    return {name: max(sizes[name], round(length * share)) for name, share in shares.items()}
+
+
+def repeat_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """Repeat samples evenly until there are `count`. Repeats get new ids, so that their crop, clip and noise differ."""
+    rounds, rest = divmod(count, len(samples)) if samples else (0, 0)
+    extra = [samples[i * len(samples) // rest] for i in range(rest)]  # evenly spaced: neighbours may be similar
+    copies = [*samples]
+    for round_index in range(1, rounds):
+        copies += [rename_sample(sample, f"{sample.id}#{round_index + 1}") for sample in samples]
+    return copies + [rename_sample(sample, f"{sample.id}#{rounds + 1}") for sample in extra]
+
+
+def rename_sample(sample: Sample, sample_id: str) -> Sample:
+    return replace(sample, id=sample_id, prompt=replace(sample.prompt, id=sample_id))

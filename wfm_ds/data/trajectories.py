@@ -1,19 +1,51 @@
-"""Actions and camera paths of a clip: merge the actions of skipped frames, scale actions, adapt intrinsics to crops."""
+"""Numeric arrays of clips: read .npy files, merge and scale actions, adapt camera paths and intrinsics to crops."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import tokenize
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import ActionsRecipe
+from wfm_ds.storage.filesystem import read_regular
+
+# Errors that numpy raises for damaged files.
+DAMAGED_ERRORS = (
+    ValueError,
+    EOFError,
+    SyntaxError,
+    tokenize.TokenError,
+    MemoryError,
+    OverflowError,
+    TypeError,
+    LookupError,
+)
+
+
+def read_npy(file: IO[bytes]) -> Floats:
+    """Read an array of real numbers as float32. Raises ValueError for invalid content and OSError for read errors."""
+    try:
+        array = np.lib.format.read_array(file, allow_pickle=False)
+    except DAMAGED_ERRORS as error:
+        raise ValueError("damaged, or not an .npy file of numbers") from error
+    return to_float32(array)
+
+
+def to_float32(array: Any) -> Floats:
+    """Convert an array of real numbers to float32. Raises ValueError for anything else."""
+    if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
+        raise ValueError("not an array of real numbers")
+    with np.errstate(over="ignore"):  # overflow becomes infinity, which callers reject
+        converted: Floats = array.astype(np.float32)
+    return converted
+
 
 Floats: TypeAlias = npt.NDArray[np.float32]
 
@@ -105,16 +137,19 @@ class ActionScaling:
 
 
 def load_scaling(actions: ActionsRecipe) -> ActionScaling | None:
-    """Return the scaling from data.actions.stats. Returns None if actions are not normalized. Raises DataError."""
+    """Return the scaling from data.actions.stats. Returns None if actions are not normalized.
+
+    Raises DataError if the file cannot be used.
+    """
     if actions.normalize == "none" or actions.stats is None:
         return None
     first, second = STATS_KEYS[actions.normalize]
     try:
-        stats = json.loads(Path(actions.stats).read_bytes())
+        stats = json.loads(read_regular(actions.stats))
         a, b = (np.asarray(stats[key], np.float64) for key in (first, second))
     except OSError as error:
         raise DataError(f"data.actions.stats: {actions.stats} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             f"data.actions.stats: {actions.stats} must be a JSON object with the lists {first} and {second}, one "
             "entry per action component"
@@ -124,19 +159,10 @@ def load_scaling(actions: ActionsRecipe) -> ActionScaling | None:
     if not np.isfinite([a, b]).all():
         raise DataError(f"data.actions.stats: {first} or {second} in {actions.stats} has NaN or infinite numbers")
     if actions.normalize == "quantile" and (a > b).any():
-        raise DataError(
-            f"data.actions.stats: {first} in {actions.stats} exceeds {second} at index {first_larger_index(a, b)}"
-        )
+        raise DataError(f"data.actions.stats: {first} in {actions.stats} exceeds {second} at index {np.argmax(a > b)}")
     if actions.normalize == "meanstd" and (b < 0).any():
-        raise DataError(
-            f"data.actions.stats: {second} in {actions.stats} is negative at index {first_larger_index(0 * b, b)}"
-        )
+        raise DataError(f"data.actions.stats: {second} in {actions.stats} is negative at index {np.argmax(b < 0)}")
     return ActionScaling(a, (b - a) / 2, 1.0) if actions.normalize == "quantile" else ActionScaling(a, b, 0.0)
-
-
-def first_larger_index(low: npt.NDArray[np.float64], high: npt.NDArray[np.float64]) -> int:
-    """Return the first index at which low > high."""
-    return int(np.argmax(low > high))
 
 
 def crop_intrinsics(intrinsics: Floats, box: tuple[float, float, float, float], size: tuple[int, int]) -> Floats:
@@ -148,7 +174,3 @@ def crop_intrinsics(intrinsics: Floats, box: tuple[float, float, float, float], 
     sx, sy = size[1] / (right - left), size[0] / (bottom - top)
     fx, fy, cx, cy = np.moveaxis(intrinsics.astype(np.float64), -1, 0)
     return np.stack([fx * sx, fy * sy, (cx - left) * sx, (cy - top) * sy], axis=-1).astype(np.float32)
-
-
-def is_numeric(array: Any) -> bool:
-    return isinstance(array, np.ndarray) and array.dtype.kind in "biuf"

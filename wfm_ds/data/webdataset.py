@@ -2,20 +2,138 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import itertools
 import json
+import os
+import tarfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
-from wfm_ds.data.samples import MEDIA_SUFFIXES, Sample, SampleSet, is_encodable, parse_caption, to_printable
-from wfm_ds.data.tar_index import IndexEntry, TarIndex, load_tar_index
+from wfm_ds.data.samples import (
+    MEDIA_SUFFIXES,
+    Sample,
+    SampleSet,
+    decode_text,
+    is_encodable,
+    parse_caption,
+    to_printable,
+)
+from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.distributed.progress import track_progress
 from wfm_ds.errors import DataError
+from wfm_ds.storage import atomic
 from wfm_ds.storage import filesystem as storage
 from wfm_ds.types import Prompt
+
+CAPTION_FIELDS = ("json", "txt")
+MAX_CAPTION_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20  # S3 read-ahead: larger than a header, smaller than a video
+FORMAT = 2  # version of the index files
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """A file in a tar. Its name KEY.FIELD is split at the first dot into the key of the sample and the field."""
+
+    key: str
+    field: str  # in lower case, e.g. "mp4" or "left.png"
+    offset: int  # position of its first byte in the tar
+    size: int  # bytes
+    text: str | None = None  # content of caption fields in UTF-8, up to MAX_CAPTION_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class TarIndex:
+    """The members of one tar, in order.
+
+    intact: False if the tar is damaged after the last member in the list.
+    """
+
+    version: tuple[str | int, ...]
+    members: list[IndexEntry]
+    intact: bool
+
+
+def load_tar_index(address: str, cache_dir: Path | None) -> TarIndex:
+    """Return the index of a local or S3 tar.
+
+    An index in cache_dir is used if the tar has not changed since it was cached. Raises DataError if the file is
+    missing or not an uncompressed tar, and StorageError if it cannot be read.
+    """
+    try:
+        version = storage.file_version(address)
+    except FileNotFoundError as error:
+        raise DataError(f"{address} not found: data.path must list tar files") from error
+    digest = hashlib.sha256(json.dumps([FORMAT, *version]).encode()).hexdigest()
+    cache_file = cache_dir / "tars" / digest[:2] / f"{digest}.json" if cache_dir else None
+    if cache_file is not None and (cached_index := read_index_file(cache_file, version)) is not None:
+        return cached_index
+    index = scan_tar(address, version)
+    if cache_file is not None:
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        atomic.write_text(cache_file, json.dumps(asdict(index)))
+    return index
+
+
+def read_index_file(path: Path, version: tuple[str | int, ...]) -> TarIndex | None:
+    """Return the cached index. Returns None if there is none, or if the tar has changed since it was cached."""
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if tuple(content["version"]) == version:
+            return TarIndex(version, [IndexEntry(**member) for member in content["members"]], content["intact"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        pass
+    return None
+
+
+def scan_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
+    """Read all headers and captions of a tar in one pass. Images and videos are skipped."""
+    fs, path = storage.open_filesystem(address)
+    members: list[IndexEntry] = []
+    intact, size = True, int(version[1])
+    with (
+        storage.convert_storage_errors(address),
+        fs.open(path, "rb", block_size=BLOCK_BYTES, cache_type="readahead") as file,
+    ):
+        try:
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                while (info := tar.next()) is not None:
+                    LIVENESS.record_progress()
+                    if info.offset_data + info.size > size:
+                        intact = False
+                        break
+                    if info.isreg() and not info.issparse() and (member := index_member(tar, info)) is not None:
+                        members.append(member)
+                else:
+                    # tarfile also stops at an unreadable header; only a block of zeros is the real end.
+                    file.seek(tar.offset)
+                    intact = file.read(tarfile.BLOCKSIZE) == bytes(tarfile.BLOCKSIZE)
+        except (tarfile.TarError, EOFError) as error:
+            if not members:
+                raise DataError(f"{address} is not an uncompressed tar file ({error})") from error
+            intact = False
+    return TarIndex(version, members, intact)
+
+
+def index_member(tar: tarfile.TarFile, info: tarfile.TarInfo) -> IndexEntry | None:
+    """Return the index entry of a tar member. Returns None for hidden files and for names without a dot."""
+    folder, name = os.path.split(info.name.removeprefix("./"))
+    stem, _, field = name.partition(".")
+    if not stem or not field:
+        return None
+    field, text = field.lower(), None
+    if field in CAPTION_FIELDS and info.size <= MAX_CAPTION_BYTES:
+        file = tar.extractfile(info)
+        assert file is not None  # regular files always have content
+        text = decode_text(file.read())
+    key = to_printable(os.path.join(folder, stem))  # ids must be UTF-8, tar names need not
+    return IndexEntry(key, field, info.offset_data, info.size, text)
+
 
 ARRAY_SUFFIX = "npy"  # actions and camera paths (data/inputs.py)
 NUM_READERS = 16  # tars indexed in parallel, mostly waiting for I/O
@@ -65,7 +183,9 @@ class TarShards(SampleSet):
         shards = list(dict.fromkeys(address for pattern in patterns for address in storage.expand_pattern(pattern)))
         prefixes = unique_shard_names(shards)
         with ThreadPoolExecutor(NUM_READERS, thread_name_prefix="tar") as pool:
-            indices = list(pool.map(lambda address: load_tar_index(address, cache_dir), shards))
+            loaded = pool.map(lambda address: load_tar_index(address, cache_dir), shards)
+            with track_progress(loaded, "indexing tar files", total=len(shards)) as tracked:
+                indices = list(tracked)
         for shard, prefix, index in zip(shards, prefixes, indices, strict=True):
             self._add_shard(shard, prefix, index)
         if not self.samples and not self.bad:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 from wfm_ds.demos.actions_data import NUM_HELD_OUT, PROMPTS, START, write_brightness
 from wfm_ds.demos.base import Demo, comparison_table, load_evaluations
 from wfm_ds.demos.shapes import load_video
+from wfm_ds.storage.json_lines import read_json_rows
 from wfm_reward.brightness_demo import HEIGHT, NUM_FRAMES, WIDTH
 
 REWARD = "val/reward/brightness"
@@ -29,6 +30,7 @@ class ActionsDemo(Demo):
     sft_data = "clips"
     rl_data = "clips"
     output = Path("outputs/quickstart-world")
+    curves: ClassVar = {"actions followed": f"{REWARD}/following/mean", "held-out reward (inverse dynamics)": JUDGE}
 
     def write_data(self, out: Path) -> int:
         return write_brightness(out)
@@ -66,9 +68,9 @@ def write_pairs(path: Path, samples: Path, clips: Path) -> None:
 
     The image has pairs of rows: the real clip, and below it the video generated from the same actions.
     """
-    from wfm_ds.monitoring.images import image_grid, save_png
+    from wfm_ds.monitoring.media_files import image_grid, save_png
 
-    entries = [json.loads(line) for line in (samples / "samples.jsonl").read_text().splitlines()][:NUM_SHOWN]
+    entries = list(read_json_rows(samples / "samples.jsonl"))[:NUM_SHOWN]
     paths = [path for e in entries for path in (clips / f"{e['prompt_id']}.mkv", samples / e["file"])]
     frames = [frame for video in paths for frame in load_video(video)]
     save_png(path, image_grid(frames, NUM_FRAMES, scale=SCALE))

@@ -9,15 +9,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-from wfm_ds.demos.files import require_new_folder, write_video
+from wfm_ds.demos.files import data_parser, require_new_folder, write_video
 from wfm_ds.demos.shapes_data import FPS
-from wfm_ds.program import run_command
 from wfm_ds.seeds import derive_seed
 from wfm_reward.brightness_demo import MAX_START, Frames, encode_actions, frame_brightness, render_frames, sample_moves
 
@@ -58,16 +57,12 @@ def write_brightness(out: Path) -> int:
     return NUM_CLIPS
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
-
-
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="wfm data brightness", description="Write the data of the brightness demo (action quickstart)."
-    )
-    p.add_argument("out_dir", type=Path, help="new or empty folder for clips/ (SFT and RL) and held_out/")
-    return p
+parser = partial(
+    data_parser,
+    "brightness",
+    "Write the data of the brightness demo (action quickstart).",
+    "new or empty folder for clips/ (SFT and RL) and held_out/",
+)
 
 
 def run(args: argparse.Namespace) -> None:

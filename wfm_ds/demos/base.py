@@ -1,12 +1,16 @@
-"""Base class of the quickstart's demos. A demo has data, a model, recipes, and a comparison of before and after RL."""
+"""Base class of the quickstart's demos.
+
+A demo has a data set, a model, recipes, and a report that compares samples before and after RL.
+"""
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
+
+from wfm_ds.storage.json_lines import read_json_rows
 
 EvaluationMetrics = Mapping[str, float]
 
@@ -24,17 +28,25 @@ class Demo(ABC):
     """Subfolder of the data that RL uses: prompts, or clips that provide the first frames of the samples."""
     output: ClassVar[Path]
     """Default output folder of the quickstart."""
+    curves: ClassVar[Mapping[str, str]] = {}
+    """Curves over the RL steps in the report: {label: metric of every evaluation, from 0 to 1}."""
 
     @abstractmethod
     def write_data(self, out: Path) -> int:
         """Write the data into a new or empty folder, and return the number of images or videos."""
 
     def sft_overrides(self, folder: Path) -> list[str]:
-        """Return recipe overrides for SFT that set paths in `folder`. Does not include model.path and data.path."""
+        """Return recipe overrides that set the SFT recipe's paths to files in `folder`.
+
+        model.path and data.path are not included, because the quickstart sets them.
+        """
         return []
 
     def rl_overrides(self, folder: Path) -> list[str]:
-        """Return recipe overrides for RL that set paths in `folder`. Does not include model.path and data.path."""
+        """Return recipe overrides that set the RL recipe's paths to files in `folder`.
+
+        model.path and data.path are not included, because the quickstart sets them.
+        """
         return []
 
     @abstractmethod
@@ -59,12 +71,12 @@ def find_sft_pipeline(run: Path) -> str:
 def load_evaluations(run: Path, tag: str) -> list[tuple[Path, EvaluationMetrics]]:
     """Return (samples folder, metrics) of each evaluation of a run, in order.
 
-    tag: a metric that all evaluations log.
+    tag: name of a metric that every evaluation writes to metrics.jsonl.
     """
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = sorted(int(folder.name.removeprefix("step_")) for folder in (run / "samples").iterdir())
-    metric_records = [record for record in records if tag in record]
-    return [(run / "samples" / f"step_{step}", metrics) for step, metrics in zip(steps, metric_records, strict=True)]
+    from wfm_ds.monitoring.samples import list_sample_folders  # slow import, not needed for --help
+
+    records = [record for record in read_json_rows(run / "metrics.jsonl") if tag in record]
+    return list(zip(list_sample_folders(run).values(), records, strict=True))
 
 
 def comparison_table(title: str, rows: Sequence[tuple[str, float, float]], digits: int = 3) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,9 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_ds.demos.base import Demo, comparison_table, load_evaluations
-from wfm_ds.demos.digits_data import write_digits
+from wfm_ds.demos.digits_data import digit_caption, write_digits
+from wfm_ds.storage.json_lines import read_json_rows
 
-GRID_ROWS, GRID_COLUMNS = 8, 10
+GRID_ROWS, GRID_COLUMNS = 4, 10
+SCALE = 8  # enlarges 8 x 8 pixels to 64 x 64
+GREEN, RED = (26, 127, 55), (207, 34, 46)
 REWARD = "val/reward/digits/mean"
 METRICS = {
     "reward (the classifier used by RL)": REWARD,
@@ -25,24 +27,25 @@ class DigitsDemo(Demo):
     description = "handwritten digits"
     sft_data = "images"
     output = Path("outputs/quickstart")
+    curves = METRICS
 
     def write_data(self, out: Path) -> int:
         return write_digits(out)
 
     def write_comparison(self, folder: Path, run: Path) -> list[str]:
-        from wfm_ds.monitoring.images import image_grid, save_png
-
         results = load_evaluations(run, REWARD)
         stds = []
         for (samples_folder, _), name in ((results[0], "before"), (results[-1], "after")):
             samples = load_samples(samples_folder)
-            images = [image for image, _ in samples[: GRID_ROWS * GRID_COLUMNS]]
-            save_png(folder / f"{name}.png", image_grid(images, GRID_COLUMNS, scale=6))
+            write_readings(folder / f"{name}.png", samples[: GRID_ROWS * GRID_COLUMNS])
             stds.append(std_within_prompts(samples))
         before, after = results[0][1], results[-1][1]
         rows = [(label, before[tag], after[tag]) for label, tag in METRICS.items() if tag in before]
         rows.append(("diversity: std between images of one prompt", stds[0], stds[1]))
-        image_paths = f"Images: {folder / 'before.png'} and {folder / 'after.png'}."
+        image_paths = (
+            f"Images: {folder / 'before.png'} and {folder / 'after.png'}, one column for each digit. "
+            "Below each image: what the classifier of the reward reads, green if it is the digit in the prompt."
+        )
         return [*comparison_table("on held-out noise seeds, 200 images", rows), "", image_paths]
 
     def generate_arguments(self, folder: Path) -> str:
@@ -56,8 +59,32 @@ def load_samples(folder: Path) -> list[tuple[npt.NDArray[np.uint8], str]]:
     """Return (image [H,W,3], prompt) of each sample, in the order of samples.jsonl."""
     from PIL import Image
 
-    entries = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    entries = list(read_json_rows(folder / "samples.jsonl"))
     return [(np.asarray(Image.open(folder / e["file"]).convert("RGB")), e["prompt"]) for e in entries]
+
+
+def write_readings(path: Path, samples: Sequence[tuple[npt.NDArray[np.uint8], str]]) -> None:
+    """Write a PNG of the samples with the reading of the reward's classifier below each, green if it is correct.
+
+    samples: (image [H,W,3], prompt) in rows of GRID_COLUMNS.
+    """
+    from wfm_ds.monitoring.media_files import image_grid, save_png
+    from wfm_reward.rewards.digits import DigitsReward
+
+    reward = DigitsReward()
+    reward.load()
+    readings = [reward.read_digit(image) for image, _ in samples]
+    correct = [
+        digit_caption(reading)["prompt"] == prompt for reading, (_, prompt) in zip(readings, samples, strict=True)
+    ]
+    grid = image_grid(
+        [image for image, _ in samples],
+        GRID_COLUMNS,
+        scale=SCALE,
+        labels=[f"reads {reading}" for reading in readings],
+        label_colors=[GREEN if is_correct else RED for is_correct in correct],
+    )
+    save_png(path, grid)
 
 
 def std_within_prompts(samples: Sequence[tuple[npt.NDArray[np.uint8], str]]) -> float:

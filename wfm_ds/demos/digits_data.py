@@ -10,15 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from wfm_ds.demos.files import require_new_folder
-from wfm_ds.program import run_command
+from wfm_ds.demos.files import data_parser, require_new_folder
 
 DigitSplit = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 """Grey images [N,8,8] and their digits [N]."""
@@ -75,16 +74,12 @@ def write_digits(out: Path) -> int:
     return len(images)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
-
-
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="wfm data digits", description="Write the data of the digits demo (quickstart).")
-    p.add_argument(
-        "out_dir", type=Path, help="new or empty folder for images/ (SFT), pairs.jsonl (DPO) and prompts/ (RL)"
-    )
-    return p
+parser = partial(
+    data_parser,
+    "digits",
+    "Write the data of the digits demo (quickstart).",
+    "new or empty folder for images/ (SFT), pairs.jsonl (DPO) and prompts/ (RL)",
+)
 
 
 def run(args: argparse.Namespace) -> None:

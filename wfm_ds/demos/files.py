@@ -1,7 +1,8 @@
-"""Helpers to write demo data: check the output folder, write lossless videos."""
+"""Helpers of the commands that write demo data: the arguments, the check of the output folder, lossless videos."""
 
 from __future__ import annotations
 
+import argparse
 from fractions import Fraction
 from pathlib import Path
 
@@ -10,6 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_ds.errors import DataError
+
+
+def data_parser(name: str, description: str, out_dir_help: str) -> argparse.ArgumentParser:
+    """Return the parser of `wfm data NAME OUT_DIR`."""
+    p = argparse.ArgumentParser(prog=f"wfm data {name}", description=description)
+    p.add_argument("out_dir", type=Path, help=out_dir_help)
+    return p
 
 
 def require_new_folder(out: Path) -> None:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from wfm_ds.demos.files import require_new_folder, write_video
-from wfm_ds.program import run_command
+from wfm_ds.demos.files import data_parser, require_new_folder, write_video
 from wfm_ds.seeds import derive_seed
 
 Floats = npt.NDArray[np.float64]
@@ -93,16 +92,12 @@ def write_room(out: Path) -> int:
     return NUM_CLIPS
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
-
-
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="wfm data room", description="Write the data of the room demo: clips with camera paths."
-    )
-    p.add_argument("out_dir", type=Path, help="new or empty folder for clips/ (SFT and RL) and an example camera")
-    return p
+parser = partial(
+    data_parser,
+    "room",
+    "Write the data of the room demo: clips with camera paths.",
+    "new or empty folder for clips/ (SFT and RL) and an example camera",
+)
 
 
 def run(args: argparse.Namespace) -> None:

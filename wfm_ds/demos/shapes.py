@@ -5,30 +5,33 @@ A held-out reward compares each video with the nearest real clip.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import av
 import numpy as np
 
 from wfm_ds.demos.base import Demo, comparison_table, load_evaluations
-from wfm_ds.demos.shapes_data import write_moving
+from wfm_ds.demos.shapes_data import HELD_OUT_PROMPTS, write_moving
+from wfm_ds.storage.json_lines import read_json_rows
 from wfm_reward.moving_demo import NUM_VARIANTS, Frames, find_nearest_clip, measure_cells
 
-REWARD = "val/reward/moving"
-JUDGE = "val/held_out/nearest_clip"
+REWARD = "moving"
+JUDGE = "nearest_clip"
 METRICS: Mapping[str, str] = {
-    "reward": f"{REWARD}/mean",
-    "- moves more than half of the distance in the right direction": f"{REWARD}/right_way/mean",
-    "- looks like the shape in every frame": f"{REWARD}/identity/mean",
-    "held-out reward: nearest real clip has the right shape": f"{JUDGE}/shape/mean",
-    "held-out reward: nearest real clip has the right direction": f"{JUDGE}/direction/mean",
-    "held-out reward: both are right": f"{JUDGE}/both/mean",
-    "held-out reward: PSNR to the nearest real clip, dB": f"{JUDGE}/mean",
-    "held-out reward: fraction of videos that match a real clip": f"{JUDGE}/real/mean",
+    "reward": REWARD,
+    "- moves more than half of the distance in the right direction": f"{REWARD}/right_way",
+    "- looks like the shape in every frame": f"{REWARD}/identity",
+    "held-out reward: nearest real clip has the right shape": f"{JUDGE}/shape",
+    "held-out reward: nearest real clip has the right direction": f"{JUDGE}/direction",
+    "held-out reward: both are right": f"{JUDGE}/both",
+    "held-out reward: PSNR to the nearest real clip, dB": JUDGE,
+    "held-out reward: fraction of videos that match a real clip": f"{JUDGE}/real",
 }
+"""{label: reward, or `reward/part`, in samples.jsonl}"""
+EVALUATION_TAG = f"val/reward/{REWARD}/mean"
 STARTS = f"correct starts hit, of {NUM_VARIANTS}"
 NUM_SHOWN = 6  # videos per prompt in the animation
 FPS = 4  # of the animation; slow because it has only five frames
@@ -39,31 +42,39 @@ class ShapesDemo(Demo):
     description = "moving shapes"
     sft_data = "videos"
     output = Path("outputs/quickstart-video")
+    curves: ClassVar = {
+        "reward, all prompts": EVALUATION_TAG,
+        "held-out reward: shape and direction right, all prompts": f"val/held_out/{JUDGE}/both/mean",
+    }
 
     def write_data(self, out: Path) -> int:
         return write_moving(out)
 
     def sft_overrides(self, folder: Path) -> list[str]:
-        prompts = folder / "data" / "prompts" / "train.jsonl"
-        return [f"validation.prompts={prompts}", f"data.cache_dir={folder / 'cache'}"]
+        return [f"data.cache_dir={folder / 'cache'}", *self.rl_overrides(folder)]
+
+    def rl_overrides(self, folder: Path) -> list[str]:
+        return [f"validation.prompts={folder / 'data' / 'prompts' / 'validation.jsonl'}"]
 
     def write_comparison(self, folder: Path, run: Path) -> list[str]:
-        results = load_evaluations(run, f"{REWARD}/mean")
-        starts = []
-        for (samples_folder, _), name in ((results[0], "before"), (results[-1], "after")):
-            videos = load_videos(samples_folder)
+        results = load_evaluations(run, EVALUATION_TAG)
+        before, after = (load_videos(samples_folder) for samples_folder, _ in (results[0], results[-1]))
+        for videos, name in ((before, "before"), (after, "after")):
             write_strips(folder / f"{name}.png", videos)
             write_animation(folder / f"{name}.gif", videos)
-            starts.append(count_correct_starts(videos))
-        before, after = results[0][1], results[-1][1]
-        rows = [(label, before[tag], after[tag]) for label, tag in METRICS.items()]
-        rows.append((f"{STARTS}, mean over prompts", starts[0], starts[1]))
+        lines = []
+        evaluations = [split_by_pairs(videos) for videos in (before, after)]
+        for pairs in evaluations[0]:
+            groups = [evaluation[pairs] for evaluation in evaluations]
+            values = [[*mean_scores(group, METRICS).values(), count_correct_starts(group)] for group in groups]
+            rows = list(zip([*METRICS, f"{STARTS}, mean over prompts"], *values, strict=True))
+            lines += [*comparison_table(f"{pairs} pairs, {len(groups[0])} videos", rows, digits=2), ""]
         image_paths = f"Images: {folder / 'before.png'} and {folder / 'after.png'}. Animations: the same names as .gif."
-        return [*comparison_table("on held-out noise seeds, 120 videos", rows, digits=2), "", image_paths]
+        return [*lines, image_paths]
 
     def generate_arguments(self, folder: Path) -> str:
         return (
-            f"--prompts {folder / 'data' / 'prompts' / 'train.jsonl'} --height 32 --width 32 --frames 5 --fps 8 "
+            f"--prompts {folder / 'data' / 'prompts' / 'validation.jsonl'} --height 32 --width 32 --frames 5 --fps 8 "
             f"--steps 12 --seeds 1 2 3 4 --batch 48 --out {folder / 'more'}"
         )
 
@@ -72,11 +83,33 @@ class ShapesDemo(Demo):
 class PromptedVideo:
     prompt: str
     frames: Frames  # [5,32,32,3]
+    scores: Mapping[str, float | None] = field(default_factory=dict)  # by `reward` or `reward/part`; None if it failed
+
+    @property
+    def is_held_out(self) -> bool:
+        return self.prompt in HELD_OUT_PROMPTS
 
 
 def load_videos(folder: Path) -> list[PromptedVideo]:
-    entries = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
-    return [PromptedVideo(entry["prompt"], load_video(folder / entry["file"])) for entry in entries]
+    """Read the videos and scores of an evaluation. `folder` has a samples.jsonl."""
+    return [
+        PromptedVideo(entry["prompt"], load_video(folder / entry["file"]), entry["rewards"] | entry.get("parts", {}))
+        for entry in read_json_rows(folder / "samples.jsonl")
+    ]
+
+
+def split_by_pairs(videos: Sequence[PromptedVideo]) -> dict[str, list[PromptedVideo]]:
+    """Return the videos of the trained and of the held-out (shape, direction) pairs, as {"trained", "held-out"}."""
+    return {
+        "trained": [video for video in videos if not video.is_held_out],
+        "held-out": [video for video in videos if video.is_held_out],
+    }
+
+
+def mean_scores(videos: Sequence[PromptedVideo], names: Mapping[str, str]) -> dict[str, float]:
+    """Return {label: mean score}. names: {label: name in PromptedVideo.scores}. Failed scores are ignored."""
+    scores = {label: [video.scores.get(name) for video in videos] for label, name in names.items()}
+    return {label: float(np.mean([v for v in values if v is not None])) for label, values in scores.items()}
 
 
 def load_video(path: Path) -> Frames:
@@ -106,17 +139,17 @@ def count_correct_starts(videos: Sequence[PromptedVideo]) -> float:
 
 def write_strips(path: Path, videos: Sequence[PromptedVideo]) -> None:
     """Write an image with a row per prompt. A row contains the frames of two videos side by side."""
-    from wfm_ds.monitoring.images import image_grid, save_png
+    from wfm_ds.monitoring.media_files import image_grid, save_png
 
     shown = {prompt: frame_lists[:2] for prompt, frame_lists in group_by_prompt(videos).items()}
     images = [frame for frame_lists in shown.values() for frames in frame_lists for frame in frames]
-    save_png(path, image_grid(images, len(images) // len(shown), row_titles=[*shown]))
+    titles = [f"{prompt} (held out)" if prompt in HELD_OUT_PROMPTS else prompt for prompt in shown]
+    save_png(path, image_grid(images, len(images) // len(shown), row_titles=titles))
 
 
 def write_animation(path: Path, videos: Sequence[PromptedVideo]) -> None:
     """Write an animated GIF with a column of NUM_SHOWN videos per prompt."""
-    from wfm_ds.monitoring.images import image_grid
-    from wfm_ds.monitoring.videos import encode_gif
+    from wfm_ds.monitoring.media_files import encode_gif, image_grid
 
     columns = [frame_lists[:NUM_SHOWN] for frame_lists in group_by_prompt(videos).values()]
     cells = [frames for row in zip(*columns, strict=True) for frames in row]

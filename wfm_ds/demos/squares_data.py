@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,8 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from wfm_ds.demos.files import require_new_folder
-from wfm_ds.program import run_command
+from wfm_ds.demos.files import data_parser, require_new_folder
 
 COLOURS: Mapping[str, tuple[int, int, int]] = MappingProxyType(
     {"red": (220, 30, 30), "green": (30, 180, 60), "blue": (30, 60, 220), "yellow": (230, 210, 30)}
@@ -64,16 +64,12 @@ def write_squares(out: Path) -> int:
     return NUM_IMAGES
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    return run_command(parser(), run, argv)
-
-
-def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
-        prog="wfm data squares", description="Write the data of the squares demo: questions about coloured squares."
-    )
-    p.add_argument("out_dir", type=Path, help="new or empty folder for images/ and annotations.json")
-    return p
+parser = partial(
+    data_parser,
+    "squares",
+    "Write the data of the squares demo: questions about coloured squares.",
+    "new or empty folder for images/ and annotations.json",
+)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,11 +1,10 @@
-"""Built-in data sets of tiny recipes: small parts of the demos, written once into the user's cache folder."""
+"""Built-in data sets for tiny recipes. They are small versions of the demo data, written to the user's cache folder."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +17,7 @@ from wfm_ds.errors import DataError
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.tiny import describe_tiny_recipe, tiny_data_folder
+from wfm_ds.storage import atomic
 
 NUM_ACTION_CLIPS = 24
 
@@ -66,8 +66,8 @@ def write_tiny_data(recipe: Recipe) -> None:
         with (root / f".{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # released when the file is closed
             if not (root / name).is_dir():
-                with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as folder:
-                    WRITERS[name](Path(folder) / name)
-                    (Path(folder) / name).rename(root / name)
+                with atomic.temporary_folder(root) as folder:
+                    WRITERS[name](folder / name)
+                    (folder / name).rename(root / name)
     except OSError as error:
         raise DataError(f"{root / name} cannot be written ({error}); set WFM_CACHE to a writable folder") from error

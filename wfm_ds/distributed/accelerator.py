@@ -1,4 +1,4 @@
-"""Detect the accelerator of this process, select it for DeepSpeed, and make torch use deterministic kernels.
+"""Detect what this machine offers a process: accelerator, deterministic kernels, ranks, threads and ports.
 
 Importing this module does not import torch.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from wfm_ds.distributed.ranks import find_launched_rank
 from wfm_ds.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -90,3 +92,22 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
         cudnn.benchmark, cudnn.deterministic = cudnn_before
         if configured is None:
             del os.environ[CUBLAS_VARIABLE]
+
+
+def ranks_per_node(world_size: int) -> int:
+    """Return the number of ranks on this node. If no launcher started several ranks, return `world_size`."""
+    launched = find_launched_rank(os.environ)
+    return world_size if launched is None or launched.size == 1 else launched.local_size
+
+
+def find_free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def threads_per_rank() -> int:
+    """Return OMP_NUM_THREADS if it is set, otherwise the number of cores per rank on this host."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return max(1, int(os.environ["OMP_NUM_THREADS"]))
+    return max(1, (os.cpu_count() or 1) // ranks_per_node(1))

@@ -112,7 +112,7 @@ class RankStates:
     def _is_settled(self, now_s: float, ended_at_s: float) -> bool:
         """Return whether the cause of the first failure, at `ended_at_s`, is certain.
 
-        If all failures are secondary, each running rank must have sent a heartbeat since then.
+        If all failures are secondary, each running rank must have sent a heartbeat after `ended_at_s`.
         """
         running, ended = self._ranks_in_state("runs"), [*self._ranks_in_state("gone"), *self._ranks_in_state("failed")]
         is_known = not all(member.is_secondary for member in ended) or all(m.heard_at_s > ended_at_s for m in running)

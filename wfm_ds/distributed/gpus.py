@@ -16,6 +16,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from wfm_ds.distributed.ranks import find_launched_rank
 from wfm_ds.errors import RecipeError
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -38,7 +39,10 @@ def split_visible_devices(visible: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class MachineGpus:
-    """The GPUs of this machine that the run may use, as entries of CUDA_VISIBLE_DEVICES. Device `cuda:k` is all[k]."""
+    """The GPUs of this machine that the run may use, as entries of CUDA_VISIBLE_DEVICES.
+
+    The device `cuda:k` is `all[k]`.
+    """
 
     all: tuple[str, ...]
     training_gpus: frozenset[str]  # used by the training ranks of this machine
@@ -112,7 +116,8 @@ def _list_gpus(visible: str) -> tuple[str, ...]:
 
 
 def _ssh_advice() -> str:
-    if LAUNCH_GPUS in os.environ or "CROSS_RANK" not in os.environ:
+    launched = find_launched_rank(os.environ)
+    if LAUNCH_GPUS in os.environ or launched is None or launched.launcher != "deepspeed":
         return ""
     return (
         f"; if DeepSpeed started this node over ssh, add {LAUNCH_GPUS}={ALL_GPUS} to ~/.deepspeed_env to use its "

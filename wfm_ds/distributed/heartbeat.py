@@ -30,8 +30,10 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from wfm_ds.distributed.accelerator import ranks_per_node
 from wfm_ds.distributed.fault import Fault, RankStates
 from wfm_ds.distributed.liveness import LIVENESS, Liveness
+from wfm_ds.distributed.ranks import find_launched_rank
 from wfm_ds.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -179,7 +181,10 @@ class RankRegistry:
 
 
 def listen_on_host(host: str) -> socket.socket:
-    """Listen on a free port of the address `host`, or of all addresses if this machine does not have `host` (NAT)."""
+    """Listen on a free port at the address `host`.
+
+    If the machine does not have this address, e.g. behind NAT, listen on all addresses.
+    """
     try:
         return socket.create_server((host, 0), backlog=1024)
     except OSError as error:
@@ -188,7 +193,7 @@ def listen_on_host(host: str) -> socket.socket:
 
 
 def listen_on_all_addresses() -> socket.socket:
-    """Listen on a free port of all addresses. Connections that do not send the token are closed later."""
+    """Return a socket that listens on a free port of all addresses of this machine."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=1024)
@@ -342,11 +347,11 @@ def start_heartbeat(
     stuck_s: the run ends if no rank makes progress for this many seconds. Raises UserError on all ranks if any rank
     cannot reach rank 0.
     """
-    from wfm_ds.distributed.world import ranks_per_node
-
     if world.size == 1:
         return None
-    host = os.environ["MASTER_ADDR"]
+    launched = find_launched_rank(os.environ)
+    assert launched is not None  # World.join sets the variables
+    host = launched.master_addr
     states = RankStates(world.size, silent_s=SILENCE_TIMEOUT_S, stuck_s=stuck_s, max_gap_s=2 * BEAT_INTERVAL_S)
     everywhere = world.size > ranks_per_node(world.size)
     registry = RankRegistry(states, host, all_addresses=everywhere) if world.is_main else None

@@ -3,7 +3,7 @@
 This package does not install a script called deepspeed. If two packages installed a script of the same name, the later
 one would overwrite the other, and uninstalling one would remove the script of both. Instead, wfm_ds_deepspeed.pth in
 site-packages calls `take_over` when a script named deepspeed starts. Commands for wfm_ds are passed to launch.py, and
-DeepSpeed runs all others.
+DeepSpeed runs all others. No heavy imports, because this module is loaded whenever a `deepspeed` command starts.
 """
 
 from __future__ import annotations
@@ -13,10 +13,28 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from wfm_ds.distributed.runner_arguments import VERSION_OPTION, parse_runner_options
-
 PTH_FILE = Path(__file__).parent / "wfm_ds_deepspeed.pth"
 SCRIPT_NAME = "deepspeed"
+VERSION_OPTION = "--wfm-version"  # prints the version of launch.py; not an option of DeepSpeed
+SWITCHES = frozenset(
+    (
+        *("--module", "--no_python", "--no_local_rank", "--no_ssh", "--no_ssh_check", "--force_multi", "--save_pid"),
+        *("--bind_cores_to_rank", "-q", "--quiet", "-h", "--help"),
+    )
+)
+"""The runner's options without a value; all others have a value. A test compares this set with the runner's parser."""
+# Options with a value that this package reads.
+VALUE_OPTIONS = (
+    *("--hostfile", "--node_rank", "--master_port"),
+    *("--num_gpus", "--num_accelerators", "--num_nodes", "--include", "--exclude"),
+)
+OPTION_ALIASES = {
+    "-m": "--module",
+    "-H": "--hostfile",
+    "-i": "--include",
+    "-e": "--exclude",
+    "--num_accelerators": "--num_gpus",
+}
 
 
 def take_over() -> None:
@@ -26,13 +44,37 @@ def take_over() -> None:
 
 
 def is_wfm_command(argv: Sequence[str]) -> bool:
-    """Return whether these arguments are a command for wfm_ds.
-
-    They are if they start a wfm_ds module, or use `-m` or --wfm-version, which DeepSpeed lacks.
-    """
+    """Return whether the arguments start a wfm_ds module or contain an option that DeepSpeed does not have."""
     if list(argv[:1]) == [VERSION_OPTION]:
         return True
     options, name_at = parse_runner_options(argv)
     if "--module" not in options or name_at is None:
         return False
     return argv[options["--module"][0]] == "-m" or argv[name_at].startswith("wfm_ds.")
+
+
+def parse_runner_options(argv: Sequence[str]) -> tuple[dict[str, tuple[int, str]], int | None]:
+    """Return ({full option name: (index, value)}, index of the script or module name) for DeepSpeed's command line.
+
+    The index is None if there is no script or module. Like argparse, this function accepts `--name=value`, unambiguous
+    prefixes of long options, and `-Xvalue`.
+    """
+    options: dict[str, tuple[int, str]] = {}
+    i = 0
+    while i < len(argv) and argv[i].startswith("-"):
+        option, equals, value = argv[i].partition("=")
+        num_arguments = 1
+        if not option.startswith("--") and len(option) > len("-H"):
+            option, value = argv[i][:2], argv[i][2:]  # -Hfile
+        elif not equals and full_option_name(option) not in SWITCHES:
+            value, num_arguments = " ".join(argv[i + 1 : i + 2]), 2
+        options[full_option_name(option)] = (i, value)
+        i += num_arguments
+    return options, i if i < len(argv) else None
+
+
+def full_option_name(option: str) -> str:
+    """Return an option's full name: --node_rank for --node_r, --module for -m. Unknown options are unchanged."""
+    if option.startswith("--") and option not in SWITCHES:
+        option = next((name for name in (*sorted(SWITCHES), *VALUE_OPTIONS) if name.startswith(option)), option)
+    return OPTION_ALIASES.get(option, option)

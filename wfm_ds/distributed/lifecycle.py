@@ -5,6 +5,7 @@ launch.py is the counterpart: it forwards signals, sets WFM_LAUNCH_PID and WFM_S
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -14,15 +15,18 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Literal, NoReturn
 
 import psutil
 
-from wfm_ds.program import USER_ERROR_CODE
+from wfm_ds.distributed.ranks import find_launched_rank, read_rank
+from wfm_ds.errors import UserError
+from wfm_ds.program import USER_ERROR_CODE, print_error
 
+MAX_EXIT_CODE = 255
 ORPHAN_EXIT_CODE = 77  # exit code of a rank after its launcher has died
 PARENT_CHECK_INTERVAL_S = 5.0
 EXIT_WAIT_S = 15.0  # the launcher polls its ranks every second and ends them one by one
@@ -70,6 +74,8 @@ def install_signal_handlers() -> StopFlag:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _STOP_FLAG.raise_flag)
     signal.signal(signal.SIGUSR1, _STOP_FLAG.request_save)
+    # launch.py blocks them for DeepSpeed's processes, and ranks inherit that.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGUSR1})
     return _STOP_FLAG
 
 
@@ -101,10 +107,10 @@ class ParentWatch:
 def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> ParentWatch | None:
     """Start a ParentWatch if a launcher started this process, else return None.
 
-    Environment variables show whether there is a launcher. Call this before `World.join`, which sets one of them.
-    Without a launcher, a run may outlive its shell.
+    Environment variables show whether there is a launcher. Call this before `World.join`, which sets them. Without a
+    launcher, a run may outlive its shell. Raises UserError if the variables contradict each other.
     """
-    if "LOCAL_RANK" not in os.environ and "WFM_LAUNCH_PID" not in os.environ:
+    if find_launched_rank(os.environ) is None and "WFM_LAUNCH_PID" not in os.environ:
         return None
     return ParentWatch(interval_s)
 
@@ -151,23 +157,41 @@ def write_status(status: Literal["finished", "preempted"], step: int) -> None:
     part.replace(target)
 
 
-def exit_with_user_error(message: str, rank: int, *, prints: bool | None = None) -> NoReturn:
-    """Print `error: MESSAGE` on one rank and exit with code 2. Raises SystemExit.
+def read_preempted_code(environ: Mapping[str, str]) -> int:
+    """Return WFM_PREEMPTED_CODE, the exit code of a run that saved a checkpoint and stopped on request. Default: 0.
 
-    Every rank calls it in its main thread. Rank 0 prints and exits; the others wait silently until the launcher ends
-    them. prints: whether this rank prints instead of rank 0, for an error that only one rank has.
+    Schedulers start a job again if it ends with another code. Raises UserError if it is not a number from 0 to 255.
     """
-    if prints if prints is not None else rank == 0:
-        sys.stderr.write(f"error: {message}\n")
-        sys.stderr.flush()
+    text = environ.get("WFM_PREEMPTED_CODE", "0")
+    if not text.isdecimal() or int(text) > MAX_EXIT_CODE:
+        raise UserError(f"WFM_PREEMPTED_CODE must be an exit code from 0 to {MAX_EXIT_CODE}, got {text!r}")
+    return int(text)
+
+
+def exit_with_user_error(message: str, *, prints: bool) -> NoReturn:
+    """Print `error: MESSAGE` if `prints` is set, and exit with code 2. Raises SystemExit.
+
+    All ranks call this function in their main thread. A rank that prints exits at once; the others wait silently until
+    the launcher ends them.
+    """
+    if prints:
+        print_error(message)
     else:
         _wait_for_signal(EXIT_WAIT_S)
     raise SystemExit(USER_ERROR_CODE)
 
 
 def fail_rank(message: str) -> NoReturn:
-    """Exit because of a user error that all ranks have, e.g. in the recipe. Call before the process group exists."""
-    exit_with_user_error(message, int(os.environ.get("RANK", "0")))
+    """Exit because of a user error, e.g. in the recipe. Call before the process group exists.
+
+    The first rank of each node prints the message, because nodes may have different files and GPUs. If the variables of
+    the launcher contradict each other, perhaps on this rank only, this rank prints the message.
+    """
+    try:
+        launched = find_launched_rank(os.environ)
+    except UserError:
+        launched = None
+    exit_with_user_error(message, prints=launched is None or launched.local_rank == 0)
 
 
 def _wait_for_signal(timeout_s: float) -> None:
@@ -190,17 +214,9 @@ def _wait_for_signal(timeout_s: float) -> None:
 
 def strip_launcher_args(argv: Sequence[str]) -> list[str]:
     """Remove the arguments `--local_rank=N`, `--local-rank=N` and `--local_rank N`, which launchers add."""
-    arguments: list[str] = []
-    skip = False
-    for argument in argv:
-        name, equals, _ = argument.partition("=")
-        if skip:
-            skip = False
-        elif name in ("--local_rank", "--local-rank"):
-            skip = not equals
-        else:
-            arguments.append(argument)
-    return arguments
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--local_rank", "--local-rank")
+    return parser.parse_known_args(argv)[1]
 
 
 def run_and_exit(program: Callable[[], int]) -> NoReturn:
@@ -214,7 +230,7 @@ def run_and_exit(program: Callable[[], int]) -> NoReturn:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except Exception:
         logging.getLogger("wfm_ds").exception("the run failed")  # only rank 0 logs to the console
-        if os.environ.get("RANK", "0") != "0":
+        if read_rank(os.environ) != 0:
             traceback.print_exc()
         code = 1
     logging.shutdown()

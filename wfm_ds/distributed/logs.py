@@ -33,6 +33,32 @@ NOISY_LIBRARIES = (
 """Libraries with irrelevant INFO lines. Only their warnings are logged."""
 
 
+TRUNCATION_TEXT = "The following part of your input was truncated because"
+TRUNCATION_NOTE = "; warnings about other truncated prompts are not shown"
+
+
+class _TruncationFilter(logging.Filter):
+    """Passes only the first warning of diffusers about truncated prompts for each limit, such as 77 tokens for CLIP.
+
+    diffusers warns for each prompt and each text encoder.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limits: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        text = str(record.msg)
+        if not text.startswith(TRUNCATION_TEXT):
+            return True
+        if not text.endswith(TRUNCATION_NOTE):  # else another handler has added it
+            record.msg = text + TRUNCATION_NOTE
+        limit = text.partition(":")[0]
+        is_first = limit not in self._limits
+        self._limits.add(limit)
+        return is_first
+
+
 class _OwnHandler(logging.Handler):
     """Base class by which `close_logging` recognizes the handlers of `setup_logging`."""
 
@@ -90,6 +116,7 @@ def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
         handler = _ConsoleHandler()
         handler.setLevel(logging.INFO if console else logging.ERROR)
         handler.addFilter(_is_for_console)
+        handler.addFilter(_TruncationFilter())
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", datefmt="%H:%M:%S"))
         root.addHandler(handler)
     elif not root.handlers:
@@ -100,11 +127,19 @@ def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
             _quiet_library(logging.getLogger(name))
 
 
+def is_console_quiet() -> bool:
+    """Return whether `setup_logging` was called with console=False, so that stderr shows only errors."""
+    return any(isinstance(handler, _ConsoleHandler) and handler.level > logging.INFO for handler in _own_handlers())
+
+
+def _own_handlers() -> list[logging.Handler]:
+    return [handler for handler in logging.getLogger().handlers if isinstance(handler, _OwnHandler)]
+
+
 def close_logging() -> None:
     """Flush and remove the handlers of `setup_logging`."""
-    root = logging.getLogger()
-    for handler in [h for h in root.handlers if isinstance(h, _OwnHandler)]:
-        root.removeHandler(handler)
+    for handler in _own_handlers():
+        logging.getLogger().removeHandler(handler)
         handler.close()
 
 
@@ -116,6 +151,7 @@ def _open_file_handler(path: Path, rank: int) -> logging.Handler:
         raise UserError(
             f"{path}: cannot write the log ({error.strerror}); set run.output_dir to another folder"
         ) from error
+    handler.addFilter(_TruncationFilter())
     handler.setFormatter(_Formatter(rank))
     return handler
 

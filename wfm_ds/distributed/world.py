@@ -15,19 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
 
-from wfm_ds.distributed.accelerator import uses_cuda
+from wfm_ds.distributed.accelerator import find_free_port, threads_per_rank, uses_cuda
 from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.distributed.ranks import LOOPBACK, LaunchedRank, find_launched_rank
 from wfm_ds.errors import UserError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 WAIT_INTERVAL_S = 10.0  # between two polls of the ranks in run_without_timeout
@@ -58,26 +58,25 @@ class World:
     @classmethod
     def single_process(cls) -> World:
         """Return a World of one rank on the CPU, for work without a process group."""
-        import torch
-
         return cls(0, 1, 0, torch.device("cpu"), None)
 
     @classmethod
     def join(cls, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
         """Join the launcher's process group. Without a launcher, create one of size 1.
 
-        Collective; call it once per run.
+        Collective; call it once per run. Sets the environment variables that torch and DeepSpeed read. Raises UserError
+        on rank 0 if the port for the ranks' rendezvous is in use, and on all ranks of a node with too few GPUs.
         """
         import deepspeed
-        import torch
-        import torch.distributed as dist
 
-        if "RANK" not in os.environ:
-            os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_SIZE="1", MASTER_ADDR="127.0.0.1")
-            os.environ["MASTER_PORT"] = str(find_free_port())
+        launched = find_launched_rank(os.environ)
+        if launched is None:
+            launched = LaunchedRank(0, 1, 0, 1, LOOPBACK, find_free_port(), launcher="python")
+        os.environ.update(launched.variables())
         timeout = datetime.timedelta(seconds=timeout_s)
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_rank = launched.local_rank
         if uses_cuda():
+            require_gpus(launched, torch.cuda.device_count())
             torch.cuda.set_device(local_rank)
             device = torch.device("cuda", local_rank)
         else:
@@ -87,7 +86,16 @@ class World:
             deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if not dist.is_initialized():
             backend = "nccl" if device.type == "cuda" else "gloo"
-            deepspeed.init_distributed(dist_backend=backend, timeout=timeout, auto_mpi_discovery=False, verbose=False)
+            settings = {"dist_backend": backend, "auto_mpi_discovery": False, "verbose": False}
+            try:
+                deepspeed.init_distributed(**settings, timeout=timeout)
+            except dist.DistNetworkError as error:
+                if "EADDRINUSE" not in str(error):
+                    raise
+                raise UserError(
+                    f"port {launched.master_port} is in use on this machine: choose another one with "
+                    "--master_port of deepspeed or torchrun, or MASTER_PORT"
+                ) from error
         host_group = None if device.type == "cpu" else dist.new_group(backend="gloo", timeout=timeout)
         return cls(dist.get_rank(), dist.get_world_size(), local_rank, device, host_group, timeout_s)
 
@@ -96,8 +104,6 @@ class World:
 
         Raises UserError if the number of ranks is not a multiple of sp_size.
         """
-        import torch.distributed as dist
-
         if sp_size == 1:
             return replace(self, replica=None)
         timeout, host_group = datetime.timedelta(seconds=self.timeout_s), None
@@ -136,9 +142,6 @@ class World:
         return self.sp_rank == 0
 
     def _all_reduce(self, values: Mapping[str, float], op: Any) -> dict[str, float]:
-        import torch
-        import torch.distributed as dist
-
         if self.size == 1 or not values:  # all ranks pass the same names, so all of them return here
             return {name: float(value) for name, value in values.items()}
         LIVENESS.start_operation(f"a reduction of {', '.join(values)}"[:80])
@@ -151,8 +154,6 @@ class World:
 
         All ranks must pass the same names in the same order.
         """
-        import torch.distributed as dist
-
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def sum_over_replicas(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -167,8 +168,6 @@ class World:
 
         All ranks must pass the same names in the same order.
         """
-        import torch.distributed as dist
-
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def any_rank(self, flag: bool) -> bool:
@@ -194,9 +193,6 @@ class World:
 
         Ranks other than the leader pass None.
         """
-        import torch
-        import torch.distributed as dist
-
         if self.replica is None:
             assert tensor is not None
             return tensor
@@ -214,9 +210,6 @@ class World:
         Only the ranks of these two replicas call this method, in the same order. The ranks of `target` pass any tensor
         of the same shape and dtype, and receive the tensor of `source`.
         """
-        import torch
-        import torch.distributed as dist
-
         LIVENESS.record_progress("a tensor transfer between replicas")
         if self.dp_rank == source:
             dist.send(
@@ -233,9 +226,6 @@ class World:
         counts: number of rows of each rank. No rank may have more rows than the leader. All rows have the same shape.
         Collective in the replica.
         """
-        import torch
-        import torch.distributed as dist
-
         if self.replica is None:
             return rows
         LIVENESS.record_progress("a gather of rows in a replica")
@@ -255,9 +245,6 @@ class World:
 
     def gather(self, value: Any) -> list[Any]:
         """Return the JSON values of all ranks, in rank order, on every rank. Collective."""
-        import torch
-        import torch.distributed as dist
-
         if self.size == 1:
             return [_json_roundtrip(value)]
         LIVENESS.start_operation("a gather of values")
@@ -280,9 +267,6 @@ class World:
 
         Only replica leaders call this method, with arrays of the same shape.
         """
-        import torch
-        import torch.distributed as dist
-
         if self.dp_size == 1:
             return [array.copy()]
         local_array = torch.from_numpy(array.copy())
@@ -305,15 +289,15 @@ class World:
             return self.run_checked(future.result if future is not None else lambda: None)
 
     def barrier(self) -> None:
-        import torch.distributed as dist
-
         if self.size == 1:
             return
         LIVENESS.start_operation("a barrier")
         dist.barrier(group=self.host_group)
 
     def run_checked(self, work: Callable[[], Any], on: Literal["all", "leaders", "main"] = "all") -> Any:
-        """Run `work` on all ranks, the replica leaders, or rank 0 (`main`). Collective.
+        """Run `work` on all ranks, on the replica leaders, or on rank 0. Collective.
+
+        on: `all`, `leaders` or `main` (rank 0).
 
         Returns this rank's result, or None if it did not run `work`. If `work` raises UserError on any rank, all ranks
         raise it.
@@ -332,6 +316,15 @@ class World:
         return result
 
 
+def require_gpus(launched: LaunchedRank, num_gpus: int) -> None:
+    """Raise UserError if this process sees fewer GPUs than its node has ranks."""
+    if num_gpus < launched.local_size:
+        raise UserError(
+            f"rank {launched.rank} sees {num_gpus} GPUs, but its node has {launched.local_size} ranks: start one rank "
+            "per GPU, and let each rank see all GPUs of its node (srun --gpus-per-node, not --gpus-per-task)"
+        )
+
+
 def _json_roundtrip(value: Any) -> Any:
     """Return the value as other ranks would receive it: tuples become lists, and keys become strings."""
     return json.loads(json.dumps(value))
@@ -342,9 +335,6 @@ def _broadcast_json(source: int, group: ProcessGroup | None, value: Any, *, is_s
 
     is_source: whether this rank is `source`.
     """
-    import torch
-    import torch.distributed as dist
-
     blob = json.dumps(value).encode() if is_source else b""
     length = torch.tensor([len(blob)], dtype=torch.int64)
     dist.broadcast(length, src=source, group=group)
@@ -353,26 +343,6 @@ def _broadcast_json(source: int, group: ProcessGroup | None, value: Any, *, is_s
         payload.copy_(torch.frombuffer(bytearray(blob), dtype=torch.uint8))
     dist.broadcast(payload, src=source, group=group)
     return json.loads(payload.numpy().tobytes())
-
-
-def ranks_per_node(world_size: int) -> int:
-    """Return the number of ranks on this host, as set by DeepSpeed's launcher or torchrun, else `world_size`."""
-    return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or world_size)
-
-
-def find_free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def threads_per_rank() -> int:
-    """Return OMP_NUM_THREADS if it is set, otherwise the number of cores per rank on this host."""
-    if "OMP_NUM_THREADS" in os.environ:
-        return max(1, int(os.environ["OMP_NUM_THREADS"]))
-    return max(1, (os.cpu_count() or 1) // int(os.environ.get("LOCAL_SIZE", "1")))
 
 
 def create_sequence_group(
@@ -384,8 +354,6 @@ def create_sequence_group(
     collectives, or None for torch's default. backend: None for the default group's backend. Raises UserError if
     num_ranks does not divide the number of ranks.
     """
-    import torch.distributed as dist
-
     world_size = dist.get_world_size()
     if num_ranks < 1 or world_size % num_ranks:
         divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]

@@ -119,16 +119,13 @@ def find_obstacle(
     if trains and not kernel.has_backward:
         return "has no backward pass and cannot be used for training: use it for rollout workers and generate"
     if not layers:
-        return (
-            f"supports diffusers' attention layers only, and {type(denoiser).__name__} has none: choose another model"
-        )
+        return "supports diffusers' attention layers only, and the denoiser has none: choose another model"
     for layer_name, layer in layers:
         processor = type(layer.processor)
         if processor in MASKED_PROCESSORS:
-            return f"does not support masks, and {layer_name} has one ({processor.__name__}): choose another model"
+            return f"does not support masks, and {layer_name} has one: choose another model"
         if processor not in REPLACEMENT_PROCESSORS and not hasattr(processor, "_attention_backend"):
-            own = f"which computes its attention itself ({processor.__name__})"
-            return f"does not support {layer_name}, {own}: choose another model"
+            return f"does not support {layer_name}, which computes its attention itself: choose another model"
         if not (hasattr(layer, "inner_dim") and hasattr(layer, "heads")):
             return f"does not support {layer_name}, which does not define the size of its heads: choose another model"
         head_size = layer.inner_dim // layer.heads

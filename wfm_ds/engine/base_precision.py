@@ -47,7 +47,7 @@ def quantise_base(
     if in_float8:
         require_fp8(f"base_precision: {precision}", dtype, device)
     layers = eligible_layers(denoiser, block_classes)
-    require_layers(layers, f"base_precision: {precision}", denoiser)
+    require_layers(layers, f"base_precision: {precision}")
     count = 0
     for path, layer in layers:
         parent, _, name = path.rpartition(".")
@@ -59,12 +59,12 @@ def quantise_base(
     return count
 
 
-def require_layers(layers: Sequence[object], key: str, denoiser: nn.Module) -> None:
+def require_layers(layers: Sequence[object], key: str) -> None:
     """Raise RecipeError for the recipe key `key` if `layers` is empty."""
     if not layers:
         raise RecipeError(
-            f"{key}: the blocks of {type(denoiser).__name__} have no linear layer with sides that are "
-            f"multiples of {SIDE_MULTIPLE}: remove the key"
+            f"{key}: the denoiser's blocks have no linear layer with sides that are multiples of {SIDE_MULTIPLE}: "
+            "remove the key"
         )
 
 

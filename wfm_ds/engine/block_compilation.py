@@ -39,7 +39,7 @@ def compile_blocks(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]
     if not blocks:
         names = ", ".join(block.__name__ for block in block_classes) or "nothing"
         raise UserError(
-            f"engine.compile: {type(denoiser).__name__} has no block of the family's block_classes ({names}): "
+            f"engine.compile: the denoiser has no block of the family's block_classes ({names}): "
             "remove the key, or add the classes of its repeated blocks to the family"
         )
     for block in blocks:

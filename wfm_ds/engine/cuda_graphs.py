@@ -60,7 +60,7 @@ class GraphReplayer:
 
     @torch.no_grad()
     def __call__(self, variant: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the network's result in new memory. variant: name of the network's active weights, e.g. a policy."""
+        """Run the network and return a copy of its result. variant: name of the active weights, e.g. a policy."""
         values, layout = tree_flatten((args, kwargs))
         tensors = [value for value in values if isinstance(value, Tensor)]
         signature = (variant, layout, tuple(map(argument_signature, values)))

@@ -2,7 +2,8 @@
 
 Handles loss scaling, optimizer steps, the learning rate, the active policy, and gathering of full tensors. Does not
 depend on algorithms, model families or files. theta denotes the trained weights (policy `train`). The other policies
-are old, ref and ema (policies.py). An update is an optimizer step that was not skipped.
+are old, ref, ema, and the extra and frozen adapters of a LoRA run (policies.py). An update is an optimizer step that
+was not skipped.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, cast
 
 import deepspeed
@@ -19,32 +20,38 @@ import peft
 import torch
 from torch import Tensor, nn
 
+from wfm_ds.distributed.accelerator import ranks_per_node
 from wfm_ds.distributed.liveness import LIVENESS
-from wfm_ds.distributed.world import World, ranks_per_node
+from wfm_ds.distributed.world import World
 from wfm_ds.engine.adapter_layers import use_merged_weights
 from wfm_ds.engine.cuda_graphs import GraphReplayer
 from wfm_ds.engine.flop_counter import FlopCount, FlopCounter
-from wfm_ds.engine.optimizer import accumulate_in_float32, build_optimizer, ema_decay, learning_rate
-from wfm_ds.engine.policies import AdapterDropout, Adapters, Flats, ShardedCopy, Shards, write_adapter
+from wfm_ds.engine.optimizer import (
+    ExtraAdapter,
+    accumulate_in_float32,
+    build_optimizer,
+    ema_decay,
+)
+from wfm_ds.engine.optimizer_steps import OptimizerSteps
+from wfm_ds.engine.policies import (
+    NO_ADAPTERS,
+    AdapterDropout,
+    Adapters,
+    AdapterTensors,
+    check_adapter_names,
+    write_adapter,
+)
 from wfm_ds.engine.preparation import DTYPES, TokenSharding, prepare_denoiser
+from wfm_ds.engine.shards import Flats, ShardedCopy, adapter_state_name, persistent_buffers
 from wfm_ds.engine.step_checks import GradientWatch, PartLookup, RankGuard, single_part
 from wfm_ds.recipe.deepspeed import build_deepspeed_config, policy_copies
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.sections import OptimizerRecipe
+from wfm_ds.types import DEFAULT_ADAPTER
 from wfm_ds.ulysses.install import install_ulysses
 
 MERGED_POLICY = "merged"  # name of the active policy while an adapter is merged into the weights
-OPTIMIZER_PREFIX = "optimizer."  # prefix of the names of the optimizer's states
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The outcome of an optimizer step. All ranks get equal values."""
-
-    # False if a gradient was not finite on some rank, or if there were no loss terms; no weight changed on any rank
-    is_applied: bool
-    grad_norm: float  # global, before clipping, unscaled; NaN if not applied
-    is_clipped: bool
-    lr: float  # learning rate of this step, also if it was not applied
+NO_EXTRA_ADAPTERS: Mapping[str, ExtraAdapter] = MappingProxyType({})
 
 
 class EngineForward:
@@ -77,7 +84,7 @@ class EngineForward:
         return getattr(self._engine.module, name)
 
 
-class DenoiserEngine:
+class DenoiserEngine(OptimizerSteps):
     """A denoiser with its DeepSpeed engine and its policies. All ranks must call the methods marked "Collective"."""
 
     def __init__(
@@ -90,26 +97,23 @@ class DenoiserEngine:
         total_updates: int,
         flop_counter: FlopCounter | None,
         adapters: Adapters | None,
-        gradient_watch: GradientWatch,
+        gradient_watches: Mapping[str, GradientWatch],
+        optimizer_options: Mapping[str, OptimizerRecipe],
+        frozen_adapters: Sequence[str],
     ) -> None:
-        """Use `build` instead. ds: result of deepspeed.initialize for `module`. adapters: None in full training."""
-        self.ds = ds
+        """Use `build` instead.
+
+        ds: result of deepspeed.initialize for `module`. adapters: None in full training. gradient_watches,
+        optimizer_options: one entry per trained adapter. frozen_adapters: names of the frozen adapters.
+        """
+        super().__init__(ds, recipe, world, total_updates, adapters, gradient_watches, optimizer_options)
         self.module = module
-        self.recipe = recipe
-        self.world = world
         self.policies = policies
         self.uses_lora = adapters is not None
-        self.accumulation = int(ds.gradient_accumulation_steps())
-        self.total_updates = total_updates
         self.flop_counter = flop_counter
         self.forward_module = cast(nn.Module, EngineForward(self))
-        self.active_policy = "train"
-        self.num_updates = 0
-        self.num_skipped = 0
-        self.shards = Shards(ds)
         self.copies = {name: ShardedCopy(self.shards) for name in sorted(policy_copies(policies, lora=self.uses_lora))}
-        self._adapters = adapters
-        self._gradient_watch = gradient_watch
+        self._adapter_policies = (*self.adapter_updates, *frozen_adapters)  # policies with an adapter but no copy
         self._stale_adapters: set[str] = (
             set()
         )  # policies with copies that changed after their adapters were last written
@@ -119,8 +123,6 @@ class DenoiserEngine:
         uses_dropout = recipe.lora is not None and recipe.lora.dropout > 0
         self.dropout = AdapterDropout(module, recipe.run.seed, world.rank) if uses_dropout else None
         self._guard = RankGuard(world) if recipe.engine.guard else None
-        self._num_backwards = 0  # since the last step
-        self._expected_backwards = self.accumulation
         self._last_ema_update = 0  # last update included in the average
 
     @classmethod
@@ -136,7 +138,9 @@ class DenoiserEngine:
         total_updates: int,
         block_classes: Sequence[type[nn.Module]] = (),
         frozen: AbstractSet[str] = frozenset(),
-        initial_adapter: Mapping[str, Tensor] | None = None,
+        initial_adapter: AdapterTensors | None = None,
+        extra_adapters: Mapping[str, ExtraAdapter] = NO_EXTRA_ADAPTERS,
+        frozen_adapters: Mapping[str, AdapterTensors] = NO_ADAPTERS,
         count_flops: bool = True,
         shard_tokens: TokenSharding = install_ulysses,
         find_part: PartLookup = single_part,
@@ -151,17 +155,21 @@ class DenoiserEngine:
         block_classes: classes of the repeated blocks.
         frozen: names of parameters that full training does not train.
         initial_adapter: initial adapter tensors, named as in `iter_full_tensors`.
+        extra_adapters: further trained adapters, by policy. They start from the values of the adapter `default`.
+        frozen_adapters: tensors of further adapters that are never trained, by policy.
         count_flops: whether to count FLOPs. If so, tensor arguments of the denoiser must have one row per sample.
         shard_tokens: function that installs sequence parallelism over the ranks of a replica.
         find_part: maps a parameter's name to its network component, such as an expert. A step may run only some
         components.
 
-        Raises RecipeError if the DeepSpeed JSON or the LoRA targets are invalid, and UserError if the denoiser does not
-        support sequence parallelism or the attention kernel.
+        Raises RecipeError if the DeepSpeed JSON or the LoRA targets are invalid, UserError if the denoiser does not
+        support sequence parallelism or the attention kernel, and ValueError for extra or frozen adapters without LoRA,
+        with invalid names or with tensors that do not fit.
         """
         unknown = policies - {"old", "ref", "ema"}
         if unknown:
             raise ValueError(f"policies must be old, ref or ema, not {', '.join(sorted(unknown))}")
+        check_adapter_names((*extra_adapters, *frozen_adapters), lora=recipe.lora is not None)
         config = build_deepspeed_config(
             recipe,
             accumulation=accumulation,
@@ -184,14 +192,22 @@ class DenoiserEngine:
             block_classes=block_classes,
             frozen=frozen,
             initial_adapter=initial_adapter,
+            extra_adapters=tuple(extra_adapters),
+            frozen_adapters=frozen_adapters,
             shard_tokens=shard_tokens,
         )
-        reached = GradientWatch(denoiser, frozen=frozen, find_part=find_part)
-        optimizer = build_optimizer(denoiser, recipe.optimizer, world.device)
+        extra_options = {name: extra.optimizer_options(recipe.optimizer) for name, extra in extra_adapters.items()}
+        options = {DEFAULT_ADAPTER: recipe.optimizer, **extra_options}
+        watches = {
+            name: GradientWatch(denoiser, frozen=frozen, find_part=find_part, adapter=name if extra_options else None)
+            for name in options
+        }
+        optimizer = build_optimizer(denoiser, recipe.optimizer, world.device, extra_options)
         ds = deepspeed.initialize(model=denoiser, optimizer=optimizer, config=config, dist_init_required=False)[0]
         if ds.zero_optimization_stage() == 1 and dtype != torch.float32:
             accumulate_in_float32(ds)
-        return cls(ds, denoiser, recipe, world, policies, total_updates, work, adapters, reached)
+        frozen_names = tuple(frozen_adapters)
+        return cls(ds, denoiser, recipe, world, policies, total_updates, work, adapters, watches, options, frozen_names)
 
     # Forward passes
 
@@ -215,7 +231,7 @@ class DenoiserEngine:
             self.flop_counter.discard()
 
     def check_ranks_agree(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
-        """Raise an error on all ranks if their next forward passes differ.
+        """Raise an error on all ranks if their next forward passes differ. For the arguments see RankGuard.
 
         Does nothing if the recipe key `engine.guard` is false.
         """
@@ -226,28 +242,30 @@ class DenoiserEngine:
     def use_policy(self, name: str, *, merge: bool = False) -> Iterator[None]:
         """Make the policy `name` active inside the context: forward passes use its weights.
 
-        Collective. Cannot be nested.
+        Collective. Cannot be nested. name: `train`, a policy copy, an extra adapter or a frozen adapter.
 
-        Gradients are enabled only for the policy `train` without `merge`. Group forward passes by policy, because every
-        switch of the policy takes time. (It copies weights, and at ZeRO-3 it resets DeepSpeed's prefetch order.)
+        Outside `train_adapter`, gradients are enabled for the policy `train` without `merge` only. Group forward passes
+        by policy, because every switch of the policy takes time. (It copies weights, and at ZeRO-3 it resets
+        DeepSpeed's prefetch order.)
 
         merge: merge the policy's adapter into the weights (adapter_layers.py). LoRA at ZeRO-3 does not support this.
         """
         self._require_trained_policy(f"use_policy({name!r})")
-        if name == "train" and not merge:
+        if name == self.active_policy == "train" and not merge:
             yield
             return
-        if name != "train":
+        if name != "train" and name not in self._adapter_policies:
             self._require_policy(name)
         if name in self._stale_adapters:
             write_adapter(self.module, self.copies[name], name)
             self._stale_adapters.remove(name)
+        trained_policy, self._is_using_policy = self.active_policy, True
         self.active_policy = MERGED_POLICY if merge else name
         try:
             with torch.no_grad(), self._switch_weights(name, merge):
                 yield
         finally:
-            self.active_policy = "train"
+            self.active_policy, self._is_using_policy = trained_policy, False
 
     @contextlib.contextmanager
     def _switch_weights(self, name: str, merge: bool) -> Iterator[None]:
@@ -255,89 +273,13 @@ class DenoiserEngine:
             with self.copies[name].use_weights():
                 yield
             return
-        adapter = {"train": "default", "ref": None}.get(name, name)
+        adapter = {"train": DEFAULT_ADAPTER, "ref": None}.get(name, name)
         self._adapters.activate(None if merge else adapter)
         try:
             with use_merged_weights(self._adapters.layers, adapter) if merge and adapter else contextlib.nullcontext():
                 yield
         finally:
-            self._adapters.activate("default")
-
-    # Optimization
-
-    def expect_backwards(self, num_backwards: int) -> None:
-        """Set the number of backward passes of the next optimizer step. Collective.
-
-        Call it before the first of these backward passes.
-        """
-        if num_backwards < 1 or self._num_backwards:
-            raise RuntimeError(
-                f"cannot expect {num_backwards} backward passes: {self._num_backwards} of the step are done"
-            )
-        self._expected_backwards = num_backwards
-
-    def backward(self, loss_sum: Tensor, num_terms: int) -> None:
-        """Back-propagate the loss of one micro-step. Collective.
-
-        The micro-steps of an optimizer step add up to the gradient of the mean loss over all N loss terms.
-
-        loss_sum: sum of this rank's loss terms in this micro-step, fp32 scalar, equal on the ranks of a replica.
-        num_terms: N >= 1, the number of valid loss terms of the optimizer step over all replicas and micro-steps. For a
-        step without loss terms call `skip_step`.
-        """
-        self._require_trained_policy("backward")
-        if loss_sum.ndim != 0:
-            raise ValueError(f"loss_sum must be a scalar, got shape {tuple(loss_sum.shape)}")
-        if num_terms < 1:
-            raise ValueError(f"a step with {num_terms} terms has no gradient: call skip_step()")
-        if self._num_backwards == self._expected_backwards:
-            raise RuntimeError(
-                f"call step() first: all {self._expected_backwards} backward passes of the optimizer step are done"
-            )
-        self._num_backwards += 1
-        LIVENESS.start_operation("a backward pass of the denoiser")
-        last = self._num_backwards == self._expected_backwards
-        self.ds.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages over ranks and divides by its own number of micro-steps, whatever the actual number. The
-        # ranks of a replica hold partial sums of one gradient, so the factor is the number of ranks, not of replicas.
-        scale = self.world.size * self.accumulation / num_terms
-        self.ds.backward(loss_sum * scale)
-        if not last:
-            self.ds.step()  # only counts the micro-step
-
-    def step(self) -> StepResult:
-        """Update the weights after all backward passes of the step. Collective.
-
-        If a gradient is not finite on any rank, no rank changes its weights. Raises ModelError if a trained parameter
-        received no gradient.
-        """
-        self._require_trained_policy("step")
-        if self._num_backwards != self._expected_backwards:
-            raise RuntimeError(f"step() after {self._num_backwards} of {self._expected_backwards} backward passes")
-        self._num_backwards, self._expected_backwards = 0, self.accumulation
-        if self._gradient_watch.watched:
-            self._gradient_watch.check_gradients(self.world)
-        LIVENESS.start_operation("an optimizer step")
-        lr = learning_rate(self.recipe.optimizer, self.num_updates + 1, self.total_updates)
-        for group in self.ds.optimizer.param_groups:
-            group["lr"] = lr
-        self.ds.step()
-        self.shards.zero_gradients()
-        if not self.ds.was_step_applied():
-            self.num_skipped += 1
-            return StepResult(is_applied=False, grad_norm=math.nan, is_clipped=False, lr=lr)
-        self.num_updates += 1
-        grad_norm, bound = float(self.ds.get_global_grad_norm()), self.recipe.engine.max_grad_norm
-        return StepResult(is_applied=True, grad_norm=grad_norm, is_clipped=0 < bound < grad_norm, lr=lr)
-
-    def skip_step(self) -> StepResult:
-        """Skip an optimizer step without loss terms. All ranks call it instead of `backward` and `step`."""
-        self._require_trained_policy("skip_step")
-        if self._num_backwards:
-            raise RuntimeError(f"skip_step() after {self._num_backwards} backward passes of a step")
-        self.num_skipped += 1
-        lr = learning_rate(self.recipe.optimizer, self.num_updates + 1, self.total_updates)
-        return StepResult(is_applied=False, grad_norm=math.nan, is_clipped=False, lr=lr)
+            self._adapters.activate(self.trained_adapter)
 
     # Policies
 
@@ -391,7 +333,8 @@ class DenoiserEngine:
 
     def step_counters(self) -> dict[str, int]:
         """Return the numbers of updates and skipped steps, for checkpoints. All ranks get equal numbers."""
-        return {"updates": self.num_updates, "skipped": self.num_skipped, "ema_seen": self._last_ema_update}
+        counters = {"updates": self.num_updates, "skipped": self.num_skipped, "ema_seen": self._last_ema_update}
+        return counters | {adapter_state_name(n, "updates"): updates for n, updates in self.adapter_updates.items()}
 
     def shard_states(self) -> dict[str, list[Tensor]]:
         """Return this rank's shards of all states that training changes, as {name: one tensor per optimizer group}.
@@ -399,14 +342,12 @@ class DenoiserEngine:
         The names are `train`, each policy that changes during training, and `optimizer.NAME` for each optimizer state.
         `shards.slices_by_name()` tells which elements of a tensor belong to which parameter. A tensor with 0 dimensions
         is a number for the whole group, such as AdamW's step. The tensors are views that the next step overwrites.
+        The states of an extra adapter are named by `adapter_state_name`; `extra_shards` has their slices.
         """
-        states = {
-            "train": self.shards.master_weights(),
-            **{n: list(copy.flats) for n, copy in self._moving_copies().items()},
-        }
-        group_states = self.shards.optimizer_states()
-        for name in group_states[0]:
-            states[OPTIMIZER_PREFIX + name] = [state[name].detach() for state in group_states]
+        states = self.shards.training_states()
+        states |= {name: list(copy.flats) for name, copy in self._moving_copies().items()}
+        for adapter, shards in self.extra_shards.items():
+            states |= {adapter_state_name(adapter, name): flats for name, flats in shards.training_states().items()}
         return states
 
     @torch.no_grad()
@@ -415,16 +356,14 @@ class DenoiserEngine:
         self._require_trained_policy("restore_state")
         self.num_updates, self.num_skipped = counters["updates"], counters["skipped"]
         self._last_ema_update = counters["ema_seen"]
-        masters = self.shards.master_weights()
-        torch._foreach_copy_(masters, list(states["train"]))
-        self.shards.install_weights(masters)
+        self.shards.load_training_states(states)
+        for adapter, shards in self.extra_shards.items():
+            self.adapter_updates[adapter] = counters[adapter_state_name(adapter, "updates")]
+            prefix = adapter_state_name(adapter, "")
+            own = {name.removeprefix(prefix): flats for name, flats in states.items() if name.startswith(prefix)}
+            shards.load_training_states(own)
         for name, copy in self._moving_copies().items():
             torch._foreach_copy_(copy.flats, list(states[name]))
-        optimizer_states = {
-            n.removeprefix(OPTIMIZER_PREFIX): flats for n, flats in states.items() if n.startswith(OPTIMIZER_PREFIX)
-        }
-        if optimizer_states:
-            self.shards.load_optimizer_states(optimizer_states)
         if self.uses_lora:
             self._stale_adapters |= self.copies.keys()
 
@@ -433,7 +372,7 @@ class DenoiserEngine:
 
     def lora_config(self) -> peft.LoraConfig | None:
         """Return the adapter's PEFT configuration; None in full training."""
-        return cast(Any, self.module).peft_config["default"] if self.uses_lora else None
+        return cast(Any, self.module).peft_config[DEFAULT_ADAPTER] if self.uses_lora else None
 
     def _policy_flats(self, policy: str) -> Sequence[Tensor]:
         if policy == "train":
@@ -444,19 +383,8 @@ class DenoiserEngine:
         return self.copies[policy].flats
 
     def _require_policy(self, name: str) -> None:
+        if name in self._adapter_policies:
+            raise ValueError(f"{name} is an adapter without copy: only use_policy and train_adapter know it")
         if name not in self.policies:
-            raise ValueError(f"unknown policy {name}; this engine has train {' '.join(sorted(self.policies))}")
-
-    def _require_trained_policy(self, what: str) -> None:
-        if self.active_policy != "train":
-            raise RuntimeError(
-                f"{what} inside use_policy({self.active_policy!r}): the weights of another policy are in use"
-            )
-
-
-def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, value) of each buffer that model files contain, such as SD3's pos_embed.pos_embed."""
-    for prefix, part in module.named_modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            if name not in part._non_persistent_buffers_set:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+            names = " ".join([*sorted(self.policies), *self._adapter_policies])
+            raise ValueError(f"unknown policy {name}; this engine has train {names}")

@@ -212,17 +212,19 @@ def make_trainable(
     targets: Sequence[str],
     names: Sequence[str],
     frozen: AbstractSet[str] = frozenset(),
+    *,
+    extra_adapters: Sequence[str] = (),
 ) -> None:
     """Prepare a denoiser on the meta device for training, like the engine does.
 
-    Adds the adapters `default` and `names` (LoRA), or freezes the parameters in `frozen` (full training). Sets the
-    dtype.
+    Adds the adapters `default`, `names` and `extra_adapters` (LoRA), or freezes the parameters in `frozen` (full
+    training). `default` and the extra adapters are trained. Sets the dtype.
     """
     if recipe.lora is None:
         set_trainable(meta_denoiser, frozen)
     else:
         with torch.device("meta"):
-            add_adapters(meta_denoiser, recipe.lora, targets, names, seed=0)
+            add_adapters(meta_denoiser, recipe.lora, targets, names, seed=0, extra=extra_adapters)
     for parameter in meta_denoiser.parameters():
         parameter.data = parameter.data.to(DTYPES[recipe.model.dtype])
 

@@ -1,8 +1,8 @@
 """Frozen float8 (e4m3) linear layers for LoRA: half the memory of bfloat16, and faster matrix products on a GPU.
 
 All policies (trained, old, reference) use the same base weights. Policies with equal adapters therefore predict
-identical bits, and the probability ratios of the first update are exactly 1. Each row of a weight or input has its own
-scale (wfm_kernels.quantise_rows), so a sample's result does not depend on the other samples in its batch.
+identical bits in batches of equal size. Each row of a weight or input has its own scale (wfm_kernels.quantise_rows), so
+a sample's result does not depend on the values of the other samples in its batch.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def train_in_float8(
     require_fp8(key, dtype, device)
     convert = torchao_layer_factory(device) if library == "torchao" else te_layer_factory(key, device)
     layers = eligible_layers(denoiser, block_classes)
-    require_layers(layers, key, denoiser)
+    require_layers(layers, key)
     for path, layer in layers:
         parent, _, name = path.rpartition(".")
         setattr(denoiser.get_submodule(parent), name, convert(layer))

@@ -9,25 +9,68 @@ still contains the same elements.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor, nn
 from torch.nn import functional
 
 from wfm_ds.engine.optional_packages import require_package
 from wfm_ds.recipe.sections import OptimizerRecipe
+from wfm_ds.types import DEFAULT_ADAPTER
 
 MOMENTS = {"exp_avg": 1, "exp_avg_sq": 2}  # named state1 and state2 in bitsandbytes
 SCALE_SUFFIX = ".scale"  # suffix of a moment's name
 STATE_BLOCK = 256  # state elements per scale in bitsandbytes
+NO_OPTIONS: Mapping[str, OptimizerRecipe] = MappingProxyType({})
 
 
-def build_optimizer(denoiser: nn.Module, options: OptimizerRecipe, device: torch.device) -> torch.optim.Optimizer:
-    """Return the recipe's optimizer for all trained parameters. Raises RecipeError if its package is not installed."""
-    trained = [parameter for parameter in denoiser.parameters() if parameter.requires_grad]
+@dataclass(frozen=True, slots=True)
+class ExtraAdapter:
+    """Optimizer settings of an adapter that is trained in addition to `default`.
+
+    All other settings, such as weight decay and the clipping norm, are those of the recipe.
+    """
+
+    lr: float  # constant
+    betas: tuple[float, float]
+
+    def optimizer_options(self, options: OptimizerRecipe) -> OptimizerRecipe:
+        """Return the recipe's section `optimizer` with the settings of this adapter."""
+        own = {"lr": self.lr, "betas": self.betas, "warmup_steps": 0, "schedule": "constant"}
+        return options.model_copy(update=own)
+
+
+def build_optimizer(
+    denoiser: nn.Module,
+    options: OptimizerRecipe,
+    device: torch.device,
+    extra_options: Mapping[str, OptimizerRecipe] = NO_OPTIONS,
+) -> torch.optim.Optimizer:
+    """Return the recipe's optimizer for all trained parameters. Raises RecipeError if its package is not installed.
+
+    extra_options: {extra adapter: its options}. With extra adapters, the optimizer is an AdapterwiseOptimizer.
+    """
+    optimizer_class, settings = choose_optimizer(options, device)
+    if not extra_options:
+        trained = [parameter for parameter in denoiser.parameters() if parameter.requires_grad]
+        return optimizer_class(trained, **settings)
+    groups = [
+        {"params": adapter_parameters(denoiser, name), "adapter": name, "lr": own.lr, "betas": own.betas}
+        for name, own in {DEFAULT_ADAPTER: options, **extra_options}.items()
+    ]
+    return make_adapterwise(optimizer_class)(groups, **settings)
+
+
+def choose_optimizer(
+    options: OptimizerRecipe, device: torch.device
+) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class of the recipe's optimizer and its keyword arguments."""
     settings: dict[str, Any] = {
         "lr": options.lr,
         "betas": options.betas,
@@ -35,12 +78,41 @@ def build_optimizer(denoiser: nn.Module, options: OptimizerRecipe, device: torch
         "weight_decay": options.weight_decay,
     }
     if options.name == "adamw":
-        return torch.optim.AdamW(trained, **settings, fused=should_use_fused(device))
+        return torch.optim.AdamW, settings | {"fused": should_use_fused(device)}
     require_package("bitsandbytes", "optimizer.name: adamw8bit")
     import bitsandbytes
 
-    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit(trained, **settings)
-    return optimizer
+    return bitsandbytes.optim.AdamW8bit, settings
+
+
+def adapter_parameters(denoiser: nn.Module, adapter: str) -> list[nn.Parameter]:
+    """Return the trained parameters of an adapter."""
+    return [p for name, p in denoiser.named_parameters() if p.requires_grad and f".{adapter}." in name]
+
+
+def make_adapterwise(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Return a subclass that is an AdapterwiseOptimizer."""
+    adapterwise_class = type(f"Adapterwise{optimizer_class.__name__}", (AdapterwiseOptimizer, optimizer_class), {})
+    ZERO_SUPPORTED_OPTIMIZERS.append(adapterwise_class)  # otherwise DeepSpeed warns that the optimizer is untested
+    return adapterwise_class
+
+
+class AdapterwiseOptimizer(torch.optim.Optimizer):
+    """Mixin for an optimizer with one parameter group per adapter. Its `step` changes only the active adapter.
+
+    ZeRO steps all groups. A learning rate of 0 would not protect the other adapters, because their moments and step
+    counts would change.
+    """
+
+    active_adapter = DEFAULT_ADAPTER
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        groups = self.param_groups
+        self.param_groups = [group for group in groups if group["adapter"] == self.active_adapter]
+        try:
+            return super().step(closure) if self.param_groups else None
+        finally:
+            self.param_groups = groups
 
 
 def should_use_fused(device: torch.device) -> bool | None:
@@ -103,8 +175,8 @@ def decode_blocks(codes: Tensor, absmax: Tensor, code_book: Tensor) -> tuple[Ten
 def encode_blocks(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise optimizer states: the inverse of `decode_blocks`. Returns (codes [n], one scale per block).
 
-    If the elements of a block have different scales, the block's scale is its largest magnitude. A scale of 0 marks
-    elements that were not quantised before.
+    scale: previous scale of each element, or 0 if it was not quantised before. If all elements of a block have the same
+    scale, the block keeps it. Otherwise, its scale is the largest magnitude of its values.
     """
     missing = -len(values) % STATE_BLOCK
     rows, scales = (functional.pad(x, (0, missing)).view(-1, STATE_BLOCK) for x in (values, scale))
@@ -119,13 +191,14 @@ def encode_blocks(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Ten
 def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> float:
     """Return the learning rate of optimizer step `update`, from 1 to total_updates.
 
-    Warm-up is linear, from 0 at update 0 to lr at update `warmup_steps`. Then the linear and cosine schedules decay
-    from lr to final_lr_fraction * lr at the last update. Without warm-up, the decay starts at the first update.
+    Follows diffusers.optimization.get_scheduler. The warm-up is linear: the rate is 0 in update 1 and lr in update
+    warmup_steps + 1. After it, the linear and cosine schedules decay from lr towards final_lr_fraction * lr. They would
+    reach this value in update total_updates + 1.
     """
-    if update < recipe.warmup_steps:
-        return recipe.lr * update / recipe.warmup_steps
-    peak = max(recipe.warmup_steps, 1)
-    progress = min(1.0, (update - peak) / max(total_updates - peak, 1))
+    done, warmup = update - 1, recipe.warmup_steps
+    if done < warmup:
+        return recipe.lr * done / warmup
+    progress = min(1.0, (done - warmup) / max(total_updates - warmup, 1))
     falling = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 + 0.5 * math.cos(math.pi * progress)}
     floor = 1.0 if recipe.schedule == "constant" else recipe.final_lr_fraction
     return recipe.lr * (floor + (1.0 - floor) * falling[recipe.schedule])

@@ -13,7 +13,7 @@ EXTRAS = {
     # Built from source against the installed torch.
     "transformer_engine": "--no-build-isolation 'wfm_ds[transformer-engine]'",
 }
-"""{package: pip requirement that installs it, an extra in setup.py}."""
+"""{package: pip requirement that installs it, an extra in pyproject.toml}."""
 
 
 def require_package(package: str, key: str) -> None:

@@ -1,4 +1,8 @@
-"""Preparation of the denoiser for DeepSpeed: weight placement, adapters, sequence parallelism and kernels."""
+"""Preparation of the denoiser for DeepSpeed: weight placement, adapters, sequence parallelism and kernels.
+
+Weights are moved from memory-mapped files to the device one parameter at a time, so at most one is in memory twice. All
+ranks of a machine share the mapped pages (models/loading.py). At ZeRO-3, each rank copies only its shards.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
+import deepspeed
 import torch
-from torch import Tensor, nn
+from deepspeed.utils import groups
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from wfm_ds.distributed.world import World
@@ -16,11 +22,9 @@ from wfm_ds.engine import attention_kernels
 from wfm_ds.engine.base_precision import quantise_base
 from wfm_ds.engine.block_compilation import compile_blocks
 from wfm_ds.engine.fp8_training import train_in_float8
-from wfm_ds.engine.policies import Adapters, add_adapters, set_trainable
-from wfm_ds.engine.weight_placement import cast_adapters, place_weights
+from wfm_ds.engine.policies import NO_ADAPTERS, Adapters, AdapterTensors, add_adapters, set_trainable
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.seeds import derive_seed
-from wfm_ds.ulysses.install import install_ulysses
 
 logger = logging.getLogger(__name__)
 
@@ -37,22 +41,19 @@ def prepare_denoiser(
     targets: Sequence[str],
     names: Sequence[str],
     block_classes: Sequence[type[nn.Module]],
-    frozen: AbstractSet[str] = frozenset(),
-    initial_adapter: Mapping[str, Tensor] | None = None,
-    shard_tokens: TokenSharding = install_ulysses,
+    frozen: AbstractSet[str],
+    initial_adapter: AdapterTensors | None,
+    extra_adapters: Sequence[str] = (),
+    frozen_adapters: Mapping[str, AdapterTensors] = NO_ADAPTERS,
+    shard_tokens: TokenSharding,
 ) -> Adapters | None:
     """Prepare a denoiser in place for training. Returns the adapters; None in full training. Collective.
 
-    The steps must run in this order: low-precision base, weight placement, adapters or full training, gradient
-    checkpointing, sequence parallelism, attention kernel, block compilation.
+    The steps must run in this order: low-precision base weights, weight placement, choice of the trained parameters
+    (adapters in LoRA training), gradient checkpointing, sequence parallelism, attention kernel, block compilation.
 
-    config: the config for deepspeed.initialize.
-    names: names of the adapters in addition to `default`.
-    frozen: names of parameters that full training does not train.
-    initial_adapter: initial adapter tensors (policies.add_adapters).
-    shard_tokens: function that installs sequence parallelism over the ranks of a replica.
-
-    Raises the same errors as `DenoiserEngine.build`.
+    config: the config for deepspeed.initialize. names: names of the policy copies that have adapters.
+    extra_adapters: names of the extra adapters. The other arguments and the errors are those of `DenoiserEngine.build`.
     """
     module: Any = denoiser
     dtype = DTYPES[recipe.model.dtype]
@@ -64,7 +65,16 @@ def prepare_denoiser(
         train_in_float8(denoiser, block_classes, recipe.model.fp8_training, dtype, world.device)
     else:
         seed = derive_seed(recipe.run.seed, "lora_init")
-        adapters = add_adapters(denoiser, recipe.lora, targets, names, seed, initial_adapter)
+        adapters = add_adapters(
+            denoiser,
+            recipe.lora,
+            targets,
+            names,
+            seed,
+            initial_adapter,
+            extra=extra_adapters,
+            frozen=frozen_adapters,
+        )
         cast_adapters(denoiser, dtype)
         logger.info("LoRA of rank %d on %d layers (%s)", recipe.lora.rank, len(adapters.layers), ", ".join(targets))
     if recipe.model.gradient_checkpointing:
@@ -75,5 +85,62 @@ def prepare_denoiser(
     attention_kernels.use_kernel(denoiser, kernel)
     if recipe.engine.compile:
         compile_blocks(denoiser, block_classes)
-    logger.info("attention kernel: %s%s", kernel, ", blocks are compiled at first use" if recipe.engine.compile else "")
+        logger.info("blocks are compiled at first use")
+    if world.device.type != "cpu":  # a CPU has only one kernel
+        logger.info("attention kernel: %s", kernel)
     return adapters
+
+
+def place_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    """Move the weights to their device, or partition them at ZeRO-3. Collective; call it before adapters are added.
+
+    config: the config for deepspeed.initialize. Nothing is broadcast, so all ranks must have loaded the same weights.
+    """
+    zero = config["zero_optimization"]
+    on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"  # DeepSpeed sets up NVMe swapping itself
+    if zero["stage"] == 3 and not on_nvme:
+        partition_weights(denoiser, config, dtype)
+        move_buffers(denoiser, device)
+    else:
+        move_weights(denoiser, dtype, device)
+
+
+def move_weights(denoiser: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Move all weights to the device, cast to `dtype`, and all buffers in their own dtypes."""
+    for parameter in denoiser.parameters():
+        parameter.data = parameter.data.to(device, dtype)
+    move_buffers(denoiser, device)
+
+
+def move_buffers(denoiser: nn.Module, device: torch.device) -> None:
+    for part in denoiser.modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            setattr(part, name, buffer.to(device))
+
+
+def partition_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype) -> None:
+    """Keep only this rank's ZeRO-3 shard of every parameter.
+
+    Unlike DeepSpeed's zero.Init(module=...), nothing is broadcast from rank 0, and only the shard's pages of the mapped
+    file are read.
+    """
+    init = deepspeed.zero.Init(
+        config_dict_or_path=dict(config),
+        dtype=dtype,
+        # Reuse the group (hpZ) of an earlier engine in this process.
+        zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
+    )
+    parameter: Any
+    for parameter in denoiser.parameters():
+        parameter.data = parameter.data.to(dtype)
+        init._convert_to_deepspeed_param(parameter)
+        parameter.partition()
+        # The remaining tensor is empty. Its device decides where DeepSpeed gathers a single parameter.
+        parameter.data = parameter.data.to(init.local_device)
+
+
+def cast_adapters(denoiser: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the adapters of a partitioned denoiser. (DeepSpeed casts only models that are not partitioned.)"""
+    for parameter in denoiser.parameters():
+        if not hasattr(parameter, "ds_id"):
+            parameter.data = parameter.data.to(dtype)

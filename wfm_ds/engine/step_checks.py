@@ -20,7 +20,7 @@ MAX_NAMED = 3  # maximum number of names in the error
 
 
 def single_part(name: str) -> str:
-    """Assign every parameter to the same component. Used for networks that run completely in every step."""
+    """Assign every parameter to the same component. For networks of which all parts run in every step."""
     return ""
 
 
@@ -33,23 +33,30 @@ class GradientWatch:
     """
 
     def __init__(
-        self, module: nn.Module, *, frozen: AbstractSet[str] = frozenset(), find_part: PartLookup = single_part
+        self,
+        module: nn.Module,
+        *,
+        frozen: AbstractSet[str] = frozenset(),
+        find_part: PartLookup = single_part,
+        adapter: str | None = None,
     ) -> None:
         """Watch all trained parameters of a module.
 
-        frozen: names of weights that do not affect the output. Adapters of these weights are not watched, because they
-        receive no gradient other than zero.
+        frozen: names of weights that do not affect the output. Adapters of these weights are not watched, because
+        their gradients are always zero.
         find_part: maps a parameter's name to its network component, such as an expert. A step may run only some
         components.
+        adapter: watch only this adapter, because each optimizer step trains only one adapter.
         """
-        self._find_part = find_part
+        self._find_part, self._adapter = find_part, adapter
         self.watched: dict[str, Any] = {}  # {parameter name: its hook}; empty once all components were checked
         self._names_with_gradient: set[str] = set()
         self._has_checked = False  # whether any component was checked before
         parameter: Any
         for name, parameter in module.named_parameters():
-            layer, adapter, _ = name.partition(".lora_")
-            if parameter.requires_grad and not (adapter and f"{layer}.weight" in frozen):
+            layer, is_lora, _ = name.partition(".lora_")
+            is_watched = adapter is None or f".{adapter}." in name
+            if is_watched and parameter.requires_grad and not (is_lora and f"{layer}.weight" in frozen):
                 self.watched[name] = parameter.register_post_accumulate_grad_hook(self._make_hook(name))
 
     def _make_hook(self, name: str) -> Callable[[Any], None]:
@@ -68,12 +75,12 @@ class GradientWatch:
         checked = [name for name in reached if self._find_part(name) in parts]
         for name in checked:
             self.watched.pop(name).remove()
-        if missed := [name.replace(".default", "") for name in checked if not reached[name]]:
+        if missed := [name.replace(f".{self._adapter or 'default'}", "") for name in checked if not reached[name]]:
             more = f" and {len(missed) - MAX_NAMED} more" if len(missed) > MAX_NAMED else ""
             error = ModelError(
                 f"{', '.join(missed[:MAX_NAMED])}{more}: trained parameters received no gradient, and weight decay "
-                "alone would change them; add them to the family's `frozen` (for a reasoner: language.freeze), "
-                "or remove their layers from lora.target_modules"
+                "alone would change them; add them to the family's unused_parameter_patterns (for a reasoner: "
+                "language.freeze), or remove their layers from lora.target_modules"
             )
             error.agreed = True
             raise error

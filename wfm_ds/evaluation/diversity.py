@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -27,25 +27,16 @@ NUM_FRAMES = 3  # of a video: first, middle, last
 Frames = npt.NDArray[np.uint8]
 
 
-class SampleEmbedder(Protocol):
-    """Embeds images and videos as vectors.
-
-    The Euclidean distance between two vectors measures how different the two samples are.
-    """
-
-    name: str
-
-    def embed(self, frames: Frames) -> Array:
-        """Embed an image or video, uint8 [T frames, H, W, 3], as a vector [D numbers]."""
-        ...
-
-
 class PixelEmbedder:
-    """Embeds downscaled frames as pixel vectors. Their distance is the root mean square difference, from 0 to 1."""
+    """Embeds downscaled frames as pixel vectors.
+
+    The distance between two vectors is the root mean square difference of the pixels, from 0 to 1.
+    """
 
     name = f"RGB at {SIDE} x {SIDE}"
 
     def embed(self, frames: Frames) -> Array:
+        """Embed an image or video, uint8 [T frames, H, W, 3], as a vector [D numbers]."""
         small = [Image.fromarray(frame).resize((SIDE, SIDE), Image.Resampling.BOX) for frame in select_frames(frames)]
         pixels: Array = np.stack([np.asarray(image, np.float64) / 255 for image in small]).ravel()
         return pixels / float(np.sqrt(len(pixels)))
@@ -79,6 +70,10 @@ class DinoEmbedder:
         vectors = torch.nn.functional.normalize(tokens.double(), dim=-1) / len(tokens) ** 0.5
         embedding: Array = vectors.flatten().cpu().numpy()
         return embedding
+
+
+SampleEmbedder: TypeAlias = PixelEmbedder | DinoEmbedder
+"""Embeds images and videos as vectors. The Euclidean distance measures how different two samples are."""
 
 
 def load_embedder(choice: str, device: torch.device) -> SampleEmbedder:

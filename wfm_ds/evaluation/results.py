@@ -1,29 +1,201 @@
-"""Results of an evaluation: a base model, the models compared with it, and the comparison of their scores."""
+"""Results of an evaluation: the scores of a base model and of the models compared with it, and their verdicts.
+
+Score arrays have the shape [P prompts, S seeds] and NaN for missing scores. A verdict says whether held-out rewards
+confirm the gain in the trained rewards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+
+from wfm_ds.algorithms.advantages import combine_scores
 from wfm_ds.evaluation.paired_statistics import (
     Array,
     Difference,
     MeanEstimate,
+    adjust_holm,
     compare_scores,
     estimate_mean,
     estimate_ratio,
 )
-from wfm_ds.evaluation.score_arrays import (
-    BenchmarkScore,
-    SampleScores,
-    benchmark_scores,
-    scores_by_reward,
-    total_rewards,
-)
-from wfm_ds.evaluation.verdict import Verdict, decide_verdict
-from wfm_ds.recipe.sections import RewardRecipe
-from wfm_ds.types import Prompt
+from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
+from wfm_ds.types import Prompt, Score
+
+SampleScores = Sequence[Mapping[str, Score]]
+"""One {reward: score} for each sample, ordered by prompt, then by seed."""
+GENEVAL_PROMPTS, GENEVAL_SEEDS = 553, 4  # number of prompts in prompts/evaluation_metadata.jsonl; images per prompt
+GENEVAL_TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
+
+
+def scores_by_reward(samples: SampleScores, num_seeds: int) -> dict[str, Array]:
+    """Return {reward: scores [P prompts, S seeds]}.
+
+    Some rewards report partial scores. The result contains them as {`reward/part`: partial scores [P, S]}.
+    """
+    names = list(dict.fromkeys(name for sample in samples for name in sample))
+    arrays = {name: reshape_scores([sample[name].value for sample in samples], num_seeds) for name in names}
+    for name in names:
+        for part in sorted({part for sample in samples for part in sample[name].parts}):
+            arrays[f"{name}/{part}"] = reshape_scores([sample[name].parts.get(part) for sample in samples], num_seeds)
+    return arrays
+
+
+def total_rewards(samples: SampleScores, num_seeds: int, reward: RewardRecipe) -> Array:
+    """Return the total rewards [P prompts, S seeds]. A total reward is the weighted sum that `reward` defines."""
+    return reshape_scores(combine_scores(samples, reward).totals, num_seeds)
+
+
+def unit_std_reward_recipe(names: Sequence[str], base: Mapping[str, Array]) -> RewardRecipe:
+    """Return a recipe that divides each reward by the standard deviation of the base model's scores.
+
+    The weight of a reward is 1 if its standard deviation is 0.
+    """
+    functions = []
+    for name in names:
+        valid = base[name][~np.isnan(base[name])]
+        std = float(valid.std(ddof=1)) if len(valid) > 1 else 0.0
+        functions.append(RewardFunction(name=name, weight=1 / std if std > 0 else 1.0))
+    return RewardRecipe(functions=functions)
+
+
+def reshape_scores(values: Sequence[float | None], num_seeds: int) -> Array:
+    """Reshape a list with one value per sample to [P prompts, S seeds]. None becomes NaN."""
+    return np.array([np.nan if value is None else value for value in values], np.float64).reshape(-1, num_seeds)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchmarkScore:
+    benchmark: str
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict)
+    deviations: Sequence[str] = ()  # deviations from the published protocol; if any, the score is not comparable
+
+
+def benchmark_scores(prompts: Sequence[Prompt], scores: Mapping[str, Array], num_seeds: int) -> list[BenchmarkScore]:
+    """Return the scores of all benchmarks that can be computed from these rewards.
+
+    scores: {reward: [P prompts, S seeds]}.
+    """
+    geneval_scores = (
+        [geneval_score(prompts, scores["gen_eval/gen_eval_score"], num_seeds)]
+        if "gen_eval/gen_eval_score" in scores
+        else []
+    )
+    return [one for one in [*geneval_scores, ocr_score(scores.get("ocr"))] if one is not None]
+
+
+def geneval_score(prompts: Sequence[Prompt], correct: Array, num_seeds: int) -> BenchmarkScore | None:
+    """Compute GenEval's accuracy, the mean accuracy over its tasks (arXiv 2310.11513, evaluation/summary_scores.py).
+
+    correct: [P prompts, S seeds], 1 for a correct image, 0 for a wrong image. Returns None if all scores are missing.
+    """
+    by_task: dict[str, list[float]] = defaultdict(list)
+    for prompt, row in zip(prompts, correct, strict=True):
+        by_task[str(prompt.metadata.get("tag"))] += [float(value) for value in row if not np.isnan(value)]
+    shares = {task: float(np.mean(values)) for task, values in by_task.items() if values}
+    if not shares:
+        return None
+    absent_tasks = [task for task in GENEVAL_TASKS if task not in shares]
+    deviations = ["Mask2Former and CLIP of transformers, not of mmdet and open_clip"]
+    deviations += [f"no prompts of {', '.join(absent_tasks)}"] if absent_tasks else []
+    deviations += [f"{len(prompts)} prompts, not {GENEVAL_PROMPTS}"] if len(prompts) != GENEVAL_PROMPTS else []
+    deviations += [f"{num_seeds} images per prompt, not {GENEVAL_SEEDS}"] if num_seeds != GENEVAL_SEEDS else []
+    deviations += [f"{missing} images without a score"] if (missing := int(np.isnan(correct).sum())) else []
+    return BenchmarkScore("GenEval", float(np.mean(list(shares.values()))), shares, deviations)
+
+
+def ocr_score(scores: Array | None) -> BenchmarkScore | None:
+    """Compute the mean OCR reward as defined by Flow-GRPO (arXiv 2505.05470).
+
+    Returns None if all scores are missing.
+    """
+    if scores is None or np.isnan(scores).all():
+        return None
+    deviations = ["RapidOCR, not PaddleOCR"]
+    deviations += [f"{missing} images without a score"] if (missing := int(np.isnan(scores).sum())) else []
+    return BenchmarkScore("OCR", float(np.nanmean(scores)), {}, deviations)
+
+
+VerdictName = Literal["hacked", "improved", "unconfirmed", "no gain", "cannot tell"]
+
+SIGNIFICANCE_LEVEL = 0.05
+MIN_DECREASE = 0.1
+"""Smallest decrease that counts, in units of the standard deviation of the base model's scores."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    name: VerdictName
+    message: str
+    decreases: Mapping[str, float]  # {held-out reward that decreased: Holm-adjusted p value}
+
+
+def decide_verdict(
+    trained: str, total: Difference | None, held_out: Mapping[str, Difference], *, related: Collection[str] = ()
+) -> Verdict:
+    """Decide the verdict from the score differences between a model and its base model.
+
+    trained: names of the trained rewards, for the message. "" if there are no trained rewards.
+    total: difference in the weighted sum of the trained rewards. None if the sum was not measured.
+    held_out: {reward: difference} for rewards that the model was not trained on.
+    related: held-out rewards that use the same network as a trained reward. Their increase does not confirm a gain.
+    """
+    if not trained:
+        return Verdict("cannot tell", "the model was not trained on rewards", {})
+    if total is None:
+        return Verdict("cannot tell", f"none of the trained rewards was measured ({trained})", {})
+    if total.estimate.half_width is None:
+        return Verdict("cannot tell", f"{total.estimate.num_prompts} prompts are too few for an interval", {})
+    decreases = find_decreases(held_out, SIGNIFICANCE_LEVEL)
+    if not total.estimate.is_above_zero:
+        also = f"; {list_decreases(decreases, held_out)}" if decreases else ""
+        return Verdict("no gain", f"{trained} did not increase{also}", decreases)
+    if decreases:
+        comparisons = f"{len(held_out)} held-out reward{'' if len(held_out) == 1 else 's'}"
+        return Verdict(
+            "hacked",
+            f"{trained} increased, but {list_decreases(decreases, held_out)} (Holm over {comparisons})",
+            decreases,
+        )
+    if not held_out:
+        return Verdict(
+            "cannot tell", f"{trained} increased, but no held-out reward was measured: add one with --held-out", {}
+        )
+    if confirming := [
+        name for name, difference in held_out.items() if difference.estimate.is_above_zero and name not in related
+    ]:
+        return Verdict(
+            "improved", f"{trained} and {', '.join(confirming)} increased, and no held-out reward decreased", {}
+        )
+    undetectable = ", ".join(
+        f"{name} by less than {difference.estimate.half_width or 0:.3g}" for name, difference in held_out.items()
+    )
+    message = f"{trained} increased, but no unrelated held-out reward did; decreases below detection: {undetectable}"
+    return Verdict("unconfirmed", message, {})
+
+
+def find_decreases(held_out: Mapping[str, Difference], level: float) -> dict[str, float]:
+    """Return {reward: p value} for the held-out rewards that decreased significantly.
+
+    The p values are Holm-adjusted. A decrease is significant if p < `level` and if it is at least MIN_DECREASE.
+    """
+    adjusted = adjust_holm([difference.p_decrease for difference in held_out.values()])
+    return {
+        name: p
+        for (name, difference), p in zip(held_out.items(), adjusted, strict=True)
+        if p < level and difference.z <= -MIN_DECREASE
+    }
+
+
+def list_decreases(decreases: Mapping[str, float], held_out: Mapping[str, Difference]) -> str:
+    """Describe the decreases as text, in units of the standard deviation of the base model's scores."""
+    return ", ".join(f"{name} decreased by {-held_out[name].z:.2g} sd (p = {p:.1g})" for name, p in decreases.items())
+
 
 RewardRole = Literal["trained", "held_out", "related"]
 """Role of a reward. `trained`: the model was trained on this reward. `held_out`: the model was not trained on it.

@@ -14,42 +14,34 @@ from wfm_ds.export.pipeline_folder import pipeline_components, read_index
 from wfm_ds.export.target import ExportTarget, FolderWeights
 from wfm_ds.models import registry
 from wfm_ds.models.base import DiffusionModel
-from wfm_ds.models.lora_layer_names import FamilyLoraNames, LoraNameTable
+from wfm_ds.models.lora_layer_names import LoraNameTable
 
 
-def family_names(family: type[DiffusionModel]) -> FamilyLoraNames:
-    return FamilyLoraNames(family.family, LoraNameTable(family.lora_layer_names), family.comfyui_prefix)
+def read_lora(path: Path, base: Path | None) -> tuple[LoraSource, type[DiffusionModel] | None]:
+    """Read a LoRA in any layout. Returns (LoRA, its model family).
 
-
-def read_lora(path: Path, base: Path | None) -> tuple[LoraSource, FamilyLoraNames | None]:
-    """Read a LoRA in any layout. Returns (LoRA, layer names of its model family).
-
-    base: pipeline folder that determines the family. If it is None, the family is the one with names for all layers of
-    the LoRA. If there are no or several such families, the LoRA must use diffusers' layer names, and None is returned
-    in place of the family's layer names.
+    base: pipeline folder that determines the family. If it is None, the layer names of the LoRA determine the
+    family. If not exactly one family knows all of these names, they must be diffusers' names, and the returned family
+    is None.
     Raises ModelError if the LoRA cannot be read or its layer names are unknown.
     """
     if base is not None:
-        names = family_names(registry.find_family(base))
-        return LoraSource(path, names.table, base_weight_readers(base)), names
-    sources = {
-        name: found for name, family in registry.model_families().items() if (found := _read_for_family(path, family))
-    }
-    layouts = {names.table.names: (source, names) for source, names in sources.values()}
-    if len(layouts) == 1:
-        return next(iter(layouts.values()))
-    return LoraSource(path), None
+        family = registry.find_family(base)
+        return LoraSource(path, LoraNameTable(family.lora_layer_names), base_weight_readers(base)), family
+    families = {family.lora_layer_names: family for family in registry.model_families().values()}
+    matches = [(source, family) for family in families.values() if (source := _read_for_family(path, family))]
+    return matches[0] if len(matches) == 1 else (LoraSource(path), None)
 
 
-def _read_for_family(path: Path, family: type[DiffusionModel]) -> tuple[LoraSource, FamilyLoraNames] | None:
+def _read_for_family(path: Path, family: type[DiffusionModel]) -> LoraSource | None:
     """Read a LoRA with the layer names of a family. Returns None if the family lacks a name for one of its layers."""
-    names = family_names(family)
+    table = LoraNameTable(family.lora_layer_names)
     try:
-        source = LoraSource(path, names.table)
+        source = LoraSource(path, table)
     except ModelError:
         return None
-    names_all_layers = all(names.table.find_original(module) for layers in source.layers.values() for module in layers)
-    return (source, names) if names_all_layers else None
+    names_all_layers = all(table.find_original(module) for layers in source.layers.values() for module in layers)
+    return source if names_all_layers else None
 
 
 def denoiser_parts(base: Path) -> tuple[str, ...]:

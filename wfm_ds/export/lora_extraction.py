@@ -14,7 +14,7 @@ from wfm_ds.export.target import ExportTarget
 
 @dataclass
 class LoraExtraction:
-    """LoRA of one denoiser component, with the amount of the weight change that it represents."""
+    """A LoRA of one denoiser component, and how much of the weight change it represents."""
 
     layers: LoraLayers = field(default_factory=dict)
     squares: float = 0.0  # sum of squares of all weight differences, including tensors without a LoRA
@@ -30,12 +30,13 @@ class LoraExtraction:
 def extract_lora(
     trained: ExportTarget, base: ExportTarget, part: str, rank: int | None, energy: float | None
 ) -> LoraExtraction:
-    """Compute a LoRA that turns component `part` of `base` approximately into that of `trained`. Its alpha is its rank.
+    """Compute a LoRA that changes component `part` of `base` approximately into that of `trained`.
 
+    The alpha of the LoRA equals its rank.
     rank: maximum rank per layer.
     energy: fraction of each layer's squared weight change that the LoRA must represent. It determines the rank of each
     layer.
-    Raises ModelError if the two models have different tensors, or if their linear layers are equal.
+    Raises ModelError if the models have different tensors, or if all weights of their linear layers are the same.
     """
     extraction = LoraExtraction()
     shapes, trained_weights, base_weights = (

@@ -16,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from wfm_ds.errors import ModelError
-from wfm_ds.export.lora_layers import LoraLayer, LoraLayers, layer_alpha, layer_rank, row_norms, split_layer
+from wfm_ds.export.lora_layers import LoraLayer, LoraLayers, row_norms, split_layer
+from wfm_ds.export.lora_settings import check_settings, layer_alpha, layer_rank, peft_settings
 from wfm_ds.export.weights import LORA_FILES, LORA_FOLDER, LORA_PREFIX, METADATA_KEY, WHOLE_LAYER_FILES
-from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.lora_layer_names import LoraNameTable
+from wfm_ds.storage.filesystem import read_regular, shorten_error, shorten_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 PEFT_FILE = "adapter_model.safetensors"
@@ -33,12 +35,15 @@ DOTTED_PREFIXES = (
     "diffusion_model.",
     *(f"{part}." for part in LORA_FILES),
 )
+MAX_NAME_CHARS = 200  # of a tensor; the longest real names have about 100
+TENSOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TEXT_PREFIXES = ("lora_te", "text_encoder")
 FLAT_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
 TENSOR_KEY = re.compile(
     r"(?P<module>.+?)\.(?:(?P<matrix>lora_A|lora_B|lora_down|lora_up)(?:\.default)?\.weight"
     r"|(?P<other>alpha|dora_scale|lora_magnitude_vector)(?:\.default)?(?:\.weight)?)"
 )
+LAYER_NAME = re.compile(r"[\w-]+(\.[\w-]+)*")
 MATRICES = {"lora_A": "A", "lora_down": "A", "lora_B": "B", "lora_up": "B"}
 WeightReader = Callable[[str], Tensor]  # reads the weight of a base layer, by its diffusers name
 
@@ -71,10 +76,7 @@ class LoraSource:
                 tensors, file, settings, table, None if weight is None else weight(part)
             )
             self.layers[part] = layers
-            whole_layer_file = file.parent / WHOLE_LAYER_FILES[part]
-            self.whole_layers[part] = whole_layers | (
-                read_tensors(whole_layer_file)[0] if whole_layer_file.is_file() else {}
-            )
+            self.whole_layers[part] = whole_layers | read_whole_layers(file.parent, part)
 
     @property
     def base_model(self) -> str | None:
@@ -123,14 +125,13 @@ def iter_lora_tensors(layers: LoraLayers, whole_layers: Mapping[str, Tensor]) ->
 def lora_settings(
     parts: Mapping[str, LoraLayers], whole_layers: Mapping[str, Mapping[str, Tensor]], config: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the settings of the peft.LoraConfig for these layers. Other valid settings are copied from `config`.
+    """Return the settings for a peft.LoraConfig that describes these layers.
 
-    The most frequent rank and alpha become the defaults. Layers with different values get entries in rank_pattern and
-    alpha_pattern.
+    The most frequent rank and alpha become the defaults. Layers with other values are listed in rank_pattern and
+    alpha_pattern. All other PEFT settings are copied from `config`.
     """
     layers = {name: layer for part_layers in parts.values() for name, layer in part_layers.items()}
     (rank, alpha), _ = Counter((layer.rank, layer.alpha) for layer in layers.values()).most_common(1)[0]
-    known_settings = {k: v for k, v in (config or {}).items() if k in peft.LoraConfig.__dataclass_fields__}
     derived = {
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
@@ -140,7 +141,7 @@ def lora_settings(
         "alpha_pattern": {name: layer.alpha for name, layer in layers.items() if layer.alpha != alpha},
         "modules_to_save": sorted({n.rpartition(".")[0] for of in whole_layers.values() for n in of}) or None,
     }
-    return {"target_modules": sorted(layers)} | known_settings | derived
+    return {"target_modules": sorted(layers)} | peft_settings(config or {}) | derived
 
 
 def find_lora_files(path: Path) -> dict[str, Path]:
@@ -175,10 +176,7 @@ def is_lora(path: Path) -> bool:
 
 
 def read_base_model(path: Path) -> str | None:
-    """Return the base model named in adapter_config.json, or None.
-
-    Raises ModelError if adapter_config.json lacks rank or alpha.
-    """
+    """Return the base model named in adapter_config.json, or None. Raises ModelError if the settings are invalid."""
     config = _read_config(path)
     return None if config is None else config.get("base_model_name_or_path")
 
@@ -187,35 +185,67 @@ def _read_config(path: Path) -> dict[str, Any] | None:
     """Return the content of the adapter_config.json next to the LoRA files.
 
     Returns None if there is no such file, or if `path` is a LoRA file with a non-standard name. Raises ModelError if
-    rank or alpha is missing.
+    the settings are invalid.
     """
     if path.is_file() and path.name not in (*LORA_FILES.values(), PEFT_FILE):
         return None
     folder = path.parent if path.is_file() else path
     for file in (folder / ADAPTER_CONFIG, folder / LORA_FOLDER / ADAPTER_CONFIG):
-        if file.is_file():
-            config = read_json(file)
-            if missing := [name for name in ("r", "lora_alpha") if name not in config]:
-                raise ModelError(f"{file} has no {' or '.join(missing)}; copy the LoRA again")
-            return config
+        if file.exists():
+            try:
+                return parse_settings(read_regular(file).decode(), str(file))
+            except (OSError, UnicodeDecodeError) as error:
+                raise ModelError(f"{file} cannot be read ({error}); copy the LoRA again") from error
     return None
 
 
-def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-    """Return ({name: tensor}, adapter settings in the file's header or None).
+def parse_settings(text: str, source: str, prefix: str = "") -> dict[str, Any]:
+    """Return the PEFT settings in a JSON text, without `prefix` in their names. Raises ModelError if they are invalid.
 
-    Raises ModelError if the file cannot be read.
+    source: file that contains the text, for messages.
+    """
+    try:
+        settings = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        reason = shorten_path(str(error))
+        raise ModelError(f"{source}: its LoRA settings are not JSON ({reason}); copy the LoRA again") from error
+    if isinstance(settings, dict):
+        settings = {name.removeprefix(prefix): value for name, value in settings.items()}
+        if "lora_alpha" not in settings and prefix:
+            return {}
+    return check_settings(settings, source)
+
+
+def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
+    """Return ({name: tensor}, adapter settings). The settings are None if the file's header contains none.
+
+    Raises ModelError if the file cannot be read, or has tensors with other dtypes than floating point.
     """
     try:
         with safe_open(file, "pt") as handle:
-            tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118, it is not a mapping
+            names = handle.keys()
+            if long := [name for name in names if len(name) > MAX_NAME_CHARS]:
+                raise ModelError(f"{file}: {shorten_path(long[0])} is too long for the name of a layer")
+            tensors = {name: handle.get_tensor(name) for name in names}
             header = (handle.metadata() or {}).get(METADATA_KEY)
     except (OSError, SafetensorError) as error:
-        raise ModelError(f"{file} cannot be read ({error}); copy the LoRA again") from error
-    if header is None:
-        return tensors, None
-    settings = {k.removeprefix(f"{LORA_PREFIX}."): v for k, v in json.loads(header).items()}
-    return tensors, settings if "lora_alpha" in settings else None
+        raise ModelError(f"{file} cannot be read ({shorten_error(error)}); copy the LoRA again") from error
+    for name, tensor in tensors.items():
+        if tensor.dtype not in TENSOR_DTYPES or (tensor.numel() == 0 or not tensor.isfinite().all()):
+            raise ModelError(
+                f"{file}: {shorten_path(name)} ({tensor.dtype} {list(tensor.shape)}) is empty, not finite or not a "
+                "float; copy the LoRA again"
+            )
+    return tensors, None if header is None else parse_settings(header, str(file), f"{LORA_PREFIX}.") or None
+
+
+def read_whole_layers(folder: Path, part: str) -> dict[str, Tensor]:
+    """Return {name: tensor} of the fully trained layers (modules_to_save) that a LoRA folder stores for this component.
+
+    Raises ModelError like `read_tensors`.
+    """
+    file = folder / WHOLE_LAYER_FILES[part]
+    return read_tensors(file)[0] if file.is_file() else {}
 
 
 def _parse_layers(
@@ -234,27 +264,18 @@ def _parse_layers(
     if unknown or not groups:
         raise ModelError(
             f"{file}: {len(unknown)} names are not layers of the denoiser "
-            f"({', '.join(unknown[:3]) or 'it is empty'}): name the pipeline of the LoRA, or use a LoRA for "
-            "this model"
+            f"({', '.join(map(shorten_path, unknown[:3])) or 'it is empty'}): name the pipeline of the LoRA, or use a "
+            "LoRA for this model"
         )
     layers: LoraLayers = {}
     for module, group in groups.items():
-        if not {"A", "B"} <= group.keys():
-            raise ModelError(f"{file}: {module} has only one of the two LoRA matrices ({', '.join(sorted(group))})")
-        members = [name for name, _ in _diffusers_layers(module, table)]
-        layer = _make_layer(group, _strip_prefixes(module), settings)
-        _require_pair(layer, f"{file}: {module}")
-        if (
-            settings is not None
-            and "alpha" not in group
-            and layer.rank != layer_rank(settings, _strip_prefixes(module))
-        ):
-            settings_rank = layer_rank(settings, _strip_prefixes(module))
-            raise ModelError(
-                f"{file}: {module} has rank {layer.rank}, but its settings have {settings_rank}; copy the LoRA again"
-            )
+        where = f"{file}: {shorten_path(module)}"
+        members = _diffusers_layers(module, table)
+        layer = _make_layer(group, _strip_prefixes(module), settings, where)
         parts = split_layer(layer, len(members)) if len(members) > 1 else [layer]
         part_layers = {name: part for name, part in zip(members, parts, strict=True) if part is not None}
+        if layers.keys() & part_layers.keys():
+            raise ModelError(f"{where}: the file has this layer twice; copy the LoRA again")
         if "dora_scale" in group and not module.startswith(FLAT_PREFIXES):
             part_layers = {name: _convert_dora_scale(part, name, weight, file) for name, part in part_layers.items()}
         layers |= part_layers
@@ -291,59 +312,55 @@ def _strip_prefixes(name: str) -> str:
     return name
 
 
-def _diffusers_layers(module: str, table: LoraNameTable | None) -> list[tuple[str, object]]:
-    """Return [(diffusers layer name, table entry or None)] for a layer of the file. Returns [] for an unknown layer.
+def _diffusers_layers(module: str, table: LoraNameTable | None) -> list[str]:
+    """Return the diffusers layers that correspond to a layer of the file. Returns [] if the layer is unknown.
 
-    If a layer of the file fuses several diffusers layers, the list has an entry for each, in the order of the rows.
+    If the layer of the file fuses several diffusers layers, they are returned in the order of its output rows.
     """
     name = _strip_prefixes(module)
     if module.startswith(FLAT_PREFIXES):
         flat = next(module.removeprefix(prefix) for prefix in FLAT_PREFIXES if module.startswith(prefix))
-        diffusers_name = None if table is None else table.find_diffusers(flat)
-        return (
-            []
-            if table is None
-            else [(diffusers_name, None)]
-            if diffusers_name is not None
-            else list(table.find_members(flat))
-        )
+        return [] if table is None else table.find_flat_members(flat)
     if module.startswith(TEXT_PREFIXES):
         return []
-    if table is not None and (originals := table.find_members(name)):
-        return list(originals)
+    if table is not None and (members := table.find_members(name)):
+        return members
+    if not LAYER_NAME.fullmatch(name):
+        return []
     if "diffusion_model." in module and (table is None or table.find_original(name) is None):
         return []
-    return [(name, None)]
+    return [name]
 
 
-def _make_layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str, Any] | None) -> LoraLayer:
-    """Build a LoRA layer.
+def _make_layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str, Any] | None, where: str) -> LoraLayer:
+    """Build a LoRA layer from its tensors by role. Raises ModelError if they do not form a LoRA layer.
 
     Alpha comes from the alpha tensor. Without this tensor it comes from the settings, and without settings it equals
     the rank.
     """
-    A, B, rank = group["A"], group["B"], len(group["A"])
-    if "alpha" in group:
-        alpha = float(group["alpha"])
-    else:
-        alpha = float(rank) if settings is None else layer_alpha(settings, module, rank)
+    if not {"A", "B"} <= group.keys():
+        raise ModelError(f"{where} has only one of the two LoRA matrices ({', '.join(sorted(group))})")
+    A, B = group["A"], group["B"]
+    if A.ndim < 2 or B.ndim != A.ndim or B.shape[1] != len(A):
+        raise ModelError(f"{where}: A {list(A.shape)} and B {list(B.shape)} are not a LoRA pair")
+    rank, alpha_tensor = len(A), group.get("alpha")
+    if alpha_tensor is not None and alpha_tensor.numel() != 1:
+        raise ModelError(f"{where}: alpha must be one number, got {list(alpha_tensor.shape)}")
+    if settings is not None and alpha_tensor is None and rank != (settings_rank := layer_rank(settings, module)):
+        raise ModelError(f"{where} has rank {rank}, but its settings have {settings_rank}; copy the LoRA again")
+    settings_alpha = float(rank) if settings is None else layer_alpha(settings, module, rank)
     magnitude = group.get("lora_magnitude_vector", group.get("dora_scale"))
-    return LoraLayer(A, B, alpha, None if magnitude is None else magnitude.flatten())
-
-
-def _require_pair(layer: LoraLayer, where: str) -> None:
-    """Raise ModelError if the shapes of A and B do not match, or if the magnitude has the wrong number of values."""
-    if layer.A.ndim < 2 or layer.B.ndim < 2 or layer.B.shape[1] != layer.rank:
-        raise ModelError(f"{where}: A {list(layer.A.shape)} and B {list(layer.B.shape)} are not a LoRA pair")
-    if layer.magnitude is not None and len(layer.magnitude) != len(layer.B):
+    if magnitude is not None and magnitude.numel() != len(B):
         raise ModelError(f"{where}: its dora_scale is per input; only a scale per output is supported")
+    alpha = settings_alpha if alpha_tensor is None else float(alpha_tensor)
+    return LoraLayer(A, B, alpha, None if magnitude is None else magnitude.flatten())
 
 
 def _convert_dora_scale(layer: LoraLayer, name: str, weight: WeightReader | None, file: Path) -> LoraLayer:
     """Convert ComfyUI's DoRA scale to a DoRA magnitude, using the base weight W.
 
-    ComfyUI multiplies the sum of W and its update by dora_scale / norm(W). DoRA divides by the norm of the sum instead
-    (comfy/weight_adapter/base.py of 0.3.77).
+    ComfyUI multiplies W + update by dora_scale / norm(W). DoRA multiplies it by magnitude / norm(W + update) instead.
+    Source: comfy/weight_adapter/base.py of ComfyUI 0.3.77.
     """
     assert layer.magnitude is not None
     if weight is None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from peft.utils.other import get_pattern_key
 from torch import Tensor
 
 from wfm_ds.errors import ModelError
@@ -76,8 +73,8 @@ def broadcast_rows(values: Tensor, like: Tensor) -> Tensor:
 def fuse_layers(members: Sequence[LoraLayer | None]) -> LoraLayer:
     """Fuse LoRA layers into one LoRA layer. The A matrices are stacked, and the new B is block-diagonal.
 
-    Each member updates an equal range of output rows. A member None gets zero matrices, so its rows have no update.
-    Raises ModelError if only some members are DoRA.
+    The output rows of the new layer are split equally between the members, in order. If a member is None, its rows have
+    no update. Raises ModelError if only some members are DoRA.
     """
     first = next(member for member in members if member is not None)
     rows, scales = len(first.B), {member.scale for member in members if member is not None}
@@ -110,8 +107,11 @@ def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
     """Split a LoRA layer into `num_parts` layers, each for an equal range of its output rows.
 
     This is the inverse of `fuse_layers`. If B is block-diagonal, each new layer gets only its block of A and B.
-    Otherwise each new layer gets all of A. The list contains None for rows without an update.
+    Otherwise each new layer gets all of A. The list contains None for rows without an update. Raises ModelError if the
+    rows cannot be split equally.
     """
+    if len(layer.B) % num_parts:
+        raise ModelError(f"{len(layer.B)} output rows cannot be split into {num_parts} layers")
     rows, rank = len(layer.B) // num_parts, layer.rank // num_parts
     parts = [layer.B[i * rows : (i + 1) * rows] for i in range(num_parts)]
     magnitudes = [None] * num_parts if layer.magnitude is None else list(layer.magnitude.chunk(num_parts))
@@ -128,24 +128,8 @@ def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
     return [None if m.magnitude is None and not m.A.any() and not m.B.any() else m for m in members]
 
 
-def layer_alpha(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the alpha of a layer, such that the scale is alpha / rank.
-
-    PEFT's settings contain alpha. For rsLoRA it is multiplied by sqrt(rank).
-    """
-    patterns = settings.get("alpha_pattern") or {}
-    alpha = float(patterns.get(get_pattern_key(list(patterns), module), settings["lora_alpha"]))
-    return alpha * math.sqrt(rank) if settings.get("use_rslora") else alpha
-
-
-def layer_rank(settings: Mapping[str, Any], module: str) -> int:
-    """Return the rank of a layer from PEFT's settings (r and rank_pattern)."""
-    patterns = settings.get("rank_pattern") or {}
-    return int(patterns.get(get_pattern_key(list(patterns), module), settings["r"]))
-
-
 def is_same_update(ours: LoraLayers, theirs: LoraLayers, tolerance: float = 1e-6) -> bool:
-    """Return whether two LoRAs have equal weight updates.
+    """Return whether two LoRAs change the weights in the same way.
 
     tolerance: maximum norm of the difference, relative to the norm of the update.
     """

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,7 +19,8 @@ from wfm_ds.errors import ModelError
 from wfm_ds.export.lora_file import ADAPTER_CONFIG, PEFT_FILE, LoraSource, WeightReader, iter_lora_tensors
 from wfm_ds.export.lora_layers import LoraLayer, LoraLayers, broadcast_rows, fuse_layers, is_same_update, row_norms
 from wfm_ds.export.weights import LORA_PREFIX, diffusers_name
-from wfm_ds.models.lora_layer_names import FamilyLoraNames
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.lora_layer_names import LoraNameTable
 from wfm_ds.storage import atomic
 
 EXPERT_SUFFIXES = {
@@ -33,7 +33,7 @@ def write_layout(
     source: LoraSource,
     out: Path,
     layout: str,
-    names: FamilyLoraNames,
+    family: type[DiffusionModel],
     *,
     bake_alpha: bool,
     weight: Callable[[str], WeightReader] | None = None,
@@ -55,15 +55,16 @@ def write_layout(
         read_weight = None if weight is None else weight(part)
         written_layers = {name: layer.bake_alpha() for name, layer in layers.items()} if bake_alpha else layers
         tensors = (
-            kohya_tensors(written_layers, names)
+            kohya_tensors(written_layers, family)
             if layout == "kohya"
-            else comfyui_tensors(written_layers, names, read_weight)
+            else comfyui_tensors(written_layers, family, read_weight)
         )
         if bake_alpha:
             tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(".alpha")}
         with atomic.new_file(files[part]) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})
-            read_layers = LoraSource(temporary, names.table, _for_any_part(read_weight)).layers[LORA_PREFIX]
+            written = LoraSource(temporary, LoraNameTable(family.lora_layer_names), _for_any_part(read_weight))
+            read_layers = written.layers[LORA_PREFIX]
             if not is_same_update(layers, read_layers):
                 raise ModelError(
                     f"{files[part]}: layout {layout} cannot represent the update of {source.path}: not written"
@@ -85,19 +86,22 @@ def expert_files(out: Path, parts: list[str]) -> dict[str, Path]:
     return {part: out.with_name(f"{out.stem}_{EXPERT_SUFFIXES[part]}{out.suffix}") for part in parts}
 
 
-def kohya_tensors(layers: LoraLayers, names: FamilyLoraNames) -> dict[str, Tensor]:
+def kohya_tensors(layers: LoraLayers, family: type[DiffusionModel]) -> dict[str, Tensor]:
     """Return {key: tensor} in kohya's layout, with the tensors down, up and alpha of each layer.
 
-    A key starts with `lora_unet_`, followed by the layer's name in the original (non-diffusers) model with underscores
-    instead of dots. The DoRA magnitude is stored as `dora_scale` [out, 1], as in LyCORIS.
+    A key starts with `lora_unet_`, followed by the layer's name with underscores instead of dots. It is the name in the
+    original (non-diffusers) model, or diffusers' name for families whose trainers use that (Z-Image). The DoRA
+    magnitude is stored as `dora_scale` [out, 1], as in LyCORIS.
     """
+    if family.kohya_uses_diffusers_names:
+        _require_original_names(layers, family)
     tensors: dict[str, Tensor] = {}
-    for module, layer in original_layers(layers, names).items():
+    for module, layer in (layers if family.kohya_uses_diffusers_names else original_layers(layers, family)).items():
         tensors |= layer_tensors(layer, "lora_unet_" + module.replace(".", "_"), ("lora_down", "lora_up"))
     return tensors
 
 
-def comfyui_tensors(layers: LoraLayers, names: FamilyLoraNames, weight: WeightReader | None) -> dict[str, Tensor]:
+def comfyui_tensors(layers: LoraLayers, family: type[DiffusionModel], weight: WeightReader | None) -> dict[str, Tensor]:
     """Return {key: tensor} in ComfyUI's layout, with the tensors A, B and alpha of each layer.
 
     Keys use diffusers' layer names if ComfyUI supports them for the family. Otherwise they use the names of the
@@ -106,17 +110,17 @@ def comfyui_tensors(layers: LoraLayers, names: FamilyLoraNames, weight: WeightRe
     """
     if any(layer.magnitude is not None for layer in layers.values()):
         layers = {name: _convert_to_comfyui_scale(layer, name, weight) for name, layer in layers.items()}
-    uses_diffusers_names = names.comfyui_prefix == LORA_PREFIX
+    uses_diffusers_names = family.comfyui_prefix == LORA_PREFIX
     if uses_diffusers_names:
-        _require_original_names(layers, names)
+        _require_original_names(layers, family)
     tensors: dict[str, Tensor] = {}
-    for module, layer in (layers if uses_diffusers_names else original_layers(layers, names)).items():
-        tensors |= layer_tensors(layer, f"{names.comfyui_prefix}.{module}", ("lora_A", "lora_B"))
+    for module, layer in (layers if uses_diffusers_names else original_layers(layers, family)).items():
+        tensors |= layer_tensors(layer, f"{family.comfyui_prefix}.{module}", ("lora_A", "lora_B"))
     return tensors
 
 
 def layer_tensors(layer: LoraLayer, key: str, matrices: tuple[str, str]) -> dict[str, Tensor]:
-    """Return {key: tensor} for one layer, in layouts that store alpha per layer.
+    """Return {key: tensor} for one layer. Only for layouts that store an alpha for each layer.
 
     key: name of the layer in the layout. matrices: names of A and B in the layout.
     """
@@ -141,17 +145,18 @@ def _convert_to_comfyui_scale(layer: LoraLayer, name: str, weight: WeightReader 
     )
 
 
-def original_layers(layers: LoraLayers, names: FamilyLoraNames) -> LoraLayers:
+def original_layers(layers: LoraLayers, family: type[DiffusionModel]) -> LoraLayers:
     """Convert diffusers layers to layers of the original (non-diffusers) model.
 
     Layers that are a single layer in the original model are fused. Raises ModelError for layers that are not in the
     name table.
     """
-    _require_original_names(layers, names)
+    _require_original_names(layers, family)
+    table = LoraNameTable(family.lora_layer_names)
     groups: dict[str, dict[int, LoraLayer]] = defaultdict(dict)
     num_members: dict[str, int] = {}
     for module, layer in layers.items():
-        original = names.table.find_original(module)
+        original = table.find_original(module)
         assert original is not None
         groups[original[0]][original[1].index] = layer
         num_members[original[0]] = original[1].num_slices
@@ -163,10 +168,11 @@ def original_layers(layers: LoraLayers, names: FamilyLoraNames) -> LoraLayers:
     }
 
 
-def _require_original_names(layers: LoraLayers, names: FamilyLoraNames) -> None:
-    if unknown := [module for module in layers if names.table.find_original(module) is None]:
+def _require_original_names(layers: LoraLayers, family: type[DiffusionModel]) -> None:
+    table = LoraNameTable(family.lora_layer_names)
+    if unknown := [module for module in layers if table.find_original(module) is None]:
         raise ModelError(
-            f"{len(unknown)} layers of the LoRA have no name in the original {names.family} "
+            f"{len(unknown)} layers of the LoRA have no name in the original {family.family} "
             f"({', '.join(unknown[:3])}): convert it to the layout peft or diffusers"
         )
 
@@ -181,12 +187,11 @@ def write_peft(source: LoraSource, folder: Path) -> None:
             for name, tensor in iter_lora_tensors(source.layers[part], source.whole_layers[part])
         }
         save_file(tensors, part_folder / PEFT_FILE, metadata={"format": "pt"})
-        atomic.write_text(part_folder / ADAPTER_CONFIG, _settings_json(source.settings | {"peft_type": "LORA"}))
+        atomic.write_text(
+            part_folder / ADAPTER_CONFIG,
+            json.dumps(source.settings | {"peft_type": "LORA"}, indent=2, sort_keys=True) + "\n",
+        )
 
 
 def float_copy(tensor: Tensor) -> Tensor:
     return tensor.detach().float().contiguous().clone()
-
-
-def _settings_json(settings: Mapping[str, Any]) -> str:
-    return json.dumps(settings, indent=2, sort_keys=True) + "\n"

@@ -7,16 +7,19 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from wfm_ds.errors import ModelError
+from wfm_ds.storage import atomic
+from wfm_ds.storage.filesystem import read_regular
 
 log = logging.getLogger(__name__)
 
 INDEX_FILE = "model_index.json"
 CALL_FILE = "call.json"  # written by wfm_ds next to the index: call arguments of the pipeline
+SCHEDULER_FOLDER, SCHEDULER_FILE = "scheduler", "scheduler_config.json"  # names of diffusers
 
 # Another file system, no support for hard links, too many links, or another user's file (fs.protected_hardlinks).
 UNLINKABLE_ERRORS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
@@ -26,8 +29,8 @@ def read_index(folder: Path) -> dict[str, Any]:
     """Return the content of model_index.json. Raises ModelError if it is missing or not a JSON object."""
     path = folder / INDEX_FILE
     try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+        index = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path}: cannot be read ({error}); {folder} must be a diffusers pipeline folder") from error
     if not isinstance(index, dict):
         raise ModelError(f"{path}: must be a JSON object; {folder} must be a diffusers pipeline folder")
@@ -37,16 +40,21 @@ def read_index(folder: Path) -> dict[str, Any]:
 def pipeline_components(index: dict[str, Any]) -> dict[str, tuple[str | None, str | None]]:
     """Return {component: (library, class)} of a pipeline index. Unused components have the value (None, None)."""
     pairs = {name: value for name, value in index.items() if not name.startswith("_") and isinstance(value, list)}
-    return {name: (value[0], value[1]) for name, value in pairs.items()}
+    return {
+        name: (value[0], value[1])
+        for name, value in pairs.items()
+        if len(value) == 2 and all(part is None or isinstance(part, str) for part in value)
+    }
 
 
 def link_unchanged_files(base: Path, out: Path, *, changed: Collection[str]) -> None:
     """Link the files of the pipeline `base` into `out`, except those of the `changed` components.
 
     The linked files are model_index.json, call.json if it exists, and all files of the other components. Hard links
-    need no disk space, and the files must not be opened for writing. Symbolic links are resolved first, because an
-    export must not contain links into a Hub cache. If linking is not possible, files are copied and one warning is
-    logged. Raises ModelError if `base` is not a pipeline folder, and OSError if files cannot be read or written.
+    need no disk space. Do not open the linked files for writing, because this would change `base`. Symbolic links are
+    resolved first, because an export must not contain links into a Hub cache. If linking is not possible, files are
+    copied and one warning is logged. Raises ModelError if `base` is not a pipeline folder, and OSError if files cannot
+    be read or written.
     """
     present = [
         name for name, (_, class_name) in pipeline_components(read_index(base)).items() if class_name is not None
@@ -76,6 +84,19 @@ def link_files(base: Path, out: Path, files: Iterable[Path]) -> None:
             copied_bytes / 2**20,
             base,
         )
+
+
+def replace_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write a scheduler config into a pipeline folder without a scheduler, and its class into model_index.json."""
+    index = read_index(folder) | {SCHEDULER_FOLDER: ["diffusers", config["_class_name"]]}
+    write_json(folder / INDEX_FILE, index)
+    (folder / SCHEDULER_FOLDER).mkdir()
+    write_json(folder / SCHEDULER_FOLDER / SCHEDULER_FILE, config)
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write JSON atomically. If the file is a link to another file, this file does not change. Raises OSError."""
+    atomic.write_text(file, json.dumps(content, indent=2) + "\n")
 
 
 def _list_files(folder: Path) -> Iterator[Path]:

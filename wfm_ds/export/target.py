@@ -14,14 +14,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
-from wfm_ds.export.pipeline_folder import CALL_FILE, pipeline_components, read_index
+from wfm_ds.export.few_step_call import build_few_step_call
+from wfm_ds.export.pipeline_folder import pipeline_components, read_index
 from wfm_ds.export.tensor_file import StoredTensorSpec
-from wfm_ds.models.assets.loading import read_json
+from wfm_ds.models.assets.loading import read_call_json, read_json, read_weight_map
 from wfm_ds.models.assets.weight_files import select_variant, shard_index_path
 from wfm_ds.models.base import matches_any_pattern, pipeline_call_default
 
 if TYPE_CHECKING:
     from wfm_ds.models.base import DiffusionModel
+    from wfm_ds.recipe.sampling import SamplingRecipe
 
 WEIGHTS_STEM = "diffusion_pytorch_model"  # the file stem that diffusers expects
 
@@ -45,23 +47,31 @@ class ExportTarget:
     # entries of call.json that the base's call.json does not have
     call_arguments: Mapping[str, Any] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()  # patterns of tensors that full training leaves unchanged (models/base.py)
+    scheduler: Mapping[str, Any] | None = None  # config of the scheduler that replaces the base's
 
     @classmethod
-    def from_model(cls, model: DiffusionModel) -> ExportTarget:
+    def from_model(cls, model: DiffusionModel, sampling: SamplingRecipe | None = None) -> ExportTarget:
         """Create the target for a loaded model.
 
-        The target contains the prompt encoding and embedded guidance of training if they differ from the base folder or
-        from the pipeline's defaults.
+        Arguments for prompt encoding and embedded guidance are stored in the target if they differ from the base
+        folder's call.json. Arguments that call.json does not contain are compared with the pipeline's defaults.
+        If `sampling.eval_grid` is `even`, the target also stores the call of `build_few_step_call`, which may raise
+        ModelError.
         """
         base = model.path.absolute()
-        base_call = read_json(base / CALL_FILE) if (base / CALL_FILE).exists() else {}
+        base_call = read_call_json(base)
         trained_arguments = model.export_call_kwargs().items()
         call_arguments = {
             n: value
             for n, value in trained_arguments
             if base_call.get(n, pipeline_call_default(model.pipeline, n)) != value
         }
-        return cls(base, tuple(model.denoiser_components), call_arguments, tuple(model.unused_parameter_patterns))
+        scheduler = None
+        if sampling is not None and sampling.eval_grid == "even":
+            few_steps = build_few_step_call(model, sampling)
+            call_arguments, scheduler = {**call_arguments, **few_steps.arguments}, few_steps.scheduler
+        parts, frozen = tuple(model.denoiser_components), tuple(model.unused_parameter_patterns)
+        return cls(base, parts, call_arguments, frozen, scheduler)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ExportTarget:
@@ -74,11 +84,13 @@ class ExportTarget:
                 f"a checkpoint of the language model {values['base']} cannot be converted: resume its run, which "
                 "exports at its end"
             )
-        return cls(Path(values["base"]), tuple(values["parts"]), values["call"], tuple(values.get("frozen", ())))
+        parts, frozen = tuple(values["parts"]), tuple(values.get("frozen", ()))
+        return cls(Path(values["base"]), parts, values["call"], frozen, values.get("scheduler"))
 
     def to_json(self) -> dict[str, Any]:
         note = {"base": str(self.base), "parts": list(self.parts), "call": dict(self.call_arguments)}
-        return note | ({"frozen": list(self.frozen)} if self.frozen else {})
+        note |= {"frozen": list(self.frozen)} if self.frozen else {}
+        return note | ({"scheduler": dict(self.scheduler)} if self.scheduler else {})
 
     def is_frozen(self, name: str) -> bool:
         """Return whether training left a tensor unchanged. name: the tensor's name within its component."""
@@ -138,7 +150,7 @@ class FolderWeights:
         index = shard_index_path(folder, WEIGHTS_STEM)
         variant = select_variant(folder)
         self._single_file = f"{WEIGHTS_STEM}.{variant}.safetensors" if variant else f"{WEIGHTS_STEM}.safetensors"
-        self._file_of: dict[str, str] | None = read_json(index)["weight_map"] if index.is_file() else None
+        self._file_of = read_weight_map(index) if index.is_file() else None
 
     def read_tensor(self, name: str) -> Tensor:
         """Return the tensor with this name. Raises ModelError if the file or tensor is missing or cannot be read."""
@@ -153,5 +165,4 @@ class FolderWeights:
 
 def call_json(base: Path, arguments: Mapping[str, Any]) -> str:
     """Return the base folder's call.json as text, with `arguments` added."""
-    base_call = read_json(base / CALL_FILE) if (base / CALL_FILE).exists() else {}
-    return json.dumps(base_call | dict(arguments))
+    return json.dumps(read_call_json(base) | dict(arguments))

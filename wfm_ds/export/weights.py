@@ -8,7 +8,6 @@ agree on the outcome: `world.run_checked(lambda: export_weights(...))`.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import json
 import logging
@@ -23,18 +22,22 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from wfm_ds.errors import ModelError, UserError
-from wfm_ds.export.lora_layers import layer_rank
-from wfm_ds.export.pipeline_folder import CALL_FILE, link_unchanged_files, pipeline_components, read_index
+from wfm_ds.export.lora_settings import layer_rank
+from wfm_ds.export.pipeline_folder import (
+    CALL_FILE,
+    SCHEDULER_FILE,
+    SCHEDULER_FOLDER,
+    link_unchanged_files,
+    replace_scheduler,
+    write_json,
+)
 from wfm_ds.export.target import WEIGHTS_STEM, ExportTarget, call_json
 from wfm_ds.export.tensor_file import StoredTensorSpec, TensorFile
-from wfm_ds.models.assets.hub import snapshot_origin
-from wfm_ds.models.assets.weight_files import pipeline_variant
 from wfm_ds.storage import atomic
 
 log = logging.getLogger(__name__)
 
 SHARD_BYTES = 1 << 30  # maximum bytes of one file
-SAFETY_CHECKER = "safety_checker"
 LORA_FOLDER = "lora"
 LORA_FILES = {"transformer": "model.safetensors", "transformer_2": "model_2.safetensors"}  # by denoiser component
 # Fully trained layers, in separate files: diffusers rejects a LoRA file with other tensors.
@@ -77,13 +80,12 @@ def export_weights(
     shard_bytes: int = SHARD_BYTES,
     trained_only: bool = False,
 ) -> Path:
-    """Write the weights of `policy` in diffusers' format. Collective: all ranks must pass equal arguments.
+    """Write the weights of `policy` in diffusers' format. Collective: all ranks must pass the same arguments.
 
     LoRA: writes `adapter_config.json` and `model.safetensors` (always float32) to `out/lora`. A second expert is
     written to `model_2.safetensors`.
     Full training: makes `out` a pipeline folder. The denoiser is stored in `dtype`, in files of at most `shard_bytes`.
     Only one tensor is in memory at a time. All other files are shared with `target.base`.
-
     If writing fails, no incomplete `out` is left. An earlier export in `out` is replaced.
     trained_only: after full training, write only the trained tensors, so that `out` is not a pipeline. For LoRA, do not
     warn about an adapter without effect.
@@ -93,22 +95,27 @@ def export_weights(
     result = out / LORA_FOLDER if source.uses_lora else out
     stream = source.iter_full_tensors(policy)
     if not is_main:
-        _exhaust_stream(stream)
+        exhaust_stream(stream)
         return result
     try:
         with new_export_folder(out, target.base) as temporary:
             if source.uses_lora:
                 settings = adapter_settings(source.lora_config(), target.base)
-                adapters, folder = _group_by_part(_check_tensors(stream), target.parts), temporary / LORA_FOLDER
+                adapters, folder = _group_by_part(check_tensors(stream), target.parts), temporary / LORA_FOLDER
                 write_lora(adapters, settings, folder, shapes=target.tensor_shapes, warn_no_effect=not trained_only)
                 _write_call_arguments(target, folder)
+                if target.scheduler is not None:
+                    write_json(folder / SCHEDULER_FILE, target.scheduler)
             else:
                 if not trained_only:
-                    link_unchanged_files(target.base, temporary, changed=target.parts)
+                    replaced = () if target.scheduler is None else (SCHEDULER_FOLDER,)
+                    link_unchanged_files(target.base, temporary, changed=(*target.parts, *replaced))
                     _write_call_arguments(target, temporary)
-                _write_denoiser(target, _check_tensors(stream), temporary, dtype, shard_bytes, whole=not trained_only)
+                    if target.scheduler is not None:
+                        replace_scheduler(temporary, target.scheduler)
+                _write_denoiser(target, check_tensors(stream), temporary, dtype, shard_bytes, whole=not trained_only)
     finally:
-        _exhaust_stream(stream)
+        exhaust_stream(stream)
     log.log(logging.DEBUG if trained_only else logging.INFO, "exported the %s weights to %s", policy, result)
     return result
 
@@ -116,8 +123,8 @@ def export_weights(
 def _write_call_arguments(target: ExportTarget, folder: Path) -> None:
     """Write call.json if the call arguments of training differ from those in the base folder."""
     if target.call_arguments:
-        (folder / CALL_FILE).unlink(missing_ok=True)  # it may be a link to the base model's file
-        (folder / CALL_FILE).write_text(call_json(target.base, target.call_arguments), encoding="utf-8")
+        # This replaces the file; it may be a link to the base model's file, which does not change.
+        atomic.write_text(folder / CALL_FILE, call_json(target.base, target.call_arguments))
 
 
 @contextlib.contextmanager
@@ -134,88 +141,16 @@ def new_export_folder(out: Path, base: Path) -> Iterator[Path]:
         raise UserError(f"{out}: the export could not be written ({error}); free space or fix the folder") from error
 
 
-def loading_lines(base: Path, exported: Path, lora: bool) -> str:
-    """Return Python code that loads the result of `export_weights` with diffusers alone.
+def exhaust_stream(stream: Iterator[tuple[str, Tensor | None]]) -> None:
+    """Read all remaining tensors of the stream and discard them.
 
-    base: the pipeline folder that was trained. Raises ModelError if the folder has no readable index.
+    Each tensor is gathered collectively, so the other ranks would hang if this rank stopped early.
     """
-    pipeline = base if lora else exported
-    hub_origin = snapshot_origin(pipeline)
-    arguments = [json.dumps(str(pipeline))]
-    if hub_origin is not None:
-        arguments = [json.dumps(hub_origin[0]), f'revision="{hub_origin[1]}"']
-    arguments += [f"{name}=None" for name in _components_to_disable(pipeline)]
-    if variant := pipeline_variant(pipeline):
-        arguments.append(f'variant="{variant}"')
-    lines = ["from diffusers import DiffusionPipeline"]
-    if _builds_safety_checker(pipeline):
-        lines.append("# builds its safety checker, which needs its package, unless you pass safety_checker=...:")
-    lines.append(f"pipe = DiffusionPipeline.from_pretrained({', '.join(arguments)})")
-    if lora:
-        name = json.dumps(str(exported))
-        # If the pipeline class has no LoRA loader, use the network's, or add one to the network.
-        has_loader = hasattr(_pipeline_class(read_index(pipeline)), "load_lora_weights")
-        loader = "load_lora_weights" if has_loader else f"{LORA_PREFIX}.load_lora_adapter"
-        if not has_loader and (network := _network_without_loader(pipeline)) is not None:
-            lines.append("from diffusers.loaders import PeftAdapterMixin  # the network class does not have it")
-            bases = f"(type(pipe.{LORA_PREFIX}), PeftAdapterMixin)"
-            lines.append(f'pipe.{LORA_PREFIX}.__class__ = type("{network}", {bases}, {{}})')
-        for part, file in LORA_FILES.items():
-            if (exported / file).exists():
-                part_argument = "" if part == LORA_PREFIX else f", load_into_{part}=True"
-                lines.append(f'pipe.{loader}({name}, weight_name="{file}", adapter_name="default"{part_argument})')
-            if (exported / WHOLE_LAYER_FILES[part]).exists():
-                layers_file = json.dumps(str(exported / WHOLE_LAYER_FILES[part]))
-                lines.append("from safetensors.torch import load_file  # the fully trained layers")
-                lines.append(f"pipe.{part}.load_state_dict(load_file({layers_file}), strict=False)")
-        if (exported / CALL_FILE).exists():
-            lines.append(f"# it was trained with the call arguments in {exported / CALL_FILE}")
-    return "\n".join(lines)
-
-
-def _network_without_loader(pipeline: Path) -> str | None:
-    """Return the class name of the pipeline's network if it is a diffusers class without a LoRA loader, else None."""
-    import diffusers
-
-    _, class_name = pipeline_components(read_index(pipeline)).get(LORA_PREFIX, (None, None))
-    network = getattr(diffusers, str(class_name), None)
-    return class_name if network is not None and not hasattr(network, "load_lora_adapter") else None
-
-
-def _components_to_disable(pipeline: Path) -> list[str]:
-    """Return components that the pipeline class requires but the pipeline does not have, such as T5 of SD3.
-
-    diffusers loads the pipeline only if these components are passed as None.
-    """
-    index = read_index(pipeline)
-    optional = getattr(_pipeline_class(index), "_optional_components", [])
-    return [
-        name
-        for name, (_, class_name) in pipeline_components(index).items()
-        if class_name is None and name not in optional
-    ]
-
-
-def _builds_safety_checker(pipeline: Path) -> bool:
-    """Return whether diffusers creates a safety checker that is not in the folder (Cosmos-Predict2.5)."""
-    index = read_index(pipeline)
-    parameters = inspect.signature(_pipeline_class(index)).parameters
-    return SAFETY_CHECKER in parameters and pipeline_components(index).get(SAFETY_CHECKER, (None, None))[1] is None
-
-
-def _pipeline_class(index: Mapping[str, Any]) -> Any:
-    """Return the pipeline class that the index names. If diffusers does not have it, returns diffusers' base class."""
-    import diffusers
-
-    return getattr(diffusers, str(index.get("_class_name")), diffusers.DiffusionPipeline)
-
-
-def _exhaust_stream(stream: Iterator[tuple[str, Tensor | None]]) -> None:
     for _ in stream:
         pass
 
 
-def _check_tensors(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
+def check_tensors(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
     """Yield rank 0's tensors. Raises ModelError if a tensor was not gathered or contains NaN or infinity."""
     for name, tensor in stream:
         assert tensor is not None, f"rank 0 received no tensor for {name}"
@@ -230,9 +165,9 @@ def _check_tensors(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tupl
 def _group_by_part(
     tensors: Iterator[tuple[str, Tensor]], parts: Sequence[str]
 ) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
-    """Yield (denoiser component, its (name, tensor) pairs). The component is removed from the names.
+    """Group the tensors by denoiser component. Yield (component, its (name, tensor) pairs).
 
-    Raises ModelError for unknown, duplicate or missing components.
+    The names in the pairs do not contain the component. Raises ModelError for unknown, duplicate or missing components.
     """
     if len(parts) == 1:
         yield parts[0], tensors
@@ -304,7 +239,7 @@ def adapter_settings(config: Any, base: Path | str | None) -> dict[str, Any]:
 
 
 def diffusers_name(name: str) -> str:
-    """Return the tensor name that diffusers expects. Names of DoRA magnitudes have no `.weight` suffix there."""
+    """Return the name that diffusers expects for this tensor. DoRA magnitudes lose their suffix `.weight`."""
     return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
 
 
@@ -316,11 +251,6 @@ def adapter_shapes(weight: torch.Size, rank: int, *, dora: bool = False) -> dict
     outputs, *inputs = weight  # [out, in]; for a convolution [out, in, kh, kw], with a 1 x 1 B
     pair = {"A": [rank, *inputs], "B": [outputs, rank, *[1] * (len(inputs) - 1)]}
     return pair | ({"magnitude_vector": [outputs]} if dora else {})
-
-
-def _pair_weight_shape(pair: Mapping[str, Tensor]) -> torch.Size | None:
-    """Return the shape of the weight that A and B update, or None if A or B is missing."""
-    return torch.Size([len(pair["B"]), *pair["A"].shape[1:]]) if {"A", "B"} <= pair.keys() else None
 
 
 def check_whole_layers(layers: Mapping[str, Tensor], expected: Mapping[str, torch.Size] | None) -> None:
@@ -336,7 +266,7 @@ def check_adapter(
     settings: Mapping[str, Any],
     warn_no_effect: bool,
 ) -> None:
-    """Raise ModelError if a tensor lacks its A or B, or does not fit the denoiser or the configured rank."""
+    """Raise ModelError if a LoRA layer is incomplete or does not fit the denoiser or the configured rank."""
     pairs: dict[str, dict[str, Tensor]] = {}
     for name, tensor in adapter.items():
         match = LORA_KEY.fullmatch(name)
@@ -347,7 +277,9 @@ def check_adapter(
         raise ModelError("the adapter has no tensors: lora.target_modules matched no layer")
     for module, pair in pairs.items():
         shapes = {matrix: list(tensor.shape) for matrix, tensor in sorted(pair.items())}
-        weight = _pair_weight_shape(pair) if expected is None else expected.get(f"{module}.weight")
+        weight = None if expected is None else expected.get(f"{module}.weight")
+        if expected is None and {"A", "B"} <= pair.keys():
+            weight = torch.Size([len(pair["B"]), *pair["A"].shape[1:]])
         rank = layer_rank(settings, module)
         if weight is None or shapes != adapter_shapes(weight, rank, dora=bool(settings.get("use_dora"))):
             expected_layer = "any layer" if weight is None else f"a layer {list(weight)}"
@@ -377,7 +309,7 @@ def _write_denoiser(
         for part in target.parts:
             folder, prefix = pipeline_folder / part, target.tensor_prefix(part)
             specs = {
-                name: StoredTensorSpec(_file_dtype(spec.dtype, dtype), spec.shape)
+                name: StoredTensorSpec(file_dtype(spec.dtype, dtype), spec.shape)
                 for name, spec in target.tensor_specs(part).items()
                 if whole or not target.is_frozen(name)
             }
@@ -406,14 +338,19 @@ def _create_part_folder(
     """Create the folder of a denoiser component with its config and index, but without weights."""
     folder.mkdir()
     atomic.write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_shard_index(folder, shards, WEIGHTS_STEM)
+
+
+def write_shard_index(folder: Path, shards: Mapping[str, Mapping[str, StoredTensorSpec]], stem: str) -> None:
+    """Write STEM.safetensors.index.json if there are several weight files. shards: {file: {tensor: spec}}."""
     if len(shards) > 1:
         total = sum(spec.nbytes for shard in shards.values() for spec in shard.values())
         weight_map = {name: file for file, shard in shards.items() for name in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        atomic.write_text(folder / f"{WEIGHTS_STEM}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+        atomic.write_text(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
 
 
-def _file_dtype(dtype: torch.dtype, chosen: torch.dtype) -> torch.dtype:
+def file_dtype(dtype: torch.dtype, chosen: torch.dtype) -> torch.dtype:
     return chosen if dtype.is_floating_point else dtype
 
 

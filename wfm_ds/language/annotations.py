@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any, Literal, TypeAlias
 
 from wfm_ds.data.samples import is_encodable
 from wfm_ds.errors import DataError
-from wfm_ds.storage.filesystem import convert_storage_errors, is_remote, open_filesystem
+from wfm_ds.storage.filesystem import convert_storage_errors, is_remote, open_filesystem, read_regular, shorten_path
+from wfm_ds.storage.json_lines import split_lines
 
 Role = Literal["system", "user", "assistant"]
 MediaKind = Literal["image", "video"]
@@ -20,6 +22,7 @@ ROLES: Mapping[str, Role] = {
     **{"system": "system", "user": "user", "assistant": "assistant"},
 }
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video")
+UNENCODABLE = "\ud800"  # `is_encodable` is False for a row with it
 TAG = re.compile(r"<(image|video)>")
 SUFFIXES = (".json", ".jsonl")
 REASONS = {
@@ -100,7 +103,7 @@ def read_content(file: str) -> bytes:
     """Read an annotation file. Raises DataError if it cannot be read."""
     try:
         if not is_remote(file):
-            return Path(file).read_bytes()
+            return read_regular(file)
         fs, path = open_filesystem(file)
         with convert_storage_errors(file):
             content: bytes = fs.cat_file(path)
@@ -112,20 +115,14 @@ def read_content(file: str) -> bytes:
 def parse_rows(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
     """Yield (name, row) for all rows of an annotation file. The row is None for a JSONL line that is not valid JSON.
 
-    Raises DataError if the file is not UTF-8, or if a .json file does not contain a list.
+    Raises DataError if a .json file does not contain a list.
     """
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{file}: cannot be read ({error}); data.path must list .json or .jsonl files") from error
     if file.endswith(".jsonl"):
-        for number, line in enumerate(text.splitlines(), 1):
-            if line.strip():
-                yield f"{file}:{number}", _json_or_none(line)
+        yield from ((f"{file}:{number}", _json_or_none(line)) for number, line in split_lines(content))
         return
-    rows = _json_or_none(text)
+    rows = _json_or_none(content)
     if not isinstance(rows, list):
-        raise DataError(f"{file}: not a JSON list of conversations; use a .jsonl file for one row per line")
+        raise DataError(f"{file}: not a JSON list of conversations in UTF-8; use a .jsonl file for one row per line")
     for number, row in enumerate(rows):
         yield f"{file}[{number}]", row
 
@@ -135,11 +132,22 @@ def read_rows(file: str | Path) -> Iterator[tuple[str, Any]]:
     return parse_rows(str(file), read_content(str(file)))
 
 
-def _json_or_none(text: str) -> Any:
+def _json_or_none(content: bytes) -> Any:
     try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
+        return json.loads(content, parse_int=_parse_integer)
+    except (ValueError, RecursionError):
         return None
+
+
+def _parse_integer(digits: str) -> int | str:
+    """Parse an integer. If it has more digits than Python allows, return a string.
+
+    The string makes the row of the integer unusable.
+    """
+    try:
+        return int(digits)
+    except ValueError:
+        return UNENCODABLE
 
 
 def parse_conversation(
@@ -154,78 +162,27 @@ def parse_conversation(
     entries = row.get("conversations", row.get("messages"))
     if not isinstance(entries, list):
         raise BadConversation("row", name, "no conversations or messages")
-    media = _MediaSupply(row, name, root)
-    turns = [_parse_turn(entry, media, name) for entry in entries]
-    turns = media.resolve_media(turns)
+    listed = {kind: _list_paths(row, kind, name) for kind in MEDIA_KINDS}
+    turns = _assign_media([_parse_turn(entry, name) for entry in entries], listed, name, root)
     if system_prompt is not None and turns and turns[0].role != "system":
         turns = [Turn("system", (system_prompt,)), *turns]
     _check_order(turns, name)
     return Conversation(f"{name}#{row['id']}" if "id" in row else name, tuple(turns))
 
 
-class _MediaSupply:
-    """Assigns the images and videos that a row lists to the tags in its texts, such as <image>.
+def _list_paths(row: Mapping[str, Any], kind: MediaKind, name: str) -> list[str]:
+    value = row.get(kind) or row.get(f"{kind}s") or []
+    values = [value] if isinstance(value, str) else value
+    if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
+        raise BadConversation("row", name, f"{kind} must be a path or a list of paths")
+    return values
 
-    The first tag gets the first file of its kind, and so on.
+
+def _parse_turn(entry: Any, name: str) -> Turn:
+    """Parse a turn. A tag such as <image> becomes a reference without an address.
+
+    Paths are not resolved yet (see `_assign_media`).
     """
-
-    def __init__(self, row: Mapping[str, Any], name: str, root: str | None) -> None:
-        self._name, self._root = name, root
-        self._listed = {kind: self._list_paths(row, kind) for kind in MEDIA_KINDS}
-        self._tags: list[tuple[MediaKind, int]] = []  # kind of each tag and its number within the kind
-        self._num_tags = dict.fromkeys(MEDIA_KINDS, 0)
-
-    def _list_paths(self, row: Mapping[str, Any], kind: MediaKind) -> list[str]:
-        value = row.get(kind) or row.get(f"{kind}s") or []
-        values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list) or not all(isinstance(v, str) and v for v in values):
-            raise BadConversation("row", self._name, f"{kind} must be a path or a list of paths")
-        return values
-
-    def locate(self, kind: MediaKind, path: str) -> MediaReference:
-        """Return a reference to an image or video. path: absolute, relative to the root, or an address."""
-        full_path = path if self._root is None or "://" in path else f"{self._root.rstrip('/')}/{path}"
-        return MediaReference(kind, path if path.startswith("/") else full_path)
-
-    def add_tag(self, kind: MediaKind) -> MediaReference:
-        """Return a placeholder for a tag. `resolve_media` replaces it when all tags of the row are known."""
-        self._num_tags[kind] += 1
-        return MediaReference(kind, "")
-
-    def resolve_media(self, turns: Sequence[Turn]) -> list[Turn]:
-        """Replace the placeholders by images and videos.
-
-        If the row lists more files than it has tags, the first files are inserted before the first question, as in
-        LLaVA.
-        """
-        remaining: dict[MediaKind, list[str]] = {}
-        untagged: list[Part] = []
-        for kind in MEDIA_KINDS:
-            spare = len(self._listed[kind]) - self._num_tags[kind]
-            if spare < 0:
-                raise BadConversation(
-                    "no_media",
-                    self._name,
-                    f"{self._num_tags[kind]} <{kind}> tags, {len(self._listed[kind])} {kind}s",
-                )
-            for path in self._listed[kind][:spare]:
-                untagged += [self.locate(kind, path), "\n"]
-            remaining[kind] = self._listed[kind][spare:]
-        paths_by_kind, result = {kind: iter(paths) for kind, paths in remaining.items()}, []
-        for turn in turns:
-            parts = [
-                self.locate(p.kind, next(paths_by_kind[p.kind]))
-                if isinstance(p, MediaReference) and not p.address
-                else p
-                for p in turn.parts
-            ]
-            if untagged and turn.role == "user":
-                parts, untagged = [*untagged, *parts], []
-            result.append(Turn(turn.role, tuple(parts)))
-        return result
-
-
-def _parse_turn(entry: Any, media: _MediaSupply, name: str) -> Turn:
     if not isinstance(entry, dict):
         raise BadConversation("turn", name, "a turn is not a JSON object")
     role = ROLES.get(str(entry.get("from", entry.get("role"))).lower())
@@ -233,27 +190,64 @@ def _parse_turn(entry: Any, media: _MediaSupply, name: str) -> Turn:
     if role is None or not isinstance(content, str | list):
         raise BadConversation("turn", name, f"a turn of {entry.get('from', entry.get('role'))!r} without text")
     if isinstance(content, list):
-        return Turn(role, tuple(_parse_part(part, media, name) for part in content))
+        return Turn(role, tuple(_parse_part(part, name) for part in content))
     if role == "assistant":  # <image> is plain text in answers
         return Turn(role, (content,))
-    pieces: list[Part] = []
-    for i, piece in enumerate(TAG.split(content)):  # text, kind, text, kind, text
-        if i % 2:
-            pieces.append(media.add_tag("image" if piece == "image" else "video"))
-        elif piece:
-            pieces.append(piece)
-    return Turn(role, tuple(pieces))
+    pieces = TAG.split(content)  # text, kind, text, kind, text
+    parts = [MediaReference("image" if p == "image" else "video", "") if i % 2 else p for i, p in enumerate(pieces)]
+    return Turn(role, tuple(part for part in parts if part != ""))
 
 
-def _parse_part(part: Any, media: _MediaSupply, name: str) -> Part:
+def _parse_part(part: Any, name: str) -> Part:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
     for media_kind in MEDIA_KINDS:
         if kind == media_kind:
             path = part.get(media_kind, part.get("path"))
-            return media.locate(media_kind, path) if isinstance(path, str) and path else media.add_tag(media_kind)
+            return MediaReference(media_kind, path if isinstance(path, str) else "")
     raise BadConversation("turn", name, f"content type {kind!r} is not text, image or video")
+
+
+def _assign_media(
+    turns: Sequence[Turn], listed: Mapping[MediaKind, Sequence[str]], name: str, root: str | None
+) -> list[Turn]:
+    """Locate all images and videos. The first tag of a kind gets the first listed file of this kind, and so on.
+
+    If the row lists more files than it has tags, the surplus files at the start of the list are inserted before the
+    first question, as in LLaVA.
+    """
+    tags = Counter(p.kind for turn in turns for p in turn.parts if isinstance(p, MediaReference) and not p.address)
+    remaining: dict[MediaKind, Iterator[str]] = {}
+    untagged: list[Part] = []
+    for kind, paths in listed.items():
+        spare = len(paths) - tags[kind]
+        if spare < 0:
+            raise BadConversation("no_media", name, f"{tags[kind]} <{kind}> tags, {len(paths)} {kind}s")
+        for path in paths[:spare]:
+            untagged += [_locate(kind, path, name, root), "\n"]
+        remaining[kind] = iter(paths[spare:])
+    result = []
+    for turn in turns:
+        parts = [
+            part
+            if isinstance(part, str)
+            else _locate(part.kind, part.address or next(remaining[part.kind]), name, root)
+            for part in turn.parts
+        ]
+        if untagged and turn.role == "user":
+            parts, untagged = [*untagged, *parts], []
+        result.append(Turn(turn.role, tuple(parts)))
+    return result
+
+
+def _locate(kind: MediaKind, path: str, name: str, root: str | None) -> MediaReference:
+    """Return a reference to an image or video. path: absolute, relative to the root, or an s3:// address."""
+    if is_remote(path) and not path.startswith("s3://"):
+        raise BadConversation("media", name, f"{shorten_path(path)} is neither a path nor an s3:// address")
+    if root is not None and not is_remote(path) and not path.startswith("/"):
+        path = f"{root.rstrip('/')}/{path}"
+    return MediaReference(kind, path)
 
 
 def _check_order(turns: Sequence[Turn], name: str) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from wfm_ds.data.samples import choose_held_out
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError
@@ -22,10 +24,8 @@ from wfm_ds.language.annotations import (
     parse_rows,
     read_content,
 )
-from wfm_ds.language.packed_sequences import ConversationReader
-from wfm_ds.language.size_cache import UNKNOWN_SIZE, ConversationSize, SizeCache
+from wfm_ds.language.packed_sequences import UNKNOWN_SIZE, ConversationReader, ConversationSize, SizeCache
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.seeds import draw_uniform
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +75,15 @@ def read_annotations(recipe: Recipe, paths: Sequence[str]) -> Annotations:
     """Parse all rows of the annotation files. Raises DataError if a file cannot be read or if there are no rows."""
     root, system_prompt = recipe.data.media_path, recipe.data.system_prompt
     conversations, bad, digest = list[Conversation](), list[BadConversation](), hashlib.blake2b(digest_size=16)
-    for file in annotation_files(paths):
+    files = annotation_files(paths)
+    folder = common_folder(files)
+    for file in files:
         content = read_content(file)
         digest.update(f"{file}\0{len(content)}\0".encode())
         digest.update(content)
-        for name, row in parse_rows(file, content):
+        for place, row in parse_rows(file, content):
             LIVENESS.record_progress()
+            name = place.removeprefix(folder)  # the ids decide what is held out, which must not depend on the folder
             try:
                 conversations.append(parse_conversation(row, name, root=root, system_prompt=system_prompt))
             except BadConversation as error:
@@ -88,6 +91,15 @@ def read_annotations(recipe: Recipe, paths: Sequence[str]) -> Annotations:
     if not conversations and not bad:
         raise DataError(f"{', '.join(paths)}: no rows")
     return Annotations(conversations, bad, digest.hexdigest())
+
+
+def common_folder(files: Sequence[str]) -> str:
+    """Return the deepest folder that contains all these paths or s3:// addresses, with a slash at its end.
+
+    Returns "" if there is none.
+    """
+    levels = zip(*(file.split("/")[:-1] for file in files), strict=False)
+    return "".join(f"{names[0]}/" for names in itertools.takewhile(lambda names: len(set(names)) == 1, levels))
 
 
 def measure_conversations(
@@ -176,21 +188,12 @@ def load_conversations(recipe: Recipe, reader: ConversationReader, world: World)
 
 
 def split_holdout(dataset: SizedConversations, share: float) -> tuple[SizedConversations, SizedConversations]:
-    """Return (training, held-out) conversations. A hash of the id decides, so the split is identical in every run.
-
-    share: expected fraction of held-out conversations. If there are at least two conversations and share > 0, neither
-    list is empty.
-    """
-    draws = [draw_uniform(0, "holdout", conversation.id) for conversation in dataset.conversations]
-    if share == 0 or len(draws) < 2:
-        return dataset, SizedConversations([], [])
-    sorted_draws = sorted(draws)
-    limit = min(max(share, sorted_draws[0]), sorted_draws[-2])
+    """Return (training, held-out) conversations like `choose_held_out`. share: fraction of held-out conversations."""
+    is_held_out = choose_held_out([conversation.id for conversation in dataset.conversations], share)
     parts: tuple[SizedConversations, SizedConversations] = (SizedConversations([], []), SizedConversations([], []))
-    for conversation, size, draw in zip(dataset.conversations, dataset.sizes, draws, strict=True):
-        part = parts[draw <= limit]
-        part.conversations.append(conversation)
-        part.sizes.append(size)
+    for conversation, size, held_out in zip(dataset.conversations, dataset.sizes, is_held_out, strict=True):
+        parts[held_out].conversations.append(conversation)
+        parts[held_out].sizes.append(size)
     return parts
 
 

@@ -26,8 +26,12 @@ from wfm_ds.export.weights import (
     SHARD_BYTES,
     TensorSource,
     adapter_settings,
+    check_tensors,
+    exhaust_stream,
+    file_dtype,
     new_export_folder,
     plan_shards,
+    write_shard_index,
 )
 from wfm_ds.models.assets.loading import read_json
 from wfm_ds.storage import atomic
@@ -92,7 +96,7 @@ class BaseWeights:
         layout of the files, because inference servers expect it.
         """
         original = self._shapes.get(key, shape)
-        return original if len(shape) == 3 and original == swap_last_dims(shape) else shape
+        return original if len(shape) == 3 and original == torch.Size((shape[0], shape[2], shape[1])) else shape
 
     def load_tensor(self, key: str) -> Tensor:
         """Load a tensor by its name in the files. Raises ModelError if it cannot be read."""
@@ -101,10 +105,6 @@ class BaseWeights:
         with _open_safetensors(self._file_of[key]) as tensors:
             weight: Tensor = tensors.get_tensor(key)
         return weight
-
-
-def swap_last_dims(shape: torch.Size) -> torch.Size:
-    return torch.Size((shape[0], shape[2], shape[1]))
 
 
 @contextlib.contextmanager
@@ -131,14 +131,14 @@ def export_language(
         try:
             with new_export_folder(out, target.base) as making:
                 if source.uses_lora:
-                    _write_lora(_check_finite(stream), adapter_settings(source.lora_config(), target.base), making)
+                    _write_lora(check_tensors(stream), adapter_settings(source.lora_config(), target.base), making)
                 else:
-                    _write_model(target, _check_finite(stream), making, dtype)
+                    _write_model(target, check_tensors(stream), making, dtype)
         finally:
-            _drain(stream)
+            exhaust_stream(stream)
         log.info("exported the %s weights to %s", policy, result)
     else:
-        _drain(stream)
+        exhaust_stream(stream)
     return result
 
 
@@ -156,22 +156,6 @@ def loading_code(base: Path, exported: Path, lora: bool) -> str:
         ]
     lines.append(f"processor = AutoProcessor.from_pretrained({model})")
     return "\n".join(lines)
-
-
-def _drain(stream: Iterator[tuple[str, Tensor | None]]) -> None:
-    """Iterate to the end. This rank thereby takes part in the remaining gathers, which are collective."""
-    for _ in stream:
-        pass
-
-
-def _check_finite(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of rank 0. Raises ModelError if a tensor contains NaN or infinity."""
-    for name, tensor in stream:
-        assert tensor is not None, f"rank 0 got nothing for {name}"
-        if not bool(torch.isfinite(tensor).all()):
-            raise ModelError(f"{name} has NaN or infinite values, export aborted")
-        yield name, tensor
-        del tensor  # free memory before the next gather
 
 
 def _write_lora(tensors: Iterator[tuple[str, Tensor]], settings: Mapping[str, Any], making: Path) -> None:
@@ -192,15 +176,11 @@ def _write_model(
     _write_config(target.base, making, dtype)
     spec_by_key = {base.file_key(name): spec for name, spec in target.specs.items()}
     specs = {
-        key: StoredTensorSpec(dtype if spec.dtype.is_floating_point else spec.dtype, base.file_shape(key, spec.shape))
+        key: StoredTensorSpec(file_dtype(spec.dtype, dtype), base.file_shape(key, spec.shape))
         for key, spec in spec_by_key.items()
     }
     shards = plan_shards(specs, SHARD_BYTES, STEM)
-    if len(shards) > 1:
-        total = sum(spec.nbytes for spec in specs.values())
-        weight_map = {name: file for file, shard in shards.items() for name in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        atomic.write_text(making / f"{STEM}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+    write_shard_index(making, shards, STEM)
     remaining = dict(specs)
     with contextlib.ExitStack() as stack:
         file_by_key: dict[str, TensorFile] = {}

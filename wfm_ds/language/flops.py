@@ -117,25 +117,22 @@ class SequenceWork:
         return FlopCount(required, recomputed)
 
     def _attention_flops(self, size: SequenceSize) -> Iterator[tuple[int, bool]]:
-        """Yield the FLOPs of the forward pass, and whether there is a backward pass, for each attention layer."""
+        """For each attention layer, yield (FLOPs of its forward pass, whether it has a backward pass)."""
         squares = sum(length**2 for length in size.segments)
         for number in range(self._num_layers):
-            yield 4 * self._text_width * squares, self._has_gradient((3, number, 1))
+            yield 4 * self._text_width * squares, self._first < (3, number, 1)
         for number in range(self._num_blocks):
             pairs = sum(t * self._count_pairs(h, w, is_global=number in self._full) for t, h, w in size.grids)
-            yield 4 * self._vision_width * pairs, self._has_gradient((0, number, 1))
+            yield 4 * self._vision_width * pairs, self._first < (0, number, 1)
 
     def _count_pairs(self, height: int, width: int, *, is_global: bool) -> int:
         """Return the number of pairs of patches that attend to each other in a frame of height x width patches.
 
-        is_global: attention covers the whole frame and not only windows.
+        is_global: whether attention covers the whole frame. Otherwise it covers windows.
         """
         if is_global or not self._window:
             return (height * width) ** 2
         return _sum_squares(height, self._window) * _sum_squares(width, self._window)
-
-    def _has_gradient(self, at: LayerPosition) -> bool:
-        return self._first < at
 
 
 def _sum_squares(length: int, part: int) -> int:

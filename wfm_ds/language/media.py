@@ -1,7 +1,7 @@
 """Images and videos for a model's image processor: token counts from file headers, and pixel patches.
 
 Each frame of a video is processed as an image. The patches of successive frames are then joined along the time axis.
-Videos are therefore resized like images, and their token count also follows from the header.
+Videos are therefore resized like images, and the file header determines their token count.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
+from wfm_ds.data.media import decode_frames, frame_to_rgb, open_video, read_timestamps, video_size
 from wfm_ds.data.pixels import FORMATS, BadMedia, convert_decode_errors, image_size
 from wfm_ds.data.pixels import to_rgb as image_to_rgb
 from wfm_ds.data.samples import Media, media_from_path
-from wfm_ds.data.video import decode_frames, frame_to_rgb, open_video, read_timestamps, video_size
 from wfm_ds.language.annotations import MediaKind, MediaReference
 from wfm_ds.recipe.data import DataRecipe
 
@@ -46,14 +46,6 @@ class MediaPatches:
     grid: tuple[int, int, int]  # number of patches: time, height, width
 
 
-@dataclass(frozen=True, slots=True)
-class FrameSelection:
-    """Frames selected from a video: ascending frame indices, and their times in seconds."""
-
-    indices: list[int]
-    seconds: list[float]
-
-
 class MediaReader:
     """Reads images and videos within the size limits of the recipe. Raises BadMedia for unusable files."""
 
@@ -70,12 +62,11 @@ class MediaReader:
         file = media_from_path(item.address)
         if item.kind == "image":
             return MediaSize("image", self._count_tokens(file, *image_size(file), self._pixels.max))
-        frames = self._select_frames(file)
-        tokens = self._count_tokens(file, *video_size(file), self._frame_pixels(len(frames.indices)))
-        pairs = np.array(frames.seconds).reshape(-1, self.times)
-        midpoints = tuple(float(pair[[0, -1]].mean()) for pair in pairs)
-        span = frames.seconds[-1] - frames.seconds[0]
-        frame_interval = span / (len(frames.seconds) - 1) if span else 1 / self._video.fps
+        _, seconds = self._select_frames(file)
+        tokens = self._count_tokens(file, *video_size(file), self._frame_pixels(len(seconds)))
+        midpoints = tuple(float(pair[[0, -1]].mean()) for pair in np.array(seconds).reshape(-1, self.times))
+        span = seconds[-1] - seconds[0]
+        frame_interval = span / (len(seconds) - 1) if span else 1 / self._video.fps
         return MediaSize("video", tokens, midpoints, self.times * frame_interval)
 
     def read(self, item: MediaReference) -> MediaPatches:
@@ -88,10 +79,8 @@ class MediaReader:
                 Image.open(opened_file, formats=FORMATS) as image,
             ):
                 return self._make_patches(file, [image_to_rgb(ImageOps.exif_transpose(image))], self._pixels.max)
-        selection = self._select_frames(file)
-        return self._make_patches(
-            file, self._decode_frames(file, selection), self._frame_pixels(len(selection.indices))
-        )
+        indices, _ = self._select_frames(file)
+        return self._make_patches(file, self._decode_frames(file, indices), self._frame_pixels(len(indices)))
 
     def blank(self, kind: MediaKind) -> MediaPatches:
         """Return the patches of the smallest blank image or video. The decoder receives a single token for it."""
@@ -128,7 +117,8 @@ class MediaReader:
             np.ascontiguousarray(pairs, np.float32).reshape(num_times * height * width, -1), (num_times, height, width)
         )
 
-    def _select_frames(self, file: Media) -> FrameSelection:
+    def _select_frames(self, file: Media) -> tuple[list[int], list[float]]:
+        """Return the ascending indices of the selected frames, and their times in seconds."""
         with open_video(file) as container:
             stream = container.streams.video[0]
             times, _ = read_timestamps(container, stream)
@@ -139,13 +129,13 @@ class MediaReader:
         wanted = min(max(int(length * self._video.fps), MIN_FRAMES), self._video.max_frames, len(times))
         count = max(self.times, wanted - wanted % self.times)
         indices = np.linspace(0, len(times) - 1, count).round().astype(int)
-        return FrameSelection(indices.tolist(), seconds[indices].tolist())
+        return indices.tolist(), seconds[indices].tolist()
 
-    def _decode_frames(self, file: Media, selection: FrameSelection) -> list[Image.Image]:
+    def _decode_frames(self, file: Media, indices: Sequence[int]) -> list[Image.Image]:
         with open_video(file) as container:
             stream = container.streams.video[0]
             times, _ = read_timestamps(container, stream)
-            wanted = [times[i] for i in selection.indices]
+            wanted = [times[i] for i in indices]
             frames = {
                 time: frame_to_rgb(file, frame)
                 for time, frame in decode_frames(container, stream, times[0], set(wanted))

@@ -1,9 +1,9 @@
 """Memory estimate of a vision-language training run: the engine memory that every run needs, plus activations.
 
 The activations and logits of the decoder are counted on the meta device, for a packed sequence of `data.max_tokens`
-tokens. The sequence has as many labelled tokens, and as many image and video tokens, as the largest ones in the data.
-The activations of the vision tower are measured on the CPU for two small images and extrapolated linearly in the number
-of patches.
+tokens. Its numbers of labelled tokens and of image and video tokens are the largest that occur in the data. The
+activations of the vision tower are measured on the CPU for two small images and extrapolated linearly in the number of
+patches.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.language import attention
 from wfm_ds.language.data import LanguageData
 from wfm_ds.language.model import LanguageModel, checkpoint_blocks, score_logits
-from wfm_ds.language.packing import PackingOrder
-from wfm_ds.language.size_cache import ConversationSize
+from wfm_ds.language.packed_sequences import ConversationSize
+from wfm_ds.language.sequence_source import PackingOrder
 from wfm_ds.memory.engine import EngineMemory
 from wfm_ds.memory.estimate import MemoryEstimate
 from wfm_ds.recipe.schema import Recipe
@@ -104,7 +104,7 @@ def decoder_bytes(recipe: Recipe, meta_network: nn.Module, row_size: Conversatio
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
-    """Free the gradient of a parameter. The engine moves it to a reduction bucket, which is counted separately."""
+    """Free the gradient of a parameter, as the engine does after it copied the gradient to a reduction bucket."""
     parameter.grad = None
 
 
@@ -115,7 +115,8 @@ def tower_bytes(recipe: Recipe, model: LanguageModel, meta_network: nn.Module, m
     """
     tower: Any = model.network.get_submodule("model.visual")
     trains = [p.requires_grad for p in meta_network.get_submodule("model.visual").parameters()]
-    merge, size = int(model.image_processor.merge_size), values_per_patch(model)
+    processor = model.image_processor
+    merge, size = int(processor.merge_size), 3 * int(processor.temporal_patch_size) * int(processor.patch_size) ** 2
     pixels = media * merge**2 * size * torch.float32.itemsize
     if not any(trains):
         return pixels
@@ -126,10 +127,8 @@ def tower_bytes(recipe: Recipe, model: LanguageModel, meta_network: nn.Module, m
         checkpoint_blocks(model.network)
     dtype, counts = next(tower.parameters()).dtype, list[int]()
     for side in PROBE_SIDES:
-        patches, grid = (
-            torch.zeros((side * merge) ** 2, size, dtype=dtype),
-            torch.tensor([[1, side * merge, side * merge]]),
-        )
+        patches = torch.zeros((side * merge) ** 2, size, dtype=dtype)
+        grid = torch.tensor([[1, side * merge, side * merge]])
         with LiveByteCounter("cpu") as live:
             output = tower(patches, grid_thw=grid)
             counts.append(live.current)
@@ -140,9 +139,3 @@ def tower_bytes(recipe: Recipe, model: LanguageModel, meta_network: nn.Module, m
         parameter.requires_grad_(flag)
     slope = (counts[1] - counts[0]) / (PROBE_SIDES[1] ** 2 - PROBE_SIDES[0] ** 2)
     return pixels + int(media * slope * DTYPES[recipe.model.dtype].itemsize / dtype.itemsize)
-
-
-def values_per_patch(model: LanguageModel) -> int:
-    """Return the number of pixel values in one patch of the image processor."""
-    processor = model.image_processor
-    return 3 * int(processor.temporal_patch_size) * int(processor.patch_size) ** 2

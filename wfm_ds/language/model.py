@@ -15,13 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+from transformers.utils import is_flash_attn_2_available
 
+from wfm_ds.distributed.progress import show_wait
 from wfm_ds.errors import ModelError
 from wfm_ds.language.annotations import MediaKind
 from wfm_ds.language.packed_sequences import ConversationSample, PackedSequence
 from wfm_ds.language.sequence_parallel import local_labels
 from wfm_ds.models.assets.language_folders import download_language_model
-from wfm_ds.models.base import hide_progress_bars
+from wfm_ds.models.assets.loading import check_weight_files, hide_progress_bars, require_no_unexpected_weights
 from wfm_ds.ulysses.exchange import gather_shards
 
 LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -182,12 +184,14 @@ def load_language_model(path: str, dtype: torch.dtype, revision: str | None = No
     """
     folder = download_language_model(path, revision)
     check_config(folder)
+    check_weight_files(folder)
+    use_flash = dtype == torch.bfloat16 and is_flash_attn_2_available()
     try:
-        with hide_progress_bars():
+        with hide_progress_bars(), show_wait(f"loading {path}"):
             network, loading_info = AutoModelForImageTextToText.from_pretrained(
                 folder,
                 dtype="auto",
-                attn_implementation=attention_kernel(dtype),
+                attn_implementation="flash_attention_2" if use_flash else "sdpa",
                 local_files_only=True,
                 output_loading_info=True,
             )
@@ -197,6 +201,7 @@ def load_language_model(path: str, dtype: torch.dtype, revision: str | None = No
         raise ModelError(f"{folder}: the model cannot be loaded: {error}") from error
     if missing := sorted(loading_info["missing_keys"]):
         raise ModelError(f"{folder}: {len(missing)} weights are missing, e.g. {missing[0]}; download the model again")
+    require_no_unexpected_weights(folder, network, loading_info["unexpected_keys"])
     network.train()  # enables gradient checkpointing; the models have no dropout
     # The engine calls this method by the name that diffusers models use.
     network.enable_gradient_checkpointing = functools.partial(checkpoint_blocks, network)
@@ -211,13 +216,3 @@ def checkpoint_blocks(network: Any) -> None:
     """
     network.gradient_checkpointing_enable({"use_reentrant": False})
     network.disable_input_require_grads()
-
-
-def attention_kernel(dtype: torch.dtype) -> str:
-    """Return the name of transformers' attention implementation.
-
-    It is FlashAttention 2 for bf16 if installed, and otherwise SDPA.
-    """
-    from transformers.utils import is_flash_attn_2_available
-
-    return "flash_attention_2" if dtype == torch.bfloat16 and is_flash_attn_2_available() else "sdpa"

@@ -8,9 +8,13 @@ lets the conversations attend to each other without an error.
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +24,59 @@ from wfm_ds.data.pixels import BadMedia
 from wfm_ds.language.annotations import MEDIA_KINDS, BadConversation, Conversation, MediaKind
 from wfm_ds.language.media import MediaPatches, MediaReader, MediaSize
 from wfm_ds.language.renderer import IGNORE_INDEX, Renderer, Tokens
-from wfm_ds.language.size_cache import ConversationSize, cache_key
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.storage import atomic
+
+log = logging.getLogger(__name__)
+
+SIZE_FORMAT = 1
+SIZE_SETTINGS = ("media_path", "system_prompt", "max_tokens", "too_long", "pixels", "video")
+
+
+class ConversationSize(NamedTuple):
+    """The token counts of a conversation: all tokens, image and video tokens, and labelled tokens."""
+
+    tokens: int
+    media: int
+    labelled: int
+
+
+UNKNOWN_SIZE = ConversationSize(0, 0, 0)
+
+
+class SizeCache:
+    """File with the token counts of all conversations for one cache key.
+
+    CACHE/lengths/<key>.npy is an int32 array [conversations, 3]. Its columns are the numbers of tokens, of image and
+    video tokens, and of labelled tokens. The row 0 0 0 means that the counts are unknown. The key does not depend on
+    image and video files. If the size of a file has changed when it is read, its conversation is skipped.
+    """
+
+    def __init__(self, cache_dir: Path, key: str) -> None:
+        self.file = cache_dir / "lengths" / f"{key}.npy"
+
+    def read(self, count: int) -> list[ConversationSize]:
+        """Return the sizes of `count` conversations. A size that is not cached is UNKNOWN_SIZE.
+
+        If the file is invalid, all sizes are UNKNOWN_SIZE.
+        """
+        try:
+            array = np.load(self.file, allow_pickle=False)
+        except (FileNotFoundError, ValueError, EOFError, OSError):
+            return [UNKNOWN_SIZE] * count
+        if array.shape != (count, 3):
+            return [UNKNOWN_SIZE] * count
+        return [ConversationSize(*size) for size in array.tolist()]
+
+    def write(self, sizes: Sequence[ConversationSize]) -> None:
+        """Write the sizes. A write error is only logged."""
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with atomic.new_file(self.file) as part, part.open("wb") as out:
+                np.save(out, np.array(sizes, np.int32).reshape(-1, 3))
+        except OSError as error:
+            log.warning("%s cannot be written (%s); the next run measures lengths again", self.file, error)
+
 
 Positions = Callable[["ConversationSample"], Tensor]  # rotary positions [3, L] int64 of one conversation
 INPUTS: dict[MediaKind, tuple[str, str]] = {
@@ -110,11 +165,21 @@ class ConversationReader:
         return ConversationSize(len(tokens), media, sum(label != IGNORE_INDEX for label in tokens.labels))
 
     def cache_key(self, recipe: Recipe, digest: str) -> str:
-        """Return the key in SizeCache for this recipe, tokenizer and image processor.
+        """Return the key in SizeCache: a hash of everything that the token counts depend on.
 
         digest: hash of the annotations.
         """
-        return cache_key(recipe, digest, self._renderer.tokenizer, self._media.processor)
+        tokenizer = self._renderer.tokenizer
+        parts = {
+            "format": SIZE_FORMAT,
+            "annotations": digest,
+            "data": recipe.data.model_dump(mode="json", include=set(SIZE_SETTINGS)),
+            "train_on": recipe.language_settings.train_on,
+            "template": tokenizer.chat_template,
+            "tokenizer": tokenizer.backend_tokenizer.to_str(),
+            "image_processor": self._media.processor.to_json_string(),
+        }
+        return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def read(self, conversation: Conversation) -> ConversationSample:
         """Return the tokens and pixels of a conversation. Raises BadConversation."""
@@ -165,10 +230,6 @@ class ConversationReader:
         return f"{VISION_START}{pads * size.num_times}{VISION_END}"
 
     def _truncate(self, conversation: Conversation, tokens: Tokens) -> Tokens:
-        """Truncate the tokens to max_tokens.
-
-        Raises BadConversation if the recipe says `too_long: skip`, or if an image or video would lose tokens.
-        """
         media_ids, limit = frozenset(self._renderer.pad_ids.values()), self._max_tokens
         if self._too_long == "skip" or media_ids & set(tokens.ids[limit:]):
             raise BadConversation("too_long", conversation.id, f"{len(tokens)} tokens, the limit is {limit}")
@@ -178,9 +239,9 @@ class ConversationReader:
 class SequencePacker:
     """Packs conversations into one sequence.
 
-    All ranks must run the vision tower equally often, because its weights are gathered (ZeRO-3) or its gradients are
-    summed over ranks. A sequence without images, or without videos, therefore gets a blank one if the run has this kind
-    of media. No other token attends to a blank image or video.
+    All ranks must run the vision tower the same number of times, because its weights are gathered (ZeRO-3) or its
+    gradients are summed over ranks. If a run has images, a sequence without images therefore gets a blank image. Videos
+    are treated in the same way. No other token attends to a blank image or video.
     """
 
     def __init__(self, positions: Positions, blanks: Sequence[ConversationSample], *, by_sample: bool) -> None:
@@ -214,10 +275,6 @@ class SequencePacker:
         )
 
     def _stack_positions(self, sample: ConversationSample) -> Tensor:
-        """Return the positions [4, L] of L tokens.
-
-        The first row is the position within the conversation. The next three rows are the rotary positions.
-        """
         return torch.cat([torch.arange(len(sample.tokens))[None], self._positions(sample)])
 
 

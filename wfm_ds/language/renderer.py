@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -108,10 +107,8 @@ class Renderer:
         answer_turns = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
         spans = []
         for i in answer_turns[-1:] if self.train_on == "last_answer" else answer_turns:
-            start, stop = (
-                self._apply_template(turns[:i], add_generation_prompt=True),
-                self._apply_template(turns[: i + 1]),
-            )
+            start = self._apply_template(turns[:i], add_generation_prompt=True)
+            stop = self._apply_template(turns[: i + 1])
             if not stop.startswith(start) or not text.startswith(stop):
                 raise ModelError(
                     f"the chat template of {self.tokenizer.name_or_path} changes an answer if more turns follow "
@@ -156,8 +153,8 @@ def splice_text(text: str, replacements: Sequence[tuple[int, int, str]]) -> tupl
         last = end
         shift += len(new) - (end - start)
         shifts.append((end, shift))
-    return "".join([*pieces, text[last:]]), functools.partial(_shift_position, shifts)
 
+    def shift_position(position: int) -> int:
+        return position + max(((end, shift) for end, shift in shifts if end <= position), default=(0, 0))[1]
 
-def _shift_position(shifts: Sequence[tuple[int, int]], position: int) -> int:
-    return position + max(((end, shift) for end, shift in shifts if end <= position), default=(0, 0))[1]
+    return "".join([*pieces, text[last:]]), shift_position

@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 
 from wfm_ds.errors import UserError
 from wfm_ds.language.attention import has_windows, segment_attention
+from wfm_ds.ulysses.base import change_arguments
 from wfm_ds.ulysses.exchange import local_shard, reshard
-from wfm_ds.ulysses.hooks import change_arguments
 
 ATTENTION_NAME = "wfm_ds_ulysses"  # in transformers' attention registry
 
@@ -45,11 +45,11 @@ def check_sequence_parallel(network: Any, num_ranks: int) -> None:
     if config.num_attention_heads % num_ranks:
         raise UserError(
             f"engine.sequence_parallel = {num_ranks} does not divide the {config.num_attention_heads} attention heads "
-            f"of {type(network).__name__}; use a divisor of both the heads and the ranks"
+            "of the model; use a divisor of both the heads and the ranks"
         )
     if has_windows(network):
         raise UserError(
-            f"{type(network).__name__} has sliding-window layers, which do not support sequence parallelism; set "
+            "the model has sliding-window layers, which do not support sequence parallelism; set "
             "engine.sequence_parallel to 1"
         )
 
@@ -145,7 +145,7 @@ def segment_lengths(positions: Tensor) -> list[int]:
 
 
 def kv_head_repeats(num_heads: int, num_kv_heads: int, num_ranks: int) -> int:
-    """Return how often each key and value head must be repeated so that every rank gets equally many heads."""
+    """Return how many copies of each key and value head are needed so that every rank gets the same number of heads."""
     return next(
         factor
         for factor in range(1, num_heads // num_kv_heads + 1)

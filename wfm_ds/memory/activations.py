@@ -39,20 +39,24 @@ class PassMemory:
 def build_shadow_model(model: DiffusionModel, recipe: Recipe, policies: frozenset[str]) -> DiffusionModel:
     """Return a copy of the model on the meta device, prepared for training with this recipe.
 
-    model: the model before adapters are added. policies: policies of the engine. In a LoRA run each of them is an
-    adapter.
+    model: the model before adapters are added. policies: names of the engine's policy copies. In a LoRA run, each copy,
+    each extra adapter and each frozen teacher is stored as an adapter.
     """
     shadow, dtype = copy.copy(model), DTYPES[recipe.model.dtype]
     shadow.pipeline = copy.copy(model.pipeline)
     shadow.pipeline.vae = copy_to_meta(model.pipeline.vae)
     shadow.unwrapped_denoiser = shadow.denoiser = denoiser = copy_to_meta(model.unwrapped_denoiser)
     shadow.device, shadow.dtype = META, dtype
+    if type(model).text_shapes is DiffusionModel.text_shapes:  # it encodes a text, which a copy without weights cannot
+        shapes = model.text_shapes()
+        shadow.text_shapes = lambda: shapes  # type: ignore[method-assign]
     quantise_base(denoiser, model.block_classes, recipe.model.base_precision, dtype, META)
     targets = (recipe.lora and recipe.lora.target_modules) or list(model.default_lora_targets)
     if recipe.lora is not None:
         shadow.prepare_for_lora(recipe.lora.trainable_layers(targets))
-    copies = sorted(policy_copies(policies, lora=True))
-    make_trainable(denoiser, recipe, targets, copies, model.find_unused_parameters())
+    frozen = [*sorted(policy_copies(policies, lora=True)), *recipe.algorithm.list_lora_teachers()]
+    extra = list(recipe.algorithm.extra_adapters)
+    make_trainable(denoiser, recipe, targets, frozen, model.find_unused_parameters(), extra_adapters=extra)
     for parameter in shadow.pipeline.vae.parameters():
         parameter.data = parameter.data.to(DTYPES[recipe.model.vae_dtype])
     for network in getattr(denoiser, "networks", [denoiser]):
@@ -75,8 +79,8 @@ def measure_denoiser_passes(
     A training pass is a forward pass with gradient, followed by its backward pass.
     shape: latent shape of one sample.
     ranks: number of ranks that split the tokens of a sample.
-    Except for the text, memory is linear in the number of tokens. The memory per rank is therefore interpolated from
-    measurements at two sizes.
+    With several ranks, two sizes are measured and the memory per rank is interpolated between them. A part of the
+    memory depends on the text only, so it cannot simply be divided by `ranks`.
     """
     module: Any = shadow.unwrapped_denoiser
     if checkpointing:
@@ -129,7 +133,10 @@ def _measure_passes(
 
 
 def _discard_gradient(parameter: Tensor) -> None:
-    """Delete a gradient. In a run, the engine moves it to a reduction bucket, which is counted separately."""
+    """Delete a gradient, so that it is not counted as activation memory.
+
+    In a run, the engine moves each gradient to a reduction bucket, which the estimate counts separately.
+    """
     parameter.grad = None
 
 

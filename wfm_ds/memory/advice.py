@@ -1,10 +1,22 @@
-"""Compares a memory estimate with the memory of a GPU, and suggests recipe keys that reduce the memory."""
+"""Compares a memory estimate with a GPU, explains failed allocations, and suggests recipe keys that save memory."""
 
 from __future__ import annotations
 
+import re
+import resource
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import psutil
+import torch
+
+from wfm_ds.errors import RunError, UserError, is_out_of_memory
 from wfm_ds.memory.estimate import MemoryEstimate
+from wfm_ds.models.assets.loading import read_json
+from wfm_ds.models.registry import locate_pipeline
 from wfm_ds.monitoring.meters import GIB
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.ulysses.install import ulysses_families
 
 GPU_SIZES_GB = (24, 32, 40, 48, 80, 141, 192)  # memory sizes of GPUs in GB
 USABLE_FRACTION = 0.92  # of GPU memory; the CUDA context, library workspaces and fragmentation use the rest
@@ -16,10 +28,17 @@ PARTS_BY_COST = (
     *("optimizer states", "policies", "gradients", "weights"),
 )
 SIZE_KEYS = "sampling.height, width or num_frames"
-ESTIMATE_PHASES = {
-    **dict.fromkeys(("rollout", "validation"), "sampling"),
-    **dict.fromkeys(("old_forward", "ref_forward", "ema_forward"), "references"),
-}
+REQUEST_PATTERN = re.compile(r"ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|TiB)")
+UNIT_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
+
+
+def estimate_phase(phase: str) -> str:
+    """Return the phase of the memory estimate to which a stopwatch phase belongs."""
+    if phase in ("rollout", "validation"):
+        return "sampling"
+    if phase.endswith("_forward") and phase != "group_statistics_forward":  # that has the batch size of training
+        return "references"
+    return "train" if phase.endswith("_train") else phase  # of an extra adapter
 
 
 def fits_memory(needed: int, memory: int) -> bool:
@@ -32,7 +51,7 @@ def smallest_gpu(needed: int) -> int | None:
 
 
 def suggest_keys(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
-    """Return recipe keys that reduce the peak memory. Keys for the largest memory category come first."""
+    """Return recipe keys that reduce the peak memory, starting with keys for the largest memory category."""
     if recipe.algorithm.trains_language:
         return suggest_language_keys(recipe)
     phase = estimate.phases[estimate.peak_phase]
@@ -52,7 +71,7 @@ def suggest_keys_after_oom(recipe: Recipe, phase: str, num_ranks: int) -> list[s
     if recipe.algorithm.trains_language:
         return suggest_language_keys(recipe)
     for part in PARTS_BY_COST:
-        keys += [key for key in suggest_part_keys(part, ESTIMATE_PHASES.get(phase, phase), recipe) if key not in keys]
+        keys += [key for key in suggest_part_keys(part, estimate_phase(phase), recipe) if key not in keys]
     exhausted = [f"engine.deepspeed: {recipe.engine.deepspeed}"]
     if recipe.engine.sequence_parallel == num_ranks:
         exhausted += [f"engine.sequence_parallel above {recipe.engine.sequence_parallel}"]
@@ -75,30 +94,35 @@ def suggest_language_keys(recipe: Recipe) -> list[str]:
 def suggest_part_keys(part: str, phase: str, recipe: Recipe) -> list[str]:
     """Return recipe keys that reduce the memory category `part` in this phase, cheapest first."""
     engine, model, lora = recipe.engine, recipe.model, recipe.lora
-    shorter = ["model.dtype: bfloat16"] if model.dtype == "float32" else []
-    pixels = ["model.vae_dtype: bfloat16"] if model.vae_dtype == "float32" else []
+    denoiser_dtype_keys = ["model.dtype: bfloat16"] if model.dtype == "float32" else []
+    vae_dtype_keys = ["model.vae_dtype: bfloat16"] if model.vae_dtype == "float32" else []
     adapters = ["a lora section"] if lora is None else [f"lora.rank below {lora.rank}"] if lora.rank > 1 else []
     if part == "activations":
-        return suggest_activation_keys(phase, recipe, shorter, pixels)
+        return suggest_activation_keys(phase, recipe, denoiser_dtype_keys, vae_dtype_keys)
     if part == "decoding beside it" and phase == "sampling":
-        return [*pixels, SIZE_KEYS]
+        return [*vae_dtype_keys, SIZE_KEYS]
     if part == "merged weights" and phase == "sampling" and recipe.is_rl and recipe.rl.rollout.merge_lora:
         return ["rollout.merge_lora: false"]
     if part == "VAE":
-        return pixels
+        return vae_dtype_keys
     if part == "weights":
         merges = recipe.is_rl and recipe.rl.rollout.merge_lora
         plain = lora is not None and model.base_precision is None and not merges
         frozen = ["model.base_precision: fp8"] if plain else []
-        return [*shorter, "engine.deepspeed: zero3" if "zero3" not in engine.deepspeed else "more ranks", *frozen]
+        return [
+            *denoiser_dtype_keys,
+            "engine.deepspeed: zero3" if "zero3" not in engine.deepspeed else "more ranks",
+            *frozen,
+        ]
+    offload = [] if recipe.algorithm.list_teachers() else ["engine.deepspeed: zero3_offload"]  # not supported together
     if part == "gradients":  # ZeRO-2 already shards them
         shared = ["engine.deepspeed: zero2"] if "zero1" in engine.deepspeed else []
-        return [*adapters, *shared, "engine.deepspeed: zero3_offload", "more ranks"]
+        return [*adapters, *shared, *offload, "more ranks"]
     if part in ("optimizer states", "policies"):
         average = ["no ema section"] if part == "policies" and recipe.ema is not None else []
         eight_bits = part == "optimizer states" and lora is None and recipe.optimizer.name == "adamw"
         moments = ["optimizer.name: adamw8bit"] if eight_bits else []
-        return [*adapters, *average, *moments, "engine.deepspeed: zero3_offload", "more ranks"]
+        return [*adapters, *average, *moments, *offload, "more ranks"]
     if part in ("DeepSpeed", "gathered weights"):
         return ["reduce_bucket_size and stage3_max_reuse_distance of the DeepSpeed JSON"]
     if part == "text encoders" and phase != "texts":
@@ -108,26 +132,41 @@ def suggest_part_keys(part: str, phase: str, recipe: Recipe) -> list[str]:
     return []
 
 
-def suggest_activation_keys(phase: str, recipe: Recipe, shorter: list[str], pixels: list[str]) -> list[str]:
+def suggest_activation_keys(
+    phase: str, recipe: Recipe, denoiser_dtype_keys: list[str], vae_dtype_keys: list[str]
+) -> list[str]:
     """Return recipe keys that reduce the activation memory of this phase.
 
-    shorter: keys that give the denoiser a smaller dtype. pixels: keys that give the VAE a smaller dtype.
+    denoiser_dtype_keys: keys that give the denoiser a smaller dtype. vae_dtype_keys: the same for the VAE.
     """
     engine, several = recipe.engine, recipe.engine.micro_batch_size > 1
     terms = [f"engine.micro_batch_size below {engine.micro_batch_size}"] if several else []
     if phase == "train":
         checkpointing = [] if recipe.model.gradient_checkpointing else ["model.gradient_checkpointing: true"]
-        return [*checkpointing, *terms, *shorter, f"engine.sequence_parallel above {engine.sequence_parallel}"]
+        return [*checkpointing, *terms, *denoiser_dtype_keys, *suggest_sharding(recipe)]
     if phase in ("sampling", "references"):
         keys = []
         if phase == "sampling":
             keys += ["sampling.guidance_batch: separate"] if recipe.joint_guidance_batches else []
             keys += ["rollout.cuda_graph: false"] if recipe.is_rl and recipe.rl.rollout.cuda_graph else []
         batch = [f"engine.max_forward_batch below {engine.max_forward_batch}"] if engine.max_forward_batch > 1 else []
-        return [*keys, *batch, *shorter, f"engine.sequence_parallel above {engine.sequence_parallel}"]
+        return [*keys, *batch, *denoiser_dtype_keys, *suggest_sharding(recipe)]
     if phase in ("decode", "encode"):
-        return [*pixels, *(terms if phase == "encode" else []), SIZE_KEYS]
+        return [*vae_dtype_keys, *(terms if phase == "encode" else []), SIZE_KEYS]
     return []
+
+
+def suggest_sharding(recipe: Recipe) -> list[str]:
+    """Return the advice to use sequence parallelism, or [] if the pipeline's networks do not support it."""
+    try:
+        folder = locate_pipeline(recipe.model.path, recipe.model.family, recipe.model.revision)
+    except UserError:
+        supports = True  # a check without the model
+    else:
+        supported = {network.__name__ for network in ulysses_families()}
+        components = read_json(folder / "model_index.json").values()
+        supports = any(part[1] in supported for part in components if isinstance(part, list))
+    return [f"engine.sequence_parallel above {recipe.engine.sequence_parallel}"] if supports else []
 
 
 def memory_verdict(recipe: Recipe, estimate: MemoryEstimate, memory: int | None) -> str:
@@ -146,3 +185,62 @@ def memory_verdict(recipe: Recipe, estimate: MemoryEstimate, memory: int | None)
     return (
         f"  does not fit {size_text} ({USABLE_FRACTION:.0%} usable): change {', '.join(suggest_keys(recipe, estimate))}"
     )
+
+
+class OutOfMemory(UserError):
+    """The device of this rank is out of memory.
+
+    The user can fix it with recipe keys. No checkpoint is saved after it, because the device has no free memory. The
+    previous checkpoint remains usable.
+    """
+
+
+@contextmanager
+def explain_out_of_memory(
+    device: torch.device, advice: Callable[[str], Sequence[str]], phase: Callable[[], str | None]
+) -> Iterator[None]:
+    """Convert failed memory allocations in the block to OutOfMemory errors with an explanation.
+
+    phase: function that returns the phase in which the error occurred, or None.
+    advice: function that returns the recipe keys to change for a phase, best first. The phase is "" if unknown.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, RunError) or not is_out_of_memory(error):  # a RunError may report another process
+            raise
+        name = phase() or ""
+        raise OutOfMemory(out_of_memory_message(error, device, name, advice(name))) from error
+
+
+def out_of_memory_message(error: BaseException, device: torch.device, phase: str, advice: Sequence[str]) -> str:
+    """Return `out of memory on cuda:0 in phase train: requested 2.0 GiB more, ...; change KEY, or KEY`."""
+    match = REQUEST_PATTERN.search(str(error))
+    request = f"requested {_format_bytes(float(match[1]) * UNIT_BYTES[match[2]])} more, " if match else ""
+    in_phase = f" in phase {phase}" if phase else ""
+    change = f"; change {', or '.join(advice)}" if advice else ""
+    return f"out of memory on {device}{in_phase}: {request}{describe_memory_usage(device)}{change}"
+
+
+def describe_memory_usage(device: torch.device) -> str:
+    """Return a text with this process's peak memory and the total memory of the device.
+
+    On a GPU, the text includes the memory that other processes use.
+    """
+    if device.type != "cuda":
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        total = psutil.virtual_memory().total
+        allowed = f" (limit per process: {_format_bytes(limit)})" if 0 < limit < total else ""
+        return f"the peak of the process was {_format_bytes(peak)}, this machine has {_format_bytes(total)}{allowed}"
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    return (
+        f"the peak of tensors was {_format_bytes(peak)}, the GPU has {_format_bytes(total)}, others use "
+        f"{_format_bytes(others)} of it"
+    )
+
+
+def _format_bytes(num_bytes: float) -> str:
+    return f"{num_bytes / GIB:.1f} GiB"

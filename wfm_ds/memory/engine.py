@@ -32,12 +32,14 @@ class EngineMemory:
         self.compute_bytes = DTYPE_BYTES[recipe.model.dtype]
         parameters = list(network.parameters())
         self.numel = sum(p.numel() for p in parameters)  # includes the adapters of all policies
-        self.num_trained = sum(p.numel() for p in parameters if p.requires_grad)
+        self.num_trained = sum(p.numel() for p in parameters if p.requires_grad)  # includes extra adapters
+        # Extra adapters have the size of the exported one, are neither copied nor exported, and are trained in turn.
+        self.num_exported = self.num_trained // (1 + len(recipe.algorithm.extra_adapters))
 
     def state_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of weights, optimizer states and policy copies.
+        """Return {category: bytes} of the engine's permanent memory: weights, policy copies and optimizer states.
 
-        At ZeRO-3 the result also has gradients and buffers.
+        With ZeRO stage 3, the result also contains gradients and buffers.
         """
         shared = self.world_size if self.zero_config["stage"] == 3 else 1
         # Buffers (position tables, a quantized base) are not sharded.
@@ -48,7 +50,7 @@ class EngineMemory:
             weights += self.numel * self.compute_bytes // (min(self.world_size, 8) if ranks == "auto" else ranks)
         parts = {"weights": weights}
         if not self.is_offloaded:  # else masters, moments, copies and gradients are on the host
-            parts["policies"] = self.num_trained * FLOAT32_BYTES * self.num_copies // self.world_size
+            parts["policies"] = self.num_exported * FLOAT32_BYTES * self.num_copies // self.world_size
             parts["optimizer states"] = (
                 int(self.num_trained * OPTIMIZER_STATE_BYTES[self.recipe.optimizer.name]) // self.world_size
             )
@@ -73,7 +75,7 @@ class EngineMemory:
         return 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // shared
 
     def gather_memory(self, *, training: bool) -> dict[str, int]:
-        """Return {category: bytes} of the full weights that ZeRO-3 has in memory at a time.
+        """Return {category: bytes} of the unsharded weights that ZeRO stage 3 has gathered at the same time.
 
         Returns {} for other ZeRO stages.
         """
@@ -89,18 +91,18 @@ class EngineMemory:
         return {"gathered weights": live * self.compute_bytes}
 
     def optimizer_step_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of an optimizer step.
+        """Return {category: bytes} of gradients and temporary tensors during an optimizer step.
 
-        The bytes are those of the gradients and of the temporary tensors of an unfused AdamW step.
+        The size of the temporary tensors is that of an AdamW step without fused kernels.
         """
-        share = 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // self.world_size
+        share = 0 if self.is_offloaded else self.num_exported * FLOAT32_BYTES // self.world_size
         if self.zero_config["stage"] == 3:
             share = min(share, int(self.zero_config.get("sub_group_size", SUB_GROUP)) * FLOAT32_BYTES)
         return {"gradients": self.gradient_bytes + share, "activations": 0 if self.on_cuda else share}
 
     def reduction_bytes(self) -> int:
         """Return the bytes of the buffers in which DeepSpeed reduces gradients during a backward pass."""
-        reduced = min(self.bucket_elements, self.num_trained) * FLOAT32_BYTES
+        reduced = min(self.bucket_elements, self.num_exported) * FLOAT32_BYTES
         if self.zero_config["stage"] == 3:
             return self.bucket_elements * FLOAT32_BYTES + 2 * reduced
         size = self.compute_bytes if self.zero_config["stage"] == 2 else FLOAT32_BYTES
@@ -111,7 +113,7 @@ class EngineMemory:
     def checkpoint_bytes(self) -> int:
         """Return the bytes of one checkpoint, summed over all ranks."""
         num_states = {"adamw": 3, "adamw8bit": 5}[self.recipe.optimizer.name]  # master, moments and their scales
-        return self.num_trained * FLOAT32_BYTES * (num_states + self.num_copies)
+        return FLOAT32_BYTES * (self.num_trained * num_states + self.num_exported * self.num_copies)
 
     def export_bytes(self) -> int:
-        return self.num_trained * (FLOAT32_BYTES if self.recipe.lora is not None else self.compute_bytes)
+        return self.num_exported * (FLOAT32_BYTES if self.recipe.lora is not None else self.compute_bytes)

@@ -18,6 +18,7 @@ import torch
 from wfm_ds.algorithms import RlAlgorithm, build_rl_algorithm, engine_policy_copies
 from wfm_ds.engine.adapter_layers import find_adapter_layers
 from wfm_ds.engine.frozen_linear import FrozenLinear
+from wfm_ds.errors import ModelError
 from wfm_ds.memory.activations import (
     PassMemory,
     build_shadow_model,
@@ -93,13 +94,19 @@ def estimate_memory(
     device: `cuda` or `cpu`. On the CPU, text encoders are float32.
     encoder_bytes: size of the text encoders, if `model` does not contain them.
     keeps_encoders: True if the text encoders stay loaded because texts are not cached.
-    Raises RecipeError for the recipes that `derive_run_sizes` rejects.
+    Raises RecipeError for the recipes that `derive_run_sizes` rejects, and ModelError for a family whose code reads
+    values of tensors, which tensors on the meta device do not have.
     """
-    sums = _DiffusionMemory(recipe, model, world_size, device)
-    encoders = sums.encoder_bytes() if encoder_bytes is None else encoder_bytes
-    static = sums.state_parts() | sums.static_parts() | ({"text encoders": encoders} if keeps_encoders else {})
-    phases: dict[str, dict[str, int]] = {"texts": sums.static_parts() | {"text encoders": encoders}}
-    phases |= {name: static | parts for name, parts in sums.phase_parts().items()}
+    try:
+        sums = _DiffusionMemory(recipe, model, world_size, device)
+        encoders = sums.encoder_bytes() if encoder_bytes is None else encoder_bytes
+        static = sums.state_parts() | sums.static_parts() | ({"text encoders": encoders} if keeps_encoders else {})
+        phases: dict[str, dict[str, int]] = {"texts": sums.static_parts() | {"text encoders": encoders}}
+        phases |= {name: static | parts for name, parts in sums.phase_parts().items()}
+    except RuntimeError as error:  # NotImplementedError is one
+        if "meta tensor" not in str(error):
+            raise
+        raise ModelError(f"the family {model.family} reads tensor values, so it cannot run without weights") from error
     return MemoryEstimate.from_engine(sums, phases, sums.num_parameters)
 
 
@@ -110,15 +117,14 @@ class _DiffusionMemory(EngineMemory):
         super().__init__(recipe, self.shadow_model.unwrapped_denoiser, world_size, device)
         low = self.on_cuda and recipe.model.dtype == "bfloat16"
         self.text_dtype = torch.bfloat16 if low else torch.float32
-        adapters = self.num_trained * (1 + self.num_copies) if recipe.lora is not None else 0
+        num_frozen = self.num_copies + len(recipe.algorithm.list_lora_teachers())
+        adapters = self.num_trained + self.num_exported * num_frozen if recipe.lora is not None else 0
         quantized = [m for m in self.shadow_model.unwrapped_denoiser.modules() if isinstance(m, FrozenLinear)]
         self.num_parameters = self.numel - adapters + sum(m.in_features * m.out_features for m in quantized)
         size = recipe.sampling
         self.shape = model.latent_shape(size.height, size.width, size.num_frames)
         self.latent_bytes = math.prod(self.shape) * FLOAT32_BYTES
         self.text_row_bytes = text_bytes(self.shadow_model.text_shapes(), self.text_dtype)
-
-    # Static memory
 
     def static_parts(self) -> dict[str, int]:
         """Return {category: bytes} of the VAE and other frozen networks. Text encoders are not included."""
@@ -133,8 +139,6 @@ class _DiffusionMemory(EngineMemory):
         parts = self.model.text_encoders().values()
         numel = sum(int(parameter.numel()) for part in parts for parameter in part.parameters())
         return numel * int(self.text_dtype.itemsize)
-
-    # Phases
 
     def phase_parts(self) -> dict[str, dict[str, int]]:
         """Return {phase: {category: bytes}} of memory that each phase uses in addition to the static memory."""
@@ -151,7 +155,7 @@ class _DiffusionMemory(EngineMemory):
         if self.on_cuda and self.recipe.is_rl and not self.recipe.is_async:
             sampling["decoding beside it"] = decoding  # the previous chunk is decoded on a side stream
         phases = {"sampling": step_data | sampling, "decode": step_data | {"activations": decoding}}
-        if self.encodes_media():
+        if self.recipe.data.kind != "prompts":
             phases["encode"] = step_data | {"activations": self.encode_peak_bytes()}
         if references := self.measure_reference_passes(sample_passes):
             phases["references"] = step_data | gathered | {"activations": references.inference}
@@ -173,7 +177,7 @@ class _DiffusionMemory(EngineMemory):
     def sampling_batch_size(self) -> int:
         """Return the largest batch size of forward passes without gradient.
 
-        These are rollouts, validation and reference predictions.
+        These passes generate rollouts and validation samples, and compute reference predictions.
         """
         num_validated = self.recipe.validation.num_prompts * len(self.recipe.validation.seeds)
         if not self.recipe.is_rl:
@@ -198,16 +202,16 @@ class _DiffusionMemory(EngineMemory):
         if not self.recipe.is_rl:
             return {"texts": self.training_batch_size() * self.text_row_bytes}
         groups = math.ceil(self.run_sizes.samples_per_rank / self.recipe.rl.rollout.group_size)
-        texts = {"texts": (groups + self.recipe.sampling.uses_guidance()) * self.text_row_bytes}
+        texts = {"texts": (groups + self.recipe.uses_guidance) * self.text_row_bytes}
         if self.recipe.is_async:
             return texts
         return texts | {"rollouts": self.num_resident_latents() * self.latent_bytes}
 
     def num_resident_latents(self) -> int:
-        """Return the maximum number of sample latents on a rank at the same time.
+        """Return the maximum number of latent tensors that a rank stores at the same time.
 
-        With sampling.explore, the number includes the candidate samples. With rollout.max_refills, it includes two full
-        rounds of samples.
+        With sampling.explore, the number includes the candidates. With rollout.max_refills, the number is doubled,
+        because two rounds of samples can be in memory.
         """
         recipe, derived = self.recipe, self.run_sizes
         training = derived.samples_per_rank * self.latents_per_rollout()
@@ -221,15 +225,15 @@ class _DiffusionMemory(EngineMemory):
         return build_rl_algorithm(self.recipe, self.model.rollout_sigmas(self.recipe.sampling))
 
     def latents_per_rollout(self) -> int:
-        """Return the number of latents that a rollout stores per sample.
+        """Return the number of latent tensors that a rollout stores per sample.
 
-        They are counted in a run of the sampling plan on one-element latents.
+        They are counted by running the sampling plan on latents with one element.
         """
         one = torch.zeros(1, *(1 for _ in self.shape))
         trajectory: Trajectory = self.algorithm.plan(1).denoise(
             lambda latents, sigma: torch.zeros_like(latents), one, [0]
         )
-        tensors = [trajectory.clean_latents, *trajectory.states.values()]
+        tensors = [trajectory.clean_latents, *trajectory.states.values(), *trajectory.predictions.values()]
         for stored in trajectory.stored_steps:
             tensors += [stored.latents, stored.next_latents, *([] if stored.mean is None else [stored.mean])]
         return len({tensor.untyped_storage()._cdata for tensor in tensors})
@@ -237,15 +241,12 @@ class _DiffusionMemory(EngineMemory):
     def measure_reference_passes(self, of_samples: PassMemory) -> PassMemory | None:
         """Return the memory of a forward pass of a reference policy, or None if the loss has no reference policies.
 
-        of_samples: memory of a forward pass in a rollout. In RL, reference passes have an equal batch size.
+        of_samples: memory of a forward pass in a rollout. In RL it is returned, because both use the same batch size.
         """
         if self.recipe.is_rl:
             return of_samples if self.algorithm.uses_old_predictions or self.algorithm.references else None
         references = self.recipe.supervised_settings.reference_policies
         return self.measure_passes(self.training_batch_size(), training=False) if references else None
-
-    def encodes_media(self) -> bool:
-        return self.recipe.data.kind != "prompts"
 
     def encode_peak_bytes(self) -> int:
         """Return the peak bytes of encoding with the VAE.
@@ -253,13 +254,11 @@ class _DiffusionMemory(EngineMemory):
         Videos are encoded one at a time, and all images of a micro-batch together.
         """
         size = self.recipe.sampling
-        frames = (size.num_frames,) if self.model.is_video else ()
-        batch = 1 if self.model.is_video else self.encode_batch_size()
-        return measure_encode_bytes(self.shadow_model, (3, *frames, size.height, size.width), batch)
-
-    def encode_batch_size(self) -> int:
-        size = self.recipe.engine.micro_batch_size
-        return size if self.recipe.is_rl else size * self.recipe.supervised_settings.items_per_sample
+        if self.model.is_video:
+            return measure_encode_bytes(self.shadow_model, (3, size.num_frames, size.height, size.width), 1)
+        items = 1 if self.recipe.is_rl else self.recipe.supervised_settings.items_per_sample
+        batch = self.recipe.engine.micro_batch_size * items
+        return measure_encode_bytes(self.shadow_model, (3, size.height, size.width), batch)
 
     def merge_lora_parts(self) -> dict[str, int]:
         """Return {category: bytes} of the base weights that rollout.merge_lora stores while the LoRA is merged."""
@@ -282,7 +281,8 @@ class _DiffusionMemory(EngineMemory):
     def training_parts(self, passes: PassMemory, batch: int) -> dict[str, int]:
         """Return {category: bytes} of a forward and backward pass with batch size `batch`.
 
-        RL with guidance computes two predictions. The activations of the first are stored during the second.
+        With guidance, RL runs a conditional and an unconditional forward pass. During the second pass, the activations
+        of the first are still in memory.
         """
         guided = (
             passes.saved_for_backward + passes.inference

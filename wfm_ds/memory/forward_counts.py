@@ -1,21 +1,25 @@
-"""Predicts the number of denoiser forward passes of a recipe (metrics `perf/forwards_*`) without running it.
+"""Predicts the number and FLOPs of the denoiser's forward passes (metrics `perf/forwards_*`) without running them.
 
-Counts are per rank. They are equal on all ranks, because the ranks of a replica run each forward pass together. Counts
-are exact if no optimizer step is skipped, with two exceptions:
+Counts are per rank. They are the same on all ranks, because the ranks of a replica run each forward pass together.
+Counts are exact if no optimizer step is skipped, with three exceptions:
 
-With two experts, each micro-batch has loss terms of only one expert. An optimizer step may then run one more forward
-pass per purpose, and one more for `policy` if data samples have separate forward passes.
+With two experts, each micro-batch has loss terms of only one expert. An optimizer step may therefore run one more
+forward pass for each purpose. If data samples have separate forward passes, the purpose `policy` may need yet another
+one.
 
 With `data.buckets`, the validation loss runs one more forward pass per additional image size.
 
-Forward passes are counted by purpose, such as `rollout` or `policy`. `CountingForward.counts` uses these purposes too.
+With several teachers, the counts assume that each teacher teaches the same number of samples.
+
+The purpose of a forward pass is a name such as `rollout` or `policy`. `CountingForward.counts` uses the same names.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -24,12 +28,17 @@ from torch import Tensor
 
 from wfm_ds.algorithms.sft import NUM_BUCKETS
 from wfm_ds.chunks import split_into_chunks
+from wfm_ds.engine.flop_counter import Flops, copy_to_meta, measure_flops
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.types import DEFAULT_ADAPTER
 
 if TYPE_CHECKING:
     from wfm_ds.algorithms import RlAlgorithm
     from wfm_ds.recipe.run_sizes import RunSizes
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.sampling.denoise import SamplingPlan
+
+TRAINING_PURPOSE = "policy"  # extra adapters: NAME_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +66,9 @@ Guidance adds an unconditional forward pass.
 
 
 def count_batched_forwards(samples: int, batch: int, num_passes: int = 1) -> ForwardCount:
-    """Return the number of forward passes for `samples` samples in batches of size `batch`.
+    """Return the number of forward passes for `samples` samples in batches of at most `batch` samples.
 
-    Each batch needs `num_passes` forward passes.
+    num_passes: number of forward passes for each batch.
     """
     return ForwardCount(num_passes * math.ceil(samples / batch), num_passes * samples)
 
@@ -91,15 +100,12 @@ def count_rl_step(
 ) -> dict[str, ForwardCount]:
     """Return {purpose: number of forward passes} for RL step `step`. The first step is 1.
 
-    The count includes the predictions of every optimizer step. It includes the rollout unless rollout workers generate
-    it.
-
-    guided: function that returns whether predictions at a noise level use guidance. Required if only some noise levels
-    use it. The count assumes that loss terms use guidance as often as the rollout.
+    The count includes all optimizer steps of this RL step. It includes the rollout unless rollout workers generate it.
+    guided: function that returns whether predictions at a noise level use guidance. Required if guidance is used at
+    only some noise levels. The count assumes that the rollout and the loss terms use guidance equally often.
     exploration_sigmas: noise levels at which candidates of sampling.explore are denoised.
-
     The actual count is lower if samples or loss terms are dropped (failed rewards, `zero_std: drop`, no gradient), and
-    higher if groups are refilled. For best_of_n, the count assumes that every optimizer step trains an equal fraction
+    higher if groups are refilled. For best_of_n, the count assumes that every optimizer step trains the same fraction
     of its samples. This is exact if each rank has whole groups and trains them in one optimizer step.
     """
     policy, sigmas = algorithm.rollout_policy, denoiser_sigmas(algorithm.plan(step))
@@ -114,49 +120,68 @@ def count_rl_step(
     rollout = policy_forwards(policy, rollout)
     if recipe.rl.rollout.merge_lora:
         rollout = dataclasses.replace(rollout, without_adapters=rollout.samples)
-    terms = terms_per_update(recipe, derived)
-    num_split, size = algorithm.settings.num_separate_data_terms(terms), recipe.engine.micro_batch_size
+
+    parts = [] if recipe.is_async else [{"rollout": rollout}]
+    current = equal_policies(algorithm, recipe, derived, step)
+    for update in range(derived.updates_per_step):
+        counts = count_update(recipe, derived, algorithm, step, update, current)
+        parts.append(counts)
+        fractions = {name: float(scale != 1) for name, scale in algorithm.reference_guidance.items()}
+        negative = (scale_forwards(f, fractions.get(name, guided_fraction)) for name, f in counts.items())
+        parts.append({"uncond": sum(negative, NO_FORWARDS)})
+        current = set()
+    return sum_forwards(*parts)
+
+
+def count_update(
+    recipe: Recipe, derived: RunSizes, algorithm: RlAlgorithm, step: int, update: int, equal: Set[str]
+) -> dict[str, ForwardCount]:
+    """Return {purpose: number of conditional forward passes} for optimizer step `update` of RL step `step`.
+
+    equal: names of the policies whose weights equal the trained weights before this optimizer step. They need no
+    forward passes. `old` is not among them if the algorithm uses old predictions, which are counted separately.
+    """
+    adapter, terms = algorithm.choose_adapter(step, update), terms_per_update(recipe, derived)
+    size = recipe.engine.micro_batch_size
+    calls = math.ceil(terms / size)
+    if adapter != DEFAULT_ADAPTER:  # its loss uses no other policies
+        return {f"{adapter}_{TRAINING_PURPOSE}": ForwardCount(calls, terms)}
+    num_split = algorithm.settings.num_separate_data_terms(terms)
     sizes = [
         *map(len, split_into_chunks(range(terms - num_split), size)),
         *map(len, split_into_chunks(range(num_split), size)),
     ]
     calls, data_calls = len(sizes), math.ceil(num_split / size)  # a term and its data share a forward unless split
-    training = ForwardCount(calls + data_calls, terms + algorithm.settings.num_data_terms(terms))
+    passes = algorithm.settings.passes_per_term
+    training = ForwardCount(passes * calls + data_calls, passes * terms + algorithm.settings.num_data_terms(terms))
     references = ForwardCount(num_grouped_calls(sizes, recipe.engine.max_forward_batch), terms)
-
-    parts = [] if recipe.is_async else [{"rollout": rollout}]
-    current = equal_policies(algorithm, derived, step)
-    for update in range(derived.updates_per_step):
-        own_old = (
-            {"old"} if algorithm.uses_old_predictions and update == 0 else set()
-        )  # `old` equals the policy in the first update
-        policies = [p for p in algorithm.references if p not in current | own_old]
-        counts = {"policy": training, **{p: policy_forwards(p, references) for p in policies}}
-        if algorithm.uses_group_statistics:
-            counts["group_statistics"] = ForwardCount(calls, terms)
-        if "old" in counts and algorithm.uses_old_predictions:
-            counts["old"] = ForwardCount(calls, terms)  # uses the batch size of training
-        parts.append(counts)
-        parts.append({"uncond": sum((scale_forwards(f, guided_fraction) for f in counts.values()), NO_FORWARDS)})
-        current = set()
-    return sum_forwards(*parts)
+    references = scale_forwards(references, 1 / algorithm.num_teachers)
+    # `old` equals the policy in the first update.
+    own_old = {"old"} if algorithm.uses_old_predictions and update == 0 else set()
+    names = [name for name in algorithm.references if name not in equal | own_old]
+    weights = {name: algorithm.reference_weights.get(name, name) for name in names}
+    counts = {TRAINING_PURPOSE: training, **{name: policy_forwards(weights[name], references) for name in names}}
+    if algorithm.uses_group_statistics:
+        counts["group_statistics"] = ForwardCount(calls, terms)
+    if "old" in counts and algorithm.uses_old_predictions:
+        counts["old"] = ForwardCount(calls, terms)  # uses the batch size of training
+    return counts
 
 
-def equal_policies(algorithm: RlAlgorithm, derived: RunSizes, step: int) -> set[str]:
+def equal_policies(algorithm: RlAlgorithm, recipe: Recipe, derived: RunSizes, step: int) -> set[str]:
     """Return the policies with the same weights as the trained policy at the start of RL step `step`.
 
     These policies need no forward passes.
     """
     if step == 1:
-        return {algorithm.rollout_policy}
+        return algorithm.initial_equal_policies(recipe)
     decays = algorithm.policy_decays(step - 1, (step - 1) * derived.updates_per_step)
     return {policy for policy, decay in decays.items() if decay == 0}
 
 
 def terms_per_update(recipe: Recipe, derived: RunSizes) -> int:
-    """Return the number of loss terms of one optimizer step on one rank."""
     algorithm, rollout = recipe.rl.algorithm, recipe.rl.rollout
-    num_selected = algorithm.best_of_n or rollout.group_size
+    num_selected = algorithm.num_trained_samples(rollout.group_size)
     return math.ceil(derived.terms_per_rank * num_selected / rollout.group_size)
 
 
@@ -175,7 +200,8 @@ def denoiser_sigmas(plan: SamplingPlan) -> list[float]:
 def num_grouped_calls(sizes: Iterable[int], max_terms: int) -> int:
     """Return the number of forward passes for reference predictions.
 
-    Consecutive micro-batches share a forward pass of at most `max_terms` loss terms. sizes: loss terms per micro-batch.
+    sizes: number of loss terms in each micro-batch. Consecutive micro-batches share a forward pass if they have at most
+    `max_terms` loss terms in total.
     """
     calls, remaining = 0, 0
     for size in sizes:
@@ -186,7 +212,6 @@ def num_grouped_calls(sizes: Iterable[int], max_terms: int) -> int:
 
 
 def policy_forwards(policy: str, forwards: ForwardCount) -> ForwardCount:
-    """Return `forwards` as the count of this policy. All forward passes of the policy `ref` run without adapters."""
     return dataclasses.replace(forwards, without_adapters=forwards.samples) if policy == "ref" else forwards
 
 
@@ -266,3 +291,55 @@ def guidance_predicate(recipe: Recipe, expert_of: Callable[[float], int] = lambd
 
 def scale_forwards(forwards: ForwardCount, fraction: float) -> ForwardCount:
     return ForwardCount(*(math.ceil(number * fraction) for number in dataclasses.astuple(forwards)))
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardFlops:
+    forward: int
+    backward: int = 0
+    recompute: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.forward + self.backward + self.recompute
+
+
+def count_flops(
+    model: DiffusionModel,
+    latent_shape: Sequence[int],
+    conditioning: Mapping[str, Tensor],
+    *,
+    checkpointing: bool = False,
+) -> Flops:
+    """Return the denoiser's FLOPs for one sample, with its current adapters and requires_grad flags.
+
+    latent_shape: latent shape of the sample, without batch dimension.
+    conditioning: conditioning tensors of the sample, each [1, ...]. Only their shapes and dtypes are used.
+    checkpointing: include the recomputation of block activations in the backward pass.
+    """
+    shadow = copy.copy(model)
+    shadow.denoiser = copy_to_meta(model.unwrapped_denoiser)
+    latents, sigma = torch.empty(1, *latent_shape, device="meta"), torch.empty(1, device="meta")
+    inputs = {name: torch.empty_like(tensor, device="meta") for name, tensor in conditioning.items()}
+    extra_shapes = model.input_shapes(latent_shape)
+    inputs |= {name: torch.empty(1, *shape, device="meta") for name, shape in extra_shapes.items()}
+    return measure_flops(
+        shadow.denoiser,
+        lambda: shadow.denoise(latents, sigma, inputs, 0),  # all experts have the same architecture
+        checkpointing=checkpointing,
+    )
+
+
+def flops_by_purpose(forwards: Mapping[str, ForwardCount], flops: Flops) -> dict[str, ForwardFlops]:
+    """Return {purpose: FLOPs} of forward passes. Only training includes backward passes.
+
+    flops: FLOPs of one sample.
+    """
+    work = {}
+    for purpose, f in forwards.items():
+        trains = purpose == TRAINING_PURPOSE or purpose.endswith(f"_{TRAINING_PURPOSE}")  # of an extra adapter
+        with_adapters = f.samples - f.without_adapters
+        forward = with_adapters * flops.forward + f.without_adapters * flops.forward_without_adapters
+        num_backward = f.samples if trains else 0
+        work[purpose] = ForwardFlops(forward, num_backward * flops.backward, num_backward * flops.recompute)
+    return work

@@ -42,7 +42,7 @@ def zero_stage(_: Any, source: CosmosConfig) -> str:
 def zero_config_name(shards: int, replicas: int, source: CosmosConfig) -> str:
     """Return the name of the DeepSpeed config for `replicas` model copies, each split into `shards` shards.
 
-    shards = -1: one shard per rank.
+    shards: -1 means one shard per rank.
     """
     if shards == 1:
         return "zero2"
@@ -250,5 +250,7 @@ def checkpoints_to_keep(value: int, _: CosmosConfig) -> int:
     return value
 
 
-def uses_console(value: list[str], _: CosmosConfig) -> bool:
-    return "console" in [logger.lower() for logger in value]
+def logging_outputs(value: list[str], _: CosmosConfig) -> tuple[bool, list[str]]:
+    """Return (logging.console, logging.trackers)."""
+    names = [logger.lower() for logger in value]
+    return "console" in names, ["tensorboard", *(["wandb"] if "wandb" in names else [])]

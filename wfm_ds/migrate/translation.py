@@ -28,7 +28,7 @@ from wfm_ds.migrate.language_values import ANNOTATIONS
 from wfm_ds.migrate.unsupported_keys import find_reason
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.yaml_text import to_yaml
+from wfm_ds.recipe.tree import MAX_CHARACTERS, flatten_keys, shorten_text, to_yaml
 
 REQUIRED = {
     "run.steps": "number of optimizer steps (SFT) or RL steps; set by --steps",
@@ -67,11 +67,15 @@ def render_key_table() -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file. Raises RecipeError if the file cannot be read or is not valid TOML."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MAX_CHARACTERS + 1)  # limited: the path may be a device that never ends
+        if len(text) > MAX_CHARACTERS:
+            raise RecipeError(f"{path}: not a Cosmos-RL configuration: it has more than {MAX_CHARACTERS:,} characters")
+        return tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{path}: cannot be read: {error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path}: not valid TOML: {error}") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise RecipeError(f"{path}: not valid TOML: {shorten_text(str(error))}") from error
 
 
 def migrate_config(config: Mapping[str, Any], *, steps: int | None = None) -> Migration:
@@ -80,7 +84,10 @@ def migrate_config(config: Mapping[str, Any], *, steps: int | None = None) -> Mi
     Raises RecipeError if the kind of model or training is not supported, if a value has the wrong type, or if a key is
     set under both its old and its new name.
     """
-    settings, renamed = rename_old_keys(flatten_tables(config))
+    try:
+        settings, renamed = rename_old_keys(flatten_keys(config, whole=WHOLE_TABLES))
+    except RecursionError as error:
+        raise RecipeError("the configuration is nested too deeply") from error
     mode = detect_mode(settings)
     rows = [row for row in KEY_MAPPINGS if mode in row.modes]
     defaults = {row.cosmos_key: row.default for row in rows if row.default is not ABSENT}
@@ -114,17 +121,6 @@ def list_required_keys(mode: str) -> dict[str, str]:
         without_sampling = {key: what for key, what in REQUIRED.items() if not key.startswith("sampling.")}
         return without_sampling | REQUIRED_FOR_LANGUAGE
     return REQUIRED | (REQUIRED_FOR_RL if mode in (NFT, DDRL) else {})
-
-
-def flatten_tables(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested tables to dotted keys. Lists, and the tables in WHOLE_TABLES, are not flattened."""
-    flat: dict[str, Any] = {}
-    for name, value in table.items():
-        key = f"{prefix}{name}"
-        flat |= (
-            flatten_tables(value, f"{key}.") if isinstance(value, dict) and key not in WHOLE_TABLES else {key: value}
-        )
-    return flat
 
 
 def rename_old_keys(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

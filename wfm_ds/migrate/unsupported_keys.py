@@ -20,7 +20,7 @@ PIPELINE = "defined by the pipeline folder"
 SEEDS = "all randomness is derived from run.seed"
 ON_POLICY = "rollouts are on-policy"
 LOADER = "each rank prefetches with data.workers threads"
-WANDB = "see TensorBoard and metrics.jsonl in run.output_dir"
+TRACKERS = "see logging.trackers, and metrics.jsonl in run.output_dir"
 VALIDATION = "validation.prompts is a file, and validation uses the training rewards"
 OPTIONS = "set in the reward's entry of reward.functions"
 ALWAYS = "always the case"
@@ -48,11 +48,7 @@ _DIFFUSION_ROWS = (
     ("policy.diffusers", "is_video", "set by the pipeline; sampling.num_frames sets the length"),
     ("policy.diffusers", "offload", NOT_AVAILABLE),
     ("policy.diffusers", "tokenizer.*", PIPELINE),
-    (
-        "policy.diffusers.sample",
-        "global_std",
-        "not used by Cosmos-RL: advantages are divided by the group's std",
-    ),
+    ("policy.diffusers.sample", "global_std", "not used by Cosmos-RL: advantages are divided by the group's std"),
     ("policy.parallelism", "n_init_replicas", LAUNCHER),
     ("policy.parallelism", "tp_size ep_size pp_size", ZERO_SHARDS),
     ("policy.parallelism", "pp_dynamic_shape pp_micro_batch_size pp_schedule pp_layers_per_stage", ZERO_SHARDS),
@@ -74,7 +70,7 @@ _DIFFUSION_ROWS = (
         "max_response_length quantization sampling_config.* vllm_use_flashinfer multi_turn_config.*",
         LANGUAGE_ONLY,
     ),
-    ("logging", "log_interval project_name group_name experiment_name report_mfu", WANDB),
+    ("logging", "log_interval group_name experiment_name report_mfu", TRACKERS),
     ("train", "non_text", ALWAYS),
     ("train", "timestamp", "run.output_dir has no timestamp, so the same command resumes a run"),
     ("train", "master_dtype fsdp_reduce_dtype logprob_dtype", FLOAT32),
@@ -108,11 +104,7 @@ _DIFFUSION_ROWS = (
     ("train.train_policy", "on_policy allowed_outdated_steps outdated_rollout_fetch_batch_size", ON_POLICY),
     ("train.train_policy", "max_inflight_steps max_retry_for_on_policy", ON_POLICY),
     ("train.train_policy", "reference_reset_interval reset_optimizer_with_reference", NOT_AVAILABLE),
-    (
-        "train.train_policy",
-        "variant temperature epsilon_low epsilon_high positive_nll_coef",
-        LANGUAGE_ONLY,
-    ),
+    ("train.train_policy", "variant temperature epsilon_low epsilon_high positive_nll_coef", LANGUAGE_ONLY),
     ("train.train_policy", "loss_type unbiased_loss_max_tokens", LANGUAGE_ONLY),
     ("train.train_policy", "overlong_reward.* unbiased_kl_estimate lower_bound_ratio", LANGUAGE_ONLY),
     (
@@ -120,22 +112,14 @@ _DIFFUSION_ROWS = (
         "off_policy_masking_delta aipo_rho max_token_len_per_mini_batch entropy_coeff",
         LANGUAGE_ONLY,
     ),
-    (
-        "train.train_policy",
-        "min_filter_prefix_tokens balance_dp_token use_decoupled_loss",
-        LANGUAGE_ONLY,
-    ),
+    ("train.train_policy", "min_filter_prefix_tokens balance_dp_token use_decoupled_loss", LANGUAGE_ONLY),
     ("train.train_policy", "behav_imp_weight_cap rollout_as_token_ids collect_rollout_logprobs", LANGUAGE_ONLY),
     ("train.train_policy", "use_rollout_logprobs_for_loss prompt_column_name", LANGUAGE_ONLY),
     ("train.train_policy", "response_column_name reward_function", LANGUAGE_ONLY),
     ("train.train_policy", "filter_reward_metric bypass_reward", LANGUAGE_ONLY),
     ("train.train_policy", "group_reward_calculation conversation_column_name", LANGUAGE_ONLY),
     ("train.train_policy", "system_prompt load_balanced_batches_per_optimizer_step", LANGUAGE_ONLY),
-    (
-        "train.train_policy",
-        "enable_dp_load_balancing load_balanced_pool_size",
-        LANGUAGE_ONLY,
-    ),
+    ("train.train_policy", "enable_dp_load_balancing load_balanced_pool_size", LANGUAGE_ONLY),
     ("train.train_policy", "load_balanced_max_tokens_for_batch load_balanced_batching_strategy", LANGUAGE_ONLY),
     ("train.train_policy.remote_reward", "batch_size", "max_batch in an entry of reward.functions"),
     ("validation", "batch_size", "engine.max_forward_batch applies to all generated samples"),
@@ -143,7 +127,7 @@ _DIFFUSION_ROWS = (
     ("validation", "use_remote_reward remote_reward.* reward_function", VALIDATION),
     ("validation", "temperature top_p top_k repetition_penalty max_response_length", LANGUAGE_ONLY),
     # ---- wfm mode
-    ("job", "wandb_mode", WANDB),
+    ("job", "wandb_mode", TRACKERS),
     ("job", "timestamp", "run.output_dir has no timestamp, so the same command resumes a run"),
     ("model_parallel", "data_parallel_size", LAUNCHER),
     ("model_parallel", "*", ZERO_SHARDS),
@@ -174,7 +158,7 @@ _DIFFUSION_ROWS = (
     ("optimizer", "master_weights", FLOAT32),
     ("scheduler", "scheduler_type verbosity_interval cycle_lengths f_start f_max f_min", "see optimizer.schedule"),
     ("trainer", "distributed_parallelism ddp.* cudnn.* grad_scaler_args.* memory_format", DEEPSPEED),
-    ("trainer", "logging_iter", WANDB),
+    ("trainer", "logging_iter", TRACKERS),
     ("trainer", "max_val_iter", "validation.num_prompts and validation.num_images"),
     ("trainer", "timeout_period straggler_detection.* profiling.*", NOT_AVAILABLE),
     ("trainer", "use_s3", STORAGE),
@@ -258,7 +242,8 @@ def find_reason(key: str, mode: str = SFT) -> str | None:
 
     Returns None if the key is unknown.
     """
-    tables = [key.rpartition(".")[0] if n == 0 else ".".join(key.split(".")[:n]) for n in range(len(key.split(".")))]
+    parts = key.split(".")
+    tables = [".".join(parts[:n]) for n in (len(parts) - 1, *range(1, len(parts)))]
     names = (key, *(f"{t}.*" for t in tables))
     if mode != VLM_SFT:
         return next((UNSUPPORTED[name] for name in names if name in UNSUPPORTED), None)

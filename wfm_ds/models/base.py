@@ -6,10 +6,8 @@ Latents, sigma and velocities are float32. The noise level `sigma` is in (0, 1],
 
 from __future__ import annotations
 
-import copy
 import inspect
-import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,20 +15,16 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import diffusers.utils.logging
 import numpy as np
 import numpy.typing as npt
 import torch
-import transformers.utils.logging
 from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
-from wfm_ds.models import vae
 from wfm_ds.models.assets.weight_files import fingerprint_folders
 from wfm_ds.models.conditioning_frames import CONDITIONING_FRAME_KEYS
-from wfm_ds.pinned_memory import copy_to_device
+from wfm_ds.models.noise_schedule import SIGMA_ERROR, NoiseSchedule
 from wfm_ds.recipe.shared_defaults import DEFAULT_FPS
-from wfm_ds.sampling.plan import apply_shift
 
 if TYPE_CHECKING:
     from wfm_ds.models.assets.guardrail import Guardrail
@@ -40,9 +34,6 @@ if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 
-MAX_SIZE_MULTIPLE = 1024  # largest multiple of height and width to try, in pixels
-
-
 @dataclass(frozen=True, slots=True)
 class NegativeText:
     """A negative prompt, or the empty text that replaces a dropped caption. `encode_negative_text` encodes it."""
@@ -50,24 +41,24 @@ class NegativeText:
     text: str
 
 
-class DiffusionModel(ABC):
+class DiffusionModel(NoiseSchedule):
     """A loaded diffusers pipeline behind one interface: encode text, convert pixels and latents, call the denoiser.
 
     Each model family is a subclass in its own file in this folder. `registry.model_families` discovers the subclasses.
     """
 
-    family: ClassVar[str]
     pipeline_classes: ClassVar[tuple[str, ...]]  # values of _class_name in model_index.json
     conditioning_keys: ClassVar[frozenset[str]]  # keys that encode_text returns and denoise expects
     default_lora_targets: tuple[str, ...]  # suffixes of linear layers; {} is a block number
     lora_layer_names: ClassVar[tuple[LoraLayerName, ...]] = ()  # layer names in LoRA files of other tools
     comfyui_prefix: ClassVar[Literal["transformer", "diffusion_model"]] = "diffusion_model"  # prefix in LoRA files
+    kohya_uses_diffusers_names: ClassVar[bool] = False  # otherwise kohya's LoRA files use the original names
     required_components: ClassVar[tuple[str, ...]]  # components that must not be null in model_index.json
     block_classes: ClassVar[tuple[type[nn.Module], ...]]  # for gradient checkpointing, ZeRO-3 leaves, torch.compile
-    is_video: ClassVar[bool] = False  # pixels [B,3,F,H,W], latents [B,C,T,h,w], also for one frame
     prompt_templates: ClassVar[tuple[str, ...]] = ()  # choices for the recipe if the pipeline wraps prompts
     default_image_size: ClassVar[int | None] = None  # in pixels, if the config has no sample_size
     has_guardrail: ClassVar[bool] = False  # whether the pipeline has a safety checker
+    guidance_arguments: ClassVar[tuple[str, ...]] = ("guidance_scale",)  # of the pipeline call, one for each expert
     input_specs: ClassVar[Mapping[str, InputSpec]] = {}  # the inputs that data.inputs may name: actions, c2w, ...
     # Defaults of the family. An instance may override them, depending on the loaded pipeline.
     denoiser_components: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two
@@ -121,10 +112,7 @@ class DiffusionModel(ABC):
 
     @classmethod
     def extra_components(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
-        """Return {name: component} for components that the pipeline folder does not contain.
-
-        Raises ModelError if such a component is not available.
-        """
+        """Return {name: component} for components that the folder lacks. Raises ModelError if one is unavailable."""
         return {}
 
     @classmethod
@@ -137,13 +125,13 @@ class DiffusionModel(ABC):
         """Return whether the network in this pipeline folder receives a guidance scale as an input."""
         return False
 
-    @classmethod  # noqa: B027, optional hook
+    @classmethod
     def check_folder(cls, folder: Path) -> None:
         """Raise ModelError for an unsupported variant of a supported pipeline class. Called before loading."""
 
     @classmethod
     def placeholder_components(cls) -> dict[str, Any]:
-        """Return {name: placeholder} for components that the pipeline's constructor needs on the meta device."""
+        """Return {name: placeholder} for components that the constructor needs to build a pipeline without weights."""
         return {}
 
     @classmethod
@@ -152,22 +140,16 @@ class DiffusionModel(ABC):
 
     @classmethod
     def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
-        """Return the default guidance scale w.
-
-        index: content of model_index.json. call: default arguments of the pipeline's `__call__`.
-        """
-        return float(call.get("guidance_scale", 1.0))
+        """Return the default guidance scale w. index: model_index.json. call: defaults of the pipeline call."""
+        return float(call.get(cls.guidance_arguments[0], 1.0))
 
     def extract_denoiser(self, pipeline: Any) -> nn.Module:
-        """Return the module that the engine trains.
-
-        This is the pipeline's network, or a module that contains all networks in `denoiser_components`.
-        """
+        """Return the module that the engine trains. It contains all networks in `denoiser_components`."""
         denoiser: nn.Module = pipeline.transformer
         return denoiser
 
     def auxiliary_modules(self) -> list[nn.Module]:
-        """Return all modules of the pipeline except the denoiser: VAE, text encoders and others."""
+        """Return all modules of the pipeline except the denoiser."""
         parts = self.pipeline.components.items()
         return [part for name, part in parts if isinstance(part, nn.Module) and name not in self.denoiser_components]
 
@@ -180,32 +162,25 @@ class DiffusionModel(ABC):
         for part in parts:
             part.to(self.device)
 
-    def prepare_for_lora(self, targets: Sequence[str]) -> None:  # noqa: B027, optional hook
-        """Prepare the denoiser for LoRA adapters on the linear layers that `targets` selects.
+    def prepare_for_lora(self, targets: Sequence[str]) -> None:
+        """Prepare the denoiser for LoRA adapters on the linear layers with a suffix in `targets`.
 
-        targets: suffixes of layer names.
-        A family may override this method to move frozen layers into encode_text, which runs only once per prompt.
+        A family can override this method and run frozen layers in encode_text, which is called once per prompt.
         """
 
-    def check_sampling(self, sampling: SamplingRecipe) -> None:  # noqa: B027, optional hook
+    def check_sampling(self, sampling: SamplingRecipe) -> None:
         """Raise ModelError for sampling settings that the diffusers pipeline does not support."""
 
-    def check_prompts(self, prompts: Sequence[str]) -> None:  # noqa: B027, optional hook
+    def check_prompts(self, prompts: Sequence[str]) -> None:
         """Raise ModelError if the pipeline's guardrail rejects a prompt. Called before samples are generated."""
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Shell patterns that match the names of denoiser parameters without gradients.
-
-        Full training and exports leave these parameters unchanged. Adapters on them have no effect.
-        """
+        """Shell patterns of denoiser parameters without gradients, which training and exports leave unchanged."""
         return ()
 
     def parameter_component(self, name: str) -> str:
-        """Return the component name of the expert network that contains this denoiser parameter.
-
-        Returns "" if the denoiser has no expert networks.
-        """
+        """Return the component that contains this denoiser parameter, or "" if there is only one component."""
         return name.partition(".")[0] if len(self.denoiser_components) > 1 else ""
 
     def find_unused_parameters(self) -> frozenset[str]:
@@ -216,10 +191,7 @@ class DiffusionModel(ABC):
         )
 
     def format_prompt(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
-        """Return the text to encode for a prompt and a size in pixels.
-
-        Some pipelines append the size and duration to the prompt.
-        """
+        """Return the text to encode. Some pipelines append the size in pixels and the duration to the prompt."""
         return text
 
     @abstractmethod
@@ -230,19 +202,21 @@ class DiffusionModel(ABC):
         Raises ValueError for an empty list.
         """
 
-    def encode_negative_text(self, texts: Sequence[str]) -> Conditioning:
-        """Encode negative prompts and dropped captions. The default calls `encode_text`.
+    def call_encode_prompt(self, prompts: Sequence[str], **options: Any) -> Any:
+        """Return the result of the pipeline's encode_prompt. Raises ValueError unless `prompts` is a list of texts."""
+        require_prompts(prompts)
+        length = self.max_sequence_length
+        return self.pipeline.encode_prompt(list(prompts), device=self.device, max_sequence_length=length, **options)
 
-        Override this method if the pipeline adds an instruction to prompts but not to negative prompts.
-        """
+    def encode_negative_text(self, texts: Sequence[str]) -> Conditioning:
+        """Encode negative prompts and dropped captions. Some pipelines add an instruction to prompts only."""
         return self.encode_text(texts)
 
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Encode inputs, such as actions, of B samples. Return {name: tensor [B, ...]}.
+        """Encode inputs, such as actions. Return {key in optional_conditioning_keys: tensor [B samples, ...]}.
 
-        The names in the result are from `optional_conditioning_keys`.
         inputs: {name from input_specs: array} for each sample.
         num_frames: number of video frames. size: (height, width) in pixels.
         Raises ValueError for arrays that the loaded checkpoint cannot use.
@@ -250,10 +224,7 @@ class DiffusionModel(ABC):
         return {}
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} for the tensors from `encode_inputs` that the network requires.
-
-        The shapes have no batch axis. shape: shape of one sample's latents.
-        """
+        """Return {name: shape} of the required tensors from `encode_inputs`, for one sample with this latent shape."""
         return {}
 
     @property
@@ -262,10 +233,7 @@ class DiffusionModel(ABC):
         return self.uses_clean_frames and max(self.conditioning_frame_counts) > 0
 
     def clean_frame_range(self, num_frames: tuple[int, int]) -> tuple[int, int]:
-        """Return the minimum and maximum number of clean conditioning frames.
-
-        num_frames: minimum and maximum in the recipe. Returns (0, 0) if the family has no clean conditioning frames.
-        """
+        """Return the recipe's range `num_frames`, or (0, 0) if the model does not use conditioning frames."""
         return num_frames if self.uses_clean_frames else (0, 0)
 
     @property
@@ -275,21 +243,23 @@ class DiffusionModel(ABC):
         return next((parameter.dtype for encoder in encoders for parameter in encoder.parameters()), torch.float32)
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} for the tensors from `encode_text`. The shapes have no batch axis."""
+        """Return {name: shape} for the tensors from `encode_text`. The shapes have no batch axis.
+
+        The default encodes an empty text. Override it so that `wfm doctor` can estimate memory without weights. Raises
+        ModelError on the meta device.
+        """
+        if self.device.type == "meta":
+            raise ModelError(
+                f"the family {self.family} has no text_shapes, which the estimate without weights needs: implement it"
+            )
         return {name: tuple(tensor.shape[1:]) for name, tensor in self.encode_text([""]).items()}
 
     def conditioning_from_embedding(self, embedding: Tensor) -> Conditioning | None:
-        """Convert one prompt's precomputed embedding [n tokens, D channels] to the format of `encode_text`.
-
-        Returns None if the shape does not match this model's text encoder, or if the family has several encoders.
-        """
+        """Convert an embedding [n tokens, D channels] to the format of `encode_text`. None: unsupported shape."""
         return None
 
     def text_cache_key(self) -> dict[str, Any]:
-        """Return a JSON object that changes if any property that affects text embeddings changes.
-
-        The properties are the files of text encoders and tokenizers, the dtype, and the settings of encode_text.
-        """
+        """Return the JSON values that text embeddings depend on: family, encoder files, dtype, pipeline arguments."""
         dtypes = {str(next(encoder.parameters()).dtype) for encoder in self.text_encoders().values()}
         return {
             "family": self.family,
@@ -298,16 +268,8 @@ class DiffusionModel(ABC):
             **self.text_call_kwargs(),
         }
 
-    def latent_cache_key(self) -> dict[str, Any]:
-        """Return a JSON object that changes if any property that affects the latents from encode_pixels changes.
-
-        The properties are the VAE files and the dtype of the VAE.
-        """
-        dtype = str(next(self.pipeline.vae.parameters()).dtype)
-        return {"family": self.family, "parts": fingerprint_folders(self.path, ["vae"]), "dtype": dtype}
-
     def components_with_prefix(self, prefix: str) -> dict[str, Any]:
-        """Return {name: component} for the pipeline components with this name prefix. Omits missing components."""
+        """Return {name: component} of the pipeline. Missing components are omitted."""
         parts = self.pipeline.components.items()
         return {name: part for name, part in parts if name.startswith(prefix) and part is not None}
 
@@ -316,11 +278,10 @@ class DiffusionModel(ABC):
         return self.components_with_prefix("text_encoder")
 
     def text_folders(self) -> list[str]:
-        """Return the names of the subfolders that contain text encoders and tokenizers."""
         return [*self.text_encoders(), *self.components_with_prefix("tokenizer")]
 
     def drop_text_encoders(self) -> None:
-        """Free the memory of the text encoders. No text can be encoded afterwards."""
+        """Free the memory of the text encoders."""
         for name in self.text_encoders():
             setattr(self.pipeline, name, None)
 
@@ -329,19 +290,8 @@ class DiffusionModel(ABC):
             encoder.to(device)
 
     def resolve_negative_prompt(self, negative_text: str | None = None) -> str:
-        """Return the negative prompt for guidance.
-
-        This is `negative_text`, or the pipeline's default if `negative_text` is None.
-        """
+        """Return the negative prompt for guidance: `negative_text`, or the pipeline's default if it is None."""
         return "" if negative_text is None else negative_text
-
-    @staticmethod
-    def repeat_conditioning(conditioning: Conditioning, k: int) -> Conditioning:
-        """Repeat the tensors of each prompt k times, like torch.repeat_interleave.
-
-        The result equals encoding each prompt k times.
-        """
-        return {name: tensor.repeat_interleave(k, dim=0) for name, tensor in conditioning.items()}
 
     @staticmethod
     def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
@@ -356,92 +306,37 @@ class DiffusionModel(ABC):
                 raise ValueError(f"{name} has {' and '.join(str(list(shape)) for shape in sorted(shapes))}")
         return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
 
-    @torch.no_grad()
-    def encode_pixels(self, pixels: Tensor) -> Tensor:
-        """Encode float32 pixels in [0, 1] to normalized float32 latents.
-
-        Images [B,3,H,W] become [B,C,h,w]. Video families convert [B,3,F,H,W] to [B,C,T,h,w]. Raises ValueError for
-        other shapes or dtypes.
-        """
-        layout, ndim = ("[B,3,F,H,W]", 5) if self.is_video else ("[B,3,H,W]", 4)
-        if pixels.ndim != ndim or pixels.shape[1] != 3 or pixels.dtype != torch.float32:
-            raise ValueError(f"pixels must be float32 {layout}, got {pixels.dtype} {list(pixels.shape)}")
-        height, width = pixels.shape[-2:]
-        self.latent_shape(height, width, pixels.shape[2] if self.is_video else 1)
-        shifted = 2 * pixels.to(self.device) - 1
-        parts = torch.split(shifted, self.encode_batch_size(pixels))
-        return torch.cat(list(map(self.to_latents, parts)))
-
-    def encode_batch_size(self, pixels: Tensor) -> int:
-        """Return the number of samples to encode together.
-
-        It is 1 for videos, so that cached latents do not depend on the batch.
-        """
-        if self.is_video:
-            return 1
-        height, width = pixels.shape[-2:]
-        return len(pixels) if self.device.type == "cpu" else vae.max_batch_size(self.pipeline.vae, height * width)
-
-    def encode_uint8(self, media: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
-        """Encode uint8 images [H,W,3] or videos [F,H,W,3]. All arrays must have the same shape.
-
-        Video families treat an image as a video with one frame.
-        """
-        videos = [torch.from_numpy(m if m.ndim == 4 else m[None]) for m in media]
-        frames = copy_to_device(torch.stack(videos), self.device)
-        pixels = frames.permute(0, 4, 1, 2, 3).float() / 255
-        return self.encode_pixels(pixels if self.is_video else pixels.squeeze(2))
-
-    @torch.no_grad()
-    def decode_latents(self, latents: Tensor) -> Tensor:
-        """Decode normalized latents to float32 pixels in [0, 1], in the shape that `encode_pixels` accepts."""
-        return (self.to_pixels(latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
-
-    def to_latents(self, pixels: Tensor) -> Tensor:
-        """Encode float32 pixels in [-1, 1] to normalized float32 latents. The pixels must be on the model's device."""
-        return vae.encode_normalized(self.pipeline.vae, pixels)
-
-    def to_pixels(self, latents: Tensor) -> Tensor:
-        """Decode normalized float32 latents to float32 pixels, roughly in [-1, 1].
-
-        The latents must be on the model's device.
-        """
-        return vae.decode_normalized(self.pipeline.vae, latents)
-
-    @staticmethod
-    def quantize_pixels(pixels: Tensor) -> Tensor:
-        """Round pixels in [0, 1] to uint8 values 0 to 255."""
-        return (255 * pixels.clamp(0, 1)).round().to(torch.uint8)
-
-    @staticmethod
-    def to_uint8(pixels: Tensor) -> npt.NDArray[np.uint8]:
-        """Convert pixels in [0, 1] from [B,3,H,W] to uint8 [B,H,W,3], or from [B,3,F,H,W] to [B,F,H,W,3]."""
-        return np.ascontiguousarray(DiffusionModel.quantize_pixels(pixels).cpu().movedim(1, -1).numpy())
-
     @abstractmethod
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        """Predict the velocity eps - x0 in one forward pass. Keeps the autograd graph.
+        """Predict the velocity eps - x0 in one forward pass, without guidance. Keeps the autograd graph.
 
-        Returns float32 in the shape of the latents. The method does not apply guidance.
+        Returns float32 in the shape of the latents.
         latents: [B,C,...] float32. sigma: [B] float32 in (0, 1].
         conditioning: tensors [B, ...] from encode_text and encode_inputs.
         expert: index of the expert network, for models with two experts.
-        Raises ValueError for wrong shapes, dtypes or keys. Values of sigma are checked only on the CPU, because the
-        check would make the host wait for a GPU.
+        Raises ValueError for wrong shapes, dtypes or keys. If sigma is on the CPU, its values are checked too. On a
+        GPU, this check would make the host wait, so it is skipped.
         """
 
     @property
     def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
-        """(low, high) for each expert network, which runs for low <= sigma < high. The first range includes 1."""
+        """The range (low, high) of each expert network: low <= sigma < high. The first range includes 1."""
         return ((0.0, 1.0),)
 
     def select_expert(self, sigma: float) -> int:
-        """Return the index of the expert network for this sigma."""
-        return next(i for i, (low, _) in enumerate(self.sigma_ranges) if sigma >= low)
+        """Return the index of the expert network for this sigma. A limit has the same expert in float32 and float64."""
+        return next(i for i, (low, _) in enumerate(self.sigma_ranges) if sigma >= low - SIGMA_ERROR)
 
-    def check_denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning) -> None:
+    def check_denoise(
+        self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None
+    ) -> None:
         """Raise ValueError if arguments of `denoise` are invalid. All tensors must have the same batch size."""
-        count = latents.shape[0]
+        count, num_experts = latents.shape[0], len(self.sigma_ranges)
+        layout, ndim = ("[B,C,T,h,w]", 5) if self.is_video else ("[B,C,h,w]", 4)
+        if latents.ndim != ndim:
+            raise ValueError(f"{self.family} takes latents {layout}, got {list(latents.shape)}")
+        if expert is not None and not 0 <= expert < num_experts:
+            raise ValueError(f"{self.family} has experts 0 to {num_experts - 1}, got {expert}")
         if latents.dtype != torch.float32:
             raise ValueError(f"latents must be float32, got {latents.dtype}")
         if sigma.shape != (count,) or sigma.dtype != torch.float32:
@@ -462,119 +357,34 @@ class DiffusionModel(ABC):
         return uncond + scale * (cond - uncond)
 
     @abstractmethod
-    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return the shape of one sample's latents: (C,h,w) for image families, (C,T,h,w) for video families.
-
-        Raises ValueError for an unsupported size. The message names the number that must divide height and width.
-        """
-
-    def size_multiple(self, num_frames: int = 1) -> int:
-        """Return the number of pixels that must divide height and width."""
-
-        def exists(size: int) -> bool:
-            try:
-                self.latent_shape(size, size, num_frames)
-            except ValueError:
-                return False
-            return True
-
-        return next(size for size in range(1, MAX_SIZE_MULTIPLE + 1) if exists(size))
-
-    @abstractmethod
     def num_tokens(self, shape: Sequence[int]) -> int:
         """Return the number of denoiser tokens for latents of this shape, excluding text tokens."""
-
-    def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
-        """Return the sigmas of the pipeline's scheduler for this latent shape.
-
-        The result is float64 [num_steps + 1] on the CPU and decreases to 0. Raises ModelError if the scheduler's
-        sigmas do not decrease from at most 1 to 0.
-        """
-        if num_steps < 1:
-            raise ValueError(f"num_steps must be at least 1, got {num_steps}")
-        scheduler = copy.deepcopy(self.pipeline.scheduler)
-        arguments = self.schedule_arguments(shape, num_steps)
-        scheduler.set_timesteps(**({} if "sigmas" in arguments else {"num_inference_steps": num_steps}), **arguments)
-        grid: Tensor = scheduler.sigmas.to("cpu", torch.float64)
-        falls = bool((grid[1:] < grid[:-1]).all())
-        if len(grid) != num_steps + 1 or not falls or grid[0] > 1 or grid[-1] != 0:
-            raise ModelError(
-                f"{self.path}: the sigmas of {num_steps} steps of {type(scheduler).__name__} do not decrease from at "
-                f"most 1 to 0 ({grid.tolist()}); use a flow-matching scheduler or fewer steps"
-            )
-        return grid
-
-    def rollout_sigmas(self, sampling: SamplingRecipe) -> Tensor:
-        """Return the sigmas that sampling.grid specifies for rollouts, float64 [sampling.steps + 1] on the CPU.
-
-        Raises ModelError if sampling.grid needs a fixed timestep shift and the scheduler has none.
-        """
-        num_steps, shape = sampling.steps, self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
-        if sampling.grid == "stock":
-            return self.sigmas(num_steps, shape)
-        shift = self._scheduler_shift(num_steps, shape)
-        if shift is None:
-            raise ModelError(f"{self.path}: the scheduler has no fixed shift: set sampling.grid: stock")
-        q = torch.arange(num_steps, -1, -1, dtype=torch.float64) / num_steps
-        return apply_shift(q, shift)
-
-    def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the pipeline's arguments for scheduler.set_timesteps, without num_inference_steps.
-
-        If the result contains `sigmas`, they replace num_inference_steps. They are not yet shifted.
-        """
-        return {}
-
-    @property
-    def default_solver(self) -> str:
-        """The solver that fits the pipeline's scheduler: `dpm2` if its solver_order exceeds 1, otherwise `ode`."""
-        return "dpm2" if self.pipeline.scheduler.config.get("solver_order", 1) > 1 else "ode"
-
-    def flow_shift(self, sampling: SamplingRecipe) -> float:
-        """Return the scheduler's timestep shift s: sigma = s * q / (1 + (s - 1) * q) for q in [0, 1].
-
-        If the shift depends on size or number of steps, it is computed for the recipe's size and eval_steps. Raises
-        ModelError if the scheduler has no timestep shift.
-        """
-        shape = self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
-        shift = self._scheduler_shift(sampling.eval_steps, shape)
-        if shift is None:
-            raise ModelError(f"{self.path}: the scheduler has no fixed shift; set algorithm.flow_shift")
-        return shift
-
-    def _scheduler_shift(self, num_steps: int, shape: Sequence[int]) -> float | None:
-        config = self.pipeline.scheduler.config
-        if config.get("use_karras_sigmas"):
-            return None
-        if config.get("use_dynamic_shifting"):
-            mu = self.schedule_arguments(shape, num_steps).get("mu")
-            # diffusers computes mu / (mu + 1 / t - 1), or the same with e^mu. Both are a shift as in flow_shift.
-            return None if mu is None else math.exp(mu) if config.time_shift_type == "exponential" else float(mu)
-        shift = config.get("shift", config.get("flow_shift"))
-        return None if shift is None else float(shift)
 
     def text_call_kwargs(self) -> dict[str, Any]:
         """Return the pipeline call arguments that affect prompt encoding."""
         return {"max_sequence_length": self.max_sequence_length}
 
     def export_call_kwargs(self) -> dict[str, Any]:
-        """Return the pipeline call arguments that an export writes to call.json.
-
-        These arguments affect prompt encoding or set the embedded guidance scale.
-        """
+        """Return the arguments for call.json of an export: those of prompt encoding and the embedded guidance scale."""
         guidance = {} if self.embedded_guidance is None else {"guidance_scale": self.embedded_guidance}
         return {**self.text_call_kwargs(), **guidance}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         """Return the pipeline call arguments for guidance scale w and this size in pixels.
 
-        The result does not include prompts, number of steps or noise.
+        The result does not include prompts, number of steps or noise. `num_frames` is passed to video pipelines only.
         """
-        return {"guidance_scale": w, "height": height, "width": width, **self.text_call_kwargs()}
+        frames = {"num_frames": num_frames} if self.is_video else {}
+        return {self.guidance_arguments[0]: w, "height": height, "width": width, **frames, **self.text_call_kwargs()}
 
 
 def pipeline_call_default(pipeline: Any, name: str) -> Any:
     return inspect.signature(type(pipeline).__call__).parameters[name].default
+
+
+def require_prompts(prompts: Sequence[str]) -> None:
+    if isinstance(prompts, str) or not prompts:
+        raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
 
 
 def matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:
@@ -587,19 +397,3 @@ def temporary_seed(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU
         yield
-
-
-@contextmanager
-def hide_progress_bars() -> Iterator[None]:
-    """Disable the progress bars of diffusers and transformers in the `with` block.
-
-    Otherwise, the progress bars of all ranks would flood the log.
-    """
-    libraries = [lib for lib in (diffusers.utils.logging, transformers.utils.logging) if lib.is_progress_bar_enabled()]
-    for library in libraries:
-        library.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for library in libraries:
-            library.enable_progress_bar()

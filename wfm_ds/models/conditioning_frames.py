@@ -36,7 +36,10 @@ class CleanFrames:
         return self.mask * self.latents + (1 - self.mask) * noisy
 
     def insert_known_velocity(self, velocity: Tensor, noisy: Tensor, sigma: Tensor) -> Tensor:
-        """Replace the velocity on conditioning frames by the exact velocity to their clean latents."""
+        """Return `velocity` with the exact values on conditioning frames.
+
+        The exact velocity is (noisy - clean) / sigma, because the clean latents of these frames are known.
+        """
         known = (noisy - self.latents) / sigma.view(-1, 1, 1, 1, 1)
         return self.mask * known + (1 - self.mask) * velocity
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from wfm_ds.models.assets.weight_files import fingerprint_folders
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditioning_frames import get_clean_frames
 from wfm_ds.models.lora_layer_names import map_layers
+from wfm_ds.models.vae import count_latent_frames, require_multiple
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
@@ -57,6 +58,10 @@ class Cosmos25(DiffusionModel):
         super().__init__(pipeline, path, **options)
 
     @classmethod
+    def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
+        return super().default_guidance_scale(index, call) + 1  # see pipeline_call_kwargs
+
+    @classmethod
     def extra_components(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
         return {"safety_checker": guardrail.load_safety_checker(setting, folder)}
 
@@ -89,14 +94,7 @@ class Cosmos25(DiffusionModel):
         D is the text encoder's width times its number of layers. After prepare_for_lora has moved the projection, D is
         the width of the projected embeddings.
         """
-        if isinstance(prompts, str) or not prompts:
-            raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
-        embeds, _ = self.pipeline.encode_prompt(
-            list(prompts),
-            device=self.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-        )
+        embeds, _ = self.call_encode_prompt(prompts, do_classifier_free_guidance=False)
         if self.text_projection is not None:
             embeds = self.text_projection(embeds.to(self.dtype))
         return {"prompt_embeds": embeds}
@@ -137,11 +135,7 @@ class Cosmos25(DiffusionModel):
         return guardrail.apply_guardrail(self.pipeline.safety_checker, super().decode_latents(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        self.check_denoise(latents, sigma, conditioning)
-        if latents.ndim != 5 or expert not in (None, 0):
-            raise ValueError(
-                f"cosmos25 takes latents [B,C,T,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
-            )
+        self.check_denoise(latents, sigma, conditioning, expert)
         count, _, num_frames, h, w = latents.shape
         frames = get_clean_frames(conditioning)
         mask = latents.new_zeros(count, 1, num_frames, 1, 1) if frames is None else frames.mask
@@ -165,18 +159,10 @@ class Cosmos25(DiffusionModel):
         """
         factor, frames_factor = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         (_, *patch), (most_frames, *largest) = self.config.patch_size, self.config.max_size
-        num_latent_frames, rest = divmod(num_frames - 1, frames_factor)
-        if rest or not 0 <= num_latent_frames < most_frames:
-            raise ValueError(
-                f"num_frames must be {frames_factor} * k + 1, from 1 to {frames_factor * (most_frames - 1) + 1}, "
-                f"got {num_frames}"
-            )
+        num_latent_frames = count_latent_frames(num_frames, frames_factor, frames_factor * (most_frames - 1) + 1)
         for name, size, p, most in zip(("height", "width"), (height, width), patch, largest, strict=True):
-            if size % (factor * p) or not 0 < size <= factor * most:
-                raise ValueError(
-                    f"{name} must be a multiple of {factor * p}, from {factor * p} to {factor * most}, got {size}"
-                )
-        return (self.config.out_channels, num_latent_frames + 1, height // factor, width // factor)
+            require_multiple(name, size, factor * p, factor * most)
+        return (self.config.out_channels, num_latent_frames, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
         _, num_frames, h, w = shape
@@ -192,7 +178,7 @@ class Cosmos25(DiffusionModel):
         if 1 < w <= 2:
             raise ValueError(f"the diffusers pipeline disables guidance for w = {w}: choose 1 or more than 2")
         call = super().pipeline_call_kwargs(w, height, width, num_frames)
-        return {**call, "guidance_scale": w - 1, "num_frames": num_frames}
+        return call | {"guidance_scale": w - 1}
 
 
 def provide_torchvision_resize() -> None:

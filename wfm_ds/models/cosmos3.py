@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from wfm_ds.errors import ModelError
 from wfm_ds.models.assets import guardrail
 from wfm_ds.models.assets.guardrail import Guardrail
-from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.base import DiffusionModel, require_prompts
 from wfm_ds.models.conditioning_frames import get_clean_frames
 from wfm_ds.models.cosmos3_towers import TEXT_TOWER_LAYERS, GenerationLayer, TextTower, split_towers
 from wfm_ds.models.input_specs import InputSpec
+from wfm_ds.models.vae import count_latent_frames, require_multiples
 from wfm_ds.ulysses.cosmos3 import token_grid
 
 if TYPE_CHECKING:
@@ -140,8 +141,7 @@ class Cosmos3(DiffusionModel):
         There are L text tokens, G layers, K key-value heads and D channels per head. Shorter prompts are padded with
         zeros.
         """
-        if isinstance(prompts, str) or not prompts:
-            raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
+        require_prompts(prompts)
         assert self.text_tower is not None, "the text tower was dropped"
         rows = []
         for prompt in prompts:
@@ -215,11 +215,7 @@ class Cosmos3(DiffusionModel):
         return guardrail.apply_guardrail(self.pipeline.safety_checker, super().decode_latents(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        self.check_denoise(latents, sigma, conditioning)
-        if latents.ndim != 5 or expert not in (None, 0):
-            raise ValueError(
-                f"cosmos3 takes latents [B,C,T,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
-            )
+        self.check_denoise(latents, sigma, conditioning, expert)
         frames = get_clean_frames(conditioning)
         free = latents.new_ones(len(latents), latents.shape[2]) if frames is None else 1 - frames.mask.flatten(1)
         velocity: Tensor = self.denoiser(
@@ -237,13 +233,9 @@ class Cosmos3(DiffusionModel):
         The latent size need not be a multiple of the patch size.
         """
         factor, frames_factor = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
-        num_latent_frames, rest = divmod(num_frames - 1, frames_factor)
-        if rest or num_frames < 1:
-            raise ValueError(f"num_frames must be {frames_factor} * k + 1, at least 1, got {num_frames}")
-        for name, size in (("height", height), ("width", width)):
-            if size < 1 or size % factor:
-                raise ValueError(f"{name} must be a multiple of {factor}, at least {factor}, got {size}")
-        return (self.config.latent_channel, num_latent_frames + 1, height // factor, width // factor)
+        num_latent_frames = count_latent_frames(num_frames, frames_factor)
+        require_multiples(height, width, factor)
+        return (self.config.latent_channel, num_latent_frames, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
         return math.prod(token_grid(self.config, shape[1:]))
@@ -259,8 +251,7 @@ class Cosmos3(DiffusionModel):
         return {}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        call = super().pipeline_call_kwargs(w, height, width, num_frames)
-        return {**call, "num_frames": num_frames, "fps": self.fps}
+        return {**super().pipeline_call_kwargs(w, height, width, num_frames), "fps": self.fps}
 
 
 class PlaceholderTokenizer:

@@ -197,7 +197,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         return patches.permute(0, 2, 3, 5, 4, 6, 1).flatten(4).flatten(1, 3)
 
     def unpatchify(self, tokens: Tensor, shape: torch.Size) -> Tensor:
-        """Convert patches back to latents of this shape, without the zeros that `patchify` added."""
+        """Convert patches back to latents of the given shape, and remove the zeros that `patchify` added."""
         patch = self.config.latent_patch_size
         patches = tokens.view(len(tokens), *token_grid(self.config, shape[2:]), patch, patch, -1)  # channels last
         whole = patches.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)

@@ -137,11 +137,7 @@ class Flux2(DiffusionModel):
         The embeddings are the outputs of three text encoder layers with D channels each. The network also attends to
         padding.
         """
-        if isinstance(prompts, str) or not prompts:
-            raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
-        embeds, _ = self.pipeline.encode_prompt(
-            list(prompts), device=self.device, max_sequence_length=self.max_sequence_length
-        )
+        embeds, _ = self.call_encode_prompt(prompts)
         return {"prompt_embeds": embeds}
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -172,11 +168,7 @@ class Flux2(DiffusionModel):
         return mean, torch.sqrt(variance + network.config.batch_norm_eps)
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        self.check_denoise(latents, sigma, conditioning)
-        if latents.ndim != 4 or expert not in (None, 0):
-            raise ValueError(
-                f"flux2 takes latents [B,C,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
-            )
+        self.check_denoise(latents, sigma, conditioning, expert)
         count, _, h, w = latents.shape
         embeds = conditioning["prompt_embeds"]
         text_ids, image_ids = token_positions(embeds.shape[1], h, w, latents.device)

@@ -6,7 +6,7 @@ Each model family defines a table of these names for LoRA files in the layouts o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -50,63 +50,44 @@ class LoraNameTable:
 
     def find_original(self, module: str) -> tuple[str, LoraLayerName] | None:
         """Return (original layer name, table entry) for a diffusers layer, or None if it is not in the table."""
-        return _find_layer(module, self._by_diffusers)
+        matches = ((p.fullmatch(module), name) for p, name in self._by_diffusers)
+        return next(((name.original.format(*match.groups()), name) for match, name in matches if match), None)
 
-    def find_members(self, module: str) -> list[tuple[str, LoraLayerName]]:
-        """Return [(diffusers layer name, table entry)] for an original or kohya layer name, in the order of its slices.
+    def find_members(self, module: str) -> list[str]:
+        """Return the diffusers layers of an original layer, in the order of its slices; [] if the name is unknown."""
+        return _find_layers(module, self._by_original)
 
-        The list is empty if the name is unknown.
+    def find_flat_members(self, flat: str) -> list[str]:
+        """Return the diffusers layers for a kohya name, in which underscores replace the dots of a layer name.
+
+        The name may be derived from the diffusers name or from the original name. Returns [] if it is unknown.
         """
-        table = self._by_original_flat if "." not in module else self._by_original
-        return [match for pattern, name, other in table if (match := _match_layer(module, pattern, name, other))]
-
-    def find_diffusers(self, flat: str) -> str | None:
-        """Return the diffusers layer name for a kohya name, which has underscores instead of dots.
-
-        Returns None if the name is unknown.
-        """
-        return next((m[0] for p, n, o in self._by_diffusers_flat if (m := _match_layer(flat, p, n, o))), None)
+        return _find_layers(flat, self._by_flat_diffusers)[:1] or _find_layers(flat, self._by_flat_original)
 
     @cached_property
-    def _by_diffusers(self) -> list[tuple[re.Pattern[str], LoraLayerName, str]]:
-        return [(_compile_pattern(name.diffusers), name, name.original) for name in self.names]
+    def _by_diffusers(self) -> PatternTable:
+        return [(_compile_pattern(name.diffusers), name) for name in self.names]
 
     @cached_property
-    def _by_original(self) -> list[tuple[re.Pattern[str], LoraLayerName, str]]:
-        return [(_compile_pattern(name.original), name, name.diffusers) for name in self.names]
+    def _by_original(self) -> PatternTable:
+        return [(_compile_pattern(name.original), name) for name in self.names]
 
     @cached_property
-    def _by_original_flat(self) -> list[tuple[re.Pattern[str], LoraLayerName, str]]:
-        return [(_compile_pattern(name.original.replace(".", "_")), name, name.diffusers) for name in self.names]
+    def _by_flat_diffusers(self) -> PatternTable:
+        return [(_compile_pattern(name.diffusers.replace(".", "_")), name) for name in self.names]
 
     @cached_property
-    def _by_diffusers_flat(self) -> list[tuple[re.Pattern[str], LoraLayerName, str]]:
-        return [(_compile_pattern(name.diffusers.replace(".", "_")), name, name.diffusers) for name in self.names]
+    def _by_flat_original(self) -> PatternTable:
+        return [(_compile_pattern(name.original.replace(".", "_")), name) for name in self.names]
 
 
-@dataclass(frozen=True, slots=True)
-class FamilyLoraNames:
-    """The layer names and the key prefix that kohya and ComfyUI use in the LoRA files of a model family."""
-
-    family: str
-    table: LoraNameTable
-    comfyui_prefix: str
+PatternTable = list[tuple[re.Pattern[str], LoraLayerName]]
 
 
 def _compile_pattern(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(name).replace(re.escape(BLOCK), r"(\d+)"))
 
 
-def _match_layer(
-    module: str, pattern: re.Pattern[str], name: LoraLayerName, other: str
-) -> tuple[str, LoraLayerName] | None:
-    match = pattern.fullmatch(module)
-    return None if match is None else (other.format(*match.groups()), name)
-
-
-def _find_layer(
-    module: str, table: Iterable[tuple[re.Pattern[str], LoraLayerName, str]]
-) -> tuple[str, LoraLayerName] | None:
-    return next(
-        (match for pattern, name, other in table if (match := _match_layer(module, pattern, name, other))), None
-    )
+def _find_layers(module: str, table: PatternTable) -> list[str]:
+    matches = ((pattern.fullmatch(module), name) for pattern, name in table)
+    return [name.diffusers.format(*match.groups()) for match, name in matches if match]

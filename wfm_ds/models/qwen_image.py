@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,12 +54,16 @@ class QwenImage(DiffusionModel):
     lora_layer_names = map_layers(BLOCK, BLOCK, LAYER_NAMES)  # the original code has the same names
     comfyui_prefix = "transformer"
     default_image_size = 1024
+    guidance_arguments = ("true_cfg_scale",)  # guidance_scale is embedded guidance, which these networks do not have
     block_classes = (QwenImageTransformerBlock,)
     stack_conditioning = staticmethod(pad_and_stack)
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Name patterns of the last block's text query and text output layers. This block discards its text tokens."""
+        """Name patterns of the last block's text query and text output layers.
+
+        These layers have no gradient, because the block's text output is not used.
+        """
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
 
@@ -70,21 +74,13 @@ class QwenImage(DiffusionModel):
             if config.get(key):
                 raise ModelError(f"{folder}: a Qwen-Image transformer with {key} is not supported; use Qwen/Qwen-Image")
 
-    @classmethod
-    def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
-        return float(call["true_cfg_scale"])
-
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Return {prompt_embeds: [B, n, D], prompt_embeds_mask: [B, n] int64}.
 
         n is the number of tokens of the longest prompt. D is the number of channels.
         """
-        if isinstance(prompts, str) or not prompts:
-            raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
-        embeds, mask = self.pipeline.encode_prompt(
-            list(prompts), device=self.device, max_sequence_length=self.max_sequence_length
-        )
+        embeds, mask = self.call_encode_prompt(prompts)
         if mask is None:  # no padding
             mask = torch.ones(embeds.shape[:2], dtype=torch.int64, device=embeds.device)
         return {EMBEDS: embeds, MASK: mask}
@@ -104,11 +100,7 @@ class QwenImage(DiffusionModel):
         return vae.decode_normalized(self.pipeline.vae, latents[:, :, None])[:, :, 0]
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        self.check_denoise(latents, sigma, conditioning)
-        if latents.ndim != 4 or expert not in (None, 0):
-            raise ValueError(
-                f"qwen_image takes latents [B,C,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
-            )
+        self.check_denoise(latents, sigma, conditioning, expert)
         h, w = latents.shape[2:]
         velocity: Tensor = self.denoiser(
             hidden_states=pack_latents(latents).to(self.dtype),
@@ -153,13 +145,6 @@ class QwenImage(DiffusionModel):
         They include a negative prompt, because the pipeline disables guidance without a negative prompt.
         """
         return {**super().text_call_kwargs(), NEGATIVE_PROMPT_KEY: self.resolve_negative_prompt()}
-
-    def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Return the pipeline call arguments. The guidance scale w is passed as `true_cfg_scale`.
-
-        The argument `guidance_scale` is for embedded guidance, which these networks do not have.
-        """
-        return {"true_cfg_scale": w, "height": height, "width": width, **self.text_call_kwargs()}
 
 
 def pack_latents(latents: Tensor) -> Tensor:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
-import os
 import pkgutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Collection
 from functools import cache
 from pathlib import Path
@@ -26,15 +24,23 @@ from wfm_ds.models import tiny
 from wfm_ds.models.assets import hub
 from wfm_ds.models.assets.guardrail import Guardrail
 from wfm_ds.models.assets.loading import load_pipeline, read_json, read_max_sequence_length
+from wfm_ds.models.assets.local_folders import require_pipeline_index, require_tiny_name
 from wfm_ds.models.base import DiffusionModel, temporary_seed
-from wfm_ds.recipe.shared_defaults import DEFAULT_FPS, user_cache_folder
+from wfm_ds.recipe.shared_defaults import DEFAULT_FPS, TINY_FOLDER, user_cache_folder
+from wfm_ds.recipe.tiny import TINY_PREFIX
 from wfm_ds.seeds import derive_seed
+from wfm_ds.storage import atomic
 from wfm_ds.user_class import import_class
 
-TINY_PREFIX = "tiny:"
 BUILD_TIMEOUT_S = 300.0
-# Class attributes that a family must define: those without a default in models/base.py.
-STATED = tuple(name for name in DiffusionModel.__annotations__ if not hasattr(DiffusionModel, name))
+INSTANCE_ATTRIBUTES = ("pipeline", "path", "device")  # set by DiffusionModel's methods
+# Class attributes that a family must define: those without a default in DiffusionModel and its base classes.
+REQUIRED_ATTRIBUTES = tuple(
+    name
+    for parent in reversed(DiffusionModel.__mro__)
+    for name in inspect.get_annotations(parent)
+    if name not in INSTANCE_ATTRIBUTES and not hasattr(DiffusionModel, name)
+)
 # Requested pipelines that the family interface cannot express yet.
 UNSUPPORTED_PIPELINES = {
     **dict.fromkeys(
@@ -69,7 +75,10 @@ def find_family(folder: Path, user_family: str | None = None) -> type[DiffusionM
 
     user_family: a user's family class, as `package.module:Class`. If set, this class is returned.
     """
-    name = str(read_json(folder / "model_index.json").get("_class_name"))
+    index = read_json(folder / "model_index.json")
+    if unsafe := [name for name in index if not name.isidentifier()]:
+        raise ModelError(f"{folder / 'model_index.json'}: {unsafe[0][:80]!r} is not a component name; correct the file")
+    name = str(index.get("_class_name"))
     if user_family is not None:
         return import_user_family(user_family, folder, name)
     for family in model_families().values():
@@ -86,7 +95,7 @@ def find_family(folder: Path, user_family: str | None = None) -> type[DiffusionM
 
 def import_user_family(path: str, folder: Path, pipeline_class: Any) -> type[DiffusionModel]:
     family: type[DiffusionModel] = import_class(path, DiffusionModel, key="model.family", error=ModelError)
-    if missing := [name for name in STATED if not hasattr(family, name)]:
+    if missing := [name for name in REQUIRED_ATTRIBUTES if not hasattr(family, name)]:
         raise ModelError(f"model.family {path}: the class does not set {', '.join(missing)}")
     if pipeline_class not in family.pipeline_classes:
         raise ModelError(
@@ -122,21 +131,9 @@ def locate_pipeline(path: str | Path, user_family: str | None = None, revision: 
     if revision is not None:
         raise ModelError(f"model.revision {revision} needs a repository of the Hub, but {path} is not one: remove it")
     if str(path).startswith(TINY_PREFIX):
+        require_tiny_name(str(path), is_language_model=False)
         return get_tiny_folder(str(path).removeprefix(TINY_PREFIX))
-    folder = Path(path).expanduser()
-    if not os.path.isdir(folder):  # os.path returns False without permission; Path would raise
-        if folder.name.endswith(hub.COSMOS_CHECKPOINT_SUFFIX):
-            raise ModelError(
-                f"{folder} is an original Cosmos checkpoint; convert it: "
-                f"{hub.cosmos_conversion_command(str(folder), str(folder))}"
-            )
-        problem = "is a file" if os.path.isfile(folder) else "does not exist"
-        raise ModelError(
-            f"{folder} {problem}; model.path must be a local diffusers pipeline folder, owner/name on the Hub, or "
-            f"tiny:FAMILY{hub.suggest_released_repo(str(folder))}"
-        )
-    if not os.path.isfile(folder / "model_index.json"):
-        raise ModelError(f"{folder} has no model_index.json; model.path must be the top folder of a diffusers pipeline")
+    folder = require_pipeline_index(path)
     find_family(folder, user_family)
     return folder
 
@@ -146,15 +143,15 @@ def get_tiny_folder(family: str) -> Path:
 
     Several processes may call this function at the same time.
     """
-    root = user_cache_folder() / "tiny" / tiny_cache_key()
+    root = user_cache_folder() / TINY_FOLDER / tiny_cache_key()
     folder = root / family
     if family in (*tiny.FAMILIES, *tiny.LANGUAGE_FAMILIES) and folder.is_dir():
         return folder
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=root, prefix=".making-") as making:
-            build_tiny_folder(family, Path(making) / "pipeline")
-            publish_folder(Path(making) / "pipeline", folder)
+        with atomic.temporary_folder(root) as making:
+            build_tiny_folder(family, making / "pipeline")
+            publish_folder(making / "pipeline", folder)
     except OSError as error:
         raise ModelError(f"{folder} cannot be written ({error}); set WFM_CACHE to a writable folder") from error
     return folder
@@ -218,7 +215,7 @@ def load_model(
     the diffusers pipeline.
     guardrail: "stock" keeps the pipeline's safety checker, "off" disables it.
     mapped: keep the denoiser memory-mapped on the CPU in its stored dtype, shared by all processes of the machine,
-    until the training engine places it (engine/weight_placement.py).
+    until the training engine places it (engine/preparation.py).
     fps: frames per second of all videos. Some networks are conditioned on it.
     inputs: names of the inputs that every sample provides (data.inputs in recipes).
     Raises ModelError like `resolve_pipeline`, for damaged files, and for settings that the family does not support.

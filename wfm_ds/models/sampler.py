@@ -24,10 +24,10 @@ from wfm_ds.models import vae
 from wfm_ds.models.assets.text_cache import Text, TextCache, format_prompts
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.conditioning_frames import add_clean_frames
-from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.recipe.sampling import CPS_EVAL_NOISE, SamplingRecipe
 from wfm_ds.sampling.denoise import SamplingPlan, Trajectory
 from wfm_ds.sampling.latents import draw_cpu_normal
-from wfm_ds.sampling.plan import deterministic_plan
+from wfm_ds.sampling.plan import deterministic_plan, stochastic_plan
 from wfm_ds.types import Prompt
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ class CountingForward:
     def __init__(
         self, denoise: DenoiseFunction, engine: DenoiserEngine | None = None, *, one_size: bool = True
     ) -> None:
-        """engine: checks before each forward pass that all ranks run the same forward pass. None disables the check.
+        """engine: engine that compares each forward pass across ranks before running it. None disables the comparison.
 
-        one_size: whether all replicas use the same height and width. If True, the check also compares the size.
+        one_size: whether all replicas use the same height and width. If True, the comparison includes the size.
         """
         self._denoise, self._engine, self._one_size = denoise, engine, one_size
         self.counts: Counter[str] = Counter()
@@ -103,8 +103,8 @@ class PendingPixels:
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
         """Wait for decoding. Return (samples, finite).
 
-        samples: n decoded samples, uint8 [n,H,W,3] for images, [n,F,H,W,3] for videos, or [0] if n is 0.
-        finite: B flags. Flag i is False if the latents of sample i contain non-finite values.
+        samples: the n decoded samples of the B latents, uint8 [n,H,W,3] for images, [n,F,H,W,3] for videos; an empty
+        array [0] if n is 0. finite: B flags. Flag i is False if the latents of sample i contain non-finite values.
         """
         if self.done_event is not None:
             self.done_event.synchronize()
@@ -176,13 +176,20 @@ class Sampler:
         return self.model.latent_shape(size.height, size.width, size.num_frames)
 
     def evaluation_plan(self) -> SamplingPlan:
-        """Return the deterministic plan for validation and generation. Raises ModelError for unsupported sigmas."""
-        return deterministic_plan(self.eval_solver, self.model.sigmas(self.settings.eval_steps, self.latent_shape))
+        """Return the plan for validation and generation. Raises ModelError for unsupported sigmas.
+
+        The plan is deterministic, except for `sampling.eval_solver: cps`.
+        """
+        sigmas = self.model.evaluation_sigmas(self.settings)
+        if self.eval_solver == "cps":
+            return stochastic_plan("cps", sigmas, noise_level=CPS_EVAL_NOISE)
+        return deterministic_plan(self.eval_solver, sigmas)
 
     @property
     def eval_solver(self) -> str:
-        """The solver for validation and `wfm generate`: the recipe's eval_solver or the model's default_solver."""
-        return self.settings.eval_solver or self.model.default_solver
+        """The solver for validation and `wfm generate`: the recipe's eval_solver or its default."""
+        default = self.model.default_solver if self.settings.eval_grid == "stock" else "ode"
+        return self.settings.eval_solver or default
 
     def generate(
         self,
@@ -224,23 +231,26 @@ class Sampler:
         expert: int,
         *,
         negative_purpose: str = UNCONDITIONAL,
+        guidance_scale: float | None = None,
     ) -> Tensor:
         """Predict the velocity [B, ...] float32 with one expert network, and apply guidance if this expert uses it.
 
         The conditional forward pass has a gradient and is counted under `purpose`. The unconditional forward pass has
         no gradient and is counted under `negative_purpose`.
+        guidance_scale: the guidance scale. None: the recipe's guidance scale of this expert.
         """
+        scale = self.settings.expert_guidance_scale(expert) if guidance_scale is None else guidance_scale
         conditional = self.forward(purpose, latents, sigma, conditions.positive, expert)
-        if conditions.negative is None or not self.settings.uses_guidance(expert):
+        if conditions.negative is None or scale == 1:
             return conditional
         with torch.no_grad():
             unconditional = self.forward(negative_purpose, latents, sigma, conditions.negative, expert)
-        return self.model.combine_guidance(conditional, unconditional, self.settings.expert_guidance_scale(expert))
+        return self.model.combine_guidance(conditional, unconditional, scale)
 
     def predict_joint_velocity(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditions: GuidanceConditioning, expert: int
     ) -> Tensor:
-        """Predict the velocity with guidance. One forward pass of 2 B rows makes both predictions.
+        """Predict the velocity with guidance in one forward pass of 2 B rows: B conditional and B unconditional.
 
         The result may differ from the result of `predict_velocity` by rounding errors. Guidance must be enabled for
         this expert network.
@@ -254,15 +264,18 @@ class Sampler:
         prompts: Sequence[Prompt],
         conditional_frames: ConditioningFrames | None = None,
         shape: Sequence[int] | None = None,
+        *,
+        guided: bool | None = None,
     ) -> GuidanceConditioning:
-        """Encode prompts, their inputs and conditioning frames. Encode negative prompts if any expert uses guidance.
+        """Encode prompts, their inputs and conditioning frames. Encode negative prompts if `guided` is True.
 
         Positive and negative conditioning contain the same inputs and conditioning frames.
         shape: shape of one sample's latents. Default: latent_shape.
+        guided: whether predictions use guidance. Default: whether any expert uses guidance in the recipe.
         """
         positive = self.encode_texts([prompt.text for prompt in prompts], shape)
         negative = None
-        if self.settings.uses_guidance():
+        if self.settings.uses_guidance() if guided is None else guided:
             negative = self.encode_texts(negative_texts(self.model, self.settings, prompts), shape)
         shared = self.encode_inputs([prompt.inputs for prompt in prompts], conditional_frames, shape)
         return GuidanceConditioning(positive | shared, None if negative is None else negative | shared)
@@ -327,7 +340,8 @@ class Sampler:
     def decode_batch_size(self, shape: Sequence[int]) -> int:
         """Return the number of samples with latents of this shape to decode together.
 
-        A large batch would need more memory than the denoiser. Small samples in batches of 1 leave a GPU partly idle.
+        The number is limited so that decoding needs less memory than the denoiser. It is larger for small samples,
+        because decoding them one by one would not fully use a GPU.
         """
         model, size, (*_, h, w) = self.model, self.settings, self.latent_shape
         if model.device.type == "cpu" and not model.is_video:

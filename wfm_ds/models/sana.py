@@ -77,15 +77,8 @@ class Sana(DiffusionModel):
         return self.encode_with_instruction(None, texts)
 
     def encode_with_instruction(self, instruction: list[str] | None, texts: Sequence[str]) -> Conditioning:
-        if isinstance(texts, str) or not texts:
-            raise ValueError(f"prompts must be a list of at least one text, got {texts!r}")
-        embeds, mask, _, _ = self.pipeline.encode_prompt(
-            list(texts),
-            do_classifier_free_guidance=False,
-            device=self.device,
-            max_sequence_length=self.max_sequence_length,
-            complex_human_instruction=instruction,
-        )
+        options = {"do_classifier_free_guidance": False, "complex_human_instruction": instruction}
+        embeds, mask, _, _ = self.call_encode_prompt(texts, **options)
         return {"prompt_embeds": embeds, "prompt_attention_mask": mask}
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -93,11 +86,7 @@ class Sana(DiffusionModel):
         return {"prompt_embeds": (length, self.config.caption_channels), "prompt_attention_mask": (length,)}
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        self.check_denoise(latents, sigma, conditioning)
-        if latents.ndim != 4 or expert not in (None, 0):
-            raise ValueError(
-                f"sana takes latents [B,C,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
-            )
+        self.check_denoise(latents, sigma, conditioning, expert)
         time = sigma * self.pipeline.scheduler.config.num_train_timesteps * self.config.timestep_scale
         return self.predict_velocity(latents, time, conditioning)
 

@@ -15,6 +15,7 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.conditioning_frames import CleanFrames, get_clean_frames
 from wfm_ds.models.sana import PIPELINE_SIZE_MULTIPLE, Sana
+from wfm_ds.models.vae import require_multiples
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 class SanaVideo(Sana):
     """SANA-Video. The network receives the timestep num_train_timesteps * sigma and returns the velocity.
 
-    The network receives one timestep per sample. If there are conditioning frames, it receives one timestep per token,
-    which is 0 on these frames.
+    Without conditioning frames, the network receives one timestep per sample. With conditioning frames, it receives one
+    timestep per token, which is 0 for tokens of these frames.
     """
 
     family = "sana_video"
@@ -42,11 +43,7 @@ class SanaVideo(Sana):
             )
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        self.check_denoise(latents, sigma, conditioning)
-        if latents.ndim != 5 or expert not in (None, 0):
-            raise ValueError(
-                f"sana_video takes latents [B,C,T,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
-            )
+        self.check_denoise(latents, sigma, conditioning, expert)
         time = sigma * self.pipeline.scheduler.config.num_train_timesteps
         clean_frames = get_clean_frames(conditioning)
         if clean_frames is None:
@@ -76,9 +73,7 @@ class SanaVideo(Sana):
         positions = self.config.rope_max_seq_len  # along each axis
         multiple = math.lcm(PIPELINE_SIZE_MULTIPLE, in_space * patch)
         largest = in_space * patch * positions // multiple * multiple
-        for name, size in (("height", height), ("width", width)):
-            if size % multiple or not 0 < size <= largest:
-                raise ValueError(f"{name} must be a multiple of {multiple}, from {multiple} to {largest}, got {size}")
+        require_multiples(height, width, multiple, largest)
         step, fewest = in_time * patch_time, in_time * (patch_time - 1) + 1
         most = fewest + step * (positions - 1)
         if (num_frames - fewest) % step or not fewest <= num_frames <= most:
@@ -89,4 +84,5 @@ class SanaVideo(Sana):
         return math.prod(n // patch for n, patch in zip(shape[1:], self.config.patch_size, strict=True))
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        return {**super().pipeline_call_kwargs(w, height, width, num_frames), "frames": num_frames}
+        call = super().pipeline_call_kwargs(w, height, width, num_frames)
+        return call | {"frames": call.pop("num_frames")}

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models.assets.loading import read_call_json
-from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.base import DiffusionModel, require_prompts
 from wfm_ds.models.conditioning_frames import get_clean_frames
 from wfm_ds.models.input_specs import InputSpec
-from wfm_ds.models.vae import require_multiples
+from wfm_ds.models.vae import count_latent_frames, require_multiples
 from wfm_ds.pinned_memory import copy_to_device
 
 if TYPE_CHECKING:
@@ -103,9 +103,9 @@ class SanaWM(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Name patterns of gates in softmax attention blocks, and of the ray embedding.
+        """Name patterns of parameters that the network does not use.
 
-        The network does not use these gates. It does not use the ray embedding if it uses Pluecker coordinates.
+        These are gates in softmax attention blocks and, if the network uses Pluecker coordinates, the ray embedding.
         """
         config, every = self.config, self.config.softmax_every_n
         softmax = range(every - 1, config.num_layers, every) if every > 0 else ()
@@ -134,8 +134,7 @@ class SanaWM(DiffusionModel):
 
         Longer texts are truncated to `length` tokens. Shorter texts are padded on the right.
         """
-        if isinstance(texts, str) or not texts:
-            raise ValueError(f"prompts must be a list of at least one text, got {texts!r}")
+        require_prompts(texts)
         tokens = self.pipeline.tokenizer(
             [head + text for text in texts],
             max_length=length,
@@ -211,11 +210,7 @@ class SanaWM(DiffusionModel):
         return super().to_pixels(latents / float(self.pipeline.vae.config.scaling_factor))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        self.check_denoise(latents, sigma, conditioning)
-        if latents.ndim != 5 or expert not in (None, 0):
-            raise ValueError(
-                f"sana_wm takes latents [B,C,T,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
-            )
+        self.check_denoise(latents, sigma, conditioning, expert)
         frames = get_clean_frames(conditioning)
         free = latents.new_ones(len(latents), 1, latents.shape[2]) if frames is None else 1 - frames.mask[..., 0, 0]
         velocity: Tensor = self.denoiser(
@@ -235,14 +230,14 @@ class SanaWM(DiffusionModel):
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         frames_factor, patch = self.pipeline.vae_temporal_compression_ratio, self.config.patch_size
-        num_latent_frames, rest = divmod(num_frames - 1, frames_factor)
-        if rest or num_frames < 1 or (num_latent_frames + 1) % patch[0]:
-            raise ValueError(f"num_frames must be {frames_factor} * k + 1, at least 1, got {num_frames}")
+        num_latent_frames = count_latent_frames(num_frames, frames_factor)
+        if num_latent_frames % patch[0]:
+            raise ValueError(f"num_frames must give a multiple of {patch[0]} latent frames, got {num_frames}")
         multiple = self.spatial_compression * math.lcm(*patch[1:])
         require_multiples(height, width, multiple)
         return (
             self.config.in_channels,
-            num_latent_frames + 1,
+            num_latent_frames,
             height // self.spatial_compression,
             width // self.spatial_compression,
         )
@@ -252,6 +247,3 @@ class SanaWM(DiffusionModel):
 
     def text_call_kwargs(self) -> dict[str, Any]:
         return {**super().text_call_kwargs(), INSTRUCTION: self.instruction}
-
-    def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        return {**super().pipeline_call_kwargs(w, height, width, num_frames), "num_frames": num_frames}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.lora_layer_names import map_fused_layers, map_layers
-from wfm_ds.models.vae import require_image
+from wfm_ds.models.vae import require_image, require_multiples
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
@@ -69,7 +69,10 @@ class StableDiffusion3(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Name patterns of the last block's text query layers. This block discards its text tokens."""
+        """Name patterns of the last block's text query layers.
+
+        These layers have no gradient, because the block's text output is not used.
+        """
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
 
@@ -80,17 +83,8 @@ class StableDiffusion3(DiffusionModel):
         Each prompt has n tokens: CLIP tokens, then T5 tokens. Without a T5 encoder, zeros replace the T5 tokens. D and
         P are numbers of channels.
         """
-        if isinstance(prompts, str) or not prompts:
-            raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
-        texts = list(prompts)
-        embeds, _, pooled, _ = self.pipeline.encode_prompt(
-            texts,
-            texts,
-            texts,
-            device=self.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-        )
+        texts = {"prompt_2": list(prompts), "prompt_3": list(prompts)}
+        embeds, _, pooled, _ = self.call_encode_prompt(prompts, **texts, do_classifier_free_guidance=False)
         return {"prompt_embeds": embeds, "pooled_prompt_embeds": pooled}
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -104,11 +98,7 @@ class StableDiffusion3(DiffusionModel):
         }
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        self.check_denoise(latents, sigma, conditioning)
-        if latents.ndim != 4 or expert not in (None, 0):
-            raise ValueError(
-                f"sd3 takes latents [B,C,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
-            )
+        self.check_denoise(latents, sigma, conditioning, expert)
         velocity: Tensor = self.denoiser(
             hidden_states=latents.to(self.dtype),
             timestep=sigma * self.pipeline.scheduler.config.num_train_timesteps,  # stays float32
@@ -126,9 +116,7 @@ class StableDiffusion3(DiffusionModel):
         factor, patch = self.pipeline.vae_scale_factor, self.config.patch_size
         multiple, largest = factor * patch, factor * patch * self.config.pos_embed_max_size
         require_image(self.family, num_frames)
-        for name, size in (("height", height), ("width", width)):
-            if size % multiple or not 0 < size <= largest:
-                raise ValueError(f"{name} must be a multiple of {multiple}, from {multiple} to {largest}, got {size}")
+        require_multiples(height, width, multiple, largest)
         return (self.config.in_channels, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:

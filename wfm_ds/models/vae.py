@@ -6,17 +6,24 @@ This module also has the size checks that several families share.
 
 from __future__ import annotations
 
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from diffusers import AutoencoderKLWan
 from torch import Tensor
 
+from wfm_ds.models.assets.weight_files import fingerprint_folders
 from wfm_ds.pinned_memory import copy_to_device
 
 MAX_PIXELS_PER_BATCH = 2**20
 """Maximum number of pixels that a float32 VAE processes together: one image of 1024 x 1024. A larger sample is
 processed alone. The limit is fixed, so that results do not depend on the free memory."""
+MAX_SIZE_MULTIPLE = 1024  # largest multiple of height and width to try, in pixels
 POSTERIOR_ATTRIBUTES = ("latent_dist", "latents", "latent")  # KL and Wan, AutoencoderTiny, AutoencoderDC
 
 
@@ -91,8 +98,120 @@ def require_image(family: str, num_frames: int) -> None:
         raise ValueError(f"{family} makes images: num_frames must be 1, got {num_frames}")
 
 
-def require_multiples(height: int, width: int, multiple: int) -> None:
-    """Raise ValueError unless height and width are positive multiples of `multiple`."""
-    for name, size in (("height", height), ("width", width)):
-        if size < 1 or size % multiple:
-            raise ValueError(f"{name} must be a multiple of {multiple}, got {size}")
+def require_multiple(name: str, size: int, multiple: int, largest: int | None = None) -> None:
+    """Raise ValueError unless this height or width is a positive multiple of `multiple`, at most `largest`."""
+    if size < 1 or size % multiple or (largest is not None and size > largest):
+        limits = "" if largest is None else f", from {multiple} to {largest}"
+        raise ValueError(f"{name} must be a multiple of {multiple}{limits}, got {size}")
+
+
+def require_multiples(height: int, width: int, multiple: int, largest: int | None = None) -> None:
+    require_multiple("height", height, multiple, largest)
+    require_multiple("width", width, multiple, largest)
+
+
+def count_latent_frames(num_frames: int, factor: int, largest: int | None = None) -> int:
+    """Return the number of latent frames of a video. Raises ValueError unless num_frames is factor * k + 1.
+
+    factor: the VAE's temporal scale factor. largest: maximum of num_frames.
+    """
+    if num_frames < 1 or (num_frames - 1) % factor or (largest is not None and num_frames > largest):
+        limits = "at least 1" if largest is None else f"from 1 to {largest}"
+        raise ValueError(f"num_frames must be {factor} * k + 1, {limits}, got {num_frames}")
+    return (num_frames - 1) // factor + 1
+
+
+class PixelCodec(ABC):
+    """The conversions of a model between pixels and latents, with the VAE of its pipeline."""
+
+    is_video: ClassVar[bool] = False  # pixels [B,3,F,H,W], latents [B,C,T,h,w], also for one frame
+    family: ClassVar[str]
+    pipeline: Any
+    path: Path
+    device: torch.device
+
+    @abstractmethod
+    def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
+        """Return the shape of one sample's latents: (C,h,w) for image families, (C,T,h,w) for video families.
+
+        Raises ValueError for an unsupported size. The message names the number that must divide height and width.
+        """
+
+    def size_multiple(self, num_frames: int = 1) -> int:
+        """Return the number of pixels that must divide height and width."""
+
+        def exists(size: int) -> bool:
+            try:
+                self.latent_shape(size, size, num_frames)
+            except ValueError:
+                return False
+            return True
+
+        return next(size for size in range(1, MAX_SIZE_MULTIPLE + 1) if exists(size))
+
+    @torch.no_grad()
+    def encode_pixels(self, pixels: Tensor) -> Tensor:
+        """Encode float32 pixels in [0, 1] to normalized float32 latents.
+
+        Images [B,3,H,W] become [B,C,h,w]. Video families convert [B,3,F,H,W] to [B,C,T,h,w]. Raises ValueError for
+        other shapes or dtypes.
+        """
+        layout, ndim = ("[B,3,F,H,W]", 5) if self.is_video else ("[B,3,H,W]", 4)
+        if pixels.ndim != ndim or pixels.shape[1] != 3 or pixels.dtype != torch.float32:
+            raise ValueError(f"pixels must be float32 {layout}, got {pixels.dtype} {list(pixels.shape)}")
+        height, width = pixels.shape[-2:]
+        self.latent_shape(height, width, pixels.shape[2] if self.is_video else 1)
+        shifted = 2 * pixels.to(self.device) - 1
+        parts = torch.split(shifted, self.encode_batch_size(pixels))
+        return torch.cat(list(map(self.to_latents, parts)))
+
+    def encode_batch_size(self, pixels: Tensor) -> int:
+        """Return the number of samples to encode together.
+
+        It is 1 for videos, so that cached latents do not depend on the batch.
+        """
+        if self.is_video:
+            return 1
+        height, width = pixels.shape[-2:]
+        return len(pixels) if self.device.type == "cpu" else max_batch_size(self.pipeline.vae, height * width)
+
+    def encode_uint8(self, media: Sequence[npt.NDArray[np.uint8]]) -> Tensor:
+        """Encode uint8 images [H,W,3] or videos [F,H,W,3]. All arrays must have the same shape.
+
+        Video families treat an image as a video with one frame.
+        """
+        videos = [torch.from_numpy(m if m.ndim == 4 else m[None]) for m in media]
+        frames = copy_to_device(torch.stack(videos), self.device)
+        pixels = frames.permute(0, 4, 1, 2, 3).float() / 255
+        return self.encode_pixels(pixels if self.is_video else pixels.squeeze(2))
+
+    @torch.no_grad()
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        """Decode normalized latents to float32 pixels in [0, 1], in the shape that `encode_pixels` accepts."""
+        return (self.to_pixels(latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
+
+    def to_latents(self, pixels: Tensor) -> Tensor:
+        """Encode float32 pixels in [-1, 1] to normalized float32 latents. The pixels must be on the model's device."""
+        return encode_normalized(self.pipeline.vae, pixels)
+
+    def to_pixels(self, latents: Tensor) -> Tensor:
+        """Decode normalized float32 latents to float32 pixels, roughly in [-1, 1].
+
+        The latents must be on the model's device.
+        """
+        return decode_normalized(self.pipeline.vae, latents)
+
+    @staticmethod
+    def quantize_pixels(pixels: Tensor) -> Tensor:
+        """Round pixels in [0, 1] to uint8 values 0 to 255."""
+        return (255 * pixels.clamp(0, 1)).round().to(torch.uint8)
+
+    @staticmethod
+    def to_uint8(pixels: Tensor) -> npt.NDArray[np.uint8]:
+        """Convert pixels in [0, 1] from [B,3,H,W] to uint8 [B,H,W,3], or from [B,3,F,H,W] to [B,F,H,W,3]."""
+        return np.ascontiguousarray(PixelCodec.quantize_pixels(pixels).cpu().movedim(1, -1).numpy())
+
+    def latent_cache_key(self) -> dict[str, Any]:
+        """Return the JSON values that latents from encode_pixels depend on: files and dtype of the VAE."""
+        dtype = str(next(self.pipeline.vae.parameters()).dtype)
+        return {"family": self.family, "parts": fingerprint_folders(self.path, ["vae"]), "dtype": dtype}

@@ -1,8 +1,8 @@
 """Wan 2.1, Wan 2.2 A14B (two experts) and Wan 2.2 TI2V 5B (one timestep per token): videos, UMT5 text, the Wan VAE.
 
 Wan 2.1 and 2.2 A14B have text-to-video and image-to-video networks (wan_image_conditioning.py). In a model with two
-experts, each forward pass runs one expert. If an expert does not run in an optimizer step, its gradient is zero. Adam
-still updates it, from the moments of earlier steps.
+experts, each forward pass runs one expert. If an optimizer step uses only one expert, the gradient of the other expert
+is zero. Adam still changes its weights, because Adam's moments contain gradients of earlier steps.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditioning_frames import get_clean_frames
 from wfm_ds.models.lora_layer_names import map_layers
+from wfm_ds.models.vae import count_latent_frames, require_multiple
 from wfm_ds.models.wan_image_conditioning import CHANNELS_KEY, EMBEDS_KEY, ImageConditioner
 from wfm_ds.types import FIRST_FRAME
 
@@ -165,6 +166,7 @@ class Wan(DiffusionModel):
     lora_layer_names = LORA_NAMES
     block_classes = (WanTransformerBlock,)
     denoiser_components: tuple[str, ...] = EXPERT_NAMES
+    guidance_arguments = ("guidance_scale", "guidance_scale_2")
     is_video = True
 
     def __init__(self, pipeline: Any, path: Path, **options: Any) -> None:
@@ -217,14 +219,7 @@ class Wan(DiffusionModel):
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Return {prompt_embeds: [B, max_sequence_length, text_dim]}. The embeddings of padding are zero."""
-        if isinstance(prompts, str) or not prompts:
-            raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
-        embeds, _ = self.pipeline.encode_prompt(
-            list(prompts),
-            device=self.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-        )
+        embeds, _ = self.call_encode_prompt(prompts, do_classifier_free_guidance=False)
         return {"prompt_embeds": embeds}
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -256,9 +251,7 @@ class Wan(DiffusionModel):
 
         If `expert` is None, sigma is copied to the host to select the expert.
         """
-        self.check_denoise(latents, sigma, conditioning)
-        if latents.ndim != 5:
-            raise ValueError(f"wan takes latents [B,C,T,h,w], got {list(latents.shape)}")
+        self.check_denoise(latents, sigma, conditioning, expert)
         if missing := sorted(self.optional_conditioning_keys - conditioning.keys()):
             raise ValueError(f"this image-to-video network needs a first frame: conditioning must hold {missing} too")
         expert = self.resolve_expert(sigma, expert)
@@ -283,13 +276,10 @@ class Wan(DiffusionModel):
     def resolve_expert(self, sigma: Tensor, expert: int | None) -> int:
         """Return the index of the expert for sigma [B]. If `expert` is given, return `expert`.
 
-        Raises ValueError if the values of sigma are not all in the range of this expert. If `expert` is given, sigma
-        is checked only on the CPU, because the check would make the host wait for a GPU.
+        Raises ValueError if the values of sigma belong to different experts, or not to `expert`. If `expert` is given
+        and sigma is on a GPU, this check is skipped, because it would make the host wait for the GPU.
         """
-        count = len(self.sigma_ranges)
-        if expert is not None and not 0 <= expert < count:
-            raise ValueError(f"{self.path} has experts 0 to {count - 1}, got {expert}")
-        if count == 1 or (expert is not None and sigma.device.type != "cpu"):
+        if len(self.sigma_ranges) == 1 or (expert is not None and sigma.device.type != "cpu"):
             return expert or 0
         experts = {self.select_expert(level) for level in sigma.tolist()}
         if experts != {expert} and (expert is not None or len(experts) > 1):
@@ -299,7 +289,7 @@ class Wan(DiffusionModel):
     def network_timesteps(self, sigma: Tensor, shape: Sequence[int], conditional_mask: Tensor | None) -> Tensor:
         """Return the network's timesteps, float32 [B].
 
-        For TI2V, the shape is [B, tokens], and the timestep is 0 for tokens of conditioning frames.
+        For TI2V, returns [B, tokens] instead, with timestep 0 for the tokens of conditioning frames.
         """
         time_B: Tensor = sigma * self.pipeline.scheduler.config.num_train_timesteps
         if not self.has_token_timesteps:
@@ -314,27 +304,15 @@ class Wan(DiffusionModel):
 
         The size of the network's rotary embedding table limits duration, height and width.
         """
-        _, *patch = self.config.patch_size
+        _, patch_h, patch_w = self.config.patch_size
         factor, factor_t = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         positions = self.config.rope_max_seq_len
-        for name, size, side in (("height", height, patch[0]), ("width", width, patch[1])):
-            multiple = factor * side
-            if size % multiple or not 0 < size <= multiple * positions:
-                raise ValueError(
-                    f"{name} must be a multiple of {multiple}, from {multiple} to {multiple * positions}, got {size}"
-                )
-        most = factor_t * (positions - 1) + 1
-        if (num_frames - 1) % factor_t or not 0 < num_frames <= most:
-            raise ValueError(
-                f"num_frames must be {factor_t} * k + 1 (1, {factor_t + 1}, {2 * factor_t + 1}, ...), at most {most}, "
-                f"got {num_frames}"
-            )
-        return (self.pipeline.vae.config.z_dim, (num_frames - 1) // factor_t + 1, height // factor, width // factor)
+        require_multiple("height", height, factor * patch_h, factor * patch_h * positions)
+        require_multiple("width", width, factor * patch_w, factor * patch_w * positions)
+        num_latent_frames = count_latent_frames(num_frames, factor_t, factor_t * (positions - 1) + 1)
+        return (self.pipeline.vae.config.z_dim, num_latent_frames, height // factor, width // factor)
 
     def num_tokens(self, shape: Sequence[int]) -> int:
         _, frames, h, w = shape
         patch_t, patch_h, patch_w = self.config.patch_size
         return int((frames // patch_t) * (h // patch_h) * (w // patch_w))
-
-    def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        return {**super().pipeline_call_kwargs(w, height, width, num_frames), "num_frames": num_frames}

@@ -44,6 +44,7 @@ class ZImage(DiffusionModel):
     conditioning_keys = frozenset({EMBEDS, MASK})
     default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
     lora_layer_names = LORA_NAMES
+    kohya_uses_diffusers_names = True  # kohya's musubi-tuner, src/musubi_tuner/zimage/zimage_model.py
     default_image_size = 1024
     block_classes = (ZImageTransformerBlock,)
     stack_conditioning = staticmethod(pad_and_stack)
@@ -72,14 +73,7 @@ class ZImage(DiffusionModel):
 
         n is the number of tokens of the longest prompt. D is the number of channels.
         """
-        if isinstance(prompts, str) or not prompts:
-            raise ValueError(f"prompts must be a list of at least one text, got {prompts!r}")
-        embeds, _ = self.pipeline.encode_prompt(
-            list(prompts),  # a copy, because the pipeline modifies the list
-            device=self.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.max_sequence_length,
-        )
+        embeds, _ = self.call_encode_prompt(prompts, do_classifier_free_guidance=False)
         masks = [torch.ones(1, len(row), dtype=torch.int64, device=row.device) for row in embeds]
         return self.stack_conditioning(
             [{EMBEDS: row[None], MASK: mask} for row, mask in zip(embeds, masks, strict=True)]
@@ -90,11 +84,7 @@ class ZImage(DiffusionModel):
         return {EMBEDS: (self.max_sequence_length, self.config.cap_feat_dim), MASK: (self.max_sequence_length,)}
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        self.check_denoise(latents, sigma, conditioning)
-        if latents.ndim != 4 or expert not in (None, 0):
-            raise ValueError(
-                f"z_image takes latents [B,C,h,w] and has one expert, got {list(latents.shape)}, expert {expert}"
-            )
+        self.check_denoise(latents, sigma, conditioning, expert)
         output: Tensor = self.denoiser(
             hidden_states=latents.to(self.dtype),
             timestep=1 - sigma,

@@ -20,8 +20,8 @@ PATCH_LAYERS = f"{PATCH_SIZE}-1"  # name of the layers for this patch size and o
 class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
     """The diffusers network with a `forward` for batched tensors instead of lists of samples.
 
-    A sequence consists of image tokens and text tokens. Both are padded to a multiple of 32 with learned tokens. Image
-    positions start after the positions of the padded text, so they depend on its length.
+    A sequence consists of image tokens and text tokens. Learned padding tokens extend both to a multiple of 32. The
+    positions of image tokens follow those of the padded text and therefore depend on the text length.
     """
 
     def forward(

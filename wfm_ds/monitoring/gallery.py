@@ -93,7 +93,6 @@ def grid_html(entries: Sequence[GalleryEntry], *, with_prompt: bool) -> str:
 
 
 def figure_html(entry: GalleryEntry, *, with_prompt: bool) -> str:
-    """Return the HTML of an image or video with its caption."""
     link, text = escape(quote(entry.file)), escape(entry.prompt)
     size = f'width="{entry.width}" height="{entry.height}"'
     small = ' class="small"' if max(entry.width, entry.height) < SMALL_SIDE else ""

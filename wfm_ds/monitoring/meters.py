@@ -2,8 +2,8 @@
 
 Statistics need no host synchronization per micro-batch. On a GPU, a phase is measured by two CUDA events on the current
 stream, which are read at the end of the step. The clock of the host would attribute GPU time to a later phase, because
-the host only queues work and waits for its result later. If the host waits in a phase, e.g. for data, the GPU is idle
-for the time of that phase.
+the host only queues work and waits for its result later. The time of a phase includes the time in which the host waits,
+for example for data, and the GPU is idle.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,6 @@ from wfm_ds.distributed.world import World
 
 GIB = 2**30
 MEMORY_TAG = "perf/peak_memory_gib"
-
-TimePoint = TypeVar("TimePoint")
 
 
 class Meter:
@@ -36,7 +34,7 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        # On the device. Keys: the names added together. `x_std^2` is the mean square of `x_std`.
+        # Tensors on the device, by the names that were added together. `x_std^2` is the mean square of `x_std`.
         self._sums: dict[tuple[str, ...], Tensor] = {}  # [2, N] float64: weighted values, weights
         self._maxima: dict[tuple[str, ...], Tensor] = {}  # [N]
 
@@ -86,7 +84,7 @@ def is_maximum(name: str) -> bool:
 
 
 def stack_stats(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Stack N statistics into values [N, B] and weights [N, B]. A masked loss term has weight 0."""
+    """Stack N statistics. Returns values [N, B] and weights [N, B]. Loss terms outside a mask have weight 0."""
     value_NB = torch.stack([stat[0] if isinstance(stat, tuple) else stat for stat in stats])
     if not any(isinstance(stat, tuple) for stat in stats):
         return value_NB, weight_B.expand_as(value_NB)
@@ -96,7 +94,7 @@ def stack_stats(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tenso
 
 
 def sum_weighted(stats: Sequence[Tensor | tuple[Tensor, Tensor]], num_squared: int, weight_B: Tensor) -> Tensor:
-    """Return the weighted sum and the sum of weights of each of N statistics, [2, N] float64.
+    """Return the weighted sums of N statistics and the sums of their weights, as [2, N] float64.
 
     The values of the last `num_squared` statistics are squared first.
     """
@@ -108,37 +106,23 @@ def sum_weighted(stats: Sequence[Tensor | tuple[Tensor, Tensor]], num_squared: i
     return torch.stack([torch.where(weight_NB > 0, value_NB * weight_NB, 0), weight_NB.double()]).sum(dim=2)
 
 
-class Clock(Protocol[TimePoint]):
-    """Interface of a clock that records time points and measures the seconds between two of them."""
+class HostClock:
+    """Clock for the CPU, which works synchronously. It uses the time of this process."""
 
-    def record_time(self) -> TimePoint: ...
+    def record_time(self) -> Any:
+        return time.monotonic()
 
-    def wait_until_reached(self, mark: TimePoint) -> None:
-        """Wait until the device has passed this time point and all earlier ones."""
+    def wait_until_reached(self, mark: Any) -> None:
+        """Wait until the device has done the work that was queued before this time point."""
 
-    def measure_seconds(self, start: TimePoint, end: TimePoint) -> float: ...
+    def measure_seconds(self, start: Any, end: Any) -> float:
+        return float(end - start)
 
-    def release(self, marks: Sequence[TimePoint]) -> None:
+    def release(self, marks: Sequence[Any]) -> None:
         """Release time points that are no longer needed."""
 
 
-class HostClock:
-    """The clock of this process, for a device that works synchronously: the CPU."""
-
-    def record_time(self) -> float:
-        return time.monotonic()
-
-    def wait_until_reached(self, mark: float) -> None:
-        pass
-
-    def measure_seconds(self, start: float, end: float) -> float:
-        return end - start
-
-    def release(self, marks: Sequence[float]) -> None:
-        pass
-
-
-class EventClock:
+class EventClock(HostClock):
     """A clock of CUDA events on the current stream. It reuses the events of the previous step."""
 
     def __init__(self) -> None:
@@ -169,7 +153,7 @@ class ProcessMemory:
         return {MEMORY_TAG: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB}
 
 
-class GpuMemory:
+class GpuMemory(ProcessMemory):
     """Records the peak of allocated memory in each phase, and the peak of reserved memory in the step."""
 
     def __init__(self, device: torch.device) -> None:
@@ -178,7 +162,7 @@ class GpuMemory:
         self._reserved = 0
 
     def record_peak(self, phases: Sequence[str]) -> None:
-        """Record the peak of allocated memory since the last call for each of these phases, which are all active."""
+        """Record the peak of allocated memory since the last call. phases: the phases that are active now."""
         allocated = torch.cuda.max_memory_allocated(self._device)
         for phase in phases:
             self._phase_peaks[phase] = max(self._phase_peaks[phase], allocated)
@@ -195,50 +179,18 @@ class GpuMemory:
         return peaks
 
 
-class PhaseTimes(Generic[TimePoint]):
-    """Time spans of a step's phases, measured by one clock. Phases may repeat and be nested."""
-
-    def __init__(self, clock: Clock[TimePoint]) -> None:
-        self._clock, self._step_start = clock, clock.record_time()
-        self._spans: list[tuple[str, TimePoint, TimePoint]] = []
-
-    def record_time(self) -> TimePoint:
-        return self._clock.record_time()
-
-    def add_span(self, phase: str, start: TimePoint) -> None:
-        """Record that this phase lasted from `start` until now."""
-        self._spans.append((phase, start, self._clock.record_time()))
-
-    def pop_metrics(self) -> dict[str, float]:
-        """Return the seconds of each phase and of the whole step as metrics, and start the next step."""
-        now = self._clock.record_time()
-        self._clock.wait_until_reached(now)
-        seconds: dict[str, float] = defaultdict(float)
-        for phase, start, end in self._spans:
-            seconds[phase] += self._clock.measure_seconds(start, end)
-        step_seconds = self._clock.measure_seconds(self._step_start, now)
-        self._reset(now)
-        return {f"time/{phase}": s for phase, s in sorted(seconds.items())} | {"time/step": step_seconds}
-
-    def restart(self) -> None:
-        self._reset(self._clock.record_time())
-
-    def _reset(self, now: TimePoint) -> None:
-        self._clock.release([mark for _, start, end in self._spans for mark in (start, end)])
-        self._clock.release([self._step_start])
-        self._spans, self._step_start = [], now
-
-
 class Stopwatch:
-    """Time and memory of a run's steps, by phase. Use it only in the thread that computes.
+    """Time and memory of a run's steps, by phase. Phases may repeat and be nested.
 
-    `with stopwatch("train"):` measures a phase, and `end_step` ends a step.
+    `with stopwatch("train"):` measures a phase, and `end_step` ends a step. Use it only in the thread that computes.
     """
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
-        self._times: PhaseTimes[Any] = PhaseTimes(EventClock()) if on_gpu else PhaseTimes(HostClock())
-        self._memory: GpuMemory | ProcessMemory = GpuMemory(device) if on_gpu else ProcessMemory()
+        self._clock = EventClock() if on_gpu else HostClock()
+        self._memory = GpuMemory(device) if on_gpu else ProcessMemory()
+        self._step_start = self._clock.record_time()
+        self._spans: list[tuple[str, Any, Any]] = []  # phase, start, end
         self._open_phases: list[str] = []
         self.interrupted_phase: str | None = None
         """The innermost phase in which the last error occurred."""
@@ -249,23 +201,35 @@ class Stopwatch:
             self.interrupted_phase = None
         self._memory.record_peak(self._open_phases)
         self._open_phases.append(phase)
-        start = self._times.record_time()
+        start = self._clock.record_time()
         try:
             yield
         except BaseException:  # no further calls to the device: their errors could hide this one
             self.interrupted_phase = self.interrupted_phase or phase
             raise
         else:
-            self._times.add_span(phase, start)
+            self._spans.append((phase, start, self._clock.record_time()))
             self._memory.record_peak(self._open_phases)
         finally:
             self._open_phases.pop()
 
     def end_step(self) -> dict[str, float]:
         """Return this rank's `time/...` and `perf/peak_memory_gib...` metrics of the step, and start the next step."""
-        return {**self._times.pop_metrics(), **self._memory.pop_metrics()}
+        now = self._clock.record_time()
+        self._clock.wait_until_reached(now)
+        seconds: dict[str, float] = defaultdict(float)
+        for phase, start, end in self._spans:
+            seconds[phase] += self._clock.measure_seconds(start, end)
+        step_seconds = self._clock.measure_seconds(self._step_start, now)
+        self._start_step(now)
+        times = {f"time/{phase}": s for phase, s in sorted(seconds.items())} | {"time/step": step_seconds}
+        return times | self._memory.pop_metrics()
 
     def restart(self) -> None:
-        """Discard the measurements since the last step. Call it after work that belongs to no step."""
-        self._times.restart()
+        """Discard the measurements since the last step. Call it after work that is not part of a step."""
+        self._start_step(self._clock.record_time())
         self._memory.pop_metrics()
+
+    def _start_step(self, now: Any) -> None:
+        self._clock.release([self._step_start, *(mark for _, *marks in self._spans for mark in marks)])
+        self._spans, self._step_start = [], now

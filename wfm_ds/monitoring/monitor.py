@@ -17,6 +17,7 @@ from typing import NamedTuple, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from wfm_ds.distributed.progress import format_duration, open_console
 from wfm_ds.errors import UserError
 from wfm_ds.monitoring.samples import GeneratedSample, group_by_prompt
 from wfm_ds.monitoring.tracking import TrackerThread
@@ -45,8 +46,8 @@ class Monitor:
         """Open `output_dir/metrics.jsonl` for appending. Raises OSError if the folder cannot be written.
 
         console: True shows progress as a live line if stderr is a terminal. Otherwise, progress is logged periodically.
-        unit: plural name of a sample in the progress display. trackers: trackers that were already started. They
-        receive all metrics and samples.
+        unit: what the progress display counts, such as images. trackers: started trackers, which receive all metrics
+        and samples.
         """
         self._open = is_main
         if not is_main:
@@ -85,7 +86,6 @@ class Monitor:
             self._warn_not_finite(step, tag, values[tag])
 
     def log_samples(self, step: int, tag: str, samples: Sequence[GeneratedSample]) -> None:
-        """Send samples to each tracker, grouped by prompt."""
         if not self._open or not samples:
             return
         siblings = group_by_prompt(samples)
@@ -125,7 +125,7 @@ class Monitor:
             log.info("%s", text)
 
     def log_at_close(self, text: str) -> None:
-        """Log these lines when the monitor closes. A live progress line would wrap them."""
+        """Store the lines of `text`, and log them when the monitor closes."""
         if self._open:
             self._final_messages.append(text)
 
@@ -169,7 +169,7 @@ class Monitor:
 def truncate_metrics(path: Path, num_bytes: int) -> None:
     """Truncate metrics.jsonl to `num_bytes`, and remove a partial line at its end. Raises OSError if that fails.
 
-    If the file is shorter, because the machine crashed before it was on disk, its complete lines are kept.
+    After a crash of the machine, the file may be shorter than `num_bytes`. Its complete lines are then kept.
     """
     content = path.read_bytes()[:num_bytes] if path.exists() else b""
     atomic.write_text(path, content[: content.rfind(b"\n") + 1].decode())
@@ -213,13 +213,6 @@ class Pace:
         return ", ".join([*parts, *([note] if note else [])])
 
 
-def format_duration(seconds: float) -> str:
-    """Format seconds as H:MM:SS, or M:SS below an hour."""
-    minutes, rest = divmod(max(0, round(seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
-
-
 class LineProgress:
     """Shows progress as log lines: at most one per LINE_INTERVAL_S, and always the first and the last step."""
 
@@ -255,9 +248,3 @@ class ConsoleProgress:
 
     def close(self) -> None:
         self._bar.stop()
-
-
-def open_console() -> Console | None:
-    """Return a console on stderr if it is a terminal, else None. stdout is reserved for the results of commands."""
-    console = Console(stderr=True)
-    return console if console.is_terminal else None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.monitoring.samples import SAMPLES_FILE
+from wfm_ds.monitoring.samples import SAMPLES_FILE, list_sample_folders
 from wfm_ds.recipe.tree import flatten_keys
 from wfm_ds.storage.atomic import finite_or_none
 
@@ -43,8 +43,8 @@ LOAD_LINE = "load it with:"  # log message before the lines that load the weight
 class BoundedCurve:
     """A curve with a bounded number of points, for runs of any length.
 
-    Consecutive points form a stretch, which stores only its lowest and its highest point. If there are too many
-    stretches, neighbours are merged in pairs.
+    Consecutive points are grouped into stretches. Only the lowest and the highest point of a stretch are stored. If
+    there are too many stretches, adjacent stretches are merged in pairs.
     """
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
@@ -76,7 +76,6 @@ def merge_stretches(
     one: tuple[int, tuple[float, float], tuple[float, float]],
     other: tuple[int, tuple[float, float], tuple[float, float]],
 ) -> tuple[int, tuple[float, float], tuple[float, float]]:
-    """Merge two neighbouring stretches, each given as (number of points, lowest point, highest point)."""
     lowest, highest = min(one[1], other[1], key=_point_value), max(one[2], other[2], key=_point_value)
     return one[0] + other[0], lowest, highest
 
@@ -121,7 +120,7 @@ class RunReader:
             "alarm": self._alarm if self._is_alarmed else "",
             "warnings": self._warnings,
             "load": "\n".join(self._load)[:MAX_RECIPE],
-            "machine": read_json_object(self.folder / "page" / "machine.json"),
+            "machine": {k: str(v) for k, v in read_json_object(self.folder / "page" / "machine.json").items()},
             "recipe": self._load_recipe(),
         }
 
@@ -137,17 +136,17 @@ class RunReader:
         self._step = 0
 
     def _add_metrics_line(self, line: str) -> None:
+        values = parse_object(line)
         try:
-            values = json.loads(line)
             step, timestamp = int(values["step"]), datetime.datetime.fromisoformat(values["time"]).timestamp()
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             return  # a partial line, written when the disk was full
         self._start_time = timestamp if self._start_time is None else self._start_time
         self._clock.add(step, timestamp - self._start_time)
         number = values.get("rollout/step", None if "rollout/step" in self._tag_panels else step)
         self._tag_panels |= {"rollout/step": None} if "rollout/step" in values else {}
         self._is_alarmed = bool(values.get("val/alarm", self._is_alarmed))
-        self._step = self._step if number is None else int(number)
+        self._step = int(number) if isinstance(number, int | float) else self._step
         for tag, value in values.items():
             if tag not in self._tag_panels:
                 self._tag_panels[tag] = find_panel(tag)
@@ -155,9 +154,9 @@ class RunReader:
                 self._curves.setdefault(tag, BoundedCurve()).add(step, value)
 
     def _build_panels(self) -> list[dict[str, Any]]:
-        """Return the non-empty charts as [{title, curves}].
+        """Return the charts that have curves, as [{title, curves}].
 
-        The page has at most MAX_CURVES curves. Further curves, those of the last charts, are omitted.
+        All charts together have at most MAX_CURVES curves. If there are more, the last charts lose their curves.
         """
         num_left, panels = MAX_CURVES, []
         for title, _ in PANELS:
@@ -197,21 +196,15 @@ class RunReader:
 
         Steps after `last_step` are omitted: they were written before the run resumed from an earlier step.
         """
-        root = self.folder / "samples"
-        names = [entry.name for entry in root.iterdir()] if root.is_dir() else []
-        steps = sorted(int(name[5:]) for name in names if re.fullmatch(r"step_\d+", name))
-        for step in pick_evenly([step for step in steps if step <= last_step], MAX_STEPS):
-            table = root / f"step_{step}" / SAMPLES_FILE
-            rows = table.read_text(encoding="utf-8").split("\n") if table.exists() else []
+        folders = list_sample_folders(self.folder)
+        for step in pick_evenly([step for step in folders if step <= last_step], MAX_STEPS):
+            table = folders[step] / SAMPLES_FILE
+            rows = table.read_text(encoding="utf-8", errors="replace").split("\n") if table.exists() else []
             items = [item for row in rows[:MAX_SAMPLES] if (item := parse_sample(row, step)) is not None]
             if items:
                 yield {"step": step, "items": items}
 
     def _load_recipe(self) -> dict[str, Any]:
-        """Return the result of `read_recipe`. The file is read again only if it has changed.
-
-        Returns {} without a recipe.
-        """
         path = self.folder / "recipe.yaml"
         if not path.exists():
             return {}
@@ -262,14 +255,12 @@ def parse_sample(line: str, step: int) -> dict[str, Any] | None:
 
     Returns None if the line is invalid or names a file in another folder.
     """
-    try:
-        row = json.loads(line)
-        file, rewards = str(row["file"]), dict(row.get("rewards") or {})
-    except (ValueError, KeyError, TypeError):
+    row = parse_object(line)
+    file, rewards = str(row.get("file", "")), row.get("rewards")
+    if not file or Path(file).name != file:
         return None
-    if Path(file).name != file:
-        return None
-    scores = {str(name)[:60]: finite_or_none(v) if isinstance(v, int | float) else None for name, v in rewards.items()}
+    items = rewards.items() if isinstance(rewards, dict) else ()
+    scores = {name[:60]: value if isinstance(value, int | float) else None for name, value in items}
     return {
         "file": f"samples/step_{step}/{file}",
         "prompt": str(row.get("prompt", ""))[:MAX_CHARACTERS],
@@ -285,7 +276,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     """
     from wfm_ds.recipe import file as recipe_file
 
-    text = path.read_text(encoding="utf-8")[:MAX_RECIPE]
+    text = path.read_text(encoding="utf-8", errors="replace")[:MAX_RECIPE]
     try:
         recipe = recipe_file.load_stored_recipe(path)
     except RecipeError:
@@ -301,9 +292,18 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, or {} if the file does not exist."""
+    return parse_object(path.read_text(encoding="utf-8", errors="replace")) if path.exists() else {}
+
+
+def parse_object(text: str) -> dict[str, Any]:
+    """Return the JSON object in a text, or {}. NaN, infinite numbers and integers above 64 bits become None."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
+        content = json.loads(
+            text,
+            parse_constant=lambda name: None,
+            parse_float=lambda number: finite_or_none(float(number)),
+            parse_int=lambda number: int(number) if len(number) < 20 else None,
+        )
+    except (ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

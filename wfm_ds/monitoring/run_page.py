@@ -1,7 +1,7 @@
 """The HTML page of a run: a constant `index.html`, and `page/data.js`, which is rewritten while the run continues.
 
-The page works from disk without a server. In this case browsers load scripts but not data files, so the data is a
-script. If the page cannot be written, the run logs one warning and continues.
+The page works from disk without a server. Browsers load scripts from disk but no data files, so the data is stored as
+a script. If the page cannot be written, the run logs one warning and continues.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def write_page(folder: Path, reader: RunReader | None = None) -> Path:
 
 
 def is_run_page(index: Path) -> bool:
-    """Return whether this file is the page of a run. Raises OSError if it cannot be read."""
     with index.open("rb") as file:
         return PAGE_MARKER.encode() in file.read(256)
 
@@ -73,10 +72,6 @@ def encode_script(content: Mapping[str, Any]) -> str:
 
 
 def machine_info(devices: str) -> dict[str, str]:
-    """Return the devices, operating system, Python version and package versions of this machine.
-
-    The keys are "devices", "system", "python" and the names of the packages.
-    """
     facts = {"devices": devices, "system": platform.platform(), "python": platform.python_version()}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -85,7 +80,7 @@ def machine_info(devices: str) -> dict[str, str]:
 
 
 def try_write_page(folder: Path, reader: RunReader | None = None, *, has_warned: bool = False) -> bool:
-    """Write the page and return whether that worked. A failure is logged, unless `has_warned` is True."""
+    """Write the page and return whether it was written. After a failure, log a warning unless `has_warned` is True."""
     try:
         write_page(folder, reader)
     except Exception as error:  # noqa: BLE001  (an error in the page must not end the run)

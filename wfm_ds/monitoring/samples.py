@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,9 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from wfm_ds.monitoring import images, videos
-from wfm_ds.monitoring.images import ImageArray
-from wfm_ds.monitoring.videos import VideoArray
+from wfm_ds.monitoring.media_files import ImageArray, VideoArray, image_grid, reduce_image, save_mp4, save_png
 from wfm_ds.storage import atomic
 from wfm_ds.storage.atomic import finite_or_none
 
@@ -31,6 +31,7 @@ class GeneratedSample:
     pixels: npt.NDArray[np.uint8]  # image [H,W,3] or video [T,H,W,3]
     fps: float | None = None  # only for a video
     rewards: Mapping[str, float | None] = field(default_factory=dict)  # by name; None if the reward failed
+    parts: Mapping[str, float] = field(default_factory=dict)  # partial scores by `reward/part`
 
     @property
     def frames(self) -> VideoArray:
@@ -43,29 +44,30 @@ class GeneratedSample:
         return len(self.frames) > 1
 
 
-def write_samples(folder: Path, samples: Sequence[GeneratedSample]) -> None:
-    """Replace `folder` atomically by a folder with samples.jsonl and one PNG or MP4 file per sample.
+def list_sample_folders(output_dir: Path) -> dict[int, Path]:
+    """Return {step: folder} of a run's validation samples, by step. Folders with other names are ignored."""
+    folders = [path for path in (output_dir / "samples").glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
+    return {step: path for step, path in sorted((int(path.name.removeprefix("step_")), path) for path in folders)}
 
-    Raises ValueError if a sample is not uint8 [H,W,3] or [T,H,W,3], or if a video has no fps. Raises OSError if writing
-    fails.
-    """
+
+def write_samples(folder: Path, samples: Sequence[GeneratedSample]) -> None:
+    """Replace `folder` atomically by a folder with samples.jsonl and one PNG or MP4 file per sample. Raises OSError."""
     with atomic.new_folder(folder) as temporary:
         write_table(temporary, [write_sample_file(temporary, number, sample) for number, sample in enumerate(samples)])
 
 
 def write_sample_file(folder: Path, number: int, sample: GeneratedSample) -> dict[str, Any]:
-    """Write the sample as `<number>.png` or `<number>.mp4` and return its line for samples.jsonl."""
     name = f"{number:04d}.{'mp4' if sample.is_video else 'png'}"
     line: dict[str, Any] = {"file": name, "prompt": sample.prompt, "prompt_id": sample.prompt_id, "seed": sample.seed}
     if sample.is_video:
-        if sample.fps is None:
-            raise ValueError(f"{name}: a video needs its frames per second")
-        videos.save_mp4(folder / name, sample.frames, sample.fps)
+        assert sample.fps is not None, f"{name}: a video needs its frames per second"
+        save_mp4(folder / name, sample.frames, sample.fps)
         line["fps"] = sample.fps
     else:
-        images.save_png(folder / name, sample.frames[0])
+        save_png(folder / name, sample.frames[0])
     rewards = {key: None if value is None else finite_or_none(value) for key, value in sample.rewards.items()}
-    return {**line, "rewards": rewards}
+    parts = {key: finite_or_none(value) for key, value in sample.parts.items()}
+    return {**line, "rewards": rewards} | ({"parts": parts} if parts else {})
 
 
 def write_table(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
@@ -74,7 +76,7 @@ def write_table(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def group_by_prompt(samples: Sequence[GeneratedSample]) -> list[GeneratedSample]:
-    """Sort the samples so that those of a prompt are adjacent. Prompts keep the order of their first sample."""
+    """Sort the samples by prompt. The prompts keep the order in which they first appear."""
     first_index: dict[str, int] = {}
     for index, sample in enumerate(samples):
         first_index.setdefault(sample.prompt_id, index)
@@ -90,21 +92,18 @@ def sample_grid(samples: Sequence[GeneratedSample]) -> ImageArray:
 
 
 def sample_animation(samples: Sequence[GeneratedSample]) -> tuple[VideoArray, float]:
-    """Return the sample grid as (video [T,H,W,3] uint8, its fps). Raises ValueError if no sample has an fps.
+    """Return the sample grid as (video [T,H,W,3] uint8, its fps). At least one sample must be a video.
 
     Samples are scaled down. Long videos are reduced to every k-th frame. Shorter samples repeat their last frame.
     """
-    fps = next((sample.fps for sample in samples if sample.fps is not None), None)
-    if fps is None:
-        raise ValueError("no sample has frames per second")
+    fps = next(sample.fps for sample in samples if sample.fps is not None)
     longest = max(len(sample.frames) for sample in samples)
     stride = -(-longest // MAX_ANIMATED_FRAMES)
-    frames = [[reduce_cell(s.frames[min(t, len(s.frames) - 1)]) for s in samples] for t in range(0, longest, stride)]
+    frames = [
+        [reduce_image(s.frames[min(t, len(s.frames) - 1)], MAX_ANIMATED_CELL) for s in samples]
+        for t in range(0, longest, stride)
+    ]
     return np.stack([_draw_grid(samples, cells) for cells in frames]), fps / stride
-
-
-def reduce_cell(image: ImageArray) -> ImageArray:
-    return images.reduce_image(image, MAX_ANIMATED_CELL)
 
 
 def _draw_grid(samples: Sequence[GeneratedSample], cells: Sequence[ImageArray]) -> ImageArray:
@@ -113,11 +112,10 @@ def _draw_grid(samples: Sequence[GeneratedSample], cells: Sequence[ImageArray]) 
     scale = max(1, -(-MIN_CELL // min(min(image.shape[:2]) for image in cells)))
     titles = [samples[row].prompt for row in range(0, len(samples), columns)] if per_prompt > 1 else None
     labels = [" ".join(_format_reward(value) for value in sample.rewards.values()) for sample in samples]
-    return images.image_grid(cells, columns, scale=scale, labels=labels if any(labels) else None, row_titles=titles)
+    return image_grid(cells, columns, scale=scale, labels=labels if any(labels) else None, row_titles=titles)
 
 
 def _samples_per_prompt(samples: Sequence[GeneratedSample]) -> int:
-    """Return the number of consecutive samples per prompt if all prompts have the same number, else 1."""
     runs: list[int] = []
     last = None
     for sample in samples:
@@ -134,14 +132,14 @@ def _format_reward(value: float | None) -> str:
 
 
 def sample_table(samples: Sequence[GeneratedSample]) -> str:
-    """Return a Markdown table with one row per sample, in the order of the grid."""
     names = list(dict.fromkeys(name for sample in samples for name in sample.rewards))
     lines = [["", "prompt", "seed", *names], ["---"] * (3 + len(names))]
     for number, sample in enumerate(samples):
         rewards = [_format_reward(sample.rewards[name]) if name in sample.rewards else "" for name in names]
-        lines.append([str(number), _escape_cell(sample.prompt), str(sample.seed), *rewards])
+        lines.append([str(number), escape_cell(sample.prompt), str(sample.seed), *rewards])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
-def _escape_cell(text: str) -> str:
-    return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|")
+def escape_cell(text: str) -> str:
+    """Escape Markdown and HTML, so that a page never loads an image whose address is in a prompt."""
+    return re.sub(r"([\\`*_{}\[\]()#!|])", r"\\\1", html.escape(" ".join(text.split()), quote=False))

@@ -20,6 +20,10 @@ from wfm_ds.monitoring.samples import GeneratedSample
 log = logging.getLogger(__name__)
 
 TRACKERS_FOLDER = "trackers"  # folder in the run's folder for local files of trackers
+WANDB_ID, MLFLOW_ID, TRACKIO_ID, SWANLAB_ID = "wandb_id", "mlflow_run", "trackio_run", "swanlab_id"
+RUN_ID_FILES = tuple(f"{TRACKERS_FOLDER}/{name}" for name in (WANDB_ID, MLFLOW_ID, TRACKIO_ID, SWANLAB_ID))
+"""Files in the run's folder with the run's id in a tracker. They are copied with checkpoints, so that a run that
+continues on another machine continues in the tracker too."""
 START_S, FINISH_S = 90.0, 30.0
 MAX_QUEUED_SAMPLES = 4  # evaluations with samples queued for a slow tracker; their images are in memory
 
@@ -49,12 +53,16 @@ class RunInfo:
     def load_or_create(self, name: str, create: Callable[[], str]) -> str:
         """Return the text of the file `name` in `folder`.
 
-        A new run, or a run without this file, first writes the text that `create` returns to the file.
+        If the run is new or the file does not exist, the result of `create` is first written to the file.
         """
         path = self.folder / name
         if self.resumed_at is None or not path.is_file():
             path.write_text(create(), encoding="utf-8")
         return path.read_text(encoding="utf-8")
+
+    def forget(self, name: str) -> None:
+        """Remove the file `name` in `folder`, if it exists."""
+        (self.folder / name).unlink(missing_ok=True)
 
 
 class Tracker(Protocol):

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from wfm_ds.recipe.file import read_recipe_tree, validate_tree
+from wfm_ds.recipe.file import read_recipe_parts, section_values, validate_tree
 from wfm_ds.recipe.section import Section
-from wfm_ds.recipe.tree import RecipeTree
-from wfm_ds.recipe.yaml_text import to_inline_yaml
+from wfm_ds.recipe.shipped_recipes import MODELINE
+from wfm_ds.recipe.tree import KeyPath, RecipeTree, SourceLocation, changes_value, merge_trees, to_inline_yaml
+
+MAX_REPLACED_CHARACTERS = 36  # longer values of the base recipe are not repeated
 
 
 def annotate_recipe(path: Path) -> str:
     """Return a recipe as commented YAML text, with all values that differ from the schema's defaults.
 
-    The comment at the top of the file comes first. Values from the file named by `defaults` are marked with its name.
-    The text is a valid recipe. Raises RecipeError.
+    The comment at the top of the file comes first. A value from the file in `defaults` is marked with the file's name.
+    If the recipe replaces a value of that file, the comment gives the replaced value. The text is a valid recipe.
+    Raises RecipeError.
     """
-    tree = read_recipe_tree(path)
+    variant, base = read_recipe_parts(path)
+    tree = variant if base is None else merge_trees(base, variant)
     recipe = validate_tree(tree)
-    lines = _header(path)
-    comments = _Comments(tree, path)
+    replaced = {} if base is None else find_replaced_values(base, variant)
+    sources = {place.source for place in tree.locations.values()}
+    texts = {source: Path(source).read_text("utf-8-sig").splitlines() for source in sources}
+    header = itertools.takewhile(lambda line: line.startswith("#"), texts[str(path)])
+    lines = [line for line in header if not line.startswith(MODELINE)]
     for name in type(recipe).model_fields:
         section = getattr(recipe, name)
         written = tree.values.get(name)
@@ -33,37 +42,33 @@ def annotate_recipe(path: Path) -> str:
             lines.append(f"{name}:")
         elif type(recipe).model_fields[name].default is None:  # a section that is used because it is there
             lines.append(f"{name}: {{}}")
-        lines += [f"  {key}: {to_inline_yaml(written[key])}{comments.describe(name, key)}" for key in changed]
+        for key in changed:
+            place = tree.locate((name, key))
+            above, beside = _find_comments(texts[place.source], place)
+            source = replaced.get((name, key), "") if place.source == str(path) else Path(place.source).name
+            comment = ": ".join(filter(None, [source, beside]))
+            lines += [*above, f"  {key}: {to_inline_yaml(written[key])}{f'  # {comment}' if comment else ''}"]
     return "\n".join(lines) + "\n"
 
 
-def _header(path: Path) -> list[str]:
-    """Return the comment at the top of a file."""
-    lines = path.read_text("utf-8-sig").splitlines()
-    return list(itertools.takewhile(lambda line: line.startswith("#"), lines))
+def find_replaced_values(base: RecipeTree, variant: RecipeTree) -> dict[KeyPath, str]:
+    """Return {key path: comment with the base's value} for each key whose value the variant replaces."""
+    notes: dict[KeyPath, str] = {}
+    for section, values in variant.values.items():
+        before: dict[str, Any] = section_values(base, section)
+        if not isinstance(values, dict) or (section == "algorithm" and changes_value("name", before, values)):
+            continue
+        for key in values.keys() & before.keys():
+            shown = to_inline_yaml(before[key])
+            if before[key] != values[key] and len(shown) <= MAX_REPLACED_CHARACTERS:
+                notes[section, key] = f"replaces {shown} of {Path(base.locate(()).source).name}"
+    return notes
 
 
-class _Comments:
-    """Comments on the values of a recipe, from the lines of its files."""
-
-    def __init__(self, tree: RecipeTree, path: Path) -> None:
-        self.tree, self.path = tree, path
-        self._lines: dict[str, list[str]] = {}
-
-    def describe(self, section: str, key: str) -> str:
-        """Return the comment on a value.
-
-        If the value is from the file named by `defaults`, the file's name precedes the comment.
-        """
-        place = self.tree.locate((section, key))
-        source = Path(place.source)
-        origin = [] if source == self.path else [source.name]
-        comment = [self._read_comment(source, place.line)] if place.line is not None else []
-        text = ": ".join(part for part in (*origin, *comment) if part)
-        return f"  # {text}" if text else ""
-
-    def _read_comment(self, source: Path, number: int) -> str:
-        """Return the comment at the end of a line, or ""."""
-        lines = self._lines.setdefault(str(source), source.read_text("utf-8-sig").splitlines())
-        found = re.search(r"\s#\s*([^\"']*)$", lines[number - 1])
-        return found[1] if found else ""
+def _find_comments(lines: Sequence[str], place: SourceLocation) -> tuple[list[str], str]:
+    """Return (comment lines above a value, comment beside it). lines: of the file that contains the value."""
+    if place.line is None:
+        return [], ""
+    above = list(itertools.takewhile(lambda line: re.match(r"\s+#", line), reversed(lines[: place.line - 1])))
+    beside = re.search(r"\s#\s*([^\"']*)$", lines[place.line - 1])
+    return [f"  {line.strip()}" for line in reversed(above)], beside[1] if beside else ""

@@ -31,7 +31,7 @@ class DataSetRecipe(Section):
     image_column: str | None = None
     """Like `data.image_column`."""
     split: str = "train"
-    """With `kind: hf`: the split."""
+    """Split of the data set. Only for `kind: hf`."""
 
 
 class PixelsRecipe(Section):
@@ -153,7 +153,7 @@ class DataRecipe(Section):
         ]
         | None
     ) = None
-    """Aspect-ratio buckets: a list of [height, width]. Images and videos are resized to the nearest shape; a
+    """Aspect-ratio buckets, each [height, width]. Images and videos are resized to the nearest shape; a
     micro-batch (RL: an RL step) has one size. `auto`: `sampling.height` x `sampling.width` and common shapes from 2:1
     to 1:2 with about the same number of pixels. Unset: everything is cropped to `sampling.height` x
     `sampling.width`."""
@@ -174,21 +174,21 @@ class DataRecipe(Section):
     for text embeddings (see `cache_text`)."""
     cache_text: Literal["auto", "off"] = "auto"
     """`auto`: before training, encode all texts into `cache_dir`, else $WFM_CACHE (~/.cache/wfm_ds), then free the text
-    encoders. They stay loaded if the embeddings would exceed 64 GiB (docs/data_processing.md). `off`: encode each text
-    when it is first needed."""
+    encoders. They stay loaded if the embeddings would exceed 64 GiB or the run draws fewer samples than half of the
+    texts (docs/data_processing.md). `off`: encode each text when it is first needed."""
     cache_latents: bool = False
     """Cache the latents of all training images and videos in `cache_dir`. Needs `clip: centre` and `crop: centre`."""
 
     media_path: UserAddress | None = None
-    """llava: local or s3:// folder that image and video paths in the annotations are relative to. Unset: they are
-    absolute paths or addresses."""
+    """llava: local or s3:// folder that image and video paths in the annotations are relative to. Unset: the
+    annotations contain absolute paths or URLs."""
     system_prompt: str | None = None
     """llava: system prompt of conversations without one. Unset: whatever the model's chat template inserts."""
     max_tokens: Annotated[int, Field(ge=16)] = 4096
     """llava: length of a packed sequence, and maximum length of a conversation, in tokens."""
     too_long: Literal["skip", "truncate_answer"] = "skip"
-    """llava: what happens to conversations longer than `max_tokens`. `skip`: skip and count them. `truncate_answer`:
-    cut off their end, which is the last answer. Images and videos are never truncated."""
+    """For `llava`: treatment of conversations longer than `max_tokens`. `skip`: skip and count them. `truncate_answer`:
+    truncate them at the end, which shortens the last answer. Images and videos are never truncated."""
     pack: bool = True
     """llava: pack several conversations into one sequence. They do not attend to each other."""
     pixels: PixelsRecipe = PixelsRecipe()
@@ -272,7 +272,6 @@ class DataRecipe(Section):
         return self
 
     def _check_streaming(self) -> None:
-        """Raise ValueError if streaming is set with a key that needs all samples in advance or reads samples twice."""
         if not self.streaming:
             return
         if self.kind != "hf":

@@ -90,14 +90,13 @@ def policy_copies(policies: frozenset[str], *, lora: bool) -> frozenset[str]:
     return policies - {"ref"} if lora else policies
 
 
-# {key of section rollout that needs unsharded weights, so not ZeRO-3: reason}
+# {(section, key) that needs unsharded weights, so not ZeRO-3: reason}
 NEEDS_WHOLE_WEIGHTS = {
-    "merge_lora": "adds adapters to whole layers",
-    "cuda_graph": "needs weights at fixed addresses",
+    ("rollout", "merge_lora"): "adds adapters to whole layers",
+    ("rollout", "cuda_graph"): "needs weights at fixed addresses",
+    ("lora", "dora"): "needs the norms of whole weights",
+    ("lora", "modules_to_save"): "copies whole layers",
 }
-
-# {key of section lora that needs unsharded layers, so not ZeRO-3: reason}
-NEEDS_WHOLE_LAYERS = {"dora": "needs the norms of whole weights", "modules_to_save": "copies whole layers"}
 
 
 def build_deepspeed_config(
@@ -161,8 +160,8 @@ def read_deepspeed_config(source: Path) -> dict[str, Any]:
 
     try:
         content = json.loads(source.read_text(encoding="utf-8"), object_pairs_hook=reject_duplicates)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RecipeError(f"{source}: not a readable JSON file: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecipeError(f"{source}: not a readable JSON file ({error}): correct it, or set another one") from error
     if not isinstance(content, dict):
         raise RecipeError(f"{source}: expected a JSON object, got {type(content).__name__}")
     return content
@@ -207,6 +206,8 @@ def check_combinations(
     devices = {part: _offload_device(zero, part, source) for part in ("offload_optimizer", "offload_param")}
     if "nvme" in devices.values() and copies:
         raise RecipeError(f"{source}: offload to nvme does not support weight copies ({copies}): use cpu")
+    if any(devices.values()) and recipe.algorithm.list_teachers():
+        raise RecipeError(f"{source}: {recipe.algorithm.name} does not support offload yet: use zero2 or zero3")
     if any(devices.values()) and from_json.get("zero_force_ds_cpu_optimizer", True):
         raise RecipeError(f"{source}: offload needs zero_force_ds_cpu_optimizer: false (torch's AdamW)")
     if any(devices.values()) and recipe.optimizer.name != "adamw":
@@ -218,16 +219,11 @@ def check_combinations(
         raise RecipeError(
             f"{source}: zero_optimization.memory_efficient_linear must be false: it replaces every linear()"
         )
-    if zero["stage"] == 3 and recipe.rollout is not None and not recipe.is_async:
-        for key, why in NEEDS_WHOLE_WEIGHTS.items():
-            if getattr(recipe.rollout, key):
-                raise RecipeError(
-                    f"{source}: ZeRO stage 3 shards the weights, but rollout.{key} {why}: use zero2, or remove the key"
-                )
-    for key, why in NEEDS_WHOLE_LAYERS.items():
-        if zero["stage"] == 3 and recipe.lora is not None and getattr(recipe.lora, key):
+    for (section, key), why in NEEDS_WHOLE_WEIGHTS.items() if zero["stage"] == 3 else ():
+        is_read = section == "lora" or not recipe.is_async  # workers have whole weights
+        if is_read and getattr(getattr(recipe, section), key, None):
             raise RecipeError(
-                f"{source}: ZeRO stage 3 shards the weights, but lora.{key} {why}: use zero2, or remove the key"
+                f"{source}: ZeRO stage 3 shards the weights, but {section}.{key} {why}: use zero2, or remove the key"
             )
     if recipe.engine.compile and zero["stage"] == 3 and "leaf_module" not in zero:
         raise RecipeError(
@@ -265,12 +261,7 @@ def require_idle_expert_support(recipe: Recipe) -> None:
 
 
 def _offload_device(zero: Mapping[str, Any], part: str, source: Path) -> str | None:
-    """Return the device (`cpu` or `nvme`) of the ZeRO section `part`, such as `offload_optimizer`.
-
-    Returns None without offload.
-
-    Raises RecipeError for other devices, and for super_offload.
-    """
+    """Return the device of the ZeRO section `part`, such as `offload_optimizer`: cpu, nvme, or None without offload."""
     settings = zero.get(part)
     if settings is None:
         return None

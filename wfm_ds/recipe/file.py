@@ -2,50 +2,48 @@
 
 from __future__ import annotations
 
-import math
 import os
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe import shipped_recipes
-from wfm_ds.recipe.key_renames import convert_old_names, find_old_names
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.schema_description import (
     SCHEMA_ROOT,
-    SchemaNode,
-    closest_match,
-    describe_type,
+    find_misread_values,
     format_value,
-    iterate_sections,
-    member_names,
-    scalar_types,
+    translate_errors,
 )
-from wfm_ds.recipe.tiny import shrink_recipe
-from wfm_ds.recipe.tiny_families import find_tiny_family, match_released_name
+from wfm_ds.recipe.tiny import find_tiny_family, match_released_name, shrink_recipe
 from wfm_ds.recipe.tree import (
+    MAX_CHARACTERS,
     KeyPath,
     RecipeProblem,
     RecipeTree,
     SourceLocation,
     apply_overrides,
-    join_key_path,
     merge_trees,
     parse_yaml,
     raise_problems,
     shorten_text,
+    to_yaml,
 )
-from wfm_ds.recipe.yaml_text import MAX_CHARACTERS, to_yaml
-from wfm_ds.user_class import CLASS_PATH_FORM
 
-MAX_INTEGER = 2**63 - 1
-KEY_IN_TEXT = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
+RENAMED_KEYS = {
+    "validation.judges": "validation.held_out_rewards",
+    "rollout.lost_after_s": "rollout.worker_timeout_s",
+}
+"""{old key: new key}, both as `section.key`."""
+
+RENAMED_VALUES = {"data.choose": {"spread": "reward_std"}}
+"""{key: {old value: new value}}."""
+
+OLD_MAX_BATCH = 16  # former default of reward.functions.N.max_batch
+OLD_DGPO = {"clip_ratio": None, "kl_beta": 0.0}  # values of runs from before these keys existed
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -63,7 +61,7 @@ def load_tiny_recipe(path: Path, overrides: Sequence[str] = (), *, world_size: i
 
     Values of `--tiny` take precedence over the file, and overrides take precedence over both.
     world_size: number of ranks. A larger engine.sequence_parallel is reduced to this number.
-    Raises RecipeError like `load_recipe`, and if the model family is unknown.
+    Raises RecipeError in the same cases as `load_recipe`, and if the model family is unknown.
     """
     path = resolve_recipe_path(path)
     recipe = _resolve_recipe(read_recipe_tree(path), ())
@@ -76,7 +74,7 @@ def load_tiny_recipe(path: Path, overrides: Sequence[str] = (), *, world_size: i
 def load_stored_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load the resolved recipe of a run folder or checkpoint, and convert keys that were renamed since it was written.
 
-    Raises RecipeError like load_recipe.
+    Raises RecipeError in the same cases as `load_recipe`.
     """
     tree = read_recipe_tree(path)
     convert_old_names(tree)
@@ -103,9 +101,18 @@ def resolve_recipe_path(path: Path) -> Path:
 
 def read_recipe_tree(path: Path) -> RecipeTree:
     """Read a recipe file, merged with the file named by `defaults`, without validating it. Raises RecipeError."""
+    variant, base = read_recipe_parts(path)
+    return variant if base is None else merge_trees(base, variant)
+
+
+def read_recipe_parts(path: Path) -> tuple[RecipeTree, RecipeTree | None]:
+    """Return (values of a recipe file without `defaults`, values of the file named by `defaults`, or None).
+
+    Does not validate them. Raises RecipeError.
+    """
     variant = _read_tree(path)
     if "defaults" not in variant.values:
-        return variant
+        return variant, None
     name, place = variant.values.pop("defaults"), variant.locate(("defaults",))
     variant.forget_locations(("defaults",))
     if not isinstance(name, str):
@@ -118,7 +125,7 @@ def read_recipe_tree(path: Path) -> RecipeTree:
     if "defaults" in base.values:
         place = base.locate(("defaults",))
         raise RecipeError(f"{place}: an included recipe cannot have its own defaults (included by {path})")
-    return merge_trees(base, variant)
+    return variant, base
 
 
 def _read_tree(path: Path) -> RecipeTree:
@@ -161,182 +168,74 @@ def _resolve_recipe(tree: RecipeTree, overrides: Sequence[str]) -> Recipe:
 
 def validate_tree(tree: RecipeTree) -> Recipe:
     """Validate a recipe. Raises RecipeError with one line per problem."""
-    explained = [*find_old_names(tree), *_find_misread_values(SCHEMA_ROOT, tree.values, ())]
+    explained = [*find_old_names(tree), *find_misread_values(SCHEMA_ROOT, tree.values, ())]
     problems = [RecipeProblem(tree.locate(path), text) for path, text in explained]
     recipe = None
     try:
         recipe = Recipe.model_validate(tree.values)
     except ValidationError as error:
-        problems += _translate_errors(error.errors(), tree, {path for path, _ in explained})
+        problems += translate_errors(error.errors(), tree, {path for path, _ in explained})
     raise_problems(problems)
     assert recipe is not None, "pydantic rejected the recipe, but no error was reported"
     return recipe
 
 
-def _find_misread_values(slot: SchemaNode, value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
-    """Return (key path, message) for each value that pydantic would silently convert, and for each too large integer.
+# ---- names of earlier versions
 
-    For example, pydantic converts true to 1 and the text "30" to the number 30. Integers of 2**63 or more are too
-    large.
+
+def find_old_names(tree: RecipeTree) -> list[tuple[KeyPath, str]]:
+    """Return (key path, message for the user) for each old key or value in the recipe."""
+    messages: list[tuple[KeyPath, str]] = []
+    for old, new in RENAMED_KEYS.items():
+        section, key = old.split(".")
+        if key in section_values(tree, section):
+            messages.append(((section, key), f"{old} has been renamed to {new}: change the key"))
+    for name, values in RENAMED_VALUES.items():
+        section, key = name.split(".")
+        value = section_values(tree, section).get(key)
+        if isinstance(value, str) and value in values:
+            messages.append(((section, key), f"{name}: {value} has been renamed to {values[value]}: change the value"))
+    return messages
+
+
+def convert_old_names(tree: RecipeTree) -> None:
+    """Rename old keys and values in the recipe, and add keys whose defaults differ from the behavior of older versions.
+
+    If a key is present under both its old and its new name, the value of the new name wins.
     """
-    if isinstance(value, dict | list):
-        entries = value.items() if isinstance(value, dict) else enumerate(value)
-        inner = [(key, entry, slot.child(key, value)) for key, entry in entries]
-        return [
-            misread
-            for key, entry, s in inner
-            if s is not None
-            for misread in _find_misread_values(s, entry, (*path, key))
-        ]
-    allowed = scalar_types(slot)
-    if (
-        isinstance(value, int | float)
-        and int in allowed
-        and float not in allowed
-        and MAX_INTEGER < abs(value) < math.inf
-    ):
-        return [
-            (
-                path,
-                f"{join_key_path(path)}: expected {describe_type(slot)}, at most 2**63 - 1, got {format_value(value)}",
-            )
-        ]
-    is_flag_as_number = isinstance(value, bool) and bool not in allowed and bool(allowed & {int, float})
-    is_text_as_number = isinstance(value, str) and bool(allowed) and allowed <= {int, float}
-    if is_flag_as_number or is_text_as_number:
-        return [(path, _describe_unexpected_value(_ErrorLocation(path, slot, value, None)))]
-    return []
+    for old, new in RENAMED_KEYS.items():
+        (section, old_key), (new_section, new_key) = old.split("."), new.split(".")
+        values = section_values(tree, section)
+        if old_key in values:
+            location = tree.locate((section, old_key))
+            value = values.pop(old_key)
+            tree.forget_locations((section, old_key))
+            if new_key not in tree.values.setdefault(new_section, {}):
+                tree.values[new_section][new_key] = value
+                tree.locations[(new_section, new_key)] = location
+    for name, renamed in RENAMED_VALUES.items():
+        section, key = name.split(".")
+        values = section_values(tree, section)
+        if isinstance(values.get(key), str):
+            values[key] = renamed.get(values[key], values[key])
+    algorithm = section_values(tree, "algorithm")
+    if algorithm.get("name") == "dgpo" and "clip_ratio" not in algorithm:
+        algorithm |= OLD_DGPO
+    remove_old_batch_sizes(tree)
 
 
-@dataclass(frozen=True, slots=True)
-class _ErrorLocation:
-    """Position of a validation error in the recipe's values and in the schema."""
+def remove_old_batch_sizes(tree: RecipeTree) -> None:
+    """Remove `max_batch: 16`, the default of earlier versions, from all rewards.
 
-    path: KeyPath
-    node: SchemaNode | None  # None for a key that is not in the schema
-    value: Any
-    parent: _ErrorLocation | None
-    is_inexact: bool = False  # pydantic did not say where inside this value the error is
-
-    def enter_child(self, key: str | int) -> _ErrorLocation:
-        slot = None if self.node is None else self.node.child(key, self.value)
-        is_known = key in self.value if isinstance(self.value, dict) else isinstance(key, int) and key < len(self.value)
-        return _ErrorLocation((*self.path, key), slot, self.value[key] if is_known else None, self)
-
-
-def _locate_error(loc: Sequence[str | int], values: Any) -> _ErrorLocation:
-    """Convert the `loc` of a pydantic error to a position in `values`.
-
-    Pydantic adds a tag to `loc` for each tagged union. An error inside a union without tags is located at the union's
-    key.
+    Without the key, the effect is the same.
     """
-    spot, rest = _ErrorLocation((), SCHEMA_ROOT, values, None), list(loc)
-    while rest:
-        slot = spot.node
-        own = None if slot is None else slot.user_section(spot.value)
-        if own is not None:  # a user's section is validated outside of the union, so `loc` has no tag
-            spot = replace(spot, node=SchemaNode(own)).enter_child(rest.pop(0))
-        elif slot is not None and len(slot.union_members()) > 1 and rest[0] != slot.discriminator:
-            member = slot.find_union_member(rest.pop(0))
-            if not rest or member is None:
-                return replace(spot, is_inexact=bool(rest))
-            spot = replace(spot, node=member)
-        else:
-            spot = spot.enter_child(rest.pop(0))
-    return spot
+    for section, key in (("reward", "functions"), ("validation", "held_out_rewards")):
+        rewards = section_values(tree, section).get(key)
+        for reward in rewards if isinstance(rewards, list) else []:
+            if isinstance(reward, dict) and reward.get("max_batch") == OLD_MAX_BATCH:
+                del reward["max_batch"]
 
 
-def _translate_errors(errors: Sequence[ErrorDetails], tree: RecipeTree, explained: set[KeyPath]) -> list[RecipeProblem]:
-    """Convert pydantic's errors to RecipeProblems.
-
-    Type errors of a key are omitted if the key is in `explained` or also failed a validator.
-    """
-    located = [(details, _locate_error(details["loc"], tree.values)) for details in errors]
-    explained = explained | {spot.path for details, spot in located if details["type"] == "value_error"}
-    relevant = [(d, spot) for d, spot in located if d["type"] == "value_error" or spot.path not in explained]
-    return [_translate_error(details, spot, tree) for details, spot in relevant]
-
-
-def _translate_error(details: ErrorDetails, spot: _ErrorLocation, tree: RecipeTree) -> RecipeProblem:
-    text, path = details["msg"], spot.path
-    match details["type"]:
-        case "value_error":
-            text = str(details["ctx"]["error"])
-            path = path or _find_mentioned_key(text, tree)
-            is_placed = not spot.path or text.startswith(
-                f"{join_key_path(spot.path)} "
-            )  # the message already names the key
-            text = text if is_placed else f"{join_key_path(spot.path)}: {text}"
-        case _ if spot.is_inexact:
-            text = _describe_unexpected_value(spot)
-        case "finite_number" if spot.node is not None:
-            expected = f"{describe_type(spot.node)} that is finite"
-            text = f"{join_key_path(path)}: expected {expected}, got {format_value(spot.value)}"
-        case "extra_forbidden":
-            text = _describe_unknown_key(spot)
-        case "missing":
-            text = _describe_missing_key(spot)
-        case "union_tag_invalid" | "union_tag_not_found" if (
-            spot.node is not None and spot.node.discriminator is not None
-        ):
-            text, path = _describe_unknown_name(spot)
-        case _ if spot.node is not None:
-            text = _describe_unexpected_value(spot)
-    return RecipeProblem(tree.locate(path), text)
-
-
-def _describe_unexpected_value(spot: _ErrorLocation) -> str:
-    assert spot.node is not None
-    is_unquoted = str in scalar_types(spot.node) and isinstance(spot.value, bool | int | float)
-    hint = "; put it in quotes" if is_unquoted else ""
-    return f"{join_key_path(spot.path)}: expected {describe_type(spot.node)}, got {format_value(spot.value)}{hint}"
-
-
-def _describe_missing_key(spot: _ErrorLocation) -> str:
-    assert spot.node is not None
-    if isinstance(spot.path[-1], int) and spot.parent is not None:  # a list is too short
-        return _describe_unexpected_value(spot.parent)
-    section = spot.node.section_class(None)
-    if section is not None and len(spot.path) == 1:
-        needed = [name for name, field in section.model_fields.items() if field.is_required()]
-        return f"the section {join_key_path(spot.path)} is missing; it needs {' and '.join(needed)}"
-    what = "section" if len(spot.path) == 1 else "key"
-    return f"the {what} {join_key_path(spot.path)} is missing; expected {describe_type(spot.node)}"
-
-
-def _describe_unknown_key(spot: _ErrorLocation) -> str:
-    """Return the message for an unknown key. It suggests the closest key, or other sections that have this key."""
-    assert spot.parent is not None
-    assert spot.parent.node is not None
-    section, word = spot.parent.node.section_class(spot.parent.value), str(spot.path[-1])
-    assert section is not None
-    title = join_key_path(tuple(part for part in spot.parent.path if isinstance(part, str)))
-    if spot.parent.path == ("algorithm",):
-        title = str(spot.parent.value["name"])
-    near = closest_match(word, section.model_fields)
-    elsewhere = [t for _, t, other in iterate_sections() if word in other.model_fields]
-    there = f"{word} is a key of {', '.join(elsewhere)}" if elsewhere else ""
-    if near:
-        hint = f"did you mean {near}?" + (f" ({there})" if there else "")
-    else:
-        hint = there or f"valid keys: {', '.join(section.model_fields)}"
-    return f"{join_key_path(spot.path)} is not {f'a key of {title}' if title else 'a section'}; {hint}"
-
-
-def _describe_unknown_name(spot: _ErrorLocation) -> tuple[str, KeyPath]:
-    """Return (message, key path) for a missing or unknown selector key, such as `algorithm.name`."""
-    assert spot.node is not None
-    assert spot.node.discriminator is not None
-    key, valid = spot.node.discriminator, member_names(spot.node)
-    if key not in spot.value:
-        return f"the key {join_key_path((*spot.path, key))} is missing; expected one of {', '.join(valid)}", spot.path
-    valid = [*valid, CLASS_PATH_FORM] if spot.path == ("algorithm",) else valid
-    path = (*spot.path, key)
-    return f"{join_key_path(path)}: expected one of {', '.join(valid)}, got {format_value(spot.value[key])}", path
-
-
-def _find_mentioned_key(text: str, tree: RecipeTree) -> KeyPath:
-    """Return the longest recipe key that an error message mentions, or () if there is none."""
-    mentioned = [tuple(word.split(".")) for word in KEY_IN_TEXT.findall(text)]
-    known = [path for path in mentioned if path[0] in Recipe.model_fields and path in tree.locations]
-    return max(known, key=len, default=())
+def section_values(tree: RecipeTree, section: str) -> dict[str, Any]:
+    values = tree.values.get(section)
+    return values if isinstance(values, dict) else {}

@@ -6,30 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from wfm_ds.recipe.section import DeviceName, RewardName, Section, UserAddress, UserPath
+from wfm_ds.recipe.section import Section, Seed, UserAddress, UserPath
+from wfm_ds.recipe.sections import HeldOutReward
 
-TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
-
-
-class HeldOutReward(Section):
-    """A held-out reward: it is computed in evaluations and never trained on."""
-
-    name: RewardName
-    """A reward of wfm_reward, or `package.module:Class`. Must not be one of `reward.functions`."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the reward's constructor."""
-    workers: Annotated[int, Field(ge=1, le=256)] = 1
-    """Worker processes for this reward, if the trainer starts the service."""
-    max_batch: Annotated[int, Field(ge=1, le=64)] | None = None
-    """Maximum number of items that a worker scores at once, if the trainer starts the service. Unset: 16, or the
-    maximum of the reward's class if that is smaller."""
-    device: DeviceName = "cpu"
-    """Device of the reward's model, such as `cuda:7`, if the trainer starts the service. Numbers count all GPUs
-    available to the run on its first machine (docs/rewards.md)."""
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio", "swanlab"]
 
 
 def _expand_reward_name(value: Any) -> Any:
-    """Convert a reward's name to the mapping {name: NAME}. Values other than text are returned unchanged."""
     return {"name": value} if isinstance(value, str) else value
 
 
@@ -38,7 +21,8 @@ class ValidationRecipe(Section):
     EMA weights if there are any."""
 
     every: NonNegativeInt = 0
-    """Steps between evaluations (optimizer steps for SFT and DPO, RL steps for RL). 0: only at the end."""
+    """Steps between evaluations (optimizer steps for SFT and DPO, RL steps for RL). 0: only at the end and, with
+    `at_start`, at the start."""
     at_start: bool = True
     """Also evaluate before the first step."""
     prompts: UserPath | None = None
@@ -47,12 +31,14 @@ class ValidationRecipe(Section):
     num_prompts: PositiveInt = 16
     """Number of prompts, from the start of the list. SFT and DPO without `held_out_rewards` generate at most
     `logging.num_samples` samples."""
-    seeds: list[NonNegativeInt] = Field(default=[1000001], min_length=1)
+    seeds: list[Seed] = Field(default=[1000001], min_length=1)
     """Noise seeds. Each prompt is sampled once per seed."""
     rollout_correlation: bool = False
     """RL: also sample the same prompts and seeds with the rollout's steps and solver, and report the rank correlation
     of the two rewards (docs/choosing.md)."""
-    held_out_rewards: list[Annotated[HeldOutReward, BeforeValidator(_expand_reward_name)]] = Field(default=[])
+    held_out_rewards: list[
+        Annotated[HeldOutReward, BeforeValidator(_expand_reward_name, json_schema_input_type=str | HeldOutReward)]
+    ] = Field(default=[])
     """Rewards (or their names) that score all evaluation samples and are never trained on. RL raises an alarm if the
     trained reward rises while these fall (docs/rewards.md); SFT and DPO only log them. Computed by the service at
     `reward.endpoint` if it is set, else by the trainer's service."""
@@ -70,12 +56,12 @@ class LoggingRecipe(Section):
     """Console output, trackers, sample images and the run page."""
 
     trackers: list[TrackerName] = Field(default=["tensorboard"])
-    """Experiment trackers for metrics and samples (docs/metrics.md): `tensorboard`, `wandb`, `mlflow`, `trackio`. All
-    except `tensorboard` need optional packages. A tracker that fails is disabled with a warning."""
+    """Experiment trackers for metrics and samples (docs/metrics.md): `tensorboard`, `wandb`, `mlflow`, `trackio`,
+    `swanlab`. All except `tensorboard` need optional packages. A tracker that fails is disabled with a warning."""
     tensorboard: bool = True
     """False: no TensorBoard files, even if `trackers` lists it."""
     project: Annotated[str, Field(min_length=1, max_length=100)] = "wfm_ds"
-    """Project (wandb, trackio) or experiment (mlflow) of the run."""
+    """Project (wandb, trackio, swanlab) or experiment (mlflow) of the run."""
     run_name: Annotated[str, Field(min_length=1, max_length=100)] | None = None
     """Name of the run in the trackers. Unset: the last component of `run.output_dir`."""
     wandb: dict[str, Any] = Field(default_factory=dict)
@@ -84,6 +70,8 @@ class LoggingRecipe(Section):
     """`tracking_uri` of MLflow. Unset: MLFLOW_TRACKING_URI, else an SQLite file in `run.output_dir`."""
     trackio: dict[str, Any] = Field(default_factory=dict)
     """Additional arguments of trackio.init, such as space_id."""
+    swanlab: dict[str, Any] = Field(default_factory=dict)
+    """Additional arguments of swanlab.init, such as workspace, group, tags or mode."""
     page: bool = True
     """Write the run page, index.html."""
     sample_every: NonNegativeInt = 0
@@ -105,7 +93,7 @@ class LoggingRecipe(Section):
     def _check_trackers(self) -> LoggingRecipe:
         if len(set(self.trackers)) < len(self.trackers):
             raise ValueError(f"trackers: each may be listed only once, got {self.trackers}")
-        for name in ("wandb", "mlflow", "trackio"):
+        for name in ("wandb", "mlflow", "trackio", "swanlab"):
             if getattr(self, name) and name not in self.trackers:
                 raise ValueError(f"{name} needs the tracker {name}: add it to trackers, or remove the key")
         if unknown := sorted(self.mlflow.keys() - {"tracking_uri"}):

@@ -21,11 +21,12 @@ class RunSizes:
     sequence_parallel: int  # ranks per replica
     samples_per_step: int  # SFT: global batch size; RL: prompts_per_step * group_size
     samples_per_rank: int
+    extra_updates_per_step: int = 0  # optimizer steps of adapters that are not exported
     candidates_per_step: int = 0  # generated candidates with sampling.explore, without refills
     terms_per_rank: int  # loss terms ((sample, timestep) pairs) per optimizer step and rank
     accumulation: int  # micro-batches per optimizer step and rank
-    updates_per_step: int  # optimizer steps per SFT or RL step
-    total_updates: int
+    updates_per_step: int  # optimizer steps per SFT or RL step, of all trained adapters
+    total_updates: int  # optimizer steps of the exported weights: the length of the learning rate schedule
 
     @property
     def num_replicas(self) -> int:
@@ -48,8 +49,15 @@ class RunSizes:
             *self._candidate_lines(unit),
             f"{f'loss terms per {unit}':<27}{self.terms_per_rank} per optimizer step, {self.accumulation} "
             "micro-batches",
-            f"optimizer steps            {self.total_updates} ({self.updates_per_step} per step)",
+            f"optimizer steps            {self._update_counts}",
         ]
+
+    @property
+    def _update_counts(self) -> str:
+        if self.extra_updates_per_step == 0:
+            return f"{self.total_updates} ({self.updates_per_step} per step)"
+        own = self.updates_per_step - self.extra_updates_per_step
+        return f"{self.total_updates} ({own} per step, after {self.extra_updates_per_step} of the fake score)"
 
     def _candidate_lines(self, unit: str) -> list[str]:
         if not self.candidates_per_step:
@@ -111,14 +119,14 @@ def _derive_supervised_sizes(recipe: Recipe, world_size: int, replicas: int) -> 
 def _derive_rl_sizes(recipe: Recipe, world_size: int, replicas: int) -> RunSizes:
     algorithm, rollout = recipe.rl.algorithm, recipe.rl.rollout
     groups, size = rollout.prompts_per_step, rollout.group_size
-    updates = algorithm.updates_per_rollout
+    parts = algorithm.num_sample_parts
     samples = groups * size
-    if samples % (replicas * updates):
+    if samples % (replicas * parts):
         shared = f"replicas of {recipe.engine.sequence_parallel} ranks" if replicas < world_size else "ranks"
         raise RecipeError(
             f"rollout.prompts_per_step * rollout.group_size = {groups} * {size} = {samples} samples are not divisible "
-            f"by {replicas} {shared} * {updates} algorithm.updates_per_rollout: use a multiple of "
-            f"{replicas * updates}, or another number of ranks"
+            f"by {replicas} {shared} * {parts} algorithm.updates_per_rollout: use a multiple of "
+            f"{replicas * parts}, or another number of ranks"
         )
     if recipe.engine.gradient_accumulation != 1:
         raise RecipeError(
@@ -126,7 +134,7 @@ def _derive_rl_sizes(recipe: Recipe, world_size: int, replicas: int) -> RunSizes
             "remove it"
         )
     explore = recipe.sampling.explore
-    per_update = samples // (replicas * updates)
+    per_update = samples // (replicas * parts)
     terms = per_update * algorithm.terms_per_sample(recipe.sampling)
     return RunSizes(
         world_size=world_size,
@@ -136,6 +144,7 @@ def _derive_rl_sizes(recipe: Recipe, world_size: int, replicas: int) -> RunSizes
         candidates_per_step=0 if explore is None else groups * explore.group_size,
         terms_per_rank=terms,
         accumulation=math.ceil(terms / recipe.engine.micro_batch_size),
-        updates_per_step=updates,
-        total_updates=recipe.run.steps * updates,
+        updates_per_step=algorithm.num_updates,
+        extra_updates_per_step=algorithm.num_updates - parts,
+        total_updates=algorithm.num_default_updates(recipe.run.steps),
     )

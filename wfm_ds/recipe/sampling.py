@@ -12,6 +12,7 @@ from wfm_ds.recipe.shared_defaults import DEFAULT_EVAL_STEPS, DEFAULT_FPS, DEFAU
 
 # {stochastic solver: default of sampling.noise_level}
 DEFAULT_NOISE_LEVELS = {"flow_sde": 0.7, "dance": 0.3, "cps": 0.8}
+CPS_EVAL_NOISE = 1.0  # noise level of `eval_solver: cps`, that of diffusers' stochastic_sampling
 # Solvers in EDM coordinates, and their churn keys with the published values.
 EDM_SOLVERS = ("edm_2ab", "edm_euler")
 CHURN_DEFAULTS = {"s_churn": 1.0, "s_t_min": 0.0, "s_t_max": math.inf, "s_noise": 1.0}
@@ -36,7 +37,8 @@ class RandomWindow(Section):
 
 
 class ProgressiveWindow(Section):
-    """Consecutive steps that move towards the clean end during training, then start over (MixGRPO)."""
+    """Consecutive steps that move towards the clean end during training, then continue from the start, modulo the
+    number of positions (MixGRPO)."""
 
     kind: Literal["progressive"]
     """Selects this kind."""
@@ -57,7 +59,7 @@ class ProgressiveWindow(Section):
 
 
 class SubsetWindow(Section):
-    """Steps chosen from a list at random, without replacement, anew in each RL step (Flow-Factory)."""
+    """Steps that each RL step chooses from a list at random, without replacement (Flow-Factory)."""
 
     kind: Literal["subset"]
     """Selects this kind."""
@@ -76,7 +78,7 @@ class SubsetWindow(Section):
         if max(self.indices) > num_steps - 2:
             raise ValueError(
                 f"sampling.window.indices must be at most {num_steps - 2} with sampling.steps {num_steps} (the last "
-                f"step has no noise), got {max(self.indices)}"
+                f"step is never trained), got {max(self.indices)}"
             )
 
 
@@ -88,7 +90,7 @@ def _require_window_fits(bounds: tuple[int, int], size: int, num_steps: int) -> 
     if last > num_steps - 1 or last - first < size:
         raise ValueError(
             f"sampling.window has size {size} and range [{first}, {last}] with {num_steps} steps: the range must "
-            f"contain the window and end at {num_steps - 1} or earlier (the last step has no noise)"
+            f"contain the window and end at {num_steps - 1} or earlier (the last step is never trained)"
         )
 
 
@@ -124,8 +126,11 @@ class SamplingRecipe(Section):
     """Denoising steps in rollouts."""
     grid: Literal["stock", "even"] = "stock"
     """Noise levels of the rollout steps. `stock`: the levels of the pipeline's scheduler; for SD3 the last one is only
-    .001 to .009. `even`: q = 1, (N - 1)/N, .. 1/N for N steps, with the scheduler's shift; close to `stock` for SANA
-    and Wan, an error for schedulers without a shift. Validation and exports always use `stock`."""
+    .001 to .009. `even`: q = 1, (N - 1)/N, .. 1/N for N steps, shifted by `grid_shift`; close to `stock` for SANA and
+    Wan. For validation see `eval_grid`."""
+    grid_shift: PositiveFloat | None = None
+    """Timestep shift s of `even` levels in `grid` and `eval_grid`: sigma = s * q / (1 + (s - 1) * q). Unset: the shift
+    of the pipeline's scheduler. Required for schedulers without a shift, such as that of Cosmos-Predict2.5."""
     solver: Literal["ode", "dpm2", "flow_sde", "dance", "cps", "edm_2ab", "edm_euler"] = "ode"
     """Rollout solver. Deterministic: `ode` (Euler), `dpm2` (second-order multistep). Stochastic: `flow_sde`
     (Flow-GRPO), `dance` (DanceGRPO), `cps` (Flow-CPS). For ddrl, with churn and their own noise levels: `edm_2ab`
@@ -134,7 +139,8 @@ class SamplingRecipe(Section):
     """Noise scale of a stochastic solver. Unset: .7 for `flow_sde`, .3 for `dance`, .8 for `cps` (at most 1)."""
     window: Window | None = Field(default=None, discriminator="kind")
     """Denoising steps with injected noise, for stochastic solvers; the other steps use `ode`. Algorithms based on
-    log-probabilities train on these steps. Unset: all steps except the last."""
+    log-probabilities train on these steps. Unset: all steps add noise (`flow_sde`), or all except the last (`dance`,
+    `cps`); all except the last are trained."""
     explore: ExploreRecipe | None = None
     """Select the samples of a group from many cheap candidates. Needs `data.kind: prompts` and colocated rollouts
     (docs/rl_training.md). Unset: train on every generated sample."""
@@ -151,9 +157,15 @@ class SamplingRecipe(Section):
     """EDM solvers: factor on the standard deviation of the added noise. Unset: 1."""
     eval_steps: Annotated[PositiveInt, Field(le=10_000)] = DEFAULT_EVAL_STEPS
     """Denoising steps in validation and logged samples."""
-    eval_solver: Literal["ode", "dpm2"] | None = None
-    """Solver in validation and logged samples: `ode` (Euler) or `dpm2` (second-order multistep). Unset: `dpm2` if the
-    pipeline's scheduler is a multistep one (SANA, Wan, Cosmos), else `ode`."""
+    eval_grid: Literal["stock", "even"] = "stock"
+    """Noise levels in validation and logged samples, with the values of `grid`. `even` is for models that generate in
+    few steps: `eval_solver` is `ode` or `cps`, and exports contain what plain diffusers needs for the same kind of
+    samples (docs/exports.md)."""
+    eval_solver: Literal["ode", "dpm2", "cps"] | None = None
+    """Solver in validation and logged samples: `ode` (Euler), `dpm2` (second-order multistep) or `cps`, which adds the
+    noise of rollouts with `solver: cps` and `noise_level: 1`. `cps` needs these values and `eval_grid: even`. Unset:
+    `dpm2` if the pipeline's scheduler is a multistep one (SANA, Wan, Cosmos) and `eval_grid` is `stock`, else
+    `ode`."""
     guidance_scale: Annotated[float, Field(ge=1)] = DEFAULT_GUIDANCE_SCALE
     """Classifier-free guidance scale w in v_uncond + w * (v_cond - v_uncond), in rollouts, validation and logged
     samples. 1: no guidance and no unconditional pass."""
@@ -168,18 +180,36 @@ class SamplingRecipe(Section):
     """Text of the unconditional pass if `guidance_scale` is above 1. Unset: the model family's default."""
 
     @model_validator(mode="after")
-    def _check_joint_guidance(self) -> SamplingRecipe:
+    def _check_guidance(self) -> SamplingRecipe:
         if self.guidance_batch == "joint" and self.guidance_scale == 1:
             raise ValueError("guidance_batch: joint needs a guidance_scale above 1: there is only one pass otherwise")
-        return self
-
-    @model_validator(mode="after")
-    def _check_low_guidance(self) -> SamplingRecipe:
         if self.guidance_scale_low is not None and self.guidance_scale == 1:
             raise ValueError(
                 "guidance_scale_low needs a guidance_scale above 1: there is no unconditional pass otherwise"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_grids(self) -> SamplingRecipe:
+        if self.eval_grid == "even" and self.eval_solver == "dpm2":
+            raise ValueError("eval_grid: even does not work with eval_solver: dpm2: set eval_solver to ode")
+        if self.eval_solver == "cps":
+            self._check_noisy_evaluation()
+        if self.grid_shift is not None and self.grid == self.eval_grid == "stock":
+            raise ValueError("grid_shift has no effect on stock levels: set grid or eval_grid to even, or remove it")
+        return self
+
+    def _check_noisy_evaluation(self) -> None:
+        """Raise ValueError for settings with which plain diffusers cannot sample as the rollouts do."""
+        if self.eval_grid != "even":
+            raise ValueError("eval_solver: cps needs eval_grid: even, because exports contain a scheduler for it")
+        if self.solver != "cps" or self.noise_level != CPS_EVAL_NOISE:
+            raise ValueError(
+                f"eval_solver: cps needs solver: cps and noise_level: {CPS_EVAL_NOISE:g}, the only noise level of "
+                f"diffusers, got {self.solver} and {self.noise_level}: set them, or set eval_solver: ode"
+            )
+        if self.eval_steps < 2:
+            raise ValueError("eval_solver: cps needs at least 2 eval_steps, because the last one adds no noise")
 
     def expert_guidance_scale(self, expert: int) -> float:
         """Return the guidance scale of the expert with this index (1: the low-noise expert of a two-expert model)."""
@@ -231,8 +261,7 @@ class SamplingRecipe(Section):
     @model_validator(mode="after")
     def _check_churn(self) -> SamplingRecipe:
         if self.solver not in EDM_SOLVERS:
-            unread = [key for key in CHURN_DEFAULTS if getattr(self, key) is not None]
-            if unread:
+            if unread := self.non_default_keys(*CHURN_DEFAULTS):
                 raise ValueError(
                     f"solver {self.solver} does not read {' and '.join(unread)}: set solver to "
                     f"{' or '.join(EDM_SOLVERS)}, or remove them"
@@ -244,17 +273,13 @@ class SamplingRecipe(Section):
     @model_validator(mode="after")
     def _check_noise(self) -> SamplingRecipe:
         if self.solver in EDM_SOLVERS:
-            unread = [key for key in ("noise_level", "window") if getattr(self, key) is not None]
-            unread += self.non_default_keys("grid")
-            if unread:
+            if unread := self.non_default_keys("noise_level", "window", "grid"):
                 raise ValueError(
                     f"solver {self.solver} does not read {' and '.join(unread)}: set s_churn, or remove them"
                 )
             return self
         if not self.is_stochastic:
-            unread = [k for k in ("noise_level", "window") if getattr(self, k) is not None]
-            unread += ["same_noise"] if self.same_noise else []
-            if unread:
+            if unread := self.non_default_keys("noise_level", "window", "same_noise"):
                 raise ValueError(
                     f"solver {self.solver} injects no noise and does not read {' and '.join(unread)}: set solver to "
                     f"{' or '.join(DEFAULT_NOISE_LEVELS)}, or remove them"

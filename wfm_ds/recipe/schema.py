@@ -13,9 +13,9 @@ from pydantic import model_validator
 
 from wfm_ds.recipe.algorithms import (
     Algorithm,
-    ConditioningFramesSettings,
+    ConditioningFrameKeys,
     RlSections,
-    RlSettings,
+    RolloutSettings,
     SupervisedSettings,
     VlmSftAlgorithm,
 )
@@ -64,15 +64,24 @@ class Recipe(Section):
 
     @property
     def is_rl(self) -> bool:
+        """Whether the run trains on generated samples: reinforcement learning and distillation."""
         return self.algorithm.is_rl
 
     @property
+    def uses_rewards(self) -> bool:
+        return self.algorithm.uses_rewards
+
+    @property
+    def uses_guidance(self) -> bool:
+        """Whether sampling or a teacher uses guidance. If so, negative prompts must be encoded."""
+        teachers = self.algorithm.list_teachers()
+        return self.sampling.uses_guidance() or any(teacher.guidance_scale != 1 for teacher in teachers)
+
+    @property
     def rl(self) -> RlSections:
-        """The RL sections. Raises TypeError if the recipe is not an RL recipe, so check `is_rl` first."""
-        if not isinstance(self.algorithm, RlSettings) or self.rollout is None or self.reward is None:
-            raise TypeError(
-                f"algorithm {self.algorithm.name} has neither rollouts nor rewards: check recipe.is_rl first"
-            )
+        """The sections for generated samples. Raises TypeError if the recipe has none, so check `is_rl` first."""
+        if not isinstance(self.algorithm, RolloutSettings) or self.rollout is None:
+            raise TypeError(f"algorithm {self.algorithm.name} has no rollouts: check recipe.is_rl first")
         return RlSections(self.algorithm, self.rollout, self.reward)
 
     @property
@@ -166,6 +175,7 @@ class Recipe(Section):
         self._check_required_sections()
         self._check_data_kind()
         self._check_unread_keys()
+        self._check_noisy_evaluation()
         self._check_streaming()
         self.algorithm.check_recipe(self)
         self._check_validation_prompts()
@@ -180,12 +190,17 @@ class Recipe(Section):
         return self
 
     def _check_required_sections(self) -> None:
-        name, of_rl = self.algorithm.name, {"rollout": self.rollout, "reward": self.reward}
-        missing = [section for section, value in of_rl.items() if value is None]
-        if self.is_rl and missing:
+        name, sections = self.algorithm.name, {"rollout": self.rollout, "reward": self.reward}
+        is_read = {"rollout": self.is_rl, "reward": self.uses_rewards}
+        missing = [section for section, value in sections.items() if value is None and is_read[section]]
+        if missing:
             raise ValueError(f"algorithm {name} needs the section {' and '.join(missing)}")
-        if not self.is_rl and len(missing) < len(of_rl):
-            unread = [section for section in of_rl if section not in missing]
+        unread = [section for section, value in sections.items() if value is not None and not is_read[section]]
+        if unread and "reward" in type(self.algorithm).model_fields:
+            raise ValueError(
+                f"{name} reads the section reward only with algorithm.reward: set it, or remove the section"
+            )
+        if unread:
             raise ValueError(f"{name} does not read the section {' and '.join(unread)}: remove it")
         if self.is_async and not self.rl.algorithm.supports_async:
             raise ValueError(f"rollout.mode: async is not supported by algorithm {name}: set it to colocated")
@@ -208,13 +223,25 @@ class Recipe(Section):
         fits = [data.kind] if data.kind in kinds else ["captioned images or videos"]
         fits += ["pairs"] if data.is_user_kind else []
         if not any(kinds[kind][0] for kind in fits):
-            if isinstance(algorithm, ConditioningFramesSettings) and fits[0] == "captioned images or videos":
+            if isinstance(algorithm, ConditioningFrameKeys) and fits[0] == "captioned images or videos":
                 raise ValueError(
                     f"algorithm {algorithm.name} uses data.kind: {data.kind} only for conditioning frames: set "
                     "algorithm.max_num_conditional_frames, or data.kind: prompts"
                 )
             needed = " or ".join(words for taken, words in kinds.values() if taken)
             raise ValueError(f"algorithm {algorithm.name} needs {needed}")
+
+    def _check_noisy_evaluation(self) -> None:
+        """Raise ValueError if exports of noisy steps would not work in diffusers.
+
+        With `stochastic_sampling`, the Cosmos pipelines add noise to conditioning frames, and that of SANA-WM, which
+        needs a first frame, gets the predicted clean latents from a velocity with the wrong sign.
+        """
+        if self.sampling.eval_solver == "cps" and self.algorithm.conditioning_frame_range[1] > 0:
+            raise ValueError(
+                "sampling.eval_solver: cps does not work with conditioning frames: set it to ode, or remove "
+                "algorithm.max_num_conditional_frames"
+            )
 
     def _check_streaming(self) -> None:
         if not self.data.streaming:
@@ -276,7 +303,6 @@ class Recipe(Section):
             )
 
     def _check_sample_selection(self) -> None:
-        """Check sampling.explore and rollout.max_refills, which select samples by their rewards."""
         if not self.is_rl:
             return
         algorithm, rollout, explore = self.rl.algorithm, self.rl.rollout, self.sampling.explore
@@ -340,7 +366,6 @@ class Recipe(Section):
                 held_out.require_defaults("workers", "max_batch", "device", unless="reward.spawn: true")
 
     def _check_reward_timeouts(self, reward: RewardRecipe) -> None:
-        """Check that waiting for rewards up to their timeouts does not exceed engine.timeout_minutes."""
         for key in ("timeout_s", "start_timeout_s"):
             if getattr(reward, key) >= 60 * self.engine.timeout_minutes:
                 raise ValueError(
@@ -384,7 +409,7 @@ CONDITIONAL_KEYS = (
         ("prompts", "num_prompts", "seeds", "held_out_rewards"),
         lambda recipe: not recipe.algorithm.trains_language,
     ),
-    ConditionalKeys("validation", ("rollout_correlation",), lambda recipe: recipe.is_rl),
+    ConditionalKeys("validation", ("rollout_correlation",), lambda recipe: recipe.uses_rewards),
     ConditionalKeys(
         "validation",
         ("path",),

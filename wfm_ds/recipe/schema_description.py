@@ -1,22 +1,25 @@
-"""Describe the recipe schema for error messages and the reference page docs/recipes.md."""
+"""Describe the recipe schema, for error messages and the page docs/recipes.md; explain validation errors."""
 
 from __future__ import annotations
 
 import difflib
+import math
+import re
 import types
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel, Tag
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.algorithms import find_user_settings
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.tree import KeyPath, join_key_path
+from wfm_ds.recipe.tree import KeyPath, RecipeProblem, RecipeTree, join_key_path
 from wfm_ds.user_class import CLASS_PATH_FORM
 
 BOUND_SYMBOLS = {annotated_types.Gt: ("gt", ">"), annotated_types.Ge: ("ge", ">=")} | {
@@ -25,6 +28,8 @@ BOUND_SYMBOLS = {annotated_types.Gt: ("gt", ">"), annotated_types.Ge: ("ge", ">=
 }
 TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path"}
 MAX_SHOWN_CHARACTERS = 60
+MAX_INTEGER = 2**63 - 1
+KEY_IN_TEXT = re.compile(r"[a-z_]+(?:\.[a-z_]+)*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +99,9 @@ class SchemaNode:
         return None
 
     def child(self, key: str | int, value: Any) -> SchemaNode | None:
-        """Return the node of the entry `key`. value: the section, list or mapping.
+        """Return the schema of one entry of this section, list or mapping. Returns None if the entry is unknown.
 
-        Returns None if the schema has no such entry.
+        key: key or list index of the entry. value: all values of this section, list or mapping.
         """
         section = self.section_class(value)
         if section is not None:
@@ -215,3 +220,169 @@ def _iterate_node_sections(slot: SchemaNode, path: KeyPath) -> Iterator[tuple[Ke
                 yield from _iterate_node_sections(SchemaNode.from_field(field), (*path, key))
         elif get_origin(member.type) is list:
             yield from _iterate_node_sections(SchemaNode.from_annotation(get_args(member.type)[0]), (*path, "N"))
+
+
+# ---- messages for validation errors
+
+
+def find_misread_values(slot: SchemaNode, value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
+    """Return (key path, message) for each value that pydantic would accept although it is probably a mistake.
+
+    Pydantic silently converts true to 1 and the text "30" to the number 30. It also accepts integers of 2**63 or more.
+    """
+    if isinstance(value, dict | list):
+        entries = value.items() if isinstance(value, dict) else enumerate(value)
+        inner = [(key, entry, slot.child(key, value)) for key, entry in entries]
+        return [
+            misread
+            for key, entry, s in inner
+            if s is not None
+            for misread in find_misread_values(s, entry, (*path, key))
+        ]
+    allowed = scalar_types(slot)
+    if (
+        isinstance(value, int | float)
+        and int in allowed
+        and float not in allowed
+        and MAX_INTEGER < abs(value) < math.inf
+    ):
+        return [
+            (
+                path,
+                f"{join_key_path(path)}: expected {describe_type(slot)}, at most 2**63 - 1, got {format_value(value)}",
+            )
+        ]
+    is_flag_as_number = isinstance(value, bool) and bool not in allowed and bool(allowed & {int, float})
+    is_text_as_number = isinstance(value, str) and bool(allowed) and allowed <= {int, float}
+    if is_flag_as_number or is_text_as_number:
+        return [(path, _describe_unexpected_value(_ErrorLocation(path, slot, value, None)))]
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class _ErrorLocation:
+    path: KeyPath
+    node: SchemaNode | None  # None for a key that is not in the schema
+    value: Any
+    parent: _ErrorLocation | None
+    is_inexact: bool = False  # pydantic did not say where inside this value the error is
+
+    def enter_child(self, key: str | int) -> _ErrorLocation:
+        slot = None if self.node is None else self.node.child(key, self.value)
+        is_known = key in self.value if isinstance(self.value, dict) else isinstance(key, int) and key < len(self.value)
+        return _ErrorLocation((*self.path, key), slot, self.value[key] if is_known else None, self)
+
+
+def _locate_error(loc: Sequence[str | int], values: Any) -> _ErrorLocation:
+    """Convert the `loc` of a pydantic error to a position in `values`.
+
+    Pydantic adds a tag to `loc` for each tagged union. An error inside a union without tags is located at the union's
+    key.
+    """
+    spot, rest = _ErrorLocation((), SCHEMA_ROOT, values, None), list(loc)
+    while rest:
+        slot = spot.node
+        own = None if slot is None else slot.user_section(spot.value)
+        if own is not None:  # a user's section is validated outside of the union, so `loc` has no tag
+            spot = replace(spot, node=SchemaNode(own)).enter_child(rest.pop(0))
+        elif slot is not None and len(slot.union_members()) > 1 and rest[0] != slot.discriminator:
+            member = slot.find_union_member(rest.pop(0))
+            if not rest or member is None:
+                return replace(spot, is_inexact=bool(rest))
+            spot = replace(spot, node=member)
+        else:
+            spot = spot.enter_child(rest.pop(0))
+    return spot
+
+
+def translate_errors(errors: Sequence[ErrorDetails], tree: RecipeTree, explained: set[KeyPath]) -> list[RecipeProblem]:
+    """Convert pydantic's errors to RecipeProblems.
+
+    Type errors of a key are omitted if the key is in `explained` or also failed a validator.
+    """
+    located = [(details, _locate_error(details["loc"], tree.values)) for details in errors]
+    explained = explained | {spot.path for details, spot in located if details["type"] == "value_error"}
+    relevant = [(d, spot) for d, spot in located if d["type"] == "value_error" or spot.path not in explained]
+    return [_translate_error(details, spot, tree) for details, spot in relevant]
+
+
+def _translate_error(details: ErrorDetails, spot: _ErrorLocation, tree: RecipeTree) -> RecipeProblem:
+    text, path = details["msg"], spot.path
+    match details["type"]:
+        case "value_error":
+            text = str(details["ctx"]["error"])
+            path = path or _find_mentioned_key(text, tree)
+            is_placed = not spot.path or text.startswith(
+                f"{join_key_path(spot.path)} "
+            )  # the message already names the key
+            text = text if is_placed else f"{join_key_path(spot.path)}: {text}"
+        case _ if spot.is_inexact:
+            text = _describe_unexpected_value(spot)
+        case "finite_number" if spot.node is not None:
+            expected = f"{describe_type(spot.node)} that is finite"
+            text = f"{join_key_path(path)}: expected {expected}, got {format_value(spot.value)}"
+        case "extra_forbidden":
+            text = _describe_unknown_key(spot)
+        case "missing":
+            text = _describe_missing_key(spot)
+        case "union_tag_invalid" | "union_tag_not_found" if (
+            spot.node is not None and spot.node.discriminator is not None
+        ):
+            text, path = _describe_unknown_name(spot)
+        case _ if spot.node is not None:
+            text = _describe_unexpected_value(spot)
+    return RecipeProblem(tree.locate(path), text)
+
+
+def _describe_unexpected_value(spot: _ErrorLocation) -> str:
+    assert spot.node is not None
+    is_unquoted = str in scalar_types(spot.node) and isinstance(spot.value, bool | int | float)
+    hint = "; put it in quotes" if is_unquoted else ""
+    return f"{join_key_path(spot.path)}: expected {describe_type(spot.node)}, got {format_value(spot.value)}{hint}"
+
+
+def _describe_missing_key(spot: _ErrorLocation) -> str:
+    assert spot.node is not None
+    if isinstance(spot.path[-1], int) and spot.parent is not None:  # a list is too short
+        return _describe_unexpected_value(spot.parent)
+    section = spot.node.section_class(None)
+    if section is not None and len(spot.path) == 1:
+        needed = [name for name, field in section.model_fields.items() if field.is_required()]
+        return f"the section {join_key_path(spot.path)} is missing; it needs {' and '.join(needed)}"
+    what = "section" if len(spot.path) == 1 else "key"
+    return f"the {what} {join_key_path(spot.path)} is missing; expected {describe_type(spot.node)}"
+
+
+def _describe_unknown_key(spot: _ErrorLocation) -> str:
+    assert spot.parent is not None
+    assert spot.parent.node is not None
+    section, word = spot.parent.node.section_class(spot.parent.value), str(spot.path[-1])
+    assert section is not None
+    title = join_key_path(tuple(part for part in spot.parent.path if isinstance(part, str)))
+    if spot.parent.path == ("algorithm",):
+        title = str(spot.parent.value["name"])
+    near = closest_match(word, section.model_fields)
+    elsewhere = [t for _, t, other in iterate_sections() if word in other.model_fields]
+    there = f"{word} is a key of {', '.join(elsewhere)}" if elsewhere else ""
+    if near:
+        hint = f"did you mean {near}?" + (f" ({there})" if there else "")
+    else:
+        hint = there or f"valid keys: {', '.join(section.model_fields)}"
+    return f"{join_key_path(spot.path)} is not {f'a key of {title}' if title else 'a section'}; {hint}"
+
+
+def _describe_unknown_name(spot: _ErrorLocation) -> tuple[str, KeyPath]:
+    assert spot.node is not None
+    assert spot.node.discriminator is not None
+    key, valid = spot.node.discriminator, member_names(spot.node)
+    if key not in spot.value:
+        return f"the key {join_key_path((*spot.path, key))} is missing; expected one of {', '.join(valid)}", spot.path
+    valid = [*valid, CLASS_PATH_FORM] if spot.path == ("algorithm",) else valid
+    path = (*spot.path, key)
+    return f"{join_key_path(path)}: expected one of {', '.join(valid)}, got {format_value(spot.value[key])}", path
+
+
+def _find_mentioned_key(text: str, tree: RecipeTree) -> KeyPath:
+    mentioned = [tuple(word.split(".")) for word in KEY_IN_TEXT.findall(text)]
+    known = [path for path in mentioned if path[0] in Recipe.model_fields and path in tree.locations]
+    return max(known, key=len, default=())

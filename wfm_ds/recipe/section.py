@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from wfm_ds.seeds import MAX_SEED
+
 MAX_PATH_BYTES = 3500  # Linux allows 4095; leaves room for file names inside a folder
 MAX_NAME_BYTES = 255
 
@@ -92,6 +94,7 @@ UserClass = Annotated[str, Field(pattern=r"^[^:\s]+:[^:\s]+$")]
 """Import path of a user's class: `package.module:Class` (user_class.py)."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 
 def value_form(value: Any) -> str:

@@ -27,11 +27,12 @@ from wfm_ds.recipe.section import (
     PossiblePath,
     RewardName,
     Section,
+    Seed,
     StorageAddress,
     UserClass,
     UserPath,
 )
-from wfm_ds.recipe.shared_defaults import AttentionName
+from wfm_ds.recipe.shared_defaults import DEFAULT_MAX_FAILED_FRACTION, AttentionName
 
 BasePrecision = Literal["fp8", "fp8_twice", "int8", "nf4"]
 Fp8Training = Literal["torchao", "transformer_engine"]
@@ -45,7 +46,7 @@ class RunRecipe(Section):
     `checkpoint.storage` to also copy the run to S3."""
     steps: PositiveInt
     """Number of steps: optimizer steps for SFT and DPO, RL steps for reinforcement learning."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Random seed. All randomness is derived from (seed, step, sample id), independent of the rank and the world
     size."""
     resume: Annotated[str, Field(min_length=1)] = "auto"
@@ -133,9 +134,9 @@ class LoraRecipe(Section):
     separate file."""
 
     def trainable_layers(self, default_targets: Sequence[str]) -> list[str]:
-        """Return the name suffixes of all layers with an adapter or full training.
+        """Return the name suffixes of all layers that get an adapter or are fully trained.
 
-        default_targets: suffixes of the model family, used if `target_modules` is unset.
+        default_targets: the suffixes of the model family, used if `target_modules` is unset.
         """
         return [*(self.target_modules or default_targets), *self.modules_to_save]
 
@@ -160,7 +161,8 @@ class EngineRecipe(Section):
     """SFT and DPO: micro-batches per optimizer step. RL derives it from `micro_batch_size`."""
     max_forward_batch: PositiveInt = 16
     """Maximum number of samples per rank in a forward pass without gradients: in rollouts, in validation, and for
-    predictions of the old and reference policies. Lower it if one of these runs out of memory."""
+    predictions of reference policies (there, loss terms: at least `micro_batch_size` of them). Lower it if one of these
+    runs out of memory."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Maximum global gradient norm. 0: no gradient clipping."""
     sequence_parallel: PositiveInt = 1
@@ -174,7 +176,7 @@ class EngineRecipe(Section):
     checkpoint, `reward.timeout_s`, and `reward.start_timeout_s`."""
     deterministic: bool = False
     """Use only deterministic kernels, also in rollout workers. Slower, but repeated runs on the same GPU model are
-    bit-identical (docs/checkpoints.md), as CPU runs always are. Operations without a deterministic kernel fail."""
+    bit-identical (docs/checkpoints.md). CPU runs always are. Operations without a deterministic kernel fail."""
     guard: bool = False
     """Debugging: check before every forward pass that all ranks run the same one, with a small all-reduce."""
 
@@ -194,11 +196,12 @@ class OptimizerRecipe(Section):
     weight_decay: NonNegativeFloat = 1e-4
     """Decoupled weight decay."""
     warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of linear warm-up from 0."""
+    """Optimizer steps of linear warm-up. The first step has learning rate 0, as in diffusers' get_scheduler."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Schedule after warm-up. `linear` and `cosine` decay to `final_lr_fraction` * `lr` at the last step."""
+    """Schedule after warm-up. `linear` and `cosine` decay from `lr` towards `final_lr_fraction` * `lr`. They would
+    reach this value one step after the last step."""
     final_lr_fraction: Fraction = 0.0
-    """Final learning rate of the `linear` and `cosine` schedules, as a fraction of `lr`."""
+    """Learning rate at the end of the `linear` and `cosine` schedules, as a fraction of `lr`."""
 
 
 class EmaRecipe(Section):
@@ -220,8 +223,9 @@ class RolloutRecipe(Section):
     ranks train (docs/async.md)."""
     prompts_per_step: PositiveInt = 48
     """Prompts (groups) per RL step, over all ranks."""
-    group_size: int = Field(24, ge=2)
-    """Samples per prompt. Advantages compare the samples of the same prompt."""
+    group_size: PositiveInt = 24
+    """Samples per prompt. Advantages compare the samples of the same prompt, so algorithms with rewards need at least
+    2."""
     max_refills: Annotated[int, Field(ge=0, le=100)] = 0
     """Maximum number of rounds per RL step that replace groups with equal or missing rewards by groups of other prompts
     (dynamic sampling of DAPO, arXiv 2503.14476). Needs `data.kind: prompts` and colocated rollouts."""
@@ -255,7 +259,7 @@ class RolloutRecipe(Section):
     the trainer's machine (docs/async.md). Required if the trainer uses GPUs. Unset: cpu."""
     bind: str = "ipc"
     """async: address at which workers reach the trainer. `ipc`: only this machine and user. A `tcp://` address of one
-    network interface: uses this port and the next one; needs `keys` if other machines can reach it."""
+    network interface: uses this port and the next one; needs `keys`."""
     keys: UserPath | None = None
     """async with a `tcp://` address: folder with the trainer's secret key (hub.key_secret) and the public keys of the
     workers (docs/async.md). Needed on every node."""
@@ -269,8 +273,8 @@ class RolloutRecipe(Section):
     """async: a worker without a heartbeat for this many seconds is considered lost, and its chunks go to other
     workers."""
     timeout_s: PositiveFloat = 600.0
-    """async: a chunk without progress for this many seconds goes to another worker. The run ends if no chunk finishes
-    for this long."""
+    """async: a chunk without progress for this many seconds plus reward.timeout_s goes to another worker (later with
+    in_flight above 2, docs/async.md). The run ends if no chunk finishes for this long."""
 
     @model_validator(mode="after")
     def _check_unused_keys(self) -> RolloutRecipe:
@@ -290,7 +294,24 @@ def _require_ordered_bounds(bounds: tuple[float, float]) -> tuple[float, float]:
 Bounds = Annotated[tuple[float, float], AfterValidator(_require_ordered_bounds)]
 
 
-class RewardFunction(Section):
+class HeldOutReward(Section):
+    """A held-out reward: it is computed in evaluations and never trained on."""
+
+    name: RewardName
+    """A reward of wfm_reward, or `package.module:Class`. Must not be one of `reward.functions`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the reward's constructor."""
+    workers: Annotated[int, Field(ge=1, le=256)] = 1
+    """Worker processes for this reward, if the trainer starts the service."""
+    max_batch: Annotated[int, Field(ge=1, le=64)] | None = None
+    """Maximum number of items that a worker scores at once, if the trainer starts the service. Unset: 16, or the
+    maximum that the reward's class sets if that is smaller."""
+    device: DeviceName = "cpu"
+    """Device of the reward's model, such as `cuda:7`, if the trainer starts the service. Numbers count all GPUs
+    available to the run on its first machine (docs/rewards.md)."""
+
+
+class RewardFunction(HeldOutReward):
     """A reward with its weight, options and worker processes."""
 
     name: RewardName
@@ -299,16 +320,6 @@ class RewardFunction(Section):
     """Weight in the sum. 0: only logged; a failed score does not invalidate the sample."""
     clip: Bounds | None = None
     """Range that raw scores are clipped to before weighting. Unset: no clipping."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the reward's constructor."""
-    workers: Annotated[int, Field(ge=1, le=256)] = 1
-    """Worker processes for this reward, if the trainer starts the service."""
-    max_batch: Annotated[int, Field(ge=1, le=64)] | None = None
-    """Maximum number of items that a worker scores at once, if the trainer starts the service. Unset: 16, or the
-    maximum of the reward's class if that is smaller."""
-    device: DeviceName = "cpu"
-    """Device of the reward's model, such as `cuda:7`, if the trainer starts the service. Numbers count all GPUs
-    available to the run on its first machine (docs/rewards.md)."""
 
     @property
     def uses_gpu(self) -> bool:
@@ -330,13 +341,13 @@ class RewardRecipe(Section):
     """A running service: the path of its pipes.json, or an `ipc://` or `tcp://` address."""
     keys: UserPath | None = None
     """With `endpoint`: folder with this run's key and the service's public key (docs/reward_service.md). Required for
-    a service on another machine."""
+    a `tcp://` address."""
     timeout_s: PositiveFloat = 120.0
     """Seconds to wait for a score. Samples without a score count as failed."""
-    max_failed_fraction: Fraction = 0.2
+    max_failed_fraction: Fraction = DEFAULT_MAX_FAILED_FRACTION
     """Stop the run if more than this fraction of the samples fails in 3 consecutive RL steps."""
     shuffle: bool = False
-    """Control experiment: give every sample the reward of another, random sample. The model must then not improve."""
+    """Control experiment: shuffle the rewards of each RL step between its samples. The model must then not improve."""
     start_timeout_s: PositiveFloat = 120.0
     """Seconds to wait for the service to start, or for a running service to reply."""
 
@@ -368,9 +379,9 @@ class CheckpointRecipe(Section):
     export_every: NonNegativeInt = 0
     """Steps between exports to safetensors/ in diffusers format. 0: only at the end."""
     storage: StorageAddress | None = None
-    """S3 folder `s3://bucket/folder`, for this run only. All files of `run.output_dir` are copied there during the run.
-    A run that starts with an empty folder, for example on another machine, continues from the newest checkpoint
-    there."""
+    """S3 folder `s3://bucket/folder`; each run needs its own. All files of `run.output_dir` are copied there during
+    the run. A run that starts with an empty folder, for example on another machine, continues from the newest
+    checkpoint there."""
     storage_timeout_s: PositiveFloat = 300.0
     """If the storage accepts no data for this many seconds at the end of the run, the run exits with code 1 and lists
     the missing files."""

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Literal
 
 AttentionName = Literal["auto", "native", "cudnn", "flash", "flash3", "sage"]
+TINY_FOLDER = "tiny"  # folder of the tiny models in the user's cache
 DEFAULT_FPS = 16.0
 DEFAULT_EVAL_STEPS = 40
 DEFAULT_GUIDANCE_SCALE = 1.0
+DEFAULT_MAX_FAILED_FRACTION = 0.2  # of the samples of an RL step
 
 
 def user_cache_folder() -> Path:

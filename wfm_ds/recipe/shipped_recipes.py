@@ -15,6 +15,8 @@ from wfm_ds.errors import RecipeError
 
 PACKAGE_FOLDER = Path(__file__).parent.parent
 SHIPPED_PREFIX = "recipes/"  # prefix of paths to shipped files
+SCHEMA_FILE = "recipe.schema.json"  # in the folder of the shipped recipes; for editors
+MODELINE = "# yaml-language-server: $schema="  # names the schema of a recipe; read by YAML plugins of editors
 
 
 def recipes_folder() -> Path:
@@ -61,7 +63,7 @@ def suggest_recipes(name: str) -> str:
 
 
 def resolve_shipped_paths(value: Any, root: Path) -> Any:
-    """Return `value` with each text `recipes/...` replaced by the path of that file in folder `root`, recursively.
+    """Replace each text `recipes/...` in `value`, at any depth, by the path of this file in folder `root`.
 
     A path is kept if it exists in the working directory or does not exist in `root`.
     """
@@ -75,16 +77,27 @@ def resolve_shipped_paths(value: Any, root: Path) -> Any:
     return value
 
 
+def schema_path() -> Path:
+    """Return the JSON schema of recipes (recipe/editor_schema.py) that is shipped with the recipes."""
+    return recipes_folder() / SCHEMA_FILE
+
+
+def schema_modeline() -> str:
+    """Return the comment with which editors find the schema of a recipe in any folder of this machine."""
+    return f"{MODELINE}{schema_path().resolve().as_uri()}"
+
+
 def portable_recipe_text(path: Path) -> str:
     """Return the text of a shipped recipe with absolute paths to other shipped files, to be saved in any folder."""
     text = path.read_text("utf-8")
+    text = re.sub(rf"(?m)^{re.escape(MODELINE)}.*", lambda _: schema_modeline(), text)
     text = re.sub(r"(?m)^(defaults: )(\S+)", lambda m: f"{m[1]}{(path.parent / m[2]).resolve()}", text)
     return re.sub(rf"(?m)^([^#\n]*: ){SHIPPED_PREFIX}(\S+)", lambda m: f"{m[1]}{recipes_folder() / m[2]}", text)
 
 
 def read_purpose(path: Path) -> str:
     """Return the first sentence of the comment at the top of a recipe."""
-    lines = path.read_text("utf-8").splitlines()
+    lines = [line for line in path.read_text("utf-8").splitlines() if not line.startswith(MODELINE)]
     comment = []
     for line in lines[next((i for i, line in enumerate(lines) if line.startswith("#")), len(lines)) :]:
         if not line.startswith("# ") or line.startswith("#  "):

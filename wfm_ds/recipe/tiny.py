@@ -6,7 +6,9 @@ conditioning. Built-in models, sizes, data and rewards replace those of the reci
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,66 @@ from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.shared_defaults import user_cache_folder
 from wfm_ds.recipe.shipped_recipes import recipes_folder
-from wfm_ds.recipe.tiny_families import TINY_PREFIX, TinyFamily
+
+TINY_PREFIX = "tiny:"
+
+
+@dataclass(frozen=True, slots=True)
+class TinyFamily:
+    """A tiny pipeline `tiny:NAME`."""
+
+    name: str
+    released: tuple[str, ...]
+    """Parts of the names of the models that it stands in for, in lower case."""
+    height: int = 32
+    width: int = 32
+    is_video: bool = False
+    has_action_inputs: bool = False
+    has_guardrail: bool = False
+
+
+# The first match wins.
+TINY_FAMILIES = (
+    TinyFamily("sd3", ("stable-diffusion-3",)),
+    TinyFamily("flux2", ("flux.2-klein",)),
+    TinyFamily("flux2_dev", ("flux.2-dev",)),
+    TinyFamily("qwen_image", ("qwen-image",)),
+    TinyFamily("z_image", ("z-image",)),
+    TinyFamily("sana_video", ("sana-video",), is_video=True),
+    TinyFamily("sana_wm", ("sana-wm",), is_video=True),
+    TinyFamily("sana", ("sana1.5", "sana_1600m", "sana_600m")),
+    TinyFamily("cosmos25", ("cosmos-predict2.5",), is_video=True, has_guardrail=True),
+    TinyFamily("cosmos3", ("cosmos3",), is_video=True, has_action_inputs=True, has_guardrail=True),
+    TinyFamily("wan21_i2v", ("wan2.1-i2v", "wan2.1-flf2v"), is_video=True),
+    TinyFamily("wan21", ("wan2.1",), is_video=True),
+    TinyFamily("wan22_i2v", ("wan2.2-i2v",), is_video=True),
+    TinyFamily("wan22_ti2v", ("wan2.2-ti2v",), is_video=True),
+    TinyFamily("wan22", ("wan2.2",), is_video=True),
+    TinyFamily("qwen25vl", ("qwen2.5-vl", "cosmos-reason1")),
+    TinyFamily("qwen3vlmoe", ("qwen3-vl-30b", "qwen3-vl-235b")),
+    TinyFamily("qwen3vl", ("qwen3-vl", "cosmos-reason2")),
+    # The models of the quickstarts, by the folders of their runs.
+    TinyFamily("moving", ("quickstart-video",), is_video=True),
+    TinyFamily(
+        "world", ("quickstart-world",), height=8, width=16, is_video=True, has_action_inputs=True, has_guardrail=True
+    ),
+    TinyFamily("digits", ("quickstart",), height=8, width=8),
+)
+_BY_NAME = {family.name: family for family in TINY_FAMILIES}
+_PIPELINE_CLASSES = {  # without Wan, whose classes have several families
+    "StableDiffusion3Pipeline": "sd3",
+    "Flux2KleinPipeline": "flux2",
+    "Flux2Pipeline": "flux2_dev",
+    "QwenImagePipeline": "qwen_image",
+    "ZImagePipeline": "z_image",
+    "SanaPipeline": "sana",
+    "SanaVideoPipeline": "sana_video",
+    "SanaImageToVideoPipeline": "sana_video",
+    "SanaWMPipeline": "sana_wm",
+    "Cosmos2_5_PredictBasePipeline": "cosmos25",
+    "Cosmos3OmniPipeline": "cosmos3",
+}
+LANGUAGE_MODELS = {"qwen2_5_vl": "qwen25vl", "qwen3_vl": "qwen3vl", "qwen3_vl_moe": "qwen3vlmoe"}
 
 NUM_STEPS = 2
 MAX_DENOISING_STEPS = 6
@@ -32,6 +93,59 @@ PROMPT_REWARDS = frozenset({"color"})
 ACTION_REWARDS = frozenset({"brightness", "seen_action"})
 
 Values = dict[str, Any]
+
+
+def find_tiny_family(model_path: str) -> TinyFamily:
+    """Return the family of a recipe's model.path: a released model, a local pipeline folder, or `tiny:FAMILY`.
+
+    Raises RecipeError if the family is unknown.
+    """
+    family = _BY_NAME.get(_read_family(Path(model_path).expanduser())) or match_released_name(model_path)
+    if family is None:
+        raise RecipeError(
+            f"model.path {model_path}: --tiny cannot tell the model family from this path: add model.path=tiny:FAMILY "
+            f"({', '.join(_BY_NAME)})"
+        )
+    return family
+
+
+def match_released_name(model_path: str) -> TinyFamily | None:
+    """Return the family of the released model that this path names. Returns None if there is none."""
+    if model_path.startswith(TINY_PREFIX):
+        return _BY_NAME.get(model_path.removeprefix(TINY_PREFIX))
+    last_part = model_path.rstrip("/").rpartition("/")[2].lower()
+    is_run = "safetensors" in model_path.split("/") or model_path.startswith("outputs/")
+    text = model_path.lower() if is_run else last_part
+    return next((family for family in TINY_FAMILIES if any(name in text for name in family.released)), None)
+
+
+def _read_family(folder: Path) -> str:
+    """Return the family of a local model folder, or "" if it has none."""
+    index = _read_object(folder / "model_index.json")
+    name = str(index.get("_class_name"))
+    if name == "WanPipeline":
+        return (
+            "wan22_ti2v" if index.get("expand_timesteps") else "wan22" if _has_part(index, "transformer_2") else "wan21"
+        )
+    if name == "WanImageToVideoPipeline":
+        return "wan22_i2v" if _has_part(index, "transformer_2") else "wan21_i2v"
+    if name in _PIPELINE_CLASSES:
+        return _PIPELINE_CLASSES[name]
+    return LANGUAGE_MODELS.get(str(_read_object(folder / "config.json").get("model_type")), "")
+
+
+def _has_part(index: dict[str, Any], name: str) -> bool:
+    return any(index.get(name) or ())
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError):
+        return {}
+    return values if isinstance(values, dict) else {}
 
 
 def tiny_data_folder() -> Path:
@@ -57,7 +171,7 @@ def shrink_recipe(recipe: Recipe, name: str, family: TinyFamily | None, *, world
     values["checkpoint"] |= {"every": 0, "export_every": 0, "storage": None}
     values["export"]["push_to_hub"] = None
     values["logging"] |= {
-        **{"trackers": ["tensorboard"], "wandb": {}, "mlflow": {}, "trackio": {}, "run_name": None},
+        **{"trackers": ["tensorboard"], "wandb": {}, "mlflow": {}, "trackio": {}, "swanlab": {}, "run_name": None},
         **{"sample_every": 0, "num_samples": min(recipe.logging.num_samples, 4)},
     }
     if recipe.ema is not None:
@@ -70,6 +184,7 @@ def shrink_recipe(recipe: Recipe, name: str, family: TinyFamily | None, *, world
     if recipe.is_rl:
         values["algorithm"] |= _rl_algorithm_keys(recipe, values["sampling"]["steps"])
         values["rollout"] |= _rollout_keys(recipe)
+    if recipe.uses_rewards:
         values["reward"] |= {"functions": _reward_functions(recipe), "spawn": True, "endpoint": None, "keys": None}
     return {section: keys for section, keys in values.items() if keys is not None}
 
@@ -81,14 +196,13 @@ def describe_tiny_recipe(recipe: Recipe) -> str:
         size = recipe.sampling
         parts.append(f"{size.height} x {size.width}" + (f", {size.num_frames} frames" if size.num_frames > 1 else ""))
     parts.append(f"data {_short_data_path(str(recipe.data.path))}")
-    if recipe.is_rl:
+    if recipe.uses_rewards:
         parts.append("reward " + " + ".join(function.name for function in recipe.rl.reward.functions))
     parts.append(f"{recipe.run.steps} step{'s' * (recipe.run.steps != 1)}")
     return f"--tiny: {'; '.join(parts)}; output in {recipe.run.output_dir}"
 
 
 def _short_data_path(path: str) -> str:
-    """Return the name of a built-in data set. For other data sets, return the path."""
     roots = [root for root in (tiny_data_folder(), recipes_folder()) if Path(path).is_relative_to(root)]
     return f"{Path(path).relative_to(roots[0])} (built in)" if roots else path
 
@@ -103,7 +217,6 @@ def _model_keys(family: TinyFamily | None) -> Values:
 
 
 def _data_section(recipe: Recipe) -> Values:
-    """Return the recipe section `data` for a built-in data set of the same kind."""
     data, folder = recipe.data, tiny_data_folder()
     kept = data.model_dump(include={"shuffle", "caption_dropout", "clip", "crop", "choose", "choose_floor", "inputs"})
     kept |= data.model_dump(include={"choose_memory", "system_prompt", "too_long", "pack"})
@@ -162,7 +275,7 @@ def _sampling_keys(recipe: Recipe, family: TinyFamily | None) -> Values:
 
 def _shrink_window(window: Values, num_steps: int, steps: int) -> Values:
     """Scale a window of noisy steps from a rollout with `num_steps` denoising steps to a rollout with `steps`."""
-    last = steps - 1  # the last step has no noise
+    last = steps - 1  # the last step is never in a window
     if window["kind"] == "subset":
         indices = [index for index in window["indices"] if index < last] or [0]
         return window | {"indices": indices, "size": min(window["size"], len(indices))}
@@ -176,29 +289,38 @@ def _shrink_window(window: Values, num_steps: int, steps: int) -> Values:
 
 
 def _rl_algorithm_keys(recipe: Recipe, steps: int) -> Values:
-    """Return the RL algorithm's recipe keys that depend on the number of denoising steps or the group size."""
     keys: Values = {}
     settings = recipe.rl.algorithm.model_dump()
     if settings.get("best_of_n") is not None:
         keys["best_of_n"] = min(settings["best_of_n"], GROUP_SIZE)
-    if settings.get("num_levels") is not None and settings.get("levels") == "grid":
-        keys["num_levels"] = min(settings["num_levels"], steps)
+    if settings.get("num_levels") is not None and settings.get("levels") != "stratified":
+        keys["num_levels"] = min(settings["num_levels"], max(1, steps - (settings.get("weighting") == "kl")))
     if isinstance(settings.get("train_on"), list):
         keys["train_on"] = [index for index in settings["train_on"] if index < steps - 1] or [0]
+    if isinstance(settings.get("fake"), dict):
+        fake = settings["fake"]
+        limits = {"updates": min(fake["updates"], 2), "warmup_steps": min(fake["warmup_steps"], NUM_STEPS - 1)}
+        keys |= {"fake": fake | limits, "teacher": _tiny_teacher(settings["teacher"])}
+    if isinstance(settings.get("teachers"), list):  # the built-in prompts lack the metadata of several teachers
+        teacher = _tiny_teacher(settings["teachers"][0])
+        keys["teachers"] = [teacher | {"when": {}, "guidance_scale": max(2.0, teacher["guidance_scale"])}]
     return keys
+
+
+def _tiny_teacher(teacher: Values) -> Values:
+    return teacher | {"weights": "base"}
 
 
 def _rollout_keys(recipe: Recipe) -> Values:
     rollout = recipe.rl.rollout
     # Any number of updates divides the samples of one rank, or of two or four.
-    keys: Values = {"prompts_per_step": max(2, recipe.rl.algorithm.updates_per_rollout), "group_size": GROUP_SIZE}
+    keys: Values = {"prompts_per_step": max(2, recipe.rl.algorithm.num_sample_parts), "group_size": GROUP_SIZE}
     keys |= {"base_precision": None, "cuda_graph": False, "trajectory_library": None, "keys": None, "bind": "ipc"}
     keys |= {"devices": None, "policy_folder": None, "spawn": 1}
     return keys | ({"trajectories": "shuffle"} if rollout.trajectories == "library" else {})
 
 
 def _is_weight_free(name: str, recipe: Recipe) -> bool:
-    """Return whether a reward works without model weights and with only the inputs in the built-in data."""
     if name in PROMPT_REWARDS:
         return recipe.data.kind == "prompts"
     return name in WEIGHT_FREE_REWARDS or (name in ACTION_REWARDS and "actions" in recipe.data.inputs)
@@ -209,7 +331,6 @@ def _list_held_out_rewards(recipe: Recipe) -> list[str]:
 
 
 def _reward_functions(recipe: Recipe) -> list[Values]:
-    """Return the recipe's rewards that need no model weights, and built-in rewards in place of all others."""
     functions = recipe.rl.reward.functions
     free = [function for function in functions if _is_weight_free(function.name, recipe)]
     kept = [function.model_dump(mode="json", include={"name", "weight", "clip", "options"}) for function in free]
@@ -222,7 +343,6 @@ def _reward_functions(recipe: Recipe) -> list[Values]:
 
 
 def _stand_in_rewards(recipe: Recipe) -> dict[str, float]:
-    """Return {name: weight} of built-in rewards for the recipe's kind of samples."""
     if "actions" in recipe.data.inputs:
         return {"brightness": 1.0}
     if recipe.data.inputs:

@@ -1,23 +1,38 @@
-"""Recipes before validation: parse YAML to values with line numbers, merge recipes, apply overrides.
+"""Recipes before validation: parse YAML to values with line numbers, merge recipes, apply overrides, write YAML.
 
-Reads no files and does not depend on the schema. The YAML rules are in yaml_text.py.
+Reads no files and does not depend on the schema. Where YAML 1.1 would surprise users, scalars follow YAML 1.2: `1e-4`
+is a number; `on`, `off`, `yes`, `no` and dates are text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import yaml
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe.yaml_text import SCALAR_PATTERNS, YAML_TAG, compose_yaml, parse_scalar
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
 MAX_PROBLEMS = 40  # shown at once
 MAX_SHOWN_CHARACTERS = 200
+MAX_CHARACTERS = 1 << 20
+YAML_TAG = "tag:yaml.org,2002:"
+SCALAR_PATTERNS = {  # {YAML type: (pattern of unquoted scalars, their possible first characters)}
+    "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    "bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    "int": (re.compile(r"^[-+]?[0-9][0-9_]{0,99}$"), list("-+0123456789")),
+    "float": (
+        re.compile(
+            r"^(?:[-+]?(?:\.[0-9]+|[0-9][0-9_]*(?:\.[0-9_]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.nan|\.NaN)$"
+        ),
+        list("-+.0123456789"),
+    ),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +92,13 @@ def join_key_path(path: KeyPath) -> str:
     return ".".join(shorten_text(str(part)) for part in path)
 
 
-def flatten_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}. Lists are kept as values."""
+def flatten_keys(values: Mapping[str, Any], prefix: str = "", *, whole: Collection[str] = ()) -> dict[str, Any]:
+    """Flatten nested mappings: {"a": {"b": 1}} becomes {"a.b": 1}. Lists and the mappings in `whole` are kept."""
     result: dict[str, Any] = {}
-    for key, value in values.items():
-        result |= flatten_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        is_flat = not isinstance(value, Mapping) or key in whole
+        result |= {key: value} if is_flat else flatten_keys(value, f"{key}.", whole=whole)
     return result
 
 
@@ -89,7 +106,87 @@ def shorten_text(text: str) -> str:
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
 
 
-# ---- from text
+# ---- YAML
+
+
+class _RecipeLoader(yaml.SafeLoader):
+    """YAML loader with the scalar rules of YAML 1.2."""
+
+    yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012 -- PyYAML's interface
+
+
+class _Dumper(yaml.SafeDumper):
+    """YAML dumper that quotes strings that YAML 1.1 or 1.2 would parse as a number, boolean, date or null."""
+
+
+for _name, (_pattern, _first) in SCALAR_PATTERNS.items():
+    _RecipeLoader.add_implicit_resolver(YAML_TAG + _name, _pattern, _first)
+    _Dumper.add_implicit_resolver(YAML_TAG + _name, _pattern, _first)
+
+
+def _represent_list(dumper: yaml.SafeDumper, items: list[Any]) -> yaml.Node:
+    is_flat = not any(isinstance(item, dict | list) for item in items)
+    return dumper.represent_sequence(YAML_TAG + "seq", items, flow_style=is_flat)
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
+    # Unless double-quoted, PyYAML loses these rare line breaks.
+    style = '"' if set(text) & set("\x85\u2028\u2029\ufeff") else None
+    return dumper.represent_scalar(YAML_TAG + "str", text, style=style)
+
+
+_Dumper.add_representer(list, _represent_list)
+_Dumper.add_representer(str, _represent_text)
+
+
+def compose_yaml(text: str, source: object) -> yaml.Node | None:
+    """Return the root node of a YAML document, or None if the text is empty.
+
+    Raises RecipeError if the text is too long or nested too deeply, and yaml.YAMLError if it is not one valid document.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise RecipeError(f"{source}: a recipe has at most {MAX_CHARACTERS:,} characters")
+    loader = _RecipeLoader(text)
+    try:
+        return loader.get_single_node()
+    except RecursionError as error:
+        raise RecipeError(f"{source}: nested too deeply") from error
+    finally:
+        loader.dispose()
+
+
+def parse_scalar(text: str, kind: str) -> str | bool | int | float | None:
+    match kind:
+        case "null":
+            return None
+        case "bool":
+            return {"true": True, "false": False}[text.lower()]
+        case "int":
+            return int(text.replace("_", ""))
+        case "float":
+            return float(text.lower().replace("_", "").replace(".inf", "inf").replace(".nan", "nan"))
+        case _:
+            return text
+
+
+def to_yaml(values: Any) -> str:
+    """Serialize `values` as YAML that parse_yaml reads back unchanged."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
+
+
+class _InlineDumper(_Dumper):
+    """YAML dumper that writes everything on one line."""
+
+
+_InlineDumper.add_representer(list, yaml.SafeDumper.represent_list)
+
+
+def to_inline_yaml(value: Any) -> str:
+    """Return a value as YAML on one line, to be written after a key and a colon."""
+    text: str = yaml.dump(
+        value, Dumper=_InlineDumper, sort_keys=False, allow_unicode=True, width=math.inf, default_flow_style=True
+    )
+    return text.removesuffix("...\n").strip()
 
 
 def parse_yaml(text: str, source: str) -> RecipeTree:
@@ -98,9 +195,7 @@ def parse_yaml(text: str, source: str) -> RecipeTree:
     Raises RecipeError with line numbers if the text is invalid.
     """
     try:
-        node = compose_yaml(text)
-    except RecipeError as error:
-        raise RecipeError(f"{source}: {error}") from error
+        node = compose_yaml(text, source)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         reason = ", ".join(part for part in (error.context, error.problem) if part)
@@ -119,9 +214,7 @@ def parse_yaml(text: str, source: str) -> RecipeTree:
 def parse_override_value(text: str, place: SourceLocation) -> Any:
     """Parse the YAML value of a `section.key=value` override. Raises RecipeError if it is not valid YAML."""
     try:
-        node = compose_yaml(text)
-    except RecipeError as error:
-        raise RecipeError(f"{place}: {error}") from error
+        node = compose_yaml(text, place)
     except yaml.YAMLError as error:
         raise RecipeError(f"{place}: the value is not YAML: put text with special characters in quotes") from error
     tree = RecipeTree(None)
@@ -202,7 +295,8 @@ def _describe_key(node: yaml.Node) -> str:
 def merge_trees(base: RecipeTree, variant: RecipeTree) -> RecipeTree:
     """Merge `variant` over `base`: mappings are merged recursively; lists and scalars are replaced.
 
-    If the variant selects a different algorithm, all algorithm keys of the base are dropped.
+    If the variant selects a different algorithm, all algorithm keys of the base are dropped. If it names another model,
+    `model.revision` of the base is dropped, because it belongs to the base's model.
     """
     replaced: set[KeyPath] = set()
     values = _merge_values(base.values, variant.values, (), replaced)
@@ -211,16 +305,19 @@ def merge_trees(base: RecipeTree, variant: RecipeTree) -> RecipeTree:
 
 
 def _merge_values(old: Any, new: Any, path: KeyPath, replaced: set[KeyPath]) -> Any:
-    """Merge `new` over `old` and add the path of each replaced base value to the set `replaced`."""
-    is_fresh = path == ("algorithm",) and _changes_algorithm(old, new)
+    is_fresh = path == ("algorithm",) and changes_value("name", old, new)
     if isinstance(old, dict) and isinstance(new, dict) and not is_fresh:
+        if path == ("model",) and changes_value("path", old, new):
+            old = {k: v for k, v in old.items() if k != "revision"}
+            replaced.add(("model", "revision"))
         return old | {k: _merge_values(old.get(k), v, (*path, k), replaced) for k, v in new.items()}
     replaced.add(path)
     return new
 
 
-def _changes_algorithm(old: Any, new: Any) -> bool:
-    return isinstance(old, dict) and isinstance(new, dict) and new.get("name", old.get("name")) != old.get("name")
+def changes_value(key: str, old: Any, new: Any) -> bool:
+    """Return whether a variant replaces the value of `key`. old, new: the section in the base and in the variant."""
+    return isinstance(old, dict) and isinstance(new, dict) and new.get(key, old.get(key)) != old.get(key)
 
 
 def apply_overrides(tree: RecipeTree, words: Sequence[str]) -> None:
@@ -230,13 +327,23 @@ def apply_overrides(tree: RecipeTree, words: Sequence[str]) -> None:
     not YAML, and list indices out of range.
     """
     parsed = [_parse_override(word) for word in words]
+    sets_revision = any(path == ("model", "revision") for path, _, _ in parsed)
     # A new algorithm drops the keys of the old one, so it is applied first, regardless of the order.
     for path, value, place in sorted(parsed, key=lambda item: item[0] != ("algorithm", "name")):
-        if path == ("algorithm", "name") and _changes_algorithm(tree.values.get("algorithm"), {"name": value}):
+        if path == ("algorithm", "name") and changes_value("name", tree.values.get("algorithm"), {"name": value}):
             tree.forget_locations(("algorithm",))
             tree.locations[("algorithm",)] = place
             tree.values["algorithm"] = {}
+        if path == ("model", "path") and not sets_revision:
+            _drop_revision_of_other_model(tree, value)
         _set_value(tree, path, value, place)
+
+
+def _drop_revision_of_other_model(tree: RecipeTree, model_path: Any) -> None:
+    """Remove `model.revision` if `model.path` changes, because a revision belongs to one repository."""
+    if changes_value("path", tree.values.get("model"), {"path": model_path}):
+        tree.forget_locations(("model", "revision"))
+        tree.values["model"].pop("revision", None)
 
 
 def _parse_override(word: str) -> tuple[KeyPath, Any, SourceLocation]:
@@ -272,7 +379,6 @@ def _set_value(tree: RecipeTree, path: KeyPath, value: Any, place: SourceLocatio
 
 
 def _resolve_key(holder: Any, path: KeyPath, part: str | int, place: SourceLocation) -> Any:
-    """Return `part` as a mapping key or a list index. Raises RecipeError if a list has no such index."""
     if isinstance(holder, dict):
         return part
     if not str(part).isdecimal() or int(part) >= len(holder):

@@ -4,36 +4,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from wfm_ds.recipe.algorithms import AlgorithmSettings, RlSections, SupervisedSettings
-from wfm_ds.recipe.sections import BasePrecision, EngineRecipe, LoraRecipe, ModelRecipe, RolloutRecipe
+from wfm_ds.recipe.algorithms import AlgorithmSettings
+from wfm_ds.recipe.algorithms.base import RecipeSections
+from wfm_ds.recipe.sections import BasePrecision, LoraRecipe, RolloutRecipe
 
 
-class WeightSections(Protocol):
+class WeightSections(RecipeSections, Protocol):
     """Recipe sections and properties that `check_weights` reads."""
 
-    @property
-    def model(self) -> ModelRecipe: ...
-
-    @property
-    def lora(self) -> LoraRecipe | None: ...
-
-    @property
-    def rollout(self) -> RolloutRecipe | None: ...
-
-    @property
-    def engine(self) -> EngineRecipe: ...
-
-    @property
-    def algorithm(self) -> AlgorithmSettings: ...
-
-    @property
-    def is_rl(self) -> bool: ...
-
-    @property
-    def rl(self) -> RlSections: ...
-
-    @property
-    def supervised_settings(self) -> SupervisedSettings: ...
+    rollout: RolloutRecipe | None
+    algorithm: AlgorithmSettings
 
     @property
     def rollout_precision(self) -> BasePrecision | None: ...
@@ -71,7 +51,7 @@ def _check_merge_lora(recipe: WeightSections) -> None:
 
 
 def _check_adapters(recipe: WeightSections, lora: LoraRecipe) -> None:
-    if lora.dropout and recipe.is_rl and recipe.rl.algorithm.compares_log_probs:
+    if lora.dropout and recipe.algorithm.is_rl and recipe.rl.algorithm.compares_log_probs:
         raise ValueError(
             f"lora.dropout: algorithm {recipe.algorithm.name} compares log-probabilities of rollouts and training, "
             "which dropout would change: remove the key"
@@ -117,7 +97,7 @@ def _check_fp8_training(recipe: WeightSections) -> None:
         )
     if recipe.model.fp8_training == "torchao":
         return
-    if recipe.is_rl or recipe.supervised_settings.reference_policies:
+    if recipe.algorithm.is_rl or recipe.algorithm.reference_policies:
         raise ValueError(
             f"model.fp8_training: transformer_engine: algorithm {recipe.algorithm.name} compares predictions of "
             "different batch sizes, which differ with one scale per tensor: set it to torchao"

@@ -17,8 +17,7 @@ from wfm_ds.rollout.groups import (
     plan_step_samples,
     stack_conditioning_frames,
 )
-from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.rollout.scores import ScoringQueue, gather_scores
+from wfm_ds.rollout.rewards import FiniteCheck, RewardClient, ScoringQueue, gather_scores
 from wfm_ds.runs.job import Job
 from wfm_ds.sampling.denoise import SamplingPlan, Trajectory
 from wfm_ds.types import Score
@@ -27,10 +26,11 @@ from wfm_ds.types import Score
 class ColocatedSource:
     """Rollout source that generates the samples on the training ranks and sends them to the reward service."""
 
-    def __init__(self, job: Job, groups: GroupSource, rewards: RewardClient, algorithm: RlAlgorithm) -> None:
+    def __init__(self, job: Job, groups: GroupSource, rewards: RewardClient | None, algorithm: RlAlgorithm) -> None:
+        """rewards: client of the reward service. None: the samples are neither decoded nor scored."""
         self.job, self.groups, self.rewards, self.algorithm = job, groups, rewards, algorithm
         self.settings = job.recipe.rl.rollout
-        self.scoring = ScoringQueue(job, rewards)
+        self.scoring = FiniteCheck() if rewards is None else ScoringQueue(job, rewards)
 
     def publish_policy(self, step: int) -> None:
         """Do nothing, because the ranks that generate samples already have the weights."""
@@ -53,10 +53,7 @@ class ColocatedSource:
     def plan_samples(
         self, groups: Sequence[Group], group_size: int, step: int, *, first_group: int = 0
     ) -> list[RolloutSample]:
-        """Return the samples to generate, `group_size` per group.
-
-        first_group: index of the first of these groups in the step.
-        """
+        """Return the samples to generate, `group_size` per group. See plan_step_samples."""
         recipe = self.job.recipe
         return plan_step_samples(
             groups,
@@ -71,7 +68,7 @@ class ColocatedSource:
         """Denoise this replica's shard of the samples with the rollout policy and send it for scoring. Collective.
 
         A chunk is decoded and sent while the next chunk is denoised. A replica with a smaller shard adds copies of the
-        first sample, because all replicas must run the same forward passes.
+        first sample, because all replicas must run the same number of forward passes.
         """
         job = self.job
         shards = even_ranges(len(samples), job.world.dp_size)
@@ -112,5 +109,8 @@ class ColocatedSource:
         )
 
     def collect_rewards(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
+        if self.rewards is None:
+            failures = gather_scores(self.job.world, rollouts.failures)
+            return [failures.get(m.sample_id, {}) for m in rollouts.samples]
         by_id = gather_scores(self.job.world, self.rewards.wait() | rollouts.failures)
         return [by_id[m.sample_id] for m in rollouts.samples]

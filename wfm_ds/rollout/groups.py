@@ -23,11 +23,11 @@ from wfm_ds.data.batch_reader import BatchReader, TrainingSample, read_on_leader
 from wfm_ds.data.prompt_weights import RewardStdTable, Weights, draw_prompts
 from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.data.samples import pack_prompt, unpack_prompt
-from wfm_ds.rollout.scores import Scores
+from wfm_ds.rollout.rewards import Scores
 from wfm_ds.rollout.trajectories import CounterfactualTrajectories
 from wfm_ds.sampling.denoise import Trajectory
 from wfm_ds.seeds import derive_seed
-from wfm_ds.types import ConditioningFrames, Prompt, Rollout, Transition
+from wfm_ds.types import ConditioningFrames, Prompt, Rollout, Score, Transition
 
 if TYPE_CHECKING:
     from wfm_ds.runs.job import Job
@@ -45,10 +45,7 @@ class Group:
 
 
 def stack_conditioning_frames(groups: Sequence[Group]) -> ConditioningFrames | None:
-    """Return the conditioning frames of these groups, with one row per group.
-
-    Returns None if no group has conditioning frames.
-    """
+    """Return the conditioning frames of these groups, one row per group, or None if no group has any."""
     if not any(group.num_conditioning_frames for group in groups):
         return None
     data = [group.data for group in groups if group.data is not None]
@@ -63,7 +60,7 @@ class GroupSource(Protocol):
     """Provides the groups of each RL step. All methods are collective."""
 
     def step_groups(self, step: int) -> list[Group]:
-        """Return the groups of RL step `step`. Repeated calls return equal groups.
+        """Return the groups of RL step `step`. A repeated call returns the same groups.
 
         Everything except `Group.data` is identical on every rank.
         """
@@ -71,7 +68,7 @@ class GroupSource(Protocol):
     def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
         """Record the rewards of all samples that RL step `step` generated. All ranks must pass identical rewards.
 
-        Call this once per step, in the order of the steps, before the policy after the step is published.
+        Call this once per step, in the order of the steps, before the policy that results from the step is published.
         """
 
     def data_metrics(self) -> dict[str, float]: ...
@@ -196,19 +193,16 @@ class CaptionedGroups:
     ) -> None:
         """Create the source from a data reader.
 
-        encode: collective function that encodes samples to clean latents [B, ...] float32. If it is None, `Group.data`
-        is not set.
+        encode: collective function that encodes samples to clean latents [B, ...] float32, for `Group.data`.
         num_conditioning_frames: smallest and largest number of conditioning frames of a group, in latent frames.
-        trajectories: replaces the recorded trajectories. If it is None, the recorded trajectories are used.
+        trajectories: object that replaces the recorded actions and camera paths. None keeps them.
         """
         self.trajectories = trajectories
         self.job, self.reader, self.encode, self.num_conditioning_frames = job, reader, encode, num_conditioning_frames
         self.num_groups, size = job.recipe.rl.rollout.prompts_per_step, job.recipe.rl.rollout.group_size
         first = job.world.dp_rank * job.run_sizes.samples_per_rank
         self.local_groups = range(first // size, (first + job.run_sizes.samples_per_rank - 1) // size + 1)
-        self._reader_states: dict[
-            int, dict[str, Any]
-        ] = {}  # by step: state of the reader (corrupt files) before the step
+        self._reader_states: dict[int, dict[str, Any]] = {}  # (corrupt files) before each step
 
     def step_groups(self, step: int) -> list[Group]:
         job = self.job
@@ -220,15 +214,13 @@ class CaptionedGroups:
         with job.timer("encode"):
             # One by one: the last bits of a latent must not depend on the batch.
             encode = self.encode
-            data = (
-                {} if encode is None else {g: encode([s])[0] for g, s in zip(self.local_groups, samples, strict=True)}
-            )
-        captions = [[g, pack_prompt(s.prompt)] for g, s in zip(self.local_groups, samples, strict=True)]
+            local = dict(zip(self.local_groups, samples, strict=True))
+            data = {} if encode is None else {g: encode([s])[0] for g, s in local.items()}
+        captions = [[g, pack_prompt(s.prompt)] for g, s in local.items()]
         prompts = {g: unpack_prompt(packed) for part in job.world.gather_from_leaders(captions) for g, packed in part}
         if self.trajectories is not None:
-            prompts = dict(
-                enumerate(self.trajectories.replace_trajectories([prompts[g] for g in range(self.num_groups)], step))
-            )
+            in_order = [prompts[g] for g in range(self.num_groups)]
+            prompts = dict(enumerate(self.trajectories.replace_trajectories(in_order, step)))
         return [
             Group(prompt=prompts[g], data=data.get(g), num_conditioning_frames=self._draw_num_frames(step, g))
             for g in range(self.num_groups)
@@ -283,9 +275,9 @@ def plan_step_samples(
 ) -> list[RolloutSample]:
     """Return the samples of one RL step: `group_size` consecutive samples for each group.
 
-    same_noise: use equal initial noise for all samples of a group.
+    same_noise: use the same initial noise for all samples of a group.
     first_group: index of the first group. It is above 0 for additional groups of the step.
-    With a larger group_size, the existing samples keep their ids and seeds.
+    The ids and seeds of the first samples of a group do not depend on group_size.
     """
     samples = []
     for g, group in enumerate(groups, start=first_group):
@@ -306,10 +298,7 @@ def plan_step_samples(
 
 
 def group_rewards(samples: Sequence[RolloutSample], rewards: Sequence[float | None]) -> list[RewardedGroup]:
-    """Return [(group, rewards of its samples)].
-
-    rewards: one reward per sample, in the order of `samples`.
-    """
+    """Return [(group, rewards of its samples)]. rewards: one reward per sample, in the order of `samples`."""
     groups = {sample.group_id: sample.group for sample in samples}
     by_group: dict[str, list[float | None]] = {group_id: [] for group_id in groups}
     for sample, reward in zip(samples, rewards, strict=True):
@@ -319,7 +308,7 @@ def group_rewards(samples: Sequence[RolloutSample], rewards: Sequence[float | No
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRollouts:
-    """Samples of one RL step. It describes the samples of all ranks and has the tensors of this replica's samples."""
+    """Samples of one RL step: the metadata of all samples, and the tensors of this replica's samples."""
 
     samples: Sequence[RolloutSample]  # of all ranks
     local_rollouts: Sequence[Rollout]  # of this replica's samples, which are contiguous in `samples`
@@ -328,10 +317,34 @@ class StepRollouts:
     group_rewards: Sequence[RewardedGroup] | None = None  # of all candidates, if `samples` was selected
 
 
+class RolloutSource(Protocol):
+    """Generates the samples of each RL step and collects their reward scores. All methods are collective."""
+
+    groups: GroupSource
+
+    def publish_policy(self, step: int) -> None:
+        """Make the policy after RL step `step` available for rollouts. Also called once before the first step."""
+
+    def wait_until_ready(self, step: int) -> bool:
+        """Wait until the samples of this RL step are available. Returns False if a rank gets a stop request first."""
+
+    def collect_rollouts(self, step: int) -> StepRollouts:
+        """Return the samples of this RL step. Only the samples of this replica have latents."""
+
+    def collect_rewards(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
+        """Return a dict {reward name: Score} for each sample in `rollouts.samples`, in this order.
+
+        The result includes the samples of all ranks. Without rewards, a dict is empty unless the sample failed.
+        """
+
+    def step_metrics(self) -> dict[str, float]:
+        """Return the metrics of the last call of `collect_rollouts`. They are identical on every rank."""
+
+
 def extract_rollout(sample: RolloutSample, trajectory: Trajectory, row: int, *, replace_nonfinite: bool) -> Rollout:
     """Return the Rollout of one sample. row: index of the sample in the chunk's trajectory.
 
-    replace_nonfinite: replace NaN and infinity by 0 in all tensors. If it is False, only the clean latents are cleaned.
+    replace_nonfinite: replace NaN and infinity by 0 in all tensors. If False, replace them only in the clean latents.
     """
     convert = replace_nonfinite_values if replace_nonfinite else torch.Tensor.detach
     return Rollout(
@@ -343,6 +356,8 @@ def extract_rollout(sample: RolloutSample, trajectory: Trajectory, row: int, *, 
         clean_latents=replace_nonfinite_values(trajectory.clean_latents[row]),
         transitions=extract_transitions(trajectory, row, replace_nonfinite=replace_nonfinite),
         states={k: convert(states[row]) for k, states in trajectory.states.items()},
+        predictions={k: convert(clean[row]) for k, clean in trajectory.predictions.items()},
+        is_finite=not replace_nonfinite,
         data_latents=sample.group.data,
         num_conditioning_frames=sample.group.num_conditioning_frames,
     )

@@ -1,197 +1,43 @@
-"""Client of the reward service. It starts the service for a run, submits samples, and collects scores.
+"""Decodes samples, submits them to the reward service, and gathers their scores on every rank.
 
-Rewards run in other processes, because a reward may hang, crash or need separate packages. Every sample gets a Score: a
-finite number, or a failure with a reason.
+Every sample gets a Score for every reward: a finite number, or a failure with a reason.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import selectors
-import subprocess
-import sys
-import threading
-import time
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import yaml
+import numpy.typing as npt
+import torch
+from torch import Tensor
 
-from wfm_ds.distributed.gpus import find_machine_gpus, run_gpu_environment
 from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.distributed.world import World
 from wfm_ds.errors import RewardError
 from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
 from wfm_ds.transport.arrays import pack_arrays
 from wfm_ds.transport.client import PipeClient, TaskOutcome
 from wfm_ds.transport.keys import KeyFileError, load_client_keys
-from wfm_ds.transport.socket_folders import SocketFolder
 from wfm_ds.transport.sockets import PipeError
-from wfm_ds.transport.submission import submit_rows
-from wfm_ds.types import MediaBatch, Score
+from wfm_ds.transport.submissions import submit_rows
+from wfm_ds.types import FIRST_FRAME, MediaBatch, Prompt, Score
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from wfm_ds.runs.job import Job
 
 MAX_RUN_CHARS = 100  # of the run's name in the service's log
-STOP_S = 20.0  # for the service to stop its workers
-MAX_RESTARTS = 5
-RESTARTS_WINDOW_S = 600.0
 DEADLINE_SLACK_S = 10.0  # the client's own deadline expires first, with the more specific message
-
-
-class RewardService:
-    """Runs `wfm serve` for one recipe in a child process, and restarts the child when it dies.
-
-    Rank 0 starts the service, and all ranks connect to `endpoint`. The child exits when this process exits.
-    """
-
-    def __init__(self, reward: RewardRecipe, folder: Path, num_ranks: int = 0) -> None:
-        """Start the service and wait until all rewards are loaded.
-
-        Writes reward_service.yaml, reward_service.log and pipes.json to `folder`. num_ranks: number of training ranks
-        on this machine. Raises RewardError with the service's message if the service fails to start or is not ready
-        within reward.start_timeout_s. Raises RecipeError if a GPU does not exist.
-        """
-        self._environment = service_environment(reward, num_ranks)
-        self.endpoint = str(folder / "pipes.json")
-        self._config_path = folder / "reward_service.yaml"
-        self._log_path = folder / "reward_service.log"
-        self._stopping = threading.Event()
-        self._lock = threading.Lock()  # prevents a restart after a call of `stop`
-        self._sockets = SocketFolder()
-        folder.mkdir(parents=True, exist_ok=True)
-        Path(self.endpoint).unlink(missing_ok=True)
-        self._config_path.write_text(yaml.safe_dump(build_service_config(reward, self._sockets.path), sort_keys=False))
-        self._log_path.write_bytes(b"")
-        self._process = self._start_process()
-        try:
-            self._wait_until_ready(reward.start_timeout_s)
-        except BaseException:
-            self.stop()
-            raise
-        self._watcher = threading.Thread(target=self._watch_process, name="reward service", daemon=True)
-        self._watcher.start()
-
-    def __enter__(self) -> RewardService:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.stop()
-
-    @property
-    def pid(self) -> int:
-        """Process id of the service. A restart changes it."""
-        return self._process.pid
-
-    def stop(self) -> None:
-        """Stop the service and its workers. Repeated calls are allowed."""
-        with self._lock:
-            self._stopping.set()
-            process = self._process
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()  # the service stops when its stdin is closed
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            log.warning("the reward service did not stop within %.0f s: killing it", STOP_S)
-            process.kill()
-            process.wait()
-        self._sockets.remove()
-        Path(self.endpoint).unlink(missing_ok=True)
-
-    def _start_process(self) -> subprocess.Popen[bytes]:
-        self._sockets.restore()
-        with self._log_path.open("ab") as log_file:
-            return subprocess.Popen(
-                [sys.executable, "-m", "wfm_reward.serve", str(self._config_path), "--stop-on-eof"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log_file,
-                env=self._environment,
-                start_new_session=True,  # keeps Ctrl-C from the service: the trainer needs it to finish its step
-            )
-
-    def _wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until the service prints that it is ready.
-
-        Raises RewardError if the service exits or is not ready in time.
-        """
-        assert self._process.stdout is not None
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._process.stdout, selectors.EVENT_READ)
-            if not selector.select(timeout_s):
-                raise RewardError(f"the reward service was not ready after {timeout_s:g} s (log: {self._log_path})")
-            line = self._process.stdout.readline()
-        if not line:
-            raise RewardError(f"{self._last_error()} (log: {self._log_path})")
-
-    def _last_error(self) -> str:
-        lines = self._log_path.read_text(errors="replace").splitlines()
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return errors[-1] if errors else f"the reward service exited with status {self._process.wait()}"
-
-    def _watch_process(self) -> None:
-        """Restart the service whenever it dies. Clients reconnect and submit their unfinished tasks again."""
-        deaths: deque[float] = deque()
-        while True:
-            status = self._process.wait()
-            if self._stopping.is_set():
-                return
-            deaths.append(time.monotonic())
-            while deaths[-1] - deaths[0] > RESTARTS_WINDOW_S:
-                deaths.popleft()
-            if len(deaths) > MAX_RESTARTS:
-                log.error("the reward service died %d times: not restarting it", len(deaths))
-                return
-            log.warning("the reward service died (exit status %d): restarting it", status)
-            self._stopping.wait(2.0 ** (len(deaths) - 1))
-            with self._lock:
-                if self._stopping.is_set():
-                    return
-                self._process = self._start_process()
-
-
-def build_service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
-    """Return the content of reward_service.yaml. Raises RewardError for an unknown reward."""
-    from wfm_reward import registry
-
-    rewards = {
-        # A worker without progress for reward.timeout_s can only produce timeouts.
-        f.name: {
-            "stall_s": min(registry.get_reward_class(f.name).stall_s, reward.timeout_s),
-            **f.model_dump(include={"device", "workers", "max_batch", "options"}, exclude_none=True),
-        }
-        for f in reward.functions
-    }
-    return {"pipes": {"folder": str(sockets)}, "rewards": rewards}
-
-
-def service_environment(reward: RewardRecipe, num_ranks: int) -> dict[str, str]:
-    """Return the environment variables of the reward service.
-
-    The service sees all GPUs of the run if any reward uses a GPU. num_ranks: number of training ranks on this machine.
-    Raises RecipeError if a GPU does not exist. Logs a warning if a GPU is also used for training.
-    """
-    on_gpu = {f.name: f.device for f in reward.functions if f.uses_gpu}
-    if not on_gpu:
-        return dict(os.environ)
-    gpus = find_machine_gpus(num_ranks)
-    names = {name: gpus.visible_name(device, f"device of reward {name}") for name, device in on_gpu.items()}
-    if shared := [f"{on_gpu[name]} ({name})" for name, gpu in names.items() if gpu in gpus.training_gpus]:
-        log.warning(
-            "reward devices: %s also used for training: rewards and training share the memory and slow each other down",
-            ", ".join(shared),
-        )
-    return run_gpu_environment(os.environ)
+NOT_FINITE = "latents are not finite"
+LATENTS = "latents"  # name in the failed Scores of runs without rewards
+NUM_REASONS = 5  # failure reasons in one log line
+Scores = dict[str, dict[str, Score]]
+"""{sample id: {reward name: Score}}."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +64,7 @@ class RewardClient:
         the service lacks a reward of the recipe or computes it with different options.
         """
         self._reward = reward
+        self.names = [function.name for function in reward.functions]
         self._lost_after_s = lost_after_s
         # Unique: the service treats tasks with equal ids as the same work, also across sessions of a run.
         self._client_id = f"{client}-{uuid.uuid4().hex[:12]}"
@@ -241,7 +88,7 @@ class RewardClient:
             raise
 
     def submit(self, batch: MediaBatch) -> None:
-        """Send a copy of the batch to the service, to be scored by all rewards. Does not wait for the scores."""
+        """Send a copy of the batch to the service, which scores it with all rewards. Does not wait for the scores."""
         media = np.array(batch.media)
         rows = [
             {"id": sample_id, "prompt": batch.prompts[i], "metadata": dict(batch.metadata[i]), "fps": batch.fps}
@@ -251,7 +98,7 @@ class RewardClient:
         deadline_s = self._pipe.now_s() + self._reward.timeout_s
         max_rows = {f"score:{reward}": max_batch for reward, max_batch in self._max_batch.items()}
         for piece in submit_rows(
-            self._pipe, rows, list(media), max_rows, self._new_task_id, deadline_s + DEADLINE_SLACK_S
+            self._pipe.submit, rows, list(media), max_rows, self._new_task_id, deadline_s + DEADLINE_SLACK_S
         ):
             sample_ids = tuple(batch.sample_ids[piece.start : piece.stop])
             ticket = _RewardTask(piece.kind.removeprefix("score:"), sample_ids, deadline_s)
@@ -273,7 +120,8 @@ class RewardClient:
             self._fail_overdue(self._pipe.now_s())
             self._fail_if_lost()
         scores, self._scores = self._scores, {}
-        return scores
+        # The order of replies varies.
+        return {sample_id: {name: by_name[name] for name in self.names} for sample_id, by_name in scores.items()}
 
     def close(self) -> None:
         """Cancel the pending tasks and disconnect."""
@@ -282,7 +130,7 @@ class RewardClient:
     def _require_reward(self, function: RewardFunction) -> int:
         """Return a reward's maximum batch size.
 
-        Raises RewardError if the service does not have the reward or uses different options for it.
+        Raises RewardError if the service does not offer the reward, or has it with other options than the recipe.
         """
         info = self._pipe.kinds.get(f"score:{function.name}")
         if info is None:
@@ -303,7 +151,7 @@ class RewardClient:
         return f"{self._client_id}/{self._num_submitted}#{kind.removeprefix('score:')}"
 
     def _poll_timeout_s(self) -> float:
-        """Return the seconds until the next deadline, but at most 0.5. A lost service is then detected quickly."""
+        """Return the seconds until the next deadline, but at most 0.5, so that a lost service is detected quickly."""
         return min(0.5, min(ticket.deadline_s for ticket in self._pending_tasks.values()) - self._pipe.now_s())
 
     def _record_outcome(self, outcome: TaskOutcome) -> None:
@@ -345,11 +193,190 @@ class RewardClient:
 
 
 def _parse_scores(task: _RewardTask, outcome: TaskOutcome) -> Iterator[Score]:
-    """Yield the scores in a reply of the reward service.
-
-    Raises KeyError, TypeError or ValueError if a sample has no valid row.
-    """
+    """Yield the scores in a reply. Raises KeyError, TypeError or ValueError if the reply is malformed."""
     rows = outcome.meta["scores"]
     seconds = outcome.seconds / len(task.sample_ids)
     for sample_id, (value, failure, parts) in zip(task.sample_ids, rows, strict=True):
         yield Score(sample_id=sample_id, reward=task.reward, value=value, failure=failure, seconds=seconds, parts=parts)
+
+
+def decode_in_replica(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
+    """Decode latents [B, ...] on all ranks of a replica. Collective in the replica.
+
+    Returns (uint8 images, whether the latents of each sample are finite). Only the replica leader gets the images. On
+    other ranks the images are an empty array [0].
+    """
+    return ReplicaDecoding(job, latents).wait()
+
+
+class ReplicaDecoding:
+    """Decodes samples on all ranks of a replica. Each rank decodes a contiguous shard."""
+
+    def __init__(self, job: Job, latents: Tensor) -> None:
+        """Start to decode this rank's shard of `latents`. All ranks of the replica must pass identical latents."""
+        self._world, ranks = job.world, job.world.sp_size
+        self._counts = [len(latents) // ranks + (rank < len(latents) % ranks) for rank in range(ranks)]
+        first = sum(self._counts[: job.world.sp_rank])
+        self._local_decoding = job.sampler.start_decoding(
+            latents, slice(first, first + self._counts[job.world.sp_rank])
+        )
+        self.is_pending = self._local_decoding.is_pending
+
+    def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
+        """Wait for all shards and return the result of `decode_in_replica`. Collective in the replica."""
+        images, is_finite = self._local_decoding.wait()
+        return self._world.gather_replica_rows(images, self._counts), is_finite
+
+
+class ScoringQueue:
+    """Decodes denoised chunks and sends them to the reward service. All methods are collective in the replica.
+
+    On a GPU, a side stream decodes a chunk while the next chunk is denoised. Chunks are merged until every rank of the
+    replica has a sample to decode.
+    """
+
+    def __init__(self, job: Job, rewards: RewardClient) -> None:
+        self.job, self.rewards = job, rewards
+        self._fps = job.recipe.sampling.fps if job.model.is_video else None
+        self._waiting: list[DenoisedChunk] = []  # fewer samples than ranks
+        self._decoding: deque[tuple[ReplicaDecoding, DenoisedChunk]] = deque()  # at most two
+        self._failures: Scores = {}
+
+    def submit(self, latents: Tensor, sample_ids: Sequence[str], prompts: Sequence[Prompt]) -> None:
+        """Start decoding a chunk, and send the previous chunk for scoring.
+
+        On a CPU, decoding ends before this method returns, and this chunk is sent too.
+        """
+        self._waiting.append(DenoisedChunk(latents, sample_ids, prompts))
+        if sum(len(chunk.latents) for chunk in self._waiting) >= self.job.world.sp_size:
+            self._start_decoding()
+            self._send_decoded(num_kept=int(self._decoding[-1][0].is_pending))
+
+    def flush(self) -> Scores:
+        """Send the remaining chunks for scoring.
+
+        Returns failed Scores for the samples with non-finite latents since the last call.
+        """
+        if self._waiting:
+            self._start_decoding()
+        self._send_decoded(num_kept=0)
+        failures, self._failures = self._failures, {}
+        return failures
+
+    def _start_decoding(self) -> None:
+        chunk, self._waiting = DenoisedChunk.concatenate(self._waiting), []
+        self._decoding.append((ReplicaDecoding(self.job, chunk.latents), chunk))
+
+    def _send_decoded(self, num_kept: int) -> None:
+        """Send the decoded chunks for scoring in order, except for the last `num_kept` chunks."""
+        while len(self._decoding) > num_kept:
+            decoding, chunk = self._decoding.popleft()
+            images, is_finite = decoding.wait()
+            self._failures |= submit_finite_samples(
+                self.rewards, images, is_finite, chunk.sample_ids, chunk.prompts, self._fps
+            )
+
+
+class FiniteCheck:
+    """Replaces ScoringQueue in runs without rewards: it only finds samples whose latents are not finite."""
+
+    def __init__(self) -> None:
+        self._chunks: list[tuple[Tensor, Sequence[str]]] = []  # (whether each sample is finite, sample ids)
+
+    def submit(self, latents: Tensor, sample_ids: Sequence[str], prompts: Sequence[Prompt]) -> None:
+        self._chunks.append((latents.flatten(1).isfinite().all(1), sample_ids))  # read later, to not wait for the GPU
+
+    def flush(self) -> Scores:
+        """Return failed Scores for the samples with non-finite latents since the last call."""
+        chunks, self._chunks = self._chunks, []
+        failed = [i for is_finite, ids in chunks for i, ok in zip(ids, is_finite.tolist(), strict=True) if not ok]
+        return {i: {LATENTS: Score(sample_id=i, reward=LATENTS, failure=NOT_FINITE)} for i in failed}
+
+
+@dataclass(frozen=True, slots=True)
+class DenoisedChunk:
+    latents: Tensor  # [B, ...]
+    sample_ids: Sequence[str]
+    prompts: Sequence[Prompt]
+
+    @classmethod
+    def concatenate(cls, chunks: Sequence[DenoisedChunk]) -> DenoisedChunk:
+        latents = chunks[0].latents if len(chunks) == 1 else torch.cat([chunk.latents for chunk in chunks])
+        ids = [sample_id for chunk in chunks for sample_id in chunk.sample_ids]
+        return cls(latents, ids, [prompt for chunk in chunks for prompt in chunk.prompts])
+
+
+def submit_finite_samples(
+    rewards: RewardClient,
+    images: npt.NDArray[np.uint8],
+    is_finite: Sequence[bool],
+    sample_ids: Sequence[str],
+    prompts: Sequence[Prompt],
+    fps: float | None,
+) -> Scores:
+    """Submit the samples with finite latents for scoring. Returns failed Scores for the other samples.
+
+    fps: frame rate of videos, None for images.
+    """
+    rows = [i for i, ok in enumerate(is_finite) if ok]
+    if rows and len(images):
+        rewards.submit(
+            MediaBatch(
+                media=images[rows],
+                sample_ids=[sample_ids[i] for i in rows],
+                prompts=[prompts[i].text for i in rows],
+                metadata=[prompts[i].metadata for i in rows],
+                inputs=[drop_first_frame(prompts[i].inputs) for i in rows],
+                fps=fps,
+            )
+        )
+    failed = [sample_id for sample_id, ok in zip(sample_ids, is_finite, strict=True) if not ok]
+    return {s: {name: Score(sample_id=s, reward=name, failure=NOT_FINITE) for name in rewards.names} for s in failed}
+
+
+def drop_first_frame(inputs: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
+    """Return the inputs without the first-frame image.
+
+    The video already contains this image, and sending it twice would make messages too large.
+    """
+    return {name: array for name, array in inputs.items() if name != FIRST_FRAME}
+
+
+def gather_scores(world: World, local_scores: Mapping[str, Mapping[str, Score]]) -> Scores:
+    """Return the scores of all replicas on every rank. `local_scores` is used only on replica leaders. Collective."""
+    parts = world.gather_from_leaders(pack_scores(local_scores))
+    return {sample_id: scores for part in parts for sample_id, scores in unpack_scores(part).items()}
+
+
+def summarize_failures(scores: Sequence[Mapping[str, Score]]) -> str:
+    """Return the first NUM_REASONS different failure reasons as a log line, or "" if no score failed."""
+    failed = {
+        f"{score.reward}: {score.failure}" for by_reward in scores for score in by_reward.values() if score.failure
+    }
+    return "; ".join(sorted(failed)[:NUM_REASONS])
+
+
+def pack_scores(scores: Mapping[str, Mapping[str, Score]], max_failure_chars: int | None = None) -> list[Any]:
+    """Return the scores as JSON. Failure reasons are truncated to max_failure_chars characters."""
+    return [
+        [
+            sample_id,
+            [
+                [s.reward, s.value, s.failure and s.failure[:max_failure_chars], s.seconds, dict(s.parts)]
+                for s in by_reward.values()
+            ],
+        ]
+        for sample_id, by_reward in scores.items()
+    ]
+
+
+def unpack_scores(packed: Sequence[Any]) -> Scores:
+    return {
+        sample_id: {
+            reward: Score(
+                sample_id=sample_id, reward=reward, value=value, failure=failure, seconds=seconds, parts=parts
+            )
+            for reward, value, failure, seconds, parts in by_reward
+        }
+        for sample_id, by_reward in packed
+    }

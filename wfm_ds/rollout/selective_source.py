@@ -10,24 +10,23 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.algorithms.advantages import Rewards, combine_scores, select_best_and_worst
 from wfm_ds.chunks import even_ranges
 from wfm_ds.distributed.world import World
 from wfm_ds.rollout.colocated import ColocatedSource
-from wfm_ds.rollout.group_selection import GroupSelection, within_group_correlation
 from wfm_ds.rollout.groups import RefillableGroups, RewardedGroup, RolloutSample, StepRollouts, group_rewards
-from wfm_ds.rollout.replica_transfer import transfer_to_replicas
-from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.rollout.scores import summarize_failures
+from wfm_ds.rollout.rewards import RewardClient, summarize_failures
 from wfm_ds.runs.job import Job
 from wfm_ds.sampling.denoise import FlowPlan
 from wfm_ds.sampling.plan import exploration_plan
 from wfm_ds.seeds import draw_permutation
-from wfm_ds.types import Rollout, Score
+from wfm_ds.types import Rollout, Score, Transition
 
 log = logging.getLogger(__name__)
 
@@ -40,13 +39,17 @@ class SelectiveSource(ColocatedSource):
         self.refillable_groups = groups
         recipe = job.recipe
         self.explore, self.max_refills = recipe.sampling.explore, recipe.rl.rollout.max_refills
+        advantages = recipe.rl.algorithm.advantages
+        assert advantages is not None, "the recipe has rewards, which select the samples"
+        self.advantages = advantages
         self.num_candidates = self.explore.group_size if self.explore else self.settings.group_size  # per group
         self.should_regenerate = self.explore is not None and self.explore.regenerate
         self._candidate_plan: FlowPlan | None = None  # None: candidates use the plan of the rollouts
         settings = recipe.sampling.candidate_sampling
         if settings is not None and settings.steps < recipe.sampling.steps:
             self._candidate_plan = exploration_plan(settings, job.model.rollout_sigmas(settings))
-        self._candidates: dict[str, CandidateScores] = {}  # of the current step, by sample id
+        # (scores, total reward) by sample id, of the current step
+        self._candidates: dict[str, tuple[dict[str, Score], float | None]] = {}
         self._selection_metrics: dict[str, float] = {}
 
     def collect_rollouts(self, step: int) -> StepRollouts:
@@ -75,9 +78,9 @@ class SelectiveSource(ColocatedSource):
 
     def collect_rewards(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
         if not self.should_regenerate:
-            return [self._candidates[m.sample_id].scores for m in rollouts.samples]
+            return [self._candidates[m.sample_id][0] for m in rollouts.samples]
         scores = super().collect_rewards(rollouts)
-        candidate_totals = [self._candidates[m.sample_id].total for m in rollouts.samples]
+        candidate_totals = [self._candidates[m.sample_id][1] for m in rollouts.samples]
         totals = combine_scores(scores, self.job.recipe.rl.reward).totals
         correlation = within_group_correlation(candidate_totals, totals, [m.group_id for m in rollouts.samples])
         if correlation is not None:
@@ -88,7 +91,7 @@ class SelectiveSource(ColocatedSource):
         return super().step_metrics() | self._selection_metrics
 
     def _generate_round(self, step: int, attempt: int, selection: GroupSelection) -> tuple[StepRollouts, Rewards]:
-        """Generate and score the groups that the selection lacks, and add them to the selection.
+        """Generate and score candidates for the missing groups, and add selected candidates to `selection`.
 
         attempt: number of the round, starting at 0. Returns (generated samples, rewards used for the selection).
         """
@@ -104,23 +107,15 @@ class SelectiveSource(ColocatedSource):
         if reasons := summarize_failures(scores):
             count = sum(total is None for total in rewards.totals)
             log.warning("step %d: %d of %d candidates have no reward: %s", step, count, len(scores), reasons)
-        self._candidates |= {
-            m.sample_id: CandidateScores(scores[i], rewards.totals[i]) for i, m in enumerate(generated.samples)
-        }
+        self._candidates |= {m.sample_id: (scores[i], rewards.totals[i]) for i, m in enumerate(generated.samples)}
         if recipe.rl.reward.shuffle:  # selecting by the true rewards would leak them into the control run
             rewards = rewards.reorder(
                 draw_permutation(len(scores), recipe.run.seed, "candidate_shuffle", step, attempt)
             )
         group_ids = [m.group_id for m in samples]
-        indices, informative = select_best_and_worst(rewards, group_ids, recipe.rl.algorithm, self.settings.group_size)
+        indices, informative = select_best_and_worst(rewards, group_ids, self.advantages, self.settings.group_size)
         selection.add_round([samples[i] for i in indices], informative)
         return generated, rewards
-
-
-@dataclass(frozen=True, slots=True)
-class CandidateScores:
-    scores: dict[str, Score]
-    total: float | None
 
 
 class SelectedRollouts:
@@ -147,7 +142,7 @@ class SelectedRollouts:
         self._template = self._template or generated.local_rollouts[0]
 
     def distribute_evenly(self, samples: Sequence[RolloutSample]) -> StepRollouts:
-        """Move rollouts so that all replicas have equally many. Returns this replica's rollouts. Collective."""
+        """Move rollouts until all replicas have the same number. Returns this replica's rollouts. Collective."""
         assert self._template is not None, "keep_selected was not called"
         local = transfer_to_replicas(self.world, samples, self._owner_replicas, self._local_rollouts, self._template)
         return StepRollouts(
@@ -158,7 +153,7 @@ class SelectedRollouts:
 def selection_metrics(
     selection: GroupSelection, candidate_groups: Sequence[RewardedGroup], refills: int
 ) -> dict[str, float]:
-    """Return metrics of the candidate and of the selected samples. refills: number of additional sampling rounds."""
+    """Return metrics of the candidates and the selection. refills: number of additional sampling rounds."""
     totals = [total for _, rewards in candidate_groups for total in rewards]
     valid = [total for total in totals if total is not None]
     stats = {
@@ -168,3 +163,135 @@ def selection_metrics(
         "rollout/groups_dropped": float(selection.num_dropped),
     }
     return stats | ({"rollout/candidates_reward": math.fsum(valid) / len(valid)} if valid else {})
+
+
+class GroupSelection:
+    """Groups selected so far for one RL step.
+
+    A group is informative if its samples have different rewards. Other groups fill the selection until later
+    rounds generate enough informative groups.
+    """
+
+    def __init__(self, num_groups: int) -> None:
+        self.num_groups = num_groups  # in an RL step
+        self.num_dropped = 0  # groups that are not informative, replaced or not
+        self._informative_groups: list[list[RolloutSample]] = []
+        self._other_groups: list[list[RolloutSample]] = []
+
+    @property
+    def num_missing(self) -> int:
+        """Number of groups that the next round must generate."""
+        return self.num_groups - len(self._informative_groups)
+
+    def add_round(self, samples: Sequence[RolloutSample], informative: Collection[str]) -> None:
+        """Add the samples of at most `num_missing` groups. informative: ids of the informative groups."""
+        groups: dict[str, list[RolloutSample]] = {}
+        for member in samples:
+            groups.setdefault(member.group_id, []).append(member)
+        self._informative_groups += [group for group_id, group in groups.items() if group_id in informative]
+        self._other_groups += [group for group_id, group in groups.items() if group_id not in informative]
+        self.num_dropped = len(self._other_groups)
+
+    @property
+    def selected_samples(self) -> list[RolloutSample]:
+        """Samples of the selected groups: first informative groups, then others, each in the order of generation."""
+        return [
+            member for group in [*self._informative_groups, *self._other_groups][: self.num_groups] for member in group
+        ]
+
+
+def within_group_correlation(
+    first: Sequence[float | None], second: Sequence[float | None], group_ids: Sequence[str]
+) -> float | None:
+    """Return Pearson's correlation of two rewards after subtraction of each group's mean reward.
+
+    Samples without both rewards are ignored. Returns None if no sample has both rewards, or if one of the rewards is
+    constant within every group.
+    """
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for a, b, group in zip(first, second, group_ids, strict=True):
+        if a is not None and b is not None:
+            pairs.setdefault(group, []).append((a, b))
+    if not pairs:
+        return None
+    centred = np.concatenate([np.array(rewards) - np.mean(rewards, axis=0) for rewards in pairs.values()])
+    norms = np.sqrt(np.square(centred).sum(axis=0))
+    if not (norms > 1e-9 * max(1.0, float(np.abs(centred).max()))).all():
+        return None
+    return float((centred[:, 0] * centred[:, 1]).sum() / (norms[0] * norms[1]))
+
+
+def transfer_to_replicas(
+    world: World,
+    samples: Sequence[RolloutSample],
+    owners: Mapping[str, int],
+    local: Mapping[str, Rollout],
+    template: Rollout,
+) -> list[Rollout]:
+    """Move rollouts between replicas until all replicas have the same number of them. Collective.
+
+    Returns the rollouts of this replica: a contiguous range of `samples`.
+    samples: samples of all replicas. Their number is a multiple of the number of replicas.
+    owners: {sample id: index of the replica that has the rollout}, identical on all ranks.
+    local: {sample id: rollout} of this replica.
+    template: any rollout with the same sampling plan and latent shape, and without data latents.
+    """
+    count = len(samples) // world.dp_size
+    received: list[Rollout] = []
+    for i, sample in enumerate(samples):  # all ranks transfer in the same order, which prevents deadlocks
+        source, target = owners[sample.sample_id], i // count
+        if source == target == world.dp_rank:
+            received.append(local[sample.sample_id])
+        elif target == world.dp_rank:
+            received.append(
+                _fill_template(
+                    template, sample, [world.transfer_tensor(t, source, target) for t in _list_tensors(template)]
+                )
+            )
+        elif source == world.dp_rank:
+            for tensor in _list_tensors(local[sample.sample_id]):
+                world.transfer_tensor(tensor, source, target)
+    return received
+
+
+def _list_tensors(rollout: Rollout) -> list[Tensor]:
+    """Return the generated tensors of a sample. Consecutive steps share latents, which are listed once."""
+    tensors = [rollout.clean_latents]
+    before: Transition | None = None
+    for t in rollout.transitions:
+        tensors += [] if _is_next_step(t, before) else [t.latents]
+        tensors += [t.next_latents, t.log_prob, *([] if t.mean is None else [t.mean])]
+        before = t
+    return [*tensors, *(rollout.states[k] for k in sorted(rollout.states))]
+
+
+def _fill_template(template: Rollout, sample: RolloutSample, tensors: Sequence[Tensor]) -> Rollout:
+    """Return the rollout of `sample`, created from tensors in the order of `_list_tensors`.
+
+    template: a rollout with the same denoising steps.
+    """
+    remaining = iter(tensors)
+    clean = next(remaining)
+    transitions: list[Transition] = []
+    for t in template.transitions:
+        before = transitions[-1] if transitions else None
+        latents = before.next_latents if before is not None and _is_next_step(t, before) else next(remaining)
+        next_latents, log_prob = next(remaining), next(remaining)
+        mean = None if t.mean is None else next(remaining)
+        transition = Transition(index=t.index, latents=latents, next_latents=next_latents, log_prob=log_prob, mean=mean)
+        transitions.append(transition)
+    return dataclasses.replace(
+        template,
+        sample_id=sample.sample_id,
+        group_id=sample.group_id,
+        prompt=sample.prompt,
+        seed=sample.seed,
+        noise_seed=sample.noise_seed,
+        clean_latents=clean,
+        transitions=transitions,
+        states={k: next(remaining) for k in sorted(template.states)},
+    )
+
+
+def _is_next_step(transition: Transition, before: Transition | None) -> bool:
+    return before is not None and transition.index == before.index + 1

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from wfm_ds.data.actions import ActionData
+from wfm_ds.data.inputs import ActionData
 from wfm_ds.data.order import permutation
 from wfm_ds.data.trajectories import ACTIONS, DOMAIN, POSES, Floats
 from wfm_ds.recipe.schema import Recipe
@@ -22,10 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class CounterfactualTrajectories:
-    """Replaces the actions and camera paths of prompts according to rollout.trajectories.
-
-    The new trajectories are identical on every rank.
-    """
+    """Replaces actions and camera paths of prompts according to rollout.trajectories, identically on every rank."""
 
     def __init__(self, recipe: Recipe, actions: ActionData | None) -> None:
         rollout = recipe.rl.rollout
@@ -34,7 +31,7 @@ class CounterfactualTrajectories:
         self._library = None if actions is None else actions.library
 
     def replace_trajectories(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
-        """Return the prompts of an RL step with new trajectories. prompts: one prompt per group."""
+        """Return the prompts of an RL step with new actions and camera paths. prompts: one prompt per group."""
         if self.mode == "shuffle":
             shuffled = shuffle_trajectories(prompts, seed=self.seed, step=step)
             if not self._has_warned and all(new is old for new, old in zip(shuffled, prompts, strict=True)):
@@ -56,7 +53,7 @@ class CounterfactualTrajectories:
 
 
 def shuffle_trajectories(prompts: Sequence[Prompt], *, seed: int, step: int) -> list[Prompt]:
-    """Return the prompts after an exchange of actions and camera paths between prompts of the same `domain`.
+    """Return the prompts with their actions and camera paths shuffled among prompts of the same `domain`.
 
     No prompt keeps its own trajectory, unless its domain has no other prompt.
     """
@@ -77,7 +74,7 @@ def shuffle_trajectories(prompts: Sequence[Prompt], *, seed: int, step: int) -> 
 
 
 def transplant_trajectory(target: Mapping[str, Floats], source: Mapping[str, Floats]) -> dict[str, Floats]:
-    """Return `target` with the actions and camera path of `source`.
+    """Return the inputs `target` with the actions and the camera path of `source`.
 
     The camera path is moved so that it starts at the first pose of `target`.
     """

@@ -1,1 +1,1 @@
-"""Everything of a run except its training loop: output folder, S3 copies, model loading, Hub export, shutdown."""
+"""All parts of a run except the training loop: output folder, S3 copies, model loading, Hub export, shutdown."""

@@ -17,18 +17,19 @@ from torch import Tensor
 
 from wfm_ds.data.inputs import transform_intrinsics
 from wfm_ds.data.media import load_media
-from wfm_ds.data.npy import read_npy, to_float32
 from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
-from wfm_ds.data.trajectories import ACTIONS, DOMAIN, INTRINSICS, POSES, Floats, require_rigid
+from wfm_ds.data.trajectories import ACTIONS, DOMAIN, INTRINSICS, POSES, Floats, read_npy, require_rigid, to_float32
 from wfm_ds.errors import UserError
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditioning_frames import pad_num_frames
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.storage.filesystem import open_regular, read_regular
 from wfm_ds.types import FIRST_FRAME
 
-KEY_SEQUENCE = re.compile(r"[a-z]+-\d+(,[a-z]+-\d+)*", re.IGNORECASE)
+KEY_SEQUENCE = re.compile(r"[a-z]+-[0-9]{1,6}(,[a-z]+-[0-9]{1,6})*", re.IGNORECASE)
+MAX_KEY_FRAMES = 10_000
 INPUT_OPTIONS = {ACTIONS: "--actions", DOMAIN: "--domain", POSES: "--camera", INTRINSICS: "--camera"}
 """Command-line option of each input."""
 
@@ -64,13 +65,13 @@ def read_camera(camera: str, lens: Sequence[float] | None) -> dict[str, Floats]:
 def read_camera_file(file: Path) -> dict[str, Floats]:
     """Read camera poses c2w from an .npy file, or c2w and optional intrinsics from a .json file."""
     if file.suffix == ".npy":
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             return {POSES: read_npy(stream)}
     try:
-        content: Any = json.loads(file.read_bytes())
+        content: Any = json.loads(read_regular(file))
         names = [POSES, *([INTRINSICS] if INTRINSICS in content else [])]
         return {name: to_float32(np.asarray(content[name])) for name in names}
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError("not a JSON object with c2w") from error
 
 
@@ -81,6 +82,8 @@ def poses_from_keys(keys: str) -> Floats:
     """
     if KEY_SEQUENCE.fullmatch(keys) is None:
         raise ValueError("neither a .json or .npy file nor keys with frame counts such as w-80,jw-40")
+    if (num_frames := sum(map(int, re.findall("[0-9]+", keys)))) > MAX_KEY_FRAMES:
+        raise ValueError(f"{num_frames:,} frames, at most {MAX_KEY_FRAMES:,} are possible")
     from diffusers.pipelines.sana_wm.cam_utils import action_string_to_c2w
 
     poses: Floats = action_string_to_c2w(keys)
@@ -125,10 +128,10 @@ def image_framing(settings: SamplingRecipe) -> Framing:
 
 
 def collect_inputs(sampler: Sampler, args: argparse.Namespace) -> InputArrays:
-    """Return the model inputs that are equal for all videos, as {name: float32 array}.
+    """Return the model inputs that all videos share, as {name: float32 array}.
 
-    The inputs are actions, domain and camera path. They include the pixels of the first frame if the model does not use
-    its latents. Raises UserError if the model does not support an input, if a required input is missing, or if a file
+    The inputs are actions, domain and camera path, and also the pixels of the first frame if the model does not use its
+    latents. Raises UserError if the model does not support an input, if a required input is missing, or if a file
     cannot be used.
     """
     model, size, names = sampler.model, sampler.settings, list_option_inputs(args)
@@ -154,7 +157,7 @@ def collect_inputs(sampler: Sampler, args: argparse.Namespace) -> InputArrays:
 
 
 def read_actions(args: argparse.Namespace) -> InputArrays:
-    with explain_read_errors("--actions", args.actions), args.actions.open("rb") as file:
+    with explain_read_errors("--actions", args.actions), open_regular(args.actions) as file:
         inputs = {ACTIONS: read_npy(file)}
         if not np.isfinite(inputs[ACTIONS]).all():
             raise ValueError("contains NaN or infinite numbers")
@@ -162,7 +165,7 @@ def read_actions(args: argparse.Namespace) -> InputArrays:
 
 
 def read_camera_inputs(args: argparse.Namespace, size: SamplingRecipe) -> InputArrays:
-    """Return camera poses and intrinsics. If a first frame is given, the intrinsics match its crop and size."""
+    """Return camera poses and intrinsics. With a first frame, the intrinsics are adapted to its scaling and crop."""
     with explain_read_errors("--camera", args.camera):
         inputs = read_camera(args.camera, args.intrinsics)
         if args.first_frame is not None:

@@ -31,30 +31,40 @@ def load_initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor
     lora = recipe.lora
     if lora is None or lora.init_from is None:
         return None
-    parts = tuple(model.denoiser_components)
-    target = ExportTarget(model.path, parts)
-    source = LoraSource(lora.init_from, LoraNameTable(model.lora_layer_names), base_weight_readers(model.path))
-    if source.parts != parts:
-        raise ModelError(
-            f"lora.init_from {lora.init_from} is a LoRA for {' and '.join(source.parts)}, {model.path} has "
-            f"{' and '.join(parts)}: set an export folder with a file for each"
-        )
+    target = ExportTarget(model.path, tuple(model.denoiser_components))
+    source = read_fitting_lora(recipe, model, lora.init_from, f"lora.init_from {lora.init_from}")
     start: dict[str, Tensor] = {}
-    for part in parts:
-        layers, saved, network = source.layers[part], source.whole_layers[part], getattr(model.pipeline, part)
+    for part in source.parts:
+        layers, saved = source.layers[part], source.whole_layers[part]
         _require_same_adapter(layers, saved, lora)
-        _require_same_shapes(layers, saved, network, lora.init_from, model.path)
-        adapted = set(match_linear_layers(network, lora.target_modules or model.default_lora_targets))
-        if unexpected := sorted(layers.keys() - adapted):
-            raise RecipeError(
-                f"lora.init_from {lora.init_from} has {len(unexpected)} layers that are not in lora.target_modules "
-                f"({', '.join(unexpected[:3])}): add them there"
-            )
-        log.info(
-            "LoRA from %s: %d layers loaded, %d initialized", lora.init_from, len(layers), len(adapted - layers.keys())
-        )
         start |= {target.tensor_prefix(part) + name: tensor for name, tensor in iter_lora_tensors(layers, saved)}
     return start
+
+
+def read_fitting_lora(recipe: Recipe, model: DiffusionModel, path: Path, what: str) -> LoraSource:
+    """Read a LoRA and check that the run adapts all of its layers. what: its name in messages.
+
+    model: the loaded model, before an engine changes its denoiser. Raises ModelError if the LoRA cannot be read or is
+    for another base, and RecipeError if it has layers that are not in lora.target_modules.
+    """
+    parts, targets = tuple(model.denoiser_components), recipe.lora and recipe.lora.target_modules
+    source = LoraSource(path, LoraNameTable(model.lora_layer_names), base_weight_readers(model.path))
+    if source.parts != parts:
+        raise ModelError(
+            f"{what} is a LoRA for {' and '.join(source.parts)}, {model.path} has {' and '.join(parts)}: set an export "
+            "folder with a file for each"
+        )
+    for part in parts:
+        layers, network = source.layers[part], getattr(model.pipeline, part)
+        _require_same_shapes(layers, source.whole_layers[part], network, what, model.path)
+        adapted = set(match_linear_layers(network, targets or model.default_lora_targets))
+        if unexpected := sorted(layers.keys() - adapted):
+            raise RecipeError(
+                f"{what} has {len(unexpected)} layers that are not in lora.target_modules "
+                f"({', '.join(unexpected[:3])}): add them there"
+            )
+        log.info("%s: %d layers loaded, %d initialized", what, len(layers), len(adapted - layers.keys()))
+    return source
 
 
 def _require_same_adapter(layers: LoraLayers, saved: dict[str, Tensor], lora: LoraRecipe) -> None:
@@ -87,7 +97,7 @@ def _require_same_adapter(layers: LoraLayers, saved: dict[str, Tensor], lora: Lo
 
 
 def _require_same_shapes(
-    layers: LoraLayers, saved: dict[str, Tensor], network: nn.Module, file: Path, base: Path
+    layers: LoraLayers, saved: dict[str, Tensor], network: nn.Module, what: str, base: Path
 ) -> None:
     """Raise ModelError if a layer of the LoRA is missing in the network or has a different shape."""
     shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
@@ -98,6 +108,6 @@ def _require_same_shapes(
         first = wrong[0]
         expected = f"has {list(shapes[first])}" if first in shapes else "has no such layer"
         raise ModelError(
-            f"lora.init_from {file} is for another base: {len(wrong)} of its {len(file_shapes)} layers do not fit, "
+            f"{what} is for another base: {len(wrong)} of its {len(file_shapes)} layers do not fit, "
             f"e.g. {first} {list(file_shapes[first])}, but {base} {expected}"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -15,14 +16,16 @@ from torch import Tensor
 from wfm_ds.distributed.lifecycle import StopFlag
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
+from wfm_ds.export.loading_code import loading_lines
 from wfm_ds.export.target import ExportInfo, ExportTarget
-from wfm_ds.export.weights import export_weights, loading_lines
+from wfm_ds.export.weights import export_weights
 from wfm_ds.models.assets.latent_cache import LatentCache
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.monitoring.meters import Stopwatch
 from wfm_ds.monitoring.monitor import Monitor
+from wfm_ds.monitoring.trackers import open_trackers
 from wfm_ds.recipe.run_sizes import RunSizes
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.runs.mirror import Mirror
@@ -71,7 +74,7 @@ class CommonJob(ABC):
     @property
     @abstractmethod
     def export_spec(self) -> ExportInfo:
-        """Information for an export that the engine's weights do not contain."""
+        """Information that an export needs in addition to the engine's weights."""
 
     @abstractmethod
     def export_weights(self, out: Path) -> Path:
@@ -89,7 +92,7 @@ class CommonJob(ABC):
         return {}
 
     def pop_work(self) -> FlopCount | None:
-        """Return the FLOPs of this rank's forward passes since the last call, on rank 0. Other ranks return None."""
+        """Return the FLOPs of rank 0's forward passes since the last call. Other ranks return None."""
         return self.engine.pop_flop_count()
 
 
@@ -127,7 +130,7 @@ class Job(CommonJob):
 
     @property
     def export_spec(self) -> ExportTarget:
-        return ExportTarget.from_model(self.model)
+        return ExportTarget.from_model(self.model, self.recipe.sampling)
 
     def export_weights(self, out: Path) -> Path:
         return export_weights(
@@ -148,3 +151,21 @@ class Job(CommonJob):
         counts |= {f"perf/forward_samples_{name}": float(count) for name, count in sorted(forward.num_samples.items())}
         forward.reset_counts()
         return counts
+
+
+def open_monitor(recipe: Recipe, world: World, resumed_at: int | None, unit: str, resources: ExitStack) -> Monitor:
+    """Open the run's metrics and trackers, and close them with `resources`. Collective.
+
+    resumed_at: last optimizer step of the checkpoint, or None for a new run. unit: what a step trains, such as images.
+    """
+    trackers = world.run_checked(lambda: open_trackers(recipe, resumed_at), on="main")
+    monitor = Monitor(
+        recipe.run.output_dir,
+        is_main=world.is_main,
+        console=recipe.logging.console,
+        total_steps=recipe.run.steps,
+        unit=unit,
+        trackers=trackers or (),
+    )
+    resources.callback(monitor.close)
+    return monitor

@@ -27,7 +27,7 @@ REWARD = "reward"  # log of the reward service, kept if a run fails before its f
 FETCHED = "fetched"  # checkpoint downloaded from another run's storage, until it is loaded
 POLICY = "policy"  # weights for the workers of an active async run
 ROLLOUT = "rollout"  # addresses for rollout workers, and logs of spawned workers (kept like REWARD)
-TRACKERS = "trackers"  # files of wandb, mlflow and trackio
+TRACKERS = "trackers"  # files of wandb, mlflow, trackio and swanlab
 EARLIER = "earlier"  # metrics of attempts without a checkpoint, numbered from 1
 PAGE, PAGE_FOLDER = "index.html", "page"  # the run page; does not make a folder a run
 RUN_FOLDERS = (
@@ -36,6 +36,7 @@ RUN_FOLDERS = (
     TRACKERS,
 )
 RUN_NAMES = (*RUN_FILES, PAGE, *RUN_FOLDERS)
+BAD_JSON = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # content of another kind
 RECORD_FILE = ".wfm_run.json"  # lists the names that a run has written here and --overwrite may remove
 
 
@@ -57,10 +58,7 @@ class RunContents:
 
 
 def read_folder_contents(folder: Path) -> RunContents:
-    """Read the contents of a run's folder.
-
-    Raises RecipeError if the folder cannot be read or its result.json is invalid.
-    """
+    """Read a run's folder. Raises RecipeError if the folder cannot be read or its result.json is invalid."""
     try:
         names = set(os.listdir(folder)) if folder.exists() else set[str]()
         files = tuple(name for name in RUN_FILES if name in names)
@@ -79,10 +77,7 @@ def read_folder_contents(folder: Path) -> RunContents:
 
 
 def read_storage_contents(address: str) -> RunContents:
-    """Read the contents of a run's S3 storage.
-
-    Raises StorageError if S3 fails, and RecipeError if result.json is invalid.
-    """
+    """Read a run's S3 storage. Raises StorageError if S3 fails, and RecipeError if result.json is invalid."""
     names = {name.partition("/")[0] for name in transfer.list_objects(address)}
     files = tuple(name for name in RUN_FILES if name in names)
     newest = remote_store.find_newest(f"{address}/{CHECKPOINTS}") if files else None
@@ -94,12 +89,12 @@ def read_storage_contents(address: str) -> RunContents:
 
 
 def list_unrecorded_files(folder: Path) -> tuple[str, ...]:
-    """Return the names in RUN_NAMES that exist in this folder but are missing in its record file."""
+    """Return the names in RUN_NAMES that exist in this folder but are missing from its record file."""
     return select_unrecorded(os.listdir(folder) if folder.exists() else (), read_folder_record(folder))
 
 
 def list_unrecorded_objects(address: str) -> tuple[str, ...]:
-    """Return the names in RUN_NAMES that exist in this S3 storage but are missing in its record file.
+    """Return the names in RUN_NAMES that exist in S3 but are missing from the record file there.
 
     Raises StorageError if S3 fails.
     """
@@ -120,10 +115,7 @@ def read_folder_record(folder: Path) -> frozenset[str]:
 
 
 def read_storage_record(address: str) -> frozenset[str]:
-    """Return the names that the record file in S3 lists. Returns no names if the file is missing or invalid.
-
-    Raises StorageError if S3 fails.
-    """
+    """Return the names that the record file in S3 lists. Raises StorageError if S3 fails."""
     try:
         return parse_record(transfer.read_text(f"{address}/{RECORD_FILE}"))
     except FileNotFoundError:
@@ -134,7 +126,7 @@ def parse_record(text: str) -> frozenset[str]:
     try:
         listed = json.loads(text)["wrote"]
         return frozenset(listed).intersection(RUN_NAMES)
-    except (ValueError, KeyError, TypeError):
+    except BAD_JSON:
         return frozenset()
 
 
@@ -163,14 +155,11 @@ def read_run_recipe(place: str) -> tuple[str, Recipe | None]:
 
 
 def parse_finished_step(text: str, place: str) -> int | None:
-    """Return the last step of a finished run from its result.json, or None if the run is not finished.
-
-    Raises RecipeError if the text is invalid.
-    """
+    """Return the last step from result.json, or None if the run is unfinished. Raises RecipeError if it is invalid."""
     try:
         result = json.loads(text)
         return int(result["step"]) if result["status"] == "finished" else None
-    except (ValueError, KeyError, TypeError) as error:
+    except BAD_JSON as error:
         raise RecipeError(
             f"{place} was not written by a run ({error}): set run.output_dir or checkpoint.storage to another "
             "location, or pass --overwrite to replace that run"

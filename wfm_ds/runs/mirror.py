@@ -22,8 +22,10 @@ from pathlib import Path
 from wfm_ds.checkpoint import remote_store, store
 from wfm_ds.errors import StorageError
 from wfm_ds.monitoring.run_page import DATA_FILE
+from wfm_ds.monitoring.tracking import RUN_ID_FILES
 from wfm_ds.runs import layout
 from wfm_ds.runs.layout import (
+    BAD_JSON,
     CHECKPOINTS,
     EARLIER,
     METRICS_FILE,
@@ -48,7 +50,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SentFile:
-    """State of an uploaded file: size and mtime of the local file at that time, and size of its S3 object."""
+    """State of an uploaded file: size and mtime of the local file at the upload, and size of the S3 object."""
 
     size: int
     mtime_ns: int
@@ -71,7 +73,8 @@ class Mirror:
         self._last_progress_s = time.monotonic()
         self._most_bytes: dict[str, int] = {}  # bytes of the best attempt to upload a file
         self._is_claimed = False  # the record of the run's names is uploaded
-        self._is_closed, self._failure = False, ""
+        self._is_closed = False
+        self.failure = ""  # why the last round of uploads failed; empty if it succeeded
         self._thread = threading.Thread(target=self._run_thread, name="mirror", daemon=True)
 
     def clear(self) -> None:
@@ -88,30 +91,29 @@ class Mirror:
         The files include metrics of earlier attempts. Raises StorageError if the download fails.
         """
         for name, size in transfer.list_objects(self.address).items():
-            path = self.folder / name
-            if (name == METRICS_FILE or name.partition("/")[0] == EARLIER) and not path.exists():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                transfer.download_file(f"{self.address}/{name}", path, size=size)
+            if (name == METRICS_FILE or name.partition("/")[0] == EARLIER) and not (self.folder / name).exists():
+                self._fetch_file(name, size)
 
     def fetch_checkpoint(self, address: str) -> Path:
-        """Download a checkpoint and its metrics and return its folder. Raises StorageError if the download fails."""
+        """Download a checkpoint, its metrics and the run's ids in trackers, and return the checkpoint's folder.
+
+        Raises StorageError if a download fails.
+        """
         checkpoint = remote_store.read_checkpoint(address)
         stored = transfer.list_objects(self.address)
         if checkpoint is None or METRICS_FILE not in stored:
             raise StorageError(f"{address} or {self.address}/{METRICS_FILE} was just removed: start again")
         began, folder = time.monotonic(), self.folder / CHECKPOINTS / f"step_{checkpoint.step}"
         remote_store.fetch_checkpoint(checkpoint, folder)
-        transfer.download_file(f"{self.address}/{METRICS_FILE}", self.folder / METRICS_FILE, size=stored[METRICS_FILE])
+        for name in (METRICS_FILE, *(name for name in RUN_ID_FILES if name in stored)):
+            self._fetch_file(name, stored[name])
         self._mark_sent(marker_name(checkpoint.step), stored[marker_name(checkpoint.step)])
         self._write_sent_files()
         log.info("downloaded %s to %s in %.1f s", address, folder, time.monotonic() - began)
         return folder
 
     def newer_step(self) -> int | None:
-        """Return the step of the newest checkpoint in S3 if it is newer than all local checkpoints, else None.
-
-        Raises StorageError if S3 fails.
-        """
+        """Return the newest step in S3 if no local step is as new, else None. Raises StorageError if S3 fails."""
         newest = remote_store.find_newest(f"{self.address}/{CHECKPOINTS}")
         return None if newest is None or newest.step <= max(self._complete_steps(), default=-1) else newest.step
 
@@ -139,14 +141,11 @@ class Mirror:
         self.wake()
 
     def wake(self) -> None:
-        """Upload new complete files now. Otherwise they are uploaded at the next regular pass."""
+        """Tell the upload thread to upload new files now, without waiting for its next regular pass."""
         self._wakeup.set()
 
     def list_unverified_steps(self) -> Collection[int]:
-        """Return the steps of local checkpoints that are newer than all uploaded checkpoints.
-
-        These checkpoints must not be removed.
-        """
+        """Return the steps of local checkpoints that must not be removed: those newer than all uploaded ones."""
         verified = max((step for step in self._complete_steps() if self._is_sent(marker_name(step))), default=-1)
         return [step for step in self._complete_steps() if step > verified]
 
@@ -167,13 +166,8 @@ class Mirror:
             return []
         return self.missing_names()
 
-    @property
-    def failure(self) -> str:
-        """Reason why the last round of uploads failed, or "" if it succeeded."""
-        return self._failure
-
     def missing_names(self) -> list[str]:
-        """Return the names of files that are missing or outdated in S3. Each checkpoint is one name."""
+        """Return the names of files that are missing or outdated in S3. A checkpoint counts as one file."""
         return [*(f"{CHECKPOINTS}/step_{step}" for step in self._unsent_steps()), *self._unsent_files()]
 
     def send_result(self) -> None:
@@ -202,9 +196,9 @@ class Mirror:
                 log.exception("copying to %s failed", self.address)
                 self._report_failure(f"{type(error).__name__}: {error}")
             else:
-                if self._failure:
+                if self.failure:
                     log.info("%s accepts uploads again", self.address)
-                wait_s, retry_s, self._failure = PASS_INTERVAL_S, FIRST_RETRY_S, ""
+                wait_s, retry_s, self.failure = PASS_INTERVAL_S, FIRST_RETRY_S, ""
                 if is_last:
                     self._complete.set()
                     return
@@ -212,9 +206,9 @@ class Mirror:
             wait_s, retry_s = retry_s, min(2 * retry_s, LAST_RETRY_S)
 
     def _report_failure(self, reason: str) -> None:
-        if not self._failure:
+        if not self.failure:
             log.warning("%s; retrying, and removing nothing from %s meanwhile", reason, self.folder)
-        self._failure = reason
+        self.failure = reason
 
     def _send_all(self) -> None:
         """Upload all missing files. Raises StorageError and OSError if an upload fails."""
@@ -230,9 +224,9 @@ class Mirror:
             self._write_sent_files()
 
     def _send_files(self) -> None:
-        """Upload all files that do not belong to a checkpoint.
+        """Upload all new and changed files outside of checkpoints.
 
-        After two consecutive failures, stops and raises the first StorageError.
+        Stops after two failures in a row. If any upload failed, raises the first StorageError.
         """
         first, previous = None, None
         for name in self._unsent_files():
@@ -263,6 +257,9 @@ class Mirror:
                         f"{self.folder / name} is missing, and no run can continue from a checkpoint without it"
                     )
                 self._send_file(name)
+            for name in RUN_ID_FILES:
+                if (self.folder / name).exists() and not self._is_sent(name):
+                    self._send_file(name)
 
         root = f"{self.address}/{CHECKPOINTS}"
         target = f"{root}/step_{step}"
@@ -286,8 +283,13 @@ class Mirror:
                 self._copied_objects[identity] = target
         self._sent[name] = SentFile(local.st_size, local.st_mtime_ns, local.st_size)
 
+    def _fetch_file(self, name: str, size: int) -> None:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        transfer.download_file(f"{self.address}/{name}", path, size=size)
+
     def _copy_in_storage(self, source: str, target: str, name: str, size: int) -> bool:
-        """Copy an uploaded object within S3. Returns False if the copy fails, for example because it was removed."""
+        """Copy an object within S3. Returns False if the copy fails, for example because `source` was removed."""
         try:
             transfer.copy_object(source, target, size)
         except StorageError as error:
@@ -333,16 +335,14 @@ class Mirror:
 
     def _unsent_files(self) -> Iterator[str]:
         """Yield the names of new and changed files. Checkpoints and result.json are omitted."""
-        yield from (
-            name
-            for name in (RECIPE_FILE, METRICS_FILE, PAGE)
-            if (self.folder / name).exists() and not self._is_sent(name)
-        )
+        single_files = (RECIPE_FILE, METRICS_FILE, PAGE, *RUN_ID_FILES)
+        files = [name for name in single_files if (self.folder / name).exists()]
+        yield from (name for name in files if not self._is_sent(name))
         for top in MIRRORED_FOLDERS:
-            names = sorted(
-                _list_files(self.folder, top), key=lambda name: (name.split("/")[:2], _is_sent_last(name), name)
-            )
-            yield from (name for name in names if not self._is_sent(name))
+            names = [
+                (name.split("/")[:2], Path(name).name in LAST_FILES, name) for name in _list_files(self.folder, top)
+            ]
+            yield from (name for *_, name in sorted(names) if not self._is_sent(name))
 
     def _is_sent(self, name: str) -> bool:
         """Return whether S3 has the current version of the file."""
@@ -370,31 +370,24 @@ class Mirror:
             log.warning("%s: %s; a continued run will upload these files again", self.folder / SENT_FILES_NAME, error)
 
     def _read_sent_files(self) -> dict[str, SentFile]:
-        """Load the state of earlier uploads from .storage.json.
-
-        Returns {} if the file is missing or invalid. All files are then uploaded again.
-        """
+        """Load the state of earlier uploads. Returns {} if the file is missing or invalid: all files are sent again."""
         try:
             state = json.loads((self.folder / SENT_FILES_NAME).read_text(encoding="utf-8"))
             files = state["files"] if state["address"] == self.address else {}
             return {name: SentFile(*map(int, numbers)) for name, numbers in files.items()}
         except FileNotFoundError:
             return {}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except BAD_JSON as error:
             log.warning("%s is damaged (%s): uploading all files again", self.folder / SENT_FILES_NAME, error)
             return {}
 
 
 class _ClosedError(Exception):
-    """Ends an upload in the thread when the run no longer waits for it."""
+    """Raised in the upload thread to stop an upload that the run no longer waits for."""
 
 
 def marker_name(step: int) -> str:
     return f"{CHECKPOINTS}/step_{step}/{store.COMPLETE}"
-
-
-def _is_sent_last(name: str) -> bool:
-    return name.rpartition("/")[2] in LAST_FILES
 
 
 def _list_files(folder: Path, top: str) -> Iterator[str]:

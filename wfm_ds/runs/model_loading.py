@@ -24,10 +24,7 @@ from wfm_ds.ulysses.install import check_latent_shape
 
 
 def find_family(recipe: Recipe) -> type[DiffusionModel]:
-    """Return the model family of the recipe's pipeline.
-
-    Raises ModelError if the folder does not exist or its family is unknown.
-    """
+    """Return the family of the recipe's pipeline. Raises ModelError if the folder or its family is unknown."""
     own = recipe.model.family
     return registry.find_family(registry.locate_pipeline(recipe.model.path, own, recipe.model.revision), own)
 
@@ -35,7 +32,7 @@ def find_family(recipe: Recipe) -> type[DiffusionModel]:
 def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
     """Load the recipe's pipeline and check that it supports the recipe.
 
-    The engine later moves the denoiser to the device (engine/weight_placement.py). For training from scratch, the
+    The engine later moves the denoiser to the device (engine/preparation.py). For training from scratch, the
     denoiser gets random weights. Raises ModelError if the pipeline cannot be loaded, RecipeError if the recipe does not
     fit the model, and UserError if the tokens of a sample cannot be split over the ranks.
     """
@@ -60,7 +57,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
     except ValueError as error:
         raise RecipeError(f"sampling: {error}") from error
     shape = model.latent_shape(size.height, size.width, size.num_frames)
-    rollout_grid, _ = model.rollout_sigmas(size), model.sigmas(size.eval_steps, shape)
+    rollout_grid, _ = model.rollout_sigmas(size), model.evaluation_sigmas(size)
     if recipe.is_rl:
         build_rl_algorithm(recipe, rollout_grid)  # checks that depend on the model's noise levels
     if (candidates := size.candidate_sampling) is not None:
@@ -79,7 +76,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         check_shardable_sizes(recipe, model, [(size.height, size.width), *sizes])
     if recipe.lora is not None:
         check_lora_layers(model.denoiser, recipe.lora, model.default_lora_targets)
-    target = ExportTarget.from_model(model)
+    target = ExportTarget.from_model(model, size)
     for component in target.parts:
         target.meta_network(component)  # an export at the end needs it, so a missing class is an error now
     if settings.denoiser_init == "random":

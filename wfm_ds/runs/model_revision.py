@@ -84,10 +84,7 @@ def fetch_model(recipe: Recipe, world: World) -> None:
 
 
 def locate_model(recipe: Recipe) -> Path:
-    """Return a model's folder. Downloads only the configuration files, not the weights.
-
-    Raises ModelError if the model is not found.
-    """
+    """Return a model's folder, without downloading weights. Raises ModelError if the model is not found."""
     model = recipe.model
     if recipe.algorithm.trains_language:
         return language_folders.locate_language_model(model.path, model.revision)

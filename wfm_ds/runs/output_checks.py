@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from wfm_ds.errors import RecipeError
 from wfm_ds.models.assets.hub import is_repo_id
-from wfm_ds.models.registry import TINY_PREFIX
 from wfm_ds.recipe.deepspeed import find_deepspeed_config
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.tiny import TINY_PREFIX
 from wfm_ds.storage.filesystem import is_remote, shorten_path
 
 PROJECT_FILES = (".git", "pyproject.toml", "setup.py")  # a folder with one of these contains source code
@@ -18,8 +19,13 @@ PROJECT_FILES = (".git", "pyproject.toml", "setup.py")  # a folder with one of t
 def require_usable_folder(folder: Path) -> None:
     """Raise RecipeError if the folder cannot be created or contains source code."""
     existing = find_existing_parent(folder)
-    if not os.access(existing, os.W_OK | os.X_OK) or not existing.is_dir():
-        raise RecipeError(f"run.output_dir {folder} cannot be created: {existing} is not a writable folder")
+    try:  # permissions do not tell whether the disk is full or read-only
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise RecipeError(
+            f"run.output_dir {folder} cannot be created: {existing} is not a writable folder ({error.strerror})"
+        ) from error
     project_files = [name for name in PROJECT_FILES if os.path.lexists(folder / name)]
     if project_files:
         raise RecipeError(
@@ -29,10 +35,7 @@ def require_usable_folder(folder: Path) -> None:
 
 
 def find_existing_parent(folder: Path) -> Path:
-    """Return the folder itself or its nearest existing parent.
-
-    Raises RecipeError for invalid paths and broken links.
-    """
+    """Return the folder or its nearest existing parent. Raises RecipeError for invalid paths and broken links."""
     for path in (folder, *folder.absolute().parents):
         try:
             path.stat()
@@ -58,6 +61,7 @@ def require_separate_inputs(recipe: Recipe) -> None:
     inputs: list[tuple[str, str | Path | None]] = [
         ("model.path", model),
         ("lora.init_from", None if recipe.lora is None else recipe.lora.init_from),
+        *(("algorithm teacher", teacher.weights) for teacher in recipe.algorithm.list_lora_teachers().values()),
         ("engine.deepspeed", find_deepspeed_config(recipe.engine.deepspeed)),
         *(("data.path", path) for path in recipe.data.shard_patterns),
         *(("data.sets", path) for one, _ in recipe.data.set_recipes().values() for path in one.shard_patterns),

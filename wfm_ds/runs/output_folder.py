@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import json
 import logging
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from wfm_ds.checkpoint import remote_store, store
 from wfm_ds.checkpoint.remote_store import RemoteCheckpoint
@@ -57,7 +59,7 @@ MAY_CHANGE = (
 )
 # These keys determine the training samples.
 MAY_NOT_CHANGE = ("validation.path", "validation.holdout")
-# Of each reward: keys of the reward service.
+# Keys of each reward that affect only the reward service.
 REWARD_MAY_CHANGE = {"reward": {"functions": {"__all__": {"workers", "max_batch", "device"}}}}
 NUM_SHOWN = 5
 
@@ -111,7 +113,7 @@ def find_run_start(recipe: Recipe, world_size: int, *, overwrite: bool = False) 
         first = occupied[0]
         raise RecipeError(f"{first.key} already contains a run ({', '.join(first.files)}): {suggest_fix(first)}")
     require_other_run(recipe)
-    # A local checkpoint is preferred to an equal one in the storage.
+    # If folder and storage have the same newest step, the local checkpoint is used.
     newest = max((place.checkpoint for place in occupied if place.checkpoint), key=lambda one: one.step, default=None)
     done = max((place.finished_step for place in occupied if place.finished_step is not None), default=None)
     for place in occupied:
@@ -167,7 +169,7 @@ def new_run_start(recipe: Recipe, world_size: int) -> RunStart:
 
 
 def require_unused_names(place: RunContents) -> None:
-    """Raise RecipeError if the place contains files with reserved names that do not belong to a run."""
+    """Raise RecipeError if folder or storage contain files with reserved names that do not belong to a run."""
     if place.unrecorded:
         raise RecipeError(
             f"{place.key} contains {', '.join(place.unrecorded)}, which belong to no run: move them, or set "
@@ -179,9 +181,8 @@ def require_recorded_files(place: str, unrecorded: Collection[str]) -> None:
     """Raise RecipeError if --overwrite would delete files that are missing in the run's record file."""
     if unrecorded:
         raise RecipeError(
-            f"{place} contains {', '.join(unrecorded)}, which {RECORD_FILE} does not list, so --overwrite does "
-            "not delete "
-            f"them: remove them yourself, or set {place.partition(' ')[0]} to another location"
+            f"{place} contains {', '.join(unrecorded)}, which {RECORD_FILE} does not list, so --overwrite does not "
+            f"delete them: remove them yourself, or set {place.partition(' ')[0]} to another location"
         )
 
 
@@ -227,20 +228,28 @@ def list_recipe_changes(there: Recipe, here: Recipe) -> list[str]:
     there: recipe of the existing run. here: new recipe.
     """
     old, new = (flatten_keys(r.model_dump(mode="json", exclude=REWARD_MAY_CHANGE)) for r in (there, here))
-    # With buckets, all samples of a micro-batch have one size, so its size affects their order.
+    # With buckets, a micro-batch has images of one size, so engine.micro_batch_size affects the order of samples.
     decides_order = here.data.buckets is not None and not here.is_rl
     fixed = (*MAY_NOT_CHANGE, *(["engine.micro_batch_size"] if decides_order else []))
     return [
-        f"{key}: {old.get(key, 'nothing')} there, {new.get(key, 'nothing')} here"
+        f"{key}: {_format_key(old, key)} there, {_format_key(new, key)} here"
         for key in dict.fromkeys([*old, *new])
         if old.get(key) != new.get(key) and (key in fixed or not key.startswith(MAY_CHANGE))
     ]
 
 
-def require_same_batch_size(found: Checkpoint | RemoteCheckpoint, recipe: Recipe, world_size: int) -> None:
-    """Raise RecipeError if the global batch size differs from the checkpoint's, because it determines the next samples.
+def _format_key(values: Mapping[str, Any], key: str) -> str:
+    """Return the value of a recipe key as YAML text, or "nothing" if the recipe does not have the key."""
+    if key not in values:
+        return "nothing"
+    return values[key] if isinstance(values[key], str) else json.dumps(values[key])
 
-    In SFT of a two-expert model, the number of micro-batches must be equal too. It determines which expert trains when.
+
+def require_same_batch_size(found: Checkpoint | RemoteCheckpoint, recipe: Recipe, world_size: int) -> None:
+    """Raise RecipeError if the recipe's global batch size differs from the checkpoint's.
+
+    The global batch size determines which samples come next. In SFT of a two-expert model, the number of micro-batches
+    must also be the same, because it determines when each expert trains.
     """
     derived = derive_run_sizes(recipe, world_size)
     here, there = derived.samples_per_step, found.metadata["samples_per_step"]
@@ -272,6 +281,9 @@ def open_output_folder(recipe: Recipe, start: RunStart) -> None:
     """Write the resolved recipe to the folder and truncate its metrics to the starting step."""
     folder = recipe.run.output_dir
     with explain_write_errors(folder):
+        atomic.remove_part_files(folder.glob(".*"))
+        for name in RUN_FOLDERS:
+            atomic.remove_part_files((folder / name).rglob(".*"))
         # The recipe is written first: it identifies the other files.
         atomic.write_text(folder / RECIPE_FILE, recipe_file.dump_recipe(recipe))
         if start.is_restart:

@@ -36,7 +36,7 @@ def write_result(
     metrics: last value of each metric. Non-finite values become null.
     artifacts: {kind: path} of the run's output.
     started: start time with time zone.
-    message: reason of a failure.
+    message: reason of a failure, or a warning about the result.
     storage: state of the copies in S3, as JSON.
     Raises ValueError for an unknown status, and OSError if the folder cannot be written.
     """
@@ -70,3 +70,4 @@ class RunOutcome:
     status: Literal["finished", "preempted"]
     step: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    message: str = ""  # warning about the result

@@ -41,7 +41,7 @@ class RunProgress(Protocol):
     """Attributes of a training loop that are written to result.json."""
 
     step: int  # last completed step
-    metrics: Mapping[str, float]  # of that step
+    metrics: Mapping[str, float]  # of the last completed step
 
 
 class RunExports(Protocol):
@@ -50,10 +50,13 @@ class RunExports(Protocol):
         """Exported folders as {kind: path}."""
         ...
 
+    def finish_push(self) -> None:
+        """Wait for uploads to the Hub. Collective."""
+
 
 @dataclass(frozen=True, slots=True)
 class ErrorCause:
-    """Error that ended a run. All ranks agree on it."""
+    """Error that ended a run, as agreed by all ranks."""
 
     message: str
     is_reported_here: bool  # whether this rank prints it
@@ -66,7 +69,7 @@ class RunShutdown:
         self.world = world
         self.start_time = datetime.datetime.now(datetime.UTC)
         self.exit_code = 1  # exit code if an error ends the run
-        self.heartbeat: Heartbeat | None = None  # for several ranks
+        self.heartbeat: Heartbeat | None = None  # None in a run with one rank
         self._cause: ErrorCause | None = None
         self._recorders: list[Callable[[str], None]] = []  # recorders of the active contexts, innermost last
         self._record_lock, self._is_recorded = threading.Lock(), False
@@ -127,6 +130,11 @@ class RunShutdown:
             traceback.print_exception(error)
         return ErrorCause(fault.text, is_reported_here=False)
 
+    def ignore_later_failures(self) -> None:
+        """Do not record failures that occur after this call."""
+        with self._record_lock:
+            self._is_recorded = True
+
     def _record_failure(self, message: str) -> None:
         with self._record_lock:
             if self.world.is_main and self._recorders and not self._is_recorded:
@@ -161,7 +169,7 @@ def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
         )
         yield ending
     except UserError as error:
-        lifecycle.exit_with_user_error(str(error), world.rank, prints=ending.agree_on_cause(error).is_reported_here)
+        lifecycle.exit_with_user_error(str(error), prints=ending.agree_on_cause(error).is_reported_here)
     except RunError as error:
         log.error("%s", ending.agree_on_cause(error).message)
         raise SystemExit(1) from error
@@ -174,10 +182,7 @@ def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
 
 
 def discard_new_run(folder: Path, start: RunStart) -> Callable[[str], None]:
-    """Return a function that clears the folder of a new run. Call it if the run fails before its first step.
-
-    The next attempt then starts with an empty folder.
-    """
+    """Return a function that gets the error message of a failure and clears the folder if a new run made no step."""
 
     def record(message: str) -> None:
         from wfm_ds.runs.layout import REWARD, ROLLOUT
@@ -208,7 +213,7 @@ class ResultRecorder:
         self.wait_for_copies()
         if self._ending.world.is_main:
             try:
-                self._write_result(outcome.status, outcome.step, outcome.metrics, "")
+                self._write_result(outcome.status, outcome.step, outcome.metrics, outcome.message)
             except OSError as error:
                 raise UserError(
                     f"run.output_dir {self._recipe.run.output_dir}: result.json cannot be written ({error.strerror}); "
@@ -260,15 +265,22 @@ class ResultRecorder:
 def record_run(
     ending: RunShutdown, recipe: Recipe, mirror: Mirror | None, loop: RunProgress, exporter: RunExports
 ) -> Iterator[ResultRecorder]:
-    """Record a failure of the block in result.json.
+    """Record a failure of the block in result.json, then wait for uploads to the Hub.
 
-    After an error that all ranks raised, wait for the S3 copies first.
+    After an error that all ranks raised, wait for the S3 copies before result.json is written.
     """
     record = ResultRecorder(recipe, ending, mirror, loop, exporter)
-    with ending.use_recorder(record.record_failure):
-        try:
-            yield record
-        except (RunError, UserError) as error:
-            if is_shared_error(error, ending.world):
-                record.wait_for_copies()
-            raise
+    try:
+        with ending.use_recorder(record.record_failure):
+            try:
+                yield record
+                ending.ignore_later_failures()
+            except (RunError, UserError) as error:
+                if is_shared_error(error, ending.world):
+                    record.wait_for_copies()
+                raise
+    except (RunError, UserError) as error:
+        if is_shared_error(error, ending.world):
+            exporter.finish_push()
+        raise
+    exporter.finish_push()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class Trajectory:
     clean_latents: Tensor
     stored_steps: list[StoredStep] = field(default_factory=list)
     states: dict[int, Tensor] = field(default_factory=dict)  # by step: denoiser input latents, if plan.keep_states
+    predictions: dict[int, Tensor] = field(default_factory=dict)  # by step: x - sigma*v, if the plan keeps predictions
 
 
 class SamplingPlan(Protocol):
@@ -54,7 +55,10 @@ class SamplingPlan(Protocol):
 
     @property
     def keep_states(self) -> bool:
-        """Whether stored steps contain only the input latents of the denoiser."""
+        """Whether the plan keeps input latents of the denoiser, in `Trajectory.states`.
+
+        EDM plans keep those of the stored steps, flow-matching plans those of all steps.
+        """
 
     def denoise(
         self,
@@ -98,7 +102,13 @@ class FlowPlan:
     noisy_steps: tuple[int, ...] = ()  # indices of the steps that add noise
     stored_steps: tuple[int, ...] = ()  # subset of `noisy_steps` that is stored for training
     keep_means: bool = False
-    keep_states: ClassVar[bool] = False
+    keep_states: bool = False
+    keep_predictions: bool = False  # whether to keep the clean latents that each step predicts
+
+    @property
+    def trainable_noisy_steps(self) -> tuple[int, ...]:
+        """Indices of the noisy steps except the last step of the plan, which is never trained as a noisy step."""
+        return tuple(k for k in self.noisy_steps if k < len(self.steps) - 1)
 
     @torch.no_grad()
     def denoise(
@@ -129,9 +139,14 @@ class FlowPlan:
             )
 
         latents, previous_clean, stored = restore_frames(noise), None, list[StoredStep]()
+        states, predictions = dict[int, Tensor](), dict[int, Tensor]()
         for k, step in enumerate(self.steps):
             velocity, row = predict(latents, step.sigma), table[k].expand(len(latents), -1)
-            clean = latents - step.sigma * velocity if multistep else None
+            clean = latents - step.sigma * velocity if multistep or self.keep_predictions else None
+            if self.keep_states:
+                states[k] = latents
+            if clean is not None and self.keep_predictions:
+                predictions[k] = clean
             if k in noise_seeds:
                 is_stored = k in self.stored_steps
                 out = sde_step(velocity, latents, row, seeds=noise_seeds[k], return_mean=is_stored and self.keep_means)
@@ -149,7 +164,7 @@ class FlowPlan:
                 assert previous_clean is not None
                 latents = latents + step.correction * (clean - previous_clean)
             previous_clean = clean
-        return Trajectory(latents, stored)
+        return Trajectory(latents, stored, states, predictions)
 
 
 def step_noise_seeds(seeds: Sequence[int], step: int) -> Tensor:

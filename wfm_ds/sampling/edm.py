@@ -36,9 +36,9 @@ def karras_levels(num_steps: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Churn:
-    """Settings of churn: noise that is added before a denoising step.
+    """Settings of churn, which adds noise before a denoising step.
 
-    If the noise level of the step is in (min_level, max_level), the added noise multiplies the level by 1 + relative.
+    If the noise level of the step is in (min_level, max_level), churn raises it by the factor 1 + relative.
     """
 
     relative: float
@@ -60,19 +60,18 @@ class Churn:
         return level * (1 + self.relative) if self.min_level < level < self.max_level else level
 
     def noise_std(self, level: float) -> float:
-        """Return the std of the noise that raises the noise level of a state to `raise_level(level)`."""
+        """Return the std of the noise that churn adds to a state with this noise level."""
         return self.noise_scale * math.sqrt(self.raise_level(level) ** 2 - level**2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdmStep:
-    """One denoising step.
-
-    Churn has raised its noise level S to S^ by adding noise, and the step includes the noise of the next level.
+    """One denoising step, followed by the churn before the next step.
 
         mu = state_coef*X^ + clean_coef*D + previous_clean_coef*D'          next X^ = mu + std*z,  z ~ N(0, 1)
 
-    X^ is the state at S^, D the x0 prediction there, and D' the x0 prediction of the previous step.
+    X^ is the state after churn, with noise level S^. D is the x0 prediction at X^. D' is the x0 prediction of the
+    previous step. The noise std*z is the churn before the next step.
     """
 
     level: float  # S^

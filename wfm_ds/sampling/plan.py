@@ -103,13 +103,13 @@ def stochastic_plan(
 ) -> FlowPlan:
     """Return a plan that uses the solver `flow_sde`, `dance` or `cps` at noisy_steps and Euler steps elsewhere.
 
-    sigmas: noise levels [N+1] float64, N > 1. The first value is replaced by 1 (pure noise), because the coefficients
-    at .9997 would be extreme.
+    sigmas: noise levels [N+1] float64, N > 1. The first value is replaced by 1 (pure noise), because a value slightly
+    below 1 would give extreme coefficients.
     noisy_steps: None for all steps. `dance` then ends with an Euler step that returns the x0 prediction, as in
     DanceGRPO.
     stored_steps: steps to store for training. keep_means: whether to store their means too.
-    gaussian: whether `cps` uses the full Gaussian log-probability. If False, it uses the published one, without
-    variance and constant.
+    gaussian: whether `cps` uses the full Gaussian log-probability. If False, `cps` uses the published form, which omits
+    the variance and the constant.
 
     Raises RecipeError if a step would flip the sign of the latents (c_x <= 0). Raises ValueError in the same cases as
     solver_steps and sde_coefficients.
@@ -209,6 +209,14 @@ def rollout_plan(
         keep_means=keep_means,
         gaussian=gaussian,
     )
+
+
+def plan_without_window(sampling: SamplingRecipe, sigmas: Tensor, *, gaussian: bool = True) -> FlowPlan:
+    """Return the plan without sampling.window. Its noisy steps have the same coefficients with every window.
+
+    sigmas, gaussian: see rollout_plan.
+    """
+    return rollout_plan(sampling.model_copy(update={"window": None}), sigmas, gaussian=gaussian)
 
 
 def exploration_plan(sampling: SamplingRecipe, sigmas: Tensor) -> FlowPlan:

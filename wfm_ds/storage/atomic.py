@@ -5,10 +5,17 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Iterator
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+
+PART_NAME = re.compile(r"\.[0-9a-f]{16}\.part")
+MAKING_PREFIX = ".making-"
+STALE_S = 3 * 24 * 3600.0  # a temporary file or folder that has not changed for so long has no writer any more
 
 
 def sync_to_disk(path: Path) -> None:
@@ -24,13 +31,14 @@ def sync_to_disk(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_file(path: Path) -> Iterator[Path]:
-    """Yield the path of an empty temporary file in the same folder. It replaces `path` if the block succeeds.
+def new_file(path: Path, part_folder: Path | None = None) -> Iterator[Path]:
+    """Yield the path of an empty temporary file. It replaces `path` if the block succeeds.
 
+    part_folder: folder of the temporary file, on the same file system as `path`. None: the folder of `path`.
     Concurrent writers use different temporary files, and the last writer wins. The file gets the default permissions,
     even if the code in the block creates it with access only for its owner, as safetensors does. Raises OSError.
     """
-    part = path.with_name(f".{secrets.token_hex(8)}.part")
+    part = (part_folder or path.parent) / f".{secrets.token_hex(8)}.part"
     part.touch(exist_ok=False)
     mode = part.stat().st_mode
     try:
@@ -44,6 +52,41 @@ def new_file(path: Path) -> Iterator[Path]:
     sync_to_disk(path.parent)
 
 
+def remove_part_files(paths: Iterable[Path]) -> None:
+    """Remove the paths that are temporary files of `new_file`. The processes that wrote them must have ended."""
+    for path in paths:
+        if PART_NAME.fullmatch(path.name):
+            path.unlink(missing_ok=True)
+
+
+def remove_stale(paths: Iterable[Path], now_s: float) -> None:
+    """Remove the temporary files and folders among `paths` in which nothing has changed for STALE_S seconds.
+
+    Their writers were killed. now_s: current Unix time in seconds.
+    """
+    for path in paths:
+        with contextlib.suppress(OSError):  # already removed, or of another user; it does no harm
+            # Writing a file does not change the times of the folders above it.
+            if now_s - max(changed.lstat().st_mtime for changed in (path, *path.rglob("*"))) > STALE_S:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: Path, prefix: str = MAKING_PREFIX) -> Iterator[Path]:
+    """Yield a new folder in `parent` and remove it at the end. Raises OSError.
+
+    Folders with this prefix that have not changed for STALE_S seconds are removed too; their creators were killed.
+    """
+    remove_stale(parent.glob(temporary_pattern(prefix)), time.time())
+    with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
+        yield Path(folder)
+
+
+def temporary_pattern(prefix: str = MAKING_PREFIX) -> str:
+    """Return a glob pattern for the folders of `temporary_folder`."""
+    return prefix + 8 * "?"  # tempfile appends eight random characters
+
+
 def write_text(path: Path, text: str) -> None:
     """Write UTF-8 text atomically. Readers see the old text or the new text, never a mix. Raises OSError."""
     with new_file(path) as part:
@@ -54,8 +97,8 @@ def write_text(path: Path, text: str) -> None:
 def new_folder(final: Path) -> Iterator[Path]:
     """Yield the path of an empty temporary folder. It replaces `final` if the block succeeds.
 
-    If an earlier writer was killed, its temporary folder is first removed, and the folder that it was about to replace
-    is restored. Raises OSError.
+    If an earlier writer was killed, its temporary folder is removed. If it was killed while it replaced `final`, the
+    old folder is restored. Raises OSError.
     """
     making = final.with_name(f".{final.name}.wfm-tmp")  # users do not give such names to folders
     replaced = final.with_name(f".{final.name}.wfm-old")

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 
 import fsspec
 
-from wfm_ds.errors import DataError, StorageError
+from wfm_ds.errors import DataError, StorageError, escape_controls
 
 NUM_TRIES = 8  # per request; the waits in between grow, about a minute in total
 CONNECT_TIMEOUT_S = 10
@@ -35,16 +35,26 @@ RANGE_PATTERN = re.compile(r"\{(\d+)\.\.(\d+)\}")
 BUFFER_BYTES = 256 * 1024  # per request; enough for the headers of most images
 
 
+def existing_parent(path: Path) -> Path:
+    """Return the path if it exists, else its closest parent that exists."""
+    return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+
+
 def is_remote(address: str) -> bool:
     return "://" in address
 
 
 def shorten_path(path: str | os.PathLike[str]) -> str:
-    """Return a path for messages. The middle of a very long path is omitted."""
-    text = os.fspath(path)
+    """Return a path or name for messages. The middle of a very long one is omitted, control characters are escaped."""
+    text = escape_controls(os.fspath(path)).replace("\n", "\\n")
     if len(text) <= MAX_SHOWN_CHARS:
         return text
     return f"{text[: MAX_SHOWN_CHARS // 2]}...{text[-MAX_SHOWN_CHARS // 4 :]} ({len(text):,} characters)"
+
+
+def shorten_error(error: BaseException) -> str:
+    """Return the text of an error on one line, shortened and escaped like a path."""
+    return shorten_path(" ".join(str(error).split()))
 
 
 def open_filesystem(address: str, num_tries: int | None = None) -> tuple[Any, str]:
@@ -52,7 +62,7 @@ def open_filesystem(address: str, num_tries: int | None = None) -> tuple[Any, st
 
     The S3 settings come from the four environment variables PROD_S3_CHECKPOINT_*, or else from the default AWS
     configuration. Requests are tried up to `num_tries` times (default: NUM_TRIES). Raises StorageError for other
-    schemes, for an access key without a secret key, and if s3fs is not installed.
+    schemes, for an address without a bucket, for an access key without a secret key, and if s3fs is not installed.
     """
     num_tries = num_tries or NUM_TRIES
     scheme, separator, rest = address.partition("://")
@@ -60,6 +70,8 @@ def open_filesystem(address: str, num_tries: int | None = None) -> tuple[Any, st
         return fsspec.filesystem("file"), os.path.abspath(Path(address).expanduser())
     if scheme != "s3":
         raise StorageError(f"{address}: {scheme}:// is not supported; use a path or an s3:// address")
+    if not rest.partition("/")[0]:
+        raise StorageError(f"{address} names no bucket; use s3://BUCKET/PATH")
     try:
         fs = fsspec.filesystem("s3", **s3_options(os.environ, num_tries))
     except ImportError as error:

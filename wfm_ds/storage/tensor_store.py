@@ -29,7 +29,7 @@ class TensorStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = folder  # also has the temporary files, so that finding them does not list all entries
 
     def __contains__(self, key: TensorKey) -> bool:
         return self._tensor_names(key) is not None
@@ -50,7 +50,7 @@ class TensorStore:
         path = self._entry_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
         cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-        with atomic.new_file(path) as part:
+        with atomic.new_file(path, self.folder) as part:
             save_file(cpu_tensors, part, metadata={"key": canonical_json(key)})
 
     def _entry_path(self, key: TensorKey) -> Path:

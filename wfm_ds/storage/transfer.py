@@ -44,7 +44,7 @@ def upload_file(
 ) -> str:
     """Upload a file, or its first `size` bytes, to an s3:// address. Return the SHA-256 of the uploaded bytes.
 
-    If the object exists, it is replaced atomically at the end. Raises OSError if the file cannot be read. Raises
+    An existing object stays unchanged until the upload is complete. Raises OSError if the file cannot be read. Raises
     StorageError if the upload fails or S3 reports a different size or MD5.
     """
     sha256 = hashlib.sha256()

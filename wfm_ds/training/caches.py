@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -24,15 +22,16 @@ from torch import Tensor
 from wfm_ds.chunks import split_into_chunks
 from wfm_ds.data.batch_reader import TrainingSample
 from wfm_ds.data.buckets import ImageSize
-from wfm_ds.data.cosmos import SAFE_SUFFIX
+from wfm_ds.data.captioned_folder import SAFE_SUFFIX
 from wfm_ds.data.datasets import TrainingData, build_buckets
 from wfm_ds.data.embeddings import read_pickle
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import BadMedia, Framing, convert_decode_errors, draw_centre
 from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.data.samples import Media, Sample, file_identity
-from wfm_ds.distributed.liveness import LIVENESS
-from wfm_ds.distributed.world import World, ranks_per_node
+from wfm_ds.distributed.accelerator import ranks_per_node
+from wfm_ds.distributed.progress import ProgressDisplay, track_progress
+from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError
 from wfm_ds.memory.activations import text_bytes
 from wfm_ds.models.assets.latent_cache import LatentCache
@@ -104,7 +103,7 @@ def collect_run_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData)
     by_size = defaultdict[ImageSize, list[Text]](list)
     by_size[recipe.sampling.height, recipe.sampling.width] += [prompt.text for prompt in prompts]
     empty_caption = [NegativeText("")] if data.samples and recipe.data.caption_dropout > 0 else []
-    guided = recipe.sampling.uses_guidance()
+    guided = recipe.uses_guidance
     if guided:
         by_size[recipe.sampling.height, recipe.sampling.width] += negative_texts(model, recipe.sampling, prompts)
     for size, samples in group_samples_by_size(recipe, model, data).items():
@@ -135,8 +134,8 @@ def group_samples_by_size(
 def rollout_prompts(recipe: Recipe, data: TrainingData) -> list[Prompt]:
     """Return the prompts that an RL run may use, without duplicates.
 
-    The result contains all prompts if the run chooses them by reward. It also contains all prompts in data with images
-    or videos, because another sample replaces each unreadable file.
+    The result contains all prompts if their choice depends on rewards, or if the data has images or videos. In the
+    latter case, any sample may replace an unreadable file.
     """
     depends_on_rewards = recipe.data.choose == "reward_std" or (recipe.is_rl and recipe.rl.rollout.max_refills > 0)
     if not data.prompts or data.samples or depends_on_rewards:
@@ -150,15 +149,12 @@ def all_samples(data: TrainingData) -> list[Sample]:
     return [*data.samples, *data.held_out]
 
 
-def drop_unused_encoders(model: DiffusionModel, texts: TextCache, needed: Iterable[Text]) -> bool:
-    """Free the text encoders if the embeddings of all `needed` texts are cached.
-
-    Returns True if the encoders were freed.
-    """
-    for text in needed:
-        LIVENESS.record_progress()  # one file access per text, slow on network storage
-        if not texts.is_stored(text):
-            return False
+def drop_unused_encoders(model: DiffusionModel, texts: TextCache, needed: Sequence[Text]) -> bool:
+    """Free the text encoders if the embeddings of all `needed` texts are cached. Returns True if they were freed."""
+    with track_progress(needed, "looking up texts", total=len(needed)) as tracked:
+        for text in tracked:  # one file access each, slow on network storage
+            if not texts.is_stored(text):
+                return False
     model.drop_text_encoders()
     return True
 
@@ -175,23 +171,22 @@ class CacheFiller:
         self._local_samples = all_samples(data)[rank::world_size] if self._latents is not None else []
         self._max_bad = recipe.data.max_bad_fraction * sum(len(sample.all_media) for sample in all_samples(data))
 
-    def fill_caches(self, *, show_progress: bool) -> dict[str, int]:
+    def fill_caches(self) -> dict[str, int]:
         """Write the missing entries of this rank's shard and return {outcome: number of entries}.
 
         The outcomes are `new`, `kept` (already cached) and `bad` (unreadable file). Raises DataError if the fraction of
         unreadable files on this rank exceeds data.max_bad_fraction.
         """
         self._counts = Counter(new=0, kept=0, bad=0)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=Console(stderr=True), disable=not show_progress) as progress:
-            for text in progress.track(self._local_texts, description="texts"):
+        with track_progress(self._local_texts, "encoding texts", total=len(self._local_texts)) as tracked:
+            for text in tracked:
                 self._count_entry(new=not self._texts.is_stored(text))
                 self._texts.encode([text])
-            if self._latents is not None:
-                for part in progress.track(
-                    list(split_into_chunks(self._local_samples, MAX_DECODED_MEDIA)), description="latents"
-                ):
+        if self._latents is not None:
+            with ProgressDisplay("encoding images or videos", len(self._local_samples)) as display:
+                for part in split_into_chunks(self._local_samples, MAX_DECODED_MEDIA):
                     self._fill_latents(part, self._latents)
+                    display.advance(len(part))
         return dict(self._counts)
 
     def _count_entry(self, *, new: bool) -> None:
@@ -255,20 +250,19 @@ def precompute_texts(
     if recipe.data.streaming:
         log.info("texts are encoded on demand: the texts of a stream are not known in advance")
         return texts
-    needed = collect_run_texts(recipe, model, data)
+    needed, num_new = collect_run_texts(recipe, model, data), 0.0
     if recipe.data.cache_text == "auto" and (reason := precompute_objection(recipe, model, needed, derived)) is None:
         num_new = world.sum_over_ranks(
             {"new": float(world.run_checked(lambda: encode_local_texts(texts, needed, world)))}
         )["new"]
-        if num_new:
-            log.info("encoded %d texts into %s", num_new, texts.folder)
         model.drop_text_encoders()  # all texts of this node are cached; no need to check each one again
     else:
         if recipe.data.cache_text == "auto":
             log.info("texts are encoded on demand: %s", reason)
         if not drop_unused_encoders(model, texts, needed):
             return texts
-    log.info("all %d texts are cached in %s: text encoders freed", len(needed), texts.folder)
+    new = f" ({num_new:.0f} new)" if num_new else ""
+    log.info("all %d texts are cached in %s%s: text encoders freed", len(needed), texts.folder, new)
     return texts
 
 
@@ -315,12 +309,14 @@ def encode_local_texts(texts: TextCache, needed: Sequence[Text], world: World) -
     """
     shard = needed[world.local_rank :: ranks_per_node(world.size)]
     missing = [text for text in shard if not texts.is_stored(text)]
-    for text in missing:
-        LIVENESS.record_progress("encoding texts")
-        try:
-            texts.encode([text])
-        except OSError as error:
-            raise DataError(f"{texts.folder} cannot be written: {error}. Free space or set data.cache_dir") from error
+    with track_progress(missing, "encoding texts", total=len(missing)) as tracked:
+        for text in tracked:
+            try:
+                texts.encode([text])
+            except OSError as error:
+                raise DataError(
+                    f"{texts.folder} cannot be written: {error}. Free space or set data.cache_dir"
+                ) from error
     return len(missing)
 
 

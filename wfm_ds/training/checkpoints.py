@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from wfm_ds.checkpoint import store
 from wfm_ds.checkpoint.rank_state import capture_state, restore_state
 from wfm_ds.checkpoint.store import CheckpointSave
+from wfm_ds.distributed.progress import show_wait
 from wfm_ds.runs.job import CommonJob
 from wfm_ds.runs.layout import CHECKPOINTS
-from wfm_ds.training.step_report import StepFlags
 
 log = logging.getLogger(__name__)
 
@@ -58,18 +58,20 @@ class Checkpoints:
         """Return whether this rank is still writing its shard of the last checkpoint to disk."""
         return self._saving is not None and not self._saving.is_share_written()
 
-    def after_step(self, loop: Resumable, flags: StepFlags) -> None:
-        """Save a checkpoint if the recipe schedules one for this step or if SIGUSR1 requested one.
+    def after_step(self, loop: Resumable, *, save: bool, writing: bool) -> None:
+        """Save a checkpoint if the recipe schedules one for this step, or if `save` is True (SIGUSR1).
+
+        writing: whether any rank is still writing its shard of the last checkpoint.
 
         Call this method after the step's metrics are written, because the checkpoint records the size of metrics.jsonl.
         The method copies the state to host memory and returns. A thread then writes the state to disk. A later call of
         this method completes the checkpoint.
         """
-        if not flags.writing:
+        if not writing:
             self.wait_for_save()
         every, step = self.settings.every, loop.step
         is_scheduled = every > 0 and (step % every == 0 or step == self.job.recipe.run.steps)
-        if is_scheduled or flags.save:
+        if is_scheduled or save:
             self._start_save(loop)
 
     def save_at_stop(self, loop: Resumable) -> None:
@@ -82,7 +84,7 @@ class Checkpoints:
         """Wait until the last checkpoint is complete. Returns immediately if no save is running."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
-            with self.job.timer("checkpoint"):
+            with self.job.timer("checkpoint"), show_wait("saving the checkpoint"):
                 log.info("saved %s", saving.commit())
             if self.job.mirror is not None:
                 self.job.mirror.wake()

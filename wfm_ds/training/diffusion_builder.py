@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -18,33 +19,35 @@ from wfm_ds.data.datasets import (
     TrainingData,
     build_batch_source,
     build_buckets,
-    build_input_reader,
     find_usable_samples,
     log_rejected,
     trains_on_data,
 )
+from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.prompt_weights import RewardStdTable
 from wfm_ds.data.prompts import PromptOrder
+from wfm_ds.distributed.accelerator import ranks_per_node
 from wfm_ds.distributed.lifecycle import StopFlag, seconds_since_start
-from wfm_ds.distributed.world import World, ranks_per_node
+from wfm_ds.distributed.world import World
 from wfm_ds.engine.engine import DenoiserEngine
+from wfm_ds.engine.optimizer import ExtraAdapter
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.conditioning_frames import pad_num_frames
-from wfm_ds.monitoring.monitor import Monitor
-from wfm_ds.monitoring.trackers.choice import open_trackers
 from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.colocated import ColocatedSource
 from wfm_ds.rollout.groups import CaptionedGroups, PromptGroups, RewardStdGroups
 from wfm_ds.rollout.remote.async_source import start_async_source
-from wfm_ds.rollout.rewards import RewardClient, RewardService
+from wfm_ds.rollout.reward_service import RewardService
+from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.rollout.selective_source import SelectiveSource
 from wfm_ds.rollout.trajectories import CounterfactualTrajectories
 from wfm_ds.runs.initial_lora import load_initial_lora
-from wfm_ds.runs.job import Job
+from wfm_ds.runs.job import Job, open_monitor
 from wfm_ds.runs.model_loading import choose_attention, load_model
 from wfm_ds.runs.output_folder import RunStart
+from wfm_ds.runs.teachers import load_teachers
 from wfm_ds.training.caches import load_clean_latents, open_latent_cache, precompute_texts
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
@@ -58,8 +61,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from wfm_ds.data.batch_reader import TrainingSample
-    from wfm_ds.rollout.base import RolloutSource
-    from wfm_ds.rollout.groups import GroupSource
+    from wfm_ds.rollout.groups import GroupSource, RolloutSource
     from wfm_ds.runs.mirror import Mirror
 
 log = logging.getLogger(__name__)
@@ -84,11 +86,13 @@ def build_diffusion_engine(
     world: World,
     policies: frozenset[str],
     adapter_tensors: Mapping[str, Tensor] | None = None,
+    teachers: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> DenoiserEngine:
     """Wrap the model's denoiser in an engine. All later forward passes use the engine.
 
     policies: names of the weight copies that the engine keeps.
     adapter_tensors: {name: initial LoRA tensor}, or None to create new adapters.
+    teachers: {policy: {name: LoRA tensor}} of the teachers that have a LoRA.
     """
     mark_frozen_layers(model, recipe)
     engine = DenoiserEngine.build(
@@ -102,10 +106,20 @@ def build_diffusion_engine(
         block_classes=model.block_classes,
         frozen=model.find_unused_parameters(),
         initial_adapter=adapter_tensors,
+        extra_adapters=list_extra_adapters(recipe),
+        frozen_adapters=teachers,
         find_part=model.parameter_component,
     )
     model.denoiser = engine.forward_module
     return engine
+
+
+def list_extra_adapters(recipe: Recipe) -> dict[str, ExtraAdapter]:
+    """Return the adapters that are trained beside the exported one."""
+    return {
+        name: ExtraAdapter(lr=settings.lr or recipe.optimizer.lr, betas=settings.betas)
+        for name, settings in recipe.algorithm.extra_adapters.items()
+    }
 
 
 def build_job(
@@ -124,24 +138,16 @@ def build_job(
     """
     derived = derive_run_sizes(recipe, world.size)
     world.run_checked(lambda: mark_frozen_layers(model, recipe))
-    texts = precompute_texts(
-        recipe, model, data, derived, world
-    )  # before the engine, while the denoiser is not on the GPU
+    # Encode texts before the engine moves the denoiser to the GPU.
+    texts = precompute_texts(recipe, model, data, derived, world)
     policies = engine_policy_copies(recipe)
     first = None if start.checkpoint else world.run_checked(lambda: load_initial_lora(recipe, model))
-    engine = world.run_checked(lambda: build_diffusion_engine(model, recipe, derived, world, policies, first))
+    teachers = world.run_checked(lambda: load_teachers(recipe, model))
+    engine = world.run_checked(lambda: build_diffusion_engine(model, recipe, derived, world, policies, first, teachers))
     latents = world.run_checked(lambda: open_latent_cache(recipe, model))
     resumed_at = start.step * derived.updates_per_step if start.checkpoint else None
-    trackers = world.run_checked(lambda: open_trackers(recipe, resumed_at), on="main")
-    monitor = Monitor(
-        recipe.run.output_dir,
-        is_main=world.is_main,
-        console=recipe.logging.console,
-        total_steps=recipe.run.steps,
-        unit="videos" if model.is_video and recipe.sampling.num_frames > 1 else "images",
-        trackers=trackers or (),
-    )
-    resources.callback(monitor.close)
+    unit = "videos" if model.is_video and recipe.sampling.num_frames > 1 else "images"
+    monitor = open_monitor(recipe, world, resumed_at, unit, resources)
     if world.is_main:
         log_rejected(data)
     return Job(
@@ -177,6 +183,7 @@ def prepare_diffusion_run(
     model: DiffusionModel = world.run_checked(load_with_advice)
     log.info("model loaded, %.0f s after the start", seconds_since_start())
     world.run_checked(lambda: load_initial_lora(recipe, model))  # raises errors before anything is written
+    world.run_checked(lambda: load_teachers(recipe, model))
     world.run_checked(lambda: choose_attention(recipe, model, world.device))
     texts = [prompt.text for prompt in (*data.prompts, *data.validation_prompts)]
     world.run_checked(lambda: model.check_prompts(texts[world.rank :: world.size]))
@@ -243,7 +250,7 @@ def build_sft_loop(
     resources: contextlib.ExitStack,
 ) -> SftLoop:
     recipe, world = job.recipe, job.world
-    buckets, inputs = build_buckets(recipe, job.model), build_input_reader(recipe, job.model, data)
+    buckets, inputs = build_buckets(recipe, job.model), InputReader.from_recipe(recipe, job.model, data.actions)
     source = build_batch_source(
         recipe,
         world,
@@ -266,7 +273,7 @@ def build_sft_loop(
     indices = world.run_checked(lambda: [buckets.choose_bucket(sample.media) for sample in held_out], on="leaders")
     framings = [buckets.framings[index] for index in world.broadcast_in_replica(indices)]
     algorithm = build_supervised_algorithm(recipe)
-    judges = connect_held_out_client(job, endpoint, resources)
+    judges = connect_reward_client(job, endpoint, recipe.held_out_reward_settings, "-judges", resources)
     loss = ValidationLoss(job, algorithm, held_out, framings) if held_out else None
     shown, frames = load_validation_prompts(job, data)
     validator = Validator(job, shown, held_out_rewards=judges, loss=loss, frames=frames)
@@ -282,44 +289,37 @@ def build_rl_loop(
     endpoint: str | None,
     resources: ExitStack,
 ) -> RlLoop:
-    recipe, reward = job.recipe, job.recipe.rl.reward
-    assert endpoint is not None
-    rewards = connect_reward_client(job, endpoint, reward, f"rank{job.world.rank}", resources)
+    recipe, reward = job.recipe, job.recipe.reward
+    rewards = connect_reward_client(job, endpoint, reward, "", resources)
     groups = build_group_source(job, algorithm, data, resources)
     source: RolloutSource
     if recipe.is_async:
+        assert endpoint is not None
         source = start_async_source(job, groups, algorithm, endpoint, resources)
     elif recipe.selects_samples:
+        assert rewards is not None
         assert isinstance(groups, PromptGroups | RewardStdGroups), "the recipe needs data.kind: prompts"
         source = SelectiveSource(job, groups, rewards, algorithm)
     else:
         source = ColocatedSource(job, groups, rewards, algorithm)
     plan = algorithm.plan if recipe.validation.rollout_correlation else None
     shown, frames = load_validation_prompts(job, data)
-    judges = connect_held_out_client(job, endpoint, resources)
+    judges = connect_reward_client(job, endpoint, recipe.held_out_reward_settings, "-judges", resources)
     validator = Validator(job, shown, rewards=rewards, held_out_rewards=judges, rollout_plan=plan, frames=frames)
     return RlLoop(job, algorithm, source, validator, exporter, checkpoints)
 
 
 def connect_reward_client(
-    job: Job, endpoint: str, reward: RewardRecipe, name: str, resources: contextlib.ExitStack
-) -> RewardClient:
-    run = job.recipe.run.output_dir.name
+    job: Job, endpoint: str | None, reward: RewardRecipe | None, suffix: str, resources: contextlib.ExitStack
+) -> RewardClient | None:
+    """Return a connected client for these rewards, or None if `reward` is None. suffix: end of the client's name."""
+    if reward is None:
+        return None
+    assert endpoint is not None
+    run, name = job.recipe.run.output_dir.name, f"rank{job.world.rank}{suffix}"
     client: RewardClient = job.world.run_checked(lambda: RewardClient(endpoint, reward, run=run, client=name))
     resources.callback(client.close)
     return client
-
-
-def connect_held_out_client(job: Job, endpoint: str | None, resources: contextlib.ExitStack) -> RewardClient | None:
-    """Connect a client for the held-out rewards of the validation.
-
-    Returns None if the recipe has no held-out rewards.
-    """
-    judging = job.recipe.held_out_reward_settings
-    if judging is None:
-        return None
-    assert endpoint is not None
-    return connect_reward_client(job, endpoint, judging, f"rank{job.world.rank}-judges", resources)
 
 
 def build_group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: ExitStack) -> GroupSource:
@@ -332,7 +332,7 @@ def build_group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, res
         return RewardStdGroups(data.prompts, num_groups, table=table, seed=seed, steps_ahead=ahead)
     if not data.samples:
         return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
-    inputs = build_input_reader(recipe, job.model, data)
+    inputs = InputReader.from_recipe(recipe, job.model, data.actions)
     # unit: all groups of a step come from one size bucket, because the rollouts of a step have one size.
     source = build_batch_source(
         recipe,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from wfm_ds.distributed.progress import show_wait
 from wfm_ds.runs.hub_push import HubPush
 from wfm_ds.runs.job import CommonJob
 from wfm_ds.runs.layout import EXPORTS
@@ -15,15 +16,13 @@ class Exporter:
     def __init__(self, job: CommonJob) -> None:
         self.job = job
         self._last_export: tuple[int, Path] | None = None
-        self._pushes_to_hub = job.recipe.export.push_to_hub is not None
-        self._hub_push = HubPush(job.recipe) if self._pushes_to_hub and job.world.is_main else None
+        self._is_final = False  # the last export has the final weights
+        pushes_here = job.recipe.export.push_to_hub is not None and job.world.is_main
+        self._hub_push = HubPush(job.recipe) if pushes_here else None
 
     @property
     def artifacts(self) -> dict[str, str]:
-        """Return {kind of weights: folder} of the latest export, for result.json.
-
-        Returns {} before the first export.
-        """
+        """Return {kind of weights: folder} of the latest export for result.json, or {} before the first one."""
         return (
             {"lora" if self.job.engine.uses_lora else self.job.artifact_kind: str(self._last_export[1])}
             if self._last_export
@@ -32,11 +31,11 @@ class Exporter:
 
     def after_step(self, step: int) -> None:
         every = self.job.recipe.checkpoint.export_every
-        if every > 0 and step % every == 0:
+        if every > 0 and step % every == 0 and self.job.engine.num_updates > 0:
             self._export_step(step)
 
     def export_at_end(self, step: int) -> None:
-        """Export the final weights, wait for the uploads to the Hub, and log the code that loads the export.
+        """Export the final weights and log the code that loads the export.
 
         Weights that are already exported are not exported again.
         """
@@ -45,27 +44,32 @@ class Exporter:
         assert self._last_export is not None
         folder, job = self._last_export[1], self.job
         job.monitor.log_at_close("load it with:\n" + job.loading_lines(folder))
-        if self._hub_push is not None and job.recipe.export.every == "last":
-            self._push_export(step, folder)
-        if self._pushes_to_hub:
-            job.world.run_checked(self._finish_push, on="main")
+        self._is_final = True
+
+    def finish_push(self) -> None:
+        """Upload the final export to the Hub and wait for all uploads. Call it last, because uploads may take long."""
+        if self.job.recipe.export.push_to_hub is not None:
+            self.job.world.run_without_timeout(self._push_and_wait)
+
+    def _push_and_wait(self) -> None:
+        assert self._hub_push is not None
+        if self._is_final and self.job.recipe.export.every == "last":
+            self._push_export()
+        self._hub_push.finish(lambda: self.job.stop_flag.is_set)
 
     def _export_step(self, step: int) -> None:
         job = self.job
-        with job.timer("export"):
+        with job.timer("export"), show_wait("exporting the weights"):
             out = job.recipe.run.output_dir / EXPORTS / f"step_{step}"
             folder = job.world.run_checked(lambda: job.export_weights(out))
         self._last_export = (step, folder)
         if job.mirror is not None:
             job.mirror.wake()
         if self._hub_push is not None and job.recipe.export.every == "each":
-            self._push_export(step, folder)
+            self._push_export()
 
-    def _push_export(self, step: int, folder: Path) -> None:
+    def _push_export(self) -> None:
         assert self._hub_push is not None
+        assert self._last_export is not None
+        step, folder = self._last_export
         self._hub_push.send(folder, self.job.export_spec.base, step, self.job.loading_lines(folder))
-
-    def _finish_push(self) -> None:
-        assert self._hub_push is not None
-        with self.job.timer("export"):
-            self._hub_push.finish()

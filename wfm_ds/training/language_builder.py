@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from wfm_ds.algorithms import engine_policy_copies
+from wfm_ds.distributed.accelerator import ranks_per_node
 from wfm_ds.distributed.lifecycle import StopFlag, seconds_since_start
-from wfm_ds.distributed.world import World, ranks_per_node
+from wfm_ds.distributed.world import World
+from wfm_ds.engine.adapter_layers import match_linear_layers
 from wfm_ds.engine.engine import DenoiserEngine
 from wfm_ds.engine.flop_counter import copy_to_meta, make_trainable
 from wfm_ds.engine.preparation import DTYPES
+from wfm_ds.engine.zero_values import check_zero_values
 from wfm_ds.errors import RecipeError
 from wfm_ds.language import attention, sequence_parallel
 from wfm_ds.language.annotations import MEDIA_KINDS
@@ -28,23 +31,21 @@ from wfm_ds.language.media import MediaReader
 from wfm_ds.language.memory import estimate_language_memory, largest_row_size
 from wfm_ds.language.model import LanguageModel, load_language_model, parameter_group
 from wfm_ds.language.packed_sequences import ConversationReader, SequencePacker
-from wfm_ds.language.packing import PackingOrder
 from wfm_ds.language.renderer import Renderer
-from wfm_ds.language.sequence_source import SequenceSource
+from wfm_ds.language.sequence_source import PackingOrder, SequenceSource
 from wfm_ds.memory.advice import memory_verdict
 from wfm_ds.models.assets.hub import display_name
-from wfm_ds.monitoring.monitor import Monitor
-from wfm_ds.monitoring.trackers.choice import open_trackers, require_trackers
+from wfm_ds.monitoring.trackers import require_trackers
 from wfm_ds.recipe.deepspeed import build_deepspeed_config
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.runs.check_report import CheckReport
+from wfm_ds.runs.check_report import CheckReport, gpu_memory, start_summary
+from wfm_ds.runs.job import open_monitor
 from wfm_ds.runs.model_revision import pin_commit
 from wfm_ds.runs.output_folder import RunStart, find_run_start
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
 from wfm_ds.training.language_loop import LanguageJob, LanguageLoop, LanguageValidator
-from wfm_ds.training.preflight import gpu_memory, start_summary
 
 if TYPE_CHECKING:
     from wfm_ds.runs.mirror import Mirror
@@ -113,6 +114,7 @@ def check_engine_settings(recipe: Recipe, world_size: int) -> None:
         world_size=world_size,
         ranks_per_node=ranks_per_node(world_size),
     )
+    check_zero_values(recipe)
 
 
 def build_language_loop(
@@ -134,19 +136,11 @@ def build_language_loop(
     kinds = [kind for kind in MEDIA_KINDS if kind in data.media_kinds] or ["image"]
     blanks = [setup.reader.blank_sample(kind) for kind in MEDIA_KINDS if kind in kinds]
     target = LanguageTarget.from_network(model.network, model.path)
-    work = make_row_work(recipe, model)
+    # Before the model is sharded or gets adapters.
+    work = SequenceWork(make_meta_copy(recipe, model), checkpointing=recipe.model.gradient_checkpointing)
     engine = world.run_checked(lambda: build_language_engine(recipe, world, model))
     resumed_at = start.step if start.checkpoint else None
-    trackers = world.run_checked(lambda: open_trackers(recipe, resumed_at), on="main")
-    monitor = Monitor(
-        recipe.run.output_dir,
-        is_main=world.is_main,
-        console=recipe.logging.console,
-        total_steps=recipe.run.steps,
-        unit="conversations",
-        trackers=trackers or (),
-    )
-    resources.callback(monitor.close)
+    monitor = open_monitor(recipe, world, resumed_at, "conversations", resources)
     by_sample = settings.loss_scale == "samples"
     job = LanguageJob(
         recipe=recipe,
@@ -181,11 +175,6 @@ def make_row_order(recipe: Recipe, data: LanguageData) -> PackingOrder:
     return PackingOrder(
         data.training.lengths, settings.max_tokens, seed=recipe.run.seed, shuffle=settings.shuffle, pack=settings.pack
     )
-
-
-def make_row_work(recipe: Recipe, model: LanguageModel) -> SequenceWork:
-    """Create the FLOP counter for packed sequences. Call this before the model is sharded or gets adapters."""
-    return SequenceWork(make_meta_copy(recipe, model), checkpointing=recipe.model.gradient_checkpointing)
 
 
 def make_meta_copy(recipe: Recipe, model: LanguageModel) -> nn.Module:
@@ -232,7 +221,7 @@ def check_language_run(recipe: Recipe, world_size: int, *, overwrite: bool = Fal
     recipe = pin_commit(recipe, overwrite=overwrite)
     start = find_run_start(recipe, world_size, overwrite=overwrite)
     ready = load_language_setup(recipe, World.single_process(), lambda _: contextlib.nullcontext())
-    if recipe.lora is not None and not matching_lora_layers(recipe, ready.model):
+    if recipe.lora is not None and not match_linear_layers(ready.model.network, lora_targets(recipe, ready.model)):
         suffixes = ", ".join(recipe.lora.target_modules or [])
         raise RecipeError(f"lora.target_modules: no linear layer ends with {suffixes}")
     row = largest_row_size(recipe, ready.data, make_row_order(recipe, ready.data))
@@ -263,10 +252,3 @@ def data_summary(recipe: Recipe, data: LanguageData) -> str:
         f"{len(lengths)} conversations, {len(data.held_out.lengths)} held out, {sum(data.bad.values())} left out; "
         f"{sum(lengths)} tokens in {num_rows} rows, {sum(lengths) / (num_rows * recipe.data.max_tokens):.0%} full"
     )
-
-
-def matching_lora_layers(recipe: Recipe, model: LanguageModel) -> list[str]:
-    assert recipe.lora is not None
-    targets = lora_targets(recipe, model)
-    names = [name for name, _ in model.network.named_modules()]
-    return [name for name in names if any(name == t or name.endswith(f".{t}") for t in targets)]

@@ -20,13 +20,11 @@ from wfm_ds.language.export import LanguageTarget, export_language, loading_code
 from wfm_ds.language.flops import SequenceWork
 from wfm_ds.language.model import LanguageModel
 from wfm_ds.language.packed_sequences import ConversationReader, ConversationSample, PackedSequence, SequencePacker
-from wfm_ds.language.packing import pack_items
-from wfm_ds.language.sequence_source import SequenceSource, StepSequences
+from wfm_ds.language.sequence_source import SequenceSource, StepSequences, pack_items
 from wfm_ds.runs.job import CommonJob
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
-from wfm_ds.training.loop import TrainingLoop
-from wfm_ds.training.step_report import StepReport, engine_metrics
+from wfm_ds.training.loop import StepReport, TrainingLoop, engine_metrics
 from wfm_ds.training.validation import is_due
 
 log = logging.getLogger(__name__)
@@ -88,8 +86,9 @@ class LanguageLoop(TrainingLoop):
         weights_by_sample: bool,
         rejected: Mapping[str, int],
     ) -> None:
-        """Create the loop. `weights_by_sample` gives all conversations, instead of all tokens, the same loss weight.
+        """Create the loop.
 
+        weights_by_sample: give every conversation the same loss weight. If False, every token has the same weight.
         rejected: {reason: number of rejected conversations}.
         """
         super().__init__(job, validator, exporter, checkpoints)
@@ -130,7 +129,7 @@ class LanguageLoop(TrainingLoop):
     def optimize(
         self, batches: Sequence[PackedSequence], num_terms: int, sample_ids: Sequence[str]
     ) -> dict[str, float]:
-        """Run one optimizer step and return its metrics. num_terms: loss denominator of all ranks together."""
+        """Run one optimizer step and return its metrics. num_terms: loss denominator, summed over all ranks."""
         engine = self.job.engine
         if num_terms == 0:
             result = engine.skip_step()
@@ -144,7 +143,7 @@ class LanguageLoop(TrainingLoop):
                 losses = prediction.losses.detach()
                 self.meter.add({"vlm/loss": losses, "vlm/token_accuracy": prediction.hits}, torch.ones_like(losses))
             result = engine.step()
-        self.nonfinite_limit.check(result, sample_ids)
+            self.nonfinite_limit.check(result, sample_ids)
         if result.is_applied:
             engine.update_ema()
         return self.meter.collect(self.job.world) | engine_metrics(self.job, result)
@@ -264,7 +263,7 @@ def keep_common_samples(world: World, rows: list[list[ConversationSample]]) -> l
 
 
 def read_conversations(reader: ConversationReader, conversations: Sequence[Conversation]) -> list[ConversationSample]:
-    """Read the held-out conversations that have readable images and videos. Logs a warning for each other one."""
+    """Read held-out conversations. Those with unreadable images or videos are skipped with a warning."""
     samples = []
     for conversation in conversations:
         try:

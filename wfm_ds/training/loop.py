@@ -1,20 +1,79 @@
-"""Base class of the training loops: evaluation, export, checkpoints and shutdown around each step."""
+"""Base class of the training loops: evaluation, export, checkpoints, metrics and shutdown around each step."""
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from wfm_ds.distributed.lifecycle import seconds_since_start
+from wfm_ds.engine.device_peaks import peak_tflops
+from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import RunError, UserError
-from wfm_ds.monitoring.meters import Meter
+from wfm_ds.monitoring.meters import MEMORY_TAG, Meter
 from wfm_ds.runs.job import CommonJob
 from wfm_ds.runs.result import RunOutcome
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
-from wfm_ds.training.step_report import NonFiniteLimit, StepReport, finish_step
+from wfm_ds.types import DEFAULT_ADAPTER
+
+if TYPE_CHECKING:
+    import torch
+
+    from wfm_ds.engine.flop_counter import FlopCount
+    from wfm_ds.engine.optimizer_steps import StepResult
+
+log = logging.getLogger(__name__)
+
+TERA = 1e12
+SAMPLES_PER_SECOND = "perf/samples_per_second"
+TOKENS_PER_SECOND = "perf/tokens_per_second"
+TFLOPS_PER_GPU = "perf/tflops_per_gpu"
+MFU = "perf/mfu"
+MAX_NONFINITE_STEPS = 3
+HEADLINE_METRICS = ("reward/total/mean", "sft/loss", "dpo/loss", "dmd/gap", "loss/total", "vlm/loss")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """Metrics and counts of a training step. All ranks have identical reports."""
+
+    step_metrics: Mapping[str, float]  # metrics of the step as a whole
+    update_metrics: Sequence[Mapping[str, float]]  # metrics of each of its optimizer steps
+    num_samples: int  # trained samples
+    num_tokens: int | None = None  # trained tokens, for language models
+
+    @property
+    def metrics_by_update(self) -> list[Mapping[str, float]]:
+        """Return the metrics of each optimizer step. The first entry also contains the metrics of the whole step."""
+        return [{**self.step_metrics, **self.update_metrics[0]}, *self.update_metrics[1:]]
+
+    @property
+    def last_metrics(self) -> Mapping[str, float]:
+        return {**self.step_metrics, **self.update_metrics[-1]}
+
+
+class NonFiniteLimit:
+    """Stops the run after MAX_NONFINITE_STEPS consecutive optimizer steps with a non-finite loss or gradient.
+
+    The steps of each trained adapter are counted separately.
+    """
+
+    def __init__(self) -> None:
+        self.num_consecutive: dict[str, int] = {}  # by adapter
+
+    def check(self, result: StepResult, sample_ids: Sequence[str], adapter: str = DEFAULT_ADAPTER) -> None:
+        """Count consecutive non-finite optimizer steps. Raises RunError on all ranks after MAX_NONFINITE_STEPS."""
+        count = 0 if result.is_applied else self.num_consecutive.get(adapter, 0) + 1
+        self.num_consecutive[adapter] = count
+        if not result.is_applied:
+            log.warning(
+                "step not applied: non-finite loss or gradient; samples of this rank: %s", ", ".join(sample_ids)
+            )
+        if count >= MAX_NONFINITE_STEPS:
+            raise RunError(f"{count} consecutive optimizer steps had a non-finite loss or gradient: lower optimizer.lr")
 
 
 class PeriodicEvaluator(Protocol):
@@ -51,55 +110,57 @@ class TrainingLoop(ABC):
     def run_to_end(self) -> RunOutcome:
         """Train until the last step or a stop request, then export the weights.
 
-        After the last step the final weights are evaluated. After a stop request they are not. Raises RunError, without
-        an export, if no optimizer step was applied.
+        After the last step the final weights are evaluated, and the status is `finished`. After a stop request a
+        checkpoint is saved, and the status is `preempted`. Raises RunError, without an export, if no optimizer step was
+        applied.
         """
+        job, preempted = self.job, False
         try:
-            outcome = self.train_steps()
+            self.start()
+            stop, first_step = job.should_stop(), self.step + 1
+            while self.step < job.recipe.run.steps:
+                if stop or not self.wait_for_data(self.step + 1):
+                    self.checkpoints.save_at_stop(self)
+                    preempted = True
+                    break
+                stop = self.run_step()
+                if self.step == first_step:
+                    job.monitor.log_message(f"first step completed {seconds_since_start():.0f} s after the start")
         except RunError:  # raised on all ranks; the weights of the last good step are still valid
             self.save_results()
             raise
-        if outcome.status == "finished" and self.job.engine.num_updates == 0:
+        if not preempted and job.engine.num_updates == 0:
             raise RunError(
-                f"nothing was trained and nothing is exported: no optimizer step was applied in {outcome.step} steps. "
-                f"The warnings in {self.job.recipe.run.output_dir / 'logs' / 'rank_0.log'} say why"
+                f"nothing was trained and nothing is exported: no optimizer step was applied in {self.step} steps. "
+                f"The warnings in {job.recipe.run.output_dir / 'logs' / 'rank_0.log'} say why"
             )
         self.save_results()
         # Do not delay a requested stop by an evaluation.
-        evaluation = self.validator.evaluate_at_end(outcome.step) if outcome.status == "finished" else {}
-        result = self.job.recipe.run.output_dir / "result.json"
-        self.job.monitor.log_message(f"{outcome.status} at step {outcome.step}; result in {result}")
-        outcome = replace(outcome, metrics={**outcome.metrics, **evaluation})
-        self.job.monitor.set_outcome(outcome.status, outcome.metrics)
+        evaluation = {} if preempted else self.validator.evaluate_at_end(self.step)
+        outcome = RunOutcome(
+            "preempted" if preempted else "finished", self.step, {**self.metrics, **evaluation}, self.final_warning()
+        )
+        result = job.recipe.run.output_dir / "result.json"
+        job.monitor.log_message(f"{outcome.status} at step {outcome.step}; result in {result}")
+        if outcome.message:
+            job.monitor.log_at_close(outcome.message)
+        job.monitor.set_outcome(outcome.status, outcome.metrics)
         return outcome
 
+    def final_warning(self) -> str:
+        """Return a warning for the end of the log and result.json, or ""."""
+        return ""
+
     def save_results(self) -> None:
-        """Wait until the last checkpoint is complete, then export the current weights."""
+        """Wait until the last checkpoint is complete, then export the current weights if they were trained."""
         self.checkpoints.wait_for_save()
+        if self.job.engine.num_updates == 0:
+            return
         try:
             self.exporter.export_at_end(self.step)
         except UserError:  # raised on all ranks
             self.checkpoints.save_at_stop(self)
             raise
-
-    def train_steps(self) -> RunOutcome:
-        """Train until the last step or a stop request.
-
-        After the last step the outcome has the status `finished`. After a stop request the loop saves a checkpoint and
-        the outcome has the status `preempted`.
-        """
-        job = self.job
-        self.start()
-        stop, is_first = job.should_stop(), True
-        while self.step < job.recipe.run.steps:
-            if stop or not self.wait_for_data(self.step + 1):
-                self.checkpoints.save_at_stop(self)
-                return RunOutcome("preempted", self.step, self.metrics)
-            stop = self.run_step()
-            if is_first:
-                job.monitor.log_message(f"first step completed {seconds_since_start():.0f} s after the start")
-            is_first = False
-        return RunOutcome("finished", self.step, self.metrics)
 
     def run_step(self) -> bool:
         """Run the next step and its scheduled evaluation, export and checkpoint.
@@ -107,27 +168,21 @@ class TrainingLoop(ABC):
         Returns True if any rank must stop.
         """
         self.step += 1
+        export_error: UserError | None = None
         report = self.train_step(self.step)
         self.validator.after_step(self.step)
-        export_error = self.try_export()
+        try:
+            self.exporter.after_step(self.step)
+        except UserError as error:  # raised on all ranks
+            export_error = error
         agreed = finish_step(self.job, self.step, report, writing=self.checkpoints.is_writing)
         self.metrics = report.last_metrics
-        self.checkpoints.after_step(self, agreed)  # last, because a checkpoint includes the metrics of the step
+        # Last, because a checkpoint includes the metrics of the step.
+        self.checkpoints.after_step(self, save=agreed["save"], writing=agreed["writing"])
         if export_error is not None:
             self.checkpoints.save_at_stop(self)
             raise export_error
-        return agreed.stop
-
-    def try_export(self) -> UserError | None:
-        """Export the weights if the recipe schedules an export for this step.
-
-        Returns the error of a failed export, else None. The result is identical on every rank.
-        """
-        try:
-            self.exporter.after_step(self.step)
-        except UserError as error:
-            return error
-        return None
+        return agreed["stop"]
 
     def start(self) -> None:
         """Run the evaluation of validation.at_start, if set, and start the progress display."""
@@ -157,7 +212,8 @@ class TrainingLoop(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step, self.metrics = state["step"], state["metrics"]
-        self.nonfinite_limit.num_consecutive = state["nonfinite_in_a_row"]
+        stored = state["nonfinite_in_a_row"]  # a number in checkpoints of older versions
+        self.nonfinite_limit.num_consecutive = {DEFAULT_ADAPTER: stored} if isinstance(stored, int) else stored
         self.validator.load_state_dict(state["validator"])
         self.load_extra_state(state)
 
@@ -168,3 +224,68 @@ class TrainingLoop(ABC):
     @abstractmethod
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
         """Restore a state returned by `extra_state`."""
+
+
+def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool) -> dict[str, bool]:
+    """Write one line of metrics per optimizer step, and agree on stop and save requests. Collective.
+
+    The first line also contains the times, forward counts and speed of the whole step. writing: whether this rank is
+    still writing its shard of a checkpoint. Returns {name: True if it is true on any rank} for `stop` (stop requested),
+    `save` (checkpoint requested) and `writing`.
+    """
+    first, *others = report.metrics_by_update
+    work = job.pop_work()  # part of the step time: the first call takes seconds
+    local_times = job.timer.end_step()
+    flags = {"save": job.stop_flag.take_save_request(), "stop": job.stop_flag.is_set, "writing": writing}
+    largest = job.world.max_over_ranks({**local_times, **flags})  # times and memory peaks of the slowest rank
+    times = {name: largest[name] for name in local_times}
+    speed = speed_metrics(job, work, report, times["time/step"])
+    counts = job.pop_forward_counts()
+    first_update = (step - 1) * job.run_sizes.updates_per_step + 1
+    for update, metrics in enumerate([{**first, **times, **counts, **speed}, *others], first_update):
+        job.monitor.log_scalars(update, metrics)
+    values = report.last_metrics
+    headline = next((m for m in HEADLINE_METRICS if m in values), None)
+    notes = [f"{headline} {values[headline]:.4f}"] if headline else []
+    job.monitor.update_progress(
+        step, samples=report.num_samples, note=", ".join([*notes, speed_summary(job.world.device, {**times, **speed})])
+    )
+    return {name: largest[name] > 0 for name in flags}
+
+
+def speed_metrics(job: CommonJob, work: FlopCount | None, report: StepReport, seconds: float) -> dict[str, float]:
+    """Return the speed metrics of a step: samples per second, tokens per second, TFLOP/s and MFU.
+
+    TFLOP/s includes the recomputation of activations, MFU does not. MFU is omitted if the device's peak is unknown.
+    work: FLOPs of this rank, or None if unknown. seconds: duration of the step. Only rank 0's TFLOP/s and MFU are
+    logged. With data.buckets, the values of other ranks may differ.
+    """
+    metrics = {SAMPLES_PER_SECOND: report.num_samples / seconds}
+    if report.num_tokens is not None:
+        metrics[TOKENS_PER_SECOND] = report.num_tokens / seconds
+    if work is None or work.required == 0:
+        return metrics
+    work_s = seconds * job.world.sp_size  # the ranks of a replica share the work of its forwards
+    metrics[TFLOPS_PER_GPU] = (work.required + work.recomputed) / TERA / work_s
+    peak = job.recipe.logging.peak_tflops or peak_tflops(job.world.device, DTYPES[job.recipe.model.dtype])
+    return metrics if peak is None else metrics | {MFU: work.required / TERA / work_s / peak}
+
+
+def speed_summary(device: torch.device, metrics: Mapping[str, float]) -> str:
+    """Return a console summary such as `312 TFLOP/s per GPU, MFU 32 %, 61.2 GiB`. Unknown values are omitted."""
+    parts = []
+    if TFLOPS_PER_GPU in metrics and device.type != "cpu":
+        parts.append(f"{metrics[TFLOPS_PER_GPU]:.3g} TFLOP/s per GPU")
+    if MFU in metrics:
+        parts.append(f"MFU {metrics[MFU]:.0%}")
+    return ", ".join([*parts, f"{metrics[MEMORY_TAG]:.1f} GiB"])
+
+
+def engine_metrics(job: CommonJob, result: StepResult, prefix: str = "") -> dict[str, float]:
+    """Return the metrics of an optimizer step. prefix: prefix of their names in `optim/`, of an adapter."""
+    return {
+        f"optim/{prefix}grad_norm": result.grad_norm,
+        f"optim/{prefix}clipped": float(result.is_clipped),
+        f"optim/{prefix}lr": result.lr,
+        "optim/skipped_steps": float(job.engine.num_skipped),
+    }

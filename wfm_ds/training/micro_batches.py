@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any, Generic, TypeVar, cast
 
@@ -23,7 +23,7 @@ HOST_CACHE_BYTES = 256 << 20  # bytes for cached batches if training runs on the
 
 @dataclass(frozen=True, slots=True)
 class Update(Generic[TermT]):
-    """The loss terms of one optimizer step on this rank. All ranks have enough terms for equal forward passes."""
+    """This rank's loss terms of one optimizer step, padded so that all ranks run the same forward passes."""
 
     terms: Sequence[TermT]
     total_weight: float  # this rank's share of the loss denominator; counts dropped terms without gradient too
@@ -37,14 +37,11 @@ class MicroBatch:
     expert: int  # the expert of all its noise levels
 
     def parts(self) -> list[MicroBatch]:
-        """Return a list of micro-batches. The loss needs one forward and one backward pass for each."""
+        """Split the micro-batch into parts. The loss of each part needs its own forward and backward pass."""
         return [MicroBatch(part, self.expert) for part in self.batch.parts()]
 
     def with_group_statistics(self, group_statistics: torch.Tensor | None) -> MicroBatch:
-        """Return a copy with group statistics [B], one value for each of its B loss terms.
-
-        Returns self if `group_statistics` is None.
-        """
+        """Return a copy with group statistics [B] of its B loss terms, or self if they are None."""
         if group_statistics is None:
             return self
         return MicroBatch(dataclasses.replace(self.batch, group_statistics=group_statistics), self.expert)
@@ -76,7 +73,7 @@ class MicroBatch:
 class MicroBatches(Generic[TermT]):
     """Iterable micro-batches of an optimizer step. Each micro-batch is assembled when it is needed.
 
-    All iterations yield equal micro-batches.
+    Iterating again yields the same micro-batches.
     """
 
     splits: Sequence[tuple[Sequence[TermT], int]]  # (terms, expert) of each micro-batch
@@ -91,14 +88,16 @@ class MicroBatches(Generic[TermT]):
     def num_backwards(self) -> int:
         return sum(terms[0].num_parts for terms, _ in self.splits)
 
-    def iterate(self, *, release: bool) -> Iterator[MicroBatch]:
-        """Yield all micro-batches in order.
+    def iterate(self, *, release: bool, chosen: Container[int] | None = None) -> Iterator[MicroBatch]:
+        """Yield the micro-batches in order. chosen: their indices; None: all.
 
         release=False: cache micro-batches for the next iteration, up to `cache_bytes`.
         release=True: remove each micro-batch from the cache before yielding it. Use this for the last iteration.
         """
         free = 0 if release else self.cache_bytes - sum(num_bytes(micro.batch) for micro in self._cache.values())
         for i, (terms, expert) in enumerate(self.splits):
+            if chosen is not None and i not in chosen:
+                continue
             micro = self._cache.pop(i, None) if release else self._cache.get(i)
             if micro is None:
                 micro = MicroBatch(self.assemble(terms), expert)
@@ -127,13 +126,14 @@ def concat_conditioning_frames(parts: Sequence[ConditioningFrames | None]) -> Co
 
 @dataclass(frozen=True, slots=True)
 class TermGroup(Generic[TermT]):
-    """This rank's loss terms with equal expert and equal `num_parts`.
+    """This rank's loss terms that have the same expert, `num_parts` and teacher.
 
     A forward pass contains loss terms of only one group.
     """
 
     expert: int
     num_parts: int
+    teacher: int
     terms: Sequence[TermT]
     training: Sequence[TermT]  # the terms with weight 1 and a gradient
 
@@ -144,7 +144,7 @@ class TermGroup(Generic[TermT]):
 
     @property
     def name(self) -> str:
-        return f"expert {self.expert}, num_parts {self.num_parts}"
+        return f"expert {self.expert}, num_parts {self.num_parts}, teacher {self.teacher}"
 
     def pad(self, length: int, substitute: TermT) -> list[TermT]:
         """Return the group's loss terms to train, padded to `length` with copies that have weight 0.
@@ -163,19 +163,23 @@ def pad_across_ranks(
     num_experts: int,
     max_over_ranks: Callable[[dict[str, float]], Mapping[str, float]],
     has_gradient: Callable[[TermT], bool] = lambda term: True,
+    num_teachers: int = 1,
 ) -> Update[TermT]:
-    """Remove loss terms without gradient and add padding terms, for equal forward passes on all ranks. Collective.
+    """Remove and add loss terms so that all ranks run the same forward passes. Collective.
 
-    terms: this rank's loss terms. There must be at least one, and the same values of `num_parts` on every rank.
+    Removes loss terms without a gradient, and adds padding terms on ranks that have fewer terms than others.
+
+    terms: this rank's loss terms, at least one. The values of `num_parts` must be the same on every rank.
     expert_of: function that returns the expert for a noise level.
     max_over_ranks: function that returns the maximum of each value over all ranks.
     has_gradient: function that returns whether a loss term can have a gradient.
+    num_teachers: number of teachers between which the loss terms of all ranks are divided.
 
     Padding terms have weight 0. If no loss term on any rank has a gradient but some have weight 1, every rank gets one
     padding term, because the optimizer step must still run. If no loss term on any rank has weight 1, the result is
     empty and the step is skipped.
     """
-    groups = group_terms(terms, expert_of, num_experts, has_gradient)
+    groups = group_terms(terms, expert_of, num_experts, has_gradient, num_teachers)
     total_weight = sum(term.weight for term in terms)
     largest = max_over_ranks(
         {f"terms of {group.name}": float(len(group.training)) for group in groups}
@@ -188,9 +192,9 @@ def pad_across_ranks(
         lengths[next(i for i, sigma in enumerate(sigmas) if sigma > 0)] = 1
     padded: list[TermT] = []
     for group, length, sigma in zip(groups, lengths, sigmas, strict=True):
-        # A rank without terms of this expert evaluates another term's latents, at a noise level of the expert.
+        # A rank without terms of this group evaluates another term's latents, at a noise level of the group.
         substitute = next(term for term in terms if term.num_parts == group.num_parts)
-        padded += group.pad(length, dataclasses.replace(substitute, sigma=sigma))
+        padded += group.pad(length, dataclasses.replace(substitute, sigma=sigma, teacher=group.teacher))
     return Update(padded, total_weight)
 
 
@@ -199,33 +203,39 @@ def group_terms(
     expert_of: Callable[[float], int],
     num_experts: int,
     has_gradient: Callable[[TermT], bool],
+    num_teachers: int,
 ) -> list[TermGroup[TermT]]:
-    """Group loss terms by expert and `num_parts`, in the order of these two numbers.
+    """Group loss terms by expert, `num_parts` and teacher, and sort the groups by these numbers.
 
-    The result contains a group for every combination of expert and `num_parts`. A group may be empty.
+    The result contains a group for every combination of the three numbers. A group may be empty.
     """
-    by_kind: dict[tuple[int, int], list[TermT]] = {
-        kind: [] for kind in itertools.product(range(num_experts), sorted({term.num_parts for term in terms}))
+    all_parts = sorted({term.num_parts for term in terms})
+    by_kind: dict[tuple[int, int, int], list[TermT]] = {
+        kind: [] for kind in itertools.product(range(num_experts), all_parts, range(num_teachers))
     }
     for term in terms:
-        by_kind[expert_of(term.sigma), term.num_parts].append(term)
+        by_kind[term_kind(term, expert_of)].append(term)
     return [
-        TermGroup(expert, num_parts, members, [t for t in members if t.weight > 0 and has_gradient(t)])
-        for (expert, num_parts), members in by_kind.items()
+        TermGroup(*kind, members, [t for t in members if t.weight > 0 and has_gradient(t)])
+        for kind, members in by_kind.items()
     ]
+
+
+def term_kind(term: LossTerm, expert_of: Callable[[float], int]) -> tuple[int, int, int]:
+    """Return the expert, `num_parts` and teacher of a loss term. A micro-batch has terms of one kind."""
+    return expert_of(term.sigma), term.num_parts, term.teacher
 
 
 def split_into_micro_batches(
     terms: Sequence[TermT], max_terms: int, expert_of: Callable[[float], int]
 ) -> list[tuple[Sequence[TermT], int]]:
-    """Split loss terms into micro-batches with equal expert, equal `num_parts` and at most `max_terms` terms.
+    """Split loss terms into micro-batches of at most `max_terms` terms of the same kind (`term_kind`).
 
-    Returns [(loss terms, expert)], sorted by expert and `num_parts`. expert_of: function that returns the expert for a
-    noise level.
+    Returns [(loss terms, expert)], sorted by kind. expert_of: function that returns the expert for a noise level.
     """
-    by_kind: dict[tuple[int, int], list[TermT]] = defaultdict(list)
+    by_kind: dict[tuple[int, int, int], list[TermT]] = defaultdict(list)
     for term in terms:
-        by_kind[expert_of(term.sigma), term.num_parts].append(term)
+        by_kind[term_kind(term, expert_of)].append(term)
     return [(part, kind[0]) for kind in sorted(by_kind) for part in split_into_chunks(by_kind[kind], max_terms)]
 
 
@@ -245,7 +255,8 @@ def group_micro_batches(micros: Iterable[MicroBatch], max_terms: int) -> Iterato
     micro-batch forms its own group.
     """
     group: list[MicroBatch] = []
-    for micro in (full.reference_inputs() for full in micros):  # may be smaller: without the data samples of DDRL
+    for full in micros:
+        micro = full.reference_inputs()  # may be smaller: without the data samples of DDRL
         count = sum(len(m.batch.sigma) for m in [*group, micro])
         if group and (count > max_terms or micro.expert != group[0].expert):
             yield group

@@ -13,36 +13,47 @@ from pathlib import Path
 import torch
 
 from wfm_ds.algorithms import engine_policy_copies
-from wfm_ds.data.datasets import TrainingData, build_buckets, build_input_reader, find_usable_samples, load_data
+from wfm_ds.data.datasets import (
+    TrainingData,
+    build_buckets,
+    find_usable_samples,
+    list_validation_prompts,
+    load_data,
+)
 from wfm_ds.data.hf_stream import HfStream
-from wfm_ds.distributed.accelerator import is_accelerator_present, uses_cuda
-from wfm_ds.distributed.world import ranks_per_node
+from wfm_ds.data.inputs import InputReader
+from wfm_ds.distributed.accelerator import is_accelerator_present, ranks_per_node, uses_cuda
 from wfm_ds.engine.optional_packages import require_packages
-from wfm_ds.errors import RecipeError
+from wfm_ds.engine.zero_values import check_zero_values
+from wfm_ds.errors import ModelError, RecipeError
 from wfm_ds.evaluation.paired_statistics import MIN_PROMPTS
+from wfm_ds.export.pipeline_folder import INDEX_FILE
 from wfm_ds.memory.advice import memory_verdict
-from wfm_ds.memory.estimate import estimate_memory
+from wfm_ds.memory.estimate import MemoryEstimate, estimate_memory
+from wfm_ds.models import registry
+from wfm_ds.models.assets.few_steps import find_few_steps, read_few_steps
 from wfm_ds.models.assets.hub import display_name
-from wfm_ds.models.assets.loading import select_device
-from wfm_ds.monitoring.trackers.choice import require_trackers
+from wfm_ds.models.assets.loading import read_json, select_device
+from wfm_ds.monitoring.trackers import require_trackers
 from wfm_ds.recipe.deepspeed import build_deepspeed_config
 from wfm_ds.recipe.run_sizes import derive_run_sizes, num_replicas
+from wfm_ds.recipe.sampling import CPS_EVAL_NOISE
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RewardFunction
-from wfm_ds.rollout.remote.service import broker_endpoints, choose_worker_devices, load_trainer_keys
 from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.runs.check_report import CheckReport
+from wfm_ds.runs.check_report import CheckReport, gpu_memory, start_summary
 from wfm_ds.runs.model_loading import choose_attention, find_family, load_model
 from wfm_ds.runs.model_revision import pin_commit
-from wfm_ds.runs.output_folder import RunStart, find_run_start
+from wfm_ds.runs.output_folder import find_run_start
 from wfm_ds.training.caches import keeps_text_encoders
+from wfm_ds.training.early_checks import check_workers
 from wfm_ds.training.reward_alarm import RECOMMENDED_PROMPTS
-from wfm_ds.transport.sockets import check_endpoint
 from wfm_ds.types import Prompt
 
 log = logging.getLogger(__name__)
 
 NUM_CHECKED_SAMPLES = 32  # samples that --check reads
+SERVICE_WAIT_S = 8.0  # of a check for a running reward service; a run waits longer, because services may start later
 MIN_PROMPT_DRAWS = 3  # draws per prompt in a run; with fewer, reward statistics of most prompts are unreliable
 
 
@@ -68,15 +79,13 @@ def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
         RewardClient(reward.endpoint, reward, run="check", client="check").close()
 
 
-def check_workers(recipe: Recipe) -> None:
-    """Raise RecipeError, PipeError or KeyFileError if rollout workers cannot be started or cannot connect."""
-    rollout = recipe.rl.rollout
-    if is_accelerator_present():  # without an accelerator, --check may run for another machine
-        choose_worker_devices(rollout, num_ranks=0)
-    keys = load_trainer_keys(rollout)
-    if rollout.bind != "ipc":
-        for endpoint in broker_endpoints(rollout.bind, None):
-            check_endpoint(endpoint, keys=keys is not None)
+def limit_service_wait(recipe: Recipe) -> Recipe:
+    """Return the recipe with a wait of at most SERVICE_WAIT_S for the service at reward.endpoint."""
+    reward = recipe.reward
+    if reward is None or reward.endpoint is None:
+        return recipe
+    reward = reward.model_copy(update={"start_timeout_s": min(SERVICE_WAIT_S, reward.start_timeout_s)})
+    return recipe.model_copy(update={"reward": reward})
 
 
 def check_reward_needs(
@@ -97,7 +106,7 @@ def check_reward_needs(
     """
     from wfm_reward import registry as rewards
 
-    if not is_local and function.name not in rewards.list_reward_names():
+    if not is_local and function.name.partition("/")[0] not in rewards.list_reward_names():
         return
     reward = rewards.get_reward_class(function.name)
     if not makes_video and "image" not in reward.media_types:
@@ -129,24 +138,20 @@ def check_and_load_data(recipe: Recipe, world_size: int) -> TrainingData:
 
     The checks run in the order in which a user would fix the problems.
     """
-    num_replicas(recipe, world_size, ranks_per_node=ranks_per_node(world_size))
-    check_hosts(recipe, world_size, ranks_per_node(world_size))
-    derived = derive_run_sizes(recipe, world_size)
-    build_deepspeed_config(
-        recipe,
-        accumulation=derived.accumulation,
-        policies=engine_policy_copies(recipe),
-        world_size=world_size,
-        ranks_per_node=ranks_per_node(world_size),
-    )
+    check_rank_count(recipe, world_size, ranks_per_node(world_size))
+    check_zero_values(recipe)
     require_packages(recipe)
     require_trackers(recipe)
     find_family(recipe)
     data = load_data(recipe)
+    recipe.algorithm.check_prompts(data.prompts)
     for warning in [
         *recipe.algorithm.list_warnings(),
         *prompt_choice_warnings(recipe, data),
         *validation_reward_warnings(recipe, data),
+        *few_step_warnings(recipe),
+        *spread_warnings(recipe),
+        *noisy_student_warnings(recipe),
     ]:
         log.warning(warning)
     if recipe.is_async:
@@ -154,6 +159,20 @@ def check_and_load_data(recipe: Recipe, world_size: int) -> TrainingData:
     if recipe.all_reward_settings is not None:
         check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.validation_prompts]}.values()))
     return data
+
+
+def check_rank_count(recipe: Recipe, world_size: int, num_local_ranks: int) -> None:
+    """Raise RecipeError if the recipe cannot be trained by `world_size` ranks, `num_local_ranks` on each host."""
+    num_replicas(recipe, world_size, ranks_per_node=num_local_ranks)
+    check_hosts(recipe, world_size, num_local_ranks)
+    derived = derive_run_sizes(recipe, world_size)
+    build_deepspeed_config(
+        recipe,
+        accumulation=derived.accumulation,
+        policies=engine_policy_copies(recipe),
+        world_size=world_size,
+        ranks_per_node=num_local_ranks,
+    )
 
 
 def check_hosts(recipe: Recipe, world_size: int, num_local_ranks: int) -> None:
@@ -202,7 +221,7 @@ def draws_per_prompt(recipe: Recipe, data: TrainingData) -> float:
 def prompt_choice_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
     """Return a warning if the run chooses prompts by reward std but draws each prompt too rarely to measure it.
 
-    The limit is an average of MIN_PROMPT_DRAWS draws per prompt.
+    "Too rarely" means fewer than MIN_PROMPT_DRAWS draws per prompt on average.
     """
     if recipe.data.choose == "even" or draws_per_prompt(recipe, data) >= MIN_PROMPT_DRAWS:
         return []
@@ -219,10 +238,12 @@ def validation_reward_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
     warnings, num_prompts = [], min(len(data.validation_prompts), recipe.validation.num_prompts)
     if num_prompts < RECOMMENDED_PROMPTS:
         effect = "no alarm is possible" if num_prompts < MIN_PROMPTS else "a decrease may be missed"
-        warnings.append(
-            f"validation.held_out_rewards score only {num_prompts} prompts: {effect}. "
-            f"Set validation.num_prompts to {RECOMMENDED_PROMPTS}"
-        )
+        available = len(list_validation_prompts(recipe, data.prompts, data.held_out or data.samples))
+        if num_prompts < available:
+            advice = f"Set validation.num_prompts to {min(available, RECOMMENDED_PROMPTS)}"
+        else:
+            advice = f"Add prompts to the data or to validation.prompts, until there are {RECOMMENDED_PROMPTS}"
+        warnings.append(f"validation.held_out_rewards score only {num_prompts} prompts: {effect}. {advice}")
     if recipe.validation.every == 0:
         warnings.append(
             "validation.held_out_rewards are only evaluated at the end, too late for an alarm: set validation.every"
@@ -230,17 +251,76 @@ def validation_reward_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
     return warnings
 
 
+def few_step_warnings(recipe: Recipe) -> list[str]:
+    """Return a warning if flow matching would undo the distillation of the model or of the initial LoRA."""
+    if not recipe.algorithm.matches_flow:
+        return []
+    folder = registry.locate_pipeline(recipe.model.path, recipe.model.family, recipe.model.revision)
+    start, family = None if recipe.lora is None else recipe.lora.init_from, find_family(recipe)
+    if find_few_steps(recipe.model.path, folder, family) is not None:
+        what = f"model.path {recipe.model.path}"
+    elif start is not None and read_few_steps(
+        start if start.is_dir() else start.parent, family, read_json(folder / INDEX_FILE)
+    ):
+        what = f"lora.init_from {start}"
+    else:
+        return []
+    return [
+        f"{what} was distilled to few steps, which {recipe.algorithm.name} undoes: train the base model first, then "
+        "distill the result with algorithm dmd2 and a teacher with weights: init (docs/few_steps.md)"
+    ]
+
+
+def spread_warnings(recipe: Recipe) -> list[str]:
+    """Return a warning if guided teachers may narrow the samples of a prompt and the run does not measure it."""
+    guided = any(teacher.guidance_scale > 1 for teacher in recipe.algorithm.list_teachers())
+    if not guided or recipe.rl.rollout.group_size > 1:
+        return []
+    return [
+        "guidance of the teacher makes the samples of a prompt more similar, but with rollout.group_size 1 "
+        "rollout/spread measures this only if a step has a prompt twice: set group_size to 2 and halve prompts_per_step"
+    ]
+
+
+def noisy_student_warnings(recipe: Recipe) -> list[str]:
+    """Return a warning if a student learns on rollouts with noise, but is evaluated and exported without."""
+    sampling = recipe.sampling
+    if not recipe.algorithm.list_teachers() or not sampling.is_stochastic or sampling.eval_solver == "cps":
+        return []
+    advice = (
+        "compare val/reward with reward, lower sampling.noise_level, or use solver: ode (with algorithm.reward.loss: "
+        "diffusion_nft)"
+    )
+    if (sampling.solver, sampling.noise_level) == ("cps", CPS_EVAL_NOISE):
+        advice = "set sampling.eval_solver: cps and eval_grid: even"
+    return [
+        f"sampling.solver {sampling.solver} adds noise in the rollouts, but validation and exports take Euler steps, "
+        f"which may not show what the student learns: {advice}"
+    ]
+
+
+def check_run(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> CheckReport:
+    """Check data, model, rewards and memory of a run with `world_size` ranks. Raises UserError if it cannot run.
+
+    The check covers everything that a run does before its first step.
+    """
+    from wfm_ds.training.language_builder import check_language_run
+
+    check_recipe = check_language_run if recipe.algorithm.trains_language else check_diffusion_run
+    return check_recipe(recipe, world_size, overwrite=overwrite)
+
+
 def check_diffusion_run(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> CheckReport:
     """Check a diffusion recipe and return the report of `--check`. Raises UserError if a check fails."""
     recipe = pin_commit(recipe, overwrite=overwrite)
     start = find_run_start(recipe, world_size, overwrite=overwrite)
-    data = check_and_load_data(recipe, world_size)
+    data = check_and_load_data(limit_service_wait(recipe), world_size)
     model = load_model(recipe, torch.device("cpu"))
     kernel = choose_attention(recipe, model, select_device(None))
     samples = data.samples
     if recipe.data.streaming:
         samples = [row.sample for row in HfStream(recipe.data).read(NUM_CHECKED_SAMPLES)]
-    num_samples, inputs = len(samples) + len(data.held_out), build_input_reader(recipe, model, data)
+    num_samples, inputs = len(samples) + len(data.held_out), InputReader.from_recipe(recipe, model, data.actions)
     find_usable_samples(
         samples, recipe, build_buckets(recipe, model), NUM_CHECKED_SAMPLES, dataset_size=num_samples, inputs=inputs
     )
@@ -250,27 +330,33 @@ def check_diffusion_run(recipe: Recipe, world_size: int, *, overwrite: bool = Fa
         log.warning("the rewards were not started: this machine has no GPU for %s", ", ".join(gpu_rewards))
     else:
         check_spawned_rewards(recipe)
-    sizes = estimate_memory(
-        recipe, model, world_size, keeps_encoders=keeps_text_encoders(recipe, model, data, world_size)
-    )
+    keeps_encoders = keeps_text_encoders(recipe, model, data, world_size)
+    sizes: MemoryEstimate | None = None
+    try:
+        sizes = estimate_memory(recipe, model, world_size, keeps_encoders=keeps_encoders)
+        verdict = memory_verdict(recipe, sizes, gpu_memory())
+    except ModelError as error:
+        verdict = f"  memory not estimated: {error}"
     choice = "" if recipe.data.choose == "even" else f", by reward_std, {draws_per_prompt(recipe, data):.3g} draws each"
     number = "a stream" if recipe.data.streaming else len(data.samples)
-    counts = (
-        ("prompts", f"{len(data.prompts)}{choice}")
-        if recipe.is_rl
-        else ("samples", f"{number} to train on, {len(data.held_out)} held out")
-    )
-    facts = dict(
-        [
-            ("recipe", f"{recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}"),
-            ("model", display_name(model.path)),
-            ("attention", kernel),
-            counts,
-            ("output", start_summary(start)),
-        ]
-    )
-    judged = memory_verdict(recipe, sizes, gpu_memory())
-    return CheckReport(facts=facts, run_sizes=derive_run_sizes(recipe, world_size), memory=sizes, verdict=judged)
+    counts = {"samples": f"{number} to train on, {len(data.held_out)} held out"}
+    if recipe.is_rl:
+        counts = {"prompts": f"{len(data.prompts)}{choice}"}
+    facts = {
+        "recipe": f"{recipe.algorithm.name}, {'LoRA' if recipe.lora else 'all weights'}",
+        "model": display_name(model.path),
+        **teacher_facts(recipe),
+        "attention": kernel,
+        **counts,
+        "output": start_summary(start),
+    }
+    return CheckReport(facts=facts, run_sizes=derive_run_sizes(recipe, world_size), memory=sizes, verdict=verdict)
+
+
+def teacher_facts(recipe: Recipe) -> dict[str, str]:
+    """Return the line of the report that describes the teachers, if the recipe has any."""
+    teachers = [f"{one.weights}, guidance {one.guidance_scale:g}" for one in recipe.algorithm.list_teachers()]
+    return {"teacher": "; ".join(teachers)} if teachers else {}
 
 
 def data_summary(recipe: Recipe, data: TrainingData) -> str:
@@ -278,18 +364,6 @@ def data_summary(recipe: Recipe, data: TrainingData) -> str:
         return f"{len(data.prompts)} prompts"
     number = "a stream of" if recipe.data.streaming else len(data.samples)
     return f"{number} samples to train on, {len(data.held_out)} held out"
-
-
-def gpu_memory() -> int | None:
-    """Return the memory of the first GPU in bytes, or None if there is no GPU."""
-    return torch.cuda.get_device_properties(0).total_memory if uses_cuda() else None
-
-
-def start_summary(start: RunStart) -> str:
-    """Describe the start of the run for `--check`: a new run, a resumed run, or no start because it has finished."""
-    if start.is_finished:
-        return f"finished run (step {start.step}): nothing to do"
-    return f"continues after step {start.step} from {start.checkpoint}" if start.checkpoint else "a new run"
 
 
 def rewards_without_gpu(recipe: Recipe) -> list[str]:
@@ -303,7 +377,10 @@ def check_spawned_rewards(recipe: Recipe) -> None:
     reward = recipe.all_reward_settings
     if reward is None or not reward.spawn:
         return
-    from wfm_ds.rollout.rewards import RewardService
+    from wfm_ds.rollout.reward_service import RewardService
+    from wfm_reward import registry
 
+    for function in reward.functions:
+        registry.create_reward(function.name, function.device, function.options).check_reachable()
     with tempfile.TemporaryDirectory(prefix="wfm-check-") as folder, RewardService(reward, Path(folder)):
         pass

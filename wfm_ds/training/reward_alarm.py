@@ -5,7 +5,7 @@ twenty evaluations, single tests at p < .05 would raise a false alarm in most ru
 conditions:
 * p < .01 after Holm's correction over the held-out rewards;
 * a decrease of at least a tenth of a standard deviation;
-* both in two consecutive evaluations, for the same held-out reward.
+* two consecutive evaluations in which the same held-out reward meets both other conditions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from wfm_ds.evaluation.paired_statistics import Array, Difference, compare_scores
-from wfm_ds.evaluation.verdict import find_decreases
+from wfm_ds.evaluation.paired_statistics import Array, compare_scores
+from wfm_ds.evaluation.results import find_decreases
 from wfm_ds.storage.atomic import finite_or_none
 
 SIGNIFICANCE_LEVEL = 0.01
@@ -35,7 +35,7 @@ class RewardAlarm:
         self._key = list(key)
         self._first: dict[str, Array] = {}  # total reward (key "") and held-out rewards at the first evaluation
         self._suspects: set[str] = set()
-        self.falling_rewards: dict[str, Difference] = {}  # held-out rewards that raise the alarm now
+        self.falling_rewards: dict[str, float] = {}  # held-out rewards that raise the alarm now, and decrease in sd
 
     def update(self, total: Array | None, held_out_rewards: Mapping[str, Array]) -> dict[str, float]:
         """Compare an evaluation with the first one, set `falling_rewards` and return metrics.
@@ -54,23 +54,24 @@ class RewardAlarm:
         )
         total_rose = (change := changes.get("")) is not None and change.estimate.is_above_zero
         suspects = set(falling) if total_rose else set()
-        confirmed = {name: change for name in sorted(suspects & self._suspects) if (change := changes[name])}
+        confirmed = {name: -change.z for name in sorted(suspects & self._suspects) if (change := changes[name])}
         self._suspects, self.falling_rewards = suspects, confirmed
         metrics = {f"val/held_out/{name}/change": c.estimate.value for name, c in changes.items() if c and name}
         return metrics | ({} if total is None else {"val/alarm": float(bool(self.falling_rewards))})
 
     def summary(self) -> str:
         """Return the warning about the rewards in `falling_rewards`."""
-        fell = ", ".join(f"{name} by {-change.z:.2g} sd" for name, change in self.falling_rewards.items())
+        fell = ", ".join(f"{name} by {decrease:.2g} sd" for name, decrease in self.falling_rewards.items())
         return f"since the first evaluation the trained reward rose and {fell} fell, in two consecutive evaluations"
 
     def state_dict(self) -> dict[str, Any]:
         rows = {name: scores.tolist() for name, scores in self._first.items()}
         first = {name: [[finite_or_none(score) for score in row] for row in table] for name, table in rows.items()}
-        return {"key": self._key, "first": first, "suspects": sorted(self._suspects)}
+        return {"key": self._key, "first": first, "suspects": sorted(self._suspects), "falling": self.falling_rewards}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state. States of other prompts, seeds or held-out rewards are ignored."""
+        """Restore a state. It is ignored if it was saved with other prompts, seeds or held-out rewards."""
         if state.get("key") == self._key:
             self._first = {name: np.array(rows, np.float64) for name, rows in state["first"].items()}
             self._suspects = set(state["suspects"])
+            self.falling_rewards = dict(state.get("falling", {}))

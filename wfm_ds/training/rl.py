@@ -1,4 +1,4 @@
-"""The RL training loop. It works with every RL algorithm and model family."""
+"""The training loop on generated samples. It works with every RL and distillation algorithm and model family."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -15,15 +15,17 @@ from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.algorithms.advantages import Advantages, Rewards, combine_scores, reward_stats, reward_warnings
 from wfm_ds.algorithms.base import LossTerm, Stats
 from wfm_ds.errors import RunError
+from wfm_ds.monitoring.run_data import ALARM_PREFIX
 from wfm_ds.pinned_memory import OffloadBuffer, copy_to_device, free_memory, lists_to_device
-from wfm_ds.rollout.base import RolloutSource
-from wfm_ds.rollout.groups import StepRollouts, group_rewards
-from wfm_ds.rollout.scores import summarize_failures
+from wfm_ds.recipe.shared_defaults import DEFAULT_MAX_FAILED_FRACTION
+from wfm_ds.rollout.groups import RolloutSource, StepRollouts, group_rewards
+from wfm_ds.rollout.rewards import summarize_failures
+from wfm_ds.rollout.spread import measure_spread
 from wfm_ds.runs.job import Job
 from wfm_ds.seeds import draw_permutation
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
-from wfm_ds.training.loop import TrainingLoop
+from wfm_ds.training.loop import StepReport, TrainingLoop, engine_metrics
 from wfm_ds.training.micro_batches import (
     GPU_BUFFER_FRACTION,
     HOST_CACHE_BYTES,
@@ -35,20 +37,22 @@ from wfm_ds.training.micro_batches import (
     pad_across_ranks,
     split_into_micro_batches,
 )
-from wfm_ds.training.step_report import StepReport, engine_metrics
 from wfm_ds.training.validation import Validator
-from wfm_ds.types import Score
+from wfm_ds.types import DEFAULT_ADAPTER, Score
 
 log = logging.getLogger(__name__)
 
 MAX_FAILING_STEPS = 3
 DISTANCE_EVERY = 10
+References: TypeAlias = dict[str, dict[int, Tensor]]
+"""{reference: {index of a micro-batch: prediction [B, ...]}}"""
 
 
 class RlLoop(TrainingLoop):
-    """RL training loop.
+    """Training loop on generated samples.
 
-    Each step generates samples, computes their rewards, and runs `updates_per_step` optimizer steps.
+    Each step generates samples, computes their rewards if the recipe has any, and runs `updates_per_step` optimizer
+    steps.
     """
 
     job: Job
@@ -65,16 +69,19 @@ class RlLoop(TrainingLoop):
     ) -> None:
         super().__init__(job, validator, exporter, checkpoints)
         self.algorithm, self.source = algorithm, source
-        self.reward = job.recipe.rl.reward
+        self.reward = job.recipe.reward if job.recipe.uses_rewards else None
         self.failing_steps = 0  # consecutive steps with too many failed samples
-        # Policies with weights equal to the trained ones: no forward pass is needed for them. The rollout policy
-        # starts as a copy of the trained weights.
-        self.equal_policies = {algorithm.rollout_policy}
+        # Policies with weights equal to the trained ones: no forward pass is needed for them.
+        self.equal_policies = algorithm.initial_equal_policies(job.recipe)
         self.copies_updated_at = 0  # number of optimizer steps at the last update of the copies
 
     def start(self) -> None:
         self.source.publish_policy(self.step)
         super().start()
+
+    def final_warning(self) -> str:
+        alarm = self.validator.alarm
+        return f"{ALARM_PREFIX} {alarm.summary()}" if alarm.falling_rewards else ""
 
     def wait_for_data(self, step: int) -> bool:
         return self.source.wait_until_ready(step)
@@ -96,9 +103,11 @@ class RlLoop(TrainingLoop):
             log.warning("step %d: no gradient: every sample failed or its group has identical rewards", step)
         old_predictions = self.predict_with_old_weights(updates, rollouts)
         metrics = []
-        for update, predictions in zip(updates, old_predictions, strict=True):
-            metrics.append(self.optimize(update, rollouts, predictions))
+        for u, (update, predictions) in enumerate(zip(updates, old_predictions, strict=True)):
+            metrics.append(self.optimize(update, rollouts, predictions, self.algorithm.choose_adapter(step, u)))
         step_metrics |= self.update_policy_copies()
+        if self.job.recipe.algorithm.list_teachers():
+            step_metrics |= measure_spread(self.job.world, rollouts)
         self.source.publish_policy(step)  # later samples may be generated with these weights
         return StepReport(step_metrics, metrics, num_samples=int(step_metrics["rollout/samples"]))
 
@@ -122,8 +131,11 @@ class RlLoop(TrainingLoop):
     def compute_rewards(self, scores: Sequence[dict[str, Score]]) -> Rewards:
         """Combine the scores of each sample into one reward. The rewards are identical on every rank.
 
-        If reward.shuffle is set, the rewards are shuffled between samples.
+        If reward.shuffle is set, the rewards are shuffled between samples. Without rewards, they are 0, or None for
+        failed samples.
         """
+        if self.reward is None:
+            return Rewards([None if failures else 0.0 for failures in scores], [()] * len(scores), (), {})
         rewards = combine_scores(scores, self.reward)
         if not self.reward.shuffle:
             return rewards
@@ -138,27 +150,30 @@ class RlLoop(TrainingLoop):
         advantages = self.algorithm.compute_advantages(rewards, groups)
         self.check_failures(rewards.totals, scores)
         valid = sum(value is not None for value in advantages.values)
-        stats = reward_stats(scores, groups, self.reward.functions) | advantages.stats
-        for warning in reward_warnings(stats, self.reward.functions, len(scores)):
-            log.warning("step %d: %s", self.step, warning)
-        stats |= self.source.step_metrics()
+        stats = advantages.stats
+        if self.reward is not None:
+            stats = reward_stats(scores, groups, self.reward.functions) | stats
+            for warning in reward_warnings(stats, self.reward.functions, len(scores)):
+                log.warning("step %d: %s", self.step, warning)
+        stats = stats | self.source.step_metrics()
         return advantages, stats | {"rollout/samples": float(valid), "rollout/step": float(self.step)}
 
     def check_failures(self, totals: Sequence[float | None], scores: Sequence[dict[str, Score]]) -> None:
         """Log failed samples, and raise RunError after too many failures.
 
-        The error is raised if the fraction of failed samples exceeds reward.max_failed_fraction in MAX_FAILING_STEPS
-        consecutive steps.
+        The error is raised if the fraction of failed samples exceeds reward.max_failed_fraction (without rewards, its
+        default) in MAX_FAILING_STEPS consecutive steps.
         """
+        limit = DEFAULT_MAX_FAILED_FRACTION if self.reward is None else self.reward.max_failed_fraction
         failed = sum(total is None for total in totals)
         reasons = summarize_failures(scores)
         if failed:
             log.warning("step %d: %d of %d samples failed: %s", self.step, failed, len(totals), reasons)
-        too_many = failed / len(totals) > self.reward.max_failed_fraction
+        too_many = failed / len(totals) > limit
         self.failing_steps = self.failing_steps + 1 if too_many else 0
         if self.failing_steps >= MAX_FAILING_STEPS:
             raise RunError(
-                f"more than {self.reward.max_failed_fraction:.0%} of samples failed in {self.failing_steps} "
+                f"more than {limit:.0%} of samples failed in {self.failing_steps} "
                 f"consecutive steps; last errors: {reasons}"
             )
 
@@ -175,70 +190,67 @@ class RlLoop(TrainingLoop):
         self.equal_policies.add("old")
         with self.job.timer("old_forward"):
             # Use the batch size of training: a GPU may choose different kernels for another batch size, and the ratio
-            # of two equal policies would not be 1.
+            # of two policies with the same weights would not be 1.
             size = self.job.recipe.engine.micro_batch_size
             offload_buffer = self.make_offload_buffer()
-            later = [self.micro_batches(update.terms, rollouts) for update in updates[1:]]
-            return [
-                [],
-                *(
-                    self.predict_in_batches("old", micros.iterate(release=True), size, offload_buffer)
-                    for micros in later
-                ),
-            ]
+            later = [self.micro_batches(update.terms, rollouts).iterate(release=True) for update in updates[1:]]
+            return [[], *(self.predict_in_batches("old", micros, size, offload_buffer) for micros in later)]
 
     def optimize(
-        self, update: Update[LossTerm], rollouts: StepRollouts, old_predictions: list[Tensor]
+        self, update: Update[LossTerm], rollouts: StepRollouts, old_predictions: list[Tensor], adapter: str
     ) -> dict[str, float]:
-        """Run one optimizer step on this replica's loss terms and return its metrics.
-
-        Without loss terms, the optimizer step is skipped.
-        """
+        """Run one optimizer step of an adapter on this replica's loss terms, if any, and return its metrics."""
         job, engine, terms = self.job, self.job.engine, update.terms
+        prefix = "" if adapter == DEFAULT_ADAPTER else f"{adapter}_"
         if not terms:  # the same on all ranks
-            return engine_metrics(job, engine.skip_step())
+            with engine.train_adapter(adapter):
+                return engine_metrics(job, engine.skip_step(), prefix)
         # The loss denominator covers all replicas and micro-batches, so count before the first backward pass.
         num_terms = int(job.world.sum_over_replicas({"terms": update.total_weight})["terms"])
         micros = self.micro_batches(terms, rollouts)
-        engine.expect_backwards(micros.num_backwards)
         references = self.predict_references(micros, old_predictions)
         group_statistics = self.sum_group_statistics(micros, references)
-        with job.timer("train"):
-            for i, micro in enumerate(micros.iterate(release=True)):
-                predictions = {
-                    name: copy_to_device(tensors[i], job.world.device) for name, tensors in references.items()
-                }
-                micro = micro.with_group_statistics(group_statistics[i])
-                part_stats: list[Stats] = []
-                for part in micro.parts():  # one backward pass per part, to store the activations of only one part
-                    velocity = self.predict_velocity("policy", part)
-                    loss_B, stats = self.algorithm.loss(velocity, part.batch, predictions)
-                    engine.backward((loss_B * part.batch.weight).sum(), num_terms)
-                    part_stats.append({"loss/total": loss_B.detach(), **stats})
-                self.meter.add(merge_part_stats(part_stats), micro.batch.weight)
-        with job.timer("optimizer"):
-            result = engine.step()
-            if result.is_applied:
+        with engine.train_adapter(adapter):
+            engine.expect_backwards(micros.num_backwards)
+            with job.timer(f"{prefix}train"):
+                for i, micro in enumerate(micros.iterate(release=True)):
+                    predictions = self.select_predictions(references, i)
+                    micro = micro.with_group_statistics(group_statistics[i])
+                    part_stats: list[Stats] = []
+                    for part in micro.parts():  # one backward pass per part, to store the activations of only one part
+                        velocity = self.predict_velocity(f"{prefix}policy", part)
+                        loss_B, stats = self.algorithm.loss(velocity, part.batch, predictions)
+                        engine.backward((loss_B * part.batch.weight).sum(), num_terms)
+                        part_stats.append({"loss/total": loss_B.detach(), **stats})
+                    self.meter.add(merge_part_stats(part_stats), micro.batch.weight)
+            with job.timer("optimizer"):
+                result = engine.step()
+        if result.is_applied and adapter == DEFAULT_ADAPTER:
+            with job.timer("optimizer"):
                 engine.update_ema()
-                self.equal_policies.clear()
-        self.nonfinite_limit.check(result, [rollouts.local_rollouts[t.row].sample_id for t in terms])
+            self.equal_policies.clear()
+        self.nonfinite_limit.check(result, [rollouts.local_rollouts[t.row].sample_id for t in terms], adapter)
         metrics = self.meter.collect(job.world)
         self.algorithm.check_metrics(metrics)
-        return metrics | engine_metrics(job, result)
+        if prefix:
+            metrics[f"loss/{adapter}"] = metrics.pop("loss/total")
+        return metrics | engine_metrics(job, result, prefix)
 
     def pad_across_ranks(self, terms: Sequence[LossTerm], equal_policies: Set[str]) -> Update[LossTerm]:
-        """Remove loss terms without gradient and add padding, for equal forward passes on all ranks. Collective."""
+        """Remove and add loss terms so that all ranks run the same forward passes. Collective."""
         model, algorithm = self.job.model, self.algorithm
         num_experts, maxima = len(model.sigma_ranges), self.job.world.max_over_ranks
         return pad_across_ranks(
-            terms, model.select_expert, num_experts, maxima, lambda term: algorithm.has_gradient(term, equal_policies)
+            terms,
+            model.select_expert,
+            num_experts,
+            maxima,
+            lambda term: algorithm.has_gradient(term, equal_policies),
+            algorithm.num_teachers,
         )
 
     def find_equal_policies(self, update: int) -> Set[str]:
-        """Return the policies with the same weights as the trained policy before optimizer step `update`.
-
-        The result is identical on every rank.
-        """
+        """Return the policies with the weights that the trained policy has before optimizer step `update`."""
         if update > 0:
             return frozenset()
         return self.equal_policies | ({"old"} if self.algorithm.uses_old_predictions else set())
@@ -252,43 +264,47 @@ class RlLoop(TrainingLoop):
             free_memory(job.world.device, GPU_BUFFER_FRACTION, default=HOST_CACHE_BYTES),
         )
 
-    def predict_references(
-        self, micros: MicroBatches[LossTerm], old_predictions: list[Tensor]
-    ) -> dict[str, list[Tensor]]:
-        """Return {reference policy: [prediction of each micro-batch]}.
+    def predict_references(self, micros: MicroBatches[LossTerm], old_predictions: list[Tensor]) -> References:
+        """Return {reference: {index of a micro-batch: its prediction}} for the micro-batches that need the reference.
 
-        Reference policies with the same weights as the trained policy are omitted.
+        References with the same weights as the trained policy are omitted.
         """
-        references: dict[str, list[Tensor]] = {}
-        offload_buffer = self.make_offload_buffer()
-        for policy in self.algorithm.references:
-            if policy in self.equal_policies:
+        references: References = {}
+        algorithm, offload_buffer = self.algorithm, self.make_offload_buffer()
+        for name in algorithm.references:
+            if name in self.equal_policies:
                 continue  # the loss uses the trained policy's detached prediction instead
-            if policy == "old" and self.algorithm.uses_old_predictions:
-                references[policy] = old_predictions
+            if name == "old" and algorithm.uses_old_predictions:
+                references[name] = dict(enumerate(old_predictions))
                 continue
-            with self.job.timer(f"{policy}_forward"), self.job.engine.use_policy(policy):
+            chosen = [i for i, (terms, _) in enumerate(micros.splits) if algorithm.needs_reference(terms[0], name)]
+            if not chosen:  # the same on all ranks
+                continue
+            policy, guidance = algorithm.reference_weights.get(name, name), algorithm.reference_guidance.get(name)
+            with self.job.timer(f"{name}_forward"), self.job.engine.use_policy(policy):
                 max_batch = self.job.recipe.engine.max_forward_batch
-                passes = micros.iterate(release=False)
-                references[policy] = self.predict_in_batches(policy, passes, max_batch, offload_buffer)
+                passes = micros.iterate(release=False, chosen=chosen)
+                predictions = self.predict_in_batches(name, passes, max_batch, offload_buffer, guidance)
+            references[name] = dict(zip(chosen, predictions, strict=True))
         return references
 
-    def make_offload_buffer(self) -> OffloadBuffer:
-        """Create a buffer for predictions.
+    def select_predictions(self, references: References, index: int) -> dict[str, Tensor]:
+        """Return {reference: prediction on the device} for the micro-batch with this index."""
+        device = self.job.world.device
+        return {
+            name: copy_to_device(by_micro[index], device) for name, by_micro in references.items() if index in by_micro
+        }
 
-        The buffer uses up to GPU_BUFFER_FRACTION of the free GPU memory, then host memory.
-        """
-        gpu_bytes = free_memory(self.job.world.device, GPU_BUFFER_FRACTION)
-        return OffloadBuffer(gpu_bytes)
+    def make_offload_buffer(self) -> OffloadBuffer:
+        """Create a buffer that uses up to GPU_BUFFER_FRACTION of the free GPU memory, then host memory."""
+        return OffloadBuffer(free_memory(self.job.world.device, GPU_BUFFER_FRACTION))
 
     @torch.no_grad()
-    def sum_group_statistics(
-        self, micros: MicroBatches[LossTerm], references: dict[str, list[Tensor]]
-    ) -> list[Tensor | None]:
-        """Return group statistics (RlAlgorithm.group_statistics), summed over the loss terms of each group. Collective.
+    def sum_group_statistics(self, micros: MicroBatches[LossTerm], references: References) -> list[Tensor | None]:
+        """Sum RlAlgorithm.group_statistics over all loss terms of each group, on all replicas. Collective.
 
-        Returns one tensor [B] per micro-batch with B loss terms: the sum for the group of each term. Each sum includes
-        the terms on all replicas. If the algorithm does not use group statistics, returns None for each micro-batch.
+        Returns one tensor [B] per micro-batch of B loss terms. Element b is the sum for the group of term b. If the
+        algorithm does not use group statistics, returns None for each micro-batch.
         """
         if not self.algorithm.uses_group_statistics:
             return [None] * len(micros)
@@ -296,7 +312,7 @@ class RlLoop(TrainingLoop):
         with self.job.timer("group_statistics_forward"):
             # Use the batch size of training, as in `predict_with_old_weights`.
             for i, micro in enumerate(micros.iterate(release=False)):
-                predictions = {name: copy_to_device(tensors[i], device) for name, tensors in references.items()}
+                predictions = self.select_predictions(references, i)
                 groups, values_B = self.algorithm.group_statistics(
                     micros.splits[i][0], self.predict_velocity("group_statistics", micro), micro.batch, predictions
                 )
@@ -313,34 +329,41 @@ class RlLoop(TrainingLoop):
 
     @torch.no_grad()
     def predict_in_batches(
-        self, purpose: str, micros: Iterable[MicroBatch], max_terms: int, offload_buffer: OffloadBuffer
+        self,
+        purpose: str,
+        micros: Iterable[MicroBatch],
+        max_terms: int,
+        offload_buffer: OffloadBuffer,
+        guidance_scale: float | None = None,
     ) -> list[Tensor]:
-        """Return one prediction of the active policy per micro-batch.
-
-        Each forward pass has at most `max_terms` loss terms.
-        """
+        """Return one prediction of the active policy per micro-batch. A forward pass has at most `max_terms` terms."""
         predictions: list[Tensor] = []
         for group in group_micro_batches(micros, max_terms):
-            velocity = offload_buffer.store(self.predict_velocity(purpose, MicroBatch.concat(group)))
+            velocity = offload_buffer.store(self.predict_velocity(purpose, MicroBatch.concat(group), guidance_scale))
             predictions += torch.split(velocity, [len(m.batch.sigma) for m in group])
         return predictions
 
-    def predict_velocity(self, purpose: str, micro: MicroBatch) -> Tensor:
-        """Predict the velocity with the active policy and the guidance settings of the rollout.
+    def predict_velocity(self, purpose: str, micro: MicroBatch, guidance_scale: float | None = None) -> Tensor:
+        """Predict the velocity with the active policy.
 
-        purpose: name under which the forward passes are counted.
+        purpose: name under which the forward passes are counted. guidance_scale: None is the guidance of the rollout.
         """
         sampler, batch = self.job.sampler, micro.batch
-        conditions = sampler.encode_conditioning(batch.prompts, batch.conditioning_frames, batch.latents.shape[1:])
-        return sampler.predict_velocity(purpose, batch.latents, batch.sigma, conditions, micro.expert)
+        conditions = sampler.encode_conditioning(
+            batch.prompts,
+            batch.conditioning_frames,
+            batch.latents.shape[1:],
+            guided=None if guidance_scale is None else guidance_scale != 1,
+        )
+        return sampler.predict_velocity(
+            purpose, batch.latents, batch.sigma, conditions, micro.expert, guidance_scale=guidance_scale
+        )
 
     def update_policy_copies(self) -> dict[str, float]:
         """Move the policy copies towards the trained weights and return metrics. Call at the end of an RL step."""
         engine, metrics = self.job.engine, {}
         decays = self.algorithm.policy_decays(self.step, engine.num_updates)
-        weights_changed = (
-            engine.num_updates > self.copies_updated_at
-        )  # an optimizer step was applied since the last update of the copies
+        weights_changed = engine.num_updates > self.copies_updated_at
         for policy, decay in decays.items():
             if weights_changed:
                 engine.update_policy(policy, decay)

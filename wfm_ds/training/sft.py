@@ -38,9 +38,8 @@ from wfm_ds.seeds import derive_seed, draw_uniform
 from wfm_ds.training.caches import load_clean_latents
 from wfm_ds.training.checkpoints import Checkpoints
 from wfm_ds.training.exporter import Exporter
-from wfm_ds.training.loop import TrainingLoop
+from wfm_ds.training.loop import StepReport, TrainingLoop, engine_metrics
 from wfm_ds.training.micro_batches import GPU_BUFFER_FRACTION, HOST_CACHE_BYTES, MicroBatches
-from wfm_ds.training.step_report import StepReport, engine_metrics
 from wfm_ds.training.validation import Validator
 from wfm_ds.training.validation_frames import load_media_latents
 from wfm_ds.types import ConditioningFrames
@@ -50,13 +49,13 @@ from wfm_ds.types import ConditioningFrames
 class NoisyBatch:
     """Noisy latents of B samples with M items each. An item is an image or video.
 
-    M is 2 for preference pairs, otherwise 1. Row m * B + b is item m of sample b. All items of a sample get equal
-    noise. Tensors are float32 unless noted.
+    M is 2 for preference pairs, otherwise 1. Row m * B + b is item m of sample b. All items of a sample get the
+    same noise. Tensors are float32 unless noted.
     """
 
     items_per_sample: int  # M
     clean_latents: Tensor  # [M*B, ...]
-    noise: Tensor  # [M*B, ...], equal for all items of a sample
+    noise: Tensor  # [M*B, ...], the same for all items of a sample
     latents: Tensor  # [M*B, ...], noisy latents
     sigma: Tensor  # [M*B]
     texts: Sequence[Text]  # [M*B], encoded at the forward pass
@@ -108,10 +107,7 @@ class SftLoop(TrainingLoop):
         self.source.restore_from_ranks(state["sources"], self.job.world.dp_rank, self.job.world.dp_size)
 
     def micro_batches(self, samples: Sequence[TrainingSample]) -> MicroBatches[LossTerm]:
-        """Split this replica's samples into micro-batches and draw a noise level for each sample.
-
-        All samples of a micro-batch use the same expert.
-        """
+        """Split this replica's samples into micro-batches of one expert each, and draw a noise level per sample."""
         job = self.job
         rows = split_into_chunks(range(len(samples)), job.recipe.engine.micro_batch_size)
         # All ranks must train the same experts, because the collectives of an expert involve all ranks.
@@ -139,7 +135,7 @@ class SftLoop(TrainingLoop):
         """Return {reference policy: velocity errors [M, B]} for each micro-batch. See NoisyBatch for M and B.
 
         The forward passes have the same batch size as in training. With another batch size a GPU may choose different
-        kernels, and equal policies would give different errors.
+        kernels, and policies with the same weights would give different errors.
         """
         errors_by_micro: list[dict[str, Tensor]] = [{} for _ in micros.splits]
         for policy in self.algorithm.settings.reference_policies:
@@ -244,7 +240,7 @@ def iter_media(samples: Sequence[TrainingSample]) -> Iterator[TrainingSample]:
 class ValidationLoss:
     """The loss on held-out samples with fixed noise.
 
-    Equal weights give equal losses, at any step and for any number of ranks. The L = 8 noise levels are sigma_j =
+    The loss depends on the weights, but not on the step or the number of ranks. The L = 8 noise levels are sigma_j =
     shift((j + .5) / L). The noise depends only on the sample and j. Velocity errors have shape [M, N, L], for N samples
     with M images or videos each.
     """
@@ -261,10 +257,7 @@ class ValidationLoss:
 
     @torch.no_grad()
     def measure_loss(self) -> dict[str, float]:
-        """Return `val/loss`, `val/loss_bucket<j>` and the algorithm's metrics. Collective.
-
-        All of them are computed with the evaluation weights.
-        """
+        """Return `val/loss`, `val/loss_bucket<j>` and the algorithm's metrics of the evaluation weights. Collective."""
         engine, references = self.job.engine, {}
         for policy in self.settings.reference_policies:
             with engine.use_policy(policy):

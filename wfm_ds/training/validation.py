@@ -13,12 +13,12 @@ import numpy.typing as npt
 import torch
 
 from wfm_ds.chunks import split_into_chunks
+from wfm_ds.distributed.progress import show_wait
 from wfm_ds.evaluation.paired_statistics import estimate_mean
-from wfm_ds.evaluation.score_arrays import scores_by_reward, total_rewards
+from wfm_ds.evaluation.results import scores_by_reward, total_rewards
 from wfm_ds.monitoring.run_data import ALARM_PREFIX
 from wfm_ds.monitoring.samples import GeneratedSample, write_samples
-from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.rollout.scores import Scores, decode_in_replica, gather_scores, submit_finite_samples
+from wfm_ds.rollout.rewards import RewardClient, Scores, decode_in_replica, gather_scores, submit_finite_samples
 from wfm_ds.runs.job import Job
 from wfm_ds.sampling.denoise import SamplingPlan
 from wfm_ds.training.reward_alarm import RewardAlarm
@@ -58,25 +58,11 @@ class Validator:
         also generates and scores samples with this plan.
         """
         settings = job.recipe.validation
-        self.job, self.rewards, self.held_out_rewards, self.loss, self.rollout_plan = (
-            job,
-            rewards,
-            held_out_rewards,
-            loss,
-            rollout_plan,
-        )
-        self.frames = frames
+        self.job, self.loss, self.rollout_plan, self.frames = job, loss, rollout_plan, frames
         chosen = prompts[: settings.num_prompts]
         # Seed-major: the first samples have different prompts.
         items = [(prompt, seed) for seed in settings.seeds for prompt in chosen]
-        self.scorers = [
-            (client, [function.name for function in reward.functions])
-            for client, reward in (
-                (rewards, job.recipe.reward),
-                (held_out_rewards, job.recipe.held_out_reward_settings),
-            )
-            if client is not None and reward is not None
-        ]
+        self.scorers = [client for client in (rewards, held_out_rewards) if client is not None]
         held_out_names = sorted(reward.name for reward in settings.held_out_rewards)
         self.alarm = RewardAlarm([[prompt.id for prompt in chosen], settings.seeds, held_out_names])
         self.items = items if self.scorers else items[: job.recipe.logging.num_samples]  # else only to show
@@ -100,29 +86,30 @@ class Validator:
         self.alarm.load_state_dict(state.get("alarm", {}))
 
     def after_step(self, step: int) -> None:
-        """Run the evaluation that the recipe schedules for this step. If it schedules only samples, write samples."""
+        """Run the evaluation if it is due after this step. If only logged samples are due, generate and write them."""
         if is_due(step, self.job.recipe.validation.every):
             self.evaluate(step)
         elif is_due(step, self.job.recipe.logging.sample_every):
             self.generate_and_write(step, self.items[: self.job.recipe.logging.num_samples])
 
     def evaluate_at_end(self, step: int) -> dict[str, float]:
-        """Return the metrics of the final weights. Evaluates these weights unless that is already done."""
+        """Return the metrics of the final weights, and evaluate these weights first if necessary."""
         if self._evaluated_at != step:
             self.evaluate(step)
         return self.last_metrics
 
     def evaluate(self, step: int) -> None:
         """Generate and score samples, compute the validation loss, and write metrics and samples."""
-        job = self.job
-        with job.timer("validation"), job.engine.use_policy(job.evaluation_policy), torch.no_grad():
+        job, policy = self.job, self.job.evaluation_policy
+        wait = show_wait("generating validation samples")
+        with job.timer("validation"), wait, job.engine.use_policy(policy), torch.no_grad():
             media = self.generate_samples(
                 self.items, job.sampler.evaluation_plan(), id_prefix=f"val/{step}", scorers=self.scorers
             )
             if self.rollout_plan is not None:
                 plan = self.rollout_plan(max(step, 1))
                 self.generate_samples(self.items, plan, id_prefix=f"val/{step}/rollout", scorers=self.scorers[:1])
-        with job.timer("validation"):
+        with job.timer("validation"), show_wait("computing the validation loss"):
             metrics = self.loss.measure_loss() if self.loss is not None else {}
         gathered = self.collect_scores()
         scores = self.select_scores(f"val/{step}", gathered)
@@ -134,7 +121,8 @@ class Validator:
         if metrics:
             job.monitor.log_scalars(step * job.run_sizes.updates_per_step, metrics)
             shown = [n for n in metrics if n in ("val/loss", "val/accuracy") or n.endswith("/mean")]
-            job.monitor.log_message(f"step {step}: " + ", ".join(f"{n} {metrics[n]:.4f}" for n in shown))
+            if shown:
+                job.monitor.log_message(f"step {step}: " + ", ".join(f"{n} {metrics[n]:.4f}" for n in shown))
         self.last_metrics, self._evaluated_at = metrics, step
 
     def generate_and_write(self, step: int, items: Sequence[tuple[Prompt, int]]) -> None:
@@ -149,13 +137,12 @@ class Validator:
         plan: SamplingPlan,
         *,
         id_prefix: str = "",
-        scorers: Sequence[tuple[RewardClient, list[str]]] = (),
+        scorers: Sequence[RewardClient] = (),
     ) -> list[npt.NDArray[np.uint8]]:
         """Generate a sample for each item, submit the samples to the reward clients, and return some of them on rank 0.
 
         Returns the first `logging.num_samples` samples, as uint8 images [H,W,3] or videos [T,H,W,3].
         items: (prompt, seed) pairs. Item k is scored under the sample id `<id_prefix>/<k>`.
-        scorers: (reward client, names of its rewards) pairs.
         """
         job, world = self.job, self.job.world
         shard_size = math.ceil(len(items) / world.dp_size)
@@ -168,10 +155,10 @@ class Validator:
             frames = None if self.frames is None else self.frames.load_frames(prompts)
             latents = job.sampler.generate("validation", prompts, seeds, plan, conditional_frames=frames).clean_latents
             media, finite = decode_in_replica(job, latents)
-            # Indices beyond the last item repeat items to keep replicas equal. Their scores are never read.
+            # Repeat items, so that all replicas run the same forward passes. Scores of repeated items are not read.
             ids, fps = [f"{id_prefix}/{k}" for k in part], job.recipe.sampling.fps if job.model.is_video else None
-            for client, names in scorers:
-                failed = submit_finite_samples(client, names, media, finite, ids, prompts, fps)
+            for client in scorers:
+                failed = submit_finite_samples(client, media, finite, ids, prompts, fps)
                 self._failed_scores = merge_scores(self._failed_scores, failed)
             shown += list(media[: min(num_shown, shard_size) - len(shown)])
         if num_shown <= shard_size or not world.is_leader:  # rank 0 has all of them; other ranks' results are unused
@@ -179,14 +166,11 @@ class Validator:
         return [item for part in world.gather_leader_arrays(np.stack(shown)) for item in part][:num_shown]
 
     def collect_scores(self) -> Scores:
-        """Wait for outstanding scores and return the scores of all ranks. Collective.
-
-        The result is identical on every rank.
-        """
+        """Wait for outstanding scores and return the scores of all ranks, on every rank. Collective."""
         if not self.scorers:
             return {}
         local_scores = self._failed_scores
-        for client, _ in self.scorers:
+        for client in self.scorers:
             local_scores = merge_scores(local_scores, client.wait())
         gathered = gather_scores(self.job.world, local_scores)
         self._failed_scores = {}
@@ -209,10 +193,7 @@ class Validator:
         return metrics
 
     def select_scores(self, id_prefix: str, gathered: Scores) -> list[Mapping[str, Score]]:
-        """Return the scores of samples with ids that start with `id_prefix`, in the order of `self.items`.
-
-        Returns [] if no sample was scored.
-        """
+        """Return the scores of the samples `<id_prefix>/<k>` in the order of `self.items`, or [] without scores."""
         return [gathered[f"{id_prefix}/{k}"] for k in range(len(self.items))] if gathered else []
 
     def _write_samples(
@@ -232,11 +213,17 @@ class Validator:
                 pixels=item,
                 fps=self.job.recipe.sampling.fps if self.job.model.is_video else None,
                 rewards={name: score.value for name, score in scores[k].items()} if scores else {},
+                parts=partial_scores(scores[k]) if scores else {},
             )
             for k, ((prompt, seed), item) in enumerate(zip(items, media, strict=False))
         ]
         write_samples(Path(self.job.recipe.run.output_dir) / "samples" / f"step_{step}", samples)
         self.job.monitor.log_samples(step * self.job.run_sizes.updates_per_step, "samples", samples)
+
+
+def partial_scores(scores: Mapping[str, Score]) -> dict[str, float]:
+    """Return {`reward/part`: value} for the partial scores of one sample."""
+    return {f"{name}/{part}": value for name, score in scores.items() for part, value in score.parts.items()}
 
 
 def is_due(step: int, every: int) -> bool:
@@ -282,12 +269,12 @@ def reward_metrics(
 def correlation_metrics(
     evaluated: Sequence[Mapping[str, Score]], rolled_out: Sequence[Mapping[str, Score]], prompts: Sequence[str]
 ) -> dict[str, float]:
-    """Compare the rewards of evaluation samples with those of rollout samples for equal prompts and seeds.
+    """Compare the rewards of evaluation samples with those of rollout samples for the same prompts and seeds.
 
     Returns three metrics per reward, with the prefix `val/reward/<name>/`. `rollout_mean` is the mean reward of the
     rollout samples. `rank_correlation` is computed over all pairs of samples. `rank_correlation_within_prompts` is
-    computed per prompt and then averaged. Training depends on the latter, because advantages compare samples of one
-    prompt.
+    computed per prompt and then averaged. Training depends on the last metric, because advantages compare samples of
+    one prompt.
     """
     metrics: dict[str, float] = {}
     for name in sorted(rolled_out[0]):  # held-out rewards do not score rollouts

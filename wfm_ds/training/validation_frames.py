@@ -9,7 +9,8 @@ from torch import Tensor
 
 from wfm_ds.data.batch_reader import choose_on_leader
 from wfm_ds.data.buckets import Buckets
-from wfm_ds.data.datasets import TrainingData, build_buckets, build_input_reader, find_usable_samples
+from wfm_ds.data.datasets import TrainingData, build_buckets, find_usable_samples
+from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.samples import Media, Sample
@@ -61,7 +62,7 @@ def load_validation_prompts(job: Job, data: TrainingData) -> tuple[Sequence[Prom
     uses_frames = recipe.algorithm.conditioning_frame_range[1] > 0
     if recipe.validation.prompts is not None or not (uses_frames or recipe.data.inputs):
         return data.validation_prompts, None
-    inputs = build_input_reader(recipe, job.model, data)
+    inputs = InputReader.from_recipe(recipe, job.model, data.actions)
     prompt_ids = {prompt.id for prompt in data.validation_prompts}
     samples = [sample for sample in data.held_out or data.samples if sample.prompt.id in prompt_ids]
     samples = list({sample.prompt.id: sample for sample in samples}.values())  # weighted data sets repeat samples
@@ -82,8 +83,8 @@ def load_validation_prompts(job: Job, data: TrainingData) -> tuple[Sequence[Prom
 def load_media_latents(job: Job, media: Media, framing: Framing) -> Tensor:
     """Return the clean latents of an image or video. They are read from the cache or encoded from the file.
 
-    Raises DataError on this rank only, if the file cannot be read. Replicas read different numbers of samples, so ranks
-    cannot agree on an error here.
+    If the file cannot be read, raises DataError on this rank only. Ranks cannot agree on the error, because replicas
+    read different numbers of samples.
     """
     cache = job.latent_cache
     latents = None if cache is None else cache.read(media, framing)

@@ -22,12 +22,10 @@ import zmq
 
 from wfm_ds.transport.broker_clients import BrokerClients
 from wfm_ds.transport.broker_workers import BrokerWorkers
-from wfm_ds.transport.clock import ActiveClock
 from wfm_ds.transport.keys import BrokerKeys
 from wfm_ds.transport.ledger import Ledger
-from wfm_ds.transport.message_port import MessagePort
 from wfm_ds.transport.messages import CLIENT_TO_BROKER, WORKER_TO_BROKER
-from wfm_ds.transport.sockets import Mailbox, Router, start_authenticator
+from wfm_ds.transport.sockets import ActiveClock, Mailbox, MessagePort, start_authenticator
 from wfm_ds.transport.spool import Spool
 from wfm_ds.transport.tasks import BrokerStatus, Completion, FinishedTask, Task, TaskPayload, ignore_task
 
@@ -81,9 +79,7 @@ class Broker:
             {name: kind.stall_s for name, kind in kinds.items()},
             max_waiting=max_waiting,
             max_bytes=max_bytes,
-            max_waiting_by_kind={
-                name: kind.max_waiting for name, kind in kinds.items() if kind.max_waiting is not None
-            },
+            max_waiting_by_kind={name: kind.max_waiting for name, kind in kinds.items() if kind.max_waiting},
             on_end=self._notify_observer,
         )
         self._commands: Mailbox[Callable[[], None]] = Mailbox()
@@ -91,7 +87,7 @@ class Broker:
         self._is_closed = False  # no more replies
         self._context: zmq.Context[Any] = zmq.Context()
         self._clock = ActiveClock(time.monotonic())  # excludes the time this process was suspended
-        self._routers: list[Router] = []
+        self._ports: list[MessagePort] = []
         try:
             self._authenticator = None if keys is None else start_authenticator(self._context, keys)
             client_port = self._bind_port(clients, CLIENT_TO_BROKER, keys)
@@ -99,7 +95,7 @@ class Broker:
         except Exception:
             self._close_sockets()
             raise
-        self.client_endpoint, self.worker_endpoint = client_port.router.endpoint, worker_port.router.endpoint
+        self.client_endpoint, self.worker_endpoint = client_port.endpoint, worker_port.endpoint
         self._spool = Spool()
         self._workers = BrokerWorkers(
             worker_port,
@@ -151,11 +147,7 @@ class Broker:
         return self._workers.worker_ids()
 
     def request_status(self) -> Future[BrokerStatus]:
-        """Return a future with the broker's status.
-
-        The broker's thread sets the status within about POLL_MS milliseconds. If the thread has stopped, the future is
-        cancelled.
-        """
+        """Return a future for the broker's status. The future is cancelled if the broker's thread has stopped."""
         future: Future[BrokerStatus] = Future()
         self._status_requests.append(future)
         self._commands.put(self._answer_status_requests)
@@ -192,14 +184,13 @@ class Broker:
         self._observer(FinishedTask(task.kind, payload.rows, payload.specs, payload.frames, completion, waited_s))
 
     def _bind_port(self, endpoint: str, expected_types: frozenset[str], keys: BrokerKeys | None) -> MessagePort:
-        router = Router(self._context, endpoint, keys)
-        self._routers.append(router)
-        return MessagePort(router, expected_types, self.rejected)
+        self._ports.append(MessagePort(self._context, endpoint, keys, expected_types, self.rejected))
+        return self._ports[-1]
 
     def _run_thread(self) -> None:
         try:
             poller = zmq.Poller()
-            for readable in (*(router.socket for router in self._routers), self._commands.fileno()):
+            for readable in (*(port.socket for port in self._ports), self._commands.fileno()):
                 poller.register(readable, zmq.POLLIN)
             while not self._is_drained():
                 poller.poll(POLL_MS)
@@ -239,11 +230,11 @@ class Broker:
         self._is_closed = True
         while self._status_requests:
             self._status_requests.popleft().cancel()
-        for router in self._routers:
-            router.close()
+        for port in self._ports:
+            port.close()
         self._commands.close()
         if self._authenticator is not None:
             self._authenticator.stop()
         self._context.term()  # bounded by the sockets' linger
-        for router in self._routers:
-            router.remove_files()
+        for port in self._ports:
+            port.remove_files()

@@ -1,6 +1,6 @@
 """Client side of the broker: attached clients, their submissions, finished tasks and payload requests.
 
-Shares a ledger and a spool with broker_workers.py. Only the broker's thread uses this module.
+This module and broker_workers.py use the same ledger and spool. Only the broker's thread uses this module.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ import zmq
 
 from wfm_ds.transport import wire
 from wfm_ds.transport.ledger import Ledger
-from wfm_ds.transport.message_port import MessagePort
 from wfm_ds.transport.messages import REASON_CHARS
-from wfm_ds.transport.sockets import sender_key
+from wfm_ds.transport.sockets import MessagePort, sender_key
 from wfm_ds.transport.spool import NotInSpool, Spool, owner_run
-from wfm_ds.transport.tasks import Admission, Completion, Task, TaskPayload, TaskRejected
+from wfm_ds.transport.tasks import Completion, Task, TaskPayload, TaskRejected
 from wfm_ds.transport.wire import MAX_HEADER_BYTES, Message, TensorSpec, WireError
 
 CLIENT_TIMEOUT_S = 300.0  # the tasks of a client that is silent for longer are dropped
@@ -80,7 +79,7 @@ class BrokerClients:
             return
         owner = self._owners_by_route.get(route)
         if owner is None:
-            self._port.send(route, "who", {})
+            self._port.send_message(route, "who", {})
             return
         self._clients[owner].last_seen_s = now_s
         run = owner_run(owner)
@@ -90,7 +89,7 @@ class BrokerClients:
             self._ledger.release_completions(owner, fields["seq"])
             self._clients[owner].last_sent_seq = fields["seq"]
             if not self._ledger.new_completions(owner, fields["seq"]):
-                self._port.send(route, "finished", {"after": fields["seq"], "items": []})  # a keep-alive reply
+                self._port.send_message(route, "finished", {"after": fields["seq"], "items": []})  # a keep-alive reply
         elif message.type == "fetch":
             self._send_payload(route, fields["id"], lambda: self._spool.read_result(fields["id"], run))
         elif message.type == "read":
@@ -98,7 +97,7 @@ class BrokerClients:
             self._send_payload(route, f"{name}@{offset}", lambda: self._spool.read_piece(name, offset))
         elif message.type == "release":
             self._spool.drop_results(fields["ids"], run)
-            self._port.send(route, "released", {"ids": fields["ids"]})
+            self._port.send_message(route, "released", {"ids": fields["ids"]})
         else:
             self._spool.drop_results(fields["ids"], run)
             self._cancel_running_tasks(self._ledger.cancel_tasks(owner, fields["ids"]), fields["why"])
@@ -106,16 +105,13 @@ class BrokerClients:
     def _send_payload(
         self, route: bytes, name: str, read: Callable[[], tuple[Sequence[TensorSpec], Sequence[Any]]]
     ) -> None:
-        """Send the payload that `read` returns, or the reason why it is missing.
-
-        If the message cannot be sent, the client will request it again.
-        """
+        """Send the payload that `read` returns, or the reason why it is missing. The client repeats lost requests."""
         try:
             specs, payload = read()
         except NotInSpool as error:
-            self._port.send(route, "missing", {"id": name, "why": str(error)[:REASON_CHARS]})
+            self._port.send_message(route, "missing", {"id": name, "why": str(error)[:REASON_CHARS]})
             return
-        self._port.send(route, "payload", {"id": name}, specs, payload)
+        self._port.send_message(route, "payload", {"id": name}, specs, payload)
 
     def _attach_client(self, route: bytes, key: str, mid: int, fields: Mapping[str, Any], now_s: float) -> None:
         owner = f"{fields['run']}/{fields['client']}"
@@ -126,7 +122,7 @@ class BrokerClients:
         elif client is not None and fields["epoch"] < client.epoch:
             why = f"a newer client {owner} is attached"
         if why:
-            self._port.send(route, "reject", {"about": mid, "why": why[:REASON_CHARS]})
+            self._port.send_message(route, "reject", {"about": mid, "why": why[:REASON_CHARS]})
             return
         if client is None or fields["epoch"] > client.epoch:
             self._drop_client(owner)  # a resumed run reuses ids, possibly for different data
@@ -136,7 +132,7 @@ class BrokerClients:
         client.route, client.last_seen_s = route, now_s
         client.last_sent_seq = 0  # messages to the old route may be lost
         kinds = {name: dict(info) for name, info in self._kinds.items()}
-        self._port.send(route, "attached", {"session": client.session, "kinds": kinds})
+        self._port.send_message(route, "attached", {"session": client.session, "kinds": kinds})
 
     def _drop_client(self, owner: str) -> None:
         self._cancel_running_tasks(self._ledger.forget_owner(owner), "its client disconnected")
@@ -163,17 +159,16 @@ class BrokerClients:
             num_bytes, num_rows = sum(spec.nbytes for spec in specs), part.stop - part.start
             task = Task(fields["id"], owner, fields["kind"], num_bytes, now_s + fields["deadline_s"], content, num_rows)
             try:
-                admission = self._ledger.submit(task)
-                admissions.append(("ids" if admission is Admission.NEW else "known", task.id))
+                admissions.append(("ids" if self._ledger.submit(task) else "known", task.id))
             except TaskRejected as error:
                 admissions.append(("refused", [task.id, str(error)]))
         for start in range(0, len(admissions), ADMISSIONS_PER_MESSAGE):
             batch = admissions[start : start + ADMISSIONS_PER_MESSAGE]
             lists = {key: [value for k, value in batch if k == key] for key in ("ids", "known", "refused")}
-            self._port.send(route, "accepted", lists)
+            self._port.send_message(route, "accepted", lists)
 
     def _send_client_completions(self, owner: str, client: _ClientState) -> None:
-        """Send a client its new completions. If a message is lost, the client requests them again with `since`."""
+        """Send a client its new completions. The client requests lost completions again with `since`."""
         items = self._ledger.new_completions(owner, client.last_sent_seq)
         while items:
             batch: list[dict[str, Any]] = []
@@ -184,7 +179,7 @@ class BrokerClients:
                 if batch and size > MAX_COMPLETION_BYTES:
                     break
                 batch.append(fields)
-            if not self._port.send(client.route, "finished", {"after": client.last_sent_seq, "items": batch}):
+            if not self._port.send_message(client.route, "finished", {"after": client.last_sent_seq, "items": batch}):
                 return
             client.last_sent_seq = batch[-1]["seq"]
             items = items[len(batch) :]

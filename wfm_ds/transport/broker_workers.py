@@ -1,6 +1,7 @@
 """Worker side of the broker: connected workers, tasks to send to them, stalled and lost workers.
 
-Shares a ledger and a spool with broker_clients.py. Only the broker's thread uses this module, except `worker_ids`.
+This module and broker_clients.py use the same ledger and spool. Only the broker's thread uses this module, except
+`worker_ids`, which any thread may call.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ import zmq
 
 from wfm_ds.transport import wire
 from wfm_ds.transport.ledger import Ledger
-from wfm_ds.transport.message_port import MessagePort
 from wfm_ds.transport.messages import META_BYTES, REASON_CHARS
-from wfm_ds.transport.sockets import PeerUnreachable, SendQueueFull, sender_key
+from wfm_ds.transport.sockets import MessagePort, PeerUnreachable, SendQueueFull, sender_key
 from wfm_ds.transport.spool import Spool
 from wfm_ds.transport.tasks import LeaseGrant, ReportStatus, TaskPayload
 from wfm_ds.transport.wire import Message, WireError
@@ -73,9 +73,9 @@ class BrokerWorkers:
         self._port.receive_messages(self._handle_message, now_s)
 
     def drop_worker(self, worker: str, why: str) -> None:
-        """Requeue the tasks of a worker that died, hangs or is unreachable.
+        """Requeue the tasks of a lost worker.
 
-        Each task that was sent to the worker gets a failed attempt, because it may be the cause.
+        For a task that was sent to the worker, this counts as a failed attempt, because the task may be the cause.
         """
         if worker in self._workers:
             self._ledger.requeue_unsent(worker, [task.task_id for task in self._workers[worker].outbox])
@@ -120,7 +120,7 @@ class BrokerWorkers:
             return
         worker = self._workers_by_route.get(route)
         if worker is None or not self._ledger.has_worker(worker):
-            self._port.send(route, "who", {})
+            self._port.send_message(route, "who", {})
             return
         self._workers[worker].last_contact_s = now_s
         if message.type == "beat":
@@ -128,7 +128,7 @@ class BrokerWorkers:
                 self._ledger.record_progress(worker, task_id, attempt, done, now_s)
         elif message.type == "result":
             self._on_result(worker, message, frames[1:])
-            self._port.send(route, "ack", {"ids": [fields["id"]]})
+            self._port.send_message(route, "ack", {"ids": [fields["id"]]})
         elif message.type == "leave":
             for task_id in self._ledger.remove_departed_worker(worker):
                 log.info("task %s was returned by a leaving worker: %s", task_id, fields["why"])
@@ -139,7 +139,7 @@ class BrokerWorkers:
             )
             if status is ReportStatus.ACCEPTED:  # a peer may repeat the report, or report a task it does not hold
                 log.warning("worker %s failed on %s: %s\n%s", worker, fields["id"], fields["reason"], fields["detail"])
-            self._port.send(route, "ack", {"ids": [fields["id"]]})
+            self._port.send_message(route, "ack", {"ids": [fields["id"]]})
 
     def _on_hello(self, route: bytes, key: str, fields: Mapping[str, Any], now_s: float) -> None:
         worker, life = fields["worker"], fields["life"]
@@ -155,7 +155,7 @@ class BrokerWorkers:
             self._workers_by_route[route] = worker
             self._ledger.register_worker(worker, frozenset(fields["kinds"]), fields["credit"], fields["held"])
         state.last_contact_s = now_s
-        self._port.send(route, "welcome", {"hub": self._broker_id, "beat_s": BEAT_INTERVAL_S})
+        self._port.send_message(route, "welcome", {"hub": self._broker_id, "beat_s": BEAT_INTERVAL_S})
 
     def _on_result(self, worker: str, message: Message, payload: list[zmq.Frame]) -> None:
         fields = message.fields
@@ -178,7 +178,7 @@ class BrokerWorkers:
 
     def _send(self, worker: str, message_type: str, fields: Mapping[str, Any]) -> None:
         if worker in self._workers:
-            self._port.send(self._workers[worker].route, message_type, fields)
+            self._port.send_message(self._workers[worker].route, message_type, fields)
 
     def _queue_task(self, grant: LeaseGrant) -> None:
         payload: TaskPayload = grant.task.payload
@@ -197,7 +197,7 @@ class BrokerWorkers:
         while outbox:
             task = outbox[0]
             try:
-                self._port.router.send(route, task.header, task.frames)
+                self._port.send(route, task.header, task.frames)
             except SendQueueFull:
                 return
             except PeerUnreachable:

@@ -6,33 +6,45 @@ Every task ends in exactly one TaskOutcome unless it is cancelled.
 
 from __future__ import annotations
 
-import functools
-import itertools
-import json
+import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import zmq
 
 from wfm_ds.chunks import split_into_chunks
 from wfm_ds.transport import wire
-from wfm_ds.transport.clock import ActiveClock
 from wfm_ds.transport.keys import ClientKeys
 from wfm_ds.transport.messages import BROKER_TO_CLIENT, MAX_ROWS, MAX_TASKS
-from wfm_ds.transport.payload_requests import PayloadRequest, PayloadRequests
-from wfm_ds.transport.pending_submissions import RESUBMIT_INTERVAL_S, PendingSubmissions, Submission, TaskRequest
-from wfm_ds.transport.sockets import Dealer, EndpointNotAllowed, Mailbox, PipeError, SendQueueFull, check_endpoint
+from wfm_ds.transport.sockets import (
+    ActiveClock,
+    Dealer,
+    EndpointNotAllowed,
+    Mailbox,
+    PipeError,
+    check_endpoint,
+    resolve_endpoint,
+)
+from wfm_ds.transport.submissions import (
+    RESUBMIT_INTERVAL_S,
+    PayloadRequest,
+    PayloadRequests,
+    PendingSubmissions,
+    Submission,
+    TaskRequest,
+)
 from wfm_ds.transport.throttle import get_throttled_logger
-from wfm_ds.transport.wire import Array, Buffer, Message, WireError
+from wfm_ds.transport.wire import Array, Buffer, Message, TensorSpec, WireError
 
+log = logging.getLogger(__name__)
 peer_log = get_throttled_logger(f"{__name__}.peers")
 
 POLL_MS = 100
 ATTACH_INTERVAL_S = 0.1  # between attempts to attach; each one looks up the broker's address again
+REPORT_DELAY_S = 2.0  # `attach` logs what it waits for after this time
 REJECTION_TIMEOUT_S = 5.0  # `attach` fails early if the broker still rejects the client after this time
 SINCE_INTERVAL_S = 2.0  # between `since` messages, which also keep the session alive
 RELEASE_RETRY_S = 2.0  # a `release` is repeated until the broker confirms it
@@ -80,7 +92,6 @@ class PipeClient:
         self._seq = 0
         self._clock = ActiveClock(time.monotonic())
         self._last_contact_s = self._clock.now_s
-        self._message_ids = itertools.count(1)
         self._submissions = PendingSubmissions()
         self._requests = PayloadRequests(f"mark/{self._identity['epoch']}")
         self._pending_releases: dict[str, float] = {}  # task id -> time of the last `release` message
@@ -95,26 +106,39 @@ class PipeClient:
         Raises PipeError after `timeout_s`, or earlier if the broker rejects this client's keys.
         """
         refused_s = self.now_s() + min(REJECTION_TIMEOUT_S, timeout_s)
+
+        def has_reply() -> bool:
+            return bool(self._last_session) or self._rejected_at_s >= refused_s
+
         with self._condition:
-            self._condition.wait_for(lambda: self._last_session or self._rejected_at_s >= refused_s, timeout_s)
+            if not self._condition.wait_for(has_reply, min(REPORT_DELAY_S, timeout_s)) and timeout_s > REPORT_DELAY_S:
+                log.warning("waiting up to %g s for the service: %s", timeout_s, self._problem)
+                self._condition.wait_for(has_reply, timeout_s - REPORT_DELAY_S)
             if not self._last_session:
-                refused = self._rejected_at_s >= refused_s
-                raise PipeError(self._problem if refused else f"no reply within {timeout_s:g} s: {self._problem}")
+                if self._rejected_at_s >= refused_s:
+                    raise PipeError(self._problem)
+                fix = "start the service, or correct its address"
+                raise PipeError(f"no reply within {timeout_s:g} s: {self._problem}: {fix}")
 
     def submit(
-        self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[tuple[str, Array]], tasks: Sequence[TaskRequest]
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        tensors: Sequence[tuple[str, Array]],
+        tasks: Sequence[TaskRequest],
+        first_row: int = 0,
     ) -> None:
         """Queue `tasks`, which refer to ranges of `rows`, and return immediately.
 
         tensors: one tensor per row, or an empty list. Do not modify them until the tasks have ended.
+        first_row: the number that the tasks' ranges use for `rows[0]`.
         Raises WireError if rows, tensors and tasks do not fit in one message.
         """
         if len(rows) > MAX_ROWS or len(tasks) > MAX_TASKS:
             raise WireError(f"{len(rows)} rows, {len(tasks)} tasks; limits: {MAX_ROWS}, {MAX_TASKS}")
         specs, frames = wire.pack_tensors(tensors)
         by_id = {task.id: task for task in tasks}
-        submission = Submission(rows, specs, list(itertools.chain(*frames)), by_id, set(by_id))
-        submission.encode_header(MAX_MESSAGE_ID, self.now_s())  # checks the size limit with the largest possible header
+        submission = Submission(rows, first_row, specs, frames, by_id, set(by_id))
+        wire.encode_header("submit", MAX_MESSAGE_ID, submission.open_fields(self.now_s()), specs)  # checks its size
         self._commands.put(lambda: self._submissions.add(submission))
 
     def take_outcomes(self, timeout_s: float) -> list[TaskOutcome]:
@@ -139,9 +163,9 @@ class PipeClient:
         return self._collect_payloads({task_id: PayloadRequest("fetch", {"id": task_id}) for task_id in ids}, timeout_s)
 
     def read_file(self, name: str, num_bytes: int, timeout_s: float) -> Iterator[Array]:
-        """Yield the content of an announced file of `num_bytes` bytes, in uint8 pieces.
+        """Yield the content of a file that the server has announced, as uint8 arrays of `num_bytes` bytes in total.
 
-        Raises PipeError if a piece does not arrive within `timeout_s`.
+        Raises PipeError if an array does not arrive within `timeout_s` seconds.
         """
         for offset in range(0, num_bytes, wire.MAX_FRAME_BYTES):
             key = f"{name}@{offset}"
@@ -154,9 +178,9 @@ class PipeClient:
         self._commands.put(lambda: self._queue_releases(task_ids))
 
     def now_s(self) -> float:
-        """Return a `time.monotonic()` value, minus the time for which this process was suspended.
+        """Return `time.monotonic()` minus the time for which this process was suspended.
 
-        Use this clock for the deadlines of tasks and replies.
+        Deadlines of tasks and replies use this clock.
         """
         return self._clock.now_s if self._thread.is_alive() else time.monotonic()
 
@@ -175,31 +199,22 @@ class PipeClient:
 
     def _collect_payloads(self, requests: dict[str, PayloadRequest], timeout_s: float) -> dict[str, Message]:
         self._commands.put(lambda: self._requests.add(requests))
+        replies: dict[str, Message | str] = {}
         with self._condition:
-            is_complete = self._wait_for_all(requests.keys(), timeout_s)
-            replies = {key: self._payloads.pop(key) for key in requests.keys() & self._payloads.keys()}
-        if not is_complete:
+            while missing := requests.keys() - replies.keys():
+                if not self._condition.wait_for(lambda: self._payloads.keys() & requests.keys(), timeout_s):
+                    break
+                replies |= {key: self._payloads.pop(key) for key in self._payloads.keys() & requests.keys()}
+        if missing:
             self._commands.put(lambda: self._drop_requests(requests))
-            missing = sorted(requests.keys() - replies.keys())
             why = self._problem if self._silence_s > timeout_s else "the broker did not send them"
-            raise PipeError(f"no payload arrived for {timeout_s:g} s, {len(missing)} missing, e.g. {missing[0]}: {why}")
+            raise PipeError(
+                f"no payload arrived for {timeout_s:g} s, {len(missing)} missing, e.g. {min(missing)}: {why}"
+            )
         messages = {key: reply for key, reply in replies.items() if not isinstance(reply, str)}
         if len(messages) < len(replies):
             raise PipeError("; ".join(reply for reply in replies.values() if isinstance(reply, str)))
         return messages
-
-    def _wait_for_all(self, wanted: Set[str], silence_s: float) -> bool:
-        """Wait for all `wanted` payloads. Returns False if none arrives for `silence_s` seconds.
-
-        The caller must hold self._condition.
-        """
-        while missing := wanted - self._payloads.keys():
-            if not self._condition.wait_for(functools.partial(self._has_any, missing), silence_s):
-                return False
-        return True
-
-    def _has_any(self, wanted: Set[str]) -> bool:
-        return not wanted.isdisjoint(self._payloads)
 
     # Methods of the background thread
 
@@ -216,8 +231,8 @@ class PipeClient:
                 now_s = self._clock.tick(time.monotonic())
                 for command in self._commands.take_all():
                     command()
-                while self._dealer is not None and (frames := self._dealer.receive()) is not None:
-                    self._handle_message(frames, now_s)
+                while self._dealer and (message := self._dealer.receive_message(BROKER_TO_CLIENT)) is not None:
+                    self._handle_message(message, now_s)
                 self._silence_s = now_s - self._last_contact_s
                 if not self._session:
                     self._try_to_attach(now_s)
@@ -266,8 +281,7 @@ class PipeClient:
 
     def _send_pending(self, now_s: float) -> None:
         for submission in self._submissions.due_submissions(now_s):
-            header = submission.encode_header(next(self._message_ids), now_s)
-            if not self._send_frames(header, submission.frames):
+            if not self._send("submit", submission.open_fields(now_s), submission.specs, submission.frames):
                 return
             submission.retry_at_s = now_s + RESUBMIT_INTERVAL_S
         self._requests.send(now_s, self._send)
@@ -275,12 +289,7 @@ class PipeClient:
         if now_s - self._since_at_s > SINCE_INTERVAL_S and self._send("since", {"seq": self._seq}):
             self._since_at_s = now_s
 
-    def _handle_message(self, frames: list[zmq.Frame], now_s: float) -> None:
-        try:
-            message = wire.decode_message([frame.buffer for frame in frames], BROKER_TO_CLIENT)
-        except WireError as error:
-            peer_log.warning("dropped a message from the broker: %s", error)
-            return
+    def _handle_message(self, message: Message, now_s: float) -> None:
         self._last_contact_s = now_s
         fields = message.fields
         if message.type == "attached":
@@ -336,11 +345,8 @@ class PipeClient:
                 self._condition.notify_all()
 
     def _cancel_tasks(self, ids: Iterable[str]) -> None:
-        self._send_ids(
-            "cancel",
-            [task_id for task_id in ids if self._submissions.drop_task(task_id)],
-            why="cancelled by the client",
-        )
+        dropped = [task_id for task_id in ids if self._submissions.drop_task(task_id)]
+        self._send_ids("cancel", dropped, why="cancelled by the client")
 
     def _queue_releases(self, ids: Sequence[str]) -> None:
         self._pending_releases.update(dict.fromkeys(ids, float("-inf")))
@@ -364,37 +370,18 @@ class PipeClient:
         self._send("since", {"seq": self._seq})
         self._stopping = True
 
-    def _send(self, message_type: str, fields: Mapping[str, Any]) -> bool:
-        return self._send_frames(wire.encode_header(message_type, next(self._message_ids), fields))
+    def _send(
+        self,
+        message_type: str,
+        fields: Mapping[str, Any],
+        specs: Sequence[TensorSpec] = (),
+        frames: Sequence[Buffer] = (),
+    ) -> bool:
+        """Send a message. Returns False if the queue is full.
 
-    def _send_frames(self, header: bytes, payload: Sequence[Buffer] = ()) -> bool:
-        """Send a message.
-
-        If the send queue is full, return False and attach again, because the broker may be a new one.
+        A full queue can mean that the broker was replaced, so the client then attaches again.
         """
-        try:
-            if self._dealer is not None:
-                self._dealer.send(header, payload)
-                return True
-        except SendQueueFull:
-            self._session = ""
+        if self._dealer is not None and self._dealer.send_message(message_type, fields, specs, frames):
+            return True
+        self._session = ""
         return False
-
-
-def resolve_endpoint(endpoint: str, *, keys: bool = False) -> str:
-    """Return `endpoint`. If it is the path of a pipes.json file, return the address for clients in this file.
-
-    Raises PipeError if the file cannot be read.
-    """
-    if "://" in endpoint:
-        return check_endpoint(endpoint, keys=keys)
-    try:
-        content = json.loads(Path(endpoint).read_text())
-    except FileNotFoundError as error:
-        raise PipeError(f"{endpoint} does not exist; the service writes it when it is ready") from error
-    except (OSError, ValueError) as error:
-        raise PipeError(f"{endpoint} cannot be read: {error}") from error
-    address = content.get("clients") if isinstance(content, dict) else None
-    if not isinstance(address, str):
-        raise PipeError(f"{endpoint} has no address for `clients`")
-    return check_endpoint(address, keys=keys)

@@ -65,15 +65,16 @@ def load_broker_keys(folder: Path) -> BrokerKeys:
 
     The public keys are read again at each connection, so files may be added or removed at any time.
 
-    Raises KeyFileError if a file is missing, or if a file in public/ is not a key. Files that become unreadable later
-    are logged and ignored.
+    Raises KeyFileError if a file is missing, if a file in public/ is not a key, or if others can write to the folder.
+    Files that become unreadable later are logged and ignored.
     """
+    _check_writers(folder)
     public, secret = _load_pair(folder / f"{BROKER_NAME}{SECRET_SUFFIX}")
     for path in _list_public_files(folder):
         _load_public_key(path)
 
     def is_allowed(key: bytes) -> bool:
-        """Return whether a peer with this key may connect.
+        """Return whether a peer with this public key may connect.
 
         Never raises, because an exception would end the thread that handles all connections.
         """
@@ -101,10 +102,11 @@ def _read_public_keys(folder: Path) -> set[bytes]:
 
 
 def load_client_keys(folder: Path) -> ClientKeys:
-    """Load the keys of a client or worker from its folder. In the broker's folder, these are the broker's own keys.
+    """Load the key pair of a client or worker. If `folder` is the broker's folder, load the broker's key pair.
 
-    Raises KeyFileError.
+    Raises KeyFileError if the keys cannot be loaded.
     """
+    _check_writers(folder)
     secrets = [path for path in folder.glob(f"*{SECRET_SUFFIX}") if path.name != f"{BROKER_NAME}{SECRET_SUFFIX}"]
     if not secrets and (folder / f"{BROKER_NAME}{SECRET_SUFFIX}").exists():
         return load_broker_keys(folder).local_client_keys
@@ -121,7 +123,7 @@ def load_client_keys(folder: Path) -> ClientKeys:
 
 
 def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Create a key pair and return the paths (secret file, public file).
+    """Create a key pair and return the paths of its files, (secret file, public file).
 
     Raises KeyFileError if the name is invalid or already used.
     """
@@ -131,7 +133,7 @@ def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
     public, secret = zmq.curve_keypair()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        public_file.parent.mkdir(exist_ok=True)
+        public_file.parent.mkdir(mode=0o755, exist_ok=True)
         for file in (secret_file, public_file):  # check both before writing either
             if file.exists():
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(file))
@@ -150,6 +152,14 @@ def _write_new_file(path: Path, text: str, mode: int) -> None:
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w") as file:
         os.fchmod(file.fileno(), mode)  # independent of the umask
         file.write(text)
+
+
+def _check_writers(folder: Path) -> None:
+    """Raise KeyFileError if other users can add keys to a key folder or replace its keys."""
+    for path in (folder, folder / "public"):
+        mode = stat.S_IMODE(path.stat().st_mode) if path.is_dir() else 0
+        if mode & 0o022:
+            raise KeyFileError(f"{path}: others can write keys here (mode {mode:04o}): chmod go-w {path}")
 
 
 def _load_pair(path: Path) -> tuple[bytes, bytes]:

@@ -22,7 +22,6 @@ from typing import Any
 
 from wfm_ds.transport.priority_queue import PriorityQueue
 from wfm_ds.transport.tasks import (
-    Admission,
     Completion,
     Lease,
     LeaseGrant,
@@ -67,9 +66,7 @@ class Ledger:
         self.counts: Counter[str] = Counter()
         self.held_bytes = 0
         self._entries: dict[str, TaskEntry] = {}
-        self._waiting: dict[str, PriorityQueue[str]] = {
-            kind: PriorityQueue() for kind in stall_s
-        }  # ordered by submission
+        self._waiting: dict[str, PriorityQueue[str]] = {kind: PriorityQueue() for kind in stall_s}  # by submission
         self._deadlines: PriorityQueue[str] = PriorityQueue()  # deadlines of waiting tasks
         # (worker, task id) by the time at which the lease stalls, including void leases
         self._stalls: PriorityQueue[tuple[str, str]] = PriorityQueue()
@@ -81,8 +78,8 @@ class Ledger:
 
     # Submitters
 
-    def submit(self, task: Task) -> Admission:
-        """Add a task. If the same task was already added, nothing changes.
+    def submit(self, task: Task) -> bool:
+        """Add a task. Returns False if the same task was already added.
 
         Raises TaskRejected for an unknown kind, an id that another owner uses, or a full queue.
         """
@@ -90,7 +87,7 @@ class Ledger:
         if entry is not None and entry.task.owner != task.owner:
             raise TaskRejected("this id belongs to another client")
         if entry is not None or task.id in owner.removed_ids:
-            return Admission.KNOWN
+            return False
         if task.kind not in self.stall_s:
             raise TaskRejected(f"unknown task kind {task.kind}; available: {', '.join(sorted(self.stall_s))}"[:300])
         if task.num_bytes > self.max_bytes:
@@ -107,7 +104,7 @@ class Ledger:
         self._enqueue_task(self._entries[task.id])
         if task.kind in self._disabled_kinds:
             self._finish_task(self._entries[task.id], TaskState.QUARANTINED, reason=self._disabled_kinds[task.kind])
-        return Admission.NEW
+        return True
 
     def new_completions(self, owner: str, after_seq: int) -> list[Completion]:
         """Return the completions with a sequence number above `after_seq` that are not released yet, oldest first."""
@@ -116,10 +113,7 @@ class Ledger:
         return list(itertools.takewhile(lambda c: c.seq > after_seq, newest_first))[::-1]
 
     def release_completions(self, owner: str, up_to_seq: int) -> None:
-        """Drop the completions up to sequence number `up_to_seq`, because the submitter has received them.
-
-        The ledger remembers their task ids.
-        """
+        """Drop completions that the submitter has received, and remember their task ids."""
         completions = self._owners[owner].completions if owner in self._owners else {}
         while completions and (oldest := next(iter(completions.values()))).seq <= up_to_seq:
             self._remove_task(self._entries[oldest.id], "released")
@@ -136,10 +130,7 @@ class Ledger:
         return running
 
     def forget_owner(self, owner: str) -> list[tuple[str, str]]:
-        """Drop all data of a submitter that left or restarted, including its remembered task ids.
-
-        Returns (worker, task id) of its running tasks.
-        """
+        """Drop all data of a submitter. Returns (worker, task id) of its running tasks."""
         submitter = self._owners.get(owner)
         running = self.cancel_tasks(owner, list(submitter.task_ids)) if submitter else []
         self._owners.pop(owner, None)
@@ -165,9 +156,9 @@ class Ledger:
             self._return_lease(worker, task_id)
 
     def lease_tasks(self, now_s: float) -> list[LeaseGrant]:
-        """Lease waiting tasks to workers with free credit.
+        """Lease the oldest tasks of each kind to workers with free credit.
 
-        The oldest task of each kind comes first. Workers that have not tried a task yet are preferred.
+        A worker that has not tried the task before is preferred.
         """
         grants = []
         for kind in self._waiting if self.is_leasing else ():
@@ -183,7 +174,7 @@ class Ledger:
         return grants
 
     def record_progress(self, worker: str, task_id: str, attempt: int, done: int, now_s: float) -> None:
-        """Renew the lease if `done` has increased. A worker with the same `done` may be stuck."""
+        """Renew the lease if the task's progress count `done` has increased since the last report."""
         holder = self._workers.get(worker)
         lease = holder.leases.get(task_id) if holder else None
         if lease is not None and lease.attempt == attempt and done > lease.done:
@@ -193,7 +184,7 @@ class Ledger:
     def record_result(
         self, worker: str, task_id: str, attempt: int, seconds: float, meta: Mapping[str, Any]
     ) -> ReportStatus:
-        """Record the result of a task. The worker may drop its copy for any returned status."""
+        """Record the result of a task. The worker may then drop its copy, whatever status is returned."""
         is_current = self._end_lease(worker, task_id)
         entry = self._entries.get(task_id)
         if entry is None:
@@ -205,7 +196,10 @@ class Ledger:
         return self._count_report(ReportStatus.ACCEPTED if is_current else ReportStatus.LATE)
 
     def record_failure(self, worker: str, task_id: str, attempt: int, reason: str, fatal: bool) -> ReportStatus:
-        """Record a failure. The task is requeued, or quarantined with the reasons of all its attempts."""
+        """Record a failed attempt and requeue the task.
+
+        If the failure is fatal or no attempts are left, quarantine the task with the reasons of all attempts.
+        """
         holder = self._workers.get(worker)
         lease = holder.leases.get(task_id) if holder else None
         if lease is not None and lease.attempt != attempt:
@@ -218,10 +212,7 @@ class Ledger:
         return self._count_report(ReportStatus.ACCEPTED)
 
     def remove_lost_worker(self, worker: str, why: str) -> list[str]:
-        """Requeue the tasks of a lost worker and return their ids.
-
-        Each lease counts as an attempt, so that a task that kills its workers is quarantined in the end.
-        """
+        """Requeue the tasks of a lost worker and return their ids. Each lease counts as an attempt."""
         holder = self._workers.get(worker)
         lost = list(holder.leases) if holder else []
         for task_id in lost:
@@ -244,7 +235,7 @@ class Ledger:
             self._return_lease(worker, task_id)
 
     def expire_leases(self, now_s: float) -> list[tuple[str, str, int]]:
-        """Requeue tasks without progress for `stall_s`, and quarantine waiting tasks past their deadline.
+        """Requeue tasks that made no progress for `stall_s` seconds. Quarantine waiting tasks past their deadline.
 
         Returns (worker, task id, attempt) of the stalled leases. Until the worker reports, a stalled lease is returned
         again every `stall_s` seconds, even if it is void. It still uses the worker's credit (see the module docstring).
@@ -280,10 +271,7 @@ class Ledger:
         return entry.task.owner if entry is not None else None
 
     def summarize_load(self, now_s: float) -> tuple[dict[str, tuple[int, int]], dict[str, float | None]]:
-        """Return the numbers of tasks per kind, and the seconds since the last progress of each worker.
-
-        The mappings are {kind: (num waiting, num leased)} and {worker: seconds, or None if it is idle}.
-        """
+        """Return {kind: (num waiting, num leased)} and {worker: seconds since its last progress, or None if idle}."""
         leases = [(t, lease) for worker in self._workers.values() for t, lease in worker.leases.items()]
         leased = Counter(self._entries[task_id].task.kind for task_id, lease in leases if not lease.is_void)
         ages = {

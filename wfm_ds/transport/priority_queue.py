@@ -20,9 +20,7 @@ class PriorityQueue(Generic[K]):
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, K]] = []  # (priority, entry number, key)
-        self._entry_numbers: dict[
-            K, int
-        ] = {}  # the valid heap entry of each key; other entries of the key are outdated
+        self._entry_numbers: dict[K, int] = {}  # the valid heap entry of each key; its other entries are outdated
         self._last_number = 0
 
     def __len__(self) -> int:

@@ -31,9 +31,12 @@ FOLDER_NAME = re.compile(rf"{FOLDER_PREFIX}[a-z0-9_]{{8}}")  # mkdtemp appends t
 class SocketFolder:
     """A new folder at `path` with mode 0700, locked until `remove` is called or this process ends."""
 
-    def __init__(self) -> None:
-        """Remove orphaned folders, then create a new one. Raises UserError if there is no suitable parent folder."""
-        base = _find_base_folder()
+    def __init__(self, base: Path | None = None) -> None:
+        """Remove orphaned folders, then create a new one in `base`. By default, a parent folder for sockets is chosen.
+
+        Raises UserError if there is no suitable parent folder.
+        """
+        base = base or _find_base_folder()
         remove_orphaned_folders(base)
         self.path = Path(tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=base))
         self._lock = _lock_shared(self.path)
@@ -48,7 +51,7 @@ class SocketFolder:
         self.remove()
 
     def restore(self) -> None:
-        """Create the folder again if it was removed. This can happen before this process has locked it."""
+        """Create and lock the folder again if it was removed."""
         for _ in range(MAX_ATTEMPTS):
             if self._lock is not None and _is_same_folder(self._lock, self.path):
                 return
@@ -69,9 +72,9 @@ class SocketFolder:
 
 
 def hold_folder(path: Path) -> int | None:
-    """Lock another process's SocketFolder until the returned descriptor is closed, so that it is not removed.
+    """Lock another process's SocketFolder and return a descriptor. Close the descriptor to release the lock.
 
-    Returns None if `path` is not a SocketFolder, or if it is removed or being removed.
+    Returns None if `path` is not a SocketFolder or was removed.
     """
     return _lock_shared(path) if FOLDER_NAME.fullmatch(path.name) else None
 
@@ -94,10 +97,7 @@ def _find_base_folder() -> Path:
 
 
 def _remove_if_orphaned(path: Path) -> bool:
-    """Remove the folder if it belongs to this user, is not locked, and contains only files.
-
-    Returns whether it was removed.
-    """
+    """Remove the folder if it belongs to this user, is not locked, and contains only files. Returns True if removed."""
     with _open_own_folder(path) as folder:
         with contextlib.suppress(OSError):  # it is held, already removed, or contains a folder
             if folder is None:
@@ -112,10 +112,6 @@ def _remove_if_orphaned(path: Path) -> bool:
 
 
 def _lock_shared(path: Path) -> int | None:
-    """Return a descriptor of the folder with a shared lock.
-
-    Returns None if the folder does not exist or belongs to another user.
-    """
     with _open_own_folder(path) as folder:
         if folder is None:
             return None
@@ -125,10 +121,7 @@ def _lock_shared(path: Path) -> int | None:
 
 @contextlib.contextmanager
 def _open_own_folder(path: Path) -> Iterator[int | None]:
-    """Yield a descriptor of the folder.
-
-    Yields None if the path does not exist, is not a folder, or belongs to another user.
-    """
+    """Yield a descriptor of the folder, or None if it does not exist or belongs to another user."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

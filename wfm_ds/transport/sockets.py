@@ -1,38 +1,45 @@
 """All ZeroMQ sockets and their options. Peers connect with a DEALER; the broker binds a ROUTER.
 
 Each socket belongs to one thread. Other threads pass messages to this thread through a Mailbox. Endpoints are ipc paths
-in private folders or tcp ports on the loopback interface. Other addresses require keys (keys.py) for encryption and
-authentication.
+in private folders, or tcp addresses with keys (keys.py) for encryption and authentication.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import ipaddress
+import itertools
+import json
 import os
 import re
 import socket
 import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from wfm_ds.errors import UserError
+from wfm_ds.transport import wire
 from wfm_ds.transport.keys import BrokerKeys, ClientKeys
+from wfm_ds.transport.messages import REASON_CHARS
 from wfm_ds.transport.socket_folders import MAX_IPC_PATH_BYTES, hold_folder
-from wfm_ds.transport.wire import MAX_FRAME_BYTES, Buffer
+from wfm_ds.transport.throttle import get_throttled_logger
+from wfm_ds.transport.wire import MAX_FRAME_BYTES, Buffer, Message, TensorSpec, WireError
+
+peer_log = get_throttled_logger(f"{__name__}.peers")
 
 LINGER_MS = 2000
-HIGH_WATER_MARK = 64  # messages; a safety net, since credit limits the queue
+HIGH_WATER_MARK = 64  # messages to send; a safety net, since credit limits the queue
 ZAP_DOMAIN = b"wfm"
 REOPEN_DELAY_S = 1.0  # before reconnecting to a broker that rejected this peer
+MAX_STEP_S = 2.0  # of ActiveClock, whose owner ticks several times a second; a longer step is a suspension
+MESSAGES_PER_TURN = 256  # per MessagePort, so that neither port starves the other
 WILDCARD_HOSTS = ("*", "0.0.0.0", "::")
 
 HANDSHAKE_FAILED_EVENTS = (
@@ -40,6 +47,7 @@ HANDSHAKE_FAILED_EVENTS = (
 )
 
 T = TypeVar("T")
+MessageHandler: TypeAlias = Callable[[bytes, Message, list[zmq.Frame], float], None]  # route, message, frames, now_s
 
 
 class PipeError(UserError):
@@ -92,11 +100,31 @@ class Mailbox(Generic[T]):
             self._writer.close()
 
 
+class ActiveClock:
+    """A clock that excludes the time for which this process was suspended: it advances by at most MAX_STEP_S per tick.
+
+    With an ordinary clock, a process that resumes would report all peers as silent or late.
+    """
+
+    def __init__(self, now_s: float) -> None:
+        self.now_s = now_s
+        self._last_tick_s = now_s
+
+    def tick(self, now_s: float) -> float:
+        """Advance the clock and return its time.
+
+        A single thread must call this method several times in every MAX_STEP_S seconds. Any thread may read `now_s`.
+        """
+        self.now_s += min(now_s - self._last_tick_s, MAX_STEP_S)
+        self._last_tick_s = now_s
+        return self.now_s
+
+
 def check_endpoint(endpoint: str, *, keys: bool = False) -> str:
     """Return the endpoint if it is allowed, else raise EndpointNotAllowed with a suggestion.
 
-    Without keys, ipc://PATH and loopback tcp:// addresses are allowed. With keys, all tcp:// addresses except wildcards
-    are allowed too.
+    Without keys, only ipc://PATH is allowed. With keys, tcp://HOST:PORT is allowed too, except wildcards. The loopback
+    interface needs keys as well: all users of the machine can connect to it, and could exhaust this process's memory.
     """
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
@@ -107,17 +135,31 @@ def check_endpoint(endpoint: str, *, keys: bool = False) -> str:
         return endpoint
     match = re.fullmatch(r"tcp://(\[[0-9a-fA-F:]+\]|[^:/\[\]]+):(\d{1,5}|\*)", endpoint)
     if not match:
-        raise EndpointNotAllowed(f"{endpoint!r} is not an endpoint; use ipc:///PATH or tcp://127.0.0.1:PORT")
-    host = match[1].strip("[]")
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if loopback or (keys and host not in WILDCARD_HOSTS):
-        return endpoint
-    if keys:
+        raise EndpointNotAllowed(f"{endpoint!r} is not an endpoint; use ipc:///PATH or tcp://HOST:PORT")
+    if not keys:
+        raise EndpointNotAllowed(f"{endpoint}: tcp:// needs keys (wfm keys new DIR NAME); without keys, use ipc://")
+    if match[1].strip("[]") in WILDCARD_HOSTS:
         raise EndpointNotAllowed(f"{endpoint}: use one address of this machine, not a wildcard")
-    raise EndpointNotAllowed(f"{endpoint}: only ipc:// and loopback tcp are allowed without keys (no encryption)")
+    return endpoint
+
+
+def resolve_endpoint(endpoint: str, *, keys: bool = False) -> str:
+    """Return the endpoint. If it is the path of a pipes.json file, return the client address in the file.
+
+    Raises PipeError if the file cannot be read.
+    """
+    if "://" in endpoint:
+        return check_endpoint(endpoint, keys=keys)
+    try:
+        content = json.loads(Path(endpoint).read_text())
+    except FileNotFoundError as error:
+        raise PipeError(f"{endpoint} does not exist; the service writes it when it is ready") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise PipeError(f"{endpoint} cannot be read: {error}") from error
+    address = content.get("clients") if isinstance(content, dict) else None
+    if not isinstance(address, str):
+        raise PipeError(f"{endpoint} has no address for `clients`")
+    return check_endpoint(address, keys=keys)
 
 
 class Router:
@@ -126,7 +168,7 @@ class Router:
     def __init__(self, context: zmq.Context[Any], endpoint: str, keys: BrokerKeys | None = None) -> None:
         """Bind the endpoint. Raises PipeError if this fails.
 
-        With `keys`, `start_authenticator` must be running in the context.
+        If `keys` is set, call `start_authenticator` for the zmq context first.
         """
         check_endpoint(endpoint, keys=keys is not None)
         path = Path(endpoint.removeprefix("ipc://")) if endpoint.startswith("ipc://") else None
@@ -171,6 +213,60 @@ class Router:
             self._folder = None
 
 
+class MessagePort(Router):
+    """A router that decodes incoming messages, rejects and counts invalid ones, and numbers outgoing messages."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        keys: BrokerKeys | None,
+        expected_types: frozenset[str],
+        rejected: Counter[str],
+    ) -> None:
+        """expected_types: message types that may arrive.
+
+        rejected: {endpoint: number of invalid messages}. This object updates it.
+        """
+        super().__init__(context, endpoint, keys)
+        self._expected_types, self._rejected = expected_types, rejected
+        self._message_ids = itertools.count(1)
+
+    def receive_messages(self, handle: MessageHandler, now_s: float) -> None:
+        """Pass arrived messages to `handle`. A message is rejected if it is invalid or `handle` raises WireError."""
+        for _ in range(MESSAGES_PER_TURN):
+            received = self.receive()
+            if received is None:
+                return
+            route, frames = received
+            try:
+                message = wire.decode_message([frame.buffer for frame in frames], self._expected_types)
+                handle(route, message, frames, now_s)
+            except WireError as error:
+                self._rejected[self.endpoint] += 1
+                peer_log.warning("dropped a message at %s: %s", self.endpoint, error)
+                self.send_message(route, "reject", {"about": 0, "why": str(error)[:REASON_CHARS]})
+
+    def encode(self, message_type: str, fields: Mapping[str, Any], specs: Sequence[TensorSpec] = ()) -> bytes:
+        """Return the header of a message, to be passed to `send`. Raises WireError if it is too large."""
+        return wire.encode_header(message_type, next(self._message_ids), fields, specs)
+
+    def send_message(
+        self,
+        route: bytes,
+        message_type: str,
+        fields: Mapping[str, Any],
+        specs: Sequence[TensorSpec] = (),
+        payload: Sequence[Any] = (),
+    ) -> bool:
+        """Send a message of a type that the protocol repeats if it is lost. Returns False if it was not sent."""
+        try:
+            self.send(route, self.encode(message_type, fields, specs), payload)
+        except (PeerUnreachable, SendQueueFull):
+            return False
+        return True
+
+
 def sender_key(frame: zmq.Frame) -> str:
     """Return the public key of the peer that sent `frame`, or "" if the socket does not use keys."""
     try:
@@ -186,6 +282,7 @@ class Dealer:
         check_endpoint(endpoint, keys=keys is not None)
         self._keys = keys
         self._problem = ""
+        self._message_ids = itertools.count(1)
         self._opened_at_s = time.monotonic()
         self.socket = context.socket(zmq.DEALER)
         _set_options(self.socket, endpoint)
@@ -207,6 +304,29 @@ class Dealer:
         """Send a message without copying its payload. Raises SendQueueFull if no broker reads."""
         _send_frames(self.socket, [header, *payload])
 
+    def receive_message(self, expected_types: frozenset[str]) -> Message | None:
+        """Return the next valid message, or None if none has arrived. Invalid messages are dropped."""
+        while (frames := self.receive()) is not None:
+            try:
+                return wire.decode_message([frame.buffer for frame in frames], expected_types)
+            except WireError as error:
+                peer_log.warning("dropped a message from the broker: %s", error)
+        return None
+
+    def send_message(
+        self,
+        message_type: str,
+        fields: Mapping[str, Any],
+        specs: Sequence[TensorSpec] = (),
+        frames: Sequence[Buffer] = (),
+    ) -> bool:
+        """Send a message. Returns False if the send queue is full because no broker receives from it."""
+        try:
+            self.send(wire.encode_header(message_type, next(self._message_ids), fields, specs), frames)
+        except SendQueueFull:
+            return False
+        return True
+
     def connection_problem(self) -> str:
         """Return why the broker rejected the last connection attempt, or "" if it was not rejected."""
         while self._monitor.poll(0):
@@ -227,10 +347,7 @@ class Dealer:
         return time.monotonic() - self._opened_at_s > REOPEN_DELAY_S
 
     def is_stale(self) -> bool:
-        """Return whether the broker rejected this socket, so that it must be opened again.
-
-        zmq does not reconnect to a broker that rejected a socket.
-        """
+        """Return whether the broker rejected this socket. A rejected socket must be replaced by a new one."""
         return bool(self.connection_problem()) and self.is_settled()
 
     def close(self) -> None:
@@ -257,13 +374,18 @@ def _set_options(sock: zmq.Socket[Any], endpoint: str) -> None:
     sock.set(zmq.IPV6, int(endpoint.startswith("tcp://[")))  # else localhost may resolve to another address
     sock.set(zmq.LINGER, LINGER_MS)
     sock.set(zmq.SNDHWM, HIGH_WATER_MARK)
-    sock.set(zmq.RCVHWM, HIGH_WATER_MARK)
+    # No limit: libzmq 4.3.5 aborts if it reads a PING of a peer that hung up while the limit was reached.
+    sock.set(zmq.RCVHWM, 0)
     sock.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + 64 * 1024)  # per frame
     sock.set(zmq.HANDSHAKE_IVL, 5000)  # silent connections release their descriptor soon
-    sock.set(zmq.HEARTBEAT_IVL, 2000)
-    sock.set(zmq.HEARTBEAT_TIMEOUT, 10000)
-    sock.set(zmq.HEARTBEAT_TTL, 10000)
     sock.set(zmq.BACKLOG, 512)
+    # The kernel closes a connection to a machine that is gone after 10 s. Not with heartbeats of ZeroMQ: libzmq 4.3.5
+    # aborts if one is due after the peer hung up and before its last message was read (libzmq issue 4364).
+    sock.set(zmq.TCP_KEEPALIVE, 1)
+    sock.set(zmq.TCP_KEEPALIVE_IDLE, 4)
+    sock.set(zmq.TCP_KEEPALIVE_INTVL, 2)
+    sock.set(zmq.TCP_KEEPALIVE_CNT, 3)
+    sock.set(zmq.TCP_MAXRT, 10000)  # with unsent data, this deadline applies instead
 
 
 def _receive_frames(sock: zmq.Socket[Any]) -> list[zmq.Frame] | None:

@@ -37,7 +37,10 @@ class _SpooledResult:
 
 
 class Spool:
-    """Results by task id, and announced files by name. `held_bytes` counts the bytes of unreleased results."""
+    """Stores the results of tasks by task id, and the paths of files that clients may request by name.
+
+    `held_bytes` is the total size of the results that have not been released yet.
+    """
 
     def __init__(self) -> None:
         self.held_bytes = 0
@@ -74,9 +77,9 @@ class Spool:
         self._files = dict(files)
 
     def read_piece(self, name: str, offset: int) -> tuple[list[TensorSpec], list[Buffer]]:
-        """Return a piece of a file as a uint8 tensor. It starts at `offset` and is at most one frame long.
+        """Read a part of an announced file, starting at `offset`, as a uint8 tensor of at most one message frame.
 
-        Raises NotInSpool if the file is missing or cannot be read.
+        Raises NotInSpool if the file is not announced or cannot be read.
         """
         path = self._files.get(name)
         if path is None:
@@ -87,8 +90,7 @@ class Spool:
                 piece = np.frombuffer(file.read(MAX_FRAME_BYTES), dtype=np.uint8)
         except OSError as error:
             raise NotInSpool(f"{name} cannot be read: {error.strerror}") from error
-        specs, frames = wire.pack_tensors([("bytes", piece)])
-        return specs, frames[0]
+        return wire.pack_tensors([("bytes", piece)])
 
     def _drop_result(self, task_id: str) -> None:
         result = self._results.pop(task_id, None)

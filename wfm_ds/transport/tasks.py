@@ -18,11 +18,6 @@ class TaskState(Enum):
     QUARANTINED = auto()
 
 
-class Admission(Enum):
-    NEW = auto()
-    KNOWN = auto()
-
-
 class ReportStatus(Enum):
     """Outcome of recording a worker's report in the ledger."""
 
@@ -117,7 +112,7 @@ def ignore_task(ended: FinishedTask) -> None:
 
 @dataclass(slots=True)
 class TaskEntry:
-    """A task from its submission until its completion is released."""
+    """State of a task, kept from its submission until the client has its result and releases it."""
 
     task: Task
     order: int  # submission order; a requeued task keeps it and is leased before newer ones
@@ -154,10 +149,9 @@ class LeaseHolder:
     leases: dict[str, Lease] = field(default_factory=dict)
 
     def can_take(self, rows: int, *, exclusive: bool) -> bool:
-        """Return whether the worker can hold another task with this number of rows.
+        """Return whether the worker can hold another task of `rows` rows.
 
-        exclusive: whether the task must run alone. A task that may have killed a worker runs alone, so that no other
-        task is lost with it.
+        exclusive: whether the task must run alone, because it may kill its worker.
         """
         if not self.leases:
             return True

@@ -84,22 +84,24 @@ class Message:
         return arrays
 
 
-def pack_tensors(arrays: Sequence[tuple[str, Array]]) -> tuple[list[TensorSpec], list[list[Buffer]]]:
+def pack_tensors(arrays: Sequence[tuple[str, Array]]) -> tuple[list[TensorSpec], list[Buffer]]:
     """Return the tensor table and the frames of the tensors.
 
     Frames are views of the tensors, so do not modify the tensors until the frames are sent. Raises WireError for an
     unsupported dtype or too much data.
     """
     specs: list[TensorSpec] = []
-    frames: list[list[Buffer]] = []
+    frames: list[Buffer] = []
+    num_bytes = 0
     for name, array in arrays:
         dtype = array.dtype.name
         if dtype not in DTYPES:
             raise WireError(f"{name}: unsupported dtype {dtype}; use {', '.join(DTYPES)}")
         flat = np.ascontiguousarray(array, dtype=DTYPES[dtype]).reshape(-1).view(np.uint8).data
         specs.append(TensorSpec(name, dtype, tuple(array.shape)))
-        frames.append([flat[at : at + MAX_FRAME_BYTES] for at in range(0, flat.nbytes, MAX_FRAME_BYTES)])
-    _check_payload_size(specs)
+        frames += [flat[at : at + MAX_FRAME_BYTES] for at in range(0, flat.nbytes, MAX_FRAME_BYTES)]
+        num_bytes += flat.nbytes
+    _check_limits(len(specs), num_bytes, len(frames))
     return specs, frames
 
 
@@ -127,7 +129,7 @@ def pack_value(value: Any) -> bytes:
 def decode_message(frames: Sequence[Buffer], expected: frozenset[str]) -> Message:
     """Decode a multipart message.
 
-    Raises WireError, and nothing else, if the message is invalid or its type is not in `expected`.
+    Raises WireError, and no other exception, if the message is invalid or its type is not in `expected`.
     """
     if not 1 <= len(frames) <= 1 + MAX_FRAMES:
         raise WireError(f"{len(frames)} frames, expected 1 to {1 + MAX_FRAMES}")
@@ -144,8 +146,10 @@ def decode_message(frames: Sequence[Buffer], expected: frozenset[str]) -> Messag
     specs = _validate(_TENSOR_TABLE.validate_python, table, f"{message_type}.tensors")
     if specs and message_type not in TYPES_WITH_TENSORS:
         raise WireError(f"{message_type} cannot have tensors")
-    _check_payload_size(specs)
-    expected_sizes = [min(MAX_FRAME_BYTES, s.nbytes - at) for s in specs for at in range(0, s.nbytes, MAX_FRAME_BYTES)]
+    tensor_sizes = [spec.nbytes for spec in specs]
+    # Before the list of frames, which a wrong shape would make long.
+    _check_limits(len(specs), sum(tensor_sizes), sum(spec.num_frames for spec in specs))
+    expected_sizes = [min(MAX_FRAME_BYTES, n - at) for n in tensor_sizes for at in range(0, n, MAX_FRAME_BYTES)]
     sizes = [len(frame) for frame in frames[1:]]
     if sizes != expected_sizes:
         raise WireError(f"{message_type}: frames of {str(sizes)[:100]} bytes, expected {str(expected_sizes)[:100]}")
@@ -165,7 +169,6 @@ def _unpack_header(frame: Buffer) -> dict[Any, Any]:
 
 
 def _validate(validate: Callable[[Any], T], value: Any, place: str) -> T:
-    """Return validate(value). A ValidationError is converted to a WireError about its first error."""
     try:
         return validate(value)
     except ValidationError as error:
@@ -174,10 +177,9 @@ def _validate(validate: Callable[[Any], T], value: Any, place: str) -> T:
         raise WireError(f"{place[:MAX_REASON_CHARS]}: {first['msg'][:MAX_REASON_CHARS]}") from error
 
 
-def _check_payload_size(specs: Sequence[TensorSpec]) -> None:
-    num_bytes, num_frames = sum(spec.nbytes for spec in specs), sum(spec.num_frames for spec in specs)
-    if len(specs) > MAX_TENSORS or num_bytes > MAX_PAYLOAD_BYTES or num_frames > MAX_FRAMES:
+def _check_limits(num_tensors: int, num_bytes: int, num_frames: int) -> None:
+    if num_tensors > MAX_TENSORS or num_bytes > MAX_PAYLOAD_BYTES or num_frames > MAX_FRAMES:
         raise WireError(
-            f"{len(specs)} tensors of {num_bytes} bytes in {num_frames} frames; limits: {MAX_TENSORS}, "
+            f"{num_tensors} tensors of {num_bytes} bytes in {num_frames} frames; limits: {MAX_TENSORS}, "
             f"{MAX_PAYLOAD_BYTES}, {MAX_FRAMES}"
         )

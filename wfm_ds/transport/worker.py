@@ -7,7 +7,6 @@ repeats the last value. The broker can therefore detect a hanging task although 
 from __future__ import annotations
 
 import faulthandler
-import itertools
 import logging
 import os
 import queue
@@ -22,15 +21,14 @@ from typing import Any, TypeAlias
 
 import zmq
 
+from wfm_ds.errors import describe_error
 from wfm_ds.transport import wire
 from wfm_ds.transport.keys import ClientKeys
 from wfm_ds.transport.messages import BROKER_TO_WORKER, DETAIL_CHARS, META_BYTES, REASON_CHARS
-from wfm_ds.transport.sockets import Dealer, Mailbox, SendQueueFull
-from wfm_ds.transport.throttle import get_throttled_logger
+from wfm_ds.transport.sockets import Dealer, Mailbox
 from wfm_ds.transport.wire import Array, Buffer, Message, TensorSpec, WireError
 
 log = logging.getLogger(__name__)
-peer_log = get_throttled_logger(f"{__name__}.peers")
 
 POLL_MS = 100
 HELLO_INTERVAL_S = 0.1  # between `hello` messages until `welcome`
@@ -114,7 +112,7 @@ class LeaseWorker:
         """Configure the worker. It connects to the broker in `run` or `run_batches`.
 
         keys: needed if the broker authenticates workers.
-        parent_fd: read end of a pipe from the parent process. The worker stops at end of file.
+        parent_fd: read end of a pipe from the parent process. The worker stops when the parent closes the pipe.
         watchdog_s: the process exits if a task blocks the GIL for this many seconds.
         ends_process: whether to exit the process if a task is still running when the worker stops. If False, the caller
         must wait for `disconnected` and exit itself.
@@ -131,7 +129,6 @@ class LeaseWorker:
         self._deferred_task: LeasedTask | None = None  # received, but did not fit in the last batch
         self._running_ids: frozenset[str] = frozenset()
         self._progress_rows: list[tuple[LeasedTask, int, int]] = []  # (task, done, total) of running tasks
-        self._message_ids = itertools.count(1)
         self._broker_id = ""
         self._problem = ""  # last logged reason for a rejection
         self._hello_interval_s = HELLO_INTERVAL_S
@@ -169,12 +166,12 @@ class LeaseWorker:
         self._mailbox.put(None)
 
     def _next_batch(self, max_rows: int, max_wait_s: float) -> list[LeasedTask]:
-        """Return the next batch of tasks, or [] if the worker was stopped."""
         batch: list[LeasedTask] = []
-        rows, wait_until_s = 0, float("inf")
+        rows, wait_until_s = 0, 0.0
         while rows < max_rows:
             try:
-                task = self._deferred_task or self._tasks.get(timeout=_remaining_s(wait_until_s))
+                timeout_s = max(0.0, wait_until_s - time.monotonic()) if batch else None
+                task = self._deferred_task or self._tasks.get(timeout=timeout_s)
             except queue.Empty:
                 break
             self._deferred_task = None
@@ -234,23 +231,23 @@ class LeaseWorker:
                     armed_at_s = now_s
                     faulthandler.dump_traceback_later(self._watchdog_s, exit=True)
                 has_progress = self._take_reports()
-                while (frames := dealer.receive()) is not None:
-                    self._handle_message(frames, now_s)
+                while (message := dealer.receive_message(BROKER_TO_WORKER)) is not None:
+                    self._handle_message(message)
                 if not self._broker_id and now_s - hello_at_s > self._hello_interval_s:
                     hello_at_s = now_s
                     held = sorted(self._attempts.keys() | self._reports.keys())
-                    self._send(dealer, "hello", {**self._hello, "held": held})
+                    dealer.send_message("hello", {**self._hello, "held": held})
                 if self._broker_id and (has_progress or now_s - beat_at_s > self._beat_interval_s):
                     beat_at_s = now_s
                     progress = [
                         (task.id, self._current_attempt(task), done, total) for task, done, total in self._progress_rows
                     ]
-                    self._send(dealer, "beat", {"progress": progress})
+                    dealer.send_message("beat", {"progress": progress})
                 self._send_reports(dealer, now_s)
         finally:
             faulthandler.cancel_dump_traceback_later()
             if self._broker_id and not self._is_broken:
-                self._send(dealer, "leave", {"why": "its worker left"})
+                dealer.send_message("leave", {"why": "its worker left"})
             dealer.close()
             context.term()
             self.disconnected.set()
@@ -276,7 +273,6 @@ class LeaseWorker:
         return self._parent_fd is not None and self._parent_fd in readable and not os.read(self._parent_fd, 4096)
 
     def _take_reports(self) -> bool:
-        """Move reports from the mailbox to self._reports. Returns True if there is new progress."""
         has_progress = False
         for report in self._mailbox.take_all():
             if report is None:
@@ -286,12 +282,7 @@ class LeaseWorker:
                 self._reports[report.fields["id"]] = report
         return has_progress
 
-    def _handle_message(self, frames: list[zmq.Frame], now_s: float) -> None:
-        try:
-            message = wire.decode_message([frame.buffer for frame in frames], BROKER_TO_WORKER)
-        except WireError as error:
-            peer_log.warning("dropped a message from the broker: %s", error)
-            return
+    def _handle_message(self, message: Message) -> None:
         fields = message.fields
         if message.type == "welcome":
             if fields["hub"] != self._broker_id:
@@ -342,31 +333,16 @@ class LeaseWorker:
         self._fail_unstarted(task_id, attempt, "not started" if task_id in self._attempts else "not received")
 
     def _fail_unstarted(self, task_id: str, attempt: int, why: str) -> None:
-        """Report that a task failed before it was started."""
         self._attempts.pop(task_id, None)
         failure = {"reason": _truncate_text(why, REASON_CHARS), "detail": "", "fatal": False}
         self._mailbox.put(_PendingReport("failed", {"id": task_id, "attempt": attempt, **failure}))
 
     def _send_reports(self, dealer: Dealer, now_s: float) -> None:
         for report in self._reports.values() if self._broker_id else ():
-            if now_s - report.sent_at_s > RESEND_INTERVAL_S and self._send(
-                dealer, report.type, report.fields, report.specs, report.frames
+            if now_s - report.sent_at_s > RESEND_INTERVAL_S and dealer.send_message(
+                report.type, report.fields, report.specs, report.frames
             ):
                 report.sent_at_s = now_s
-
-    def _send(
-        self,
-        dealer: Dealer,
-        message_type: str,
-        fields: Mapping[str, Any],
-        specs: Sequence[TensorSpec] = (),
-        frames: Sequence[Buffer] = (),
-    ) -> bool:
-        try:
-            dealer.send(wire.encode_header(message_type, next(self._message_ids), fields, specs), frames)
-        except SendQueueFull:
-            return False
-        return True
 
 
 def _make_report(
@@ -385,21 +361,17 @@ def _make_report(
             specs, frames = wire.pack_tensors(tensors)
             fields = {**lease, "seconds": seconds, "meta": meta}
             wire.encode_header("result", 0, fields, specs)  # raises if it cannot be sent
-            return _PendingReport("result", fields, specs, list(itertools.chain(*frames)))
+            return _PendingReport("result", fields, specs, frames)
         except (WireError, TaskFailed) as error:
             result = error
     return _PendingReport("failed", {**lease, **_failure_fields(result)})
-
-
-def _remaining_s(until_s: float) -> float | None:
-    return None if until_s == float("inf") else max(0.0, until_s - time.monotonic())
 
 
 def _failure_fields(error: Exception) -> dict[str, Any]:
     if isinstance(error, TaskFailed):
         return {"reason": _truncate_text(str(error), REASON_CHARS), "detail": "", "fatal": error.fatal}
     detail = "".join(traceback.format_exception(error))[-DETAIL_CHARS:]
-    reason = _truncate_text(f"{type(error).__name__}: {error}", REASON_CHARS)
+    reason = _truncate_text(describe_error(error), REASON_CHARS)
     return {"reason": reason, "detail": _truncate_text(detail, DETAIL_CHARS), "fatal": False}
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,8 +14,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from wfm_ds.errors import UserError
-from wfm_ds.ulysses.exchange import gather_shards, local_shard, shard_sizes
-from wfm_ds.ulysses.hooks import change_arguments
+from wfm_ds.ulysses.exchange import exchange_halo, gather_shards, local_shard, shard_sizes
+
+EPS = 1e-15  # as in diffusers' processors of linear attention
 
 
 class UlyssesTransformer(ABC):
@@ -95,8 +97,8 @@ class UlyssesTransformer(ABC):
     @classmethod
     def check_shape(cls, config: Any, num_ranks: int, shape: Sequence[int]) -> None:
         """Raise UserError if latents of this shape, [C,h,w] or [C,T,h,w], are too small for this many ranks."""
-        size = config.patch_size if isinstance(config.patch_size, Sequence) else [config.patch_size] * 2
-        shard_sizes(cls.num_units(patch_grid(shape[1:], size)), num_ranks, cls.shard_unit)
+        grid = patch_grid(shape[1:], patch_sizes(config, len(shape) - 1))
+        shard_sizes(cls.num_units(grid), num_ranks, cls.shard_unit)
 
     def require_processor(self, attention: Any, expected: type) -> Any:
         """Return the attention's processor. Raises UserError unless it has the `expected` type."""
@@ -124,6 +126,86 @@ class UlyssesTransformer(ABC):
         return gather_shards(projected, 1, self.lengths, self.group)
 
 
+class UlyssesLineTransformer(UlyssesTransformer):
+    """Base class for families that shard whole lines of tokens (rows or frames).
+
+    Linear attention sums a state over the ranks. A convolution exchanges the lines at the shard borders. The amount of
+    exchanged data does not depend on the number of local lines. The number of heads does not limit the number of ranks.
+    """
+
+    shards_heads = False
+    unsupported_arguments: ClassVar[Mapping[str, str]] = {
+        "attention_mask": "masks of self-attention",
+        "controlnet_block_samples": "ControlNet residuals",
+    }
+    original_processor: ClassVar[type]
+    sharded_processor: ClassVar[type]  # its replacement; constructed with the group
+    convolution_name: ClassVar[str]  # attribute of a block's feed-forward: the convolution across lines
+
+    def shard_blocks(self, transformer: Any) -> None:
+        blocks = transformer.transformer_blocks
+        for block in blocks:
+            self.require_processor(block.attn1, self.original_processor)
+        for block in blocks:
+            block.attn1.set_processor(self.sharded_processor(self.group))
+            change_arguments(block, self.shard_block_arguments)
+            install_halo_exchange(getattr(block.ff, self.convolution_name), self.group)
+
+    @abstractmethod
+    def shard_block_arguments(self, arguments: dict[str, Any]) -> None:
+        """Edit block arguments that describe all lines, so that they describe only the local lines."""
+
+    @classmethod
+    def num_units(cls, grid: Sequence[int]) -> int:
+        return grid[0]
+
+
+def patch_sizes(config: Any, num_axes: int) -> list[int]:
+    """Return the patch size along each axis, [h,w] or [T,h,w].
+
+    As in diffusers, an int `patch_size` is for height and width. Frames then use `patch_size_t`, or 1 without it.
+    """
+    if isinstance(config.patch_size, Sequence):
+        return list(config.patch_size)
+    frames = [getattr(config, "patch_size_t", None) or 1]
+    return (frames + [config.patch_size] * 2)[-num_axes:]
+
+
 def patch_grid(shape: Sequence[int], patch_size: Sequence[int]) -> list[int]:
     """Return the number of patches along each axis, [h,w] or [T,h,w]. shape: latent size along these axes."""
     return [count // side for count, side in zip(shape, patch_size, strict=True)]
+
+
+def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
+    """Call `change` with a module's arguments {name: value} before each forward pass. It edits them in place.
+
+    Positional arguments stay positional.
+    """
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    def edit_call(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        positional = names[: len(args)]  # DeepSpeed's hooks handle only positional arguments
+        arguments = dict(zip(positional, args, strict=True)) | kwargs
+        change(arguments)
+        return tuple(arguments.pop(name) for name in positional), arguments
+
+    module.register_forward_pre_hook(edit_call, with_kwargs=True)
+
+
+def install_halo_exchange(convolution: nn.Module, group: ProcessGroup) -> None:
+    """Replace a convolution's zero padding between shards by the border lines of the neighbouring ranks.
+
+    The convolution must pad its inputs [B,C,n,W] by one line. The padding along W and at both ends of the sequence
+    remains zero.
+    """
+    for part in convolution.modules():  # also inside a LoRA layer: the base and lora_A pad, lora_B does not
+        if isinstance(part, nn.Conv2d) and part.padding[0]:
+            assert part.padding[0] == 1, part
+            part.padding = (0, int(part.padding[1]))
+
+    def add_halo(_: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        return (exchange_halo(args[0], group),)
+
+    convolution.register_forward_pre_hook(add_halo)

@@ -61,9 +61,9 @@ class UlyssesCosmos25(UlyssesTransformer):
         return self.copy_local_shard(embedded.flatten(1, 3), 1)[:, :, None, None]
 
     def _shard_time_embeddings(self, _: nn.Module, args: Any, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Expand time embeddings of frames [B T,C] to time embeddings of the local tokens [B,n,C].
+        """Expand the time embeddings of each frame [B*T,C] to the local tokens [B,n,C].
 
-        Time embeddings of samples [B,C] are returned unchanged.
+        The time embeddings of each sample [B,C] are returned unchanged.
         """
         if self.frames is None:
             return embeddings

@@ -1,4 +1,4 @@
-"""Installation of sequence parallelism in a denoiser. Families are discovered in the modules of this package."""
+"""Installation of sequence parallelism in a denoiser. A family is a subclass of UlyssesTransformer."""
 
 from __future__ import annotations
 
@@ -18,16 +18,43 @@ from wfm_ds.ulysses.base import UlyssesTransformer
 
 
 @cache
-def ulysses_families() -> dict[type[nn.Module], type[UlyssesTransformer]]:
-    """Return {transformer class: family} for the concrete subclasses of UlyssesTransformer in this package."""
-    by_class: dict[type[nn.Module], type[UlyssesTransformer]] = {}
+def import_families() -> None:
+    """Import all modules of this package, which defines their subclasses of UlyssesTransformer."""
     for info in pkgutil.iter_modules(ulysses.__path__, f"{ulysses.__name__}."):
-        for member in vars(importlib.import_module(info.name)).values():
-            if not inspect.isclass(member) or not issubclass(member, UlyssesTransformer) or inspect.isabstract(member):
-                continue
-            first = by_class.setdefault(member.transformer_class, member)
-            assert first is member, f"{member} and {first} both support {member.transformer_class}"
+        importlib.import_module(info.name)
+
+
+def ulysses_families() -> dict[type[nn.Module], type[UlyssesTransformer]]:
+    """Return {transformer class: family} for all concrete subclasses of UlyssesTransformer.
+
+    These are the families of this package, and the families in modules that are already imported, such as the module of
+    `model.family`. Raises UserError if a family has no transformer class, or two families have the same.
+    """
+    import_families()
+    by_class: dict[type[nn.Module], type[UlyssesTransformer]] = {}
+    for family in concrete_subclasses(UlyssesTransformer):
+        missing = [name for name in ("transformer_class", "patch_embedding") if not hasattr(family, name)]
+        if missing:
+            raise UserError(f"{class_path(family)} does not set {' and '.join(missing)}")
+        other = by_class.setdefault(family.transformer_class, family)
+        if other is not family:
+            raise UserError(
+                f"{class_path(other)} and {class_path(family)} both shard {family.transformer_class.__name__}: remove "
+                "one, or change its transformer_class"
+            )
     return by_class
+
+
+def concrete_subclasses(base: type[Any]) -> list[type[UlyssesTransformer]]:
+    """Return all direct and indirect subclasses without abstract methods."""
+    found: list[type[UlyssesTransformer]] = []
+    for subclass in base.__subclasses__():
+        found += [*([] if inspect.isabstract(subclass) else [subclass]), *concrete_subclasses(subclass)]
+    return found
+
+
+def class_path(family: type[UlyssesTransformer]) -> str:
+    return f"{family.__module__}:{family.__name__}"
 
 
 def install_ulysses(denoiser: nn.Module, group: ProcessGroup) -> None:
@@ -64,14 +91,14 @@ def match_families(denoiser: nn.Module) -> list[tuple[Any, type[UlyssesTransform
         (transformer, family) for transformer in transformers if (family := find_family(transformer)) is not None
     ]
     if not transformers or len(matches) < len(transformers):
-        names = ", ".join(sorted(transformer.__name__ for transformer in ulysses_families()))
         raise UserError(
-            f"{type(denoiser).__name__} does not support sequence parallelism: set engine.sequence_parallel to 1, or "
-            f"use a model with one of {names}"
+            "this model does not support sequence parallelism: set engine.sequence_parallel to 1, or use a model that "
+            "does (docs/parallelism.md)"
         )
     return matches
 
 
 def find_family(transformer: nn.Module) -> type[UlyssesTransformer] | None:
     """Return the family of a transformer's class or of its nearest supported base class, or None."""
-    return next((ulysses_families()[kind] for kind in type(transformer).__mro__ if kind in ulysses_families()), None)
+    families = ulysses_families()
+    return next((families[kind] for kind in type(transformer).__mro__ if kind in families), None)

@@ -15,9 +15,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from wfm_ds.ulysses.attention import project_output
-from wfm_ds.ulysses.base import patch_grid
+from wfm_ds.ulysses.base import EPS, UlyssesLineTransformer, patch_grid
 from wfm_ds.ulysses.exchange import shard_sizes, sum_over_ranks
-from wfm_ds.ulysses.line_sharding import EPS, UlyssesLineTransformer
 
 
 class SanaLinearAttention:

@@ -16,9 +16,8 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from wfm_ds.ulysses.attention import apply_rotation, project_output
-from wfm_ds.ulysses.base import patch_grid
+from wfm_ds.ulysses.base import EPS, UlyssesLineTransformer, patch_grid
 from wfm_ds.ulysses.exchange import local_shard, shard_sizes, sum_over_ranks
-from wfm_ds.ulysses.line_sharding import EPS, UlyssesLineTransformer
 
 
 class SanaVideoLinearAttention:

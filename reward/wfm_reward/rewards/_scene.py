@@ -93,9 +93,9 @@ def _check_clauses(
 
 
 def spatial_relations(a: DetectedObject, b: DetectedObject) -> set[str]:
-    """Return the position of `a` relative to `b`: a subset of {left of, right of, above, below}.
+    """Return the position of `a` relative to `b`, as a subset of {left of, right of, above, below}.
 
-    The result is empty if the objects are too close.
+    The subset is empty if the objects are close to each other.
     """
     centre = [((box[0] + box[2]) / 2, (box[1] + box[3]) / 2) for box in (a.box, b.box)]
     size = [(abs(box[2] - box[0]), abs(box[3] - box[1])) for box in (a.box, b.box)]

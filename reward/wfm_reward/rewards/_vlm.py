@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_reward.base import MediaBatch, MediaItem, Reward, RewardError, Score
-from wfm_reward.http_client import HttpClient, HttpRequestError, check_url
+from wfm_reward.http_client import HttpClient, HttpRequestError, check_reply, check_url
 
 JSON_HEADERS = {"Content-Type": "application/json"}
 VIDEO_CRF = "12"  # H.264 quality, nearly lossless
@@ -58,6 +58,9 @@ class VlmReward(Reward):
         self._client = HttpClient(key)
         self._pool = ThreadPoolExecutor(self.concurrency)
 
+    def check_reachable(self) -> None:
+        check_reply(self.url, f"reward {self.name}")
+
     def score(self, batch: MediaBatch) -> list[Score]:
         return list(self._pool.map(self._score_item, batch))
 
@@ -75,7 +78,8 @@ class VlmReward(Reward):
     def _score_item(self, item: MediaItem) -> Score:
         body = json.dumps({"model": self.model, "temperature": 0, **self.request_fields(item)}).encode()
         try:
-            response = self._client.post(self.url, body, JSON_HEADERS, time.monotonic() + self.timeout_s)
+            deadline_s = min(time.monotonic() + self.timeout_s, self.deadline_s)
+            response = self._client.post(self.url, body, JSON_HEADERS, deadline_s)
             if response.status != 200:
                 return item.fail(f"{self.url} responds with {response.status}: {response.body_excerpt()}")
             choice = response.parse_json()["choices"][0]

@@ -33,10 +33,7 @@ def load_pretrained(reward: str, label: str, address: str, load: Callable[[str],
 
 
 def resolve_file(address: str) -> str:
-    """Return the path of a local file, or download OWNER/REPOSITORY:FILE from the Hub.
-
-    Raises OSError or ValueError if there is no such file.
-    """
+    """Return the path of a local file, or download OWNER/REPOSITORY:FILE. Raises OSError or ValueError."""
     path = Path(address).expanduser()
     if path.is_file():
         return str(path)

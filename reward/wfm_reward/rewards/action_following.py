@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
+from wfm_reward.base import ItemReward, MediaItem, Range, RewardError, Score
 from wfm_reward.rewards._weights import load_pretrained, torch_dtype
 
 Actions = npt.NDArray[np.float32]
 
 
-class ActionFollowing(Reward):
+class ActionFollowing(ItemReward):
     """Mean over all actions of exp(-MSE / temperature), where MSE compares predicted and conditioning actions.
 
     `temperature` has the unit of squared actions. If the run normalizes actions (data.actions), this is the unit of
@@ -30,6 +30,7 @@ class ActionFollowing(Reward):
         "mse": Range(0.0, float("inf")),
     }
     primary_output = "action_following"
+    hub_files: ClassVar = {"model": "pipeline"}
     required_inputs = ("actions",)
     stall_s = 660.0
 
@@ -72,10 +73,7 @@ class ActionFollowing(Reward):
         if not self._pipeline.transformer.config.action_gen:
             raise RewardError(f"reward {self.name}: {self.model} cannot predict actions (action_gen is off)")
 
-    def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score_item(item) for item in batch]
-
-    def _score_item(self, item: MediaItem) -> Score:
+    def score_item(self, item: MediaItem) -> Score:
         target = item.inputs["actions"]
         if len(target) != len(item.frames) - 1:
             return item.fail(f"{len(target)} actions for {len(item.frames)} frames; need one less than frames")
@@ -116,7 +114,7 @@ class ActionFollowing(Reward):
 def following_scores(predicted: Actions, target: Actions, temperature: float) -> dict[str, float]:
     """Compare predicted and target actions [F-1,D].
 
-    Returns {"value", "mse"}, and "following_moving" if it is defined.
+    Returns {"value", "mse", "following_moving"}. The last key is missing if no action is larger than the median.
     """
     errors = np.square(predicted - target).mean(axis=1)
     scores = np.exp(-errors / temperature)

@@ -23,6 +23,7 @@ class Aesthetic(Reward):
     media_types = frozenset({"image"})
     outputs: ClassVar = {"aesthetic": Range(-math.inf, math.inf)}
     primary_output = "aesthetic"
+    hub_files: ClassVar = {"model": "model", "head": "file"}
 
     def __init__(
         self,

@@ -1,22 +1,39 @@
-"""Reward of the action quickstart: does the brightness follow the actions?"""
+"""Rewards of the action quickstart: does the brightness follow the actions, and a held-out reward."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 
-from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
-from wfm_reward.brightness_demo import MOVE_RAMP, decode_moves, measure_moves, measure_pixel_changes
+from wfm_reward.base import ItemReward, MediaItem, Range, Score
+from wfm_reward.brightness_demo import (
+    FRAMES_PER_MOVE,
+    MAX_START,
+    MOVE_RAMP,
+    NUM_MOVES,
+    Frames,
+    decode_moves,
+    frame_brightness,
+    measure_moves,
+    measure_pixel_changes,
+    render_frames,
+    sample_moves,
+)
 
 MAX_RESIDUAL = 10.0  # upper bound of `residual`, in steps
+NUM_CLIPS = 400
+NEIGHBOURS = 5
+MAX_NEIGHBOUR_DISTANCE = 0.15  # maximum RMS distance to a neighbour, with brightness in -1..1
 
 
-class BrightnessFollowing(Reward):
-    """Fraction of moves that the video follows, minus the mean distance of its pixels from the nearest ideal frame.
+class BrightnessFollowing(ItemReward):
+    """Fraction of the requested brightness changes that the video shows, minus its distance from an ideal video.
 
-    The unit of the distance is BRIGHTNESS_STEP. Parts: `following` is the fraction. `residual` is the distance. `still`
-    is the fraction of "unchanged" moves that the video follows, and is missing if there are no such moves.
+    The distance is the mean over pixels to the nearest ideal frame, in units of BRIGHTNESS_STEP. The reward also
+    reports `following` (the fraction), `residual` (the distance) and `still`: the fraction for the requests
+    "unchanged" only, missing if there are none.
     """
 
     name = "brightness"
@@ -30,10 +47,7 @@ class BrightnessFollowing(Reward):
     primary_output = "brightness"
     required_inputs = ("actions",)
 
-    def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score_item(item) for item in batch]
-
-    def _score_item(self, item: MediaItem) -> Score:
+    def score_item(self, item: MediaItem) -> Score:
         try:
             target, measured = decode_moves(item.inputs["actions"]), measure_moves(item.frames)
         except ValueError as error:
@@ -45,3 +59,53 @@ class BrightnessFollowing(Reward):
         if (target == 0).any():
             parts["still"] = float(right[target == 0].mean())
         return item.score(parts["following"] - residual, **parts)
+
+
+class SeenAction(ItemReward):
+    """Fraction of moves that a nearest-neighbour classifier assigns to the requested action.
+
+    The classifier is fitted on real clips; its input is the five frames of a move. If the nearest neighbour of a move
+    is farther away than MAX_NEIGHBOUR_DISTANCE, the move counts as wrong. Unlike the reward `brightness`, which
+    measures how the brightness changes, this reward compares frames with real clips.
+    """
+
+    name = "seen_action"
+    media_types = frozenset({"video"})
+    outputs: ClassVar = {"seen_action": Range(0.0, 1.0)}
+    primary_output = "seen_action"
+    required_inputs = ("actions",)
+
+    def load(self) -> None:
+        from sklearn.neighbors import KNeighborsClassifier
+
+        generator = np.random.Generator(np.random.PCG64(0))
+        moves = np.stack([sample_moves(generator) for _ in range(NUM_CLIPS)])
+        starts = generator.uniform(-MAX_START, MAX_START, NUM_CLIPS)
+        clips = [
+            render_frames(frame_brightness(start, clip_moves)) for start, clip_moves in zip(starts, moves, strict=True)
+        ]
+        features = np.concatenate([move_features(clip) for clip in clips])
+        self._classifier: Any = KNeighborsClassifier(NEIGHBOURS).fit(features, moves.reshape(-1))
+
+    def score_item(self, item: MediaItem) -> Score:
+        try:
+            target, _ = decode_moves(item.inputs["actions"]), measure_moves(item.frames)
+        except ValueError as error:
+            return item.fail(str(error))
+        features = move_features(item.frames)
+        distances, _ = self._classifier.kneighbors(features, 1)
+        is_near = distances[:, 0] / features.shape[1] ** 0.5 < MAX_NEIGHBOUR_DISTANCE
+        return item.score(float((is_near & (self._classifier.predict(features) == target)).mean()))
+
+
+def move_features(frames: Frames) -> npt.NDArray[np.float32]:
+    """Return features [2 moves, 5 * 8 * 16] of each move.
+
+    The features are the pixels of the frame before the move (-1 to 1), and the differences of the move's four frames
+    from it.
+    """
+    grey = frames.mean(axis=3, dtype=np.float32).reshape(len(frames), -1) / 127.5 - 1
+    before = grey[:-1:FRAMES_PER_MOVE, None]
+    return np.concatenate([before, grey[1:].reshape(NUM_MOVES, FRAMES_PER_MOVE, -1) - before], axis=1).reshape(
+        NUM_MOVES, -1
+    )

@@ -5,20 +5,22 @@ from __future__ import annotations
 import http.client
 import io
 import json
+import time
 import urllib.request
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
-from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
+from wfm_reward.base import ItemReward, MediaItem, Range, RewardError, Score
+from wfm_reward.http_client import check_reply
 
 Poses = npt.NDArray[np.float64]
 ROTATION_TOLERANCE = 1e-2  # tolerance for the orthonormality of estimated rotations
 MIN_LENGTH = 1e-6  # of a translation; shorter ones have no direction
 
 
-class CameraFollowing(Reward):
+class CameraFollowing(ItemReward):
     """Agreement between the estimated camera poses of a video and the conditioning poses, 0 to 1.
 
     The score is the mean of the parts `rotation` and `direction`. `rotation` is exp(-mean angle / option `degrees`).
@@ -50,10 +52,10 @@ class CameraFollowing(Reward):
             raise RewardError(f"reward {self.name}: url {url!r} must be an HTTP address, and degrees {degrees} > 0")
         self.url, self.degrees, self.timeout_s = url, degrees, timeout_s
 
-    def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score_item(item) for item in batch]
+    def check_reachable(self) -> None:
+        check_reply(self.url, f"reward {self.name}")
 
-    def _score_item(self, item: MediaItem) -> Score:
+    def score_item(self, item: MediaItem) -> Score:
         target = item.inputs["c2w"].astype(np.float64)
         try:
             estimated = self._request_poses(item)
@@ -66,19 +68,18 @@ class CameraFollowing(Reward):
         return item.score(**camera_scores(estimated, target, self.degrees))
 
     def _request_poses(self, item: MediaItem) -> Poses:
-        """Return the camera poses [F,4,4] that the pose service estimates.
-
-        Raises RewardError if its reply has no poses.
-        """
         body = io.BytesIO()
         np.save(body, item.frames)
         request = urllib.request.Request(
             self.url, body.getvalue(), {"Content-Type": "application/octet-stream"}, method="POST"
         )
+        timeout_s = min(self.timeout_s, self.deadline_s - time.monotonic())
+        if timeout_s <= 0:
+            raise RewardError(f"no time is left in this batch to ask the pose service at {self.url}")
         try:
-            with urllib.request.urlopen(request, timeout=self.timeout_s) as response:
+            with urllib.request.urlopen(request, timeout=timeout_s) as response:
                 poses: Poses = np.asarray(json.load(response)["c2w"], np.float64)
-        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
+        except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError, RecursionError) as error:
             raise RewardError(f"the pose service at {self.url} did not return poses: {error}") from error
         return poses
 

@@ -19,6 +19,7 @@ class ClipScore(Reward):
     media_types = frozenset({"image"})
     outputs: ClassVar = {"clipscore": Range(-1.001, 1.001)}  # rounding can exceed 1
     primary_output = "clipscore"
+    hub_files: ClassVar = {"model": "model"}
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
+from wfm_reward.base import ItemReward, MediaItem, Range, Score
 
 COLORS = {
     "white": (255, 255, 255),
@@ -21,7 +21,7 @@ COLORS = {
 COLOR_WORD = re.compile(rf"\b({'|'.join(COLORS)})\b", re.IGNORECASE)
 
 
-class ColorMatch(Reward):
+class ColorMatch(ItemReward):
     """1 minus the mean absolute distance of the pixels from a target colour, with channels scaled to 0..1.
 
     The target colour is the metadata `target_rgb`, three numbers from 0 to 255. If there is no such metadata, the
@@ -33,10 +33,7 @@ class ColorMatch(Reward):
     outputs: ClassVar = {"color": Range(0.0, 1.0)}
     primary_output = "color"
 
-    def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score_item(item) for item in batch]
-
-    def _score_item(self, item: MediaItem) -> Score:
+    def score_item(self, item: MediaItem) -> Score:
         target = item.metadata.get("target_rgb")
         if target is None:
             word = COLOR_WORD.search(item.prompt)

@@ -7,14 +7,14 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
+from wfm_reward.base import ItemReward, MediaItem, Range, Score
 
 FULL_SCORE_DB = 40.0  # PSNR at which the second frame continues the first without a visible jump
 MAX_DB = 60.0
 NEGLIGIBLE = 1e-4  # brightness differences (0..1) below this count as zero
 
 
-class Consistency(Reward):
+class Consistency(ItemReward):
     """Mean of start continuity, steadiness and sharpness, each from 0 to 1. Needs at least three frames and no model.
 
     Parts: `start` is the PSNR between the first two frames divided by 40 dB (the first frame is often a conditioning
@@ -32,10 +32,7 @@ class Consistency(Reward):
     }
     primary_output = "consistency"
 
-    def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score_item(item) for item in batch]
-
-    def _score_item(self, item: MediaItem) -> Score:
+    def score_item(self, item: MediaItem) -> Score:
         frames = np.divide(item.frames, 255, dtype=np.float32)
         if len(frames) < 3:
             return item.fail(f"the video has {len(frames)} frames; at least three are needed")
@@ -67,7 +64,7 @@ def motion_steadiness(frames: npt.NDArray[np.float32]) -> float:
 def sharpness_ratio(frames: npt.NDArray[np.float32]) -> float:
     """Compare the mean gradients of the first third and the last third of frames [T,H,W,3].
 
-    Returns the smaller mean divided by the larger mean.
+    Returns the smaller mean divided by the larger mean, 0 to 1.
     """
     third = max(1, len(frames) // 3)
     first, last = mean_gradient(frames[:third]), mean_gradient(frames[-third:])

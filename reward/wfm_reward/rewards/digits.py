@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
+from wfm_reward.base import ItemReward, MediaItem, Range, Score
 
 IMAGE_SIZE = 8
 MAX_GREY = 16  # scikit-learn's digits have grey levels 0 to 16
 
 
-class DigitsReward(Reward):
+class DigitsReward(ItemReward):
     """1.0 if the classifier predicts the digit in the metadata `label`, otherwise 0.0.
 
     The classifier, SVC(gamma=.1, C=10), is fitted on the images of scikit-learn's digits with odd indices. Models are
@@ -38,10 +38,7 @@ class DigitsReward(Reward):
         self._classifier: Any = SVC(gamma=0.1, C=10).fit(inputs[1::2], data.target[1::2])
         self._second_classifier: Any = KNeighborsClassifier(3).fit(inputs[::2], data.target[::2])
 
-    def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score_item(item) for item in batch]
-
-    def _score_item(self, item: MediaItem) -> Score:
+    def score_item(self, item: MediaItem) -> Score:
         label = item.metadata.get("label")
         if not isinstance(label, int) or isinstance(label, bool) or not 0 <= label <= 9:
             return item.fail(f"the metadata `label` is {label!r}, not a digit from 0 to 9")
@@ -53,6 +50,13 @@ class DigitsReward(Reward):
         inputs = [classifier_input(average_to_8x8(image))]
         second = float(self._second_classifier.predict(inputs)[0] == label)
         return item.score(float(self._classifier.predict(inputs)[0] == label), second_judge=second)
+
+    def read_digit(self, image: npt.NDArray[np.uint8]) -> int:
+        """Return the digit, 0 to 9, that the classifier of the reward recognizes in an RGB image [H,W,3], H and W >= 8.
+
+        Call `load` first.
+        """
+        return int(self._classifier.predict([classifier_input(average_to_8x8(image))])[0])
 
 
 def classifier_input(grey: npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.float64]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -12,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
+from wfm_ds.user_class import import_class
+from wfm_reward.base import ItemReward, MediaItem, Range, RewardError, Score
 from wfm_reward.rewards._scene import COLORS, DetectedObject, find_metadata_problem, score_scene
 from wfm_reward.rewards._weights import load_pretrained
 
@@ -75,13 +75,14 @@ class Mask2Former(Detector):
         ]
 
 
-class GenEval(Reward):
+class GenEval(ItemReward):
     """Mean score over the clauses of a GenEval prompt: at most 1, negative if there are many extra objects.
 
-    A clause has a score for the count, which is 1 - |detected - required| / required. The score for colours has the
-    same form, and the score for a position is 0 or 1. Parts, each 0 or 1: `gen_eval_score` is GenEval's original test
-    (at least the required objects, and no excluded objects). `gen_eval_strict` requires exact counts. The metadata are
-    those of GenEval's prompt file: `tag`, `include`, and optionally `exclude`.
+    The score of a clause about the number of objects or about their colours is 1 - |detected - required| / required.
+    The score of a clause about a position is 0 or 1. The reward also reports two values, each 0 or 1: `gen_eval_score`,
+    GenEval's original test (at least the required objects, and no excluded objects), and `gen_eval_strict`, which
+    requires exact counts. The metadata have the keys of GenEval's prompt file: `tag`, `include`, and optionally
+    `exclude`.
     """
 
     name = "gen_eval"
@@ -92,6 +93,7 @@ class GenEval(Reward):
         "gen_eval_strict": Range(0.0, 1.0),
     }
     primary_output = "gen_eval_reward"
+    hub_files: ClassVar = {"detector_model": "model", "clip": "model"}
     required_metadata = ("tag", "include")
 
     def __init__(
@@ -108,14 +110,8 @@ class GenEval(Reward):
         detector: `package.module:Class` of a Detector. detector_model, clip: folders or Hub names of the two models.
         """
         super().__init__(device, **options)
-        module, _, name = detector.partition(":")
-        try:
-            detector_class = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise RewardError(f"reward gen_eval: the detector {detector} cannot be imported: {error}") from error
-        if not (isinstance(detector_class, type) and issubclass(detector_class, Detector)):
-            raise RewardError(f"reward gen_eval: {detector} is not a wfm_reward.rewards.geneval.Detector")
-        self._detector = detector_class(detector_model, device)
+        detector_class = import_class(detector, Detector, key="reward gen_eval: detector", error=RewardError)
+        self._detector: Detector = detector_class(detector_model, device)
         self.clip = clip
 
     def load(self) -> None:
@@ -125,10 +121,7 @@ class GenEval(Reward):
         self._clip = ClipModel(self.name, self.clip, self.clip, self.device, "float32")
         self._color_texts: dict[str, Tensor] = {}
 
-    def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score_item(item) for item in batch]
-
-    def _score_item(self, item: MediaItem) -> Score:
+    def score_item(self, item: MediaItem) -> Score:
         problem = find_metadata_problem(item.metadata)
         if problem:
             return item.fail(problem)

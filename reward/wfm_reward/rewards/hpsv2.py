@@ -2,16 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from wfm_reward.base import MediaBatch, Range, Reward, Score
 from wfm_reward.rewards._clip import ClipModel
-from wfm_reward.rewards._open_clip import convert_to_transformers
 from wfm_reward.rewards._weights import load_pretrained, resolve_file, torch_dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+# open_clip's names of layers -> those of transformers
+WEIGHT_NAMES = {
+    "logit_scale": "logit_scale",
+    "visual.class_embedding": "vision_model.embeddings.class_embedding",
+    "visual.positional_embedding": "vision_model.embeddings.position_embedding.weight",
+    "visual.conv1.weight": "vision_model.embeddings.patch_embedding.weight",
+    "positional_embedding": "text_model.embeddings.position_embedding.weight",
+    "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
+}
+NORM_NAMES = {
+    "visual.ln_pre": "vision_model.pre_layrnorm",
+    "visual.ln_post": "vision_model.post_layernorm",
+    "ln_final": "text_model.final_layer_norm",
+}
+PROJECTION_NAMES = {"visual.proj": "visual_projection.weight", "text_projection": "text_projection.weight"}
+BLOCK_LAYER_NAMES = {
+    "ln_1": "layer_norm1",
+    "ln_2": "layer_norm2",
+    "attn.out_proj": "self_attn.out_proj",
+    "mlp.c_fc": "mlp.fc1",
+    "mlp.c_proj": "mlp.fc2",
+}
+BLOCK_PATTERN = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+)")
+IGNORED_WEIGHTS = ("attn_mask",)
 
 
 class HpsV2(Reward):
@@ -22,6 +50,7 @@ class HpsV2(Reward):
     media_types = frozenset({"image"})
     outputs: ClassVar = {"hpsv2": Range(-1.001, 1.001)}  # rounding can exceed 1
     primary_output = "hpsv2"
+    hub_files: ClassVar = {"model": "file", "base": "processor"}
 
     def __init__(
         self,
@@ -87,3 +116,35 @@ def letterbox_images(media: npt.NDArray[np.uint8], size: int) -> Sequence[Any]:
         frame.paste(resized, ((size - small[0]) // 2, (size - small[1]) // 2))
         images.append(frame)
     return images
+
+
+def convert_to_transformers(weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert open_clip's state dict to that of transformers' CLIPModel. Raises KeyError for unknown weights."""
+    return {name: tensor for key, weight in weights.items() for name, tensor in _convert_weight(key, weight)}
+
+
+def _convert_weight(key: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if key in IGNORED_WEIGHTS:
+        return
+    if key in WEIGHT_NAMES:
+        yield WEIGHT_NAMES[key], weight
+    elif key in PROJECTION_NAMES:
+        yield PROJECTION_NAMES[key], weight.T.contiguous()
+    elif key.rpartition(".")[0] in NORM_NAMES:
+        layer, _, part = key.rpartition(".")
+        yield f"{NORM_NAMES[layer]}.{part}", weight
+    elif match := BLOCK_PATTERN.fullmatch(key):
+        tower = "vision_model" if match[1] else "text_model"
+        yield from _convert_block_weight(f"{tower}.encoder.layers.{match[2]}", match[3], weight)
+    else:
+        raise KeyError(f"{key} is not a weight of open_clip's CLIP")
+
+
+def _convert_block_weight(prefix: str, key: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    if key in ("attn.in_proj_weight", "attn.in_proj_bias"):
+        part = key.rpartition("_")[2]
+        for name, third in zip(("q_proj", "k_proj", "v_proj"), weight.chunk(3), strict=True):
+            yield f"{prefix}.self_attn.{name}.{part}", third.contiguous()
+        return
+    layer, _, part = key.rpartition(".")
+    yield f"{prefix}.{BLOCK_LAYER_NAMES[layer]}.{part}", weight

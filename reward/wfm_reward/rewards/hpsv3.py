@@ -22,6 +22,7 @@ class HpsV3(Reward):
     media_types = frozenset({"image"})
     outputs: ClassVar = {"hpsv3": Range(-math.inf, math.inf), "sigma": Range(-math.inf, math.inf)}
     primary_output = "hpsv3"
+    download_note = "the package hpsv3 downloads its weights when the reward starts"
 
     def __init__(
         self, device: str = "cpu", *, checkpoint: str | None = None, config: str | None = None, **options: Any

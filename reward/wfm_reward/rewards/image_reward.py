@@ -19,6 +19,7 @@ class ImageReward(Reward):
     media_types = frozenset({"image"})
     outputs: ClassVar = {"image_reward": Range(-math.inf, math.inf)}
     primary_output = "image_reward"
+    download_note = "the package image-reward downloads its weights when the reward starts"
 
     def __init__(
         self, device: str = "cpu", *, model: str = "ImageReward-v1.0", med_config: str | None = None, **options: Any

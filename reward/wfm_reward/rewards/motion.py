@@ -7,10 +7,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
+from wfm_reward.base import ItemReward, MediaItem, Range, Score
 
 
-class Motion(Reward):
+class Motion(ItemReward):
     """Mean absolute difference between consecutive frames, with channels scaled to 0..1.
 
     It is 0 for a video without motion and largest for noise.
@@ -21,10 +21,7 @@ class Motion(Reward):
     outputs: ClassVar = {"motion": Range(0.0, 1.0)}
     primary_output = "motion"
 
-    def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score_item(item) for item in batch]
-
-    def _score_item(self, item: MediaItem) -> Score:
+    def score_item(self, item: MediaItem) -> Score:
         frames = item.frames
         if len(frames) < 2:
             return item.fail("a video of one frame has no motion")

@@ -1,4 +1,4 @@
-"""Reward of the video quickstart: does the requested shape move in the requested direction?"""
+"""Rewards of the video quickstart: motion of the requested shape, and a held-out reward, the nearest real clip."""
 
 from __future__ import annotations
 
@@ -6,14 +6,25 @@ from typing import ClassVar
 
 import numpy as np
 
-from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, Score
-from wfm_reward.moving_demo import DIRECTIONS, GRID_SIZE, NUM_FRAMES, SHAPES, Cells, measure_cells, shape_mask
+from wfm_reward.base import ItemReward, MediaItem, Range, Score
+from wfm_reward.moving_demo import (
+    DIRECTIONS,
+    GRID_SIZE,
+    NUM_FRAMES,
+    SHAPES,
+    Cells,
+    find_nearest_clip,
+    measure_cells,
+    shape_mask,
+)
 
 CLIP_DISTANCE = NUM_FRAMES - 1  # cells moved from the first to the last frame
 FULL_LIGHT_CELLS = 16  # bright cells for `light` = 1; the shapes have 4 to 9
+MAX_REAL_ERROR = 0.01  # maximum mean squared error of a real clip: 3 wrong cells in 5 frames
+MAX_PSNR = 60.0
 
 
-class MovingReward(Reward):
+class MovingReward(ItemReward):
     """Motion in the requested direction, 0 to 1, multiplied by a quality score, 0 to 1.
 
     The option `what` selects the quality score. With `shape`, it is the part `identity`, which is the similarity to the
@@ -35,10 +46,7 @@ class MovingReward(Reward):
             raise ValueError(f"what is {what!r}; it must be shape or light")
         self.what = what
 
-    def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score_item(item) for item in batch]
-
-    def _score_item(self, item: MediaItem) -> Score:
+    def score_item(self, item: MediaItem) -> Score:
         shape, direction = item.metadata["shape"], item.metadata["direction"]
         if shape not in SHAPES or direction not in DIRECTIONS:
             return item.fail(f"unknown shape {shape!r} or direction {direction!r}: use {[*SHAPES]}, {[*DIRECTIONS]}")
@@ -46,19 +54,47 @@ class MovingReward(Reward):
             cells = measure_cells(item.frames)
         except ValueError as error:
             return item.fail(str(error))
-        motion, similarity, brightness = (
-            motion_share(cells, direction),
-            shape_similarity(cells, shape),
-            light_share(cells),
-        )
+        motion, similarity = motion_share(cells, direction), shape_similarity(cells, shape)
+        brightness = light_share(cells)
         value = motion * (similarity if self.what == "shape" else brightness)
         return item.score(value, way=motion, right_way=float(motion > 0.5), identity=similarity, light=brightness)
+
+
+class NearestClip(ItemReward):
+    """PSNR in dB, at most 60, between the video and the nearest real clip.
+
+    Both are compared as grids of large square cells. Parts, each 0.0 or 1.0: `shape` and `direction` are 1.0 if the
+    nearest clip has the requested shape or direction. `both` is 1.0 if it has both. `real` is 1.0 if the mean squared
+    error is below .01. Metadata: `shape` and `direction`.
+    """
+
+    name = "nearest_clip"
+    media_types = frozenset({"video"})
+    outputs: ClassVar = {part: Range(0.0, 1.0) for part in ("shape", "direction", "both", "real")} | {
+        "psnr": Range(0.0, MAX_PSNR)
+    }
+    primary_output = "psnr"
+    required_metadata = ("shape", "direction")
+
+    def score_item(self, item: MediaItem) -> Score:
+        try:
+            clip, error = find_nearest_clip(measure_cells(item.frames))
+        except ValueError as reason:
+            return item.fail(str(reason))
+        shape, direction = clip.shape == item.metadata["shape"], clip.direction == item.metadata["direction"]
+        return item.score(
+            min(MAX_PSNR, -10 * float(np.log10(error + 1e-12))),
+            shape=float(shape),
+            direction=float(direction),
+            both=float(shape and direction),
+            real=float(error < MAX_REAL_ERROR),
+        )
 
 
 def motion_share(cells: Cells, direction: str) -> float:
     """Return how far the centre of brightness moves in `direction` between the first and the last frame, 0 to 1.
 
-    The unit is the distance that a shape moves in a real clip. Motion to the side is subtracted.
+    1 is the distance that a shape moves in a training clip. Motion perpendicular to `direction` is subtracted.
     """
     positions = np.arange(GRID_SIZE, dtype=np.float32)
     weights = cells.sum(axis=(1, 2)) + 1e-6
@@ -84,8 +120,5 @@ def shape_similarity(cells: Cells, shape: str) -> float:
 
 
 def light_share(cells: Cells) -> float:
-    """Return the total brightness of the cells of a frame divided by FULL_LIGHT_CELLS.
-
-    It is averaged over frames and at most 1.
-    """
+    """Return the mean over frames of the total brightness divided by FULL_LIGHT_CELLS, at most 1."""
     return float(min(1.0, cells.sum(axis=(1, 2)).mean() / FULL_LIGHT_CELLS))

@@ -8,12 +8,12 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
+from wfm_reward.base import ItemReward, MediaItem, Range, RewardError, Score
 
 QUOTED_TEXT = re.compile(r'"([^"]*)"')
 
 
-class Ocr(Reward):
+class Ocr(ItemReward):
     """1 - d / len(target), 0 to 1, for the edit distance d between the recognized text and the target.
 
     d is 0 if the recognized text contains the target, and at most len(target). The target is the metadata `ocr_target`.
@@ -47,10 +47,7 @@ class Ocr(Reward):
         cv2.setNumThreads(self.threads)  # by default, OpenCV uses one thread per core
         self._reader: Any = RapidOCR(intra_op_num_threads=self.threads, inter_op_num_threads=1)
 
-    def score(self, batch: MediaBatch) -> list[Score]:
-        return [self._score_item(item) for item in batch]
-
-    def _score_item(self, item: MediaItem) -> Score:
+    def score_item(self, item: MediaItem) -> Score:
         target = ocr_target(item)
         if not target:
             return item.fail("no ocr_target in the metadata and no text in double quotes in the prompt")
@@ -59,10 +56,6 @@ class Ocr(Reward):
         return item.score(1.0 - distance / len(target))
 
     def _read_text(self, image: npt.NDArray[np.uint8]) -> str:
-        """Return the recognized lines of text, joined from top to bottom.
-
-        RapidOCR drops lines with a confidence below 0.5.
-        """
         lines, _ = self._reader(np.ascontiguousarray(image[..., ::-1]))  # RapidOCR expects BGR
         return "".join(text for _box, text, _confidence in lines or ())
 

@@ -18,6 +18,7 @@ class PickScore(Reward):
     media_types = frozenset({"image"})
     outputs: ClassVar = {"pickscore": Range(-100 / SCALE, 100 / SCALE)}  # CLIP's logit scale is at most 100
     primary_output = "pickscore"
+    hub_files: ClassVar = {"model": "model", "processor": "processor"}
 
     def __init__(
         self,

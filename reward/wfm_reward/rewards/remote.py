@@ -17,13 +17,9 @@ from urllib.parse import urlencode
 import numpy as np
 
 from wfm_reward.base import MediaBatch, MediaItem, Range, Reward, RewardError, Score
-from wfm_reward.http_client import HttpClient, HttpRequestError, HttpResponse, check_url
+from wfm_reward.http_client import HttpClient, HttpRequestError, HttpResponse, check_reply, check_url, pause
 
-VARIABLE_PREFIXES = (
-    "REMOTE_REWARD",
-    "WFM_REWARD",
-    "DIFFUSION_REWARD",
-)  # prefixes of environment variables; the last two are old names
+VARIABLE_PREFIXES = ("REMOTE_REWARD", "WFM_REWARD", "DIFFUSION_REWARD")  # of variables; the last two are old names
 IGNORE_REPLICA_VARIABLE = "COSMOS_DISABLE_REMOTE_REWARD_USE_REPLICA"
 POLL_S = 0.5
 FORM_HEADERS = {"Content-Type": "application/x-www-form-urlencoded"}
@@ -60,20 +56,21 @@ class Remote(Reward):
         self.reward, self.output, self.timeout_s = reward, output, timeout_s
 
     def load(self) -> None:
-        """Read the addresses from environment variables.
-
-        Raises RewardError if they are not set or contradict each other.
-        """
+        """Read the addresses from environment variables. Raises RewardError if they are missing or differ."""
         self._enqueue_url, self._fetch_url, token = read_service_addresses(os.environ)
         self._client = HttpClient(token)
         self._keep_replica = os.environ.get(IGNORE_REPLICA_VARIABLE, "").lower() not in ("1", "true")
+
+    def check_reachable(self) -> None:
+        for url in read_service_addresses(os.environ)[:2]:
+            check_reply(url, f"reward remote/{self.reward}")
 
     def score(self, batch: MediaBatch) -> list[Score]:
         """Send the batch in one request.
 
         Raises RewardError if the service rejects the token or returns unusable scores.
         """
-        deadline_s = time.monotonic() + self.timeout_s
+        deadline_s = min(time.monotonic() + self.timeout_s, self.deadline_s)
         try:
             reply = self._request_scores(enqueue_body(self.reward, batch), deadline_s)
         except HttpRequestError as error:
@@ -94,7 +91,7 @@ class Remote(Reward):
                 return _require_ok(response)
             if time.monotonic() + POLL_S >= deadline_s:
                 raise HttpRequestError(f"no scores within {self.timeout_s:g} s: {response.body_excerpt()}")
-            self._client.pause(POLL_S)
+            pause(POLL_S)
 
     def _parse_scores(self, reply: Mapping[str, Any], batch: MediaBatch) -> list[Score]:
         lists = reply.get("scores")
@@ -120,10 +117,7 @@ class Remote(Reward):
         ]
 
     def _select_outputs(self, numbers: Mapping[str, Sequence[Any]]) -> list[str]:
-        """Return the names of the outputs whose sum is the score.
-
-        Raises RewardError if outputs are missing or ambiguous.
-        """
+        """Return the names of the outputs to add. Raises RewardError if they are missing or ambiguous."""
         outputs = list(numbers) if self.output is None else [part.strip() for part in self.output.split("+")]
         if (self.output is None and len(outputs) != 1) or not set(outputs) <= numbers.keys():
             raise RewardError(

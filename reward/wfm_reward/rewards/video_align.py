@@ -33,6 +33,7 @@ class VideoAlign(Reward):
     media_types = frozenset({"video"})
     outputs: ClassVar = {"video_align": UNBOUNDED, **dict.fromkeys(OUTPUTS, UNBOUNDED)}
     primary_output = "video_align"
+    download_note = "download the checkpoint of VideoReward to the folder in the option model (docs/rewards.md)"
 
     def __init__(
         self,

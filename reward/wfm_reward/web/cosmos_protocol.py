@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from wfm_reward.web.http_problem import HttpProblem, check_length, invalid_request, parse_fields
-from wfm_reward.web.score_request import ScoreRequest
+from wfm_reward.web.requests import HttpProblem, ScoreRequest, check_length, invalid_request, parse_fields
 
 MAX_LINE_BYTES = 4 * 2**20
 MAX_ITEMS = 4096

@@ -15,17 +15,17 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
+from wfm_ds.errors import describe_error
 from wfm_ds.transport.client import PipeClient, TaskOutcome
 from wfm_ds.transport.keys import ClientKeys
-from wfm_ds.transport.submission import SubmittedTask, submit_rows
+from wfm_ds.transport.submissions import TaskRequest, submit_rows
 from wfm_ds.transport.wire import Array
-from wfm_reward.web.http_problem import HttpProblem
 from wfm_reward.web.request_body import Reservation
-from wfm_reward.web.score_request import ScoreRequest
+from wfm_reward.web.requests import HttpProblem, ScoreRequest
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +33,12 @@ MAX_EXPIRED_IDS = 10000  # ids of expired jobs to remember
 TICK_S = 0.5
 GRACE_S = 1.0  # seconds to wait after a deadline, so that the broker can report first
 
-ItemResult: TypeAlias = tuple[float | None, str | None, dict[str, float]]
-"""Result of one item: (value, failure reason, parts)."""
-
 
 @dataclass(slots=True)
 class ItemResults:
     """Results of one reward or decoder for the rows of a submission. They are filled in as they arrive."""
 
-    items: list[Any]
+    items: list[Any]  # (value, failure reason, parts) each, or None
     num_missing: int
     done: asyncio.Event = field(default_factory=asyncio.Event)
     seconds: float = 0.0
@@ -73,7 +70,7 @@ class ScoreJob:
 class _Piece:
     """A submitted task, and the positions of its results."""
 
-    task: SubmittedTask
+    task: TaskRequest
     results: ItemResults
     indices: Sequence[int]  # of its rows in `results`
 
@@ -148,7 +145,7 @@ class ScoreJobs:
             log.exception("request %s failed", job.id)
             for results in job.results.values():
                 missing = [i for i, item in enumerate(results.items) if item is None]
-                results.fail(missing, f"{type(error).__name__}: {error}")
+                results.fail(missing, describe_error(error))
         finally:
             reservation.release()
             job.finished_at_s = time.monotonic()
@@ -192,7 +189,7 @@ class ScoreJobs:
     ) -> asyncio.TimerHandle:
         """Submit rows to workers. Returns the timer that abandons unfinished tasks after the deadline."""
         piece_ids = []
-        for task in submit_rows(self._client, rows, arrays, max_rows, self._new_task_id, deadline_s):
+        for task in submit_rows(self._client.submit, rows, arrays, max_rows, self._new_task_id, deadline_s):
             piece = _Piece(task, results[task.kind], indices[task.start : task.stop])
             if task.failure is not None:
                 piece.results.fail(piece.indices, task.failure)
@@ -213,7 +210,6 @@ class ScoreJobs:
         return f"{self._name}/{next(self._numbers)}#{kind}"
 
     def _collect_outcomes(self) -> None:
-        """Main function of the thread: pass outcomes to the event loop."""
         while not self._closing.is_set():
             outcomes = self._client.take_outcomes(TICK_S)
             if outcomes:

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from wfm_reward.web.http_problem import HttpProblem, check_length, invalid_request, parse_fields
-from wfm_reward.web.score_request import ScoreRequest
+from wfm_reward.web.requests import HttpProblem, ScoreRequest, check_length, invalid_request, parse_fields
 
 ReserveBytes: TypeAlias = Callable[[int], None]
 
@@ -138,7 +137,8 @@ def _decode_base64(text: str) -> bytes:
 def compute_reply(
     rewards: Sequence[str], scores: dict[str, list[tuple[float | None, str | None, dict[str, float]]]]
 ) -> dict[str, Any]:
-    """Build the reply. `scores` has all rewards. `rewards` has only the first reward's values (for Flow-Factory)."""
+    """Build the reply. Its key `scores` has the values of all rewards, and `rewards` only those of the first reward, as
+    Flow-Factory expects."""
     values = {name: [value for value, _, _ in scores[name]] for name in rewards}
     failures = [
         {"reward": name, "index": i, "reason": failure}

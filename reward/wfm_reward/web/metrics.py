@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from wfm_reward.stats import BUCKETS_S, RewardStats, TimeHistogram
-from wfm_reward.web.service_snapshot import ServiceSnapshot
+from wfm_reward.stats import BUCKETS_S, ServiceSnapshot, TimeHistogram
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -38,8 +37,8 @@ def _reward_metrics(snapshot: ServiceSnapshot) -> Iterator[Metric]:
     failures = CounterMetricFamily("wfm_reward_failures", "Failed items by failure class", labels=["reward", "reason"])
     score_s = HistogramMetricFamily("wfm_reward_score_seconds", "Seconds to score an item", labels=["reward"])
     wait_s = HistogramMetricFamily("wfm_reward_wait_seconds", "Seconds until scoring starts", labels=["reward"])
-    for name in snapshot.rewards:
-        stats = snapshot.reward_stats(name)
+    all_stats = {name: snapshot.reward_stats(name) for name in snapshot.rewards}
+    for name, stats in all_stats.items():
         items.add_metric([name, "scored"], stats.scored)
         items.add_metric([name, "failed"], stats.failed.total())
         for reason, count in stats.failed.items():
@@ -47,40 +46,28 @@ def _reward_metrics(snapshot: ServiceSnapshot) -> Iterator[Metric]:
         score_s.add_metric([name], _cumulative_buckets(stats.score_s), stats.score_s.total)
         wait_s.add_metric([name], _cumulative_buckets(stats.wait_s), stats.wait_s.total)
     yield from (items, failures, score_s, wait_s)
-    gauges: list[tuple[str, str, Callable[[RewardStats], float | None]]] = [
-        ("wfm_reward_batch_items", "Mean size of recent batches", lambda s: _mean_or_none(s.batch_sizes)),
-        ("wfm_reward_score_mean", "Mean of the last 1000 scores", lambda s: _mean_or_none(s.scores)),
-        (
-            "wfm_reward_items_per_minute",
-            "Items finished in the last minute",
-            lambda s: s.items_per_minute(snapshot.now_s),
-        ),
-    ]
-    for metric, text, value_of in gauges:
-        gauge = GaugeMetricFamily(metric, text, labels=["reward"])
-        for name in snapshot.rewards:
-            value = value_of(snapshot.reward_stats(name))
-            if value is not None:
-                gauge.add_metric([name], value)
-        yield gauge
+    batches = {name: _mean(stats.batch_sizes) for name, stats in all_stats.items() if stats.batch_sizes}
+    means = {name: _mean(stats.scores) for name, stats in all_stats.items() if stats.scores}
+    rates = {name: stats.items_per_minute(snapshot.now_s) for name, stats in all_stats.items()}
+    yield _reward_gauge("wfm_reward_batch_items", "Mean size of recent batches", batches)
+    yield _reward_gauge("wfm_reward_score_mean", "Mean of the last 1000 scores", means)
+    yield _reward_gauge("wfm_reward_items_per_minute", "Items finished in the last minute", rates)
 
 
 def _worker_metrics(snapshot: ServiceSnapshot) -> Iterator[Metric]:
-    waiting = GaugeMetricFamily("wfm_reward_waiting", "Queued tasks", labels=["reward"])
-    leased = GaugeMetricFamily("wfm_reward_leased", "Running tasks", labels=["reward"])
+    names = snapshot.rewards
     workers = GaugeMetricFamily("wfm_reward_workers", "Worker processes", labels=["reward", "state"])
     restarts = CounterMetricFamily("wfm_reward_worker_restarts", "Worker restarts", labels=["reward"])
-    for name in snapshot.rewards:
-        waiting.add_metric([name], snapshot.num_waiting(name))
-        leased.add_metric([name], snapshot.num_leased(name))
+    for name in names:
         reward_workers = [worker for worker in snapshot.workers if worker.reward == name]
-        states = Counter(
-            "ready" if w.ready else "down" if name in snapshot.down_reasons else "starting" for w in reward_workers
-        )
+        not_ready = "down" if name in snapshot.down_reasons else "starting"
+        states = Counter("ready" if worker.ready else not_ready for worker in reward_workers)
         for state in ("ready", "starting", "down"):
             workers.add_metric([name, state], states[state])
         restarts.add_metric([name], sum(worker.restarts for worker in reward_workers))
-    yield from (waiting, leased, workers, restarts)
+    yield _reward_gauge("wfm_reward_waiting", "Queued tasks", {name: snapshot.num_waiting(name) for name in names})
+    yield _reward_gauge("wfm_reward_leased", "Running tasks", {name: snapshot.num_leased(name) for name in names})
+    yield from (workers, restarts)
 
 
 def _service_metrics(snapshot: ServiceSnapshot) -> Iterator[Metric]:
@@ -88,18 +75,26 @@ def _service_metrics(snapshot: ServiceSnapshot) -> Iterator[Metric]:
     for (endpoint, code), count in snapshot.requests.items():
         requests.add_metric([endpoint, str(code)], count)
     yield requests
-    yield CounterMetricFamily("wfm_pipes_rejected", "Dropped messages", snapshot.broker.rejected)
-    yield CounterMetricFamily(
-        "wfm_pipes_requeued", "Tasks returned to the queue", snapshot.broker.counts.get("requeued", 0)
-    )
-    yield CounterMetricFamily(
-        "wfm_pipes_duplicates", "Ignored duplicate results", snapshot.broker.counts.get("duplicate", 0)
-    )
-    yield GaugeMetricFamily("wfm_pipes_held_bytes", "Bytes of queued and running tasks", snapshot.broker.held_bytes)
-    yield GaugeMetricFamily(
-        "wfm_reward_http_pending_bytes", "Unscored bytes received over HTTP", snapshot.pending_bytes
-    )
-    yield GaugeMetricFamily("wfm_reward_uptime_seconds", "Seconds since the service started", snapshot.uptime_s)
+    broker = snapshot.broker
+    for name, text, value in (
+        ("wfm_pipes_rejected", "Dropped messages", broker.rejected),
+        ("wfm_pipes_requeued", "Tasks returned to the queue", broker.counts.get("requeued", 0)),
+        ("wfm_pipes_duplicates", "Ignored duplicate results", broker.counts.get("duplicate", 0)),
+    ):
+        yield CounterMetricFamily(name, text, value)
+    for name, text, number in (
+        ("wfm_pipes_held_bytes", "Bytes of queued and running tasks", broker.held_bytes),
+        ("wfm_reward_http_pending_bytes", "Unscored bytes received over HTTP", snapshot.pending_bytes),
+        ("wfm_reward_uptime_seconds", "Seconds since the service started", snapshot.uptime_s),
+    ):
+        yield GaugeMetricFamily(name, text, number)
+
+
+def _reward_gauge(name: str, text: str, values: Mapping[str, float]) -> GaugeMetricFamily:
+    gauge = GaugeMetricFamily(name, text, labels=["reward"])
+    for reward, value in values.items():
+        gauge.add_metric([reward], value)
+    return gauge
 
 
 def _cumulative_buckets(times: TimeHistogram) -> list[tuple[str, float]]:
@@ -110,6 +105,5 @@ def _cumulative_buckets(times: TimeHistogram) -> list[tuple[str, float]]:
     return counts
 
 
-def _mean_or_none(values: Iterable[float]) -> float | None:
-    numbers = list(values)
-    return sum(numbers) / len(numbers) if numbers else None
+def _mean(values: Collection[float]) -> float:
+    return sum(values) / len(values)

@@ -1,17 +1,18 @@
-"""Reading of request bodies with a deadline and a memory limit. Compressed bodies are rejected."""
+"""Token check, and reading of request bodies with a deadline and a memory limit. Compressed bodies are rejected."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
-from aiohttp import ClientPayloadError, web
+from aiohttp import BasicAuth, ClientPayloadError, web
 from multidict import MultiDictProxy
 
-from wfm_reward.web.http_problem import HttpProblem, invalid_request
+from wfm_reward.web.requests import HttpProblem, invalid_request
 
 CHUNK_BYTES = 256 * 1024
 
@@ -19,7 +20,7 @@ CHUNK_BYTES = 256 * 1024
 class MemoryBudget:
     """Limit on the memory of all requests of one server. Thread-safe.
 
-    Counts arriving bodies, and images and videos that are not scored yet.
+    The memory consists of the bodies that are being received, and of images and videos that are not scored yet.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -28,15 +29,12 @@ class MemoryBudget:
         self.lock = threading.Lock()
 
     def check_fits(self, num_bytes: int, held: int = 0) -> None:
-        """Raise HttpProblem if a request of `num_bytes` does not fit into the budget.
+        """Raise HttpProblem 413 if `num_bytes` can never fit, and 429 if they do not fit now.
 
-        held: bytes that the request has already reserved. The status is 413 if the request can never fit, and 429 if it
-        cannot fit now.
+        held: bytes that the request has already reserved.
         """
         if num_bytes > self.max_bytes:
-            detail = (
-                f"this request needs {num_bytes} bytes; the limit is {self.max_bytes}: send fewer items per request"
-            )
+            detail = f"this request needs {num_bytes} bytes; the limit is {self.max_bytes}: send fewer items"
             raise HttpProblem(413, "too_large", detail)
         if self.reserved_bytes - held + num_bytes > self.max_bytes:
             detail = f"more than {self.max_bytes} bytes are waiting to be scored"
@@ -72,6 +70,24 @@ class Reservation:
     def release(self) -> None:
         """Release all bytes. Idempotent."""
         self.resize(0)
+
+
+def check_token(header: str | None, token: str | None) -> None:
+    """Raise HttpProblem 401 unless the Authorization header has the token. Compares in constant time."""
+    if token is None:
+        return
+    scheme, _, credentials = (header or "").partition(" ")
+    if scheme.lower() == "basic":
+        try:
+            credentials = BasicAuth.decode(header or "", "utf-8").password
+        except ValueError:
+            credentials = ""
+    elif scheme.lower() != "bearer":
+        credentials = ""
+    # aiohttp passes bytes that are not UTF-8 as surrogates.
+    if not hmac.compare_digest(credentials.strip().encode(errors="surrogateescape"), token.encode()):
+        detail = "the token is wrong" if header else "a token is needed: send the header Authorization: Bearer TOKEN"
+        raise HttpProblem(401, "unauthorized", detail)
 
 
 def check_encoding(request: web.Request) -> None:

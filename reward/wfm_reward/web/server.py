@@ -13,8 +13,9 @@ import logging
 import math
 import os
 import threading
+import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,19 +30,16 @@ from wfm_ds.transport.broker import Broker
 from wfm_ds.transport.keys import BrokerKeys
 from wfm_ds.transport.throttle import get_throttled_logger
 from wfm_reward import registry
-from wfm_reward.config import ServiceConfig
+from wfm_reward.config import ServiceConfig, read_service_token
 from wfm_reward.decoder import VaeScale
-from wfm_reward.stats import ServiceStats
-from wfm_reward.web.access import check_token, read_service_token
+from wfm_reward.stats import ServiceSnapshot, ServiceStats
 from wfm_reward.web.connections import ConnectionAcceptor, open_listeners
 from wfm_reward.web.cosmos_protocol import parse_enqueue, pull_reply
-from wfm_reward.web.http_problem import HttpProblem
 from wfm_reward.web.jobs import ItemResults, ScoreJob, ScoreJobs
 from wfm_reward.web.json_protocol import compute_reply, parse_compute
 from wfm_reward.web.metrics import CONTENT_TYPE, render_metrics
-from wfm_reward.web.request_body import MemoryBudget, Reservation, check_encoding, read_form, receive_body
-from wfm_reward.web.score_request import ScoreRequest
-from wfm_reward.web.service_snapshot import ServiceSnapshot, read_clocks
+from wfm_reward.web.request_body import MemoryBudget, Reservation, check_encoding, check_token, read_form, receive_body
+from wfm_reward.web.requests import HttpProblem, ScoreRequest
 from wfm_reward.web.status_page import render_status_page
 from wfm_reward.worker_pool import WorkerPool
 
@@ -83,11 +81,11 @@ class HttpServer:
         self._requests: Counter[tuple[str, int]] = Counter()
         self._client_log = get_throttled_logger(f"{__name__}.clients")
         self._client_log.addFilter(_shorten_parse_error)
-        self._started_at_s, _ = read_clocks()
+        self._started_at_s = time.monotonic()
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
-        self._stopping = asyncio.Event()
         self._error: Exception | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._thread = threading.Thread(target=self._run_thread, name="http", daemon=True)
 
     def start(self) -> None:
@@ -98,9 +96,9 @@ class HttpServer:
 
     def stop(self) -> None:
         """Let current requests finish for a short time, then end the thread."""
-        if self._thread.is_alive():
+        if self._thread.is_alive() and self._serving is not None:
             with contextlib.suppress(RuntimeError):  # the loop is already closed
-                self._loop.call_soon_threadsafe(self._stopping.set)
+                self._loop.call_soon_threadsafe(self._serving.cancel)
             self._thread.join(10)
 
     # Runs in the thread
@@ -131,19 +129,12 @@ class HttpServer:
                 listeners = [stack.enter_context(one) for one in open_listeners(host.strip("[]"), int(port))]
                 bound, port_number = listeners[0].getsockname()[:2]
                 self.url = f"http://[{bound}]:{port_number}" if ":" in bound else f"http://{bound}:{port_number}"
+                self._serving = self._loop.create_task(self._connections.serve(listeners))
                 self._ready.set()
-                await self._serve_until_stopped(self._connections.serve(listeners))
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._serving
         finally:
             await runner.cleanup()
-
-    async def _serve_until_stopped(self, serving: Coroutine[Any, Any, None]) -> None:
-        """Serve until `stop` is called. Raises any exception of the coroutine `serving`."""
-        tasks = [self._loop.create_task(serving), self._loop.create_task(self._stopping.wait())]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in tasks:
-            task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await tasks[0]
 
     def _create_app(self) -> web.Application:
         app = web.Application(middlewares=[self._process_request], client_max_size=FORM_BYTES)
@@ -180,7 +171,6 @@ class HttpServer:
         return response
 
     async def _respond_safely(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Return the reply of `handler`. If the handler fails, return an error reply."""
         try:
             if _route_name(request) != "/health":
                 check_token(request.headers.get("Authorization"), self._token)
@@ -209,7 +199,7 @@ class HttpServer:
             hub = await asyncio.wait_for(asyncio.wrap_future(service.broker.request_status()), BROKER_TIMEOUT_S)
         except (TimeoutError, asyncio.CancelledError) as error:
             raise HttpProblem(503, "stopping", "no reply from the broker: the service is stopping") from error
-        now_s, wall_s = read_clocks()
+        now_s, wall_s = time.monotonic(), time.time()
         return ServiceSnapshot(
             version=wfm_ds.__version__,
             uptime_s=now_s - self._started_at_s,
@@ -300,9 +290,9 @@ class HttpServer:
     def _start_job(
         self, score_request: ScoreRequest, reservation: Reservation, num_bytes: int, timeout_s: float
     ) -> ScoreJob:
-        """Start a job that takes over the memory reservation, resized to `num_bytes` plus the size of decoded videos.
+        """Start a job that takes over the reservation.
 
-        Raises HttpProblem if the service does not offer a reward or decoder, or if memory is short.
+        Raises HttpProblem if the service does not have a requested reward or a decoder for the latents.
         """
         offered = self._service.config.rewards
         unknown = [name for name in score_request.rewards if name not in offered]
@@ -329,7 +319,7 @@ class HttpServer:
 
 
 def _shorten_parse_error(record: logging.LogRecord) -> bool:
-    """Logging filter: replace the traceback of a request that cannot be parsed with a short text. Keeps all records."""
+    """Logging filter that shortens the traceback of a request that cannot be parsed. It keeps all records."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         text = " ".join(str(error).split())[:MAX_ERROR_CHARS]

@@ -8,8 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from wfm_reward.stats import RewardStats, ScoredSample
-from wfm_reward.web.service_snapshot import ServiceSnapshot
+from wfm_reward.stats import RewardStats, ScoredSample, ServiceSnapshot
 from wfm_reward.worker_pool import WorkerState
 
 REFRESH_S = 5

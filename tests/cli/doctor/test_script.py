@@ -1,6 +1,6 @@
-"""The `deepspeed` script: which lines are for us, and what doctor finds and puts right.
+"""The `deepspeed` script: which command lines wfm_ds handles, and how doctor finds and repairs the hook.
 
-Small programs stand for the script here; a real environment is in tests/end_to_end/test_install.py.
+The tests replace the script by small programs; tests/end_to_end/test_install.py uses a real environment.
 """
 
 import os
@@ -11,7 +11,7 @@ from wfm_ds import __version__
 from wfm_ds.cli.doctor.deepspeed_script import repair_script, script_finding
 from wfm_ds.distributed import hook
 
-# -S: no site, so no hook of the environment that runs the tests.
+# -S disables site, so that the hook of the test environment does not run.
 STOCK = f"#!{sys.executable} -S\nimport sys\nsys.stderr.write('unrecognized arguments')\nsys.exit(2)\n"
 OURS = f"#!{sys.executable}\nprint('wfm_ds {__version__}')\n"
 
@@ -28,7 +28,7 @@ def script(folder, text, name="deepspeed"):
     [
         ("--num_gpus 8 -m wfm_ds.train r.yaml", True),
         ("--num_gpus 8 --module wfm_ds.train r.yaml", True),
-        ("-m somebody.elses", True),  # DeepSpeed does not know -m
+        ("-m somebody.elses", True),  # DeepSpeed has no -m option
         ("--wfm-version", True),
         ("--num_gpus 8 --module somebody.elses -m", False),
         ("train.py -m wfm_ds.train", False),

@@ -1,9 +1,9 @@
-"""The video quickstart's VAE: a real one whose latents are the pixels."""
+"""The VAE of the video quickstart: a real VAE with latents equal to the pixels."""
 
 import torch
 
 from each_case import check_each
-from wfm_ds.models.tiny.moving import exact_vae
+from wfm_ds.models.tiny.vaes import exact_vae
 
 
 @check_each("num_frames", [1, 5, 9])

@@ -1,4 +1,4 @@
-"""A reward that tells the samples of some prompts apart, those of others not, and knows nothing of the rest."""
+"""A reward that varies for some prompts, is constant for others, and fails for the rest."""
 
 from typing import ClassVar
 
@@ -6,7 +6,7 @@ from wfm_reward.base import MediaBatch, Range, Reward, Score
 
 
 class Picky(Reward):
-    """Mean brightness, but .5 of what shall be a square, and a failure of a triangle on black."""
+    """The reward is the mean brightness. Prompts with a square get 0.5; prompts with a triangle on black fail."""
 
     name = "picky"
     media_types = frozenset({"image"})

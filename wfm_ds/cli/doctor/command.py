@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from wfm_ds.cli.doctor.finding import DoctorFinding
+from wfm_ds.cli.sampling_options import parse_positive
 from wfm_ds.errors import UserError
 from wfm_ds.program import USER_ERROR_CODE, CommandParser, run_command
 
@@ -25,7 +26,9 @@ def parser() -> CommandParser:
     p.add_argument("recipe", nargs="?", type=Path, help="YAML recipe (default: check the machine only)")
     p.add_argument("overrides", nargs="*", metavar="section.key=value", help="recipe overrides")
     p.add_argument(
-        "--ranks", type=int, help="number of ranks (default: the GPUs of this machine, or the minimum of the recipe)"
+        "--ranks",
+        type=parse_positive,
+        help="number of ranks (default: the GPUs of this machine, or the minimum of the recipe)",
     )
     p.add_argument("--hostfile", type=Path, help="also check the hosts in this hostfile over ssh")
     p.add_argument(

@@ -11,8 +11,7 @@ from pathlib import Path
 
 from wfm_ds import __version__
 from wfm_ds.cli.doctor.finding import DoctorFinding
-from wfm_ds.distributed.hook import PTH_FILE, SCRIPT_NAME
-from wfm_ds.distributed.runner_arguments import VERSION_OPTION
+from wfm_ds.distributed.hook import PTH_FILE, SCRIPT_NAME, VERSION_OPTION
 
 TWIN_SCRIPT = "deepspeed.pt"  # DeepSpeed also installs the script under this name
 ANSWER_TIMEOUT_S = 60

@@ -22,9 +22,9 @@ class DoctorFinding:
 
 
 def run_check(name: str, action: Callable[[], str], advice: str = "") -> DoctorFinding:
-    """Run a check.
+    """Call `action` and return a finding.
 
-    If `action` returns a text, the finding is `ok`. If it raises UserError, the finding is an `error`.
+    The finding is `ok`, with the text that `action` returns, or an `error` if `action` raises UserError.
     """
     try:
         return DoctorFinding(name, "ok", action())

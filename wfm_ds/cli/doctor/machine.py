@@ -47,10 +47,6 @@ def python_finding() -> DoctorFinding:
 
 
 def version_finding(package: str) -> DoctorFinding:
-    """Check that the installed version of a package fits wfm_ds.
-
-    It also checks the requirements of this package.
-    """
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -100,7 +96,7 @@ def unmet_requirements(package: str) -> Iterator[tuple[Requirement, str | None]]
 def read_constraints(path: Path) -> dict[str, str]:
     """Return {package: version} from a constraints file.
 
-    Returns {} if the file does not exist, as in an installed wheel.
+    Returns {} if the file does not exist. Installed wheels do not contain it.
     """
     if not path.is_file():
         return {}
@@ -158,8 +154,8 @@ def open_files_finding() -> DoctorFinding:
 def port_finding(port: int, *, is_needed: bool) -> DoctorFinding:
     """Check that the launcher's master port is free.
 
-    is_needed: whether a busy port is an error. Otherwise it is a warning, because runs on one machine can choose
-    another port.
+    is_needed: return an error if the port is busy. If it is False, return a warning, because a run on one machine can
+    choose another port.
     """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -184,7 +180,6 @@ def host_findings(hostfile: Path) -> list[DoctorFinding]:
 
 
 def read_hosts(hostfile: Path) -> list[str]:
-    """Return the host names in a DeepSpeed hostfile. Raises RecipeError if it is unreadable or invalid."""
     try:
         text = hostfile.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

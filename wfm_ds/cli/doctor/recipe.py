@@ -1,4 +1,4 @@
-"""Check a recipe: the checks of training/preflight.py one by one, then memory and disk space."""
+"""Run the checks of training/preflight.py on a recipe one by one, then check memory and disk space."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from wfm_ds.monitoring.meters import GIB
 from wfm_ds.recipe.deepspeed import build_deepspeed_config
 from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.runs.check_report import start_summary
 from wfm_ds.runs.model_loading import find_family
 from wfm_ds.runs.output_folder import find_run_start
 from wfm_ds.runs.storage_copies import require_writable_storage
-from wfm_ds.storage.filesystem import ACCESS_KEY, ENDPOINT, REGION, SECRET_KEY
+from wfm_ds.storage.filesystem import ACCESS_KEY, ENDPOINT, REGION, SECRET_KEY, existing_parent
 from wfm_ds.training import language_builder, preflight
 
-SERVICE_TIMEOUT_S = 15.0  # for a running reward service; one started here has the recipe's timeout
 STORAGE_ADVICE = (
     f"create the bucket, and set {ACCESS_KEY}, {SECRET_KEY}, {ENDPOINT} and {REGION}, or AWS's own variables, to "
     "credentials that may list, read, write and delete there"
@@ -47,7 +47,7 @@ def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[DoctorFinding]:
         yield run_check("model and data", lambda: language_builder.language_summary(recipe))
         yield from storage_findings(recipe, world_size)
         return
-    yield run_check("model", lambda: f"{find_family(recipe).__name__}")
+    yield run_check("model", lambda: f"{recipe.model.path}, family {find_family(recipe).family}")
     data = run_check("data", lambda: data_summary(recipe))
     yield data
     if data.level == "ok":
@@ -68,8 +68,7 @@ def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[DoctorFinding]:
 
 
 def storage_findings(recipe: Recipe, world_size: int) -> Iterator[DoctorFinding]:
-    """Check the output folder, and that the remote storage at checkpoint.storage is writable."""
-    yield run_check("output", lambda: preflight.start_summary(find_run_start(recipe, world_size)))
+    yield run_check("output", lambda: start_summary(find_run_start(recipe, world_size)))
     if recipe.checkpoint.storage is not None:
         yield run_check("storage", lambda: storage_summary(recipe), STORAGE_ADVICE)
 
@@ -94,12 +93,9 @@ def data_summary(recipe: Recipe) -> str:
 
 
 def reward_summary(recipe: Recipe) -> str:
-    reward = recipe.reward
-    if reward is not None and reward.endpoint is not None:
-        reward = reward.model_copy(update={"start_timeout_s": min(SERVICE_TIMEOUT_S, reward.start_timeout_s)})
-        recipe = recipe.model_copy(update={"reward": reward})
     data = load_data(recipe)
-    preflight.check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.validation_prompts]}.values()))
+    prompts = list({p.id: p for p in [*data.prompts, *data.validation_prompts]}.values())
+    preflight.check_rewards(preflight.limit_service_wait(recipe), prompts)
     preflight.check_spawned_rewards(recipe)
     functions = recipe.all_reward_settings.functions if recipe.all_reward_settings is not None else []
     return f"{', '.join(function.name for function in functions)}: ready"
@@ -117,7 +113,7 @@ def storage_summary(recipe: Recipe) -> str:
 def estimate_from_config(recipe: Recipe, world_size: int) -> MemoryEstimate:
     """Estimate memory and disk space from the pipeline's configuration, without loading weights.
 
-    Raises UserError if the model cannot be created from it.
+    Raises UserError if the model cannot be created from its configuration.
     """
     settings = recipe.model
     model = load_on_meta_device(
@@ -165,10 +161,9 @@ def memory_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
 def disk_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
     """Compare the free disk space with the size of all exports and of checkpoint.keep + 1 checkpoints.
 
-    One more checkpoint than checkpoint.keep exists while a new one is written.
+    The old checkpoints still exist while the additional one is written.
     """
-    folder = recipe.run.output_dir.absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    existing = existing_parent(recipe.run.output_dir.absolute())
     free = shutil.disk_usage(existing).free
     settings = recipe.checkpoint
     exports = 1 + (recipe.run.steps // settings.export_every if settings.export_every else 0)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from wfm_ds.errors import ModelError
+from wfm_ds.recipe.shared_defaults import TINY_FOLDER, user_cache_folder
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,8 @@ def load_safety_checker(guardrail: Guardrail, folder: Path) -> Any:
     from diffusers.utils import is_cosmos_guardrail_available
 
     if guardrail == "off":
+        if folder.is_relative_to(user_cache_folder() / TINY_FOLDER):  # random weights have no license
+            return NoGuardrail()
         log.warning("%s: the guardrail is off. %s", folder, LICENCE)
         return NoGuardrail()
     if not is_cosmos_guardrail_available():
@@ -61,9 +64,10 @@ def require_safe_prompts(safety_checker: Any, prompts: Sequence[str]) -> None:
 
 
 def apply_guardrail(safety_checker: Any, pixels: Tensor) -> Tensor:
-    """Apply the safety checker to float32 videos [B,3,F,H,W] in [0, 1]. It blurs faces and blackens unsafe videos.
+    """Apply the safety checker to float32 videos [B,3,F,H,W] in [0, 1].
 
-    If the guardrail is off, the pixels are returned unchanged. Otherwise they are rounded to 8 bits.
+    The checker blurs faces and replaces unsafe videos by black ones. It works on 8-bit pixels, so values are rounded
+    down to 8 bits. If the guardrail is off, the pixels are returned unchanged.
     """
     if isinstance(safety_checker, NoGuardrail):
         return pixels

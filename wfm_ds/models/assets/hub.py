@@ -1,4 +1,4 @@
-"""Pipelines from the Hugging Face Hub: download `owner/name` to the Hub cache of this machine.
+"""Download pipelines from the Hugging Face Hub to the Hub cache of this machine.
 
 The first download is model_index.json, which shows whether the pipeline is supported and which components it has. The
 files of these components follow. Cached files are not downloaded again, and a complete cached commit needs no network.
@@ -7,37 +7,49 @@ huggingface_hub reads the token from HF_TOKEN or from `hf auth login`.
 
 from __future__ import annotations
 
-import difflib
+import functools
 import logging
 import os
 import re
 import shutil
+import socket
 import sys
-import threading
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import DryRunFileInfo, HfApi, constants, get_cached_repo_tree, hf_hub_download, snapshot_download
+from huggingface_hub import (
+    DryRunFileInfo,
+    HfApi,
+    constants,
+    get_cached_repo_tree,
+    hf_hub_download,
+    snapshot_download,
+)
 from huggingface_hub.errors import (
     CachedRepoTreeNotFoundError,
-    DryRunError,
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RemoteEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
 )
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.distributed.progress import call_periodically, write_line
 from wfm_ds.errors import ModelError
+from wfm_ds.models.assets.hub_errors import HubConnectionError, translate_hub_errors
+from wfm_ds.models.assets.released_repos import (
+    COSMOS_CHECKPOINT_SUFFIX,
+    RELEASED_REPOS,
+    closest_released_repo,
+    cosmos_conversion_command,
+    suggest_released_repo,
+)
 from wfm_ds.models.assets.weight_files import parse_variant
+from wfm_ds.storage.filesystem import existing_parent
 
 log = logging.getLogger(__name__)
 
@@ -49,48 +61,9 @@ HUB_PAGES = ("models", "datasets", "spaces")  # Hub pages, not owners: `models/x
 PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 WEIGHTS = ".safetensors"
 PROGRESS_INTERVAL_S = 30.0
-RELEASED_REPOS = {  # supported repositories in diffusers' format, with the branch if it is not main
-    "stabilityai/stable-diffusion-3.5-medium": None,
-    "stabilityai/stable-diffusion-3.5-large": None,
-    "stabilityai/stable-diffusion-3-medium-diffusers": None,
-    "black-forest-labs/FLUX.2-dev": None,
-    "black-forest-labs/FLUX.2-klein-base-4B": None,
-    "black-forest-labs/FLUX.2-klein-base-9B": None,
-    "black-forest-labs/FLUX.2-klein-4B": None,
-    "black-forest-labs/FLUX.2-klein-9B": None,
-    "Qwen/Qwen-Image": None,
-    "Qwen/Qwen-Image-2512": None,
-    "Tongyi-MAI/Z-Image": None,
-    "Tongyi-MAI/Z-Image-Turbo": None,
-    "nvidia/Cosmos-Predict2.5-2B": "diffusers/base/post-trained",
-    "nvidia/Cosmos3-Edge": None,
-    "nvidia/Cosmos3-Nano": None,
-    "nvidia/Cosmos3-Super": None,
-    "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": None,
-    "Efficient-Large-Model/SANA1.5_1.6B_1024px_diffusers": None,
-    "Efficient-Large-Model/SANA-Video_2B_480p_diffusers": None,
-    "Efficient-Large-Model/SANA-WM_bidirectional-diffusers": None,
-    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": None,
-    "Wan-AI/Wan2.1-T2V-14B-Diffusers": None,
-    "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers": None,
-    "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers": None,
-    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": None,
-    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": None,
-    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": None,
-}
-COSMOS_CHECKPOINT_SUFFIX = "_ema_bf16.pt"  # file name suffix of the original Cosmos checkpoints
-
-
-def cosmos_conversion_command(file: str, name: str) -> str:
-    """Return the shell command that converts an original Cosmos checkpoint to diffusers.
-
-    file: the checkpoint. name: any name that contains the model size, 2B or 14B.
-    """
-    size = "14B" if "14B" in name else "2B"
-    return (
-        f"python convert_cosmos_to_diffusers.py --transformer_type Cosmos-2.5-Predict-Base-{size} "
-        f"--transformer_ckpt_path {file} --vae_type wan2.1 --output_path OUT --save_pipeline (a script of diffusers)"
-    )
+LANGUAGE_ADVICE = (
+    "is a vision-language model: use data.kind: llava, as in the recipe reason_llava_sft (docs/reasoner.md)"
+)
 
 
 def is_repo_id(path: str) -> bool:
@@ -98,8 +71,76 @@ def is_repo_id(path: str) -> bool:
     return REPO_ID.fullmatch(path) is not None and path.partition("/")[0] not in HUB_PAGES and not os.path.isdir(path)
 
 
+def require_pipeline_folder(path: str | Path) -> Path:
+    """Return the path of a local pipeline folder. Raises ModelError if it is not a folder."""
+    folder = Path(path).expanduser()
+    if os.path.isdir(folder):  # os.path returns False without permission; Path would raise
+        return folder
+    if folder.name.endswith(COSMOS_CHECKPOINT_SUFFIX):
+        command = cosmos_conversion_command(str(folder), str(folder))
+        raise ModelError(f"{folder} is an original Cosmos checkpoint; convert it: {command}")
+    problem = "is a file" if os.path.isfile(folder) else "does not exist"
+    raise ModelError(
+        f"{folder} {problem}; model.path must be a local diffusers pipeline folder, owner/name on the Hub, or "
+        f"tiny:FAMILY{suggest_released_repo(str(folder))}"
+    )
+
+
 def is_commit(revision: str | None) -> bool:
     return revision is not None and COMMIT_HASH.fullmatch(revision) is not None
+
+
+@functools.cache
+def can_find_host(host: str | None) -> bool:
+    """Return whether DNS resolves a host name. Also returns True if a proxy is set."""
+    if urllib.request.getproxies().keys() - {"no"}:  # `no` is NO_PROXY
+        return True
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except OSError:
+        return False
+
+
+def is_offline() -> bool:
+    """Return whether HF_HUB_OFFLINE is set or the host name of the Hub cannot be resolved."""
+    return constants.HF_HUB_OFFLINE or not can_find_host(urllib.parse.urlsplit(constants.ENDPOINT).hostname)
+
+
+def resolve_commit(repo: str, revision: str | None) -> str:
+    """Return the current commit of a branch or tag. revision: None is the branch main; a commit is returned unchanged.
+
+    Without a connection, the commit of the last download is returned. The branches of the cache do not change. Raises
+    HubConnectionError if there is neither a connection nor a download, and ModelError like `list_files`.
+    """
+    if revision is not None and is_commit(revision):
+        return revision
+    try:
+        with translate_hub_errors(repo, revision):
+            if is_offline():
+                raise OfflineModeIsEnabled
+            return str(HfApi().model_info(repo, revision=revision).sha)
+    except HubConnectionError:
+        folder = find_cached_snapshot(repo, revision)
+        if folder is None:
+            raise
+        return folder.name
+
+
+def find_cached_snapshot(repo: str, revision: str | None) -> Path | None:
+    """Return the snapshot folder of the last download, or None if there is none. It may lack files."""
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=[], local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def download_first_file(repo: str, name: str, revision: str | None) -> Path:
+    """Download a file to the Hub cache and return its snapshot folder.
+
+    Without a network, only the cache is read. Otherwise huggingface_hub would first repeat the request for half a
+    minute. Raises the errors of hf_hub_download.
+    """
+    return Path(hf_hub_download(repo, name, revision=revision, local_files_only=is_offline())).parent
 
 
 def download_index(repo: str, revision: str | None) -> Path:
@@ -109,7 +150,7 @@ def download_index(repo: str, revision: str | None) -> Path:
     """
     with translate_hub_errors(repo, revision), hide_bars_without_terminal():
         try:
-            return Path(hf_hub_download(repo, INDEX, revision=revision)).parent
+            return download_first_file(repo, INDEX, revision)
         except RemoteEntryNotFoundError:
             raise ModelError(
                 missing_index_message(repo, revision, HfApi().list_repo_files(repo, revision=revision))
@@ -125,15 +166,44 @@ def download_components(repo: str, folder: Path, index: Mapping[str, Any], *, we
     commit, parts = folder.name, component_names(index)
     if is_snapshot_complete(repo, folder, parts, weights=weights):
         return folder
-    with translate_hub_errors(repo, commit), hide_bars_without_terminal():
-        patterns = ["*.json", *(f"{part}/{files}" for part in parts for files in PART_FILES)]
-        matches = snapshot_download(repo, revision=commit, allow_patterns=patterns, dry_run=True)
-        names = set(select_files([file.filename for file in matches], parts, weights=weights))
-        files = [file for file in matches if file.filename in names]
+    download_files(repo, commit, list_component_files(repo, commit, parts, weights=weights))
+    return folder
+
+
+def list_component_files(repo: str, commit: str, parts: Sequence[str], *, weights: bool = True) -> list[DryRunFileInfo]:
+    """Return the files of the components in `parts`, with their sizes and whether they are cached.
+
+    Raises ModelError if the Hub cannot be reached or denies access.
+    """
+    patterns = ["*.json", *(f"{part}/{files}" for part in parts for files in PART_FILES)]
+    matches = list_files(repo, commit, patterns)
+    names = set(select_files([file.filename for file in matches], parts, weights=weights))
+    return [file for file in matches if file.filename in names]
+
+
+def list_files(repo: str, revision: str | None, patterns: Sequence[str]) -> list[DryRunFileInfo]:
+    """Return the files that match one of the patterns. Raises ModelError like `list_component_files`."""
+    with translate_hub_errors(repo, revision), hide_bars_without_terminal():
+        return snapshot_download(
+            repo, revision=revision, allow_patterns=list(patterns), dry_run=True, local_files_only=is_offline()
+        )
+
+
+def download_files(repo: str, revision: str | None, files: Sequence[DryRunFileInfo]) -> None:
+    """Download files to the Hub cache. Raises ModelError if this fails or the disk has too little space."""
+    with translate_hub_errors(repo, revision), hide_bars_without_terminal():
         require_disk_space(repo, [file for file in files if file.will_download])
         with log_download_progress(repo, files):
-            snapshot_download(repo, revision=commit, allow_patterns=sorted(names))
-    return folder
+            snapshot_download(repo, revision=revision, allow_patterns=sorted(file.filename for file in files))
+
+
+def read_licence(repo: str, commit: str) -> str:
+    """Return the licence on the repository's Hub page, or "not stated". Raises ModelError like `list_files`."""
+    with translate_hub_errors(repo, commit):
+        info = HfApi().model_info(repo, revision=commit)
+    card = info.card_data
+    licence = str((card and (card.get("license_name") or card.get("license"))) or "not stated")
+    return f"{licence} (gated)" if info.gated else licence
 
 
 def component_names(index: Mapping[str, Any]) -> list[str]:
@@ -201,8 +271,7 @@ def has_component_files(folder: Path, *, weights: bool) -> bool:
 def require_disk_space(repo: str, files: Sequence[DryRunFileInfo]) -> None:
     """Raise ModelError if the disk of the Hub cache has too little free space for these files."""
     needed, cache = total_bytes(files), Path(constants.HF_HUB_CACHE)
-    existing = next(path for path in (cache, *cache.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(existing_parent(cache)).free
     if needed > free:
         raise ModelError(
             f"{repo} needs {needed / 1e9:.1f} GB in {cache}, but {free / 1e9:.1f} GB are free: free some, or set "
@@ -232,72 +301,23 @@ def hide_bars_without_terminal() -> Iterator[None]:
 
 @contextmanager
 def log_download_progress(repo: str, files: Sequence[DryRunFileInfo]) -> Iterator[None]:
-    """Log the size of the download now, and a message every PROGRESS_INTERVAL_S seconds until the block ends.
+    """Log the size of the download now and, without progress bars, a message every PROGRESS_INTERVAL_S seconds.
 
-    Each message also reports progress to the hang watchdog.
+    Also reports progress to the hang watchdog every PROGRESS_INTERVAL_S seconds.
     """
     todo = [file for file in files if file.will_download]
     log.info(
         "model %s: %.1f GB, downloading %d of %d files (%.1f GB in the cache)",
         *(repo, total_bytes(files) / 1e9, len(todo), len(files), (total_bytes(files) - total_bytes(todo)) / 1e9),
     )
-    finished = threading.Event()
 
-    def log_periodically() -> None:
-        while not finished.wait(PROGRESS_INTERVAL_S):
-            LIVENESS.record_progress()
-            log.info("model %s: still downloading", repo)
+    def report() -> None:
+        LIVENESS.record_progress()
+        if are_progress_bars_disabled():  # also for commands without logging, such as wfm fetch
+            write_line(f"model {repo}: still downloading")
 
-    thread = threading.Thread(target=log_periodically, daemon=True)
-    thread.start()
-    try:
+    with call_periodically(report, PROGRESS_INTERVAL_S):
         yield
-    finally:
-        finished.set()
-        thread.join()
-
-
-@contextmanager
-def translate_hub_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Convert exceptions of huggingface_hub to ModelError with a message that says what to do."""
-    at = f" --revision {revision}" if revision is not None else ""
-    try:
-        yield
-    except GatedRepoError as error:
-        raise ModelError(
-            f"{repo} requires that you accept its licence: open https://huggingface.co/{repo}, accept it, then run "
-            "hf auth login (or set HF_TOKEN)"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise ModelError(
-            f"{repo} is neither a local folder nor a Hub repository that you can access: check the spelling, or run hf "
-            f"auth login{suggest_released_repo(repo)}"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise ModelError(f"{repo} has no branch, tag or commit {revision}: change model.revision") from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, DryRunError) as error:
-        if isinstance(error.__cause__, HfHubHTTPError):  # the Hub did respond
-            raise ModelError(download_failure(repo, error.__cause__)) from error
-        raise ModelError(
-            f"{repo} is not in the Hub cache (and not a local folder), and the Hub cannot be reached; on a machine "
-            f'with a network: hf download {repo}{at} --exclude "*.bin"{suggest_released_repo(repo)}'
-        ) from error
-    except HFValidationError as error:
-        raise ModelError(
-            f"{repo} is neither a local folder nor owner/name on the Hub: {shorten_error(error)}"
-        ) from error
-    except (HfHubHTTPError, EntryNotFoundError) as error:
-        raise ModelError(download_failure(repo, error)) from error
-    except OSError as error:  # disk error
-        raise ModelError(f"{repo} cannot be written to {constants.HF_HUB_CACHE} ({error}): set HF_HOME") from error
-
-
-def download_failure(repo: str, error: Exception) -> str:
-    return f"{repo} cannot be downloaded from the Hub ({shorten_error(error)}): try again later"
-
-
-def shorten_error(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
 
 
 def missing_index_message(repo: str, revision: str | None, files: Sequence[str]) -> str:
@@ -306,29 +326,12 @@ def missing_index_message(repo: str, revision: str | None, files: Sequence[str])
         return f"the diffusers pipeline of {repo} is in another branch: set model.revision: {branch}"
     if any(name.endswith(COSMOS_CHECKPOINT_SUFFIX) for name in files):
         return f"{repo} contains original Cosmos checkpoints; convert one: {cosmos_conversion_command('FILE', repo)}"
+    if {"config.json", "preprocessor_config.json"} <= set(files):
+        return f"{repo} {LANGUAGE_ADVICE}"
     closest = closest_released_repo(repo)
     if closest is not None and closest.lower().startswith(repo.lower()):
         return f"{repo} is not in diffusers' format; {closest} is"
     return f"{repo} has no {INDEX}: choose a repository in diffusers' format{suggest_released_repo(repo)}"
-
-
-def closest_released_repo(path: str) -> str | None:
-    """Return the released repository with the name most similar to `path`, or None if none is similar."""
-    by_name = {file_name(repo).lower(): repo for repo in RELEASED_REPOS}
-    near = difflib.get_close_matches(file_name(path).lower(), by_name, n=1, cutoff=0.7)
-    return by_name[near[0]] if near else None
-
-
-def suggest_released_repo(path: str) -> str:
-    """Return a hint for an error message that names the released repository most similar to `path`.
-
-    Returns "" if no released repository is similar.
-    """
-    repo = closest_released_repo(path)
-    if repo is None or repo == path:
-        return ""
-    at = f" model.revision={RELEASED_REPOS[repo]}" if RELEASED_REPOS[repo] is not None else ""
-    return f"; for the released model: model.path={repo}{at}"
 
 
 def display_name(folder: Path) -> str:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from huggingface_hub import get_cached_repo_tree, hf_hub_download, snapshot_download
+from huggingface_hub import DryRunFileInfo, get_cached_repo_tree
 from huggingface_hub.errors import CachedRepoTreeNotFoundError, RemoteEntryNotFoundError
 
 from wfm_ds.errors import ModelError
 from wfm_ds.models.assets import hub
-from wfm_ds.models.registry import TINY_PREFIX, get_tiny_folder
+from wfm_ds.models.assets.hub_errors import translate_hub_errors
+from wfm_ds.models.assets.loading import read_weight_map
+from wfm_ds.models.assets.local_folders import CONFIG_FILE, require_language_folder, require_tiny_name
+from wfm_ds.models.registry import get_tiny_folder
+from wfm_ds.recipe.tiny import TINY_PREFIX
 
-CONFIG_FILE, INDEX_FILE = "config.json", "model.safetensors.index.json"
+INDEX_FILE = "model.safetensors.index.json"
 FILE_PATTERNS = ("*.json", "model*.safetensors", "*.txt", "*.jinja", "*.model")  # in the top folder
 
 
@@ -22,23 +25,17 @@ def locate_language_model(path: str, revision: str | None = None) -> Path:
     Raises ModelError if the model does not exist.
     """
     if hub.is_repo_id(path):
-        with hub.translate_hub_errors(path, revision), hub.hide_bars_without_terminal():
+        with translate_hub_errors(path, revision), hub.hide_bars_without_terminal():
             try:
-                return Path(hf_hub_download(path, CONFIG_FILE, revision=revision)).parent
+                return hub.download_first_file(path, CONFIG_FILE, revision)
             except RemoteEntryNotFoundError:
                 raise ModelError(f"{path} has no {CONFIG_FILE}: name a repository in transformers' format") from None
     if revision is not None:
         raise ModelError(f"model.revision {revision} needs a repository of the Hub, but {path} is not one: remove it")
     if path.startswith(TINY_PREFIX):
+        require_tiny_name(path, is_language_model=True)
         return get_tiny_folder(path.removeprefix(TINY_PREFIX))
-    folder = Path(path).expanduser()
-    if not (folder / CONFIG_FILE).is_file():
-        raise ModelError(
-            f"{folder} has no {CONFIG_FILE}; model.path must be the folder of a vision-language model, owner/name "
-            "on the "
-            "Hub, or tiny:qwen25vl"
-        )
-    return folder
+    return require_language_folder(path)
 
 
 def download_language_model(path: str, revision: str | None = None) -> Path:
@@ -49,13 +46,13 @@ def download_language_model(path: str, revision: str | None = None) -> Path:
     folder = locate_language_model(path, revision)
     if not hub.is_repo_id(path) or is_language_snapshot_complete(path, folder):
         return folder
-    with hub.translate_hub_errors(path, folder.name), hub.hide_bars_without_terminal():
-        matches = snapshot_download(path, revision=folder.name, allow_patterns=list(FILE_PATTERNS), dry_run=True)
-        files = [file for file in matches if "/" not in file.filename]
-        hub.require_disk_space(path, [file for file in files if file.will_download])
-        with hub.log_download_progress(path, files):
-            snapshot_download(path, revision=folder.name, allow_patterns=[file.filename for file in files])
+    hub.download_files(path, folder.name, list_language_files(path, folder.name))
     return folder
+
+
+def list_language_files(repo: str, revision: str | None) -> list[DryRunFileInfo]:
+    """Return the files of a model of the transformers library. Raises ModelError like `hub.list_files`."""
+    return [file for file in hub.list_files(repo, revision, FILE_PATTERNS) if "/" not in file.filename]
 
 
 def is_language_snapshot_complete(repo: str, folder: Path) -> bool:
@@ -75,4 +72,4 @@ def is_language_snapshot_complete(repo: str, folder: Path) -> bool:
 def weight_file_names(folder: Path) -> set[str]:
     if not (folder / INDEX_FILE).is_file():
         return {"model.safetensors"}
-    return set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values())
+    return set(read_weight_map(folder / INDEX_FILE).values())

@@ -10,22 +10,27 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import diffusers
+import diffusers.utils.logging
 import torch
+import transformers.utils.logging
 from diffusers import DiffusionPipeline
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 
 from wfm_ds.distributed.accelerator import uses_cuda
+from wfm_ds.distributed.progress import show_wait
 from wfm_ds.errors import ModelError, UserError
-from wfm_ds.models.assets.weight_files import list_weight_files, select_variant
-from wfm_ds.models.base import hide_progress_bars
+from wfm_ds.models.assets.hub import display_name
+from wfm_ds.models.assets.weight_files import UNUSED_WEIGHT_SUFFIXES, list_weight_files, select_variant
+from wfm_ds.storage.filesystem import read_regular
 
 LIBRARIES = ("diffusers", "transformers")
 # Errors that the libraries raise for missing or damaged files or files that do not match their configs.
@@ -33,8 +38,28 @@ LOADING_ERRORS = (
     *(OSError, ValueError, TypeError, RuntimeError, AttributeError, ImportError, LookupError, SafetensorError),
     *(ArithmeticError, AssertionError, StrictDataclassError),  # for invalid config values
 )
+BUFFER_DTYPES = ("I64", "BOOL")  # counters and masks in buffers
+MAX_TIMESTEPS, MAX_LAYERS = 1_000_000, 10_000
+LAYER_KEY = re.compile(r"layers|blocks|depth")
+USE_ORIGINAL = "use the original pipeline, with F32, BF16 or F16 weights in safetensors files"
 SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
 ABSENT_COMPONENT = [None, None]  # an absent component in model_index.json
+
+
+@contextmanager
+def hide_progress_bars() -> Iterator[None]:
+    """Disable the progress bars of diffusers and transformers inside the context.
+
+    Otherwise each rank would print its own bars to the log.
+    """
+    libraries = [lib for lib in (diffusers.utils.logging, transformers.utils.logging) if lib.is_progress_bar_enabled()]
+    for library in libraries:
+        library.disable_progress_bar()
+    try:
+        yield
+    finally:
+        for library in libraries:
+            library.enable_progress_bar()
 
 
 def load_pipeline(
@@ -55,13 +80,14 @@ def load_pipeline(
     Raises ModelError if a required component is null, or if files are missing, damaged or do not match their configs.
     """
     index = read_json(folder / "model_index.json")
+    check_components(folder, index)
     absent = [name for name, entry in index.items() if entry == ABSENT_COMPONENT]
     if absent_names := [name for name in required if name in absent or name not in index]:
         raise ModelError(
             f"{folder} has no {', '.join(absent_names)}, but {index['_class_name']} needs it; use a complete pipeline"
         )
     try:
-        with hide_progress_bars():
+        with hide_progress_bars(), show_wait(f"loading {display_name(folder)}"):
             networks = {
                 name: load_network(folder / name, network_class, component_dtype(name), mapped=name in mapped)
                 for name, entry in index.items()
@@ -110,6 +136,79 @@ def resolve_network_class(entry: Any) -> type[torch.nn.Module] | None:
     return member if isinstance(member, type) and issubclass(member, torch.nn.Module) else None
 
 
+def check_components(folder: Path, index: Mapping[str, Any]) -> None:
+    """Raise ModelError if a component in this pipeline folder has an unsupported format or a suspicious config.
+
+    Examples are quantized weights, pickled weights, and implausibly large numbers in a config. Missing folders and
+    files are accepted, because the weights may not have been downloaded yet.
+    """
+    for name, entry in index.items():
+        if resolve_network_class(entry) is not None:
+            check_weight_files(folder / name)
+        elif isinstance(entry, list):
+            check_configs(folder / name)
+
+
+def check_configs(folder: Path) -> None:
+    for file in sorted(folder.glob("*config.json")):
+        check_config(file, read_json(file))
+
+
+def check_config(file: Path, config: Mapping[str, Any]) -> None:
+    """Raise ModelError if a component's config declares quantized weights or an implausibly large number."""
+    if quantization := config.get("quantization_config"):
+        method = quantization.get("quant_method", "an unknown method") if isinstance(quantization, dict) else "?"
+        raise ModelError(f"{file}: the weights are quantized ({str(method)[:40]}); {USE_ORIGINAL}")
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            check_config(file, value)
+        sizes = value if isinstance(value, list) else [value]
+        most = MAX_TIMESTEPS if key == "num_train_timesteps" else MAX_LAYERS if LAYER_KEY.search(key) else math.inf
+        if any(isinstance(size, int | float) and size > most for size in sizes):
+            raise ModelError(f"{file}: {key} is {str(value)[:40]}, but at most {most} is plausible; correct the file")
+
+
+def check_weight_files(folder: Path) -> None:
+    """Raise ModelError if the weights in a network's folder have a format that training does not support.
+
+    Quantized weights and files other than safetensors are not supported.
+    """
+    check_configs(folder)
+    files = list_weight_files(folder)
+    others = sorted(file.name for file in folder.glob("*") if file.suffix in {*UNUSED_WEIGHT_SUFFIXES, ".gguf"})
+    if not files and others:
+        kind = (
+            "quantized (GGUF)" if others[0].endswith(".gguf") else "not in safetensors, and pickled files can run code"
+        )
+        raise ModelError(f"{folder}: the weights ({others[0]}) are {kind}; {USE_ORIGINAL}")
+    if unsupported := sorted(read_stored_dtypes(folder) - {*SAFETENSORS_DTYPES, *BUFFER_DTYPES}):
+        raise ModelError(f"{folder}: weights are stored as {', '.join(unsupported)}; {USE_ORIGINAL}")
+
+
+def require_no_unexpected_weights(folder: Path, network: torch.nn.Module, unexpected: Sequence[str]) -> None:
+    """Raise ModelError if a weight file has tensors that the network does not use, such as scales of float8 weights.
+
+    unexpected: names of the tensors that the network did not load. Three kinds of them are accepted: buffers of the
+    network, tensors that its class declares as unused, and, for networks of transformers, tensors of modules that the
+    network does not have (such as the head of a language model).
+    """
+    patterns = getattr(network, "_keys_to_ignore_on_load_unexpected", None) or ()
+    modules, buffers = dict(network.named_modules()), dict(network.named_buffers())
+    is_encoder = not isinstance(network, diffusers.ModelMixin)
+    unused = [
+        key
+        for key in sorted(unexpected)
+        if key not in buffers
+        and not any(re.search(pattern, key) for pattern in patterns)
+        and not (is_encoder and key.rpartition(".")[0] not in modules)
+    ]
+    if unused:
+        raise ModelError(
+            f"{folder} has {len(unused)} weights that {type(network).__name__} does not use, e.g. {unused[0]}: "
+            f"they may be scales of quantized weights or belong to another config; {USE_ORIGINAL}"
+        )
+
+
 def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped: bool = False) -> torch.nn.Module:
     """Load one network in evaluation mode. Raises ModelError if its folder or weights are missing.
 
@@ -132,18 +231,28 @@ def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped
             f"{folder} lacks {len(missing)} weights of {network_class.__name__}, e.g. {missing[0]}; "
             "copy or download the pipeline again"
         )
+    require_no_unexpected_weights(folder, network, report["unexpected_keys"])
     loaded: torch.nn.Module = network.eval()
     if mapped:
         cast_persistent_buffers(loaded, dtype)
     return loaded
 
 
-def weights_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype of the tensors in a folder's safetensors files. Returns None if they have different dtypes."""
+def read_stored_dtypes(folder: Path) -> set[str]:
+    """Return the safetensors names of the dtypes in a folder's weight files. Raises ModelError for a damaged file."""
     names: set[str] = set()
     for file in list_weight_files(folder):
-        with safe_open(file, "pt") as opened:
-            names |= {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118, not a mapping
+        try:
+            with safe_open(file, "pt") as opened:
+                names |= {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118, not a mapping
+        except (OSError, SafetensorError) as error:
+            raise ModelError(f"{file} cannot be loaded ({error}); copy or download the pipeline again") from error
+    return names
+
+
+def weights_dtype(folder: Path) -> torch.dtype | None:
+    """Return the dtype of the tensors in a folder's safetensors files. Returns None if they have different dtypes."""
+    names = read_stored_dtypes(folder)
     return SAFETENSORS_DTYPES.get(names.pop()) if len(names) == 1 else None
 
 
@@ -184,12 +293,20 @@ def read_max_sequence_length(folder: Path) -> int | None:
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises ModelError if it cannot be read or is not an object."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(read_regular(file))
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{file} cannot be read ({error}); copy or download the pipeline again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{file} must contain a JSON object, got {type(content).__name__}")
     return content
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return {tensor: file name} of the index of a sharded safetensors file. Raises ModelError if it has none."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ModelError(f"{index} has no weight_map of file names; copy or download the model again")
+    return weight_map
 
 
 def select_device(name: str | None) -> torch.device:

@@ -20,6 +20,7 @@ from wfm_ds.models import registry
 from wfm_ds.models.assets.loading import (
     LIBRARIES,
     LOADING_ERRORS,
+    check_components,
     read_json,
     read_max_sequence_length,
     resolve_network_class,
@@ -43,13 +44,15 @@ def load_on_meta_device(
 ) -> DiffusionModel:
     """Load a pipeline on the meta device in seconds, without weights and tokenizers. The pipeline cannot encode text.
 
-    Raises ModelError like `registry.resolve_pipeline`, for an invalid config, and for unsupported embedded guidance.
+    Raises ModelError if `registry.resolve_pipeline` does, if a config is invalid, or if the network does not support
+    `embedded_guidance`.
     """
     folder = registry.resolve_pipeline(path, user_family, revision, weights=False)
     family = registry.find_family(folder, user_family)
     registry.check_embedded_guidance(family, folder, embedded_guidance)
     family.check_folder(folder)
     index = read_json(folder / "model_index.json")
+    check_components(folder, index)
     pipeline_class: Any = getattr(diffusers, str(index["_class_name"]))
     accepted = list(inspect.signature(pipeline_class.__init__).parameters)[1:]
     parts: dict[str, Any] = {name: None for name in accepted if name not in index or isinstance(index[name], list)}

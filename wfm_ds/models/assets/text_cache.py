@@ -1,8 +1,8 @@
 """Formatting and encoding of texts, with a cache of their embeddings.
 
-Recently used embeddings are in device memory, more embeddings are in host memory, and all are on disk if a disk store
-is used. Some pipelines append size, duration or other information to the prompt. Prompts are formatted before they
-reach the cache, so the cache keys are plain texts.
+The cache has up to three levels: device memory for recently used embeddings, host memory for more of them, and
+optionally a disk store for all of them. Some pipelines append size, duration or other information to the prompt.
+Prompts are formatted before they reach the cache, so the cache keys are plain texts.
 
 The disk store is in data.cache_dir or, by default, in the user's cache. The user's cache has a separate folder for each
 combination of text encoder, device and torch version, so that a run never reads embeddings computed with other
@@ -226,7 +226,7 @@ def create_text_store(recipe: Recipe, model: DiffusionModel) -> TensorStore | No
 
 
 def software_key(model: DiffusionModel) -> str:
-    """Return a hash of everything except the text that an embedding depends on, including device and torch version."""
+    """Return a hash of everything that changes the embedding of a given text, including device and torch version."""
     settings = {**model.text_cache_key(), "device": model.device.type, "torch": torch.__version__}
     return hashlib.sha256(canonical_json(settings).encode()).hexdigest()[:24]
 

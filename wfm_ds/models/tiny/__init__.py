@@ -3,43 +3,46 @@
 Each is a complete folder that plain diffusers loads offline. Its bytes are identical on every run, because vocabularies
 are written by hand and weights use fixed seeds. Its `call.json` contains the pipeline call arguments for one small
 image or video.
-
-Each module of this package is named after a FAMILY. Its function `build()` returns the pipeline and the call arguments.
-`language/` contains vision-language models for transformers, and `parts/` contains shared components.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import pkgutil
 from pathlib import Path
 from typing import Any
 
 from wfm_ds.errors import ModelError
-from wfm_ds.models.base import hide_progress_bars
-from wfm_ds.models.tiny.language import LANGUAGE_FAMILIES as LANGUAGE_FAMILIES
+from wfm_ds.recipe.tiny import LANGUAGE_MODELS, TINY_FAMILIES
 
-FAMILIES = tuple(
-    sorted(info.name for info in pkgutil.iter_modules(__path__) if not info.ispkg and info.name != "__main__")
-)
+LANGUAGE_FAMILIES = tuple(LANGUAGE_MODELS.values())
+FAMILIES = tuple(sorted({family.name for family in TINY_FAMILIES} - {*LANGUAGE_FAMILIES}))
+
+
+def require_pipeline_family(family: str) -> None:
+    """Raise ModelError if no tiny pipeline has this name."""
+    if family not in FAMILIES:
+        raise ModelError(f"{family} is not a tiny pipeline; use one of {', '.join(FAMILIES)}")
 
 
 def build_tiny_pipeline(family: str) -> tuple[Any, dict[str, Any]]:
     """Return (pipeline in float32 and evaluation mode, call arguments). Raises ModelError for an unknown family."""
-    if family not in FAMILIES:
-        raise ModelError(f"{family} is not a tiny pipeline; use one of {', '.join(FAMILIES)}")
-    pipeline: tuple[Any, dict[str, Any]] = importlib.import_module(f"{__name__}.{family}").build()
-    return pipeline
+    from wfm_ds.models.tiny.pipelines import PIPELINES  # imports transformers' tokenizers
+
+    require_pipeline_family(family)
+    return PIPELINES[family].build(), dict(PIPELINES[family].call)
 
 
 def write_tiny_model(family: str, out: Path) -> None:
     """Write a tiny model to `out`. Raises ModelError for an unknown family, or if `out` exists and is not empty."""
+    from wfm_ds.models.assets.loading import hide_progress_bars  # imports torch
+
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists and is not an empty folder; choose a new one")
     if family in LANGUAGE_FAMILIES:
+        from wfm_ds.models.tiny.language import build_language_model
+
         with hide_progress_bars():
-            importlib.import_module(f"{__name__}.language.{family}").build().save_pretrained(out)
+            build_language_model(family).save_pretrained(out)
         return
     pipeline, call = build_tiny_pipeline(family)
     with hide_progress_bars():

@@ -7,15 +7,16 @@ Other modules use these properties, never the algorithm's name. Settings are in 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Protocol
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from wfm_ds.recipe.algorithms.advantages import AdvantageSettings
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.sampling import EDM_SOLVERS, SamplingRecipe
-from wfm_ds.recipe.section import Section
+from wfm_ds.recipe.section import Decay, Section, UserAddress
 from wfm_ds.recipe.sections import (
     EmaRecipe,
     EngineRecipe,
@@ -23,34 +24,28 @@ from wfm_ds.recipe.sections import (
     ModelRecipe,
     RewardRecipe,
     RolloutRecipe,
+    RunRecipe,
 )
+from wfm_ds.types import Prompt
+
+BASE_WEIGHTS, INITIAL_LORA = "base", "init"  # values of TeacherSettings.weights that are not files
 
 
 def count_of_fraction(count: int, fraction: float) -> int:
-    """Return max(1, floor(count * fraction)), tolerating float rounding: 50 * 0.58 is slightly below 29."""
+    """Return max(1, floor(count * fraction)), corrected for float rounding: 50 * 0.58 gives 29, not 28."""
     return max(1, math.floor(count * fraction + 1e-9))
 
 
 class RecipeSections(Protocol):
     """Recipe sections that `AlgorithmSettings.check_recipe` may read."""
 
-    @property
-    def data(self) -> DataRecipe: ...
-
-    @property
-    def sampling(self) -> SamplingRecipe: ...
-
-    @property
-    def ema(self) -> EmaRecipe | None: ...
-
-    @property
-    def model(self) -> ModelRecipe: ...
-
-    @property
-    def lora(self) -> LoraRecipe | None: ...
-
-    @property
-    def engine(self) -> EngineRecipe: ...
+    run: RunRecipe
+    data: DataRecipe
+    sampling: SamplingRecipe
+    ema: EmaRecipe | None
+    model: ModelRecipe
+    lora: LoraRecipe | None
+    engine: EngineRecipe
 
     @property
     def rl(self) -> RlSections: ...
@@ -78,6 +73,33 @@ class ModelProperties(Protocol):
         Raises ModelError if the scheduler has no shift.
         """
 
+    def check_sampling(self, sampling: SamplingRecipe, /) -> None:
+        """Raise ModelError for sampling settings that the model does not support, such as guidance."""
+
+
+class TeacherSettings(Section):
+    """A teacher that the trained LoRA, the student, learns from. Teacher and student have the same base model."""
+
+    weights: UserAddress = BASE_WEIGHTS
+    """`base`: the base model without a LoRA. `init`: a frozen copy of `lora.init_from`. Otherwise the file
+    or folder of a LoRA for the same base; its rank must not exceed `lora.rank`."""
+    guidance_scale: Annotated[float, Field(ge=1)] = 1.0
+    """Guidance scale of the teacher. The student learns the guided predictions and needs no guidance itself. 1: no
+    guidance and no unconditional pass."""
+
+    @property
+    def has_lora(self) -> bool:
+        return self.weights != BASE_WEIGHTS
+
+
+class AdapterOptimizer(Section):
+    """Optimizer keys of a LoRA that is trained beside the exported one."""
+
+    lr: PositiveFloat | None = None
+    """Learning rate, constant. Unset: `optimizer.lr`."""
+    betas: tuple[Decay, Decay] = (0.0, 0.999)
+    """Decay rates of the first and second moment."""
+
 
 class AlgorithmSettings(Section):
     """Base class of all algorithm settings."""
@@ -86,7 +108,7 @@ class AlgorithmSettings(Section):
     """Selects the algorithm."""
 
     is_rl: ClassVar[bool] = False
-    """True: reinforcement learning on generated samples. False: supervised learning on data."""
+    """True: trains on generated samples (reinforcement learning, distillation). False: supervised learning on data."""
     takes_prompts: ClassVar[bool] = False
     """Can train on prompts (data.kind: prompts)."""
     takes_media: ClassVar[bool] = False
@@ -99,11 +121,31 @@ class AlgorithmSettings(Section):
     """Supervised algorithms: names of untrained policies that the loss needs, in the order of their forward passes."""
     takes_pairs: ClassVar[bool] = False
     """Trains on preference pairs (data.kind: pairs)."""
+    matches_flow: ClassVar[bool] = False
+    """Trains velocities on clean samples with noise (flow matching), which undoes a distillation to few steps."""
 
     @property
     def conditioning_frame_range(self) -> tuple[int, int]:
         """(min, max) number of conditioning frames. They are the first latent frames of a data sample."""
-        return 0, 0
+        return getattr(self, "min_num_conditional_frames", 0), getattr(self, "max_num_conditional_frames", 0)
+
+    @property
+    def uses_rewards(self) -> bool:
+        """Whether the loss needs rewards, from the recipe's section `reward`."""
+        return False
+
+    @property
+    def extra_adapters(self) -> Mapping[str, AdapterOptimizer]:
+        """{adapter: optimizer keys} of the LoRAs that are trained beside the exported one."""
+        return {}
+
+    def list_teachers(self) -> Sequence[TeacherSettings]:
+        """Return the teachers whose predictions the loss needs."""
+        return ()
+
+    def list_lora_teachers(self) -> dict[str, TeacherSettings]:
+        """Return {policy: teacher} of the teachers with a LoRA. The others are the policy `ref`."""
+        return {f"teacher_{i}": teacher for i, teacher in enumerate(self.list_teachers()) if teacher.has_lora}
 
     def check_recipe(self, recipe: RecipeSections) -> None:
         """Raise ValueError if these settings do not fit the other sections of the recipe.
@@ -114,34 +156,25 @@ class AlgorithmSettings(Section):
     def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
         """Raise UserError if this algorithm cannot train `model` with these settings."""
 
+    def check_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Raise UserError if this algorithm cannot train on these prompts."""
+
     def list_warnings(self) -> list[str]:
         """Return a one-sentence warning for each valid but unusual setting."""
         return []
 
+    @model_validator(mode="after")
+    def _check_frame_range(self) -> AlgorithmSettings:
+        low, high = self.conditioning_frame_range
+        if low > high:
+            raise ValueError(
+                f"min_num_conditional_frames {low} is above max_num_conditional_frames {high}: raise the maximum"
+            )
+        return self
 
-class RlSettings(AlgorithmSettings):
-    """Keys of all RL algorithms: how rewards become advantages (algorithms/advantages.py)."""
 
-    combine: Literal["sum", "mean", "gdpo"] = "sum"
-    """How several rewards are combined. `sum`: compute one advantage from the weighted sum of the rewards. `mean`:
-    compute an advantage per reward and take their weighted mean. `gdpo` (arXiv 2601.05242): compute an advantage per
-    reward, take their weighted sum and normalize it over all samples."""
-    advantage_std: Literal["group", "global", "none"] = "global"
-    """Divisor of centred rewards: the standard deviation of the group, of all samples, or none."""
-    std_unbiased: bool = False
-    """Use the unbiased standard deviation (divide by n - 1), like some other trainers."""
-    adv_clip_max: PositiveFloat = 5.0
-    """Advantages are clipped to this magnitude."""
-    adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
-    """Transformation of clipped advantages. `positive_only`, `negative_only`: set advantages of the other sign to 0.
-    `one_only`: 1 for positive advantages, 0 for the others. `binary`: only the sign."""
-    zero_std: Literal["keep", "drop"] | None = None
-    """Groups whose samples all have the same reward, so that the advantages are 0. `keep`: train on them. `drop`: do
-    not. Unset: `drop` if the loss depends only on the reward (such as diffusion_nft with `kl_beta: 0`), else `keep`."""
-    best_of_n: PositiveInt | None = None
-    """Train only on this many samples per group: half of them the best, half the worst. Unset: all."""
-    updates_per_rollout: PositiveInt = 1
-    """Optimizer steps per RL step. Each one trains on an equal part of the samples."""
+class RolloutSettings(AlgorithmSettings):
+    """Base class of algorithms that train on generated samples. It adds no keys."""
 
     is_rl = True
     takes_prompts = True
@@ -158,17 +191,36 @@ class RlSettings(AlgorithmSettings):
     """Reads the recipe key `rollout.policy`."""
 
     @property
-    def has_regularizer(self) -> bool:
-        """Whether the loss has terms in addition to the reward term, such as a distance to the reference policy.
-
-        If so, samples with advantage 0 contribute to the gradient.
-        """
-        return True
+    def advantages(self) -> AdvantageSettings | None:
+        """The recipe keys that turn rewards into advantages, or None if the loss needs no rewards."""
+        return None
 
     @property
-    def drops_zero_std(self) -> bool:
-        """Whether a group is dropped if all its samples have the same reward."""
-        return self.zero_std == "drop" or (self.zero_std is None and not self.has_regularizer)
+    def uses_rewards(self) -> bool:
+        return self.advantages is not None
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps per RL step."""
+        return self.num_sample_parts
+
+    @property
+    def num_sample_parts(self) -> int:
+        """Number of equal parts into which the samples of an RL step are split. An optimizer step trains on one."""
+        return 1
+
+    def num_default_updates(self, num_steps: int) -> int:
+        """Return the optimizer steps of the exported weights in a run of `num_steps` RL steps."""
+        return num_steps * self.num_updates
+
+    @property
+    def passes_per_term(self) -> int:
+        """Forward and backward passes of the exported weights per loss term, without those on data samples."""
+        return 1
+
+    def num_trained_samples(self, group_size: int) -> int:
+        """Return the number of samples of a group that are trained on."""
+        return group_size
 
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
         """Return the number of noise levels (loss terms) that each rollout sample is trained on."""
@@ -194,22 +246,16 @@ class RlSettings(AlgorithmSettings):
         return frozenset()
 
     def check_recipe(self, recipe: RecipeSections) -> None:
-        self._check_advantages(recipe.rl.rollout, recipe.rl.reward)
+        if self.advantages is not None:
+            self.advantages.check_reward(recipe.rl.reward)
+            if recipe.rl.rollout.group_size < 2:
+                raise ValueError(
+                    "rollout.group_size 1: advantages compare the samples of a prompt, set it to at least 2"
+                )
         self._check_solver(recipe.sampling.solver)
         if recipe.rl.rollout.policy is not None and not self.reads_rollout_policy:
             raise ValueError(
                 f"rollout.policy is only for algorithm ddrl, {self.name} has a fixed rollout policy: remove it"
-            )
-
-    def _check_advantages(self, rollout: RolloutRecipe, reward: RewardRecipe) -> None:
-        if self.best_of_n is not None and self.best_of_n > rollout.group_size:
-            raise ValueError(
-                f"algorithm.best_of_n {self.best_of_n} is more than rollout.group_size {rollout.group_size}"
-            )
-        if self.combine != "sum" and (reward.clip is not None or reward.scale != 1):
-            raise ValueError(
-                f"algorithm.combine: {self.combine} does not use the weighted sum that reward.clip and reward.scale "
-                "act on: remove them, or set clip in reward.functions"
             )
 
     def _check_solver(self, solver: str) -> None:
@@ -222,17 +268,60 @@ class RlSettings(AlgorithmSettings):
                 f"sampling.solver {solver} is only for algorithm ddrl, not {self.name}: choose another one"
             )
 
+
+class RlSettings(AdvantageSettings, RolloutSettings):
+    """Keys of all RL algorithms: how rewards become advantages, and how many updates follow."""
+
+    zero_std: Literal["keep", "drop"] | None = None
+    """Groups whose samples all have the same reward, so that the advantages are 0. `keep`: train on them. `drop`: do
+    not. Unset: `drop` if the loss depends only on the reward (such as diffusion_nft with `kl_beta: 0`), else `keep`."""
+    best_of_n: PositiveInt | None = None
+    """Train only on this many samples per group: half of them the best, half the worst. Unset: all."""
+    updates_per_rollout: PositiveInt = 1
+    """Optimizer steps per RL step. Each one trains on an equal part of the samples."""
+
+    @property
+    def advantages(self) -> AdvantageSettings:
+        return self
+
+    @property
+    def num_selected(self) -> int | None:
+        return self.best_of_n
+
+    @property
+    def num_sample_parts(self) -> int:
+        return self.updates_per_rollout
+
+    def num_trained_samples(self, group_size: int) -> int:
+        return self.best_of_n or group_size
+
+    @property
+    def has_regularizer(self) -> bool:
+        """Whether the loss has terms in addition to the reward term, such as a distance to the reference policy.
+
+        If so, samples with advantage 0 contribute to the gradient.
+        """
+        return True
+
+    @property
+    def drops_zero_std(self) -> bool:
+        return self.zero_std == "drop" or (self.zero_std is None and not self.has_regularizer)
+
+    def check_recipe(self, recipe: RecipeSections) -> None:
+        group_size = recipe.rl.rollout.group_size
+        if self.best_of_n is not None and self.best_of_n > group_size:
+            raise ValueError(f"algorithm.best_of_n {self.best_of_n} is more than rollout.group_size {group_size}")
+        super().check_recipe(recipe)
+
     @model_validator(mode="after")
-    def _check_normalization(self) -> RlSettings:
+    def _check_selection(self) -> RlSettings:
         if self.best_of_n is not None and self.best_of_n % 2:
             raise ValueError(f"best_of_n {self.best_of_n} must be even: half are the best samples, half the worst")
-        if self.combine == "gdpo" and self.advantage_std != "group":
-            raise ValueError("combine: gdpo normalizes each reward within its group: set advantage_std: group")
         return self
 
 
-class ConditioningFramesSettings(RlSettings):
-    """Keys of RL algorithms that can condition generated samples on frames of the data set."""
+class ConditioningFrameKeys(RolloutSettings):
+    """Keys of algorithms that can condition generated samples on frames of the data set."""
 
     min_num_conditional_frames: NonNegativeInt = 0
     """Minimum number of conditioning frames: the first latent frames of a data sample, which all samples of a group
@@ -240,10 +329,6 @@ class ConditioningFramesSettings(RlSettings):
     max_num_conditional_frames: NonNegativeInt = 0
     """Maximum number of conditioning frames. The number is random for each group. Above 0, the data must be captioned
     images or videos; validation samples are conditioned on frames too."""
-
-    @property
-    def conditioning_frame_range(self) -> tuple[int, int]:
-        return self.min_num_conditional_frames, self.max_num_conditional_frames
 
     @property
     def needs_media(self) -> bool:
@@ -258,20 +343,22 @@ class ConditioningFramesSettings(RlSettings):
                 f"algorithm.{key} needs captioned images or videos, not data.kind: prompts: set data.kind: paired"
             )
 
-    @model_validator(mode="after")
-    def _check_frame_range(self) -> ConditioningFramesSettings:
-        low, high = self.conditioning_frame_range
-        if low > high:
-            raise ValueError(
-                f"min_num_conditional_frames {low} is above max_num_conditional_frames {high}: raise the maximum"
-            )
-        return self
+
+class ConditioningFramesSettings(ConditioningFrameKeys, RlSettings):
+    """Keys of RL algorithms that can condition generated samples on frames of the data set."""
 
 
 @dataclass(frozen=True, slots=True)
 class RlSections:
-    """The sections of an RL recipe that other recipes do not have, and its algorithm settings."""
+    """The sections of a recipe that trains on generated samples, and its algorithm settings."""
 
-    algorithm: RlSettings
+    algorithm: RolloutSettings
     rollout: RolloutRecipe
-    reward: RewardRecipe
+    optional_reward: RewardRecipe | None
+
+    @property
+    def reward(self) -> RewardRecipe:
+        """The section `reward`. Raises TypeError if the algorithm uses no rewards, so check `uses_rewards` first."""
+        if self.optional_reward is None:
+            raise TypeError(f"algorithm {self.algorithm.name} uses no rewards: check recipe.uses_rewards first")
+        return self.optional_reward

@@ -49,7 +49,7 @@ class DdrlAlgorithm(ConditioningFramesSettings):
     """Compute the diffusion loss only at the first trained step. The loss is still averaged over all trained steps."""
     data_forward: Literal["joint", "separate"] = "joint"
     """`joint`: one forward and backward pass for rollout states and noisy data. `separate`: one for each, in the same
-    optimizer step: the same gradient with less activation memory and twice as many passes."""
+    optimizer step. This gives the same gradient with less activation memory, but needs twice as many passes."""
     exp_reward: bool = False
     """Replace the advantage A by exp_reward_baseline - exp(-A)."""
     exp_reward_baseline: NonNegativeFloat = 0.0

@@ -41,13 +41,14 @@ class FlowGrpoAlgorithm(ConditioningFramesSettings):
     """Groups whose samples all have the same reward, so that the advantages are 0. `drop`: do not train on them.
     `keep`: train on them, so that `kl_beta` still applies."""
     timestep_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Fraction of the noisy rollout steps that each sample is trained on, at least one, chosen at random. DanceGRPO:
-    .6."""
+    """Fraction of the noisy rollout steps that each sample is trained on, rounded down, but at least one. The steps are
+    chosen at random for each sample. DanceGRPO: .6."""
     old_log_prob: Literal["auto", "rollout", "recompute"] = "auto"
-    """Source of the old log-probabilities in the ratios. `rollout`: stored during the rollout. `recompute`: one more
-    forward pass per trained step before the first update. `auto`: the current policy in the first update (its weights
-    are the same), the rollout in later updates; with `rollout.max_staleness` above 0 like `recompute`. With
-    `max_staleness` above 0, `auto` and `recompute` also drop denoising steps that exceed `max_drift`."""
+    """Source of the old log-probabilities in the ratios. `rollout`: stored during the rollout. `recompute`: computed
+    before the first update, with one more forward pass for each trained step of the later updates. `auto`: in the first
+    update, the current policy, because its weights are the same; in later updates, like `rollout`. If
+    `rollout.max_staleness` is above 0, `auto` equals `recompute`, and both drop denoising steps that exceed
+    `max_drift`."""
     max_drift: PositiveFloat = 10.0
     """With `rollout.max_staleness` above 0: drop denoising steps for which the log-probabilities of the rollout policy
     and of the weights at the start of the RL step differ by more than this many clip ranges (with `trust_region:

@@ -1,4 +1,4 @@
-"""Shared settings of supervised algorithms: the distribution of noise levels."""
+"""Settings of the supervised algorithms: SFT and Diffusion-DPO. Their losses are in wfm_ds/algorithms."""
 
 from __future__ import annotations
 
@@ -35,25 +35,13 @@ class SupervisedSettings(AlgorithmSettings):
 
     implementation: ClassVar[str]
     """The subclass of Supervised, as `package.module:Class`."""
+    matches_flow = True
     items_per_sample: ClassVar[int] = 1
     """Images or videos per sample in a forward pass: 2 for preference pairs."""
-
-    @property
-    def conditioning_frame_range(self) -> tuple[int, int]:
-        return self.min_num_conditional_frames, self.max_num_conditional_frames
 
     def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
         if self.flow_shift is None:
             model.flow_shift(sampling)  # raises if the scheduler has none
-
-    @model_validator(mode="after")
-    def _check_frame_range(self) -> SupervisedSettings:
-        low, high = self.min_num_conditional_frames, self.max_num_conditional_frames
-        if low > high:
-            raise ValueError(
-                f"min_num_conditional_frames {low} is above max_num_conditional_frames {high}: raise the maximum"
-            )
-        return self
 
     @model_validator(mode="after")
     def _check_unused_keys(self) -> SupervisedSettings:
@@ -62,3 +50,31 @@ class SupervisedSettings(AlgorithmSettings):
         if self.timestep_density != "mode":
             self.require_defaults("mode_scale", unless="timestep_density: mode")
         return self
+
+
+class SftAlgorithm(SupervisedSettings):
+    """Supervised fine-tuning: flow matching on the data."""
+
+    name: Literal["sft"]
+    """Selects this algorithm."""
+    loss_weighting: Literal["none", "sigma_sqrt", "cosmap", "edm", "min_snr"] = "none"
+    """Loss weight as a function of the noise level."""
+
+    implementation = "wfm_ds.algorithms.sft:Sft"
+    takes_media = True
+
+
+class DpoAlgorithm(SupervisedSettings):
+    """Diffusion-DPO (arXiv 2311.12908) for flow matching (arXiv 2501.13918): learns from preference pairs, without
+    rewards or rollouts."""
+
+    name: Literal["dpo"]
+    """Selects this algorithm."""
+    beta: PositiveFloat = 2000.0
+    """Strength of the regularization towards the reference policy. The implicit reward is beta / 2 times a difference
+    of mean squared velocity errors, with the same factor at all noise levels."""
+
+    implementation = "wfm_ds.algorithms.dpo:Dpo"
+    takes_pairs = True
+    items_per_sample = 2
+    reference_policies = ("ref",)

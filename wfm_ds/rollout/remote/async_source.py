@@ -2,69 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import logging
 import uuid
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from wfm_ds.algorithms import RlAlgorithm
-from wfm_ds.distributed.world import ranks_per_node
-from wfm_ds.errors import RunError
-from wfm_ds.rollout import TASK_KIND
+from wfm_ds.distributed.accelerator import ranks_per_node
+from wfm_ds.errors import RunError, describe_error
+from wfm_ds.models.conditioning_frames import pad_num_frames
 from wfm_ds.rollout.groups import Group, GroupSource, RolloutSample, StepRollouts, extract_rollout, plan_step_samples
-from wfm_ds.rollout.remote.coordinator import ClosedChunk, Coordinator, GroupChunk
-from wfm_ds.rollout.remote.frame_gathering import gather_conditioning_frames
 from wfm_ds.rollout.remote.identity import compute_identity
-from wfm_ds.rollout.remote.packing import ChunkTask, empty_rollout, unpack_trajectory, validate_trajectory
+from wfm_ds.rollout.remote.packing import empty_rollout, unpack_trajectory, validate_trajectory
 from wfm_ds.rollout.remote.publisher import PolicyPublisher, remove_publications
+from wfm_ds.rollout.remote.scheduler import ChunkPlan, ChunkScheduler
 from wfm_ds.rollout.remote.service import RolloutService, load_trainer_keys
-from wfm_ds.rollout.scores import unpack_scores
+from wfm_ds.rollout.rewards import unpack_scores
 from wfm_ds.runs.job import Job
-from wfm_ds.transport.broker import Broker
-from wfm_ds.transport.client import PipeClient, TaskOutcome
+from wfm_ds.transport.client import PipeClient
 from wfm_ds.transport.keys import ClientKeys
-from wfm_ds.transport.messages import MAX_ROWS
-from wfm_ds.transport.pending_submissions import TaskRequest
 from wfm_ds.transport.sockets import PipeError
-from wfm_ds.transport.wire import Message, WireError
+from wfm_ds.transport.wire import Message
 from wfm_ds.types import Rollout, Score
 
 log = logging.getLogger(__name__)
 
-MAX_CHUNK = 32  # samples: their scores fit into the header of one message
 ATTACH_S = 60.0
 FETCH_S = 120.0  # timeout if none of the requested payloads arrives
 ROUND_S = 2.0  # how long rank 0 waits before all ranks check whether to stop
-LOOK_S = 0.2  # poll interval
-TASK_S = 7 * 86400.0  # lifetime of a task in the broker; rollout.timeout_s ends the run much earlier
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkPlan:
-    """Metadata of a finished chunk of an RL step, which rank 0 broadcasts to all ranks."""
-
-    first: int  # index of its first sample among the samples of the step
-    stop: int
-    task_id: str
-    staleness: int | None  # age of its weights in RL steps; None: the chunk has no samples
-    reason: str  # why it has no samples
-    layout: Mapping[str, Any]  # layout of the trajectory, from pack_trajectory
-    scores: Sequence[Any]  # from pack_scores
-
-    def to_json(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> ChunkPlan:
-        return cls(**content)
-
 
 _ChunkTensors = Mapping[str, Tensor]
 """{name: float32 tensor} of one chunk."""
@@ -100,19 +69,15 @@ class AsyncSource:
         self.publisher = PolicyPublisher(
             job, algorithm.rollout_policy, self.session_id, service.broker if service else None
         )
-        self.scheduler = _Scheduler(job, self.session_id, self.client, service) if service is not None else None
+        self.scheduler = ChunkScheduler(job, self.session_id, self.client, service) if service is not None else None
         self._groups: dict[int, list[Group]] = {}  # of admitted steps
         self._scores: dict[str, dict[str, Score]] = {}
         self._staleness: dict[str, float] = {}
 
-    def attach(self) -> None:
-        """Connect to the broker. Raises PipeError if the broker does not answer."""
-        self.client.attach(ATTACH_S)
-
     def publish_policy(self, step: int) -> None:
         """Publish the policy and submit the RL steps that workers may generate with it. Collective.
 
-        After the last step, this method dismisses the workers instead.
+        After the last step, this method tells the workers to exit instead.
         """
         if step >= self.job.recipe.run.steps:
             if self.service is not None:
@@ -159,7 +124,7 @@ class AsyncSource:
             same_noise=job.recipe.sampling.same_noise,
         )
         plans = job.world.broadcast(self.scheduler.plan_step(step) if self.scheduler else None)
-        chunks = [ChunkPlan.from_json(plan) for plan in plans]
+        chunks = [ChunkPlan(**plan) for plan in plans]
         count = job.run_sizes.samples_per_rank
         first = job.world.dp_rank * count
         local_chunks = [chunk for chunk in chunks if chunk.first < first + count and chunk.stop > first]
@@ -169,7 +134,7 @@ class AsyncSource:
             if job.world.is_leader:
                 tensors = self._fetch_chunks(local_chunks, step)
         except (PipeError, KeyError, IndexError, TypeError, ValueError) as raised:
-            error = f"rank {job.world.rank} cannot get the samples of step {step}: {type(raised).__name__} {raised}"
+            error = f"rank {job.world.rank} cannot get the samples of step {step}: {describe_error(raised)}"
         errors = [e for e in job.world.gather(error) if e]
         if errors:  # raised on all ranks, before the next collective
             raise RunError("; ".join(errors))
@@ -209,13 +174,13 @@ class AsyncSource:
                 trajectory = unpack_trajectory(chunk.layout, tensors[task_id])
                 validate_trajectory(trajectory, chunk.stop - chunk.first, plan, shape)
             except (KeyError, IndexError, TypeError, ValueError) as error:
-                raise ValueError(f"{task_id} is malformed: {type(error).__name__} {error}") from error
+                raise ValueError(f"{task_id} is malformed: {describe_error(error)}") from error
         return tensors
 
     def _share_rollouts(
         self, chunk: ChunkPlan, tensors: _ChunkTensors | None, samples: Sequence[RolloutSample], rows: range, step: int
     ) -> list[Rollout]:
-        """Broadcast a chunk from the replica leader and return its rollouts in `rows`. Collective in the replica.
+        """Broadcast a chunk from the replica leader and return some of its rollouts. Collective in the replica.
 
         tensors: the chunk's tensors on the leader, None on other ranks.
         samples: all samples of the step.
@@ -262,170 +227,6 @@ class AsyncSource:
         }
 
 
-class _Scheduler:
-    """Scheduler of an AsyncSource on rank 0. It admits RL steps, submits their chunks and records the results."""
-
-    def __init__(self, job: Job, session_id: str, client: PipeClient, service: RolloutService) -> None:
-        self.job, self.client, self.service = job, client, service
-        self.broker: Broker = service.broker
-        self.session_id = session_id
-        self._coordinator: Coordinator | None = None
-        self._samples: dict[int, list[RolloutSample]] = {}  # of admitted steps, with their conditioning frames
-        self._unsubmitted_chunks: dict[int, list[tuple[GroupChunk, str]]] = defaultdict(
-            list
-        )  # admitted but not submitted, by step
-        self._results: dict[str, Mapping[str, Any]] = {}  # metadata by task id
-        self._finished_at_s = self.client.now_s()
-
-    @property
-    def coordinator(self) -> Coordinator:
-        assert self._coordinator is not None, "admit_steps was not called"
-        return self._coordinator
-
-    def admit_steps(self, step: int) -> list[int]:
-        """Record that the policy after `step` is published, and admit the RL steps that may use it.
-
-        Returns the admitted steps that `submit_step` has not sent yet.
-        """
-        recipe = self.job.recipe
-        if self._coordinator is None:  # at the start of the session
-            self._coordinator = Coordinator(
-                session_id=self.session_id,
-                groups_per_step=recipe.rl.rollout.prompts_per_step,
-                group_size=recipe.rl.rollout.group_size,
-                chunk_size=min(recipe.engine.max_forward_batch, MAX_CHUNK),
-                max_staleness=recipe.rl.rollout.max_staleness,
-                first_step=step + 1,
-                last_step=recipe.run.steps,
-            )
-        self.coordinator.record_publication(step)
-        self._finished_at_s = self.client.now_s()
-        for chunk, task_id in self.coordinator.admit_chunks():
-            self._unsubmitted_chunks[chunk.step].append((chunk, task_id))
-        return sorted(self._unsubmitted_chunks)
-
-    def submit_step(self, step: int, groups: Sequence[Group]) -> None:
-        """Send an admitted step to the workers.
-
-        groups: all groups of the step, with their conditioning frames.
-        """
-        recipe = self.job.recipe
-        self._samples[step] = plan_step_samples(
-            groups,
-            group_size=recipe.rl.rollout.group_size,
-            step=step,
-            run_seed=recipe.run.seed,
-            same_noise=recipe.sampling.same_noise,
-        )
-        chunks = self._unsubmitted_chunks.pop(step)
-        for start in range(0, len(chunks), MAX_ROWS):
-            self._submit_tasks(chunks[start : start + MAX_ROWS])
-
-    def wait_for_step(self, step: int, timeout_s: float) -> tuple[bool, str]:
-        """Record results until the step is complete or the timeout expires.
-
-        Returns (whether the step is complete, reason why the run cannot continue or "").
-        """
-        until_s = self.client.now_s() + timeout_s
-        while True:
-            for outcome in self.client.take_outcomes(0.0 if self.coordinator.is_complete(step) else LOOK_S):
-                self._finished_at_s = self.client.now_s()
-                self._record_outcome(outcome)
-            if self.coordinator.is_complete(step):
-                return True, ""
-            now_s = self.client.now_s()
-            if reason := self._failure_reason(step, now_s):
-                return False, reason
-            if now_s > until_s:
-                return False, ""
-
-    def plan_step(self, step: int) -> list[dict[str, Any]]:
-        """Return the ChunkPlans of a complete step as JSON, in the order of the samples."""
-        del self._samples[step]
-        return [self._plan_chunk(closed).to_json() for closed in self.coordinator.pop_step(step)]
-
-    def _plan_chunk(self, closed: ClosedChunk) -> ChunkPlan:
-        chunk, base = closed.chunk, closed.chunk.group * self.job.recipe.rl.rollout.group_size
-        meta = self._results.pop(closed.task_id, {"layout": {}, "scores": []})
-        return ChunkPlan(
-            first=base + chunk.first,
-            stop=base + chunk.stop,
-            task_id=closed.task_id,
-            staleness=None if closed.publication is None else chunk.step - 1 - closed.publication,
-            reason=closed.reason,
-            layout=meta["layout"],
-            scores=meta["scores"],
-        )
-
-    def _failure_reason(self, step: int, now_s: float) -> str:
-        limit_s, workers = self.job.recipe.rl.rollout.timeout_s, self.broker.worker_ids()
-        if reason := self.service.failure_reason():
-            return reason
-        if not self.broker.is_alive():
-            return f"the rollout broker failed: {self.broker.error}"
-        if now_s - self._finished_at_s > limit_s:
-            connected = f"connected workers: {', '.join(workers)}" if workers else "no worker is connected"
-            return (
-                f"no chunk finished for {limit_s:g} s (rollout.timeout_s): step {step} waits for "
-                f"{self.coordinator.num_waiting(step)} chunks, {connected}"
-            )
-        return ""
-
-    def _record_outcome(self, outcome: TaskOutcome) -> None:
-        if not outcome.ok:
-            self.coordinator.abandon_chunk(outcome.id, outcome.reason)
-            return
-        meta, chunk = outcome.meta, self.coordinator.find_chunk(outcome.id)
-        try:
-            publication = int(meta["publication"])
-            if meta["life"] != self.session_id:
-                publication = -1
-            expected = {s.sample_id for s in self._chunk_samples(chunk)}
-            if unpack_scores(meta["scores"]).keys() != expected or not isinstance(meta["layout"], dict):
-                raise ValueError("wrong samples")
-        except (KeyError, TypeError, ValueError) as error:
-            self.client.release_results([outcome.id])
-            self.coordinator.abandon_chunk(outcome.id, f"malformed result of a worker: {error}")
-            return
-        retry_id = self.coordinator.record_result(outcome.id, publication)
-        if retry_id is None:
-            self._results[outcome.id] = meta
-            return
-        log.info("%s was generated with publication %d, which is too old: retrying", outcome.id, publication)
-        self.client.release_results([outcome.id])
-        self._submit_tasks([(chunk, retry_id)])
-
-    def _submit_tasks(self, tasks: Sequence[tuple[GroupChunk, str]]) -> None:
-        """Send tasks to the broker, in messages below the size limit.
-
-        If a single chunk exceeds the limit, it is abandoned and no error is raised, because the other ranks would hang.
-        """
-        contents = [ChunkTask(chunk.step, self._chunk_samples(chunk)) for chunk, _ in tasks]
-        task_rows, arrays = (
-            [task.to_rows() for task in contents],
-            [array for task in contents for array in task.to_arrays()],
-        )
-        rows = list(itertools.chain(*task_rows))
-        until_s, requests, start = self.client.now_s() + TASK_S, list[TaskRequest](), 0
-        for (_, task_id), rows_of_task in zip(tasks, task_rows, strict=True):
-            requests.append(TaskRequest(task_id, TASK_KIND, start, start + len(rows_of_task), until_s))
-            start += len(rows_of_task)
-        try:
-            self.client.submit(rows, arrays, requests)
-        except WireError as error:
-            if len(tasks) == 1:
-                log.error("%s cannot be sent: %s", tasks[0][1], error)
-                self.coordinator.abandon_chunk(tasks[0][1], f"cannot be sent: {error}")
-                return
-            half = len(tasks) // 2  # too large: long prompts or large frames
-            self._submit_tasks(tasks[:half])
-            self._submit_tasks(tasks[half:])
-
-    def _chunk_samples(self, chunk: GroupChunk) -> list[RolloutSample]:
-        base = chunk.group * self.job.recipe.rl.rollout.group_size
-        return self._samples[chunk.step][base + chunk.first : base + chunk.stop]
-
-
 def start_async_source(
     job: Job, groups: GroupSource, algorithm: RlAlgorithm, rewards: str, resources: ExitStack
 ) -> AsyncSource:
@@ -448,5 +249,25 @@ def start_async_source(
     keys = world.run_checked(lambda: load_trainer_keys(settings))
     source = AsyncSource(job, groups, algorithm, endpoint, keys and keys.local_client_keys, service)
     resources.callback(source.close)
-    world.run_checked(source.attach)
+    world.run_checked(lambda: source.client.attach(ATTACH_S))
     return source
+
+
+def gather_conditioning_frames(job: Job, groups: Sequence[Group]) -> list[Group]:
+    """Return copies of the groups that keep only the conditioning frames in `data`, on the CPU. Collective.
+
+    groups: all groups of the step. Each replica has set `data` only for the groups that it has read. The result is
+    complete only on rank 0.
+    """
+    world = job.world
+    latents = next((group.data for group in groups if group.data is not None), None)
+    if latents is None or job.model.clean_frame_range(job.recipe.algorithm.conditioning_frame_range)[1] == 0:
+        return [dataclasses.replace(group, data=None) for group in groups]
+    conditioned: list[Group] = []
+    for g, group in enumerate(groups):  # all ranks transfer in the same order, which prevents deadlocks
+        owner = g * job.recipe.rl.rollout.group_size // job.run_sizes.samples_per_rank  # the first replica that has it
+        frames = (latents if group.data is None else group.data)[:, : group.num_conditioning_frames]
+        if frames.numel() and owner and world.dp_rank in (0, owner):
+            frames = world.transfer_tensor(frames, owner, 0)
+        conditioned.append(dataclasses.replace(group, data=pad_num_frames(frames.cpu(), latents.shape[1])))
+    return conditioned

@@ -9,9 +9,9 @@ batch with the weights of one publication:
        ^  `--stale result or lost task: retried under a new task id
        `--abandoned: CLOSED with a reason instead of samples
 
-The staleness bound S is enforced twice. Admission: the groups of step s are admitted when n >= s - 1 - S, and a worker
-never uses older weights than the ones announced with its task. Acceptance: a result of publication n is accepted only
-if s - 1 - n <= S.
+The staleness bound S is enforced twice. Admission: the chunks of step s become tasks as soon as a publication
+n >= s - 1 - S exists, and a worker never uses older weights than the weights announced with its task. Acceptance: a
+result is accepted only if its weights are a publication n >= s - 1 - S.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class GroupChunk(NamedTuple):
 class ClosedChunk:
     """A generated or abandoned chunk.
 
-    publication: number of the published weights that generated the chunk. It is None if the chunk was abandoned for
-    `reason`.
+    publication: index of the publication whose weights generated the chunk, or None if the chunk was abandoned;
+    `reason` says why.
     """
 
     chunk: GroupChunk
@@ -68,7 +68,10 @@ class Coordinator:
         first_step: int,
         last_step: int,
     ) -> None:
-        """Plan the RL steps from first_step to last_step. Publication first_step - 1 must be recorded first."""
+        """Plan the RL steps from first_step to last_step.
+
+        Call `record_publication(first_step - 1)` first, when the weights at the start of `first_step` are published.
+        """
         self.session_id, self.groups_per_step, self.group_size = session_id, groups_per_step, group_size
         self.chunk_size = min(chunk_size, group_size)
         self.max_staleness, self.last_step = max_staleness, last_step
@@ -83,7 +86,7 @@ class Coordinator:
     def record_publication(self, publication: int) -> None:
         """Record that the policy after RL step `publication` is published.
 
-        Raises ValueError unless the number follows the last recorded publication.
+        Raises ValueError if `publication` is not one more than the last recorded number.
         """
         if publication != self.last_publication + 1:
             raise ValueError(f"expected publication {self.last_publication + 1}, got {publication}")
@@ -100,9 +103,9 @@ class Coordinator:
         return admitted
 
     def record_result(self, task_id: str, publication: int) -> str | None:
-        """Record the result of a task. publication: number of the weights that generated it.
+        """Record the result of a task. publication: number of the published weights that generated the samples.
 
-        Returns the id of a new task if the samples are too stale, else None.
+        If these weights are too old, drops the samples and returns the id of a new task. Otherwise returns None.
         """
         chunk = self._chunk_by_task.get(task_id)
         if chunk is None:
@@ -121,7 +124,7 @@ class Coordinator:
             self._close_chunk(ClosedChunk(chunk, task_id, reason=reason))
 
     def is_complete(self, step: int) -> bool:
-        """Return whether the step is admitted and all of its chunks are closed."""
+        """Return whether the step is admitted and all of its chunks are generated or abandoned."""
         chunks = self._steps.get(step)
         return chunks is not None and not chunks.waiting
 
@@ -139,7 +142,7 @@ class Coordinator:
         return len(chunks.waiting) if chunks is not None else 0
 
     def find_chunk(self, task_id: str) -> GroupChunk:
-        """Return the chunk of an open task. Raises KeyError if the task is not open."""
+        """Return the chunk of a task without a result. Raises KeyError for a finished or unknown task."""
         return self._chunk_by_task[task_id]
 
     def _split_step(self, step: int) -> Iterator[GroupChunk]:

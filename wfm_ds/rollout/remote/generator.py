@@ -50,7 +50,7 @@ class ChunkGenerator:
         joint_rows: Mapping[str, int],
         on_chunk_start: Callable[[], None] | None = None,
     ) -> None:
-        """joint_rows: the value of Sampler's `max_joint_rows`.
+        """joint_rows: passed to Sampler as `max_joint_rows`.
 
         on_chunk_start: function that is called after the weights of a chunk are loaded.
         """
@@ -97,7 +97,7 @@ class ChunkGenerator:
     def _forward_with_progress(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
     ) -> Tensor:
-        """Run one forward pass and report progress. The trainer reassigns chunks that report no progress."""
+        """Run one forward pass and report progress. Without progress, the trainer gives the chunk to another worker."""
         done = self._forward.counts.total() + 1
         assert self._progress is not None
         self._progress(done, done)

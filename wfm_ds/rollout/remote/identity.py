@@ -44,10 +44,7 @@ def compute_identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
 
 
 def hash_user_classes(recipe: Recipe) -> dict[str, str]:
-    """Return {class path: SHA-256 of its source file} for the user's classes.
-
-    The trainer uses the result to detect workers with different code.
-    """
+    """Return {class path: SHA-256 of its source file} for the user's classes."""
     paths = {"algorithm.name": recipe.algorithm.name, "model.family": recipe.model.family or ""}
     classes = {
         path: import_class(path, object, key=key, error=RecipeError)

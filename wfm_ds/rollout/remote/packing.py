@@ -28,10 +28,7 @@ class ChunkTask:
     samples: Sequence[RolloutSample]
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return the task as JSON rows.
-
-        The first row describes the task. Each further row describes an input array of the prompt.
-        """
+        """Return JSON rows: the first describes the task, and each further row names an input array of the prompt."""
         first = self.samples[0]
         data, inputs = first.group.data, first.prompt.inputs
         task = {
@@ -46,8 +43,8 @@ class ChunkTask:
     def to_arrays(self) -> list[tuple[str, npt.NDArray[np.float32]]]:
         """Return [(name, array)]: the conditioning frames, followed by the prompt's input arrays.
 
-        The conditioning frames are an array [C,n,h,w] of n latent frames, and n may be 0. If the prompt has inputs but
-        the group has no data, they are an empty array [0]. Returns [] if there are neither inputs nor data.
+        The conditioning frames are an array [C,n,h,w] of n latent frames, and n may be 0. If the group has no latents,
+        this array is empty, with shape [0]. If the prompt has no inputs either, returns [].
         """
         group, inputs = self.samples[0].group, self.samples[0].prompt.inputs
         if group.data is None and not inputs:
@@ -107,12 +104,12 @@ def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], NamedArrays
     if trajectory.stored_steps:
         arrays += [
             ("points", torch.stack(points, 1)),
-            ("log_prob", _stack_steps([s.log_prob for s in trajectory.stored_steps])),
+            ("log_prob", torch.stack([s.log_prob for s in trajectory.stored_steps], 1)),
         ]
         means = [s.mean for s in trajectory.stored_steps if s.mean is not None]
-        arrays += [("mean", _stack_steps(means))] if means else []
+        arrays += [("mean", torch.stack(means, 1))] if means else []
     if trajectory.states:
-        arrays.append(("states", _stack_steps([trajectory.states[k] for k in sorted(trajectory.states)])))
+        arrays.append(("states", torch.stack([trajectory.states[k] for k in sorted(trajectory.states)], 1)))
     steps = {"steps": layout, "states": sorted(trajectory.states)}
     return steps, [(name, replace_nonfinite_values(tensor).float().cpu().numpy()) for name, tensor in arrays]
 
@@ -177,7 +174,3 @@ def empty_rollout(sample: RolloutSample, plan: SamplingPlan, shape: Sequence[int
         data_latents=sample.group.data,
         num_conditioning_frames=sample.group.num_conditioning_frames,
     )
-
-
-def _stack_steps(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(tensors), 1)

@@ -18,8 +18,6 @@ from wfm_ds.runs.job import Job
 from wfm_ds.runs.layout import POLICY
 from wfm_ds.transport.broker import Broker
 
-HASH_BYTES = 1 << 20
-
 
 @dataclass(frozen=True, slots=True)
 class PolicyFile:
@@ -133,11 +131,8 @@ def list_policy_files(folder: Path) -> tuple[PolicyFile, ...]:
 
 def hash_file(path: Path) -> str:
     """Return the SHA-256 hex digest of a file. Raises OSError if it cannot be read."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(HASH_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def has_files(folder: Path, files: Sequence[PolicyFile]) -> bool:

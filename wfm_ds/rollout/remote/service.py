@@ -6,24 +6,22 @@ import contextlib
 import json
 import logging
 import os
-import re
 import subprocess
 import sys
-import threading
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from wfm_ds.distributed.accelerator import uses_cuda
+from wfm_ds.distributed.accelerator import find_free_port, uses_cuda
 from wfm_ds.distributed.gpus import find_machine_gpus, gpu_environment
-from wfm_ds.distributed.world import find_free_port
+from wfm_ds.distributed.ranks import remove_rank_variables
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RewardRecipe, RolloutRecipe
 from wfm_ds.rollout import TASK_KIND
+from wfm_ds.rollout.child_process import RestartingProcess, read_last_error
 from wfm_ds.runs.layout import ROLLOUT
 from wfm_ds.storage import atomic
 from wfm_ds.transport.broker import Broker, TaskKind
@@ -34,14 +32,8 @@ from wfm_ds.transport.tasks import FinishedTask
 log = logging.getLogger(__name__)
 
 PIPES_FILE = "pipes.json"
-STOP_S = 20.0  # for a worker to exit
 DRAIN_S = 2.0
 MAX_DEATHS = 5
-DEATHS_WINDOW_S = 600.0
-# Set by launchers for their ranks; removed from the environment of workers.
-RANK_VARIABLES = re.compile(
-    r"RANK|(LOCAL|GROUP|ROLE|CROSS)_.*|WORLD_SIZE|MASTER_.*|TORCHELASTIC_.*|WFM_(LAUNCH|STATUS)_.*"
-)
 
 
 class RolloutService:
@@ -51,7 +43,7 @@ class RolloutService:
     """
 
     def __init__(self, recipe: Recipe, identity: Mapping[str, str], rewards: str, num_ranks: int) -> None:
-        """Start the broker and the workers. If an error occurs, stop those that already run.
+        """Start the broker and the workers. If one of them cannot be started, stop the others.
 
         identity: result of `compute_identity` on the trainer.
         rewards: address of the reward service.
@@ -103,8 +95,7 @@ class RolloutService:
 
         gpu: the only GPU that the worker may use. If it is None, the worker may use the same GPUs as this process.
         """
-        inherited = {name: value for name, value in os.environ.items() if not RANK_VARIABLES.fullmatch(name)}
-        variables = {"OMP_NUM_THREADS": str(self.num_threads), **inherited}
+        variables = {"OMP_NUM_THREADS": str(self.num_threads), **remove_rank_variables(os.environ)}
         return variables if gpu is None else gpu_environment(variables, gpu)
 
     def worker_failures(self) -> list[str]:
@@ -112,7 +103,7 @@ class RolloutService:
         return [worker.failure for worker in self.workers if worker.failure]
 
     def failure_reason(self) -> str:
-        """Return the failure messages if all workers have failed and no worker is connected. Otherwise returns ""."""
+        """Return the failure messages if all local workers failed and no worker is connected. Otherwise return ""."""
         failures = self.worker_failures()
         is_dead = self.workers and len(failures) == len(self.workers) and not self.broker.worker_ids()
         return "; ".join(dict.fromkeys(failures)) if is_dead else ""
@@ -120,9 +111,9 @@ class RolloutService:
     def stop(self) -> None:
         """Stop the workers and the broker. Repeated calls are allowed."""
         for worker in self.workers:
-            worker.request_stop()
+            worker.child.request_stop()
         for worker in self.workers:
-            worker.stop()
+            worker.child.stop()
         self.broker.stop(DRAIN_S)
         self._remove_sockets()
         Path(self.endpoint).unlink(missing_ok=True)
@@ -148,46 +139,21 @@ class RolloutService:
 
 
 class WorkerProcess:
-    """A rollout worker process on this machine.
-
-    The worker is restarted when it dies. It exits when its stdin is closed.
-    """
+    """A rollout worker process on this machine, which is restarted when it dies."""
 
     def __init__(self, service: RolloutService, name: str, device: WorkerDevice) -> None:
         self.service, self.name, self.device = service, name, device
         self.failure = ""  # why it is not restarted
         self.log_path = service.folder / f"{name}.log"
-        self._stopping = threading.Event()
-        self._lock = threading.Lock()  # prevents a restart after a stop request
         self.has_finished_chunk = False  # since the last start
         self._num_starts = 0
-        self._process = self._start_process()
-        self._watcher = threading.Thread(target=self._watch_process, name=name, daemon=True)
-        self._watcher.start()
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.child = RestartingProcess(f"rollout worker {name}", self._start_process, self._should_restart)
+        self.child.watch()
 
     @property
     def process_name(self) -> str:
         """Name of the current process. Its threads (lanes) are named `<process name>/<number>`."""
         return f"{self.name}.{self._num_starts}"
-
-    def request_stop(self) -> None:
-        with self._lock:
-            self._stopping.set()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-
-    def stop(self) -> None:
-        self.request_stop()
-        try:
-            self._process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            log.warning("rollout worker %s did not stop within %.0f s: killing it", self.name, STOP_S)
-            self._process.kill()
-            self._process.wait()
 
     def _start_process(self) -> subprocess.Popen[bytes]:
         self._num_starts, self.has_finished_chunk = self._num_starts + 1, False
@@ -201,43 +167,24 @@ class WorkerProcess:
                 start_new_session=True,  # keeps Ctrl-C from the worker
             )
 
-    def _watch_process(self) -> None:
-        deaths: deque[float] = deque()
-        while True:
-            status = self._process.wait()
-            if self._stopping.is_set():
-                return
-            for lane in range(self.service.settings.in_flight):
-                self.service.broker.report_lost_worker(f"{self.process_name}/{lane}", "its worker died")
-            if self.has_finished_chunk:
-                deaths.clear()  # only deaths without a finished chunk count against a restart
-            deaths.append(time.monotonic())
-            while deaths[-1] - deaths[0] > DEATHS_WINDOW_S:
-                deaths.popleft()
-            if status == 0 and self.service.broker.workers_dismissed:
-                return
-            if status == 2 or len(deaths) >= MAX_DEATHS:
-                self.failure = f"rollout worker {self.name} {self._last_error(status)} (log: {self.log_path})"
-                log.error("%s", self.failure)
-                return
-            log.warning("rollout worker %s died (exit status %d): restarting it", self.name, status)
-            self._stopping.wait(2.0 ** (len(deaths) - 1))
-            with self._lock:
-                if self._stopping.is_set():
-                    return
-                self._process = self._start_process()
-
-    def _last_error(self, status: int) -> str:
-        lines = self.log_path.read_text(errors="replace").splitlines()
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        return f"failed: {errors[-1]}" if status == 2 and errors else f"died repeatedly, last exit status {status}"
+    def _should_restart(self, status: int, deaths: deque[float]) -> bool:
+        broker = self.service.broker
+        for lane in range(self.service.settings.in_flight):
+            broker.report_lost_worker(f"{self.process_name}/{lane}", "its worker died")
+        while self.has_finished_chunk and len(deaths) > 1:
+            deaths.popleft()  # only deaths without a finished chunk count against a restart
+        if status == 0 and broker.workers_dismissed:
+            return False
+        if status == 2 or len(deaths) >= MAX_DEATHS:
+            error = read_last_error(self.log_path) if status == 2 else ""
+            reason = f"failed: {error}" if error else f"died repeatedly, last exit status {status}"
+            self.failure = f"{self.child.name} {reason} (log: {self.log_path})"
+            log.error("%s", self.failure)
+        return not self.failure
 
 
 def chunk_stall_s(rollout: RolloutRecipe, reward: RewardRecipe) -> float:
-    """Return the number of seconds without progress after which a chunk counts as stalled.
-
-    The result includes the time that a chunk may wait for its scores.
-    """
+    """Return the seconds after which a chunk without progress counts as stalled. Waiting for its scores is included."""
     return max(1, rollout.in_flight - 1) * rollout.timeout_s + reward.timeout_s
 
 
@@ -269,12 +216,14 @@ def choose_worker_devices(rollout: RolloutRecipe, num_ranks: int) -> list[Worker
 
 
 def spawn_device_names(devices: list[str] | None, spawn: int) -> list[str]:
-    """Return the device names for the workers on this machine. The default is the CPU.
+    """Return the devices of the `spawn` workers on this machine: `devices` if it is set, otherwise the CPU.
 
-    Raises RecipeError if rollout.devices is not set on a machine with GPUs, because a training rank may use any GPU.
+    Raises RecipeError if workers on a machine with GPUs have no `devices`. Training ranks may use every GPU there.
     """
-    if devices is not None or spawn == 0:
-        return devices or ["cpu"]
+    if spawn == 0:
+        return ["cpu"]
+    if devices is not None:
+        return devices
     if uses_cuda():
         raise RecipeError(
             "rollout.spawn needs rollout.devices: set it to GPUs that do not train, such as [cuda:6, cuda:7], or set "
@@ -284,17 +233,14 @@ def spawn_device_names(devices: list[str] | None, spawn: int) -> list[str]:
 
 
 def load_trainer_keys(settings: RolloutRecipe) -> BrokerKeys | None:
-    """Load the encryption keys of the broker. Returns None if rollout.keys is not set.
-
-    Raises KeyFileError if the keys are unusable.
-    """
+    """Load the broker's keys, or None if rollout.keys is not set. Raises KeyFileError if they are unusable."""
     return None if settings.keys is None else load_broker_keys(settings.keys)
 
 
 def broker_endpoints(bind: str, folder: Path | None) -> tuple[str, str]:
-    """Return two broker addresses. Ranks and new workers connect to the first, workers lease chunks at the second.
+    """Return two addresses of the broker: one for ranks and new workers, and one at which workers lease chunks.
 
-    folder: folder of ipc sockets. If it is None, the broker uses TCP, and leasing uses the next port. Raises
+    folder: folder of ipc sockets. If it is None, both are TCP addresses, and the second has another port. Raises
     RecipeError if rollout.bind is invalid.
     """
     if folder is not None:

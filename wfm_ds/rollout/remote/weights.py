@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from wfm_ds.checkpoint.adapter_loading import adapter_tensor_names, load_adapter, load_whole_layers
+from wfm_ds.checkpoint.adapter_loading import adapter_tensor_names, copy_whole_layers, load_adapter
 from wfm_ds.engine.adapter_layers import AdapterMerge, find_adapter_layers
 from wfm_ds.errors import UserError
-from wfm_ds.export.weights import LORA_FILES, LORA_FOLDER, LORA_PREFIX, WHOLE_LAYER_FILES, diffusers_name
+from wfm_ds.export.lora_file import read_whole_layers
+from wfm_ds.export.weights import LORA_FILES, LORA_FOLDER, LORA_PREFIX, diffusers_name
 from wfm_ds.models.base import DiffusionModel, matches_any_pattern
 from wfm_ds.rollout.remote.publisher import PolicyFile, PolicyManifest, has_files
+from wfm_ds.storage import atomic
 from wfm_ds.transport.client import PipeClient
 from wfm_ds.transport.sockets import PipeError
 from wfm_ds.transport.worker import TaskFailed
@@ -40,12 +42,11 @@ class PolicyWeights:
         self._adapter_merge: AdapterMerge | None = None
 
     def load_publication(self, manifest: PolicyManifest) -> int:
-        """Load the published version that the manifest describes. Returns the number of the version in the model.
+        """Load the weights that the manifest describes. Returns the publication number of the weights in the model.
 
-        Nothing is loaded if the model already has this version or a newer version of the same session. Raises a
+        Nothing is loaded if the model already has these weights or newer weights of the same session. Raises a
         non-fatal TaskFailed if the weights cannot be downloaded or loaded, and a fatal one for invalid file names.
-        After a failure the model has its earlier weights or undefined weights. The next call replaces undefined
-        weights.
+        If loading fails, the weights are undefined until the next call succeeds.
         """
         current = self.loaded_manifest
         if (
@@ -79,8 +80,7 @@ class PolicyWeights:
         if has_files(shared, manifest.files):
             yield shared
             return
-        with tempfile.TemporaryDirectory(prefix="wfm-policy-") as temporary:
-            folder = Path(temporary)
+        with atomic.temporary_folder(Path(tempfile.gettempdir()), "wfm-policy-") as folder:
             try:
                 for file in manifest.files:
                     self._fetch_file(manifest, file, folder / file.name)
@@ -120,15 +120,13 @@ class PolicyWeights:
                     parameter.data = parameter.data.to(self.model.dtype)  # same dtype as on the training ranks
             self._has_adapter = True
             return
+        folder = folder / LORA_FOLDER
         for part in self.model.denoiser_components:
-            self._copy_tensors(part, [folder / LORA_FOLDER / LORA_FILES[part]])
-            load_whole_layers(getattr(self.model.pipeline, part), folder / LORA_FOLDER / WHOLE_LAYER_FILES[part])
+            self._copy_tensors(part, [folder / LORA_FILES[part]])
+            copy_whole_layers(getattr(self.model.pipeline, part), read_whole_layers(folder, part), folder)
 
     def _copy_tensors(self, part: str, paths: list[Path]) -> None:
-        """Copy the tensors in these files into the denoiser component `part`.
-
-        Raises ValueError if the files lack a trained tensor.
-        """
+        """Copy tensors from files to the denoiser component `part`. Raises ValueError if a trained one is missing."""
         network: Any = getattr(self.model.pipeline, part)
         targets = network.state_dict()
         if self.lora:

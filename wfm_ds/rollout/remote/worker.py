@@ -11,9 +11,11 @@ import argparse
 import functools
 import logging
 import os
+import select
 import signal
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -82,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def default_worker_name() -> str:
-    """Return a unique name. Containers may share host name and pid, so these are not enough."""
+    """Return a unique name. Host name and pid are not enough, because two containers may have the same."""
     return f"{socket.gethostname()[:HOST_CHARS]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 
 
@@ -104,24 +106,41 @@ def run_worker(args: argparse.Namespace) -> int:
     from wfm_ds.distributed.logs import quiet_libraries
     from wfm_ds.recipe import file as recipe_file
 
-    stop = threading.Event()
+    stop, is_ready = threading.Event(), threading.Event()
 
     def request_stop(number: int, frame: FrameType | None) -> None:
         stop.set()
+        if not is_ready.is_set():
+            os._exit(0)  # it has no chunk yet
 
+    if args.stop_on_eof:
+        threading.Thread(target=exit_on_eof, args=[is_ready], name="start-up", daemon=True).start()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, request_stop)
+    signal.signal(signal.SIGUSR1, lambda *_: None)  # SLURM sends it to all processes: only ranks save a checkpoint
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {args.name} %(levelname)s %(message)s")
     quiet_libraries()
     recipe = recipe_file.load_recipe(args.recipe, args.overrides)
     if not recipe.is_async:
         raise RecipeError(f"{args.recipe}: workers need rollout.mode: async, got {recipe.rl.rollout.mode}")
     with deterministic_kernels(recipe.engine.deterministic):
-        return serve_chunks(recipe, args, stop)
+        return serve_chunks(recipe, args, stop, is_ready)
 
 
-def serve_chunks(recipe: Recipe, args: argparse.Namespace, stop: threading.Event) -> int:
-    """Generate chunks until stopped. Raises UserError if trainer, recipe and reward service do not match."""
+def exit_on_eof(is_ready: threading.Event) -> None:
+    """Exit the process if stdin is closed before the worker is ready. After that, WorkerLanes checks stdin."""
+    while not is_ready.is_set():
+        readable, _, _ = select.select([0], [], [], LOOK_S)
+        if readable and not os.read(0, 4096):
+            os._exit(0)
+
+
+def serve_chunks(recipe: Recipe, args: argparse.Namespace, stop: threading.Event, is_ready: threading.Event) -> int:
+    """Connect to the trainer, load the model, and generate chunks until the worker should exit.
+
+    is_ready: event that this function sets when the model is loaded. A stop signal before that ends the process at
+    once. Raises UserError if trainer, recipe and reward service do not match.
+    """
     keys = load_worker_keys(recipe, args.keys)
     client = PipeClient(args.connect, run="workers", client=args.name, keys=keys)
     try:
@@ -132,7 +151,9 @@ def serve_chunks(recipe: Recipe, args: argparse.Namespace, stop: threading.Event
                 f"{args.connect} is not the trainer of an async run: use rollout/pipes.json in the run's output folder"
             )
         generator = build_generator(recipe, args.device, client, info["identity"])
-        return WorkerLanes(recipe, generator, client, keys, info, args).run(stop)
+        lanes = WorkerLanes(recipe, generator, client, keys, info, args)
+        is_ready.set()
+        return lanes.run(stop)
     finally:
         client.close()
 
@@ -159,14 +180,14 @@ def build_generator(
     import torch
 
     from wfm_ds.algorithms import build_rl_algorithm
-    from wfm_ds.distributed.accelerator import device_context
-    from wfm_ds.distributed.world import threads_per_rank
+    from wfm_ds.distributed.accelerator import device_context, threads_per_rank
     from wfm_ds.engine import attention_kernels
     from wfm_ds.engine.base_precision import quantise_base
     from wfm_ds.engine.block_compilation import compile_blocks
     from wfm_ds.engine.cuda_graphs import ReplayingNetwork
     from wfm_ds.engine.fp8_training import train_in_float8
-    from wfm_ds.engine.weight_placement import move_weights
+    from wfm_ds.engine.preparation import move_weights
+    from wfm_ds.models.assets.cache_cleanup import remove_temporary_files
     from wfm_ds.models.assets.loading import select_device
     from wfm_ds.models.assets.text_cache import TextCache, create_text_store, open_store_folder
     from wfm_ds.rollout.remote.generator import ChunkGenerator
@@ -188,6 +209,7 @@ def build_generator(
     require_same_identity(trainer_identity, compute_identity(recipe, model))
     if recipe.lora is not None:  # before any text is encoded, as in the trainer
         model.prepare_for_lora(recipe.lora.trainable_layers(model.default_lora_targets))
+    remove_temporary_files(recipe.data.cache_dir, time.time())
     store = create_text_store(recipe, model)
     texts = TextCache(model, store=store if store is not None and open_store_folder(store, required=False) else None)
     if texts.folder is not None:  # if the trainer has filled this folder, the text encoders are not needed
@@ -271,20 +293,13 @@ class WorkerLanes:
                 worker.stop()
             for thread, worker in zip(threads, self.lease_workers, strict=False):
                 if thread.ident is not None:
-                    worker.disconnected.wait(
-                        LEAVE_S
-                    )  # its chunks are reassigned at once, without counting as failed attempts
+                    # Its chunks are reassigned at once, without counting as failed attempts.
+                    worker.disconnected.wait(LEAVE_S)
             for rewards in self.reward_clients:
                 rewards.close()
         if self.error is not None:
             raise self.error
         return 0
-
-    @property
-    def memory_advice(self) -> list[str]:
-        from wfm_ds.memory.advice import suggest_keys_after_oom
-
-        return suggest_keys_after_oom(self.recipe, "rollout", num_ranks=1)
 
     def generate_chunk(self, rewards: RewardClient, task: LeasedTask, progress: ReportProgress) -> TaskResult:
         """Generate the chunk of a task and return its samples with their scores.
@@ -292,10 +307,10 @@ class WorkerLanes:
         Raises TaskFailed if the task is malformed, its weights cannot be loaded, or the device is out of memory.
         """
         from wfm_ds.distributed.accelerator import device_context
-        from wfm_ds.memory.out_of_memory import OutOfMemory, explain_out_of_memory
+        from wfm_ds.memory.advice import OutOfMemory, explain_out_of_memory, suggest_keys_after_oom
         from wfm_ds.rollout.remote.packing import ChunkTask, pack_trajectory
         from wfm_ds.rollout.remote.publisher import PolicyManifest
-        from wfm_ds.rollout.scores import pack_scores, submit_finite_samples
+        from wfm_ds.rollout.rewards import pack_scores, submit_finite_samples
 
         try:
             work = ChunkTask.from_rows(task.rows, task.read_tensors())
@@ -307,21 +322,19 @@ class WorkerLanes:
             # The current device of a new thread is GPU 0, so set it.
             with (
                 device_context(device),
-                explain_out_of_memory(device, lambda phase: self.memory_advice, lambda: "rollout"),
+                explain_out_of_memory(
+                    device, lambda phase: suggest_keys_after_oom(self.recipe, phase, num_ranks=1), lambda: "rollout"
+                ),
             ):
                 generated = self.generator.generate_chunk(work, manifest, progress)
         except OutOfMemory as error:
             self.error = error
-            for (
-                worker
-            ) in self.lease_workers:  # their chunks go to workers with more memory, without counting as attempts
-                worker.stop()
+            for worker in self.lease_workers:
+                worker.stop()  # their chunks go to workers with more memory, without counting as attempts
             raise TaskFailed(str(error), fatal=False) from error
-        names = [function.name for function in self.recipe.rl.reward.functions]
         samples, is_video = work.samples, self.generator.sampler.model.is_video
         failures = submit_finite_samples(
             rewards,
-            names,
             generated.images,
             generated.is_finite,
             [s.sample_id for s in samples],

@@ -1,0 +1,82 @@
+"""`wfm fetch RECIPE`: download the model, prompt set and reward weights of a recipe before it runs."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from wfm_ds.errors import UserError
+from wfm_ds.program import CommandParser, run_command
+
+if TYPE_CHECKING:
+    from wfm_ds.runs.fetch_plan import FetchItem, FetchPlan
+
+MB, GB = 10**6, 10**9
+
+
+def parser() -> CommandParser:
+    p = CommandParser(
+        prog="wfm fetch",
+        description="List the model, prompt set and reward weights that a recipe needs and this machine does not have, "
+        "with sizes and licences, then download them.",
+        epilog="Example: %(prog)s sd3_nft --dry-run",
+    )
+    p.add_recipe_arguments()
+    p.add_argument("-y", "--yes", action="store_true", help="download without a question")
+    p.add_argument("--dry-run", action="store_true", help="only list; downloads at most configuration files")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command(parser(), run, argv)
+
+
+def run(args: argparse.Namespace) -> None:
+    from wfm_ds.distributed.logs import quiet_libraries
+    from wfm_ds.recipe import file as recipe_file
+    from wfm_ds.runs.fetch_plan import plan_downloads, require_free_space
+
+    quiet_libraries()
+    plan = plan_downloads(recipe_file.load_recipe(args.recipe, args.overrides))
+    sys.stdout.write(describe_plan(plan))
+    free = require_free_space(plan.items)
+    if plan.items:
+        sys.stdout.write("".join(f"free in {path}: {size_text(space)}\n" for path, space in free.items()))
+        if args.dry_run:
+            return
+        confirm_download(plan, yes=args.yes)
+        for item in plan.items:
+            item.download()
+            sys.stdout.write(f"done: {item.source}\n")
+    command = shlex.join(["wfm", "check", str(args.recipe), *args.overrides])
+    sys.stdout.write(f"next: {command}\n" if plan.items else f"nothing to download; next: {command}\n")
+
+
+def describe_plan(plan: FetchPlan) -> str:
+    lines = [describe_item(item) for item in plan.items]
+    if len(lines) > 1:
+        lines.append(f"total {size_text(plan.num_bytes)}")
+    return "".join(f"{line}\n" for line in [*lines, *plan.notes])
+
+
+def describe_item(item: FetchItem) -> str:
+    return f"{item.purpose}: {item.source}, {size_text(item.num_bytes)}, licence {item.licence}, to {item.target}"
+
+
+def size_text(num_bytes: int) -> str:
+    return f"{num_bytes / GB:.1f} GB" if num_bytes >= GB else f"{num_bytes / MB:.1f} MB"
+
+
+def confirm_download(plan: FetchPlan, *, yes: bool) -> None:
+    """Ask before the download, unless `yes` is set. Raises UserError if the answer is no or if nobody can answer."""
+    if yes:
+        return
+    if not sys.stdin.isatty():
+        raise UserError("wfm fetch asks before it downloads, but stdin is not a terminal: add --yes or --dry-run")
+    sys.stdout.write(f"Download {size_text(plan.num_bytes)}? [y/N] ")
+    sys.stdout.flush()
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UserError("nothing was downloaded: answer y, or add --yes")

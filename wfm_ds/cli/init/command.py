@@ -1,0 +1,331 @@
+"""The command `wfm init`: ask for missing options, then write the recipe and check it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from wfm_ds.cli.init.data_summary import DataSummary, Task, read_data
+from wfm_ds.cli.init.questions import Questions
+from wfm_ds.cli.init.sections import RecipeRequest, create_sections, format_recipe
+from wfm_ds.errors import RecipeError, UserError
+from wfm_ds.program import CommandParser, collect_garbage_rarely
+
+if TYPE_CHECKING:
+    from wfm_ds.recipe.schema import Recipe
+    from wfm_ds.recipe.tiny import TinyFamily
+
+TASKS: dict[Task, str] = {
+    "sft": "fine-tune on the images or videos",
+    "actions": "fine-tune on videos with their actions",
+    "dpo": "learn from preference pairs",
+    "rl": "improve a reward",
+    "distill": "generate in few steps, without guidance",
+    "reasoner": "fine-tune a vision-language model on conversations",
+}
+MODELS: dict[str, tuple[str, ...]] = {
+    "image": (
+        *("stabilityai/stable-diffusion-3.5-medium", "black-forest-labs/FLUX.2-klein-base-4B", "Qwen/Qwen-Image"),
+        *("Tongyi-MAI/Z-Image", "tiny:sd3"),
+    ),
+    "video": (
+        *("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan-AI/Wan2.2-TI2V-5B-Diffusers", "nvidia/Cosmos-Predict2.5-2B"),
+        *("nvidia/Cosmos3-Nano", "tiny:wan21"),
+    ),
+    "first frame": ("Wan-AI/Wan2.2-I2V-A14B-Diffusers", "Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "tiny:wan22_i2v"),
+    "actions": ("nvidia/Cosmos3-Nano", "nvidia/Cosmos3-Super", "tiny:cosmos3"),
+    "conversations": ("Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-2B-Instruct", "tiny:qwen25vl"),
+}
+REWARDS = {
+    "image": ("pickscore", "hpsv2", "clipscore", "aesthetic", "image_reward", "ocr"),
+    "video": ("video_align", "motion", "consistency", "cosmos_reason1"),
+}
+HELD_OUT_REWARDS = {"image": ("clipscore", "pickscore"), "video": ("motion", "consistency")}
+NONE = "none"
+
+
+def parser() -> CommandParser:
+    p = CommandParser(
+        prog="wfm init",
+        description="Write a recipe for your data and a model. On a terminal, it asks for missing options.",
+        epilog="Example: %(prog)s --data my_pictures --model tiny:sd3 --out mine.yaml",
+    )
+    p.add_argument("--data", help="folder that wfm data can read, file of prompts, preference pairs or conversations")
+    p.add_argument("--model", help="a model folder, owner/name on the Hub, or tiny:FAMILY")
+    p.add_argument("--task", choices=list(TASKS), help="what to train (default: what fits the data)")
+    p.add_argument("--rl", metavar="REWARD", help="RL with this reward (see wfm rewards)")
+    p.add_argument("--held-out", metavar="REWARD", help="reward to watch but not to train on, or none")
+    weights = p.add_mutually_exclusive_group()
+    weights.add_argument("--lora", action="store_true", help="train a LoRA (default, except for actions)")
+    weights.add_argument("--full", action="store_true", help="train all weights instead of a LoRA")
+    p.add_argument("--prompt", help="caption for files without one")
+    p.add_argument("--media-path", metavar="DIR", help="folder of the images and videos of conversations")
+    p.add_argument("--out", type=Path, help="recipe file to write (default mine.yaml)")
+    p.add_argument("--force", action="store_true", help="overwrite an existing file")
+    p.add_argument("-y", "--yes", action="store_true", help="ask nothing: use the default of each missing option")
+    p.key_options = {"model.path": "--model", "data.prompt": "--prompt", "data.path": "--data"}
+    return p
+
+
+def run(args: argparse.Namespace) -> None:
+    from wfm_ds.distributed.accelerator import choose_accelerator
+    from wfm_ds.distributed.logs import quiet_libraries
+
+    quiet_libraries()
+    questions = Questions(can_ask=sys.stdin.isatty() and not args.yes)
+    if args.out is not None:
+        require_new_file(args.force, str(args.out))
+    if args.prompt is not None and not args.prompt.strip():
+        raise UserError("--prompt is blank: give a caption, or remove the option")
+    request = complete_request(args, questions)
+    if questions.has_asked:
+        sys.stdout.write(f"\nThe same without questions:\n  {format_command(request, force=args.force)}\n\n")
+    out = request.out
+    with collect_garbage_rarely():  # imports torch and diffusers, which takes seconds
+        choose_accelerator()
+        from wfm_ds.cli.init.distillation import create_distillation_sections
+        from wfm_ds.cli.init.model_summary import (
+            LanguageModelSummary,
+            PipelineSummary,
+            read_language_model,
+            read_pipeline,
+        )
+
+        model: LanguageModelSummary | PipelineSummary
+        if request.task == "reasoner":
+            model = read_language_model(request.model_path)
+            sections = create_sections(request, model)
+        else:
+            model = read_pipeline(request.model_path)
+            create = create_distillation_sections if request.task == "distill" else create_sections
+            sections = create(request, model)
+        write_recipe(out, format_recipe(sections, out))
+    next_step = f"wfm check {shlex.quote(str(out))}"
+    sys.stdout.write(f"data: {request.data.description}\nmodel: {model.title}\nwrote {out}; next: {next_step}\n")
+
+
+def complete_request(args: argparse.Namespace, questions: Questions) -> RecipeRequest:
+    """Return the options, after asking for those that are missing. Raises UserError if they contradict each other."""
+    from wfm_ds.models.assets.hub import is_repo_id, require_pipeline_folder
+    from wfm_ds.models.assets.local_folders import require_local_model
+    from wfm_ds.recipe.tiny import TINY_PREFIX
+
+    def read(text: str) -> DataSummary:
+        return read_data(Path(text).expanduser(), prompt=args.prompt, media_path=args.media_path)
+
+    if args.model is not None and not (args.model.startswith(TINY_PREFIX) or is_repo_id(args.model)):
+        require_pipeline_folder(args.model)  # before the data is read, which may take long
+    if args.data is None:
+        data = questions.ask_value("Data, a folder or a file", read, option="--data")
+    else:
+        data = read(args.data)
+    task = choose_task(args, data, questions)
+    require_used_options(args, data, task)
+    model_path = args.model
+    if model_path is None:
+        names = suggest_models(data, task)
+        model_path = questions.choose(
+            "Model:", dict.fromkeys(names, ""), option="--model", other="owner/name or a folder"
+        )
+    require_local_model(model_path, is_language_model=task == "reasoner")
+    reward, held_out = choose_rewards(args, data, task, model_path, questions)
+    trains_all_weights = choose_weights(args, task, questions)
+    if args.out is None:
+        check = partial(require_new_file, args.force)
+        out = questions.ask_value("Recipe file to write", check, option="--out", default="mine.yaml")
+    else:
+        out = args.out.expanduser()
+    return RecipeRequest(
+        task=task,
+        data=data,
+        model_path=model_path,
+        trains_all_weights=trains_all_weights,
+        out=out,
+        reward=reward,
+        held_out_reward=held_out,
+        prompt=args.prompt,
+    )
+
+
+def require_new_file(may_overwrite: bool, text: str) -> Path:
+    """Return the path of the recipe to write. Raises UserError if it exists or its folder does not."""
+    out = Path(text).expanduser()
+    if out.is_dir():
+        raise UserError(f"{out} is a folder: name a file with --out")
+    if out.exists() and not may_overwrite:
+        raise UserError(f"{out} exists: choose another file with --out, or overwrite it with --force")
+    if not out.parent.is_dir():
+        raise UserError(f"{out}: folder {out.parent} not found")
+    return out
+
+
+def choose_task(args: argparse.Namespace, data: DataSummary, questions: Questions) -> Task:
+    """Return the task. Raises UserError if it does not fit the data."""
+    task: Task | None = args.task
+    if args.rl is not None:
+        if task not in (None, "rl"):
+            raise UserError(f"--rl {args.rl} and --task {task} contradict each other: remove one of them")
+        task = "rl"
+    usual = data.tasks[0]
+    if usual == "actions" and args.model is not None:
+        family = guess_family(args.model)
+        if family is None or not family.has_action_inputs:
+            usual = "sft"
+    if task is None and len(data.tasks) > 1:
+        choices: dict[str, str] = {name: TASKS[name] for name in data.tasks}
+        answer = questions.choose(f"{data.path} has {data.description}. Task:", choices, option="--task", default=usual)
+        task = next(name for name in data.tasks if name == answer)
+    task = task or usual
+    if task not in data.tasks:
+        raise UserError(f"{data.path} has {data.description}, which do not fit --task {task} (docs/data.md)")
+    return task
+
+
+def require_used_options(args: argparse.Namespace, data: DataSummary, task: Task) -> None:
+    """Raise UserError if an option has no effect on a recipe for this data."""
+    for option, value, is_used in (
+        ("--prompt", args.prompt, data.content == "media"),
+        ("--media-path", args.media_path, data.content == "conversations"),
+        ("--held-out", args.held_out, task != "reasoner"),
+    ):
+        if value is not None and not is_used:
+            raise UserError(f"{option} has no effect, because {data.path} has {data.description}: remove it")
+
+
+def suggest_models(data: DataSummary, task: Task) -> tuple[str, ...]:
+    if task == "actions":
+        return MODELS["actions"]
+    if data.content == "conversations":
+        return MODELS["conversations"]
+    if data.content == "prompts":
+        return (*MODELS["image"], *MODELS["video"])
+    if task == "rl":
+        return MODELS["first frame"]
+    return MODELS["video" if data.are_videos else "image"]
+
+
+def guess_family(model_path: str) -> TinyFamily | None:
+    """Return the tiny family that stands in for a model. Returns None if the path does not show the family."""
+    from wfm_ds.recipe.tiny import find_tiny_family
+
+    try:
+        return find_tiny_family(model_path)
+    except RecipeError:
+        return None
+
+
+def choose_rewards(
+    args: argparse.Namespace, data: DataSummary, task: Task, model_path: str, questions: Questions
+) -> tuple[str | None, str | None]:
+    """Return (reward to train on, held-out reward).
+
+    Raises RewardError for unknown rewards, and UserError if the held-out reward is trained on or has too few prompts.
+    """
+    from wfm_ds.evaluation.paired_statistics import MIN_PROMPTS
+    from wfm_reward import registry
+
+    family, kinds = guess_family(model_path), ["image", "video"]
+    if family is not None:
+        kinds = ["video" if family.is_video else "image"]
+    reward, held_out = args.rl, args.held_out
+    if task == "rl" and reward is None:
+        choices = {name: first_sentence(name) for name in suggest_rewards(kinds, data)}
+        reward = questions.choose("Reward:", choices, option="--rl", other="the name of another reward")
+    if reward is not None:
+        registry.get_reward_class(reward)
+    has_few_prompts = task == "rl" and data.num_samples < MIN_PROMPTS
+    if held_out is None and task == "rl" and not has_few_prompts:
+        names = [name for name in HELD_OUT_REWARDS[kinds[0]] if name != reward]
+        choices = {name: first_sentence(name) for name in names} | {NONE: "no alarm against reward hacking"}
+        question = "Held-out reward, which is watched but not trained on:"
+        held_out = questions.choose(question, choices, option="--held-out", default=names[0], other="another name")
+    if held_out in (None, NONE):
+        return reward, None
+    registry.get_reward_class(held_out)
+    if held_out == reward:
+        raise UserError(f"--held-out {held_out}: the run trains on this reward: choose another one, or none")
+    if has_few_prompts:
+        raise UserError(
+            f"--held-out {held_out}: {data.path} has {data.num_samples} prompts, but the alarm against reward hacking "
+            f"needs {MIN_PROMPTS}: add prompts, or use --held-out {NONE}"
+        )
+    return reward, held_out
+
+
+def suggest_rewards(kinds: Sequence[str], data: DataSummary) -> list[str]:
+    """Return names of rewards for this kind of samples. Rewards that read the metadata of the data come first."""
+    from wfm_reward import registry
+
+    special = []
+    for name in registry.list_reward_names():
+        reward = registry.get_reward_class(name)
+        needed = {*reward.required_metadata, *reward.required_inputs}
+        if needed and needed <= data.metadata_keys and not reward.media_types.isdisjoint(kinds):
+            special.append(name)
+    return [*special, *(name for kind in kinds for name in REWARDS[kind])]
+
+
+def first_sentence(reward_name: str) -> str:
+    from wfm_ds.cli.rewards import first_doc_line
+    from wfm_reward import registry
+
+    return first_doc_line(registry.get_reward_class(reward_name)).partition(". ")[0].rstrip(".")
+
+
+def choose_weights(args: argparse.Namespace, task: Task, questions: Questions) -> bool:
+    """Return whether to train all weights. LoRA does not train action layers, so it is not the default for actions."""
+    if task == "distill" and args.full:
+        raise UserError("--full: distillation trains only a LoRA: remove it")
+    if args.full or args.lora or task == "distill":
+        return bool(args.full)
+    choices = {"LoRA": "small file, little memory", "all weights": "a whole pipeline, needs large GPUs"}
+    default = "all weights" if task == "actions" else "LoRA"
+    return questions.choose("Train:", choices, option="--full", default=default) == "all weights"
+
+
+def format_command(request: RecipeRequest, *, force: bool) -> str:
+    """Return the command with all options, for a shell."""
+    words = ["wfm", "init", "--data", str(request.data.path), "--task", request.task, "--model", request.model_path]
+    words += ["--rl", request.reward] if request.reward else []
+    words += ["--held-out", request.held_out_reward or NONE] if request.task == "rl" or request.held_out_reward else []
+    words += ["--prompt", request.prompt] if request.prompt else []
+    words += ["--media-path", request.data.media_path] if request.data.media_path else []
+    words += ["--full" if request.trains_all_weights else "--lora", "--out", str(request.out)]
+    return shlex.join([*words, *(["--force"] if force else [])])
+
+
+def write_recipe(out: Path, text: str) -> None:
+    """Check the recipe, its data, folders and rewards as `wfm check` does, without loading the model, and write it.
+
+    Writes nothing if a check fails. Raises UserError.
+    """
+    from wfm_ds.recipe import file as recipe_file
+
+    new = out.with_name(f".{out.stem}.new.yaml")
+    try:
+        try:
+            new.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{out} cannot be written ({error.strerror}): choose another file with --out") from error
+        check_recipe(recipe_file.load_recipe(new))
+        os.replace(new, out)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def check_recipe(recipe: Recipe) -> None:
+    from wfm_ds.training.early_checks import check_early
+    from wfm_ds.training.language_builder import check_engine_settings
+    from wfm_ds.training.preflight import check_and_load_data
+
+    check_early(recipe)
+    if recipe.algorithm.trains_language:
+        check_engine_settings(recipe, 1)
+    else:
+        check_and_load_data(recipe, 1)

@@ -1,0 +1,70 @@
+"""Numbered questions on the terminal. Without a terminal, each question is answered with its default."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NoReturn, TypeVar
+
+from wfm_ds.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Questions:
+    """Asks the user for the options of a command that are missing."""
+
+    can_ask: bool
+    has_asked: bool = False
+
+    def choose(
+        self, question: str, choices: Mapping[str, str], *, option: str, default: str | None = None, other: str = ""
+    ) -> str:
+        """Return a key of `choices`, or any other text if `other` is set.
+
+        choices: {answer: its description}. default: also the answer without a terminal; None: the first choice on a
+        terminal, else a UserError that names the option. other: what a user may type instead of a number.
+        """
+        if not self.can_ask:
+            return default if default is not None else self._refuse(option)
+        width, answers = max(map(len, choices)) + 2, list(choices)
+        rows = [f"  {number}  {name:{width}}{text}".rstrip() for number, (name, text) in enumerate(choices.items(), 1)]
+        sys.stdout.write("\n".join(["", question, *rows, ""]))
+        first = answers[0] if default is None else default
+        prompt = f"Number{f', {other}' if other else ''} [{answers.index(first) + 1}]: "
+        while True:
+            answer = self._read_line(prompt)
+            if not answer:
+                return first
+            if answer.isdecimal() and 1 <= int(answer) <= len(answers):
+                return answers[int(answer) - 1]
+            if answer in choices or (other and not answer.isdecimal()):
+                return answer
+            sys.stdout.write(f"{answer!r} is not a number from 1 to {len(answers)}\n")
+
+    def ask_value(self, question: str, parse: Callable[[str], T], *, option: str, default: str = "") -> T:
+        """Return the answer, parsed. Asks again while `parse` raises a UserError.
+
+        Without a terminal, the answer is the default. Raises UserError, naming the option, if there is no default.
+        """
+        if not self.can_ask:
+            return parse(default or self._refuse(option))
+        prompt = f"\n{question}{f' [{default}]' if default else ''}: "
+        while True:
+            try:
+                if answer := self._read_line(prompt) or default:
+                    return parse(answer)
+            except UserError as error:
+                sys.stdout.write(f"{error}\n")
+
+    def _refuse(self, option: str) -> NoReturn:
+        raise UserError(f"{option} is missing (see wfm init --help)")
+
+    def _read_line(self, prompt: str) -> str:
+        self.has_asked = True
+        try:
+            return input(prompt).strip()
+        except EOFError:
+            raise UserError("the terminal was closed before the last question: nothing was written") from None

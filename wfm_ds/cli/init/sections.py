@@ -1,0 +1,387 @@
+"""The recipe that `wfm init` proposes for a task, its data and a model: values, each with the reason for it."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from wfm_ds.cli.init.data_summary import DataSummary, Task
+from wfm_ds.cli.init.model_summary import LanguageModelSummary, PipelineSummary
+from wfm_ds.errors import UserError
+
+MAX_UPSCALE = 2.0  # default of data.max_upscale: training skips files that need more
+SIZE_MULTIPLE = 32  # round sizes down to this; satisfies every model family
+MAX_ASPECT_CHANGE, BUCKET_SHARE = 4 / 3, 0.1  # use buckets if the aspect ratio of over 10 % differs by over 4/3
+ACTION_FRAMES = 17  # 16 actions, as in NVIDIA's training of Cosmos3 with actions
+SHORT_SHARE = 0.05  # fraction of videos that may be shorter than a clip: default of data.max_bad_fraction
+VALIDATION_SAMPLES, MAX_HOLDOUT, MIN_HOLDOUT = 32, 0.2, 0.05
+LEARNING_RATES: dict[Task, tuple[float, float]] = {
+    "sft": (1e-4, 1e-5),
+    "actions": (1e-4, 1e-4),
+    "dpo": (1e-5, 1e-6),
+    "rl": (1e-4, 1e-5),
+    "distill": (3e-5, 3e-5),
+    "reasoner": (1e-4, 1e-5),
+}
+"""{task: (for LoRA, for all weights)}"""
+
+
+class RecipeLine(NamedTuple):
+    key: str
+    value: Any
+    comment: str = ""
+
+
+Sections = dict[str, list[RecipeLine]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeRequest:
+    """The options of `wfm init`, complete."""
+
+    task: Task
+    data: DataSummary
+    model_path: str
+    trains_all_weights: bool
+    out: Path
+    reward: str | None = None  # of RL
+    held_out_reward: str | None = None
+    prompt: str | None = None  # caption for files without one
+
+
+def create_sections(request: RecipeRequest, model: PipelineSummary | LanguageModelSummary) -> Sections:
+    """Return the sections of the recipe. Raises UserError if the model does not fit the data."""
+    if isinstance(model, LanguageModelSummary):
+        return create_language_sections(request, model)
+    require_fitting_model(request, model)
+    return create_rl_sections(request, model) if request.task == "rl" else create_supervised_sections(request, model)
+
+
+def require_fitting_model(request: RecipeRequest, model: PipelineSummary) -> None:
+    data, title = request.data, model.title
+    if data.content == "prompts" and (model.needs_image or model.inputs):
+        needed = "start with an image" if model.needs_image else f"need {' and '.join(model.inputs)}"
+        raise UserError(
+            f"{data.path} has only prompts, but {title} generates videos that {needed}: name a folder of captioned "
+            "images or videos with --data"
+        )
+    follows_actions = data.are_videos and "actions" in data.metadata_keys and "actions" in model.optional_inputs
+    needs_media = model.needs_image or model.inputs or follows_actions
+    if request.task == "rl" and data.content != "prompts" and not needs_media:
+        raise UserError(
+            f"{data.path} has images or videos, but RL of {title} needs only prompts: name a .txt file with one prompt "
+            "per line, or a .jsonl file, with --data"
+        )
+    if data.are_videos and not model.is_video:
+        raise UserError(f"{data.path} contains videos, but {title} generates images: choose a video model")
+    if model.needs_image and not data.are_videos and request.task != "rl":
+        raise UserError(
+            f"{data.path} contains images, but {title} generates videos that start with an image: use videos"
+        )
+    if request.task == "actions" and "actions" not in (*model.inputs, *model.optional_inputs):
+        raise UserError(f"{title} does not accept actions: choose a Cosmos3 model, or --task sft")
+    if missing := [name for name in model.inputs if name not in data.metadata_keys]:
+        raise UserError(f"{data.path}: {title} needs {' and '.join(missing)} for each sample (docs/inputs.md)")
+
+
+def create_supervised_sections(request: RecipeRequest, model: PipelineSummary) -> Sections:
+    """Return the sections of an SFT or DPO recipe."""
+    task, data = request.task, request.data
+    height, width, why = training_size(model, data.sizes)
+    inputs = choose_inputs(request, model)
+    starts_with_frame = model.needs_image or task == "actions"
+    lines = [
+        RecipeLine("kind", "pairs" if task == "dpo" else "folder"),
+        RecipeLine("path", data.recipe_path),
+        *prompt_lines(request),
+        *([] if task == "dpo" else [RecipeLine("caption_dropout", 0.1, "for classifier-free guidance")]),
+        *size_lines(data.sizes, height, width),
+        *input_lines(inputs),
+    ]
+    guidance = RecipeLine("guidance_scale", model.guidance_scale, "for validation samples; default of the pipeline")
+    if task == "actions":
+        guidance = RecipeLine("guidance_scale", 1.0, "no guidance, as in NVIDIA's training with actions")
+    settings = [RecipeLine("name", "sft")]
+    if task == "dpo":
+        settings = [RecipeLine("name", "dpo"), RecipeLine("beta", 2000, "strength of the preference")]
+    unit = "pair" if task == "dpo" else "sample"
+    return {
+        **common_sections(
+            request, model, steps=1000, unit=f"one {unit} per GPU and step; the data has {data.num_samples}"
+        ),
+        "data": lines,
+        "sampling": [
+            RecipeLine("height", height, why),
+            RecipeLine("width", width),
+            *frame_lines(request, model),
+            *few_step_lines(model, "eval_steps"),
+            guidance,
+        ],
+        "algorithm": [*settings, *(conditioning_lines() if starts_with_frame else [])],
+        "validation": [
+            RecipeLine("every", 100, "steps between validations"),
+            holdout_line(data.num_samples),
+            *create_held_out_lines(request),
+        ],
+        "checkpoint": [RecipeLine("every", 200)],
+    }
+
+
+def few_step_lines(model: PipelineSummary, *keys: str) -> list[RecipeLine]:
+    """Return a line for each key that sets the model's number of denoising steps. Empty if it has no such number."""
+    steps = model.num_steps
+    return (
+        [] if steps is None else [RecipeLine(key, steps, f"the model is distilled for {steps} steps") for key in keys]
+    )
+
+
+def create_rl_sections(request: RecipeRequest, model: PipelineSummary) -> Sections:
+    """Return the sections of an RL recipe with one reward. Raises UserError if the videos are too short."""
+    assert request.reward is not None
+    data = request.data
+    inputs, is_prompt_file = choose_inputs(request, model), data.content == "prompts"
+    if is_prompt_file:
+        lines = prompt_file_lines(request)
+    else:
+        lines = [RecipeLine("kind", "folder"), RecipeLine("path", data.recipe_path), *input_lines(inputs)]
+        lines += prompt_lines(request)
+    moves = not {"actions", "c2w"}.isdisjoint(inputs) and data.num_samples > 1
+    height, width, why = model.height, model.width, "default of the pipeline"
+    if data.sizes:
+        height, width, why = training_size(model, data.sizes)
+        lines += size_lines(data.sizes, height, width)
+    return {
+        **common_sections(request, model, steps=200, unit="one rollout per step"),
+        "data": lines,
+        "sampling": [
+            RecipeLine("height", height, why),
+            RecipeLine("width", width),
+            *frame_lines(request, model),
+            *(
+                few_step_lines(model, "steps", "eval_steps")
+                or [RecipeLine("steps", 10, "denoising steps of a rollout; validation uses eval_steps")]
+            ),
+        ],
+        "algorithm": [
+            RecipeLine("name", "diffusion_nft", "comparison of algorithms: docs/choosing.md"),
+            *([] if is_prompt_file else conditioning_lines()),
+        ],
+        "rollout": [
+            RecipeLine("prompts_per_step", min(8, data.num_samples)),
+            RecipeLine("group_size", 8, "samples per prompt, compared with each other"),
+            *([RecipeLine("trajectories", "shuffle", "movements of other clips (docs/inputs.md)")] if moves else []),
+        ],
+        "reward": [RecipeLine("functions", [{"name": request.reward}])],
+        "validation": [
+            RecipeLine("every", 20),
+            *(create_held_out_lines(request) or [prompt_count_line(data.num_samples)]),
+        ],
+        "checkpoint": [RecipeLine("every", 40)],
+    }
+
+
+def create_language_sections(request: RecipeRequest, model: LanguageModelSummary) -> Sections:
+    """Return the sections of a recipe that fine-tunes a vision-language model."""
+    data = request.data
+    common = common_sections(
+        request, model, steps=1000, unit=f"one packed sequence per GPU and step; {data.num_samples} conversations"
+    )
+    common["model"].append(RecipeLine("gradient_checkpointing", True, "less memory, more time"))
+    media = [] if data.media_path is None else [RecipeLine("media_path", data.media_path)]
+    return {
+        **common,
+        "data": [
+            RecipeLine("kind", "llava"),
+            RecipeLine("path", data.recipe_path),
+            *media,
+            RecipeLine("max_tokens", 4096, "longer conversations are skipped"),
+        ],
+        "algorithm": [RecipeLine("name", "vlm_sft"), RecipeLine("train_on", "answers", "tokens in the loss")],
+        "validation": [RecipeLine("every", 100, "steps between validations"), holdout_line(data.num_samples)],
+        "checkpoint": [RecipeLine("every", 200)],
+    }
+
+
+def common_sections(
+    request: RecipeRequest, model: PipelineSummary | LanguageModelSummary, *, steps: int, unit: str
+) -> Sections:
+    lora = {"lora": [RecipeLine("rank", 32), RecipeLine("alpha", 64)]}
+    lora_rate, full_rate = LEARNING_RATES[request.task]
+    all_weights = request.trains_all_weights
+    model_lines = [RecipeLine("path", model.path)]
+    if isinstance(model, PipelineSummary) and model.revision is not None:
+        model_lines.append(RecipeLine("revision", model.revision, "branch with the diffusers pipeline"))
+    if isinstance(model, PipelineSummary) and model.needs_no_guardrail:
+        model_lines.append(RecipeLine("guardrail", "off", "a random model needs none"))
+    return {
+        "run": [RecipeLine("output_dir", choose_output_folder(request.out)), RecipeLine("steps", steps, unit)],
+        "model": model_lines,
+        **({} if all_weights else lora),
+        "optimizer": [
+            RecipeLine("lr", full_rate if all_weights else lora_rate, "for all weights" if all_weights else "for LoRA")
+        ],
+    }
+
+
+def choose_output_folder(out: Path) -> str:
+    """Return outputs/NAME, or outputs/NAME_2 and so on if that folder exists."""
+    names = [out.stem, *(f"{out.stem}_{number}" for number in range(2, 1000))]
+    return next(f"outputs/{name}" for name in names if not Path("outputs", name).exists())
+
+
+def choose_inputs(request: RecipeRequest, model: PipelineSummary) -> list[str]:
+    """Return the conditioning inputs to train with: those that the model needs, and actions if the task needs them."""
+    uses_actions = request.task == "actions" or (request.task == "rl" and request.data.are_videos)
+    optional = model.optional_inputs if uses_actions else ()
+    return [name for name in (*model.inputs, *optional) if name in request.data.metadata_keys]
+
+
+def input_lines(inputs: Sequence[str]) -> list[RecipeLine]:
+    comment = "one file or value per sample (docs/inputs.md)"
+    if "actions" in inputs:
+        comment = "to normalize the actions, set actions.stats and actions.normalize (docs/inputs.md)"
+    return [RecipeLine("inputs", list(inputs), comment)] if inputs else []
+
+
+def prompt_lines(request: RecipeRequest) -> list[RecipeLine]:
+    return [RecipeLine("prompt", request.prompt, "for files without a caption")] if request.prompt else []
+
+
+def prompt_file_lines(request: RecipeRequest) -> list[RecipeLine]:
+    """Return the lines of the section data for a prompt file."""
+    data = request.data
+    return [
+        RecipeLine("kind", "prompts"),
+        RecipeLine("path", data.recipe_path),
+        RecipeLine("name", prompt_set_name(data.path, request.reward)),
+        RecipeLine("split", data.path.stem, f"prompts of {data.path.name}"),
+    ]
+
+
+def prompt_set_name(file: Path, reward_name: str | None) -> str:
+    """Return the value of data.name for a prompt file.
+
+    A published name such as `ocr` selects a file format. This format is used only if the reward needs its metadata.
+    """
+    from wfm_ds.data.prompts import PROMPT_FORMATS
+    from wfm_reward import registry
+
+    needs_metadata = reward_name is not None and registry.get_reward_class(reward_name).required_metadata
+    return f"{file.stem}_prompts" if file.stem in PROMPT_FORMATS and not needs_metadata else file.stem
+
+
+def conditioning_lines() -> list[RecipeLine]:
+    return [
+        RecipeLine("min_num_conditional_frames", 1, "each video starts with the first frame of a sample"),
+        RecipeLine("max_num_conditional_frames", 1),
+    ]
+
+
+def frame_lines(request: RecipeRequest, model: PipelineSummary) -> list[RecipeLine]:
+    """Return the line sampling.num_frames: the default of the pipeline, or fewer if the videos are too short.
+
+    Raises UserError if they have fewer than five frames.
+    """
+    data = request.data
+    if not model.is_video:
+        return []
+    if data.sizes and not data.are_videos and request.task != "rl":
+        return [RecipeLine("num_frames", 1)]
+    has_actions = "actions" in choose_inputs(request, model)
+    wanted, why = model.num_frames, "default of the pipeline"
+    if has_actions and wanted > ACTION_FRAMES:
+        wanted, why = ACTION_FRAMES, "16 actions"
+    if data.are_videos:
+        shortest = sorted(data.frame_counts)[int(SHORT_SHARE * len(data.frame_counts))]
+        if shortest < min(wanted, 5):
+            raise UserError(f"{data.path}: most videos have only {shortest} frames: use videos of at least 5 frames")
+        if shortest < wanted:
+            unit = 8 if wanted % 8 == 1 and shortest > 8 else 4  # frames of a latent frame
+            wanted, why = (shortest - 1) // unit * unit + 1, f"many videos are too short for {wanted} frames"
+    return [RecipeLine("num_frames", wanted, why)]
+
+
+def holdout_line(num_samples: int) -> RecipeLine:
+    """Return the line validation.holdout: about VALIDATION_SAMPLES samples, but at most a fifth of the data."""
+    share = round(min(MAX_HOLDOUT, max(MIN_HOLDOUT, VALIDATION_SAMPLES / num_samples)), 2)
+    count = min(max(1, round(share * num_samples)), num_samples - 1)  # a single sample is trained on
+    comment = f"about {count} of {num_samples}" + (
+        ", too few for a precise loss" if count < VALIDATION_SAMPLES / 2 else ""
+    )
+    return RecipeLine("holdout", share, comment)
+
+
+def prompt_count_line(num_samples: int) -> RecipeLine:
+    from wfm_ds.training.reward_alarm import RECOMMENDED_PROMPTS
+
+    return RecipeLine("num_prompts", min(RECOMMENDED_PROMPTS, num_samples))
+
+
+def create_held_out_lines(request: RecipeRequest) -> list[RecipeLine]:
+    """Return the lines for a reward that is never trained on, with enough prompts to see it fall."""
+    if request.held_out_reward is None:
+        return []
+    comment = "never trained on (docs/rewards.md)"
+    if request.task == "rl":
+        comment = f"alarm if it falls while {request.reward} rises (docs/rewards.md)"
+    return [
+        prompt_count_line(request.data.num_samples),
+        RecipeLine("held_out_rewards", [request.held_out_reward], comment),
+    ]
+
+
+def training_size(model: PipelineSummary, sizes: Sequence[tuple[int, int]]) -> tuple[int, int, str]:
+    """Return (height, width, comment). The size is the pipeline's default.
+
+    If the median file is much smaller, the default size is scaled down.
+    """
+    scale = statistics.median(min(h / model.height, w / model.width) for h, w in sizes)
+    if scale * MAX_UPSCALE >= 1:
+        return model.height, model.width, "default of the pipeline"
+    height, width = (
+        max(SIZE_MULTIPLE, int(side * scale) // SIZE_MULTIPLE * SIZE_MULTIPLE) for side in (model.height, model.width)
+    )
+    return height, width, f"most files are too small for the pipeline's {model.width} x {model.height}"
+
+
+def size_lines(sizes: Sequence[tuple[int, int]], height: int, width: int) -> list[RecipeLine]:
+    """Return the lines data.buckets and data.max_upscale, if the files need them at height x width.
+
+    Without buckets, files of other aspect ratios lose much of their area. Files that must be enlarged more than
+    max_upscale are skipped.
+    """
+    lines, far = [], [size for size in sizes if has_other_shape(size, (height, width))]
+    if len(far) > BUCKET_SHARE * len(sizes):
+        share = round(100 * len(far) / len(sizes))
+        comment = f"{share} % of the files differ much in aspect ratio from {width} x {height}"
+        lines.append(RecipeLine("buckets", "auto", comment))
+    upscale = statistics.median(max(height / h, width / w) for h, w in sizes)
+    if upscale > MAX_UPSCALE:
+        lines.append(RecipeLine("max_upscale", math.ceil(2 * upscale), "the files are very small"))
+    return lines
+
+
+def has_other_shape(size: tuple[int, int], target: tuple[int, int]) -> bool:
+    ratio, target_ratio = size[0] / size[1], target[0] / target[1]
+    return max(ratio / target_ratio, target_ratio / ratio) > MAX_ASPECT_CHANGE
+
+
+def format_recipe(sections: Sections, out: Path) -> str:
+    import yaml
+
+    from wfm_ds.recipe.shipped_recipes import schema_modeline
+
+    command = f"wfm train {shlex.quote(str(out))} --gpus 1"
+    rows = [schema_modeline(), f"# Written by wfm init. All keys: docs/recipes.md.\n#   {command}"]
+    for name, lines in sections.items():
+        rows.append(f"{name}:")
+        for line in lines:
+            value = yaml.safe_dump(line.value, allow_unicode=True, default_flow_style=True, width=10**6)
+            text = value.split("\n...")[0].strip()
+            rows.append(f"  {line.key}: {text}" + (f"  # {line.comment}" if line.comment else ""))
+    return "\n".join(rows) + "\n"

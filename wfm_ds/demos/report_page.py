@@ -1,0 +1,188 @@
+"""The HTML page of a quickstart: the score over the RL steps, the samples before and after RL, the table, the commands.
+
+The page has no scripts, loads nothing from the network, and uses links relative to its folder.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from urllib.parse import quote
+
+from wfm_ds.demos.base import Demo, load_evaluations
+from wfm_ds.monitoring.gallery import html_document
+from wfm_ds.monitoring.samples import SAMPLES_FILE, list_sample_folders
+from wfm_ds.storage import atomic
+from wfm_ds.storage.json_lines import read_json_rows
+
+PAGE_FILE = "index.html"
+MIN_POINTS = 3  # of a curve; two points show no course
+WIDTH, HEIGHT = 640, 240  # of the plot area of the chart, in pixels
+MARGIN = 40  # around the plot area, for the labels of the axes
+COLORS = ("#1a7f37", "#0969da", "#bc4c00")  # of the curves, readable on white and on black
+MIN_IMAGE_WIDTH = 650  # pixels; narrower images of samples are enlarged by an integer factor
+MAX_VIDEOS = 12  # MP4 samples of an evaluation
+STAGES = {"before": "before RL", "after": "after RL"}
+"""{name of the files with samples, without suffix: caption}"""
+
+Curve = Sequence[tuple[int, float]]
+"""(RL step, value from 0 to 1) of each evaluation."""
+
+STYLE = """
+.pair { display: flex; flex-wrap: wrap; gap: 1rem; margin: .5rem 0; }
+.pair figure { max-width: 48%; min-width: 20rem; }
+.pair img { width: auto; max-width: 100%; }
+.samples { display: flex; flex-wrap: wrap; gap: .5rem; font-size: .75rem; }
+.samples div { width: 6rem; }  /* a video and its prompt */
+figcaption { font-weight: 600; }
+table { border-collapse: collapse; font-size: .9rem; margin: .5rem 0; }
+th, td { text-align: left; padding: .25rem 1rem .25rem 0; font-variant-numeric: tabular-nums; }
+svg { display: block; max-width: 100%; height: auto; }
+svg text { font-size: 12px; fill: currentColor; }
+pre { overflow-x: auto; padding: .6rem; background: #8882; border-radius: .3rem; font-size: .85rem; }
+""".rstrip()
+
+
+def write_page(demo: Demo, folder: Path, run: Path, report: Sequence[str]) -> None:
+    """Write index.html into the folder of a quickstart, which contains the images of `Demo.write_comparison`.
+
+    run: output folder of the RL run. report: lines of the report, in Markdown.
+    """
+    curves = load_curves(run, demo.curves)
+    parts = []
+    if any(len(points) >= MIN_POINTS for points in curves.values()):
+        parts += ["<h2>Score over the RL steps, on held-out noise seeds</h2>", chart_html(curves)]
+    parts += [
+        "<h2>Samples</h2>",
+        *images_html(folder),
+        *videos_html(folder, run),
+        "<h2>Result</h2>",
+        report_html(report),
+    ]
+    links = ", ".join(f'<a href="{escape(name)}/index.html">{escape(name)}</a>' for name in ("sft", run.name))
+    parts.append(f"<p>Pages of the two runs, with all metrics and samples: {links}</p>")
+    page = html_document(f"Quickstart: {demo.description}", {}, "\n".join(parts), style=STYLE)
+    atomic.write_text(folder / PAGE_FILE, page)
+
+
+def load_curves(run: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
+    """Return {label: curve} of the evaluations of a run. tags: {label: name of the metric}."""
+    return {
+        label: [
+            (int(samples.name.removeprefix("step_")), metrics[tag]) for samples, metrics in load_evaluations(run, tag)
+        ]
+        for label, tag in tags.items()
+    }
+
+
+def chart_html(curves: Mapping[str, Curve]) -> str:
+    """Return HTML: a line chart whose y axis goes from 0 to 1, and a legend with each curve's first and last value."""
+    legend, lines = [], []
+    last_step = max(points[-1][0] for points in curves.values())
+    for color, (label, points) in zip(itertools.cycle(COLORS), curves.items(), strict=False):
+        legend.append(
+            f'<div><b style="color: {color}">&#9679; {escape(label)}</b>: '
+            f"{points[0][1]:.3f} &rarr; {points[-1][1]:.3f}</div>"
+        )
+        lines.append(curve_svg(points, color, last_step))
+    ticks = [axis_tick(value / 4) for value in range(5)]
+    for step in sorted({step for points in curves.values() for step, _ in points}):
+        x, _ = chart_position(step, 0.0, last_step)
+        ticks.append(f'<text x="{x:.0f}" y="{MARGIN + HEIGHT + 18}" text-anchor="middle">{step}</text>')
+    width, height = WIDTH + 2 * MARGIN, HEIGHT + 2 * MARGIN
+    return (
+        f"<div>{''.join(legend)}</div>\n"
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{escape(", ".join(curves))}">\n'
+        f"{''.join(ticks)}\n{''.join(lines)}\n"
+        f'<text x="{MARGIN + WIDTH / 2:.0f}" y="{MARGIN + HEIGHT + 36}" text-anchor="middle">RL step</text></svg>'
+    )
+
+
+def curve_svg(points: Curve, color: str, last_step: int) -> str:
+    positions = [chart_position(step, value, last_step) for step, value in points]
+    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
+    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in positions)
+    return f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>{dots}'
+
+
+def chart_position(step: int, value: float, last_step: int) -> tuple[float, float]:
+    """Return the pixel (x, y) of a point in the chart."""
+    return MARGIN + WIDTH * step / last_step, MARGIN + HEIGHT * (1 - value)
+
+
+def axis_tick(value: float) -> str:
+    y = MARGIN + HEIGHT * (1 - value)
+    return (
+        f'<path d="M{MARGIN} {y:.0f}h{WIDTH}" stroke="currentColor" stroke-opacity=".2"/>'
+        f'<text x="{MARGIN - 8}" y="{y + 4:.0f}" text-anchor="end">{value:g}</text>'
+    )
+
+
+def images_html(folder: Path) -> list[str]:
+    """Return the images and animations of the samples, before and after RL side by side."""
+    from PIL import Image
+
+    parts = []
+    for suffix in (".png", ".gif"):
+        files = {stage: f"{stage}{suffix}" for stage in STAGES}
+        if not all((folder / file).exists() for file in files.values()):
+            continue
+        elements = {}
+        for stage, file in files.items():
+            with Image.open(folder / file) as image:
+                factor = max(1, round(MIN_IMAGE_WIDTH / image.width))
+                style = f'class="small" style="width: {factor * image.width}px"' if factor > 1 else ""
+            elements[stage] = f'<img src="{file}" alt="{STAGES[stage]}" {style}>'
+        parts.append(pair_html(elements))
+    return parts
+
+
+def videos_html(folder: Path, run: Path) -> list[str]:
+    """Return the first MP4 samples of the first and the last evaluation, side by side. Empty if samples are images."""
+    folders = list(list_sample_folders(run).values())
+    elements = {}
+    for stage, samples in zip(STAGES, (folders[0], folders[-1]), strict=True):
+        rows = [row for row in read_json_rows(samples / SAMPLES_FILE) if row["file"].endswith(".mp4")][:MAX_VIDEOS]
+        elements[stage] = "".join(
+            f'<div><video src="{escape(quote((samples / row["file"]).relative_to(folder).as_posix()))}" '
+            f'class="small" autoplay loop muted playsinline></video>{escape(row["prompt"])}</div>'
+            for row in rows
+        )
+    return [pair_html(elements)] if all(elements.values()) else []
+
+
+def pair_html(elements: Mapping[str, str]) -> str:
+    """Return the HTML elements {stage: element} side by side, with the caption of their stage."""
+    figures = (
+        f'<figure><div class="samples">{element}</div><figcaption>{STAGES[stage]}</figcaption></figure>'
+        for stage, element in elements.items()
+    )
+    return f'<div class="pair">{"".join(figures)}</div>'
+
+
+def report_html(lines: Sequence[str]) -> str:
+    """Convert the report to HTML: Markdown tables, indented code, and paragraphs of one line."""
+    parts = []
+    for kind, group in itertools.groupby(lines, key=line_kind):
+        if kind == "table":
+            head, _, *rows = group
+            table = "\n".join([table_row_html(head, "th"), *(table_row_html(row, "td") for row in rows)])
+            parts.append(f"<table>{table}</table>")
+        elif kind == "code":
+            parts.append(f"<pre>{escape(chr(10).join(line[4:] for line in group))}</pre>")
+        elif kind == "text":
+            parts += [f"<p>{escape(line)}</p>" for line in group]
+    return "\n".join(parts)
+
+
+def table_row_html(line: str, tag: str) -> str:
+    cells = [f"<{tag}>{escape(cell.strip())}</{tag}>" for cell in line.strip("|").split("|")]
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def line_kind(line: str) -> str:
+    if line.startswith("|"):
+        return "table"
+    return "code" if line.startswith("    ") else "text" if line else ""

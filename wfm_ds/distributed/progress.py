@@ -1,0 +1,168 @@
+"""Progress of waits outside of training steps: a bar on a terminal, else a line every LINE_INTERVAL_S seconds.
+
+Only rank 0 shows it. Short waits show nothing. The progress of training is in monitoring/monitor.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.distributed.logs import is_console_quiet
+from wfm_ds.distributed.ranks import read_rank
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+log = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+
+SHOW_AFTER_S = 2.0  # a bar for a shorter wait would only flicker
+LINE_INTERVAL_S = 30.0
+
+
+@contextlib.contextmanager
+def track_progress(items: Iterable[Item], title: str, *, total: int) -> Iterator[Iterator[Item]]:
+    """Return an iterator over `items` that shows how many are done, with the estimated remaining time.
+
+    title: what is done, such as "encoding texts". total: number of items. Each item also counts as progress for the
+    hang watchdog (liveness.py). A context manager, because an error in the loop must end the display before its message
+    is shown.
+    """
+
+    def count_items() -> Iterator[Item]:
+        for item in items:
+            yield item
+            LIVENESS.record_progress(title)
+            display.advance()
+
+    with ProgressDisplay(title, total) as display:
+        yield count_items()
+
+
+@contextlib.contextmanager
+def show_wait(title: str) -> Iterator[None]:
+    """Show that the block still runs and since when. For waits whose remaining time is unknown, such as loading files.
+
+    Unlike `track_progress`, it does not count as progress for the hang watchdog.
+    """
+    with ProgressDisplay(title, None) as display, call_periodically(display.update, SHOW_AFTER_S):
+        yield
+
+
+@contextlib.contextmanager
+def call_periodically(action: Callable[[], None], interval_s: float) -> Iterator[None]:
+    """Call `action` in a thread every `interval_s` seconds during the block, first after one interval."""
+    finished = threading.Event()
+
+    def run() -> None:
+        while not finished.wait(interval_s):
+            action()
+
+    thread = threading.Thread(target=run, name="periodic", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        finished.set()
+        thread.join()
+
+
+class ProgressDisplay:
+    """Progress of one wait. total: number of items, or None if it is unknown. Use it in `with`."""
+
+    def __init__(self, title: str, total: int | None) -> None:
+        self._title, self._total = title, total
+        self._num_done = 0
+        self._start_s = self._line_s = time.monotonic()
+        self._is_shown = read_rank(os.environ) == 0 and not is_console_quiet()
+        self._bar: Progress | None = None
+
+    def advance(self, num_items: int = 1) -> None:
+        """Count finished items."""
+        self._num_done += num_items
+        self.update()
+
+    def update(self) -> None:
+        """Refresh the bar, or write a line if the last one is old enough."""
+        now_s = time.monotonic()
+        if not self._is_shown or now_s - self._start_s < SHOW_AFTER_S:
+            return
+        if self._bar is None and (console := open_console()) is not None:
+            self._bar = self._start_bar(console, now_s - self._start_s)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=self._num_done)
+        elif now_s - self._line_s >= LINE_INTERVAL_S:
+            self._line_s = now_s
+            write_line(format_progress(self._title, self._num_done, self._total, now_s - self._start_s))
+
+    def _start_bar(self, console: Console, elapsed_s: float) -> Progress:
+        from rich import progress
+
+        columns = [progress.TextColumn("{task.description}", markup=False), progress.BarColumn(bar_width=20)]
+        if self._total is None:
+            columns += [progress.TimeElapsedColumn()]
+        else:
+            columns += [progress.MofNCompleteColumn(), progress.TimeRemainingColumn()]
+        bar = progress.Progress(*columns, console=console, transient=True)
+        bar.add_task(self._title, total=self._total)
+        [task] = bar.tasks
+        assert task.start_time is not None
+        task.start_time -= elapsed_s
+        bar.start()
+        return bar
+
+    def __enter__(self) -> ProgressDisplay:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def open_console() -> Console | None:
+    """Return the console on stderr if it is a terminal, else None. stdout is reserved for the results of commands.
+
+    All bars must use it: rich draws simultaneous bars below each other only if they have the same console.
+    """
+    return _stderr_console() if sys.stderr.isatty() else None  # rich also counts a pipe as a terminal with FORCE_COLOR
+
+
+@functools.cache
+def _stderr_console() -> Console:
+    from rich.console import Console  # slow import
+
+    return Console(stderr=True)
+
+
+def format_progress(title: str, num_done: int, total: int | None, elapsed_s: float) -> str:
+    """Return "encoding texts: 30 of 120, 1:30 left", or "loading: 0:30 so far" if the total is unknown."""
+    if total is None:
+        return f"{title}: {format_duration(elapsed_s)} so far"
+    left = f", {format_duration(elapsed_s / num_done * (total - num_done))} left" if num_done else ""
+    return f"{title}: {num_done} of {total}{left}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return H:MM:SS, or M:SS below an hour."""
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def write_line(text: str) -> None:
+    """Log a line, or write it to stderr in commands that set up no logging."""
+    if logging.getLogger().handlers:
+        log.info("%s", text)
+    else:
+        sys.stderr.write(f"{text}\n")

@@ -1,0 +1,255 @@
+"""This rank's shards of the fp32 master weights and of the optimizer states, and copies of the weights.
+
+The master weights are the fp32 weights that ZeRO updates. This module finds them in DeepSpeed's optimizer. The policy
+copies (policies.py) have the same sharding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from torch import Tensor, nn
+
+from wfm_ds.engine.optimizer import read_states, write_states
+from wfm_ds.types import DEFAULT_ADAPTER
+
+Flats = Sequence[Tensor]  # one flat fp32 tensor per optimizer group: this rank's shard, padding included
+OPTIMIZER_PREFIX = "optimizer."  # prefix of the names of the optimizer's states
+
+
+@dataclass(frozen=True, slots=True)
+class ShardSlice:
+    """This rank's slice of one parameter.
+
+    `flats[group][flat_start : flat_start + numel]` holds the parameter's elements from index `parameter_start` on.
+    """
+
+    group: int
+    flat_start: int
+    parameter_start: int
+    numel: int
+
+
+def adapter_state_name(adapter: str, state: str) -> str:
+    """Return the name of an extra adapter's state in a checkpoint."""
+    return f"adapter.{adapter}.{state}"
+
+
+class Shards:
+    """This rank's shards of the fp32 master weights in an initialised DeepSpeed engine at ZeRO stage 1, 2 or 3.
+
+    If the engine trains several adapters, an instance covers only one of them, and the numbers of optimizer groups are
+    those within the instance.
+    """
+
+    def __init__(self, ds: Any, adapter: str = DEFAULT_ADAPTER) -> None:
+        """adapter: the trained adapter whose shards are accessed."""
+        self.ds = ds
+        self.stage = int(ds.zero_optimization_stage())
+        optimizer = ds.optimizer
+        groups = optimizer.param_groups
+        if self.stage == 3:  # ZeRO-3 can split a parameter group
+            sources = [optimizer.sub_group_to_group_id[i] for i in range(len(optimizer.fp16_groups))]
+        else:
+            sources = list(range(len(groups)))
+        self._groups = [i for i, source in enumerate(sources) if groups[source].get("adapter", adapter) == adapter]
+        self.slices: dict[nn.Parameter, ShardSlice] = dict(
+            self._stage_3_slices() if self.stage == 3 else self._stage_1_2_slices()
+        )
+
+    def master_weights(self) -> list[Tensor]:
+        """Return views of this rank's fp32 master weights, one flat tensor per optimizer group."""
+        return [flat.detach() for flat in self._optimizer_flats()]
+
+    def optimizer_states(self) -> list[dict[str, Tensor]]:
+        """Return the optimizer states {name: tensor} of each group. Before the first step, the mappings are empty."""
+        return [read_states(self.ds.optimizer.optimizer, flat) for flat in self._optimizer_flats()]
+
+    def load_optimizer_states(self, states: Mapping[str, Flats]) -> None:
+        """Set the optimizer states. states: {name as in `optimizer_states`: one tensor per optimizer group}."""
+        for group, flat in enumerate(self._optimizer_flats()):
+            group_states = {name: flats[group] for name, flats in states.items()}
+            write_states(self.ds.optimizer.optimizer, flat, group_states)
+
+    def training_states(self) -> dict[str, list[Tensor]]:
+        """Return {state: one tensor per optimizer group}: the master weights `train` and the optimizer states.
+
+        The tensors are views that the next step overwrites.
+        """
+        states, group_states = {"train": self.master_weights()}, self.optimizer_states()
+        for name in group_states[0]:
+            states[OPTIMIZER_PREFIX + name] = [state[name].detach() for state in group_states]
+        return states
+
+    def load_training_states(self, states: Mapping[str, Flats]) -> None:
+        """Restore a result of `training_states`, and set the module's weights to match. Collective."""
+        masters = self.master_weights()
+        torch._foreach_copy_(masters, list(states["train"]))
+        self.install_weights(masters)
+        optimizer_states = {
+            name.removeprefix(OPTIMIZER_PREFIX): flats
+            for name, flats in states.items()
+            if name.startswith(OPTIMIZER_PREFIX)
+        }
+        if optimizer_states:
+            self.load_optimizer_states(optimizer_states)
+
+    def _optimizer_flats(self) -> list[Tensor]:
+        optimizer = self.ds.optimizer
+        return self._select_groups(
+            optimizer.fp32_partitioned_groups_flat if self.stage == 3 else optimizer.single_partition_of_fp32_groups
+        )
+
+    def _select_groups(self, values: Sequence[Any]) -> list[Any]:
+        """Return the values of this object's optimizer groups. values: one value for each group of the optimizer."""
+        return [values[group] for group in self._groups]
+
+    def lengths(self) -> list[int]:
+        """Return the number of elements of each flat tensor."""
+        return [len(flat) for flat in self._optimizer_flats()]
+
+    def slices_by_name(self) -> dict[str, ShardSlice]:
+        """Return {parameter name: this rank's slice}."""
+        names = {parameter: name for name, parameter in self.ds.module.named_parameters()}
+        return {names[parameter]: piece for parameter, piece in self.slices.items()}
+
+    def _stage_3_slices(self) -> Iterator[tuple[nn.Parameter, ShardSlice]]:
+        rank = dist.get_rank()
+        # the attribute has this name in bf16 and fp32 too
+        for index, group in enumerate(self._select_groups(self.ds.optimizer.fp16_groups)):
+            low = 0
+            for parameter in group:
+                shard_numel = parameter.partition_numel()
+                start = rank * shard_numel
+                # The last shards are padded with uninitialised memory: only numel elements belong to the parameter.
+                yield parameter, ShardSlice(index, low, start, max(0, min(shard_numel, parameter.ds_numel - start)))
+                low += shard_numel
+
+    def _stage_1_2_slices(self) -> Iterator[tuple[nn.Parameter, ShardSlice]]:
+        optimizer = self.ds.optimizer
+        for index, group in enumerate(self._groups):
+            shard_numel = optimizer.partition_size[group]
+            shard_start = dist.get_rank(optimizer.real_dp_process_group[group]) * shard_numel
+            parameters, offsets = optimizer.round_robin_bit16_groups[group], optimizer.round_robin_bit16_offsets[group]
+            for parameter, offset in zip(parameters, offsets, strict=True):
+                first, last = max(offset, shard_start), min(offset + parameter.numel(), shard_start + shard_numel)
+                yield (
+                    parameter,
+                    ShardSlice(index, max(0, first - shard_start), max(0, first - offset), max(0, last - first)),
+                )
+
+    def local_elements(self, parameter: nn.Parameter, flats: Flats) -> Tensor:
+        """Return a view [numel] of this rank's elements of a parameter. flats: one flat tensor per optimizer group."""
+        piece = self.slices[parameter]
+        return flats[piece.group][piece.flat_start : piece.flat_start + piece.numel]
+
+    def gather_parameter(self, parameter: nn.Parameter, flats: Flats, device: torch.device) -> Tensor | None:
+        """Return a full parameter in fp32 on the CPU of rank 0. Other ranks get None. Collective.
+
+        device: device on which the parameter is gathered.
+        """
+        piece, shape = self.slices[parameter], getattr(parameter, "ds_shape", parameter.shape)
+        whole = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
+        whole[piece.parameter_start : piece.parameter_start + piece.numel] = self.local_elements(parameter, flats).to(
+            device
+        )
+        dist.reduce(whole, dst=0)  # every element has one owner and all others add 0, so the sum is exact
+        return whole.view(shape).cpu() if dist.get_rank() == 0 else None
+
+    def zero_gradients(self) -> None:
+        """Zero the accumulated gradients at ZeRO-3 after an optimizer step.
+
+        ZeRO-3 overwrites old gradients only in the first micro-step, and only for parameters used in that micro-step.
+        Without this call, an expert that is used later or not at all would be updated with old gradients.
+        """
+        if self.stage == 3:
+            self.ds.optimizer.grad_partitions_flat_buffer.zero_()
+
+    @torch.no_grad()
+    def install_weights(self, flats: Flats) -> None:
+        """Set the module's weights to the values in `flats`, rounded to the module's dtype. Collective."""
+        optimizer = self.ds.optimizer
+        if self.stage == 3:
+            shard: Any
+            for shard in self.slices:
+                values = self.local_elements(shard, flats)
+                shard.ds_tensor[: values.numel()].copy_(values)
+            refresh_gathered_weights(list(self.slices))
+            return
+        partitions = self._select_groups(optimizer.parallel_partitioned_bit16_groups)
+        process_groups = self._select_groups(optimizer.real_dp_process_group)
+        for parts, flat, group in zip(partitions, flats, process_groups, strict=True):
+            parts[dist.get_rank(group)].copy_(flat)
+        all_gather_dp_groups(  # the same gather as at the end of the optimizer's own step
+            groups_flat=self._select_groups(optimizer.bit16_groups_flat),
+            partitioned_param_groups=partitions,
+            dp_process_group=process_groups,
+            start_alignment_factor=optimizer.nccl_start_alignment_factor,
+            allgather_bucket_size=optimizer.allgather_bucket_size,
+        )
+
+
+def refresh_gathered_weights(parameters: Sequence[Any]) -> None:
+    """Discard outdated copies of these parameters after their shards changed at ZeRO-3. Collective.
+
+    Small parameters that ZeRO-3 keeps gathered are gathered again. If zero_hpz_partition_size is set, the secondary
+    shards of each node are discarded too. Otherwise DeepSpeed would gather old weights from them until the next
+    optimizer step.
+    """
+    persistent = [p for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
+    if persistent:
+        persistent[0].partition(persistent)  # this may write the old weights to the secondary shards again
+    for parameter in parameters:
+        parameter.ds_secondary_tensor = None
+    if persistent:
+        persistent[0].all_gather(persistent)
+
+
+class ShardedCopy:
+    """An fp32 copy of the master weights with the same sharding. Updates need no communication."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards = shards
+        self.flats = [flat.clone() for flat in shards.master_weights()]
+
+    @torch.no_grad()
+    def lerp_(self, decay: float) -> None:
+        """Update the copy in fp32: copy <- decay * copy + (1 - decay) * trained weights."""
+        masters = self.shards.master_weights()
+        if decay == 0:  # lerp with weight 1 would keep a NaN in the copy, and costs a multiplication
+            torch._foreach_copy_(self.flats, masters)
+        else:
+            torch._foreach_lerp_(self.flats, masters, 1 - decay)
+
+    @contextlib.contextmanager
+    def use_weights(self) -> Iterator[None]:
+        """Use this copy as the module's weights inside the context. Collective at entry and exit.
+
+        The trained weights are restored on exit, even if all ranks raise the same error. They are not restored if only
+        this rank raises an error, because restoring is collective.
+        """
+        self.shards.install_weights(self.flats)
+        is_agreed = True
+        try:
+            yield
+        except Exception as error:
+            is_agreed = getattr(error, "agreed", False)  # otherwise the other ranks are in another collective
+            raise
+        finally:
+            if is_agreed:  # the trained weights are the rounded masters, so nothing had to be saved
+                self.shards.install_weights(self.shards.master_weights())
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, value) of each buffer that model files contain, such as SD3's pos_embed.pos_embed."""
+    for prefix, part in module.named_modules():
+        for name, buffer in part.named_buffers(recurse=False):
+            if name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer

@@ -1,0 +1,83 @@
+"""The call of plain diffusers that generates the validation samples of a recipe with `sampling.eval_grid: even`."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler
+
+from wfm_ds.errors import ModelError
+from wfm_ds.models.even_scheduler import build_even_scheduler, even_levels
+from wfm_ds.models.noise_schedule import SIGMA_ERROR, read_sigmas
+
+if TYPE_CHECKING:
+    from wfm_ds.models.base import DiffusionModel
+    from wfm_ds.recipe.sampling import SamplingRecipe
+
+
+@dataclass(frozen=True, slots=True)
+class FewStepCall:
+    """The scheduler that the pipeline needs, and the arguments of its call other than prompts and inputs."""
+
+    arguments: Mapping[str, Any]
+    scheduler: Mapping[str, Any] | None  # content of scheduler_config.json; None: that of the pipeline
+
+
+def build_few_step_call(model: DiffusionModel, sampling: SamplingRecipe) -> FewStepCall:
+    """Return the pipeline call for even levels.
+
+    A pipeline that passes `sigmas` to an Euler scheduler gets the levels before the timestep shift, and a changed
+    scheduler only if the shift or the solver differs. Any other pipeline gets a scheduler with these levels. For
+    `eval_solver: cps`, each step of the scheduler adds noise. Raises ModelError if plain diffusers cannot use the
+    levels or the guidance.
+    """
+    pipeline, num_steps = model.pipeline, sampling.eval_steps
+    shape = model.latent_shape(sampling.height, sampling.width, sampling.num_frames)
+    sigmas = model.evaluation_sigmas(sampling)
+    config, parameters = pipeline.scheduler.config, inspect.signature(type(pipeline).__call__).parameters
+    adds_noise = sampling.eval_solver == "cps"
+    arguments: dict[str, Any] = {"num_inference_steps": num_steps}
+    scheduler: Any = None
+    if "sigmas" in parameters and isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
+        arguments["sigmas"] = even_levels(num_steps)
+        changes: dict[str, Any] = {}
+        if bool(config.get("stochastic_sampling")) != adds_noise:
+            changes["stochastic_sampling"] = adds_noise
+        if config.get("shift_terminal"):  # it would move all levels so that the last one has this value
+            changes["shift_terminal"] = None
+        if sampling.grid_shift is not None:
+            changes |= {"shift": sampling.grid_shift, "use_dynamic_shifting": False}
+        scheduler = FlowMatchEulerDiscreteScheduler.from_config(config, **changes) if changes else None
+    else:
+        shift = sampling.grid_shift or model.flow_shift(sampling)
+        scheduler = build_even_scheduler(shift, num_steps, config.num_train_timesteps, stochastic_sampling=adds_noise)
+    levels = {name: value for name, value in arguments.items() if name == "sigmas"}
+    drawn = read_sigmas(
+        scheduler or pipeline.scheduler, num_steps, {**model.schedule_arguments(shape, num_steps), **levels}
+    )
+    if not torch.allclose(drawn, sigmas, rtol=0, atol=SIGMA_ERROR):
+        raise ModelError(
+            f"{model.path}: {type(pipeline).__name__} of diffusers cannot use the even noise levels of {num_steps} "
+            "steps: set sampling.eval_grid: stock"
+        )
+    arguments |= _guidance_arguments(model, sampling)
+    if sampling.negative_prompt is not None and sampling.uses_guidance() and "negative_prompt" in parameters:
+        arguments["negative_prompt"] = sampling.negative_prompt
+    return FewStepCall(arguments, None if scheduler is None else json.loads(scheduler.to_json_string()))
+
+
+def _guidance_arguments(model: DiffusionModel, sampling: SamplingRecipe) -> dict[str, Any]:
+    """Return the arguments for guidance, size and prompts. Raises ModelError for guidance that diffusers cannot use."""
+    size = sampling.height, sampling.width, sampling.num_frames
+    try:
+        arguments = model.pipeline_call_kwargs(sampling.guidance_scale, *size)
+    except ValueError as error:
+        raise ModelError(f"{model.path}: {error}: change sampling.guidance_scale") from error
+    if sampling.guidance_scale_low is not None:
+        arguments[model.guidance_arguments[1]] = sampling.guidance_scale_low
+    return arguments

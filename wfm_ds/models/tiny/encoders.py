@@ -1,0 +1,211 @@
+"""Random text encoders, image encoders and vision-language models of the tiny pipelines, of width 16 to 64.
+
+Functions named `..._text` build the tokenizers and text encoders of a pipeline, {component name: component}.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import transformers
+
+from wfm_ds.models.base import temporary_seed
+from wfm_ds.models.tiny.tokenizers import (
+    CHAT_TEMPLATE,
+    GEMMA_SPECIAL_TOKENS,
+    boundary_token_ids,
+    clip_tokenizer,
+    gemma_tokenizer,
+    mistral_tokenizer,
+    qwen_tokenizer,
+    t5_tokenizer,
+    vision_token_ids,
+)
+from wfm_ds.models.tiny.weights import build_encoder
+
+Parts = dict[str, Any]
+
+CLIP_SEEDS, T5_SEED, TEXT_SEED, MISTRAL_SEED, CLIP_IMAGE_SEED = (11, 12), 13, 14, 15, 21
+CLIP_IMAGE_SIDE, CLIP_IMAGE_WIDTH = 16, 16  # the width is image_dim of the transformer
+# Words and punctuation of Qwen-Image's template. They make it exactly the 34 tokens that the pipeline drops.
+QWEN_IMAGE_WORDS = (
+    *("Describe", "image", "by", "detailing", "color", "shape", "size", "texture", "quantity"),
+    *("spatial", "relationships", "objects", "background", ",", ":", "\u010a"),  # the newline of byte-level BPE
+)
+
+# Sizes of a decoder with grouped queries.
+DECODER: Mapping[str, Any] = MappingProxyType(
+    {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+    }
+)
+QWEN_VL_ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+QWEN_VL_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 32}
+
+
+def clip_encoder(tokenizer: Any, seed: int) -> Any:
+    config = transformers.CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        projection_dim=32,
+        max_position_embeddings=tokenizer.model_max_length,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,  # used by pooling
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return build_encoder("CLIPTextModelWithProjection", config, seed)
+
+
+def gemma_encoder(vocab_size: int, seed: int, class_name: str = "Gemma2Model") -> Any:
+    """Return a Gemma-2 encoder for the tokenizer of `gemma_tokenizer`."""
+    ids = {f"{name}_token_id": GEMMA_SPECIAL_TOKENS.index(f"<{name}>") for name in ("pad", "eos", "bos")}
+    config = transformers.Gemma2Config(
+        vocab_size=vocab_size, query_pre_attn_scalar=16, sliding_window=64, **DECODER, **ids
+    )
+    return build_encoder(class_name, config, seed)
+
+
+def qwen25vl_encoder(tokenizer: Any, seed: int) -> Any:
+    """Return a Qwen2.5-VL with two text layers and one vision layer of width 32."""
+    text = {name: value for name, value in DECODER.items() if name != "head_dim"}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={
+            **text,
+            "vocab_size": len(tokenizer),
+            "rope_parameters": QWEN_VL_ROPE,
+            **boundary_token_ids(tokenizer),
+        },
+        vision_config=QWEN_VL_VISION | {"fullatt_block_indexes": [0]},
+        **vision_token_ids(tokenizer),
+    )
+    return build_encoder("Qwen2_5_VLForConditionalGeneration", config, seed)
+
+
+def qwen3vl_model(tokenizer: Any, prefix: str, seed: int, *, text: Mapping[str, Any], **top: Any) -> Any:
+    """Return a Qwen3-VL with two text layers of width 32 and two vision layers.
+
+    prefix: common prefix of the model and config class names, Qwen3VL or Qwen3VLMoe.
+    text: values to add to the text section of the config. top: values to add to its top level.
+    """
+    config = getattr(transformers, f"{prefix}Config")(
+        text_config={
+            **DECODER,
+            "vocab_size": len(tokenizer),
+            "rope_parameters": QWEN_VL_ROPE | {"mrope_interleaved": True},
+            **boundary_token_ids(tokenizer),
+            **text,
+        },
+        vision_config=QWEN_VL_VISION | {"depth": 2, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+        **vision_token_ids(tokenizer),
+        **top,
+    )
+    return build_encoder(f"{prefix}ForConditionalGeneration", config, seed)
+
+
+def sd3_text(max_length: int) -> Parts:
+    clip, t5 = clip_tokenizer(max_length), t5_tokenizer()
+    config = transformers.T5Config(
+        vocab_size=len(t5), d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4, feed_forward_proj="gated-gelu"
+    )
+    return {
+        "tokenizer": clip,
+        "tokenizer_2": clip,
+        "tokenizer_3": t5,
+        "text_encoder": clip_encoder(clip, CLIP_SEEDS[0]),
+        "text_encoder_2": clip_encoder(clip, CLIP_SEEDS[1]),
+        "text_encoder_3": build_encoder("T5EncoderModel", config, T5_SEED),
+    }
+
+
+def wan_text() -> Parts:
+    tokenizer = t5_tokenizer()
+    config = transformers.UMT5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    return {"tokenizer": tokenizer, "text_encoder": build_encoder("UMT5EncoderModel", config, TEXT_SEED)}
+
+
+def gemma_text(class_name: str = "Gemma2Model") -> Parts:
+    tokenizer = gemma_tokenizer()
+    return {"tokenizer": tokenizer, "text_encoder": gemma_encoder(len(tokenizer), TEXT_SEED, class_name)}
+
+
+def qwen3_text(class_name: str, layers: int) -> Parts:
+    tokenizer = qwen_tokenizer()
+    config = transformers.Qwen3Config(
+        **{**DECODER, "num_hidden_layers": layers}, vocab_size=len(tokenizer), **boundary_token_ids(tokenizer)
+    )
+    return {"tokenizer": tokenizer, "text_encoder": build_encoder(class_name, config, TEXT_SEED)}
+
+
+def qwen25vl_text(more_words: tuple[str, ...] = ()) -> Parts:
+    tokenizer = qwen_tokenizer(more_words=more_words)
+    return {"tokenizer": tokenizer, "text_encoder": qwen25vl_encoder(tokenizer, TEXT_SEED)}
+
+
+def cosmos3_text() -> Parts:
+    return {"text_tokenizer": qwen_tokenizer(template=CHAT_TEMPLATE)}
+
+
+def flux2_dev_text() -> Parts:
+    """Return the tokenizer and text encoder of FLUX.2-dev, a Mistral3 with 31 layers.
+
+    The pipeline needs 31 layers because it concatenates the hidden states of layers 10, 20 and 30.
+    """
+    from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
+
+    # The pipeline prepends this to every prompt. With one token per word a short sequence still fits the prompt.
+    tokenizer = mistral_tokenizer([word.strip(string.punctuation) for word in SYSTEM_MESSAGE.split()])
+    config = transformers.Mistral3Config(
+        text_config={
+            **DECODER,
+            "model_type": "mistral",
+            "vocab_size": len(tokenizer),
+            "num_hidden_layers": 31,
+            "sliding_window": None,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        vision_config={
+            "model_type": "pixtral",
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "head_dim": 16,
+            "image_size": 28,
+            "patch_size": 14,
+        },
+        image_token_index=tokenizer.convert_tokens_to_ids("[IMG]"),
+        tie_word_embeddings=False,
+    )
+    encoder = build_encoder("Mistral3ForConditionalGeneration", config, MISTRAL_SEED)
+    return {"tokenizer": tokenizer, "text_encoder": encoder}
+
+
+def clip_image_parts() -> Parts:
+    """Return the image encoder of Wan 2.1, with the library's initial weights, and its processor."""
+    config = transformers.CLIPVisionConfig(
+        hidden_size=CLIP_IMAGE_WIDTH,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=CLIP_IMAGE_SIDE,
+        patch_size=8,
+    )
+    with temporary_seed(CLIP_IMAGE_SEED):
+        encoder = transformers.CLIPVisionModel(config).eval()
+    crop = {"height": CLIP_IMAGE_SIDE, "width": CLIP_IMAGE_SIDE}
+    processor = transformers.CLIPImageProcessor(size={"shortest_edge": CLIP_IMAGE_SIDE}, crop_size=crop)
+    return {"image_encoder": encoder, "image_processor": processor}

@@ -1,0 +1,277 @@
+"""The table of the tiny pipelines. It lists the classes, sizes, call arguments and build functions of each family.
+
+Classes of diffusers and transformers are given as strings, so that they are imported only when they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import diffusers
+from torch import nn
+
+from wfm_ds.models.assets.guardrail import NoGuardrail
+from wfm_ds.models.tiny import encoders, sizes, vaes
+from wfm_ds.models.tiny.encoders import Parts
+from wfm_ds.models.tiny.weights import (
+    amplify_cross_attention,
+    amplify_text,
+    build_transformer,
+    keep_weights,
+    perturb_vectors,
+    randomize_padding,
+    randomize_zero_weights,
+)
+
+SECOND_TRANSFORMER_SEED = 5
+PROMPT = "a red circle on white"
+IMAGE_CALL: Mapping[str, Any] = MappingProxyType(
+    {"prompt": PROMPT, "height": 32, "width": 32, "num_inference_steps": 2}
+)
+VIDEO_CALL: Mapping[str, Any] = MappingProxyType(
+    {"prompt": PROMPT, "height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2}
+)
+WAN_CALL: Mapping[str, Any] = MappingProxyType(
+    {**VIDEO_CALL, "prompt": "a red circle moving left", "max_sequence_length": 16}
+)
+# Without the default instruction, which is long and slow to encode.
+SANA_CALL: Mapping[str, Any] = MappingProxyType(
+    {**IMAGE_CALL, "max_sequence_length": 16, "complex_human_instruction": None, "use_resolution_binning": False}
+)
+
+
+def flow_match(**config: Any) -> Any:
+    return diffusers.FlowMatchEulerDiscreteScheduler(**config)
+
+
+def unipc(flow_shift: float) -> Any:
+    return diffusers.UniPCMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, num_train_timesteps=1000, flow_shift=flow_shift
+    )
+
+
+def dpm_solver() -> Any:
+    """Return the scheduler of the released SANA models: a second-order flow solver with integer timesteps."""
+    return diffusers.DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, solver_order=2
+    )
+
+
+def second_wan_expert(config: Mapping[str, Any], boundary: float) -> Parts:
+    expert = build_transformer("WanTransformer3DModel", config, SECOND_TRANSFORMER_SEED)
+    return {"transformer_2": expert, "boundary_ratio": boundary}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TinyPipeline:
+    """A tiny pipeline. The functions build its components."""
+
+    pipeline: str
+    """The pipeline class of diffusers."""
+    transformer: str
+    sizes: Mapping[str, Any]
+    """The config of the transformer."""
+    vae: Callable[[], Any]
+    scheduler: Callable[[], Any]
+    text: Callable[[], Parts]
+    """Builds the tokenizers and text encoders."""
+    call: Mapping[str, Any]
+    """The pipeline call arguments for one small image or video, without images and cameras."""
+    change_weights: Callable[[nn.Module], None] = keep_weights
+    """Changes the random transformer in place."""
+    more: Callable[[], Parts] = field(default=dict)
+    """Builds further components and constructor arguments."""
+    has_guardrail: bool = False
+
+    def build(self) -> Any:
+        """Return the pipeline in float32 and evaluation mode.
+
+        If the pipeline class has a guardrail, its safety checker is set to None, as in the published pipelines.
+        """
+        parts = self.text() | self.more() | ({"safety_checker": NoGuardrail()} if self.has_guardrail else {})
+        pipeline = getattr(diffusers, self.pipeline)(
+            transformer=build_transformer(self.transformer, self.sizes, change_weights=self.change_weights),
+            vae=self.vae().eval(),
+            scheduler=self.scheduler(),
+            **parts,
+        )
+        if self.has_guardrail:
+            pipeline.register_modules(safety_checker=None)
+        return pipeline
+
+
+sd3 = partial(TinyPipeline, pipeline="StableDiffusion3Pipeline", transformer="SD3Transformer2DModel")
+flux2 = partial(
+    TinyPipeline,
+    transformer="Flux2Transformer2DModel",
+    vae=vaes.flux2_vae,
+    scheduler=partial(flow_match, use_dynamic_shifting=True, shift=3.0),
+    change_weights=partial(amplify_text, 6.0),
+)
+wan = partial(TinyPipeline, transformer="WanTransformer3DModel", scheduler=partial(unipc, 3.0), text=encoders.wan_text)
+wan_video = partial(wan, pipeline="WanPipeline", sizes=sizes.WAN, vae=vaes.wan_vae, call=WAN_CALL)
+wan_image = partial(wan, pipeline="WanImageToVideoPipeline", vae=vaes.wan_vae)
+cosmos3 = partial(
+    TinyPipeline,
+    pipeline="Cosmos3OmniPipeline",
+    transformer="Cosmos3OmniTransformer",
+    text=encoders.cosmos3_text,
+    change_weights=perturb_vectors,
+    has_guardrail=True,
+)
+
+PIPELINES: Mapping[str, TinyPipeline] = MappingProxyType(
+    {
+        "sd3": sd3(
+            sizes=sizes.SD3,
+            vae=vaes.sd3_vae,
+            scheduler=partial(flow_match, shift=3.0),
+            text=partial(encoders.sd3_text, 16),
+            call={**IMAGE_CALL, "max_sequence_length": 16},
+        ),
+        # The untrained model of the quickstart.
+        "digits": sd3(
+            sizes=sizes.DIGITS,
+            vae=vaes.identity_vae,
+            scheduler=partial(flow_match, shift=1.0),
+            text=partial(encoders.sd3_text, 8),
+            call={
+                "prompt": "the digit 7",
+                "height": 8,
+                "width": 8,
+                "num_inference_steps": 12,
+                "max_sequence_length": 8,
+            },
+        ),
+        # FLUX.2-klein. The pipeline concatenates the states of layers 9, 18 and 27 of the text encoder.
+        "flux2": flux2(
+            pipeline="Flux2KleinPipeline",
+            sizes=sizes.FLUX2,
+            text=partial(encoders.qwen3_text, "Qwen3ForCausalLM", 28),
+            call={**IMAGE_CALL, "max_sequence_length": 24},
+        ),
+        "flux2_dev": flux2(
+            pipeline="Flux2Pipeline",
+            sizes=sizes.FLUX2_DEV,
+            text=encoders.flux2_dev_text,
+            call={**IMAGE_CALL, "max_sequence_length": 64},
+        ),
+        "qwen_image": TinyPipeline(
+            pipeline="QwenImagePipeline",
+            transformer="QwenImageTransformer2DModel",
+            sizes=sizes.QWEN_IMAGE,
+            vae=vaes.qwen_image_vae,
+            scheduler=partial(
+                flow_match,
+                use_dynamic_shifting=True,
+                base_shift=0.5,
+                max_shift=0.9,
+                base_image_seq_len=256,
+                max_image_seq_len=8192,
+                shift=1.0,
+                shift_terminal=0.02,
+            ),
+            text=partial(encoders.qwen25vl_text, encoders.QWEN_IMAGE_WORDS),
+            change_weights=partial(amplify_text, 4.0),
+            call={**IMAGE_CALL, "negative_prompt": " ", "max_sequence_length": 64},
+        ),
+        # The pipeline uses the hidden states that enter the last layer of the text encoder.
+        "z_image": TinyPipeline(
+            pipeline="ZImagePipeline",
+            transformer="ZImageTransformer2DModel",
+            sizes=sizes.Z_IMAGE,
+            vae=vaes.z_image_vae,
+            scheduler=partial(flow_match, shift=6.0),
+            text=partial(encoders.qwen3_text, "Qwen3Model", 3),
+            change_weights=randomize_padding,
+            call={**IMAGE_CALL, "max_sequence_length": 64},
+        ),
+        "sana": TinyPipeline(
+            pipeline="SanaPipeline",
+            transformer="SanaTransformer2DModel",
+            sizes=sizes.SANA,
+            vae=vaes.sana_vae,
+            scheduler=dpm_solver,
+            text=encoders.gemma_text,
+            call=SANA_CALL,
+        ),
+        "sana_video": TinyPipeline(
+            pipeline="SanaVideoPipeline",
+            transformer="SanaVideoTransformer3DModel",
+            sizes=sizes.SANA_VIDEO,
+            vae=vaes.wan_vae,
+            scheduler=dpm_solver,
+            text=encoders.gemma_text,
+            call={**SANA_CALL, "prompt": "a red circle moving left", "frames": 5},
+        ),
+        "sana_wm": TinyPipeline(
+            pipeline="SanaWMPipeline",
+            transformer="SanaWMTransformer3DModel",
+            sizes=sizes.SANA_WM,
+            vae=vaes.ltx2_vae,
+            scheduler=partial(flow_match, shift=3.0),
+            text=partial(encoders.gemma_text, "Gemma2ForCausalLM"),
+            change_weights=randomize_zero_weights,
+            call={**WAN_CALL, "chi_prompt": ["a video of "]},  # the default is long and slow to encode
+        ),
+        "cosmos25": TinyPipeline(
+            pipeline="Cosmos2_5_PredictBasePipeline",
+            transformer="CosmosTransformer3DModel",
+            sizes=sizes.COSMOS25,
+            vae=vaes.wan_vae,
+            scheduler=partial(unipc, 5.0),
+            text=encoders.qwen25vl_text,
+            call={**VIDEO_CALL, "max_sequence_length": 64},
+            has_guardrail=True,
+        ),
+        "cosmos3": cosmos3(sizes=sizes.COSMOS3, vae=vaes.wan_vae, scheduler=partial(unipc, 5.0), call=VIDEO_CALL),
+        # The untrained model of the action quickstart.
+        "world": cosmos3(
+            sizes=sizes.WORLD,
+            vae=vaes.exact_vae,
+            scheduler=partial(unipc, 1.0),
+            call={
+                "prompt": '{"caption": "a grey wall"}',
+                "height": 8,
+                "width": 16,
+                "num_frames": 9,
+                "num_inference_steps": 8,
+                "guidance_scale": 1.0,
+            },
+        ),
+        "wan21": wan_video(),
+        # The first frame enters through extra input channels and CLIP embeddings.
+        "wan21_i2v": wan_image(
+            sizes=sizes.WAN21_IMAGE,
+            change_weights=amplify_cross_attention,
+            more=encoders.clip_image_parts,
+            call={**WAN_CALL, "max_sequence_length": 512},
+        ),
+        # Two experts.
+        "wan22": wan_video(more=partial(second_wan_expert, sizes.WAN, 0.875)),
+        "wan22_i2v": wan_image(
+            sizes=sizes.WAN_IMAGE, more=partial(second_wan_expert, sizes.WAN_IMAGE, 0.9), call=WAN_CALL
+        ),
+        # One timestep per token.
+        "wan22_ti2v": wan_video(vae=vaes.wan22_ti2v_vae, more=partial(dict, expand_timesteps=True)),
+        # The untrained model of the video quickstart, for 8 x 8 latents.
+        "moving": wan_video(
+            sizes=sizes.MOVING,
+            vae=vaes.exact_vae,
+            scheduler=partial(unipc, 1.0),
+            call={
+                "prompt": "a square moving left",
+                "height": 32,
+                "width": 32,
+                "num_frames": 5,
+                "num_inference_steps": 12,
+                "guidance_scale": 1.0,
+                "max_sequence_length": 8,
+            },
+        ),
+    }
+)

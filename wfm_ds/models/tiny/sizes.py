@@ -1,0 +1,168 @@
+"""Sizes of the transformers of the tiny pipelines: their configs in diffusers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+
+def set_sizes(base: Mapping[str, Any] | None = None, **sizes: Any) -> Mapping[str, Any]:
+    return MappingProxyType({**(base or {}), **sizes})
+
+
+# One block has dual attention; queries and keys have RMS norms.
+SD3 = set_sizes(
+    sample_size=16,
+    patch_size=2,
+    in_channels=4,
+    out_channels=4,
+    num_layers=2,
+    attention_head_dim=8,
+    num_attention_heads=4,
+    joint_attention_dim=64,
+    caption_projection_dim=32,
+    pooled_projection_dim=64,
+    pos_embed_max_size=32,
+    qk_norm="rms_norm",
+    dual_attention_layers=(0,),
+)
+# 1.3 million parameters: learns 8x8 digits on a laptop within minutes.
+DIGITS = set_sizes(
+    SD3,
+    sample_size=8,
+    in_channels=3,
+    out_channels=3,
+    num_layers=4,
+    attention_head_dim=32,
+    num_attention_heads=3,
+    caption_projection_dim=96,
+    pos_embed_max_size=4,
+    dual_attention_layers=(),
+)
+FLUX2 = set_sizes(
+    patch_size=1,
+    in_channels=16,
+    num_layers=1,
+    num_single_layers=1,
+    attention_head_dim=16,
+    num_attention_heads=2,
+    joint_attention_dim=96,  # three layers of the text encoder
+    timestep_guidance_channels=32,
+    axes_dims_rope=(4, 4, 4, 4),
+    guidance_embeds=False,
+)
+FLUX2_DEV = set_sizes(FLUX2, guidance_embeds=True)
+SANA = set_sizes(
+    in_channels=4,
+    out_channels=4,
+    num_layers=2,
+    num_attention_heads=2,
+    attention_head_dim=16,
+    num_cross_attention_heads=2,
+    cross_attention_head_dim=16,
+    cross_attention_dim=32,
+    caption_channels=32,
+    sample_size=8,
+    patch_size=1,
+    mlp_ratio=2.0,
+)
+SANA_VIDEO = set_sizes(SANA, sample_size=30, patch_size=(1, 2, 2), rope_max_seq_len=32)
+WAN = set_sizes(
+    patch_size=(1, 2, 2),
+    num_attention_heads=2,
+    attention_head_dim=16,
+    in_channels=4,
+    out_channels=4,
+    text_dim=32,
+    freq_dim=32,
+    ffn_dim=64,
+    num_layers=2,
+    rope_max_seq_len=32,
+)
+WAN_IMAGE = set_sizes(WAN, in_channels=12)  # four latents, four frame masks, four image latents
+WAN21_IMAGE = set_sizes(WAN_IMAGE, image_dim=16, added_kv_proj_dim=32)
+# 0.6 million parameters, 32 tokens per video. A token has 16 numbers, few relative to the width of 96. With 64 numbers
+# per token, the model did not learn shapes.
+MOVING = set_sizes(WAN, num_attention_heads=3, attention_head_dim=32, freq_dim=64, ffn_dim=256, num_layers=4)
+COSMOS3 = set_sizes(
+    vocab_size=435,  # of qwen_tokenizer
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,  # allows two sequence-parallel ranks
+    head_dim=16,
+    rope_scaling={"mrope_section": [4, 2, 2]},
+    rope_theta=1e4,
+    unified_3d_mrope_temporal_modality_margin=100,
+    latent_channel=4,
+    latent_patch_size=2,
+    patch_latent_dim=16,
+    action_gen=True,
+    action_dim=16,
+    num_embodiment_domains=5,
+)
+# 0.3 million parameters; 6 video tokens and 8 action tokens. A token has 16 numbers, few relative to the width of 64.
+WORLD = set_sizes(
+    COSMOS3,
+    hidden_size=64,
+    intermediate_size=192,
+    num_attention_heads=2,
+    head_dim=32,
+    rope_scaling={"mrope_section": [8, 4, 4]},
+    rope_theta=10.0,
+    action_dim=3,
+    num_embodiment_domains=1,
+)
+QWEN_IMAGE = set_sizes(
+    patch_size=2,
+    in_channels=16,
+    out_channels=4,
+    num_layers=2,
+    attention_head_dim=16,
+    num_attention_heads=2,
+    joint_attention_dim=32,
+    axes_dims_rope=(8, 4, 4),
+)
+Z_IMAGE = set_sizes(
+    in_channels=4,
+    dim=32,
+    n_layers=2,
+    n_refiner_layers=1,
+    n_heads=2,
+    n_kv_heads=2,
+    cap_feat_dim=32,
+    axes_dims=[8, 4, 4],
+    axes_lens=[256, 32, 32],
+)
+SANA_WM = set_sizes(
+    in_channels=4,
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=2,
+    softmax_every_n=2,
+    linear_head_dim=16,
+    chunk_plucker_channels=6 * 2,
+    chunk_plucker_post_attn_blocks=2,
+    caption_channels=32,
+    mlp_ratio=2.0,
+)
+COSMOS25 = set_sizes(
+    in_channels=5,  # 4 latent channels and the mask of conditioning frames
+    out_channels=4,
+    num_attention_heads=2,
+    attention_head_dim=16,
+    num_layers=2,
+    mlp_ratio=2.0,
+    text_embed_dim=32,
+    adaln_lora_dim=8,
+    max_size=(8, 32, 32),
+    patch_size=(1, 2, 2),
+    rope_scale=(1.0, 3.0, 3.0),
+    concat_padding_mask=True,
+    extra_pos_embed_type=None,
+    use_crossattn_projection=True,
+    crossattn_proj_in_channels=64,  # both layers of the text encoder
+    encoder_hidden_states_channels=32,
+)

@@ -1,1 +1,0 @@
-"""Experiment trackers: one module per library, which is imported when a run starts."""

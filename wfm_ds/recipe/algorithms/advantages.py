@@ -1,0 +1,52 @@
+"""Recipe keys that say how rewards become advantages. The computation is in algorithms/advantages.py."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveFloat, model_validator
+
+from wfm_ds.recipe.section import Section
+from wfm_ds.recipe.sections import RewardRecipe
+
+
+class AdvantageSettings(Section):
+    """Keys that say how rewards become advantages."""
+
+    combine: Literal["sum", "mean", "gdpo"] = "sum"
+    """How several rewards are combined. `sum`: compute one advantage from the weighted sum of the rewards. `mean`:
+    compute an advantage per reward and take their weighted mean. `gdpo` (arXiv 2601.05242): compute an advantage per
+    reward, take their weighted sum and normalize it over all samples."""
+    advantage_std: Literal["group", "global", "none"] = "global"
+    """Divisor of centred rewards: the standard deviation of the group, of all samples, or none."""
+    std_unbiased: bool = False
+    """Use the unbiased standard deviation (divide by n - 1), like some other trainers."""
+    adv_clip_max: PositiveFloat = 5.0
+    """Advantages are clipped to this magnitude."""
+    adv_mode: Literal["all", "positive_only", "negative_only", "one_only", "binary"] = "all"
+    """Transformation of clipped advantages. `positive_only`, `negative_only`: set advantages of the other sign to 0.
+    `one_only`: 1 for positive advantages, 0 for the others. `binary`: only the sign."""
+
+    @property
+    def num_selected(self) -> int | None:
+        """Number of samples per group that are trained on: half of them the best, half the worst. None: all."""
+        return None
+
+    @property
+    def drops_zero_std(self) -> bool:
+        """Whether a group is dropped if all its samples have the same reward."""
+        return False
+
+    def check_reward(self, reward: RewardRecipe) -> None:
+        """Raise ValueError if the section `reward` has keys that `combine` does not use."""
+        if self.combine != "sum" and (reward.clip is not None or reward.scale != 1):
+            raise ValueError(
+                f"algorithm.combine: {self.combine} does not use the weighted sum that reward.clip and reward.scale "
+                "act on: remove them, or set clip in reward.functions"
+            )
+
+    @model_validator(mode="after")
+    def _check_normalization(self) -> AdvantageSettings:
+        if self.combine == "gdpo" and self.advantage_std != "group":
+            raise ValueError("combine: gdpo normalizes each reward within its group: set advantage_std: group")
+        return self

@@ -1,0 +1,204 @@
+"""Scheduler of async rollouts on rank 0: submits the chunks of admitted RL steps and records their results."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from wfm_ds.rollout import TASK_KIND
+from wfm_ds.rollout.groups import Group, RolloutSample, plan_step_samples
+from wfm_ds.rollout.remote.coordinator import ClosedChunk, Coordinator, GroupChunk
+from wfm_ds.rollout.remote.packing import ChunkTask
+from wfm_ds.rollout.remote.service import RolloutService
+from wfm_ds.rollout.rewards import unpack_scores
+from wfm_ds.runs.job import Job
+from wfm_ds.transport.broker import Broker
+from wfm_ds.transport.client import PipeClient, TaskOutcome
+from wfm_ds.transport.messages import MAX_ROWS
+from wfm_ds.transport.submissions import TaskRequest
+from wfm_ds.transport.wire import WireError
+
+log = logging.getLogger(__name__)
+
+MAX_CHUNK = 32  # samples: their scores fit into the header of one message
+LOOK_S = 0.2  # poll interval
+TASK_S = 7 * 86400.0  # lifetime of a task in the broker; rollout.timeout_s ends the run much earlier
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPlan:
+    """Metadata of a finished chunk of an RL step, which rank 0 broadcasts to all ranks."""
+
+    first: int  # index of its first sample among the samples of the step
+    stop: int
+    task_id: str
+    staleness: int | None  # age of its weights in RL steps; None: the chunk has no samples
+    reason: str  # why it has no samples
+    layout: Mapping[str, Any]  # layout of the trajectory, from pack_trajectory
+    scores: Sequence[Any]  # from pack_scores
+
+
+class ChunkScheduler:
+    """Scheduler of an AsyncSource on rank 0. It admits RL steps, submits their chunks and records the results."""
+
+    def __init__(self, job: Job, session_id: str, client: PipeClient, service: RolloutService) -> None:
+        self.job, self.client, self.service = job, client, service
+        self.broker: Broker = service.broker
+        self.session_id = session_id
+        self._coordinator: Coordinator | None = None
+        self._samples: dict[int, list[RolloutSample]] = {}  # of admitted steps, with their conditioning frames
+        # Admitted but not submitted, by step.
+        self._unsubmitted_chunks: dict[int, list[tuple[GroupChunk, str]]] = defaultdict(list)
+        self._results: dict[str, Mapping[str, Any]] = {}  # metadata by task id
+        self._finished_at_s = self.client.now_s()
+
+    @property
+    def coordinator(self) -> Coordinator:
+        assert self._coordinator is not None, "admit_steps was not called"
+        return self._coordinator
+
+    def admit_steps(self, step: int) -> list[int]:
+        """Record that the policy after `step` is published, and admit the RL steps that may use it.
+
+        Returns the admitted steps that `submit_step` has not sent yet.
+        """
+        recipe = self.job.recipe
+        if self._coordinator is None:  # at the start of the session
+            self._coordinator = Coordinator(
+                session_id=self.session_id,
+                groups_per_step=recipe.rl.rollout.prompts_per_step,
+                group_size=recipe.rl.rollout.group_size,
+                chunk_size=min(recipe.engine.max_forward_batch, MAX_CHUNK),
+                max_staleness=recipe.rl.rollout.max_staleness,
+                first_step=step + 1,
+                last_step=recipe.run.steps,
+            )
+        self.coordinator.record_publication(step)
+        self._finished_at_s = self.client.now_s()
+        for chunk, task_id in self.coordinator.admit_chunks():
+            self._unsubmitted_chunks[chunk.step].append((chunk, task_id))
+        return sorted(self._unsubmitted_chunks)
+
+    def submit_step(self, step: int, groups: Sequence[Group]) -> None:
+        """Send an admitted step to the workers.
+
+        groups: all groups of the step, with their conditioning frames.
+        """
+        recipe = self.job.recipe
+        self._samples[step] = plan_step_samples(
+            groups,
+            group_size=recipe.rl.rollout.group_size,
+            step=step,
+            run_seed=recipe.run.seed,
+            same_noise=recipe.sampling.same_noise,
+        )
+        chunks = self._unsubmitted_chunks.pop(step)
+        for start in range(0, len(chunks), MAX_ROWS):
+            self._submit_tasks(chunks[start : start + MAX_ROWS])
+
+    def wait_for_step(self, step: int, timeout_s: float) -> tuple[bool, str]:
+        """Record results until the step is complete or the timeout expires.
+
+        Returns (is_complete, reason). A non-empty reason says why the run cannot continue.
+        """
+        until_s = self.client.now_s() + timeout_s
+        while True:
+            for outcome in self.client.take_outcomes(0.0 if self.coordinator.is_complete(step) else LOOK_S):
+                self._finished_at_s = self.client.now_s()
+                self._record_outcome(outcome)
+            if self.coordinator.is_complete(step):
+                return True, ""
+            now_s = self.client.now_s()
+            if reason := self._failure_reason(step, now_s):
+                return False, reason
+            if now_s > until_s:
+                return False, ""
+
+    def plan_step(self, step: int) -> list[dict[str, Any]]:
+        """Remove a complete step and return its ChunkPlans as JSON values, in the order of the samples."""
+        del self._samples[step]
+        return [dataclasses.asdict(self._plan_chunk(closed)) for closed in self.coordinator.pop_step(step)]
+
+    def _plan_chunk(self, closed: ClosedChunk) -> ChunkPlan:
+        chunk, base = closed.chunk, closed.chunk.group * self.job.recipe.rl.rollout.group_size
+        meta = self._results.pop(closed.task_id, {"layout": {}, "scores": []})
+        return ChunkPlan(
+            first=base + chunk.first,
+            stop=base + chunk.stop,
+            task_id=closed.task_id,
+            staleness=None if closed.publication is None else chunk.step - 1 - closed.publication,
+            reason=closed.reason,
+            layout=meta["layout"],
+            scores=meta["scores"],
+        )
+
+    def _failure_reason(self, step: int, now_s: float) -> str:
+        limit_s, workers = self.job.recipe.rl.rollout.timeout_s, self.broker.worker_ids()
+        if reason := self.service.failure_reason():
+            return reason
+        if not self.broker.is_alive():
+            return f"the rollout broker failed: {self.broker.error}"
+        if now_s - self._finished_at_s > limit_s:
+            connected = f"connected workers: {', '.join(workers)}" if workers else "no worker is connected"
+            return (
+                f"no chunk finished for {limit_s:g} s (rollout.timeout_s): step {step} waits for "
+                f"{self.coordinator.num_waiting(step)} chunks, {connected}"
+            )
+        return ""
+
+    def _record_outcome(self, outcome: TaskOutcome) -> None:
+        if not outcome.ok:
+            self.coordinator.abandon_chunk(outcome.id, outcome.reason)
+            return
+        meta, chunk = outcome.meta, self.coordinator.find_chunk(outcome.id)
+        try:
+            publication = int(meta["publication"])
+            if meta["life"] != self.session_id:
+                publication = -1
+            expected = {s.sample_id for s in self._chunk_samples(chunk)}
+            if unpack_scores(meta["scores"]).keys() != expected or not isinstance(meta["layout"], dict):
+                raise ValueError("wrong samples")
+        except (KeyError, TypeError, ValueError) as error:
+            self.client.release_results([outcome.id])
+            self.coordinator.abandon_chunk(outcome.id, f"malformed result of a worker: {error}")
+            return
+        retry_id = self.coordinator.record_result(outcome.id, publication)
+        if retry_id is None:
+            self._results[outcome.id] = meta
+            return
+        log.info("%s was generated with publication %d, which is too old: retrying", outcome.id, publication)
+        self.client.release_results([outcome.id])
+        self._submit_tasks([(chunk, retry_id)])
+
+    def _submit_tasks(self, tasks: Sequence[tuple[GroupChunk, str]]) -> None:
+        """Send tasks to the broker, in messages below the size limit.
+
+        A chunk that exceeds the limit is abandoned. An error is not raised, because the other ranks would hang.
+        """
+        contents = [ChunkTask(chunk.step, self._chunk_samples(chunk)) for chunk, _ in tasks]
+        task_rows = [task.to_rows() for task in contents]
+        arrays = [array for task in contents for array in task.to_arrays()]
+        rows = list(itertools.chain(*task_rows))
+        until_s, requests, start = self.client.now_s() + TASK_S, list[TaskRequest](), 0
+        for (_, task_id), rows_of_task in zip(tasks, task_rows, strict=True):
+            requests.append(TaskRequest(task_id, TASK_KIND, start, start + len(rows_of_task), until_s))
+            start += len(rows_of_task)
+        try:
+            self.client.submit(rows, arrays, requests)
+        except WireError as error:
+            if len(tasks) == 1:
+                log.error("%s cannot be sent: %s", tasks[0][1], error)
+                self.coordinator.abandon_chunk(tasks[0][1], f"cannot be sent: {error}")
+                return
+            half = len(tasks) // 2  # too large: long prompts or large frames
+            self._submit_tasks(tasks[:half])
+            self._submit_tasks(tasks[half:])
+
+    def _chunk_samples(self, chunk: GroupChunk) -> list[RolloutSample]:
+        base = chunk.group * self.job.recipe.rl.rollout.group_size
+        return self._samples[chunk.step][base + chunk.first : base + chunk.stop]

@@ -1,0 +1,48 @@
+"""Measures how different the generated samples of a prompt are."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+from collections import defaultdict
+
+import numpy as np
+import torch
+
+from wfm_ds.distributed.world import World
+from wfm_ds.rollout.groups import StepRollouts
+
+MAX_ELEMENTS = 4096  # of each sample's latents that are compared
+
+
+def measure_spread(world: World, rollouts: StepRollouts) -> dict[str, float]:
+    """Return `rollout/spread`: the mean distance between two samples of a prompt in this RL step. Collective.
+
+    The distance is the root mean square difference of clean latents, measured on up to MAX_ELEMENTS evenly spaced
+    elements. A prompt that appears several times in the step counts once, with all of its samples. Returns {} if no
+    prompt has two finite samples. The value does not depend on the number of ranks.
+    """
+    rows = [
+        None if not sample.is_finite else base64.b64encode(select_elements(sample.clean_latents).tobytes()).decode()
+        for sample in rollouts.local_rollouts
+    ]
+    packed = [row for part in world.gather_from_leaders(rows) for row in part]
+    by_prompt: dict[str, list[np.ndarray[tuple[int], np.dtype[np.float32]]]] = defaultdict(list)
+    for sample, row in zip(rollouts.samples, packed, strict=True):
+        if row is not None:
+            by_prompt[sample.prompt.id].append(np.frombuffer(base64.b64decode(row), np.float32))
+    distances = [
+        math.sqrt(np.mean(np.square(one - other, dtype=np.float64)))
+        for members in by_prompt.values()
+        for one, other in itertools.combinations(members, 2)
+    ]
+    return {"rollout/spread": math.fsum(distances) / len(distances)} if distances else {}
+
+
+def select_elements(latents: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    """Return at most MAX_ELEMENTS evenly spaced elements of the latents of one sample."""
+    flat = latents.flatten()
+    stride = math.ceil(len(flat) / MAX_ELEMENTS)
+    chosen: np.ndarray[tuple[int], np.dtype[np.float32]] = flat[::stride].float().cpu().numpy()
+    return chosen

@@ -1,0 +1,217 @@
+"""Unfinished work of a client: its submissions and payload requests. Uses no clock and no sockets.
+
+A timeout cannot detect a lost payload request, because the transfer time depends on payload size and network, and
+sending a request twice delays other requests. The order of messages can detect it, because the broker replies in order
+on each connection. After requests, the client sends *markers*: small messages that always get a reply. If a marker gets
+a reply before an earlier request does, the request or its reply was lost. A marker is a `release` message with the id
+of a nonexistent task.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from wfm_ds.transport.messages import MAX_ROWS
+from wfm_ds.transport.wire import Array, Buffer, TensorSpec, WireError
+
+RESUBMIT_INTERVAL_S = 2.0  # between sends of an unaccepted submission
+FULL_RETRY_S = 1.0  # before resending to a full broker
+MAX_IN_FLIGHT = 4  # submissions sent but not accepted; the rest waits here, not in a socket
+MAX_SUBMISSION_BYTES = 64 * 2**20  # tensor bytes per message of `submit_rows`; a larger row gets its own message
+MARKER_INTERVAL_S = 5.0  # between markers
+MAX_OPEN_REQUESTS = 4  # concurrent payload requests
+
+SendMessage = Callable[[str, Mapping[str, Any]], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRequest:
+    """A task: rows [start, stop) of the submitted rows, for one worker of `kind`.
+
+    Tasks with equal ids are treated as the same task.
+    """
+
+    id: str
+    kind: str
+    start: int
+    stop: int
+    deadline_s: float  # on the clock of PipeClient.now_s; afterwards the broker drops the task
+    failure: str | None = None  # why `submit_rows` could not send it; such a task has no outcome
+
+
+SubmitMessage = Callable[[Sequence[Mapping[str, Any]], Sequence[tuple[str, Array]], Sequence[TaskRequest], int], None]
+
+
+@dataclass(slots=True)
+class Submission:
+    """Rows (one per sample) with their tensors, and the tasks that workers do on these rows.
+
+    first_row: number of the first row. Tasks refer to rows by number.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    first_row: int
+    specs: list[TensorSpec]
+    frames: list[Buffer]
+    open_tasks: dict[str, TaskRequest]  # tasks without an outcome
+    unaccepted_ids: set[str] = field(default_factory=set)
+    retry_at_s: float = float("-inf")
+
+    def open_fields(self, now_s: float) -> dict[str, Any]:
+        """Return the fields of a `submit` message with the tasks that the broker has not accepted yet."""
+        tasks = []
+        for t in self.open_tasks.values():
+            if t.id in self.unaccepted_ids:
+                rows = {"start": t.start - self.first_row, "stop": t.stop - self.first_row}
+                tasks.append({"id": t.id, "kind": t.kind, **rows, "deadline_s": max(0.0, t.deadline_s - now_s)})
+        return {"rows": list(self.rows), "tasks": tasks}
+
+
+class PendingSubmissions:
+    """A client's submissions in order, with an index by task id. A submission stays until all its tasks have ended."""
+
+    def __init__(self) -> None:
+        self._submissions: list[Submission] = []
+        self._submission_by_task: dict[str, Submission] = {}
+
+    def add(self, submission: Submission) -> None:
+        self._submissions.append(submission)
+        self._submission_by_task.update(dict.fromkeys(submission.open_tasks, submission))
+
+    def task_ids(self) -> list[str]:
+        return list(self._submission_by_task)
+
+    def due_submissions(self, now_s: float) -> Iterator[Submission]:
+        """Yield the submissions to send now. Only the first MAX_IN_FLIGHT unaccepted submissions can be sent."""
+        unaccepted = (submission for submission in self._submissions if submission.unaccepted_ids)
+        for submission in itertools.islice(unaccepted, MAX_IN_FLIGHT):
+            if now_s >= submission.retry_at_s:
+                yield submission
+
+    def mark_accepted(self, ids: Iterable[str]) -> None:
+        for task_id in ids:
+            if task_id in self._submission_by_task:
+                self._submission_by_task[task_id].unaccepted_ids.discard(task_id)
+
+    def retry_later(self, task_id: str, now_s: float) -> None:
+        """Send this task again after FULL_RETRY_S, because the broker is full."""
+        if task_id in self._submission_by_task:
+            self._submission_by_task[task_id].retry_at_s = now_s + FULL_RETRY_S
+
+    def resend_all(self) -> None:
+        """Send all submissions again immediately, because the broker is a new one."""
+        for submission in self._submissions:
+            submission.unaccepted_ids = set(submission.open_tasks)
+            submission.retry_at_s = float("-inf")
+
+    def drop_task(self, task_id: str) -> bool:
+        """Remove a task. Returns False if it is unknown, for example if its outcome arrived twice."""
+        submission = self._submission_by_task.pop(task_id, None)
+        if submission is None:
+            return False
+        del submission.open_tasks[task_id]
+        submission.unaccepted_ids.discard(task_id)
+        if not submission.open_tasks:
+            self._submissions.remove(submission)
+        return True
+
+
+@dataclass(slots=True)
+class PayloadRequest:
+    """A request that the broker answers with a `payload` or `missing` message."""
+
+    type: str
+    fields: Mapping[str, Any]
+    marker: int | None = None  # first marker sent after it; None: to be (re)sent
+
+
+class PayloadRequests:
+    """Requests that have no reply yet, in order of creation. Not thread-safe."""
+
+    def __init__(self, name: str) -> None:
+        """name: prefix of this client's marker ids. Task ids must not start with it."""
+        self._prefix = f"{name}/"
+        self._open: dict[str, PayloadRequest] = {}  # by the id of the expected payload
+        self._next_marker = 0
+        self._marker_sent_s = float("-inf")
+
+    def add(self, requests: Mapping[str, PayloadRequest]) -> None:
+        self._open.update(requests)
+
+    def close(self, key: str) -> bool:
+        """Remove a request that was answered or cancelled. Returns True if it was open."""
+        return self._open.pop(key, None) is not None
+
+    def send(self, now_s: float, send: SendMessage) -> None:
+        """Send the requests that were not sent yet, and a marker MARKER_INTERVAL_S after the last one.
+
+        send: function (type, fields) that sends a message, and returns False if it could not.
+        """
+        for request in itertools.islice(self._open.values(), MAX_OPEN_REQUESTS):
+            if request.marker is None and send(request.type, request.fields):
+                request.marker = self._next_marker
+        marker = {"ids": [f"{self._prefix}{self._next_marker}"]}
+        if self._open and now_s - self._marker_sent_s > MARKER_INTERVAL_S and send("release", marker):
+            self._next_marker, self._marker_sent_s = self._next_marker + 1, now_s
+
+    def on_released(self, ids: Iterable[str]) -> None:
+        """Handle a `released` reply to a marker.
+
+        Requests that were sent before the marker and have no reply yet are marked to be sent again.
+        """
+        markers = [i.removeprefix(self._prefix) for i in ids if i.startswith(self._prefix)]
+        last = max((int(marker) for marker in markers if marker.isdecimal()), default=-1)
+        for request in self._open.values():
+            if request.marker is not None and request.marker <= last:
+                request.marker = None
+
+
+def submit_rows(
+    submit: SubmitMessage,
+    rows: Sequence[Mapping[str, Any]],
+    tensors: Sequence[Array],
+    max_rows: Mapping[str, int],
+    new_id: Callable[[str], str],
+    deadline_s: float,
+) -> list[TaskRequest]:
+    """Submit all rows to each kind of worker in `max_rows`, in tasks of at most `max_rows[kind]` rows.
+
+    submit: the method PipeClient.submit.
+    tensors: one per row. Each tensor is sent only once for all kinds. Do not modify the tensors until the tasks have
+    ended.
+    new_id: function that returns a new task id for a kind.
+
+    If a row is too large for a message, only the tasks with this row fail. Their field `failure` gives the reason.
+    """
+    tasks: list[TaskRequest] = []
+    parts = _split_into_messages([tensor.nbytes for tensor in tensors])
+    while parts:
+        start, stop = parts.pop(0)
+        part = [
+            TaskRequest(new_id(kind), kind, at, min(at + limit, stop), deadline_s)
+            for kind, limit in max_rows.items()
+            for at in range(start, stop, limit)
+        ]
+        try:
+            submit(rows[start:stop], [("media", tensor) for tensor in tensors[start:stop]], part, start)
+        except WireError as error:
+            if stop - start > 1:  # the header is too large
+                half = (start + stop) // 2
+                parts[:0] = [(start, half), (half, stop)]
+                continue
+            part = [replace(task, failure=f"cannot be sent: {error}") for task in part]
+        tasks += part
+    return tasks
+
+
+def _split_into_messages(sizes: Sequence[int]) -> list[tuple[int, int]]:
+    parts, start, total = [], 0, 0
+    for at, size in enumerate(sizes):
+        if at > start and (at - start >= MAX_ROWS or total + size > MAX_SUBMISSION_BYTES):
+            parts.append((start, at))
+            start, total = at, 0
+        total += size
+    return [*parts, (start, len(sizes))] if sizes else []
