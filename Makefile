@@ -46,6 +46,9 @@ quickstart-video: $(SETUP)  ## Video demo: train a video model of moving shapes 
 quickstart-world: $(SETUP)  ## Action demo: train a tiny Cosmos3 with SFT, improve how it follows actions with DiffusionNFT (docs/action_demo.md)
 	$(PY) -m wfm_ds quickstart --demo actions --output outputs/quickstart-world
 
+quickstart-long: $(SETUP)  ## Long-video demo: train a tiny Cosmos3 with SFT, reduce the drift of its long videos with DiffusionNFT (docs/long_video_demo.md)
+	$(PY) -m wfm_ds quickstart --demo long --output outputs/quickstart-long
+
 quickstart-fewstep: $(SETUP)  ## Few-step demo: distill the model of the digits demo to 4 steps and to 1 step with DMD2 (docs/few_steps_demo.md)
 	$(PY) -m wfm_ds quickstart --demo fewstep --start outputs/quickstart --output outputs/quickstart-fewstep
 
@@ -61,4 +64,4 @@ bench: $(SETUP)  ## Measure the kernels on a GPU, or count their launches, bytes
 gpu: $(SETUP)  ## Run all measurements for one GPU in an hour; ARGS="--tiny" rehearses them on a CPU (docs/measurements.md)
 	$(PY) -m benchmarks.gpu day $(ARGS)
 
-.PHONY: help setup test-optional quickstart quickstart-video quickstart-world quickstart-fewstep test lint bench gpu
+.PHONY: help setup test-optional quickstart quickstart-video quickstart-world quickstart-long quickstart-fewstep test lint bench gpu

@@ -84,8 +84,11 @@ def make_inputs(shape: tuple[int, ...], device: torch.device, seed: int) -> Oper
 
 @dataclass(frozen=True)
 class OperatorCase:
-    """One operator. `plain` looks up its step on the host, as usual; `maths` does not, so a CUDA graph can capture
-    it."""
+    """One operator.
+
+    plain: the usual implementation, which looks up the current step on the host. maths: the same without this lookup,
+    so that a CUDA graph can capture it.
+    """
 
     name: str
     ours: Callable[[OperatorInputs, Backend], Outputs]
@@ -155,7 +158,7 @@ def _nft_truth(i: OperatorInputs, ref: bool) -> Outputs:
 
 
 VALUE, BF16_GRADIENT = 5e-6, 3e-3
-PLAIN = 1e-2  # the plain formulas mix velocities in bfloat16
+PLAIN = 1e-2  # tolerance of the plain formulas, which mix velocities in bfloat16
 
 
 def _nft_case(name: str, ref: bool) -> OperatorCase:

@@ -25,7 +25,7 @@ PRODUCT = tuple(f"{ROOT / folder}/" for folder in ("wfm_ds", "reward", "kernels"
 
 
 class CallTrace:
-    """Files of the project whose functions were called, and the largest depth in project frames."""
+    """Files of the project with called functions, and the largest number of nested calls of project functions."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()

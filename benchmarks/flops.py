@@ -5,9 +5,9 @@ python -m benchmarks.flops RECIPE RECIPE ...                  one row for each r
 python -m benchmarks.flops RECIPE --tflops 400                the hours of a run at this speed of each GPU
 python -m benchmarks.flops --model sd35m --algo nft           a released model with an algorithm's published batch
 
-The recipe gives the number of forward passes (wfm_ds/memory/forward_counts.py), the denoiser's operators give the
-FLOPs of one (wfm_ds/memory/forward_counts.py). Weights and a GPU are not needed. A model folder that does not exist is
-looked up by its name in released.py.
+The recipe gives the number of forward passes (wfm_ds/memory/forward_counts.py), and the denoiser's operators give the
+FLOPs of one forward pass (wfm_ds/engine/flop_counter.py). Weights and a GPU are not needed. A model folder that does
+not exist is looked up by its name in released.py.
 """
 
 from __future__ import annotations
@@ -79,8 +79,10 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class CountedModel:
-    """A model to count: its title, its family, and the conditioning of one text, by whether the text layers are
-    frozen."""
+    """A model to count.
+
+    texts: function that returns the conditioning of one text. Its argument is whether the text layers are frozen.
+    """
 
     title: str
     model: DiffusionModel
@@ -196,6 +198,7 @@ class RecipeCost:
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, subject: CountedModel, world_size: int) -> RecipeCost:
+        latent_shape(recipe, subject.model)  # raises RecipeError for an unsupported size
         derived = derive_run_sizes(recipe, world_size)
         grid = subject.model.evaluation_sigmas(recipe.sampling)
         steps = step_forwards(recipe, derived, subject.model)

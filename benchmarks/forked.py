@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Audit events for files: opened (to write, or to flush to disk), created or removed.
-# https://docs.python.org/3/library/audit_events.html
+# Audit events of operations on files and folders. https://docs.python.org/3/library/audit_events.html
 FILE_EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.scandir", "os.listdir", "os.truncate")
 DEADLINE_S = 600.0  # only a limit for hanging ranks
 COUNT = struct.Struct("q")
@@ -64,7 +63,7 @@ def start_ranks(arguments: Sequence[str], num_ranks: int, *, moment: Moment, wat
     with SIGKILL at the same time.
 
     scratch: a folder for the group's store and the output of the ranks (`rank_0.log`, ...). Raises RuntimeError at the
-    deadline, and if the exit codes differ unless `is_expected_exit`.
+    deadline, and if the exit codes are not expected (`is_expected_exit`).
     """
     store = scratch / f"store_{time.monotonic_ns()}"
     counts = mmap.mmap(-1, COUNT.size * num_ranks)  # shared with the forks

@@ -5,7 +5,8 @@ python -m benchmarks.memory --statements         the estimate line of each recip
 python -m benchmarks.memory --precisions RECIPE  the memory that each model.base_precision saves for a LoRA recipe
 python -m benchmarks.memory RECIPE --set engine.deepspeed=zero2     with overrides
 
-Nothing is computed, and weights are not needed (wfm_ds/memory/estimate.py). A test compares the recipes with it.
+No model runs, and weights are not needed (wfm_ds/memory/estimate.py). A test compares the headers of the recipes with
+these estimates.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PRECISIONS: tuple[BasePrecision | None, ...] = (None, "fp8", "nf4")  # int8 need
 
 RECIPES = Path(__file__).parent.parent / "recipes"
 COMMAND = re.compile(r"^#\s+deepspeed --num_gpus (\d+) ", re.MULTILINE)
-STATEMENT = re.compile(r"^# (\d+) x (\d+) GB: (\d+) GiB a rank \(estimated, docs/memory\.md\)$", re.MULTILINE)
+STATEMENT = re.compile(r"^# (\d+) GPUs of (\d+) GB: (\d+) GiB per rank \(estimate, docs/memory\.md\)$", re.MULTILINE)
 DEFAULT_GPUS = 8
 GPU_GB = 80  # GPU memory that the recipes are written for
 BFLOAT16 = 2
@@ -67,7 +68,7 @@ def make_statement(recipe_path: Path) -> str:
     if not fits_memory(found.peak_bytes, GPU_GB * 10**9):
         raise RecipeError(f"{recipe_path}: {found.peak_bytes / GIB:.0f} GiB do not fit into a GPU with {GPU_GB} GB")
     return (
-        f"# {found.world_size} x {GPU_GB} GB: {math.ceil(found.peak_bytes / GIB)} GiB a rank (estimated, "
+        f"# {found.world_size} GPUs of {GPU_GB} GB: {math.ceil(found.peak_bytes / GIB)} GiB per rank (estimate, "
         "docs/memory.md)"
     )
 

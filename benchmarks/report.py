@@ -61,8 +61,8 @@ def _cpu_name() -> str:
 
 
 def write_results(stage: str, about: dict[str, Any], rows: list[dict[str, Any]], **more: Any) -> Path:
-    """Write results/<date>-<gpu or cpu>-<stage>.json, and rewrite the page of all results. more: only in the JSON
-    file."""
+    """Write results/<date>-<gpu or cpu>-<stage>.json, and rewrite the page of all results. more: further keys,
+    only for the JSON file."""
     file = result_path(stage, about)
     file.write_text(json.dumps({"machine": about, "rows": rows} | more, indent=1) + "\n")
     pages = [_result_section(file) for file in sorted(RESULTS.glob("*.json"))]

@@ -93,7 +93,7 @@ def _measure_ms(run: Callable[[], None], repeats: int) -> float:
 
 
 def copy_gbps() -> float:
-    """Return the bytes per nanosecond that a copy of 1 GiB reads and writes: the reference for percentages."""
+    """Return the GB/s that a copy of 1 GiB reads and writes. Percentages refer to this rate."""
     source = torch.randn(2**28, device="cuda")
     target = torch.empty_like(source)
 

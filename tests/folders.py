@@ -56,8 +56,9 @@ def encode_image(pixels, kind="PNG"):
     return file.getvalue()
 
 
-def sft_recipe(data, **validation):
+def sft_recipe(data, num_frames=1, **validation):
     """Return an SFT recipe with the given `data` section."""
     sections = {"run": {"output_dir": "out", "steps": 1}, "model": {"path": "tiny:sd3"}, "data": data}
-    sections |= {"sampling": {"height": 16, "width": 16}, "algorithm": {"name": "sft"}, "validation": validation}
+    sampling = {"height": 16, "width": 16, "num_frames": num_frames}
+    sections |= {"sampling": sampling, "algorithm": {"name": "sft"}, "validation": validation}
     return Recipe.model_validate(sections)

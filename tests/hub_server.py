@@ -130,7 +130,8 @@ class Handler(BaseHTTPRequestHandler):
     def answer(self, *, body):
         hub = self.server.broker
         hub.asked += 1
-        words = unquote(urlsplit(self.path).path).strip("/").split("/")
+        words = unquote(urlsplit(self.path).path).replace("/api/datasets/", "/api/models/").strip("/").split("/")
+        words = words[words[0] == "datasets" :]  # datasets are served like models
         if words[0] == "api" and words[1] != "models":
             self.send_json({"name": "somebody", "auth": {}})
             return

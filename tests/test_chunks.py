@@ -5,7 +5,7 @@ from wfm_ds.chunks import even_ranges
 
 
 @given(st.integers(0, 100), st.integers(1, 20))
-def test_even_shares_hold_everything_once_and_differ_by_one_at_most(count, parts):
+def test_even_shares_contain_each_item_once_and_differ_by_at_most_one(count, parts):
     shares = even_ranges(count, parts)
     assert [i for share in shares for i in share] == list(range(count))
     sizes = [len(share) for share in shares]

@@ -1,4 +1,4 @@
-"""Tests of `wfm_ds.cli.convert` on handmade checkpoints. distributed/test_convert.py uses checkpoints of real runs."""
+"""`wfm_ds.cli.convert` on handmade checkpoints. tests/multi_rank/test_convert.py converts those of real runs."""
 
 import json
 
@@ -145,7 +145,7 @@ def test_a_lora_checkpoint_gives_the_files_that_the_run_would_export(model, adap
     assert contents(tmp_path / "out") == contents(tmp_path / "own")
 
 
-def test_a_merged_lora_is_a_pipeline_with_what_peft_merges(model, adapter, tmp_path, capsys):
+def test_a_merged_lora_gives_the_weights_that_peft_merges(model, adapter, tmp_path, capsys):
     checkpoint, _ = adapter
     assert run(capsys, checkpoint, tmp_path / "out", "--merge", "--dtype", "float32")[0] == 0
     drawn = pixels(model.pipeline, model)
@@ -186,9 +186,7 @@ def foreign_lora(adapter, tmp_path):
 
 
 @pytest.mark.parametrize(("prefix", "inside"), [("", ""), ("base_model.model.", "lora"), ("transformer.", "lora")])
-def test_a_lora_of_others_becomes_one_that_diffusers_loads_at_its_scale(
-    prefix, inside, foreign_lora, model, tmp_path, capsys
-):
+def test_a_foreign_lora_is_converted_with_its_scale(prefix, inside, foreign_lora, model, tmp_path, capsys):
     code, text = run(capsys, foreign_lora(prefix, inside), tmp_path / "out")
     assert code == 0
     assert "its layers were not checked" in text
@@ -199,7 +197,7 @@ def test_a_lora_of_others_becomes_one_that_diffusers_loads_at_its_scale(
     assert_close(pixels(pipe, model), pixels(model.pipeline, model), atol=1e-5, rtol=0)
 
 
-def test_a_lora_of_others_is_checked_against_a_base_and_can_be_merged(foreign_lora, model, tmp_path, capsys):
+def test_a_foreign_lora_is_checked_against_a_base_and_merged(foreign_lora, model, tmp_path, capsys):
     theirs = foreign_lora()
     assert run(capsys, theirs, tmp_path / "out", "--base", model.path)[0] == 0
     assert run(capsys, theirs, tmp_path / "whole", "--base", model.path, "--merge", "--dtype", "float32")[0] == 0
@@ -207,17 +205,17 @@ def test_a_lora_of_others_is_checked_against_a_base_and_can_be_merged(foreign_lo
     assert_close(pixels(pipe, model), pixels(model.pipeline, model), atol=1e-5, rtol=0)
 
 
-def test_a_lora_of_others_that_cannot_be_right_is_refused(foreign_lora, model, tmp_path, capsys):
+def test_an_invalid_foreign_lora_is_refused(foreign_lora, model, tmp_path, capsys):
     theirs = foreign_lora(r=2)
     code, text = run(capsys, theirs, tmp_path / "out", "--base", model.path)
-    assert (code, "has rank 4, but its settings have 2" in text) == (2, True)
+    assert (code, "has rank 4, but rank 2 in its settings" in text) == (2, True)
     assert run(capsys, theirs, tmp_path / "out")[0] == 2
     assert not (tmp_path / "out").exists()
     code, text = run(capsys, theirs, tmp_path / "out", "--merge")
     assert (code, "--merge needs its base pipeline, set --base" in text) == (2, True)
 
 
-def test_arguments_that_a_lora_of_others_has_no_use_for_are_refused(foreign_lora, tmp_path, capsys):
+def test_arguments_without_effect_on_a_foreign_lora_are_refused(foreign_lora, tmp_path, capsys):
     theirs = foreign_lora()
     code, text = run(capsys, theirs, tmp_path / "out", "--policy", "ema")
     assert (code, text) == (2, f"error: {theirs} has a single policy: omit --policy\n")
@@ -226,7 +224,7 @@ def test_arguments_that_a_lora_of_others_has_no_use_for_are_refused(foreign_lora
     assert not (tmp_path / "out").exists()
 
 
-def test_an_export_that_cannot_be_written_is_one_sentence(foreign_lora, model, tmp_path, capsys):
+def test_an_export_that_cannot_be_written_is_a_one_line_error(foreign_lora, model, tmp_path, capsys):
     theirs = foreign_lora()
     (tmp_path / "file").write_text("mine")
     for words in ([], ["--base", model.path]):
@@ -236,7 +234,7 @@ def test_an_export_that_cannot_be_written_is_one_sentence(foreign_lora, model, t
             assert f"{out}: the export could not be written (" in text
 
 
-def test_what_cannot_be_converted_is_one_sentence(full, model, tiny_pipelines, tmp_path, capsys):
+def test_unusable_checkpoints_are_one_line_errors(full, model, tiny_pipelines, tmp_path, capsys):
     checkpoint, _ = full
 
     def refused(*words):
@@ -262,7 +260,7 @@ def test_what_cannot_be_converted_is_one_sentence(full, model, tiny_pipelines, t
 
 
 @pytest.mark.parametrize("kept", [None, {"base": "somewhere", "parts": ["transformer"], "call": {}}])
-def test_a_checkpoint_that_does_not_say_what_it_holds_is_refused(kept, full, tmp_path, capsys):
+def test_a_checkpoint_without_export_settings_is_refused(kept, full, tmp_path, capsys):
     checkpoint, _ = full
     path = checkpoint / rank_file_name(0)
     with safe_open(path, "pt") as file:
@@ -281,7 +279,7 @@ def test_a_checkpoint_that_does_not_say_what_it_holds_is_refused(kept, full, tmp
 
 
 @pytest.mark.parametrize("merges", [False, True])
-def test_too_little_memory_is_one_sentence_that_says_what_would_do(model, adapter, tmp_path, capsys, merges):
+def test_too_little_memory_is_a_one_line_error_with_alternatives(model, adapter, tmp_path, capsys, merges):
     note = adapter_settings(adapter[1].config, model.path) | {"r": 2**46}  # matrices larger than the address space
     own = {name: torch.zeros(1) for name, _ in model.unwrapped_denoiser.named_parameters() if "lora" in name}
     checkpoint = write_checkpoint(tmp_path / "step_9", ExportTarget.from_model(model), {"train": own}, lora=note)
@@ -301,7 +299,7 @@ def empty_pipeline(tmp_path):
     return folder
 
 
-def test_pickles_are_not_read_unasked(tmp_path, capsys):
+def test_pickles_are_read_only_on_request(tmp_path, capsys):
     (tmp_path / "latest").write_text("global_step3")
     code, text = run(capsys, tmp_path, tmp_path.parent / "out")
     assert (code, "add --trust-pickle" in text) == (2, True)

@@ -10,7 +10,7 @@ from each_case import check_each
 
 @check_each("a", [1, 2])
 @check_each(("b", "text"), [(1, "x"), (2, "y")])
-def test_each_case_has_fixtures_of_its_own(a, b, text, tmp_path, monkeypatch, capsys):
+def test_each_case_has_its_own_fixtures(a, b, text, tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
     (tmp_path / text).write_text(f"{a} {b}")
     assert "OF_A_CASE" not in os.environ
@@ -19,7 +19,7 @@ def test_each_case_has_fixtures_of_its_own(a, b, text, tmp_path, monkeypatch, ca
     sys.stdout.write(text)
 
 
-def test_all_cases_run_and_those_that_failed_are_named():
+def test_all_cases_run_and_the_error_names_the_failed_ones():
     seen = []
 
     @check_each("number", range(4))

@@ -57,7 +57,7 @@ def drawn_by(model, prompts, seeds, **settings):
     )[0]
 
 
-def test_every_prompt_is_drawn_with_every_seed_and_its_own_negative_text(pipeline, prompts, tmp_path, capsys):
+def test_every_prompt_is_sampled_with_every_seed_and_its_negative_text(pipeline, prompts, tmp_path, capsys):
     arguments = ["--guidance", "3", "--negative-prompt", "black", "--seeds", "7", "8", "--batch", "6"]
     out = tmp_path / "new" / "out"
     code = main(["--model", str(pipeline), "--prompts", str(prompts), "--out", str(out), *SIZE, *arguments])
@@ -79,7 +79,7 @@ def test_every_prompt_is_drawn_with_every_seed_and_its_own_negative_text(pipelin
     assert sorted(f.name for f in out.iterdir()) == [*(f"000{i}.png" for i in range(6)), "index.html", "samples.jsonl"]
 
 
-def test_the_same_command_leaves_the_same_bytes_and_the_batch_changes_nothing_that_shows(pipeline, prompts, tmp_path):
+def test_the_same_command_writes_the_same_bytes_and_batches_change_only_rounding(pipeline, prompts, tmp_path):
     for name, batch in (("a", "3"), ("b", "3"), ("c", "1")):
         out = tmp_path / name
         assert (
@@ -116,6 +116,13 @@ def test_videos_follow_actions_and_others_are_refused(tiny_pipelines, tmp_path, 
         ([*own, "--actions", str(tmp_path / "zip.npy")], "zip.npy cannot be read: damaged"),
         ([*own, "--actions", str(tmp_path / "complex.npy")], "complex.npy cannot be read: not an array of real"),
         ([*own, "--domain", "99"], "--domain: needs --actions"),
+        ([*own, "--domain", "umi_2"], "unknown robot umi_2: did you mean umi?"),
+        ([*own, "--viewpoint", "wrist_view"], "--viewpoint: needs --actions"),
+        ([*own, "--viewpoint", "wrist"], "unknown view wrist: did you mean wrist_view?"),
+        (
+            [*own, "--actions", str(tmp_path / "up.npy"), "--viewpoint", "wrist_view"],
+            "do not mention the view: remove it",
+        ),
         (["--actions", str(tmp_path / "up.npy")], "does not support actions: remove it"),
     ):
         assert main([*common, str(tmp_path / "none"), *arguments]) == 2
@@ -123,7 +130,29 @@ def test_videos_follow_actions_and_others_are_refused(tiny_pipelines, tmp_path, 
     assert not (tmp_path / "none").exists()
 
 
-def test_videos_are_led_by_a_camera_and_others_are_refused(tiny_pipelines, tmp_path, capsys):
+def test_captions_of_actions_have_a_view(tiny_pipelines, tmp_path):
+    (tmp_path / "a.txt").write_text("a world\n")
+    np.save(tmp_path / "up.npy", np.ones((4, 9)))
+    common = [
+        "--model",
+        str(tiny_pipelines("cosmos3")),
+        "--guardrail",
+        "off",
+        "--prompts",
+        str(tmp_path / "a.txt"),
+        *SIZE,
+    ]
+    common += ["--frames", "5", "--actions", str(tmp_path / "up.npy"), "--domain", "pusht"]
+    told = {"none": [], "ego": ["--viewpoint", "ego_view"], "wrist": ["--viewpoint", "wrist_view"]}
+    files = {}
+    for name, arguments in told.items():
+        assert main([*common, *arguments, "--out", str(tmp_path / name)]) == 0
+        files[name] = (tmp_path / name / lines(tmp_path / name)[0]["file"]).read_bytes()
+    assert files["none"] == files["ego"] != files["wrist"]
+    assert "wrist_view" in (tmp_path / "wrist" / "index.html").read_text()
+
+
+def test_videos_follow_a_camera_and_others_are_refused(tiny_pipelines, tmp_path, capsys):
     write_room(tmp_path / "room")
     prompts, camera = tmp_path / "room" / "prompts.txt", tmp_path / "room" / "camera.json"
     texts = ["--prompts", str(prompts), *SIZE, "--frames", "9", "--out"]
@@ -175,7 +204,7 @@ def test_videos_are_led_by_a_camera_and_others_are_refused(tiny_pipelines, tmp_p
     assert not (tmp_path / "none").exists()
 
 
-def test_videos_begin_with_the_first_frame(tiny_pipelines, tmp_path, monkeypatch, capsys):
+def test_videos_start_with_the_first_frame(tiny_pipelines, tmp_path, monkeypatch, capsys):
     """The first latent frame equals the encoded image, and the second one differs between two images."""
     decoded, decoding = [], Sampler.start_decoding
     monkeypatch.setattr(
@@ -202,7 +231,7 @@ def test_videos_begin_with_the_first_frame(tiny_pipelines, tmp_path, monkeypatch
     assert not (tmp_path / "none").exists()
 
 
-def test_models_that_are_told_a_first_frame_make_nothing_without(tiny_pipelines, tmp_path, capsys):
+def test_image_to_video_models_need_a_first_frame(tiny_pipelines, tmp_path, capsys):
     (tmp_path / "a.txt").write_text("a cat\n")
     common = ["--model", str(tiny_pipelines("wan22_i2v")), "--prompts", str(tmp_path / "a.txt"), "--frames", "5", *SIZE]
     drawn = []
@@ -217,7 +246,7 @@ def test_models_that_are_told_a_first_frame_make_nothing_without(tiny_pipelines,
     assert "needs a first frame: pass an image with --first-frame" in capsys.readouterr().err
 
 
-def test_a_few_step_lora_is_drawn_as_in_validation(tiny_pipelines, prompts, tmp_path, monkeypatch, capsys):
+def test_a_few_step_lora_samples_as_in_validation(tiny_pipelines, prompts, tmp_path, monkeypatch, capsys):
     """call.json and scheduler_config.json of the LoRA provide steps, levels and guidance."""
     decoded, decoding = [], Sampler.start_decoding
     monkeypatch.setattr(
@@ -261,7 +290,7 @@ def test_a_few_step_lora_is_drawn_as_in_validation(tiny_pipelines, prompts, tmp_
         assert message in capsys.readouterr().err
 
 
-def test_full_export_is_a_pipeline(pipeline, prompts, tmp_path):
+def test_a_full_export_can_be_used_as_a_model(pipeline, prompts, tmp_path):
     model = registry.load_model(pipeline, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         for weight in model.denoiser.parameters():
@@ -278,7 +307,7 @@ def test_full_export_is_a_pipeline(pipeline, prompts, tmp_path):
     assert np.array_equal(got, drawn_by(model, wanted, [0]))
 
 
-def test_broken_model_is_not_taken_for_one_that_draws(pipeline, prompts, tmp_path, capsys):
+def test_non_finite_samples_of_a_broken_model_are_marked_as_failed(pipeline, prompts, tmp_path, capsys):
     model = registry.load_model(pipeline, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         next(model.denoiser.parameters()).fill_(float("nan"))
@@ -309,7 +338,7 @@ def test_broken_model_is_not_taken_for_one_that_draws(pipeline, prompts, tmp_pat
         (["--out", "/dev/null/out"], "/dev/null/out"),
     ],
 )
-def test_what_cannot_be_drawn_is_one_message_and_exit_code_2(pipeline, prompts, tmp_path, capsys, arguments, message):
+def test_invalid_requests_are_one_line_with_exit_code_2(pipeline, prompts, tmp_path, capsys, arguments, message):
     out = tmp_path / "out"
     given = ["--model", str(pipeline), "--prompts", str(prompts), "--out", str(out), *SIZE, *arguments]
     assert main(given) == 2
@@ -321,7 +350,7 @@ def test_what_cannot_be_drawn_is_one_message_and_exit_code_2(pipeline, prompts, 
     assert not out.exists()
 
 
-def test_folder_that_holds_something_is_left_alone(pipeline, prompts, tmp_path, capsys):
+def test_a_folder_with_files_is_not_changed(pipeline, prompts, tmp_path, capsys):
     (tmp_path / "precious.txt").write_text("mine")
     assert main(["--model", str(pipeline), "--prompts", str(prompts), "--out", str(tmp_path), *SIZE]) == 2
     assert "is not empty" in capsys.readouterr().err
@@ -365,7 +394,7 @@ SMALLER = "--height, --width or --frames"
 LIGHTER = ["--guidance-batch separate", "--batch below 3", "--vae-dtype bfloat16", "--dtype bfloat16"]
 
 
-def test_too_little_memory_is_one_sentence_with_the_options_that_help(pipeline, prompts, tmp_path, capsys, monkeypatch):
+def test_too_little_memory_is_one_line_with_the_options_that_help(pipeline, prompts, tmp_path, capsys, monkeypatch):
     (tmp_path / "hungry_family.py").write_text(HUNGRY)
     monkeypatch.syspath_prepend(tmp_path)
     words = ["--model", str(pipeline), "--family", "hungry_family:Hungry", "--prompts", str(prompts), *SIZE]

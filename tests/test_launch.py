@@ -119,7 +119,7 @@ def plan(line, *, environ=(), has_accelerator=False, has_hostfile=False):
     return launch.plan_launch(line.split(), dict(environ), has_accelerator=has_accelerator, has_hostfile=has_hostfile)
 
 
-def test_the_cpu_is_chosen_where_nothing_else_is_there_and_nothing_was_said():
+def test_without_gpus_and_options_the_cpu_is_used():
     assert plan("a.py").env == {"DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": "PASSIVE"}
     assert plan("a.py", environ={"OMP_WAIT_POLICY": "active"}).env["OMP_WAIT_POLICY"] == "active"
     assert "DS_ACCELERATOR" not in plan("a.py", has_accelerator=True).env
@@ -148,14 +148,14 @@ def on_gpus(line, visible=None, **facts):
         ("--num_nodes 1 --num_gpus 2 a.py", "2,3,4", "all"),
     ],
 )
-def test_the_ranks_are_told_which_gpus_there_were_for_the_run(line, visible, note):
+def test_the_ranks_know_all_gpus_of_the_run(line, visible, note):
     said, env = on_gpus(line, visible)
     assert said == line.replace("-m ", "--module ")
     assert env == {"WFM_LAUNCH_GPUS": note}
 
 
 @check_each("option", ["--num_gpus 2", "--num_gpus=2", "--num_accelerators 2", "--num_g 2"])
-def test_a_number_of_gpus_is_taken_from_those_that_the_user_allows(runner_parser, option):
+def test_a_number_of_gpus_selects_from_the_visible_ones(runner_parser, option):
     said, env = on_gpus(f"-q {option} --module wfm_ds.train --num_gpus 5", "2, 3,4")
     assert said == "-q --module wfm_ds.train --num_gpus 5"
     assert env == {"WFM_LAUNCH_GPUS": "2, 3,4", "CUDA_VISIBLE_DEVICES": "2,3"}
@@ -165,7 +165,7 @@ def test_a_number_of_gpus_is_taken_from_those_that_the_user_allows(runner_parser
     assert argparse.ArgumentParser.parse_args(runner_parser, said.split()).num_gpus == -1
 
 
-def test_gpus_that_the_runner_cannot_give_are_refused():
+def test_unavailable_gpus_are_refused():
     with pytest.raises(UserError, match=r"--num_gpus 4: CUDA_VISIBLE_DEVICES=2,3,4 has only 3 GPUs"):
         on_gpus("--num_gpus 4 a.py", "2,3,4")
     for name in ("GPU-8f0a,GPU-77b1", "MIG-3a"):
@@ -232,12 +232,12 @@ def run(*argv, **env):
     return subprocess.run(argv, env=os.environ | env, capture_output=True, text=True, timeout=WAIT_S, check=False)
 
 
-def test_the_deepspeed_command_of_this_environment_is_ours():
+def test_the_deepspeed_command_has_the_hook_of_wfm_ds():
     command = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
     assert run(command, "--wfm-version").stdout == f"wfm_ds {__version__}\n"
 
 
-def test_a_call_for_help_is_answered_without_ranks():
+def test_help_is_printed_without_starting_ranks():
     """`--help` does not start DeepSpeed's runner, which would start a rank per GPU and report a missing status."""
     words = ["--num_gpus", "2", "-m", "wfm_ds.train"]
     result = run(sys.executable, "-m", "wfm_ds.launch", *words, "--help")
@@ -254,7 +254,7 @@ def test_the_command_imports_nothing_heavy():
     assert result.stdout == "set()"
 
 
-def test_a_grace_that_is_no_number_is_refused():
+def test_an_invalid_grace_period_is_refused():
     result = run(sys.executable, "-m", "wfm_ds.launch", "a.py", WFM_GRACE_S="soon")
     assert result.returncode == 2
     assert "WFM_GRACE_S must be a number of seconds >= 0, got 'soon'" in result.stderr
@@ -284,7 +284,7 @@ def eventually(condition, what):
         time.sleep(0.05)
 
 
-def test_the_exit_code_is_the_runners_and_no_descendant_stays():
+def test_the_exit_code_is_the_runners_and_all_descendants_end():
     child = "import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']); "
     process = supervised(child + "print(p.pid, flush=True); sys.exit(7)")
     pid = int(process.stdout.readline())
@@ -297,7 +297,7 @@ def test_a_runner_ended_by_a_signal_gives_128_plus_its_number():
     assert process.wait(WAIT_S) == 128 + signal.SIGSEGV
 
 
-def test_a_second_signal_kills_what_ignores_the_first():
+def test_a_second_signal_kills_processes_that_ignore_the_first():
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); "
     process = supervised(code + "time.sleep(600)", stderr=subprocess.PIPE)
     assert process.stdout.readline() == "ready\n"
@@ -310,7 +310,7 @@ def test_a_second_signal_kills_what_ignores_the_first():
     assert process.wait(launch.TERM_WAIT_S / 2) == 128 + signal.SIGKILL
 
 
-def test_what_the_caller_ignores_stays_ignored():
+def test_signals_that_the_caller_ignores_are_ignored():
     process = supervised(
         "import signal; print('ready', flush=True); signal.sigtimedwait({signal.SIGUSR1}, 2)",
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),  # as nohup does
@@ -379,7 +379,7 @@ def test_ranks_get_their_arguments_and_environment_and_a_failed_one_decides_the_
 
 
 @pytest.mark.slow
-def test_a_port_in_use_is_one_sentence(tmp_path):
+def test_a_port_in_use_is_a_one_line_error(tmp_path):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -415,7 +415,7 @@ def test_a_module_of_ours_without_a_final_status_has_failed():
 
 @pytest.mark.slow
 @pytest.mark.faults
-def test_a_killed_command_leaves_no_process_and_its_folder_goes_at_the_next_start(launched):
+def test_a_killed_command_leaves_no_process_and_the_next_start_removes_its_folder(launched):
     job = launched("-m", "wfm_ds.launch", mode="wait")
     facts = job.facts()
     job.process.kill()

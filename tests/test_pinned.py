@@ -6,7 +6,7 @@ from wfm_ds.pinned_memory import OffloadBuffer, copy_to_device, free_memory, lis
 CPU = torch.device("cpu")
 
 
-def test_a_tensor_that_is_there_is_not_copied():
+def test_a_tensor_on_the_device_is_not_copied():
     tensor = torch.ones(3)
     assert copy_to_device(tensor, CPU) is tensor
     assert copy_to_device(tensor, "cpu") is tensor
@@ -14,7 +14,7 @@ def test_a_tensor_that_is_there_is_not_copied():
     assert OffloadBuffer(0).store(tensor) is tensor
 
 
-def test_columns_are_what_torch_makes_of_each_list():
+def test_columns_equal_torch_tensors_of_the_lists():
     lists = [0.1, 2.0, 1 / 3], [1.0, 0.0, 1e-30]
     for got, values in zip(lists_to_device(CPU, *lists), lists, strict=True):
         assert torch.equal(got, torch.tensor(values, dtype=torch.float32))
@@ -25,7 +25,7 @@ def test_columns_of_nothing_are_empty():
     assert [tensor.shape for tensor in lists_to_device(CPU, [], [])] == [(0,), (0,)]
 
 
-def test_shelf_takes_what_fits_and_puts_the_rest_on_the_host():
+def test_tensors_above_the_byte_limit_are_moved_to_the_host():
     with FakeTensorMode():
         rows = [torch.empty(size, device="cuda") for size in (60, 50, 30, 11, 10)]
         shelf = OffloadBuffer(100 * 4)

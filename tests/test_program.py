@@ -31,7 +31,7 @@ def refuse(args):
     raise DataError("the folder is empty: name another one")
 
 
-def test_work_decides_the_exit_code_and_options_may_stand_between_words():
+def test_the_command_sets_the_exit_code_and_options_may_be_anywhere():
     seen = []
     assert run_command(parser(), lambda args: seen.append((args.words, args.flag)), ["a", "--flag", "b"]) == 0
     assert seen == [(["a", "b"], True)]
@@ -68,7 +68,7 @@ def test_a_command_without_a_recipe_names_its_options(capsys):
     assert capsys.readouterr().err == f"error: {said}\n"
 
 
-def test_what_our_parser_refuses_is_a_mistake_like_any_other(capsys):
+def test_parser_errors_are_reported_like_other_user_errors(capsys):
     p = CommandParser(prog="a_command")
     assert run_command(p, refuse, ["--no-such-option"]) == 2
     sentence = "unrecognized arguments: --no-such-option (see a_command --help)"
@@ -78,13 +78,13 @@ def test_what_our_parser_refuses_is_a_mistake_like_any_other(capsys):
     assert said == [sentence]
 
 
-def test_a_file_that_cannot_be_used_is_the_users(tmp_path, capsys):
+def test_a_file_error_is_a_user_error(tmp_path, capsys):
     missing = tmp_path / "none" / "page.md"
     assert run_with_exit_code(lambda: missing.write_text("")) == 2
     assert capsys.readouterr().err == f"error: {missing}: No such file or directory\n"
 
 
-def test_a_rank_says_a_users_mistake_in_its_own_way_and_keeps_its_files(tmp_path):
+def test_a_rank_reports_a_user_error_and_keeps_its_files(tmp_path):
     said = []
     assert run_command(parser(), refuse, [], fail=lambda sentence: said.append(sentence) or 7) == 7
     assert said == ["the folder is empty: name another one"]

@@ -34,7 +34,7 @@ def test_tests_with_ranks_are_slow_unless_marked_unit(request, two_ranks):
 
 
 @pytest.mark.unit
-def test_results_come_by_rank_from_processes_that_stay(request, two_ranks):
+def test_results_are_ordered_by_rank_and_processes_are_reused(request, two_ranks):
     assert not request.node.get_closest_marker("slow")
     for start in (1, 5):
         parts = two_ranks.run(sum_over_ranks, start=start)
@@ -70,7 +70,7 @@ def describe_process():
     }
 
 
-def test_a_call_leaves_nothing_to_the_next(two_ranks, tmp_path):
+def test_a_call_does_not_affect_the_next_one(two_ranks, tmp_path):
     before = two_ranks.run(describe_process)
     two_ranks.run(change_process, folder=str(tmp_path))
     assert two_ranks.run(describe_process) == before

@@ -67,7 +67,7 @@ def test_kernels_import_nothing_but_torch_triton_and_numpy():
 
 
 @check_each("module", [m for m in SOURCES if inside(m, "wfm_kernels")])
-def test_only_the_modules_about_triton_need_it(module):
+def test_only_triton_modules_import_triton(module):
     """Other modules import Triton inside functions only, so they work on machines without it."""
     about_triton = {"wfm_kernels.triton_backend", "wfm_kernels.triton_kernels"}
     at_import = {
@@ -157,7 +157,7 @@ def is_text(node):
     return any(isinstance(n, ast.Constant) and isinstance(n.value, str) for n in ast.walk(node))
 
 
-def test_code_asks_no_algorithm_and_no_family_for_its_kind():
+def test_code_does_not_branch_on_the_algorithm_or_the_family():
     """Code specific to one algorithm or family is a property or method of its settings or its class."""
     may_know = {"algorithm": MAY_KNOW_ALGORITHMS, "family": MAY_KNOW_FAMILIES}
     wrong = [
@@ -187,7 +187,7 @@ def test_code_asks_no_algorithm_and_no_family_for_its_kind():
         "match settings:\n    case NftAlgorithm(): pass",
     ],
 )
-def test_a_question_of_kind_is_seen(text):
+def test_branches_on_the_algorithm_or_the_family_are_detected(text):
     assert list(questions_of_kind(text)) != []
 
 
@@ -201,7 +201,7 @@ def test_a_question_of_kind_is_seen(text):
         "same = theirs.algorithm.name == ours.algorithm.name",
     ],
 )
-def test_other_code_is_left_alone(text):
+def test_other_branches_are_not_reported(text):
     assert list(questions_of_kind(text)) == []
 
 
@@ -238,7 +238,7 @@ def test_every_recipe_resolves_and_its_dump_loads_to_the_same(recipe, tmp_path):
     assert recipe_file.load_recipe(tmp_path / "resolved.yaml") == recipe
 
 
-def test_every_recipe_on_a_page_is_one(tmp_path):
+def test_every_recipe_on_a_page_is_valid(tmp_path):
     found = [text for page in PAGES for text in re.findall(r"```yaml\n(run:.*?)```", page.read_text(), re.DOTALL)]
     assert len(found) >= 3
     for text in found:
@@ -256,7 +256,7 @@ def test_every_deepspeed_json_merges_with_a_recipe(path):
     assert policy_copies(frozenset(), lora=False) == frozenset()
 
 
-def test_roots_of_packages_are_no_packages():
+def test_root_folders_have_no_init_file():
     for folder in ("reward", "recipes", "ds_configs", "kernels"):
         assert not (ROOT / folder / "__init__.py").exists()
 
@@ -275,7 +275,7 @@ def test_files_that_the_docs_name_exist(page):
     assert [n for n in named if not (ROOT / n).exists()] == []
 
 
-def test_sources_are_ascii_and_free_of_what_is_banned():
+def test_sources_are_ascii_without_banned_code():
     wrong = []
     for module, path in SOURCES.items():
         text = path.read_bytes()
@@ -296,7 +296,7 @@ def test_sources_are_ascii_and_free_of_what_is_banned():
 LOADED_BY_NAME = ("wfm_reward.rewards", "wfm_ds.models.tiny", "wfm_ds.models.wan", "wfm_ds.ulysses")
 
 
-def test_every_module_is_reached_from_a_test():
+def test_every_module_is_imported_or_started_by_a_test():
     """Every module is imported or started by a test, directly or through other modules."""
     reached = set()
     for test in (ROOT / "tests").rglob("*.py"):

@@ -34,7 +34,7 @@ def test_batch_whose_parts_differ_in_length_is_refused():
         batch(np.zeros((3, 4, 4, 3), np.uint8))
 
 
-def test_score_is_a_number_or_a_reason_and_never_both_or_none():
+def test_a_score_has_either_a_number_or_a_reason():
     Score(sample_id="a", reward="r", value=0.0)
     Score(sample_id="a", reward="r", failure="why")
     for kwargs in ({}, {"value": 1.0, "failure": "why"}, {"value": float("nan")}, {"value": float("inf")}):
@@ -42,7 +42,7 @@ def test_score_is_a_number_or_a_reason_and_never_both_or_none():
             Score(sample_id="a", reward="r", **kwargs)
 
 
-def test_value_that_is_not_finite_becomes_a_failure_that_names_it():
+def test_a_non_finite_value_becomes_a_named_failure():
     item = MediaItem(
         sample_id="a", frames=np.zeros((1, 1, 1, 3), np.uint8), fps=None, prompt="", metadata={}, reward="r"
     )

@@ -2,14 +2,15 @@
 
     deepspeed --num_gpus 8 -m wfm_ds.train recipes/mine.yaml
 
-It starts DeepSpeed's runner as a child in a new process group and passes its arguments on. If both --num_gpus and
-CUDA_VISIBLE_DEVICES are set, it changes the arguments, because the runner would ignore CUDA_VISIBLE_DEVICES (see
-`apply_visible_devices`). `python -m wfm_ds.launch ...` does the same. The environment variables that are set here are
-read in distributed/lifecycle.py.
+The command starts DeepSpeed's runner as a child in a new process group and passes its arguments on. If both --num_gpus
+and CUDA_VISIBLE_DEVICES are set, it changes the arguments, because the runner would otherwise ignore
+CUDA_VISIBLE_DEVICES (see `apply_visible_devices`). `python -m wfm_ds.launch ...` does the same. The environment
+variables that are set here are read in distributed/lifecycle.py.
 
-DeepSpeed's runner loses ranks when it receives a signal, and reports success when its inner launcher is killed.
-Therefore signals are sent to the ranks first, so that they can save a checkpoint, and the whole process group is killed
-at the end. If a wfm_ds module ends without a final status, the run counts as failed.
+DeepSpeed's runner loses ranks when it receives a signal, and reports success when its inner launcher
+(deepspeed.launcher.launch) is killed. Therefore signals are sent to the ranks first, so that they can save a
+checkpoint, and the whole process group is killed at the end. If a wfm_ds module ends without a final status, the run
+counts as failed.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ FINAL_STATUSES = ("finished", "preempted")
 GRACE_S = 600.0  # long enough to save a large model; WFM_GRACE_S overrides it
 TERM_WAIT_S = 35.0  # the inner launcher kills its ranks after 30 s
 SHIELDED_WAIT_S = 3.0  # the inner launcher ends at most 1 s after its ranks
-SIGNAL_REPEAT_S = 2.0  # closer signals count as one: terminals and schedulers may send several
+SIGNAL_REPEAT_S = 2.0  # signals closer together count as one, because terminals and schedulers may send several
 REAP_TIMEOUT_S = 30.0
 
 
@@ -325,7 +326,7 @@ def run_job(job: LaunchJob, grace_s: float) -> int:
     preempted_code = read_preempted_code(os.environ)
     env = job_environment(os.environ, is_single_rank=job.is_single_rank) | dict(job.env)
     command = [sys.executable, "-m", RANK_MODULE if job.is_single_rank else RUNNER_MODULE, *job.argv]
-    # If this process is killed, a later one removes the folder. XDG_RUNTIME_DIR would disappear at logout.
+    # Not in XDG_RUNTIME_DIR, which is removed at logout. If this process is killed, a later process removes the folder.
     with SocketFolder(Path(tempfile.gettempdir())) as folder:
         if job.is_local:  # the path and process id are not valid on other machines
             env |= {"WFM_STATUS_FILE": str(folder / "status.json"), "WFM_LAUNCH_PID": str(os.getpid())}
@@ -344,7 +345,7 @@ def run_job(job: LaunchJob, grace_s: float) -> int:
             )
             return 1
         if code > USER_ERROR_CODE and code != preempted_code:  # after 1 or 2, the reason is printed already
-            # 255 is not SIGHUP: it is also the code of sys.exit(-1) and of a failed ssh.
+            # 255 does not imply SIGHUP: sys.exit(-1) and a failed ssh have this code too.
             names = {base: s.name for s in signal.Signals for base in (128 + s, 256 - s) if base != 255}
             by_signal = f" (signal {names[code]})" if code in names else ""
             print_message(f"a process of the job ended with exit code {code}{by_signal}")

@@ -94,8 +94,8 @@ def run_with_exit_code(
 def collect_garbage_rarely() -> Iterator[None]:
     """Make Python collect garbage less often inside the context.
 
-    For starts: torch, diffusers and transformers create over a million objects, and scanning these again and again
-    takes a sixth of the CPU time of `wfm check`.
+    Used while commands start: torch, diffusers and transformers create over a million objects, and scanning these
+    repeatedly takes a sixth of the CPU time of `wfm check`.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(50_000, 50, 1000)
@@ -121,7 +121,7 @@ def ignore_job_signals() -> None:
     Child processes do not ignore the signals. Call this function in the main thread.
     """
     for number in JOB_SIGNALS:
-        signal.signal(number, lambda *_: None)  # programs would inherit SIG_IGN
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which child processes would inherit
         signal.siginterrupt(number, False)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     LoopBuilder: TypeAlias = Callable[[RunStart, Mirror | None, ExitStack], TrainingLoop]
     """Builds the training loop of a prepared run, with resources that the ExitStack closes. Collective."""
     AdviceContext: TypeAlias = Callable[[Callable[[], str | None]], AbstractContextManager[None]]
-    """Returns a context in which out-of-memory errors list recipe keys to change. Its argument returns the phase."""
+    """Returns a context in which out-of-memory errors list recipe keys to change. Argument: returns the phase."""
 
 log = logging.getLogger("wfm_ds.train")  # __name__ is __main__ with -m
 

@@ -27,6 +27,7 @@ class Prompt:
     id: str  # stable across runs, such as "ocr/train/17"
     text: str
     negative_text: str | None = None
+    viewpoint: str | None = None  # position of the camera in the model's caption (data.viewpoint)
     metadata: Mapping[str, Any] = field(default_factory=dict)  # OCR target, GenEval spec, ...; passed to the rewards
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict, compare=False)
     """Conditioning inputs in addition to the text (data/inputs.py): actions [F-1,D], c2w [F,4,4], intrinsics [F,4], ...
@@ -69,7 +70,7 @@ class Rollout:
     predictions: Mapping[int, Tensor] = field(default_factory=dict)  # step -> predicted clean latents, float32
     is_finite: bool = True  # False: the generated latents were not finite, and were replaced
     data_latents: Tensor | None = (
-        None  # clean latents of the data sample that its prompt captions; shape of clean_latents
+        None  # clean latents of the data sample with this prompt as caption; shape of clean_latents
     )
     num_conditioning_frames: int = 0  # leading latent frames of `data_latents` used as conditioning
 
@@ -105,6 +106,7 @@ class MediaItem:
     metadata: Mapping[str, Any]
     reward: str = ""  # name of the reward in the returned scores; set by the worker
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)  # conditioning inputs such as actions
+    reference: npt.NDArray[np.uint8] | None = None  # [R,H,W,3] recording of the last R frames
 
     def score(self, value: float, **parts: float) -> Score:
         """Return a Score with this value, or a failed Score if the value is not finite."""
@@ -127,6 +129,7 @@ class MediaBatch:
     fps: float | None = None
     reward: str = ""
     inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]] = ()  # one per item, or empty
+    references: Sequence[npt.NDArray[np.uint8] | None] = ()  # one per item, or empty: recording of its last frames
 
     def __post_init__(self) -> None:
         count = len(self.sample_ids)
@@ -137,8 +140,10 @@ class MediaBatch:
                 f"{len(self.media)} media, {count} sample ids, {len(self.prompts)} prompts and "
                 f"{len(self.metadata)} metadata do not match"
             )
-        if len(self.inputs) not in (0, count):
-            raise ValueError(f"{len(self.inputs)} inputs do not match {count} samples")
+        if len(self.inputs) not in (0, count) or len(self.references) not in (0, count):
+            raise ValueError(
+                f"{len(self.inputs)} inputs and {len(self.references)} references do not match {count} samples"
+            )
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -154,4 +159,5 @@ class MediaBatch:
                 metadata=self.metadata[i],
                 reward=self.reward,
                 inputs=self.inputs[i] if self.inputs else {},
+                reference=self.references[i] if len(self.references) else None,
             )

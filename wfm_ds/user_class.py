@@ -56,7 +56,7 @@ def _import_failure(module_name: str, problem: Exception) -> str:
     """Describe why an import failed: a missing module, or an error in the module's code with file and line."""
     parents = [module_name.rsplit(".", n)[0] for n in range(module_name.count(".") + 1)]
     if isinstance(problem, ModuleNotFoundError) and problem.name in parents:
-        return f"cannot import {module_name!r} ({problem}): run in the folder that holds it, or add it to PYTHONPATH"
+        return f"cannot import {module_name!r} ({problem}): run in its folder, or add this folder to PYTHONPATH"
     if isinstance(problem, SyntaxError):
         where = f"{problem.filename}:{problem.lineno}"
     else:

@@ -21,7 +21,7 @@ COMMANDS = {
     "against": ("against", "a recipe's steps compared with the published loop in plain torch"),
     "videos": ("videos", "forward and backward passes and decoding of videos, by attention kernel and dtype"),
     "matmuls": ("matmuls", "matrix products in bfloat16 and float8"),
-    "stopped": ("stopped", "a run that receives SIGTERM in a step, and continues"),
+    "stopped": ("stopped", "stop a run with SIGTERM during a step, and continue it"),
 }
 
 

@@ -1,6 +1,6 @@
-"""The calls of a day on a GPU, in order, and the lines of each. A call fits into ten minutes.
+"""The plan of a day of measurements on a GPU: calls of at most ten minutes, and the lines of each call.
 
-A line is a command in a separate process with its own time limit. The rehearsal (`tiny`) has the same lines with tiny
+A line is a command in a separate process with its own time limit. The rehearsal (`tiny`) runs the same lines with tiny
 pipelines.
 """
 
@@ -15,14 +15,15 @@ from benchmarks.gpu.variants import COMPARED, LEVERS
 
 CALL_S = 540.0  # all lines of a call together
 LORA = ("sd3_image_sft_lora", "sd3_nft", "sd3_flow_grpo")
-# Fewer samples than the recipes' 48 x 24, for minutes on one GPU: two forward batches in a rollout, or one.
+# Fewer samples than in the recipes (48 x 24), so that a step takes minutes on one GPU. A rollout has two batches or
+# one.
 TWO_CHUNKS = ("rollout.prompts_per_step=4", "rollout.group_size=9")
 ONE_CHUNK = ("rollout.prompts_per_step=2", "rollout.group_size=9")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLine:
-    """One command. `rows`: it writes table rows; otherwise the last line of its output is the result."""
+    """One command. rows: whether it writes table rows. If False, the last line of its output is the result."""
 
     name: str
     command: Sequence[str]
@@ -119,7 +120,7 @@ def reference_call(models: Path, names: Sequence[str], *, tiny: bool) -> Call:
     lines = [pipeline_line(models, "sd35m", tiny=tiny)]
     for name in names:
         changes = pipeline_overrides(models, "sd35m", sample_overrides(name, ONE_CHUNK), tiny=tiny)
-        # A rehearsal compiles in the variants' call; compiling here too would only take time.
+        # A rehearsal tests compilation in `variants_call`, and does not compile here, to save time.
         compared = "as shipped" if tiny else f"as shipped,{LEVERS[name]}"
         words = [recipe_path(name, tiny=tiny), "--variants", compared, *counts, "--set", *changes]
         lines.append(gpu_line("against", *words, limit_s=240 if len(names) > 1 else 400, line=f"against {name}"))
@@ -127,7 +128,7 @@ def reference_call(models: Path, names: Sequence[str], *, tiny: bool) -> Call:
 
 
 def variants_call(models: Path, name: str, *, tiny: bool) -> Call:
-    """One optimization at a time. A variant's row is written after it ran, so a time limit cuts only later variants."""
+    """One optimization at a time. Each row is written at once, so the time limit loses only unfinished variants."""
     lines = [pipeline_line(models, "sd35m", tiny=tiny)]
     changes = pipeline_overrides(models, "sd35m", ONE_CHUNK, tiny=tiny)
     for number, names in enumerate(COMPARED[name], 1):
@@ -177,7 +178,7 @@ def videos_call(models: Path, *, tiny: bool) -> Call:
 
 
 def float8_and_overlap_call(models: Path, *, tiny: bool) -> Call:
-    """Matrix products in float8, and a rollout worker on the trainer's GPU: the gain if both share a device."""
+    """Matrix products in float8, and the gain from a rollout worker that shares the trainer's GPU."""
     device = "cpu" if tiny else "cuda:0"
     lines = [
         gpu_line("matmuls", *(["--scale", "64"] if tiny else []), limit_s=180),

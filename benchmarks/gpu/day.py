@@ -1,9 +1,9 @@
 """All calls of a day on one GPU, in order: `python -m benchmarks.gpu day [--call N] [--again] [--tiny]`.
 
 Each line of a call is a separate process. It is killed at its time limit or when the time of its call is over, and the
-next line starts in any case. The result of a line is a JSON file in `--out`. Lines with a result are not run again, so
-a day can be split into commands of ten minutes, on machines that keep only this folder. At the end `day.md` and
-`day.json` in it contain everything: the goals with the results, and the rows of every line.
+next line starts even after a failure. The result of a line is a JSON file in `--out`. Lines with a result are not run
+again, so a day can be split into commands of ten minutes, on machines that keep only this folder. At the end, its files
+`day.md` and `day.json` contain the goals, the results and the rows of every line.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def run_line(line: CallLine, log: Path, limit_s: float) -> Record:
 
 
 def wait_for_exit(command: Sequence[str], output: Any, limit_s: float) -> str:
-    """Return `done`, or how else the process ended. At the limit it is killed with all its children."""
+    """Return `done`, or a text about another end. At the limit, the process is killed with all its children."""
     environment = {**os.environ, **({} if torch.cuda.is_available() else {"WFM_TEST_DEVICE": "cpu"})}
     process = subprocess.Popen(
         command, stdout=output, stderr=subprocess.STDOUT, cwd=runs.ROOT, env=environment, start_new_session=True
@@ -126,7 +126,7 @@ def kill_group(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and its children, which share its process group."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:  # all have exited
+    except ProcessLookupError:  # all processes of the group have exited
         return
     finally:
         process.wait()

@@ -28,7 +28,7 @@ class Goal:
 
 
 def largest_value(line: str, column: str) -> Callable[[Tables], float | None]:
-    """Return the largest value of a column in lines with this prefix; None if no row has it."""
+    """Return a function: the largest value of a column in lines with this prefix, or None if no row has it."""
 
     def find_largest(tables: Tables) -> float | None:
         rows = [row for name, of_line in tables.items() if name.startswith(line) for row in of_line]
@@ -38,12 +38,12 @@ def largest_value(line: str, column: str) -> Callable[[Tables], float | None]:
 
 
 def only_value(line: str, column: str) -> Callable[[Tables], float | None]:
-    """Return a column of the only row of this line."""
+    """Return a function: the value of a column in the only row of this line."""
     return lambda tables: next((row[column] for row in tables.get(line, ()) if column in row), None)
 
 
 def farthest_from_one(column: str) -> Callable[[Tables], float | None]:
-    """Return the value of a column, over all lines, with the largest distance from 1."""
+    """Return a function: the value of a column, over all lines, with the largest distance from 1."""
 
     def find_farthest(tables: Tables) -> float | None:
         values = [row[column] for rows in tables.values() for row in rows if column in row]
@@ -59,7 +59,7 @@ def attention_gain(tables: Tables) -> float | None:
 
 
 def speedup(recipe: str) -> Callable[[Tables], float | None]:
-    """Return the largest ratio to the published loop over the variants of a recipe."""
+    """Return a function: the largest ratio to the published loop over the variants of a recipe."""
     return largest_value(f"against {recipe}", "times as fast")
 
 

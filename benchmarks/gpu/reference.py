@@ -111,7 +111,7 @@ class PlainSd3:
         return contrast + scale * (positive - contrast)
 
     def predict_guided_joint(self, latents: Tensor, sigma_B: Tensor, texts: Texts, negative: Texts) -> Tensor:
-        """Predict with guidance and without gradient, both halves in one forward pass, as the scripts sample."""
+        """Predict with guidance and without gradient, both halves in one forward pass, like the scripts."""
         both = Texts(torch.cat([negative.embeds, texts.embeds]), torch.cat([negative.pooled, texts.pooled]))
         contrast, positive = self.predict_velocity(latents.repeat(2, 1, 1, 1), sigma_B.repeat(2), both).chunk(2)
         return contrast + self.recipe.sampling.guidance_scale * (positive - contrast)

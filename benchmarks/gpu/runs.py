@@ -1,4 +1,4 @@
-"""Runs that a benchmark steps one by one: a recipe's own loop with everything around it, in this process."""
+"""Open a recipe's training loop in this process, so that a benchmark can run its steps one by one."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Each recipe runs in this process like in `wfm_ds.train`, for each variant, with mock rewards and without evaluations and
 exports: a warm-up step, `--steps` measured steps, one step to count waits for the device, and one step to count kernel
-launches. A variant that fails, or that the recipe, the device or a missing package rejects, gives a row with the
-reason, and the next variant starts.
+launches. If a variant fails, or is not supported by the recipe, the device or the installed packages, its row contains
+the reason, and the next variant starts.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ VARIANTS: Mapping[str, RecipeVariant] = {
     "nft levers": RecipeVariant(overrides=(COMPILED, VAE, MERGED, GRAPH)),
     "grpo levers": RecipeVariant(overrides=(COMPILED, VAE, GRAPH)),
 }
-# Variants for each recipe of a day, by line of a call. Other variants would not change these recipes.
+# Variants that a day compares for each recipe. Each inner tuple is one line of a call. Other variants would not change
+# these recipes.
 LEVERS = {"sd3_image_sft_lora": "sft levers", "sd3_nft": "nft levers", "sd3_flow_grpo": "grpo levers"}
 COMMON = ("native attention", "cudnn attention", "flash attention", "torch operators")
 COMPARED: Mapping[str, tuple[tuple[str, ...], ...]] = {

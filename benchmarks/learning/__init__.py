@@ -1,2 +1,5 @@
-"""The cost of a reward: compare algorithms on the digits demo by the samples that pass through the denoiser.
-`__main__.py` is the study; `hacking.py` is another study, with a reward that can be hacked."""
+"""Studies on the demos.
+
+`__main__.py` compares the number of samples that pass through the denoiser until an algorithm reaches a reward.
+`hacking.py` studies a reward that can be hacked, `fewstep.py` distillation, and `video.py` videos.
+"""

@@ -85,7 +85,7 @@ def run_study(args: argparse.Namespace) -> None:
 
 
 def select_finished(out: Path, runs: Mapping[tuple[str, int], list[StudyRun]]) -> dict[tuple[str, int], list[StudyRun]]:
-    """Return the finished runs, without variants that have none from a start."""
+    """Return the finished runs by (variant, start). A key without finished runs is omitted."""
     there = {key: [run for run in of_key if (out / run.name / REVISION).exists()] for key, of_key in runs.items()}
     return {key: of_key for key, of_key in there.items() if of_key}
 

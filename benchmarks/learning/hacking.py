@@ -1,8 +1,8 @@
 """Compare guards against reward hacking: `python -m benchmarks.learning.hacking`.
 
 The digits model of the quickstart is improved with a reward that prefers white images (foolable.py), without a guard
-and with each guard that a recipe offers. A second classifier, which no run is rewarded by, reads the validation images.
-Their distance to the nearest digit of the data measures how far they have drifted. Writes
+and with each guard that a recipe offers. A second classifier, which is not part of any reward, classifies the
+validation images. Their distance to the nearest digit of the data measures how far they have drifted. Writes
 results/<date>-cpu-hacking.json, and the curves and images to docs/images.
 """
 
@@ -62,7 +62,7 @@ GUARDS: Mapping[str, Variant] = {
 
 @dataclass(frozen=True, slots=True)
 class HackingEvaluation:
-    """The validation images of one step: their reward, and measures that no run is rewarded by."""
+    """The validation images of one step: their reward, and measures that are not part of any reward."""
 
     step: int
     reward: float
@@ -145,7 +145,7 @@ def second_classifier() -> tuple[Any, npt.NDArray[np.float64]]:
 
 
 def pick_stopped(chosen_on: Sequence[HackingEvaluation], seen_on: Sequence[HackingEvaluation]) -> HackingEvaluation:
-    """Choose the evaluation with the best second classifier on one half of the images; return it on the other half."""
+    """Choose the best step by the second classifier on one half of the images. Return it on the other half."""
     best = max(range(len(chosen_on)), key=lambda k: chosen_on[k].unseen)
     return seen_on[best]
 

@@ -23,7 +23,7 @@ class Variant:
     starts: tuple[int, ...] = tuple(range(5))
 
 
-# By seed of SFT, which gives the start of all algorithms: validation rewards to reach from it.
+# {seed of the SFT run that all algorithms start from: validation rewards to reach}
 LEVELS: Mapping[int, tuple[float, ...]] = {0: (0.85, 0.90, 0.93)} | dict.fromkeys((1, 2, 3, 4), (0.76, 0.80, 0.85))
 GOALS: Mapping[int, float] = {0: 0.93} | dict.fromkeys((1, 2, 3, 4), 0.76)
 BASELINES = ("nft_published", "flow_grpo_published")

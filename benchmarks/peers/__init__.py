@@ -1,1 +1,1 @@
-"""Algorithmic baselines: our own plain re-implementations of published formulas, nobody's product."""
+"""Algorithmic baselines: our own plain implementations of published formulas."""

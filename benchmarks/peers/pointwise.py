@@ -1,6 +1,7 @@
 """The pointwise formulas in eager torch, written as in the papers, with the usual step lookup on the host.
 
-Functions `*_maths` take only tensors. They can be compiled and captured, and are the harder baseline.
+Functions `*_maths` take only tensors, so they can be compiled or captured in a CUDA graph. They are the faster
+baseline.
 """
 
 from __future__ import annotations

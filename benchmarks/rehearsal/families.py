@@ -161,7 +161,7 @@ def run_overrides(family: str, ranks: int, run: RehearsedRun, folder: Path) -> l
 def exercise_run(loop: Loop, record: Record, events: list[Event], folder: Path) -> Iterator[str]:
     """Train two steps, evaluate, sample, export and save a checkpoint. Yield the name of each completed operation.
 
-    events: gets the blocking events in the two windows, those of training from the second step on.
+    events: the blocking events of both windows (watch.py) are appended to this list, except those of the first step.
     """
     loop.start()
     loop.run_step()

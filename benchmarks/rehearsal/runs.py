@@ -42,11 +42,12 @@ def open_loop(record: Record, recipe_name: str, overrides: Sequence[str], folder
     """Build the loop of a tiny recipe and watch its events. Use inside `fake_gpus`."""
     from deepspeed.runtime.zero import partitioned_param_coordinator as zero3
 
+    from wfm_ds.data.clip_layout import ClipLayout
     from wfm_ds.distributed.lifecycle import StopFlag
     from wfm_ds.distributed.world import World
     from wfm_ds.recipe import file as recipe_file
+    from wfm_ds.rollout.captioned_groups import CaptionedGroups
     from wfm_ds.rollout.colocated import ColocatedSource
-    from wfm_ds.rollout.groups import CaptionedGroups
     from wfm_ds.runs.model_loading import load_model
     from wfm_ds.runs.output_folder import RunStart
     from wfm_ds.training import caches, diffusion_builder
@@ -55,15 +56,16 @@ def open_loop(record: Record, recipe_name: str, overrides: Sequence[str], folder
     from wfm_ds.training.preflight import check_and_load_data
     from wfm_ds.training.rl import RlLoop
     from wfm_ds.training.validation import Validator
+    from wfm_ds.training.validation_frames import ValidationSamples
 
     # A separate cache, because embeddings are made up.
     paths = [f"run.output_dir={folder / 'run'}", f"data.cache_dir={folder / 'cache'}"]
     recipe = recipe_file.load_recipe(RECIPES / f"{recipe_name}.yaml", [*paths, *QUIET, *overrides])
     world = World.join().with_replicas(recipe.engine.sequence_parallel)
     with contextlib.ExitStack() as held:
-        # ZeRO-3 compares the order of its gathers with rank 0's by values that it reads back from the device.
+        # Skip ZeRO-3's check that all ranks gather in the same order, because it reads values from the device.
         held.enter_context(mock.patch.object(zero3, "assert_ints_same_as_other_ranks"))
-        # The texts that other ranks encode are missing.
+        # Encode all texts on this rank, because the other ranks do not exist.
         held.enter_context(mock.patch.object(caches, "ranks_per_node", return_value=1))
         data, model = check_and_load_data(recipe, world.size), load_model(recipe, world.device)
         algorithm = diffusion_builder.make_rl_algorithm(recipe, model)
@@ -72,11 +74,13 @@ def open_loop(record: Record, recipe_name: str, overrides: Sequence[str], folder
         if algorithm is None:
             loop: Loop = diffusion_builder.build_sft_loop(job, data, *parts, None, held)
         else:
-            groups = diffusion_builder.build_group_source(job, algorithm, data, held)
+            groups = diffusion_builder.build_group_source(job, algorithm, data, None, held)
             if isinstance(groups, CaptionedGroups):  # captions of other ranks cannot be gathered
                 groups.local_groups = range(groups.num_groups)
             source = add_fake_scores(ColocatedSource(job, groups, FakeRewards(), algorithm), recipe)  # type: ignore[arg-type]
-            loop = RlLoop(job, algorithm, source, Validator(job, data.validation_prompts, rewards=None), *parts)
+            layout = ClipLayout(recipe.sampling.num_frames)
+            samples = ValidationSamples(prompts=data.validation_prompts, layout=layout)
+            loop = RlLoop(job, algorithm, source, Validator(job, samples), *parts)
         with watch_windows(record):
             yield loop
 

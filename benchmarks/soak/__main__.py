@@ -3,7 +3,7 @@ benchmarks.soak`.
 
 Runs the processes of an async run without the model and the training: a host (rollout broker, supervision of rollout
 workers and reward service), three rollout workers, the service with two workers for each of two rewards, and a client
-that admits, fetches and releases steps of 100 samples. The pixels and scores of a sample follow from its id. A seed
+that admits, fetches and releases steps of 100 samples. The id of a sample determines its pixels and scores. A seed
 decides which process is killed, paused or stopped with SIGTERM. The study fails unless all of these hold:
 
     * every sample reaches the client once, with the correct pixels and scores;

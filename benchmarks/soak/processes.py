@@ -17,7 +17,7 @@ ROLES = {
     "reward worker": "wfm_reward.worker",
     "rollout worker": "benchmarks.soak.worker",
 }
-MAX_GROWTH_MIB = 4.0  # from the first third of a life to the last: allocators, and ids that brokers keep
+MAX_GROWTH_MIB = 4.0  # between the first and the last third of a life; due to allocators, and ids that brokers keep
 MAX_MORE_DESCRIPTORS = 8  # clients that are just connecting
 Look = tuple[int, float, int]  # pid, MiB, file descriptors
 
@@ -82,7 +82,7 @@ def find_growth(name: str, looks: Sequence[Look]) -> list[str]:
     """Return a message for each resource that grows from the first to the last third of the longest life."""
     longest, _ = Counter(pid for pid, _, _ in looks).most_common(1)[0]
     life = [look for look in looks if look[0] == longest]
-    life = life[len(life) // 10 :]  # without its start
+    life = life[len(life) // 10 :]  # ignore the start of the process
     third = max(1, len(life) // 3)
     mib, descriptors = (
         statistics.median(look[i] for look in life[-third:]) - statistics.median(look[i] for look in life[:third])

@@ -1,4 +1,4 @@
-"""Samples and their scores. Both follow from a sample's id, so that any process can check them."""
+"""Samples and their scores. The id of a sample determines both, so that any process can check them."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from wfm_ds.rollout.reward_service import MAX_RESTARTS
 
 REPOSITORY = Path(__file__).parents[2]
 START_S, STOP_S, WHOLE_S, END_S = 180.0, 60.0, 180.0, 20.0  # only limits for hanging processes
-FLAT_FROM = 5000  # samples from which memory is compared
+FLAT_FROM = 5000  # minimum number of samples to check the growth of memory
 ALL = {"reward service": 1, "reward worker": 2 * SCORERS, "rollout worker": WORKERS}
 KILL, TERM, STOP = signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP
 # A seed decides their order. The list is shuffled and used up, repeatedly.
@@ -37,7 +37,7 @@ FAULTS = [
     *[("reward worker", number) for number in (KILL, KILL, KILL, KILL, TERM, STOP)],
     ("reward service", STOP),
 ]
-FAULTS_IN_A_ROW = 20  # then all processes must run again
+FAULTS_IN_A_ROW = 20  # after these, wait until all processes run again
 # The trainer restarts a service only MAX_RESTARTS times within DEATHS_WINDOW_S.
 SERVICE_EVERY_S = DEATHS_WINDOW_S / MAX_RESTARTS + 10.0
 MAX_PAUSE_S = {"rollout worker": 2 * LOST_AFTER_S}  # longer than the broker's worker timeout

@@ -1,6 +1,6 @@
 """`python -m wfm_kernels.compile_check`: compile every kernel for sm_90 without a GPU and check the generated code.
 
-The command reports register spills, memory accesses of less than 16 bytes, contracted multiply-adds, and different
+The command reports register spills, memory accesses of less than 16 bytes, fused multiply-adds, and different
 summation orders in rollout and training. It does not check results or speed. The exit code is 1 if a check fails, 3 if
 Triton is not installed.
 """
@@ -21,7 +21,7 @@ from typing import Any
 BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "u8": 1}
 ACCESS_BYTES = 16
 SCALAR_TYPES = {"n": "i32", "batch": "i32", "coef_stride": "i32", "guidance": "fp32", "beta": "fp32"}
-NUM_NOISE_FMA = 108  # in the logarithm, sine and cosine of the noise; Triton 3.6 to 3.9
+NUM_NOISE_FMA = 108  # fused multiply-adds in the logarithm, sine and cosine of the noise, with Triton 3.6 to 3.9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class KernelVariant:
     label: str
     types: dict[str, str]
     constants: dict[str, Any]
-    reads: tuple[str, ...]  # dtypes of the latent-sized tensors
-    writes: tuple[str, ...]
+    reads: tuple[str, ...]  # dtypes of the tensors in the size of the latents that the kernel reads
+    writes: tuple[str, ...]  # the same for tensors that it writes
     warps: int
     max_registers: int
     draws_noise: bool = False
@@ -212,7 +212,7 @@ def compile_variant(variant: KernelVariant) -> CompileReport:
     names = list(types)
     assert names == list(kernel.arg_names), f"{variant.kernel} has the arguments {kernel.arg_names}"
     absent = {name: None for name, type_ in types.items() if type_ == "none"}
-    # As specialized at launch: aligned pointers, n a multiple of 16.
+    # Triton specializes a kernel at launch for these properties: aligned pointers, and n as a multiple of 16.
     aligned = [name for name, type_ in types.items() if type_.startswith("*") or name == "n"]
     source = ASTSource(
         fn=kernel,
@@ -294,7 +294,7 @@ def _check_report(report: CompileReport) -> None:
         f"{report.spill_bytes} bytes of spills": report.spill_bytes == 0,
         f"{report.registers} registers, limit {variant.max_registers}": report.registers <= variant.max_registers,
         f"a stack of {report.stack_bytes} bytes": report.stack_bytes <= (32 if variant.draws_noise else 0),
-        f"{report.fma} contracted multiply-adds, expected {expected_fma}": report.fma == expected_fma,
+        f"{report.fma} fused multiply-adds, expected {expected_fma}": report.fma == expected_fma,
     }
     report.faults += [fault for fault, is_ok in checks.items() if not is_ok]
     if variant.reads:

@@ -26,15 +26,15 @@ Backend: TypeAlias = Literal["auto", "triton", "torch"]
 BACKEND_NAMES = ("auto", "triton", "torch")
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 MAX_SAMPLES = 65_535  # limit of the second dimension of a launch grid
-# Element indices are int32, and the last program of a sample may start up to a grid of tiles past its end.
+# Element indices are int32. The last program of a sample may compute indices up to one grid of tiles past its end.
 MAX_ELEMENTS = 2**31 - 2**21
-MAX_ROW = 32_768  # elements of a row that one program of quantise_rows holds
+MAX_ROW = 32_768  # maximum number of elements of a row, which one program of quantise_rows holds in registers
 
 
 def require_latents(**latents: Tensor | None) -> None:
-    """Raise ValueError unless all tensors are not empty and have the same shape [B, ...] and supported dtypes.
+    """Raise ValueError unless all tensors have the same shape [B, ...], at least one element, and supported dtypes.
 
-    Tensors that are None are not checked.
+    Arguments that are None are not checked.
     """
     present = {name: tensor for name, tensor in latents.items() if tensor is not None}
     for name, tensor in present.items():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from wfm_kernels.noise import normal_noise
 
-EXACT_DTYPE = torch.float64  # for verifying formulas; torch backend only, which then computes in float64
+EXACT_DTYPE = torch.float64  # for verifying formulas; only the torch backend supports it
 E4M3_MAX = 448.0
 MIN_SCALE = 2.0**-126  # the smallest normal float32: a GPU may flush smaller scales to zero
 MIN_WEIGHT = 1e-5  # lower bound of the mean absolute error in the denominators of the NFT loss
@@ -118,7 +118,8 @@ def _nft_errors(
     dtype = working_dtype(clean)
     s, v_old = sigma.unsqueeze(1), _flatten_samples(old, dtype)
     change = _flatten_samples(velocity, dtype) - v_old
-    # In this form both errors are equal, and the gradient exactly proportional to the advantage, if v equals v_old.
+    # If v equals v_old, this form gives bit-identical errors, and a gradient that is exactly proportional to the
+    # advantage.
     error = s * (_flatten_samples(noise, dtype) - _flatten_samples(clean, dtype) - v_old)
     step = s * (beta * change)
     return error - step, error + step, change
@@ -193,5 +194,5 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     rows = x.float()
     greatest = rows.abs().amax(-1, keepdim=True)
     scale = torch.where(greatest == 0, 1.0, (greatest / E4M3_MAX).clamp_min(MIN_SCALE))
-    # clamp: values that rounding lifts above the maximum of e4m3 would become NaN
+    # A quotient may be rounded up to more than the maximum of e4m3. Without the clamp, the cast would make it NaN.
     return (rows / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn), scale

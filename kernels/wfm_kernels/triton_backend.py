@@ -18,7 +18,7 @@ from wfm_kernels import triton_kernels as kernels
 from wfm_kernels.torch_backend import E4M3_MAX, MIN_SCALE, MIN_WEIGHT
 
 BLOCK, WARPS = 2048, 8
-NFT_BLOCK, NFT_WARPS = 1024, 4  # smaller: with eight accumulators, more elements per thread would spill registers
+NFT_BLOCK, NFT_WARPS = 1024, 4  # smaller, because with its eight sums, more elements per thread would spill registers
 MAX_SPLIT = 512  # programs per sample: enough to fill a GPU with a single video
 NUM_NFT_SUMS, NUM_NFT_STATS = 8, 7
 
@@ -30,10 +30,11 @@ def _empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
 
 def _launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, **constants: Any) -> None:
     tensor = next(arg for arg in args if isinstance(arg, Tensor))
-    # Triton launches on the thread's current device, not on that of the tensors; in a new thread it is device 0.
+    # Triton launches on the thread's current device, not on the device of the tensors. In a new thread, the current
+    # device is device 0.
     with torch.cuda.device_of(tensor):  # type: ignore[no-untyped-call]
-        # No fusion: contraction of a*b+c may differ between kernels, so rollout and training would differ in the last
-        # bits. The kernels are memory bound, so this costs nothing.
+        # Disable fused multiply-adds. The compiler could fuse a*b+c in one kernel but not in another, and rollout and
+        # training would then differ in the last bits. The kernels are memory bound, so this costs no time.
         kernel[grid](*args, **constants, num_warps=warps, enable_fp_fusion=False)
 
 

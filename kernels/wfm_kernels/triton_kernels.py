@@ -89,7 +89,7 @@ def sde_kernel(
             tl.store(out_ptr + row + i, out, mask=mask)
         if mean_ptr is not None:
             tl.store(mean_ptr + row + i, mean, mask=mask)
-        d = out.to(tl.float32) - mean  # of the rounded latents, which training reads back
+        d = out.to(tl.float32) - mean  # uses the rounded latents, because training reads these back
         acc += tl.where(mask, d * d, 0.0)
     tl.store(part_ptr + sample * SPLIT + part, tl.sum(acc, 0))
 
@@ -291,8 +291,9 @@ def flow_noise_kernel(
 def e4m3_bits(x):
     """Convert x to the bits of float8 e4m3, rounding to nearest even. x: at most 448 in magnitude, or NaN."""
     if INTERPRETED:
-        # The interpreter's cast truncates. Normal numbers keep three mantissa bits. Below 2^-6 the spacing is 2^-9;
-        # adding 2^23, where the float32 spacing is 1, rounds to it.
+        # The interpreter's cast truncates, so round with integer arithmetic. Normal numbers keep three mantissa bits.
+        # Below 2^-6, e4m3 numbers are multiples of 2^-9: x * 2^9 is rounded to an integer by adding 2^23, where the
+        # float32 spacing is 1.
         u = x.to(tl.uint32, bitcast=True)
         magnitude = u & 0x7FFFFFFF
         rounded = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - ((127 - 7) << 3)
@@ -311,7 +312,8 @@ def quantise_rows_kernel(x_ptr, byte_ptr, scale_ptr, n, MAX: tl.constexpr, LEAST
     i = tl.arange(0, BLOCK)
     mask = i < n
     x = load_float32(x_ptr, row * n, i, mask)
-    # Magnitudes compare equally as integers, and NaN is the greatest; a maximum of floats may lose NaN.
+    # Compare magnitudes as integers: the order is the same as for floats, and NaN is the greatest. A maximum of floats
+    # may ignore NaN.
     greatest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
     scale = tl.where(greatest == 0.0, 1.0, tl.div_rn(greatest, MAX))
     scale = tl.where(scale < LEAST, LEAST, scale)

@@ -67,6 +67,9 @@ class Reward(ABC):
     """Required metadata keys. An item without them fails before `score` is called."""
     required_inputs: ClassVar[tuple[str, ...]] = ()
     """Required conditioning inputs, such as "actions". Metadata with the same name does not count as an input."""
+    needs_reference: ClassVar[bool] = False
+    """Whether videos are compared with `MediaItem.reference`, the recorded frames that they should show. An item
+    without a reference fails."""
     stall_s: ClassVar[float] = 120.0
     """Maximum seconds per batch. A worker that takes longer is considered hung and is replaced. A service configuration
     can change this value. If the trainer starts the service, `reward.timeout_s` is the upper limit."""
@@ -83,7 +86,7 @@ class Reward(ABC):
     """{option with a Hub address: the files that the reward loads from it}, for `wfm fetch`. An address is
     OWNER/REPOSITORY or OWNER/REPOSITORY:FILE."""
     download_note: ClassVar[str] = ""
-    """One sentence about weights that `wfm fetch` cannot download, for the user."""
+    """One sentence for users, about weights that `wfm fetch` cannot download."""
 
     device: str = "cpu"
     """The torch device of the model."""

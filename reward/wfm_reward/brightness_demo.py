@@ -1,4 +1,4 @@
-"""Demo of the action quickstart: moves brighten, darken or do not change a grey frame.
+"""Demo of the action quickstart: each move makes grey frames brighter or darker, or leaves them unchanged.
 
 The demo's data is rendered with this module, and its rewards measure videos with it.
 """
@@ -18,6 +18,7 @@ NUM_FRAMES, HEIGHT, WIDTH = 1 + NUM_MOVES * FRAMES_PER_MOVE, 8, 16
 BRIGHTNESS_STEP = 0.4  # brightness change of a completed move
 MOVES = (-1, 0, 1)  # darker, unchanged, brighter; in units of BRIGHTNESS_STEP
 MAX_START = 0.2  # brightness of first frames is in -0.2..0.2, so that no clip exceeds black or white
+TOLERANCE = 1e-6  # of the brightness of black and white, for sums of moves
 # completed fraction of a move at each of its frames
 MOVE_RAMP = np.arange(1, FRAMES_PER_MOVE + 1, dtype=np.float32) / FRAMES_PER_MOVE
 
@@ -28,10 +29,23 @@ def sample_moves(generator: np.random.Generator) -> npt.NDArray[np.int64]:
     return moves
 
 
-def frame_brightness(start: float, moves: npt.NDArray[np.int64]) -> FrameBrightness:
-    """Return the brightness [9] of the frames of a clip.
+def sample_walk(generator: np.random.Generator, start: float, num_moves: int) -> npt.NDArray[np.int64]:
+    """Draw the moves [num_moves] of a walk that stays within black and white.
 
-    start: brightness of the first frame. moves: the two moves [2] of the clip.
+    start: brightness of the first frame. Each move is drawn from the MOVES that are possible at its brightness.
+    """
+    moves, brightness = np.zeros(num_moves, np.int64), start
+    for i in range(num_moves):
+        possible = [move for move in MOVES if abs(brightness + move * BRIGHTNESS_STEP) <= 1 + TOLERANCE]
+        moves[i] = generator.choice(possible)
+        brightness += moves[i] * BRIGHTNESS_STEP
+    return moves
+
+
+def frame_brightness(start: float, moves: npt.NDArray[np.int64]) -> FrameBrightness:
+    """Return the brightness [1 + 4 * M] of the frames of a video.
+
+    start: brightness of the first frame. moves: the M moves [M] of the video, 2 for one clip.
     """
     levels: FrameBrightness = (
         start + BRIGHTNESS_STEP * np.concatenate([[0], np.cumsum(np.repeat(moves, FRAMES_PER_MOVE)) / FRAMES_PER_MOVE])
@@ -46,7 +60,7 @@ def render_frames(brightness: FrameBrightness) -> Frames:
 
 
 def encode_actions(moves: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Encode two moves [2] as actions [8,3]. Each move becomes four one-hot actions over MOVES."""
+    """Encode M moves [M] as actions [4 * M,3]. Each move becomes four one-hot actions over MOVES."""
     frame_moves = np.repeat(moves, FRAMES_PER_MOVE)
     return np.stack([frame_moves == move for move in MOVES], axis=1).astype(np.float32)
 

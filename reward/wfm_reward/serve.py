@@ -2,9 +2,9 @@
 
 The main process only supervises: it runs the broker in a thread and `workers` processes for each reward. When all
 workers are ready, it writes pipes.json and prints one line of JSON to stdout. On SIGTERM or SIGINT, it finishes running
-tasks and exits. A second signal makes it exit immediately. With --stop-on-eof, it ignores these signals: only the
-trainer, which needs the scores to finish its step, ends it. The exit status is 0 after a requested stop, 2 for user
-errors, and otherwise 1.
+tasks and exits. A second signal makes it exit immediately. With --stop-on-eof, it ignores these signals and stops when
+stdin is closed, because the trainer that started it needs the scores to finish its step. The exit status is 0 after a
+requested stop, 2 for user errors, and otherwise 1.
 """
 
 from __future__ import annotations
@@ -165,7 +165,11 @@ class RewardServer:
         kinds = {
             f"score:{name}": TaskKind(
                 worker_stall_s(name, reward),
-                {"max_batch": registry.resolve_max_batch(name, reward.max_batch), "options": reward.options},
+                {
+                    "max_batch": registry.resolve_max_batch(name, reward.max_batch),
+                    "options": reward.options,
+                    "needs_reference": registry.get_reward_class(name).needs_reference,
+                },
                 reward.max_waiting,
             )
             for name, reward in self.config.rewards.items()
@@ -237,7 +241,7 @@ class RewardServer:
 
     def _remove_files(self) -> None:
         with contextlib.suppress(OSError, ValueError):
-            if json.loads(self.pipes_file.read_text()).get("pid") == os.getpid():  # not replaced by another service
+            if json.loads(self.pipes_file.read_text()).get("pid") == os.getpid():  # the file of this service
                 self.pipes_file.unlink()
         self._remove_folder()
 

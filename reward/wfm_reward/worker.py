@@ -64,8 +64,9 @@ class RewardScorer:
     ) -> list[Mapping[str, Any] | TaskFailed]:
         """Score several tasks. Return {"scores": [[value, failure, parts] per row], "batch": batch size} for each task.
 
-        A row is {id, prompt, metadata, fps?, inputs?} with a tensor uint8 [H,W,3] or [T,H,W,3]. Consecutive rows with
-        the same shape and fps form batches of at most `max_batch` rows. A batch may contain rows of several tasks. For
+        A row is {id, prompt, metadata, fps?, inputs?, reference?} with a tensor uint8 [H,W,3] or [T,H,W,3]. If
+        `reference` is R > 0, the last R frames of the tensor are the reference. Consecutive rows with the same shape
+        and fps form batches of at most `max_batch` rows. A batch may contain rows of several tasks. For
         a malformed task, TaskFailed is returned. The remaining tasks are not affected.
         """
         task_rows = [_read_rows(task) for task in tasks]
@@ -119,6 +120,7 @@ class RewardScorer:
             fps=rows[0]["fps"],
             reward=self.name,
             inputs=[row.get("inputs", {}) for row in rows],
+            references=[row.get("reference") for row in rows],
         )
         video = batch.media.ndim == 5
         if not video and "image" not in self.reward.media_types:
@@ -126,6 +128,8 @@ class RewardScorer:
         needs, inputs = self.reward.required_metadata, self.reward.required_inputs
         missing = {key for item in batch for key in needs if key not in item.metadata}
         missing |= {key for item in batch for key in inputs if key not in item.inputs}
+        if self.reward.needs_reference and any(item.reference is None for item in batch):
+            missing.add("reference")
         if missing:
             raise RewardError(f"missing metadata or inputs: {', '.join(sorted(missing))}")
         if video and "video" not in self.reward.media_types:
@@ -184,10 +188,15 @@ def _read_rows(task: LeasedTask) -> list[tuple[Mapping[str, Any], Array]] | Task
         inputs = [unpack_arrays(row.get("inputs", {})) for row in task.rows]
     except ValueError as error:
         return TaskFailed(f"the inputs cannot be read: {error}", fatal=True)
-    return [
-        ({"fps": None, **row, "inputs": row_inputs}, tensor)
-        for row, row_inputs, tensor in zip(task.rows, inputs, tensors, strict=True)
-    ]
+    items: list[tuple[Mapping[str, Any], Array]] = []
+    for number, (row, row_inputs, tensor) in enumerate(zip(task.rows, inputs, tensors, strict=True)):
+        count, frames, reference = row.get("reference"), tensor, None
+        if count is not None:
+            if type(count) is not int or tensor.ndim != 4 or not 0 < count <= len(tensor) // 2:
+                return TaskFailed(f"row {number}: wrong number of reference frames: {count!r:.50}", fatal=True)
+            frames, reference = tensor[:-count], tensor[-count:]
+        items.append(({"fps": None, **row, "inputs": row_inputs, "reference": reference}, frames))
+    return items
 
 
 TaskItem: TypeAlias = tuple[int, Mapping[str, Any], Array]

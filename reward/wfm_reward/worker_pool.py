@@ -51,7 +51,7 @@ class WorkerProgram:
     title: str  # for messages, such as "reward ocr"
     kind: str  # kind of the tasks that it processes
     module: str
-    settings: Mapping[str, Any]  # sent to the processes besides their address, id and name
+    settings: Mapping[str, Any]  # sent to the processes together with their address, id and name
     device: str
     workers: int
     python: Path | None = None
@@ -91,7 +91,7 @@ class _WorkerSlot:
     started_at_s: float = 0.0
     start_at_s: float = 0.0  # earliest time of the next start
     kill_at_s: float = float("inf")  # earliest time to kill a stalled process
-    status_request: Future[BrokerStatus] | None = None  # pending query whether it is still stalled
+    status_request: Future[BrokerStatus] | None = None  # pending request for the state of a stalled process
     has_finished_task: bool = False  # by the current process
     quick_deaths: int = 0  # consecutive deaths without a finished task or long life
     starts: int = 0
@@ -324,7 +324,7 @@ class WorkerPool:
 
 
 def _worker_environment() -> dict[str, str]:
-    """Return the environment in which another interpreter can import wfm_ds and wfm_reward from here."""
+    """Return an environment in which another interpreter imports wfm_ds and wfm_reward from this installation."""
     roots = [str(Path(package.__path__[0]).parent) for package in (wfm_ds, wfm_reward)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 

@@ -39,7 +39,7 @@ def run_worker(load_handler: Callable[[Mapping[str, Any]], WorkerSetup]) -> int:
     """
     status_fd = os.dup(1)  # child processes of a model do not inherit it
     os.dup2(2, 1)
-    ignore_job_signals()  # they are for the service, which closes stdin
+    ignore_job_signals()  # the service receives them too, and ends this process by closing stdin
     with open(0, "rb", buffering=0, closefd=False) as stdin:
         settings = json.loads(stdin.readline())
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {settings['name']} %(levelname)s %(message)s")

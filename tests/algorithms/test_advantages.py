@@ -79,7 +79,7 @@ def test_modes_act_after_the_clip(mode, want):
     st.sampled_from(["group", "global", "none"]),
     st.sampled_from([{"combine": "mean"}, {"combine": "gdpo", "advantage_std": "group"}, {"best_of_n": 2}]),
 )
-def test_order_does_not_change_a_bit(order, std, changes):
+def test_the_order_of_samples_changes_no_bit(order, std, changes):
     first = [0.1, 0.7, None, 0.3, 1e-3, 0.2, 5.0, None, 0.25]
     second = [3.0, 0.6, 0.1, 0.2, 0.7, 0.9, 0.4, 0.3, 0.0]
     rewards = [None if r is None else (r, other) for r, other in zip(first, second, strict=True)]
@@ -95,7 +95,7 @@ finite = st.floats(-100, 100)
 
 
 @given(st.lists(st.tuples(finite, st.sampled_from("abcd")), min_size=1, max_size=20), finite)
-def test_groups_are_centred_and_do_not_see_each_other(samples, other):
+def test_groups_are_centred_independently(samples, other):
     rewards, groups = [r for r, _ in samples], [g for _, g in samples]
     alone = advantages(rewards, groups, advantage_std="none", adv_clip_max=1e9).values
     for g in set(groups):
@@ -132,7 +132,7 @@ def test_groups_with_fewer_than_two_rewards_are_skipped_and_counted():
 
 
 @pytest.mark.parametrize("rewards", [[None, None, None], [None, 1.0, None]])
-def test_without_any_pair_all_is_dropped_and_what_is_unknown_is_absent(rewards):
+def test_without_comparable_rewards_all_samples_are_dropped(rewards):
     got = advantages(rewards, list("aab"))
     assert got.values == [None] * 3
     assert got.stats["adv/groups_skipped"] == 2
@@ -150,7 +150,7 @@ def test_statistics_of_the_total():
 @pytest.mark.parametrize(
     ("rewards", "message"), [([1.0, math.nan], "or None if failed"), ([1.0], "1 rewards but 2 group ids")]
 )
-def test_what_makes_no_sense_is_refused(rewards, message):
+def test_invalid_settings_are_refused(rewards, message):
     with pytest.raises(ValueError, match=message):
         advantages(rewards, ["g", "g"])
 
@@ -272,7 +272,7 @@ def test_total_is_clipped_then_scaled_and_the_clip_is_counted():
     assert got.stats["reward/total/clipped_fraction"] == pytest.approx(2 / 3)
 
 
-def test_a_failed_or_missing_score_that_counts_leaves_no_total():
+def test_a_failed_or_missing_weighted_score_gives_no_total():
     functions = [RewardFunction(name="a"), RewardFunction(name="b"), RewardFunction(name="watched", weight=0.0)]
     scores = [
         scored(a=1.0, b=None, watched=1.0),
@@ -286,7 +286,7 @@ def test_a_failed_or_missing_score_that_counts_leaves_no_total():
     assert rewards.parts == [None, None, (1.0, 2.0), (1.0, 2.0), None]
 
 
-def test_a_sum_that_overflows_is_no_total():
+def test_an_overflowing_sum_gives_no_total():
     scores = [scored(a=1e308), scored(a=1.0)]
     assert rewards_of(scores, [RewardFunction(name="a", weight=100.0)]).totals == [None, 100.0]
     assert rewards_of(scores, [RewardFunction(name="a")], scale=100.0).totals == [None, 100.0]
@@ -331,7 +331,7 @@ def warnings(scores, functions, **recipe):
     return reward_warnings(reward_stats(scores, ["g"] * len(scores), functions) | rewards.stats, functions, len(scores))
 
 
-def test_a_reward_that_cannot_teach_is_named():
+def test_constant_and_clipped_rewards_cause_warnings():
     clipped = RewardFunction(name="logit", clip=(0.0, 1.0))
     scores = [scored(ocr=0.25, logit=4.0), scored(ocr=0.25, logit=7.0), scored(ocr=None, logit=0.5)]
     assert warnings(scores, [RewardFunction(name="ocr"), clipped]) == [
@@ -343,7 +343,7 @@ def test_a_reward_that_cannot_teach_is_named():
     ]
 
 
-def test_varied_failing_lonely_and_unweighted_rewards_raise_no_warning():
+def test_varying_failing_single_and_unweighted_rewards_cause_no_warning():
     scores = [scored(a=0.1, b=None, watched=1.0), scored(a=0.2, b=0.0, watched=1.0)]
     functions = [RewardFunction(name="a"), RewardFunction(name="b"), RewardFunction(name="watched", weight=0.0)]
     assert warnings(scores, functions) == []
@@ -355,7 +355,7 @@ def chosen(rewards, groups, count, **settings):
 
 
 @given(st.lists(st.integers(0, 5), min_size=6, max_size=6), st.lists(st.integers(0, 5), min_size=6, max_size=6))
-def test_the_samples_that_are_kept_are_those_that_best_of_n_trains(first, second):
+def test_best_of_n_keeps_the_samples_that_it_trains(first, second):
     groups = ["a", "b"] * 6
     rewards = [float(r) for pair in zip(first, second, strict=True) for r in pair]
     kept, teaching = chosen(rewards, groups, 4)
@@ -364,7 +364,7 @@ def test_the_samples_that_are_kept_are_those_that_best_of_n_trains(first, second
     assert teaching == [name for name, of_group in (("a", first), ("b", second)) if len(set(of_group)) > 1]
 
 
-def test_a_sample_without_a_reward_is_kept_only_where_there_are_too_few_others():
+def test_a_sample_without_a_reward_is_kept_only_if_others_are_missing():
     groups = ["a"] * 5 + ["b"] * 5
     rewards = [None, 1.0, 2.0, 3.0, 4.0, None, None, 5.0, None, None]
     kept, teaching = chosen(rewards, groups, 4)

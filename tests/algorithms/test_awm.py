@@ -100,7 +100,7 @@ def test_uniform_and_unclipped_it_is_fine_tuning_weighted_by_the_advantage():
     torch.testing.assert_close(gradient, torch.autograd.grad((batch.credit * of_sft).sum(), velocity)[0])
 
 
-def test_the_advantage_zero_gives_no_gradient_to_the_bit_and_is_left_out_unless_something_else_does():
+def test_zero_advantages_give_exactly_no_gradient_and_are_skipped():
     rl = algorithm(kl_beta=0)
     batch = batch_of(rl, [0.0] * 4)
     velocity, others = predictions(batch, "old")
@@ -114,7 +114,7 @@ def test_the_advantage_zero_gives_no_gradient_to_the_bit_and_is_left_out_unless_
     assert not algorithm().settings.drops_zero_std
 
 
-def test_only_the_policies_that_count_are_asked():
+def test_only_the_needed_policies_are_evaluated():
     assert algorithm().references == ("old", "ref")
     assert algorithm(kl_beta=0).references == ("old",)
     assert algorithm(kl_beta=0, ema_kl_beta=1, ema={}).references == ("old", "ema")
@@ -139,6 +139,6 @@ def test_recipes_that_cannot_work_are_refused(keys, message):
         algorithm(**keys)
 
 
-def test_credit_that_would_be_shared_is_refused():
+def test_inputs_that_would_broadcast_are_refused():
     with pytest.raises(ValueError, match="one value per sample"):
         matching_log_prob(torch.ones(3), torch.ones(3, 1), "sigma", 1.0)

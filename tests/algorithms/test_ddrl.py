@@ -70,7 +70,7 @@ def batch_of(algorithm, samples, advantages=ADVANTAGES, step=1):
     return algorithm.assemble(terms, samples.local_rollouts, torch.device("cpu"))
 
 
-def test_a_batch_has_only_the_data_that_its_loss_reads():
+def test_a_batch_contains_only_the_data_that_its_loss_uses():
     algorithm = ddrl()
     batch = batch_of(algorithm, rolled_out(algorithm, Denoiser()))
     assert {field.name for field in dataclasses.fields(batch.data)} == {"term_indices", "clean_latents", "noise"}
@@ -146,7 +146,7 @@ def test_the_data_counts_once_for_each_trained_step_or_with_the_first_only():
 
 
 @check_each("overrides", [[], ["algorithm.data_on_first_only=true"], PURE])
-def test_how_terms_are_cut_into_micro_batches_changes_no_gradient(overrides):
+def test_micro_batching_changes_no_gradient(overrides):
     algorithm, denoiser = ddrl(*overrides), Denoiser()
     samples = rolled_out(algorithm, denoiser)
     (terms,) = algorithm.updates(samples, ADVANTAGES, 1)
@@ -208,7 +208,7 @@ def test_only_terms_with_data_are_divided(first_only, num_parts):
     assert ddrl().settings.num_separate_data_terms(12) == 0
 
 
-def test_noise_and_level_of_the_data_may_be_its_own():
+def test_the_data_can_have_separate_noise_and_levels():
     algorithm, denoiser = ddrl("algorithm.use_rl_sigma_and_noise=false"), Denoiser()
     samples = rolled_out(algorithm, denoiser)
     batch, again = batch_of(algorithm, samples), batch_of(algorithm, samples)
@@ -221,7 +221,7 @@ def test_noise_and_level_of_the_data_may_be_its_own():
 
 
 @pytest.mark.parametrize("rollout_policy", ["current", "reference"])
-def test_the_reference_is_asked_about_rollouts_only_and_holds_the_policy(rollout_policy):
+def test_the_reference_is_evaluated_only_on_rollouts(rollout_policy):
     kept = ["algorithm.kl_beta=0.5", "algorithm.clip_ratio=100", f"rollout.policy={rollout_policy}"]
     algorithm, denoiser, reference = ddrl(*kept), Denoiser(), Denoiser()
     assert algorithm.references == ("ref",)
@@ -247,7 +247,7 @@ def test_the_reference_is_asked_about_rollouts_only_and_holds_the_policy(rollout
     assert not equal["loss/kl"].any()
 
 
-def test_a_moving_reference_is_a_copy_that_follows_at_its_interval():
+def test_an_updated_reference_is_a_copy_with_an_interval():
     algorithm = ddrl("algorithm.kl_beta=0.1", "algorithm.update_ref_every=3")
     assert algorithm.references == ("old",)
     assert [algorithm.policy_decays(step, step) for step in (1, 2, 3, 6)] == [{}, {}, {"old": 0.0}, {"old": 0.0}]
@@ -259,7 +259,7 @@ def given_recipe(*overrides):
     return ddrl("algorithm.min_num_conditional_frames=1", "algorithm.max_num_conditional_frames=2", *overrides)
 
 
-def test_given_frames_are_outside_all_terms():
+def test_conditioning_frames_are_excluded_from_all_terms():
     algorithm, denoiser = given_recipe("algorithm.kl_beta=0.5", "algorithm.data_beta=0.3"), Denoiser()
     batch = batch_of(algorithm, rolled_out(algorithm, denoiser, VIDEO, num_conditional_frames=1))
     assert batch.conditioning_frames.latents.shape == (24, *VIDEO)
@@ -299,7 +299,7 @@ def test_an_extra_step_is_drawn_from_all_others_that_have_noise():
     [
         (["sampling.s_churn=0"], r"steps \[0, 1, 2\] add no noise, only \[\] do"),
         (["sampling.s_t_max=50"], r"steps \[0\] add no noise, only \[1, 2, 3\] do"),
-        (["algorithm.train_on=[0,1,2,3,-1]"], r"-1 adds another one of the stochastic steps \[0, 1, 2, 3\]"),
+        (["algorithm.train_on=[0,1,2,3,-1]"], r"-1 adds a random one of the stochastic steps \[0, 1, 2, 3\]"),
         (
             [
                 "algorithm.ratio_norm=gaussian",
@@ -349,11 +349,11 @@ def test_combinations_that_cannot_be_are_recipe_errors(overrides, message):
         ("rollout.policy=current", "rollout.policy is only for algorithm ddrl"),
     ],
 )
-def test_its_keys_are_refused_elsewhere(override, message):
+def test_keys_of_ddrl_are_refused_in_other_algorithms(override, message):
     with pytest.raises(RecipeError, match=message):
         recipe_file.load_recipe(RECIPE.parent / "sd3_nft.yaml", [override])
 
 
-def test_a_run_without_data_is_doubted():
+def test_a_run_without_data_causes_a_warning():
     assert "algorithm.data_beta" in recipe_file.load_recipe(RECIPE, PURE).algorithm.list_warnings()[0]
     assert recipe_file.load_recipe(RECIPE, []).algorithm.list_warnings() == []

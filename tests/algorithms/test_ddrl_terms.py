@@ -64,7 +64,7 @@ def test_log_ratios_are_those_of_the_means_and_outcomes(shape):
 
 
 @check_each("norm", RATIO_NORMS)
-def test_float32_loses_nothing_that_matters(norm):
+def test_float32_is_precise_enough(norm):
     case = Transitions((3, 4, 16, 16))
     near = case.old + 1e-3 * case.velocity  # squaring the means first would lose all digits of this difference
     single = log_ratio(
@@ -87,7 +87,7 @@ def given(shape, counts):
     return (frames >= torch.tensor(counts)[:, None]).to(FP64).view(-1, 1, shape[2], 1, 1)
 
 
-def test_given_frames_contribute_nothing():
+def test_conditioning_frames_contribute_nothing():
     case = Transitions((3, 2, 4, 3, 5))
     free = given((3, 2, 4, 3, 5), [0, 1, 2])
     velocity = case.velocity.clone().requires_grad_()
@@ -146,7 +146,7 @@ def test_data_levels_follow_the_density_of_the_base_model(video):
     assert distance * math.sqrt(4000) < 1.95  # Kolmogorov-Smirnov test, 99.9 % quantile
 
 
-def test_what_does_not_fit_is_refused():
+def test_mismatched_inputs_are_refused():
     case = Transitions((3, 2, 5, 4))
     with pytest.raises(ValueError, match=r"gain must be \[3\]"):
         log_ratio(case.velocity, case.old, case.noise, case.gain[:, None], case.std, norm="gaussian")

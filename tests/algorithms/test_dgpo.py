@@ -47,7 +47,7 @@ def terms_of(algorithm):
 
 
 @pytest.mark.parametrize("levels", [{}, {"levels": "stratified", "num_levels": 3}])
-def test_a_group_has_the_same_levels_and_noise_and_another_group_has_others(levels):
+def test_levels_and_noise_are_equal_within_a_group_and_differ_between_groups(levels):
     algorithm = dgpo(**levels)
     terms = terms_of(algorithm)
     of_row = [[(t.sigma, t.noise_seed) for t in terms if t.row == row] for row in range(6)]
@@ -117,7 +117,7 @@ def test_the_old_policy_is_a_copy_at_first_and_then_follows():
     assert recipe_of(clip_ratio=None).algorithm.list_policies(None) == {"ref"}
 
 
-def test_at_the_reference_every_group_weighs_one_half_and_only_advantages_teach():
+def test_at_the_reference_every_group_has_weight_one_half():
     algorithm = dgpo(kl_beta=0)
     terms = terms_of(algorithm)
     batch = algorithm.assemble(terms, samples(), torch.device("cpu"))
@@ -128,7 +128,7 @@ def test_at_the_reference_every_group_weighs_one_half_and_only_advantages_teach(
     ]
 
 
-def test_group_statistics_take_one_more_forward_of_each_term():
+def test_group_statistics_need_one_more_forward_per_term():
     recipe = recipe_of()
     forwards = count_rl_step(
         recipe, derive_run_sizes(recipe, 1), build_rl_algorithm(recipe, torch.linspace(1, 0, 6, dtype=FP64)), 3

@@ -102,7 +102,7 @@ def test_on_policy_the_gradient_is_antisymmetric_in_the_advantage_and_zero_witho
     assert not none.any()
 
 
-def test_an_exact_fit_costs_nothing_and_stays_finite():
+def test_an_exact_prediction_has_loss_0_and_stays_finite():
     inputs = case((3, 2, 3, 5), kl=False)
     exact = (inputs["noise"] - inputs["clean_latents"]).detach()
     inputs |= {"velocity": exact.clone().requires_grad_(), "old_velocity": exact}
@@ -122,7 +122,7 @@ def test_the_policy_loss_in_the_log_excludes_the_distance_to_the_reference():
     assert not {"kl/ref", "loss/kl", "nft/old_ref_deviation"} & set(without)
 
 
-def test_stats_are_per_sample_detached_and_what_their_names_say():
+def test_stats_are_per_sample_and_detached():
     inputs = case((3, 4, 7, 5))
     _, stats = nft_loss(**inputs, **SETTINGS[0])
     exact = in_double(inputs)
@@ -145,7 +145,7 @@ def test_only_the_trained_velocity_gets_a_gradient():
     assert inputs["ref_velocity"].grad is None
 
 
-def test_the_trained_velocity_itself_stands_in_for_an_equal_old_one():
+def test_the_trained_velocity_replaces_an_equal_old_one():
     inputs = on_policy((3, 4, 7, 5), [0.7, -1.3, 0.4], 5.0)
     setting = {"beta": 0.7, "adv_clip_max": 5.0, "kl_beta": 0.0}
     with_copy = gradient_of(inputs, **setting)

@@ -81,7 +81,7 @@ def test_swapping_the_two_media_flips_the_sign():
 
 
 @given(st.floats(-1e6, 1e6))
-def test_no_margin_is_too_large_for_the_loss(margin):
+def test_the_loss_is_finite_for_any_margin(margin):
     rewards = torch.tensor([[margin / 2], [-margin / 2]], dtype=torch.float64, requires_grad=True)
     loss_B = preference_loss(rewards)
     (gradient,) = torch.autograd.grad(loss_B.sum(), rewards)
@@ -91,7 +91,7 @@ def test_no_margin_is_too_large_for_the_loss(margin):
     assert gradient[0].item() <= 0 <= gradient[1].item()
 
 
-def test_a_held_out_pair_is_judged_by_its_mean_over_the_noise_levels():
+def test_a_held_out_pair_is_evaluated_by_its_mean_over_noise_levels():
     errors = torch.tensor([[[0.1, 0.9], [0.5, 0.5]], [[0.5, 0.6], [0.2, 0.4]]], dtype=torch.float64)  # [2, N, L]
     ref = torch.full((2, 2, 2), 0.5, dtype=torch.float64)
     loss_NL, stats = dpo(2.0).validation_loss(errors, {"ref": ref})

@@ -15,7 +15,7 @@ from wfm_ds.algorithms import build_rl_algorithm
 from wfm_ds.algorithms.flow_grpo import FlowGrpo
 from wfm_ds.algorithms.policy_ratio import divergence_policy_loss, ppo_clip_loss, step_divergence
 from wfm_ds.errors import RecipeError
-from wfm_ds.recipe.sections import RolloutRecipe
+from wfm_ds.recipe.rollout import RolloutRecipe
 from wfm_ds.rollout.groups import extract_transitions
 from wfm_ds.sampling.plan import STD_COLUMN
 from wfm_kernels import reference
@@ -170,7 +170,7 @@ def test_loss_and_gradient_are_the_published_ones_in_float64(name):
 
 @check_each("old_log_prob", ["auto", "recompute"])
 @check_each("variant", ["flow_sde", "guard", "divergence", "divergence, guard"])
-def test_later_updates_compare_with_the_weights_of_the_rollout_however_these_are_known(old_log_prob, variant):
+def test_later_updates_use_the_log_probs_of_the_rollout_weights(old_log_prob, variant):
     keys = {"updates_per_rollout": 2} | VARIANTS[variant]
     if "trust_region" not in keys:
         keys["clip_ratio"] = 0.05
@@ -223,7 +223,7 @@ THOUSANDTHS = st.integers(-3000, 3000).map(lambda n: n / 1000)
 
 
 @given(st.lists(st.tuples(THOUSANDTHS, THOUSANDTHS, st.floats(0, 1e-3)), min_size=1), st.floats(0, 1e-3))
-def test_the_divergence_drops_what_is_far_and_moves_on_and_nothing_else(terms, bound):
+def test_the_divergence_limit_drops_only_distant_terms_that_move_away(terms, bound):
     log_ratio, advantage, divergence = torch.tensor(terms, dtype=torch.float32).T
     log_ratio.requires_grad_()
     ratio = log_ratio.detach().double().exp()
@@ -245,7 +245,7 @@ def test_an_infinite_ratio_of_a_dropped_step_leaves_all_gradients_finite():
     assert torch.autograd.grad(loss.sum(), log_ratio)[0].tolist() == pytest.approx([0.0, -math.exp(0.1)])
 
 
-def test_equal_rewards_give_no_gradient_and_samples_without_an_advantage_no_weight():
+def test_equal_rewards_give_no_gradient_and_samples_without_advantage_have_weight_0():
     rl, denoiser = algorithm(), Denoiser()
     rollouts = rolled_out(rl, denoiser)
     [batch] = micro_batches(rl, rollouts, [0.0, 0.0, 0.0, 0.0])
@@ -255,7 +255,7 @@ def test_equal_rewards_give_no_gradient_and_samples_without_an_advantage_no_weig
 
 
 @pytest.mark.parametrize("name", ["log_ratio", "advantage"])
-def test_credit_that_would_be_shared_is_refused(name):
+def test_inputs_that_would_broadcast_are_refused(name):
     arguments = {"log_ratio": torch.zeros(3), "advantage": torch.zeros(3)}
     arguments[name] = arguments[name].view(3, 1)
     with pytest.raises(ValueError, match="one value per sample"):
@@ -270,7 +270,7 @@ def test_the_policy_loss_in_the_log_excludes_the_distance_to_the_reference():
     assert stats["kl/ref"].min() > 0
 
 
-def test_samples_are_shared_out_among_the_updates_and_train_all_noisy_steps():
+def test_samples_are_split_across_updates_and_train_all_noisy_steps():
     rl = algorithm(updates_per_rollout=2)
     rollouts = rolled_out(rl, Denoiser())
     first, second = rl.updates(rollouts, ADVANTAGES, 1)
@@ -283,7 +283,7 @@ def test_samples_are_shared_out_among_the_updates_and_train_all_noisy_steps():
     assert [t.row for t in rl.updates(rollouts, [None, *ADVANTAGES], 1)[0]] == [1] * 9 + [3] * 9
 
 
-def test_each_sample_trains_its_own_share_of_the_steps_and_every_step_is_drawn_equally_often():
+def test_each_sample_trains_random_steps_that_are_equally_likely():
     rl, drawn = algorithm(timestep_fraction=0.34, solver="dance"), Counter()
     rollouts = rolled_out(rl, Denoiser(), count=2)
     apart = 0
@@ -300,7 +300,7 @@ def test_each_sample_trains_its_own_share_of_the_steps_and_every_step_is_drawn_e
     assert sum((n - mean) ** 2 / mean for n in drawn.values()) < 26.1
 
 
-def test_only_what_the_ratios_need_is_stored_and_asked():
+def test_only_the_policies_that_ratios_need_are_stored_and_evaluated():
     def needs(**keys):
         rl = algorithm(**keys)
         return rl.references, rl.uses_old_predictions, rl.keep_means
@@ -334,7 +334,7 @@ def test_statistics_by_step_count_the_terms_of_that_step():
     assert all(t.shape == batch.sigma.shape and not t.requires_grad for t in plain)
 
 
-def test_rollouts_that_training_cannot_reproduce_are_warned_of(caplog):
+def test_rollouts_that_training_cannot_reproduce_cause_a_warning(caplog):
     rl = algorithm(clip_ratio=1e-4)
     with caplog.at_level(logging.WARNING):
         rl.check_metrics({"policy/ratio_start_abs_dev": 0.9e-5})
@@ -351,7 +351,7 @@ def test_rollouts_that_training_cannot_reproduce_are_warned_of(caplog):
     assert "the divergence is 2.1e-06 on average, more than 10 % of algorithm.divergence 2.0e-05" in caplog.text
 
 
-def test_what_a_rollout_stored_and_the_first_update_finds_differ_by_a_divergence():
+def test_the_start_divergence_compares_rollout_and_first_update():
     rl = algorithm(trust_region="divergence", updates_per_rollout=2)
     sampler = Denoiser()
     rollouts, other = rolled_out(rl, sampler), sampler.moved(0.01)
@@ -391,7 +391,7 @@ def test_recipes_that_cannot_work_are_refused(keys, message):
         algorithm(**keys)
 
 
-def test_steps_that_are_almost_without_noise_are_refused_unless_forced():
+def test_steps_with_almost_no_noise_are_refused_unless_forced():
     window = {"window": {"kind": "subset", "size": 1, "indices": [2, 8]}}
     with pytest.raises(
         RecipeError, match=r"flow_sde: the noise std of steps \{8: 0.0322\} is below algorithm.min_step_std 0.05"
@@ -458,7 +458,7 @@ def test_stale_ratios_to_the_rollout_drop_nothing():
         assert "policy/dropped_fraction" not in stats
 
 
-def test_a_bound_that_nothing_reads_is_refused():
+def test_an_unused_bound_is_refused():
     for rollout, keys in ((None, {}), (STALE, {"old_log_prob": "rollout"})):
         with pytest.raises(ValueError, match=r"max_drift: only read with rollout.mode: async"):
             algorithm(rollout=rollout, max_drift=3, **keys)

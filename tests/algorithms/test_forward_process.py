@@ -111,7 +111,7 @@ def test_noisy_latents_are_made_of_the_noise_and_level_of_the_term():
 
 @check_each("beta", [1.0, 0.3])
 @check_each("moved", [0.0, 0.1])
-def test_terms_are_said_to_have_no_gradient_just_where_it_is_zero(beta, moved):
+def test_terms_are_marked_as_without_gradient_exactly_if_it_is_zero(beta, moved):
     rl, rollouts = algorithm(kl_beta=0, beta=beta), samples()
     advantages = [0.5, 1e-30, 0.0, -2.0]  # the second one has no effect on r in float32
     terms = terms_of(rl, advantages)
@@ -144,7 +144,7 @@ def test_a_distance_to_the_reference_gives_every_term_a_gradient():
         (DdrlAlgorithm(name="ddrl"), False),
     ],
 )
-def test_groups_of_equal_rewards_are_dropped_where_only_the_reward_teaches(section, drops):
+def test_groups_of_equal_rewards_are_dropped_if_only_rewards_give_gradients(section, drops):
     rewards = Rewards([1.0, 1.0, 0.0, 1.0], [(1.0,), (1.0,), (0.0,), (1.0,)], (1.0,), {})
     values = compute_advantages(rewards, list("aabb"), section).values
     assert values[:2] == ([None, None] if drops else [0.0, 0.0])
@@ -160,7 +160,7 @@ def test_groups_of_equal_rewards_are_dropped_where_only_the_reward_teaches(secti
         ({"num_levels": 11}, r"num_levels 11 is more than sampling\.steps 10: .*or set algorithm.levels: stratified"),
     ],
 )
-def test_keys_that_mean_nothing_together_are_refused(keys, message):
+def test_contradicting_keys_are_refused(keys, message):
     with pytest.raises(ValidationError, match=message):
         recipe_of(**keys)
     assert recipe_of(**STRATIFIED | {"num_levels": 11}).algorithm.num_levels == 11

@@ -129,7 +129,7 @@ def test_loss_and_gradient_are_those_of_the_other_frames(case):
             torch.testing.assert_close(contributions[row].double(), expected[0], rtol=1e-4, atol=1e-5)
 
 
-def test_given_frames_hold_still_and_are_no_part_of_log_probabilities():
+def test_conditioning_frames_do_not_change_and_are_excluded_from_log_probs():
     rl = algorithm(**CASES["flow_grpo"])
     samples, trajectory = rolled_out(rl)
     for i, (sample, count) in enumerate(zip(samples, COUNTS, strict=True)):
@@ -168,6 +168,6 @@ def test_given_frames_hold_still_and_are_no_part_of_log_probabilities():
         (["rollout.max_refills=1"], "rollout.max_refills is only for data.kind: prompts, not paired"),
     ],
 )
-def test_recipes_that_cannot_give_frames_are_refused(overrides, message):
+def test_recipes_without_support_for_conditioning_frames_are_refused(overrides, message):
     with pytest.raises(RecipeError, match=message):
         recipe_file.load_recipe(RECIPE, overrides)

@@ -49,7 +49,7 @@ def test_the_kl_weight_gives_the_kl_of_the_gaussians_that_student_and_teacher_dr
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
 
 
-def test_the_states_are_the_inputs_of_the_rollout_and_each_term_reads_its_own():
+def test_each_term_uses_the_rollouts_input_of_its_step():
     algorithm = build(num_levels=2)
     rollouts = roll_out(algorithm)
     (terms,) = algorithm.updates(on_one_rank(rollouts), [0.0, None, 0.0], 1)
@@ -62,7 +62,7 @@ def test_the_states_are_the_inputs_of_the_rollout_and_each_term_reads_its_own():
     assert batch.distance_weight.tolist() == [1.0] * 6
 
 
-def test_a_student_that_predicts_like_its_teacher_has_neither_loss_nor_gradient():
+def test_a_student_equal_to_its_teacher_has_no_loss_and_no_gradient():
     v = torch.randn(2, *SHAPE, requires_grad=True)
     loss, distance = opd_loss(v, v.detach(), torch.ones(2))
     loss.sum().backward()
@@ -85,7 +85,7 @@ TEACHERS = [
 ]
 
 
-def test_each_prompt_is_taught_by_the_teacher_of_its_metadata():
+def test_each_prompt_uses_the_teacher_of_its_metadata():
     algorithm = build(teachers=TEACHERS)
     assert algorithm.reference_weights == {"teacher_0": "teacher_0", "teacher_1": "ref", "teacher_2": "teacher_2"}
     assert algorithm.reference_guidance == {"teacher_0": 2.0, "teacher_1": 5.0, "teacher_2": 1.0}

@@ -51,7 +51,7 @@ def recipe(**keys):
 
 
 @pytest.mark.parametrize(("tilt", "of"), [("linear", lambda r: r), ("exp", lambda r: math.exp(r) - 1)])
-def test_the_tilt_of_a_sample_is_of_its_advantage_alone(tilt, of):
+def test_the_weight_of_a_sample_depends_only_on_its_advantage(tilt, of):
     settings = recipe(tilt=tilt, multiplier=0.5)
     rl = build_rl_algorithm(settings, torch.tensor([1, 0.5, 0], dtype=FP64))
     draw = torch.Generator().manual_seed(0)
@@ -71,7 +71,7 @@ def test_the_tilt_of_a_sample_is_of_its_advantage_alone(tilt, of):
     assert not settings.algorithm.drops_zero_std  # groups with equal rewards still train towards the reference
 
 
-def test_exponentials_that_no_loss_survives_are_refused():
+def test_overflowing_exponentials_are_refused():
     with pytest.raises(ValueError, match=r"multiplier 5 \* adv_clip_max 5 = 25 to be at most 10: lower one of them"):
         recipe(tilt="exp")
     recipe(tilt="exp", multiplier=2)

@@ -85,7 +85,7 @@ def test_drawn_levels_follow_the_density(keys):
 
 
 @pytest.mark.parametrize("stratified", [False, True])
-def test_a_level_follows_from_seed_and_position_alone(stratified):
+def test_a_noise_level_depends_only_on_seed_and_position(stratified):
     algorithm = sft(stratified=stratified)
     whole = sigmas(algorithm, range(16, 32))
     assert whole.dtype == torch.float32
@@ -166,7 +166,7 @@ def test_wrong_shapes_and_types_are_refused(velocity, sigma, message):
 
 
 @check_each("num_conditional_frames", [0, 1, 2])
-def test_given_frames_are_left_out_of_the_mean(num_conditional_frames):
+def test_conditioning_frames_are_excluded_from_the_mean(num_conditional_frames):
     velocity, clean, noise = (torch.randn(2, 3, 4, 2, 2, dtype=FP64) for _ in range(3))
     sigma, counts = torch.tensor([0.3, 0.8], dtype=FP64), (0, num_conditional_frames)
     mask = torch.stack([(torch.arange(4) < count).double() for count in counts]).view(2, 1, 4, 1, 1)
@@ -188,7 +188,7 @@ def test_a_mask_of_another_shape_is_refused():
             flow_loss(latents, latents, latents, torch.ones(2), conditional_mask=torch.zeros(shape))
 
 
-def test_every_number_of_given_frames_in_the_range_has_the_same_share():
+def test_every_number_of_conditioning_frames_is_equally_likely():
     counts = conditioning_frame_counts((0, 2), [(i + 0.5) / 300 for i in range(300)])
     assert counts.bincount().tolist() == [100, 100, 100]
     assert conditioning_frame_counts((0, 0), [0.5]) is None
@@ -256,7 +256,7 @@ def test_levels_of_an_expert_are_its_own_and_follow_its_part_of_the_density(keys
 
 
 @check_each(("low", "high"), [(0.0, 0.9), (0.9, 1.0), (0.0, 0.875), (0.875, 1.0)])
-def test_rounding_leaves_no_level_to_the_other_expert(low, high):
+def test_rounding_moves_no_level_to_the_other_expert(low, high):
     (band,) = density_bands(sft(timestep_density="uniform"), 1.0, ((low, high),))
     edges = torch.tensor([low, high], dtype=FP64).float()
     kept = clamp_to_band(edges, band).double()
@@ -276,7 +276,7 @@ def test_an_expert_is_drawn_as_often_as_its_levels(num_micro_steps):
         assert abs(place.mean() - share) < 4 * math.sqrt(share * (1 - share) / steps)
 
 
-def test_experts_follow_from_seed_and_step():
+def test_experts_depend_only_on_seed_and_step():
     bands = bands_of(sft(), TWO_EXPERTS[0])
     drawn = [[draw_experts(bands, seed, step, 4) for step in range(50)] for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]

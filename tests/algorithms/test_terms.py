@@ -9,7 +9,7 @@ from wfm_ds.seeds import draw_permutation
 
 
 @given(st.integers(0, 60), st.integers(0, 2**63 - 1))
-def test_every_number_comes_once_and_the_key_decides_the_order(count, seed):
+def test_every_number_occurs_once_and_the_key_determines_the_order(count, seed):
     order = draw_permutation(count, seed, "a", 3)
     assert sorted(order) == list(range(count))
     assert order == draw_permutation(count, seed, "a", 3)
@@ -28,7 +28,7 @@ def test_all_orders_are_equally_likely():
     assert chi_square < 20.5  # chi-square test, 99.9 % quantile, 5 degrees of freedom
 
 
-def test_a_share_is_taken_as_it_is_written():
+def test_fractions_of_counts_are_exact():
     """Binary floating point gives 50 * .58 = 28.999..."""
     fractions = {(50, 0.58): 29, (10, 0.99): 9, (12, 0.34): 4, (3, 0.1): 1}
     assert {key: count_of_fraction(*key) for key in fractions} == fractions

@@ -86,7 +86,7 @@ def test_its_loss_is_the_formula_of_the_page(recipe):
 def test_a_policy_that_list_policies_does_not_name_is_an_error(recipe, monkeypatch, attribute, policy):
     made = recipe("my_loss:BestSamples")
     monkeypatch.setattr(sys.modules["my_loss"].BestSamples, attribute, policy)
-    with pytest.raises(RecipeError, match=r"my_loss:BestSamples: .* names old, but list_policies of its settings"):
+    with pytest.raises(RecipeError, match=r"my_loss:BestSamples: .* names old, but list_policies of the settings"):
         build_rl_algorithm(made, GRID)
 
 

@@ -1,4 +1,4 @@
-"""The day on a GPU: its records, and a rehearsal of every line."""
+"""The GPU benchmark day (benchmarks/gpu): its records, and a rehearsal of each of its commands on a CPU."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def run_call(out, *lines, **options):
     return {record["line"]: record for record in day.load_records(call, 1, out)}
 
 
-def test_lines_end_each_in_its_own_way_and_none_stops_the_next(tmp_path):
+def test_no_line_stops_the_next_one(tmp_path):
     found = run_call(
         tmp_path / "out",
         make_line("fine", SAYS),
@@ -48,7 +48,7 @@ def test_lines_end_each_in_its_own_way_and_none_stops_the_next(tmp_path):
     assert found["says"]["said"] == "12 passed"
 
 
-def test_what_a_killed_line_started_ends_with_it(tmp_path):
+def test_child_processes_of_a_killed_line_end(tmp_path):
     mark = tmp_path / "mark"
     child = f"import time; time.sleep(1.5); open({str(mark)!r}, 'w')"
     code = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
@@ -58,7 +58,7 @@ def test_what_a_killed_line_started_ends_with_it(tmp_path):
     assert not mark.exists()
 
 
-def test_a_line_with_a_result_is_not_run_again_unless_asked(tmp_path):
+def test_a_line_with_a_result_is_repeated_only_on_request(tmp_path):
     count = f"open({str(tmp_path / 'runs')!r}, 'a').write('x')"
     made = tmp_path / "made"
     lines = [
@@ -68,14 +68,14 @@ def test_a_line_with_a_result_is_not_run_again_unless_asked(tmp_path):
     for _ in range(2):
         run_call(tmp_path / "out", *lines)
     assert (tmp_path / "runs").read_text() == "xx"
-    made.unlink()  # another machine: what later lines need is made again
+    made.unlink()  # as on another machine: the files that later lines need are written again
     run_call(tmp_path / "out", *lines)
     assert (tmp_path / "runs").read_text() == "xxx"
     run_call(tmp_path / "out", *lines, again=True)
     assert (tmp_path / "runs").read_text() == "xxxx"
 
 
-def test_a_call_ends_at_its_time_and_the_rest_is_left_for_the_next(tmp_path, monkeypatch):
+def test_a_call_ends_at_its_time_limit_and_the_next_one_continues(tmp_path, monkeypatch):
     monkeypatch.setattr(day, "CALL_S", day.ENOUGH_S - 1)
     found = run_call(tmp_path / "out", make_line("fine", SAYS))
     assert found["fine"]["status"] == "not run"
@@ -96,7 +96,7 @@ def test_every_call_fits_and_names_what_exists(tiny, root, tmp_path):
     assert [[line.name for line in call.lines] for call in full] == [[line.name for line in c.lines] for c in rehearsed]
 
 
-def test_variants_are_recipes(root):
+def test_every_variant_is_a_valid_recipe(root):
     """Keys that a recipe rejects must be found without a GPU."""
     pairs = [(recipe, name) for recipe, lines in COMPARED.items() for names in lines for name in names]
     for recipe, name in [*pairs, *LEVERS.items()]:
@@ -104,7 +104,7 @@ def test_variants_are_recipes(root):
     assert {name for _, name in [*pairs, *LEVERS.items()]} == set(VARIANTS), "each is compared somewhere"
 
 
-def test_an_unknown_variant_is_a_mistake():
+def test_an_unknown_variant_is_an_error():
     with pytest.raises(UserError, match="unknown variant nonsense; available: as shipped"):
         select_variants("as shipped,nonsense")
 
@@ -162,7 +162,7 @@ def choose_lines(calls):
 
 
 def test_a_line_of_each_program_is_rehearsed(tmp_path, monkeypatch):
-    """Run lines on a CPU with tiny pipelines, so that typing mistakes cost no GPU time."""
+    """Run some lines on a CPU with tiny pipelines, so that mistakes in them cost no GPU time."""
     monkeypatch.setattr(day, "CALL_S", 1800.0)
     (tmp_path / "models").mkdir()
     call = choose_lines(plan_calls(tmp_path / "models", tiny=True))

@@ -1,4 +1,4 @@
-"""The reward and measures of the hacking study. Its runs are ordinary ones, tested elsewhere."""
+"""The reward and the measures of the reward hacking study. Its runs are ordinary runs, tested elsewhere."""
 
 import json
 
@@ -27,7 +27,7 @@ def test_the_foolable_reward_prefers_white_images():
     assert [score.value for score in Bold().score(batch)] == pytest.approx([0.0, 0.2, 1.0])
 
 
-def test_real_digits_are_read_and_near_and_white_images_are_neither(tmp_path):
+def test_real_digits_are_recognized_and_white_images_are_not(tmp_path):
     data = load_digits()
     entries = []
     for k in range(20):
@@ -41,14 +41,14 @@ def test_real_digits_are_read_and_near_and_white_images_are_neither(tmp_path):
     assert white.distance > 0.4
 
 
-def test_a_run_is_stopped_by_one_half_and_seen_by_the_other():
+def test_a_stop_is_chosen_on_one_half_and_measured_on_the_other():
     chosen_on = [make_evaluation(0, 0.7), make_evaluation(1, 0.8), make_evaluation(2, 0.6)]
     seen_on = [make_evaluation(0, 0.71), make_evaluation(1, 0.75), make_evaluation(2, 0.9)]
     assert pick_stopped(chosen_on, seen_on) is seen_on[1]
 
 
 @pytest.mark.parametrize("name", GUARDS)
-def test_every_guard_is_a_recipe(name, tmp_path):
+def test_every_guard_is_a_valid_recipe(name, tmp_path):
     variant = GUARDS[name]
     recipe = recipe_file.load_recipe(variant.recipe, [f"run.output_dir={tmp_path}", *variant.overrides])
     assert sum(function.weight for function in recipe.rl.reward.functions) >= 1

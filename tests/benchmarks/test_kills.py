@@ -1,4 +1,4 @@
-"""The study of kills detects failures. The study itself is tested in tests/faults/test_kills.py."""
+"""The kill study (benchmarks/kills.py) detects wrong resumes. tests/faults/test_kills.py runs a small study."""
 
 import json
 import random
@@ -41,7 +41,7 @@ def run(tmp_path):
     return make_run
 
 
-def test_metrics_are_compared_line_by_line_without_clocks_and_a_lost_checkpoint_is_noticed(run):
+def test_metrics_without_times_are_compared_and_a_lost_checkpoint_is_detected(run):
     whole, killed = run("whole"), run("killed")
     want = read_metrics(whole.folder)
     assert want[0] == {"step": 1, "loss": 0.5}
@@ -59,7 +59,7 @@ def test_metrics_are_compared_line_by_line_without_clocks_and_a_lost_checkpoint_
         killed.examine(want)
 
 
-def test_other_tensors_and_other_files_are_noticed(run):
+def test_different_tensors_and_files_are_detected(run):
     whole, killed = run("whole"), run("killed")
     killed.require_equal(whole)
     last = killed.checkpoints / f"step_{STEPS}"
@@ -72,7 +72,7 @@ def test_other_tensors_and_other_files_are_noticed(run):
 
 
 @pytest.mark.parametrize(("said", "right"), [([], True), ([3], True), ([2, 3], True), ([3, 2], False), ([1], False)])
-def test_a_start_from_another_checkpoint_is_noticed(run, said, right):
+def test_a_start_from_another_checkpoint_is_detected(run, said, right):
     """A start that was killed early logs nothing."""
     killed = run("killed")
     killed.steps = [0, 2, 3]

@@ -1,4 +1,4 @@
-"""The computations of the study. Its runs are ordinary ones, tested elsewhere."""
+"""The computations of the learning study. Its runs are ordinary runs, tested elsewhere."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ CROSSINGS = [  # x and y of evaluations, the value to cross, and where
 ]
 
 
-def test_a_crossing_lies_on_the_closest_rising_line():
+def test_a_crossing_is_on_the_monotone_curve():
     for x, y, value, where in CROSSINGS:
         assert find_crossing(x, y, value) == (where if where is None else pytest.approx(where)), (y, value)
 
@@ -79,7 +79,7 @@ def write_run(folder, *, updates):
 
 
 @pytest.mark.parametrize("updates", [1, 4])
-def test_an_evaluation_knows_what_the_run_had_cost_by_then(tmp_path, updates):
+def test_an_evaluation_has_the_cost_of_the_run_so_far(tmp_path, updates):
     start, end = read_evaluations(write_run(tmp_path / "run", updates=updates))
     assert (start.step, start.forwards, start.seconds) == (0, 0, 0)
     assert (end.step, end.forwards, end.seconds) == (2, 2 * (80 + 30), 2 * 2.0)
@@ -95,14 +95,14 @@ def test_a_run_that_counted_no_samples_is_refused(tmp_path):
         read_evaluations(run)
 
 
-def test_a_baseline_that_does_not_get_there_bounds_the_ratio():
+def test_a_baseline_below_the_target_bounds_the_ratio():
     theirs = [make_curve([0, 100], [0.5, 1.0]), make_curve([0, 100], [0.5, 0.6])]
     assert relative_cost([20.0, 30.0], theirs[:1], 0.9) == f"{25 / 80:.2f}"
     assert relative_cost([20.0, 30.0], theirs, 0.9) == f"at most {25 / 90:.2f}"
     assert relative_cost([20.0, None], theirs, 0.9) == ""
 
 
-def test_a_row_and_a_picture_of_two_variants(tmp_path):
+def test_a_row_and_a_plot_of_two_variants(tmp_path):
     slow, fast = [make_curve([0, 50e3, 100e3], [0.5, 0.8, 1.0])] * 2, [make_curve([0, 10e3, 20e3], [0.5, 0.8, 1.0])] * 2
     curves = {(BASELINES[0], 0): slow, ("nft", 0): fast, ("nft_fp8", 0): fast}
     line = variant_row(curves, [make_curve([0, 20e3], [0.5, 0.45])], "nft", 0)
@@ -115,7 +115,7 @@ def test_a_row_and_a_picture_of_two_variants(tmp_path):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_is_a_recipe(name, tmp_path):
+def test_every_variant_is_a_valid_recipe(name, tmp_path):
     variant = VARIANTS[name]
     recipe = recipe_file.load_recipe(variant.recipe, [f"run.output_dir={tmp_path}", *variant.overrides])
     assert recipe.logging.num_samples == 200  # the std needs all validation samples
@@ -129,7 +129,7 @@ def test_published_settings_follow_no_default():
             assert f"{key}:" in text, f"{name}: {key}"
 
 
-def test_a_report_of_what_is_there_leaves_out_what_is_not(tmp_path):
+def test_a_report_omits_missing_runs(tmp_path):
     runs = {
         (name, 0): [StudyRun(f"{name}_0_{seed}", VARIANTS[name], 0, seed) for seed in (0, 1)]
         for name in ("nft", "ddrl")

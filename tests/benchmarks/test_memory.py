@@ -25,7 +25,7 @@ def test_every_recipe_states_memory_that_fits(path):
 
 
 def choose_marks(path):
-    """Each takes seconds: one for each family and length, the others by hand."""
+    """Mark most cases as `long`, because each takes seconds: only one per family and length runs by default."""
     often = path.stem in ("sd3_nft", "cp_ddrl_14b", "wan22_sft_lora", "sana_video_nft")
     return [] if often else [pytest.mark.long]
 

@@ -9,7 +9,7 @@ from benchmarks.overhead import median_interval, time_in_pairs, wait_until_idle
 
 
 def use_processor(seconds):
-    """Use a processor for this long."""
+    """Keep a CPU busy for `seconds` of CPU time."""
     until = time.thread_time() + seconds
     while time.thread_time() < until:
         pass
@@ -32,7 +32,7 @@ def test_the_interval_contains_the_median_with_its_probability():
     assert 0.95 < inside / 2000 < 0.985  # 0.965 by the binomial, and four standard errors of 2000 tries
 
 
-def test_five_pairs_say_nothing():
+def test_five_pairs_are_too_few():
     with pytest.raises(ValueError, match="5 pairs"):
         median_interval([1.0] * 5)
 

@@ -1,4 +1,4 @@
-"""The computations of the video study. Its runs are ordinary ones, tested elsewhere."""
+"""The computations of the video study. Its runs are ordinary runs, tested elsewhere."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from wfm_reward.moving_demo import MovingClip, draw_clip, list_clips, render_fra
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_every_variant_is_a_recipe(name, tmp_path):
+def test_every_variant_is_a_valid_recipe(name, tmp_path):
     variant = VARIANTS[name]
     recipe = recipe_file.load_recipe(variant.recipe, [f"run.output_dir={tmp_path}", *variant.overrides])
     assert recipe.rl.rollout.prompts_per_step == len(TRAINED_PAIRS)

@@ -1,4 +1,4 @@
-"""Formulas checked by hand, and predictions that follow from them. tests/multi_rank/test_traffic.py has the counts."""
+"""Formulas of the traffic compared with values computed by hand, and predicted step times."""
 
 import pytest
 
@@ -23,12 +23,12 @@ def test_stage_3_gathers_all_weights_in_each_pass():
     assert again["all-gather"] == 2 * (3 * (2 * 28 + 8) + 5 * 28)
 
 
-def test_a_rank_alone_sends_nothing():
+def test_a_single_rank_sends_nothing():
     for stage in (1, 2, 3):
         assert zero_bytes(NETWORK, Setting(stage=stage, world=1, weight_bytes=2, micro_steps=3)) == {}
 
 
-def test_exchanges_of_equal_shares_fall_with_the_ranks():
+def test_exchanges_of_equal_shards_shrink_with_more_ranks():
     """Eight tensors of a rank's shard: three sent and one returned, and their gradients. The result goes to all
     ranks."""
 
@@ -39,7 +39,7 @@ def test_exchanges_of_equal_shares_fall_with_the_ranks():
     assert count_bytes(4) == count_bytes(2) // 2
 
 
-def test_rings_send_all_but_the_own_share_and_an_all_reduce_twice():
+def test_ring_collectives_send_all_other_shards_and_an_all_reduce_sends_them_twice():
     assert wire_bytes("all-gather", 800.0, 8) == 700.0
     assert wire_bytes("all-reduce", 800.0, 8) == 1400.0
     assert wire_bytes("broadcast", 800.0, 8) == 800.0
@@ -65,7 +65,7 @@ def make_work(**changes):
     return Work(**settings | changes)
 
 
-def test_one_node_is_as_fast_as_its_links_and_several_as_their_adapters(cluster):
+def test_bandwidth_is_that_of_the_links_in_a_node_and_of_the_adapters_between_nodes(cluster):
     assert cluster.seconds("all-gather", 8e9, 0, 8) == pytest.approx(7e9 / cluster.nvlink)
     slower = min(cluster.nvlink, 8 * cluster.network)
     assert cluster.seconds("all-gather", 16e9, 0, 16) == pytest.approx(15e9 / slower)
@@ -73,7 +73,7 @@ def test_one_node_is_as_fast_as_its_links_and_several_as_their_adapters(cluster)
     assert cluster.seconds("all-gather", 0.0, 10, 32) == pytest.approx(10 * doublings)
 
 
-def test_a_step_is_computing_and_what_does_not_hide_behind_it(cluster):
+def test_a_step_takes_its_computation_and_exposed_communication(cluster):
     row = predict_step(make_work(), cluster, 16)
     assert row["computing, s"] == pytest.approx(4e15 / cluster.flops)
     sent = row["all-gather, s"] + row["reduce-scatter, s"]
@@ -83,14 +83,14 @@ def test_a_step_is_computing_and_what_does_not_hide_behind_it(cluster):
     assert idle["step, s"] == pytest.approx(idle["not hidden, s"]) == pytest.approx(sent)
 
 
-def test_more_gpus_are_never_faster_each(cluster):
+def test_speed_per_gpu_never_increases_with_more_gpus(cluster):
     speeds = [row["speed a GPU, of that on 8"] for row in predict_rows(make_work(), cluster)]
     assert speeds[0] == 1.0
     assert speeds == sorted(speeds, reverse=True)
     assert speeds[-1] > 0.5
 
 
-def test_the_assumptions_are_in_the_lines(cluster):
+def test_the_table_states_its_assumptions(cluster):
     text = "\n".join(cluster.lines())
     for number in ("396 TFLOP/s", "338 GB/s of NVLink", "40 GB/s of network", "90%"):
         assert number in text

@@ -58,7 +58,7 @@ def velocity(model, sigma):
 
 
 @pytest.mark.parametrize("family", ["sd3", "wan22"])
-def test_loaded_adapter_computes_what_the_trained_one_does(family, tiny_pipelines, tmp_path):
+def test_a_loaded_adapter_computes_the_trained_velocity(family, tiny_pipelines, tmp_path):
     trained, fresh = with_adapter(tiny_pipelines(family)), loaded(tiny_pipelines(family))
     before = {sigma: velocity(fresh, sigma) for sigma in (1.0, 0.4)}  # noise levels of both experts, if there are two
     load_adapter(fresh, saved(trained, tmp_path / "lora"))
@@ -76,7 +76,7 @@ def test_adapter_of_one_expert_is_not_enough_for_two(tiny_pipelines, tmp_path):
         load_adapter(loaded(tiny_pipelines("wan22")), folder)
 
 
-def test_file_that_does_not_name_its_alpha_is_refused(adapted, tmp_path):
+def test_a_file_without_alpha_is_refused(adapted, tmp_path):
     folder = saved(adapted, tmp_path / "lora", metadata=False)
     with pytest.raises(ModelError, match="does not contain its alpha"):
         load_adapter(loaded(adapted.path), folder)
@@ -125,7 +125,7 @@ def test_fully_trained_layers_are_loaded_and_read_only_once(adapted, tmp_path, m
     assert opened.count("modules_to_save.safetensors") == 1
 
 
-def test_folder_around_the_adapter_names_the_one_inside(adapted, tmp_path):
+def test_the_error_for_a_parent_folder_names_the_adapter_folder(adapted, tmp_path):
     saved(adapted, tmp_path / "step_3" / "lora")
     assert find_adapter_file(tmp_path / "step_3" / "lora").is_file()
     with pytest.raises(ModelError, match=r"step_3 has no model.safetensors; use .*step_3/lora$"):

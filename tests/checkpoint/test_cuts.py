@@ -77,7 +77,7 @@ CUTS = st.tuples(st.sampled_from([by_partition, by_parameter]), st.integers(1, 4
 
 @settings(max_examples=60, deadline=None)
 @given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=5), there=CUTS, here=CUTS)
-def test_every_cut_can_be_made_of_every_other(tmp_path_factory, sizes, there, here):
+def test_every_layout_can_be_read_from_every_other(tmp_path_factory, sizes, there, here):
     folder, states = tmp_path_factory.mktemp("cut"), whole(sizes)
     write(folder, states, there[0](sizes, *there[1:]))
     for rank, (layout, lengths) in enumerate(here[0](sizes, *here[1:])):
@@ -90,7 +90,7 @@ def test_every_cut_can_be_made_of_every_other(tmp_path_factory, sizes, there, he
                 assert flat.equal(expected.nan_to_num(0.0))
 
 
-def test_states_of_an_extra_adapter_are_read_apart(tmp_path):
+def test_states_of_an_extra_adapter_are_read_separately(tmp_path):
     """The extra adapter has other parameters, another layout, another step count and a state that `default` lacks."""
     own, extra = whole([4, 6]), {"train": {"f0": torch.arange(10.0, 17.0)}}
     for rank, (layout, lengths) in enumerate(by_partition([4, 6], 2, 0)):

@@ -132,7 +132,7 @@ def plain(folder):
 # LoRA
 
 
-def test_plain_diffusers_draws_the_lora_models_image(adapted, tmp_path):
+def test_plain_diffusers_generates_the_image_of_the_lora_model(adapted, tmp_path):
     model, source = adapted
     folder = export_weights(ExportTarget.from_model(model), source, tmp_path / "step_3", **MAIN)
     assert folder == tmp_path / "step_3" / "lora"
@@ -231,7 +231,7 @@ def test_wrong_adapter_is_refused_and_leaves_nothing(adapted, tmp_path):
 
 
 @pytest.mark.parametrize("shard_bytes", [5 << 30, 60_000])
-def test_plain_diffusers_draws_the_full_models_image(trained, tmp_path, shard_bytes):
+def test_plain_diffusers_generates_the_image_of_the_full_model(trained, tmp_path, shard_bytes):
     model, source = trained
     folder = export_weights(
         ExportTarget.from_model(model), source, tmp_path / "step_3", shard_bytes=shard_bytes, **MAIN
@@ -268,7 +268,7 @@ def test_shards_hold_every_tensor_once_within_the_limit(trained, tmp_path):
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def test_each_tensor_is_written_and_let_go_before_the_next_is_made(model, tmp_path):
+def test_each_tensor_is_written_and_freed_before_the_next_is_gathered(model, tmp_path):
     """Memory holds one tensor at a time, for any size of the model and its files."""
     alive, on_disk, made = [], [], [0]
 
@@ -290,7 +290,7 @@ def test_each_tensor_is_written_and_let_go_before_the_next_is_made(model, tmp_pa
     assert all(on_disk)
 
 
-def test_full_export_has_the_dtype_that_was_asked_for_and_the_models_config(trained, tmp_path):
+def test_a_full_export_has_the_requested_dtype_and_the_models_config(trained, tmp_path):
     model, source = trained
     target = ExportTarget.from_model(model)
     folder = export_weights(target, source, tmp_path / "out", **MAIN | {"dtype": torch.bfloat16}) / "transformer"
@@ -342,7 +342,7 @@ def test_wrong_weights_are_refused_and_the_last_export_stays(trained, tmp_path):
 # Folders and ranks
 
 
-def test_later_export_replaces_the_earlier_and_the_leftover_of_a_killed_one(adapted, tmp_path):
+def test_a_later_export_replaces_earlier_and_incomplete_ones(adapted, tmp_path):
     model, source = adapted
     out = tmp_path / "step_3"
     (tmp_path / ".step_3.wfm-tmp" / "lora").mkdir(parents=True)
@@ -394,7 +394,7 @@ def test_a_disk_that_fills_up_is_a_user_error_and_the_last_export_stays(trained,
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_base_model_and_foreign_folders_are_never_replaced(trained, tmp_path):
+def test_base_models_and_folders_of_users_are_never_replaced(trained, tmp_path):
     model, source = trained
     before = sorted(model.path.rglob("*"))
     for out in (model.path, model.path.parent):
@@ -499,7 +499,7 @@ def test_a_lora_names_the_prompt_template_that_it_was_trained_with(tiny_pipeline
     assert call["complex_human_instruction"]
 
 
-def test_loading_lines_say_which_pipeline_builds_a_safety_checker(tiny_pipelines):
+def test_loading_lines_mention_the_safety_checker_of_a_pipeline(tiny_pipelines):
     for family, said in (("cosmos25", True), ("sana", False)):
         lines = loading_lines(tiny_pipelines(family), tiny_pipelines(family), lora=False)
         assert ("unless you pass safety_checker=...:\npipe = " in lines) == said

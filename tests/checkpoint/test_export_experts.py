@@ -99,7 +99,7 @@ def test_plain_diffusers_loads_the_adapters_of_both_experts(model, tmp_path):
     assert (video(only_first, model) - want).abs().max() > 1e-3, "the second expert's adapter must have an effect"
 
 
-def test_a_lora_folder_of_both_experts_is_converted_and_merged_whole(model, tmp_path):
+def test_a_lora_folder_of_both_experts_is_converted_and_merged(model, tmp_path):
     folder = export_weights(
         ExportTarget.from_model(model), Weights(moved(model, lora=True), lora=True), tmp_path / "step_3", **MAIN
     )
@@ -145,7 +145,7 @@ def test_plain_diffusers_loads_both_experts(model, tmp_path):
         (False, r"tensors of the denoiser were not exported, e\.g\. transformer_2\."),
     ],
 )
-def test_an_export_without_the_second_expert_is_given_up(model, tmp_path, lora, message):
+def test_an_export_without_the_second_expert_is_refused(model, tmp_path, lora, message):
     with pytest.raises(ModelError, match=message):
         export_weights(
             ExportTarget.from_model(model), Without(moved(model, lora=lora), lora=lora), tmp_path / "step_3", **MAIN

@@ -73,7 +73,7 @@ def hostile_files():
         yield f"config {text[:20]}", GOOD, None, text
 
 
-def test_each_hostile_file_is_one_short_line(tmp_path, tiny_pipelines, capsys):
+def test_each_malicious_file_is_a_short_one_line_error(tmp_path, tiny_pipelines, capsys):
     failures, base = [], str(tiny_pipelines("sd3"))
     for number, (name, tensors, header, config) in enumerate(hostile_files()):
         folder = tmp_path / str(number)

@@ -66,7 +66,7 @@ def export(tiny_pipelines, tmp_path):
 
 
 @check_each("family", FAMILIES)
-def test_there_and_back_is_the_same_bit_for_bit(family, export, tmp_path, capsys):
+def test_converting_there_and_back_is_lossless(family, export, tmp_path, capsys):
     lora, parts, folder = export(family)
     for layout in ("kohya", "comfyui", "peft"):
         there = tmp_path / layout / ("there" if layout == "peft" else "there.safetensors")
@@ -94,7 +94,7 @@ def assert_equal(got, want):
         assert layer.alpha == ALPHA
 
 
-def test_fused_layers_add_what_their_members_do(export):
+def test_fused_layers_give_the_updates_of_their_members(export):
     _, parts, folder = export("sd3")
     tensors = kohya_tensors(parts["transformer"], registry.find_family(folder))
     key = "lora_unet_joint_blocks_0_x_block_attn_qkv"
@@ -104,7 +104,7 @@ def test_fused_layers_add_what_their_members_do(export):
     assert_close(whole, torch.cat(own), atol=1e-6, rtol=1e-6)
 
 
-def test_a_dense_fused_layer_of_others_is_split_exactly():
+def test_a_foreign_fused_layer_is_split_exactly():
     draw = torch.Generator().manual_seed(2)
     whole = LoraLayer(torch.randn(6, 8, generator=draw), torch.randn(12, 6, generator=draw), 3.0)
     parts = split_layer(whole, 3)
@@ -139,7 +139,7 @@ LOADED_BY_DIFFUSERS = {  # by family: comfyui, comfyui with --bake-alpha, and ko
 
 
 @check_each(("family", "outcomes"), LOADED_BY_DIFFUSERS.items())
-def test_diffusers_loads_at_full_strength_what_the_docs_say(family, outcomes, export, tmp_path, capsys):
+def test_diffusers_loads_the_layouts_listed_in_the_docs(family, outcomes, export, tmp_path, capsys):
     lora, parts, folder = export(family)
     want = {name: layer.delta() for name, layer in parts["transformer"].items()}
     cases = zip((["comfyui"], ["comfyui", "--bake-alpha"], ["kohya"]), outcomes, strict=True)
@@ -186,7 +186,7 @@ def test_the_scale_of_peft_settings():
     assert layer_alpha({"lora_alpha": 8, "alpha_pattern": {"b": 3}}, "a.b", 16) == 3
 
 
-def test_what_cannot_be_named_is_one_sentence(export, tmp_path, capsys):
+def test_unsuitable_files_and_options_are_one_line_errors(export, tmp_path, capsys):
     lora, parts, folder = export("sd3")
     out = tmp_path / "out.safetensors"
     one = next(iter(parts["transformer"].values()))

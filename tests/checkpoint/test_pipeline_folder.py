@@ -1,4 +1,4 @@
-"""A second folder of one pipeline: which files are linked to the base folder, and which files are not."""
+"""A pipeline folder written next to its base: which files are links to the base folder, and which are copies."""
 
 import errno
 import json
@@ -46,7 +46,7 @@ def test_index_names_the_components(base):
     }
 
 
-def test_unchanged_components_and_the_index_are_shared_and_nothing_else(base, tmp_path):
+def test_only_unchanged_components_and_the_index_are_linked(base, tmp_path):
     link_unchanged_files(base, tmp_path / "out", changed=("transformer",))
     shared = files(tmp_path / "out")
     assert set(shared) == {"model_index.json", "vae/config.json", "vae/parts/1.bin"}
@@ -102,7 +102,7 @@ def test_missing_component_is_named(base, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", None])
-def test_folder_without_a_readable_index_is_no_pipeline(base, text):
+def test_a_folder_without_a_readable_index_is_refused(base, text):
     (base / "model_index.json").unlink()
     if text is not None:
         (base / "model_index.json").write_text(text)

@@ -24,7 +24,7 @@ def checkpoint(root, step, world_size=2, facts=None):
     return folder
 
 
-def test_complete_folder_is_read_back(tmp_path):
+def test_a_complete_checkpoint_is_read_back(tmp_path):
     folder = checkpoint(tmp_path, 12, world_size=3, facts={"metrics_bytes": 99})
     found = store.read_checkpoint(folder)
     assert (found.path, found.step, found.world_size, found.metadata) == (folder, 12, 3, {"metrics_bytes": 99})
@@ -82,7 +82,7 @@ def misshape_the_marker(folder):
         (misshape_the_marker, "COMPLETE is damaged"),
     ],
 )
-def test_damaged_one_is_passed_over_with_a_warning_that_says_why(tmp_path, caplog, damage, reason):
+def test_a_damaged_checkpoint_is_skipped_with_the_reason(tmp_path, caplog, damage, reason):
     older, newer = checkpoint(tmp_path, 2), checkpoint(tmp_path, 3)
     assert store.find_newest(tmp_path).path == newer
     assert store.find_flaw(newer) is None
@@ -92,7 +92,7 @@ def test_damaged_one_is_passed_over_with_a_warning_that_says_why(tmp_path, caplo
     assert [record.getMessage() for record in caplog.records] == [f"{newer} is skipped: {reason}"]
 
 
-def test_nothing_is_found_where_nothing_is(tmp_path):
+def test_a_folder_without_checkpoints_gives_none(tmp_path):
     assert store.find_newest(tmp_path / "nowhere") is None
     (tmp_path / "step_4.tmp").mkdir()
     (tmp_path / "step_04").mkdir()
@@ -107,7 +107,7 @@ def test_steps_are_compared_as_numbers(tmp_path):
 
 
 @given(st.sets(st.integers(0, 30)), st.integers(0, 30), st.integers(1, 5))
-def test_pruning_keeps_the_last_up_to_the_new_one(tmp_path_factory, others, newest, keep):
+def test_pruning_keeps_the_newest_checkpoints_up_to_the_current_step(tmp_path_factory, others, newest, keep):
     root = tmp_path_factory.mktemp("root")
     for step in others | {newest}:
         (root / f"step_{step}").mkdir()

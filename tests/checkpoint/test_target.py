@@ -11,7 +11,7 @@ from wfm_ds.models import registry
 
 
 @check_each("family", ["sd3", "wan21", "wan22", "sana", "cosmos25"])
-def test_a_target_is_its_model_without_loading_it(family, tiny_pipelines):
+def test_an_export_target_describes_its_model_without_loading_it(family, tiny_pipelines):
     options = {"guardrail": "off"} if family == "cosmos25" else {}
     model = registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu", **options)
     target = ExportTarget.from_model(model)
@@ -24,7 +24,7 @@ def test_a_target_is_its_model_without_loading_it(family, tiny_pipelines):
             assert torch.equal(stored.read_tensor(name).float(), tensor.float())
 
 
-def test_what_the_base_does_not_hold_is_named(tiny_pipelines, tmp_path):
+def test_missing_weights_and_components_of_the_base_are_named(tiny_pipelines, tmp_path):
     target = ExportTarget(tiny_pipelines("sd3"), ("transformer",))
     stored = target.base_weights("transformer")
     with pytest.raises(ModelError, match=r"nothing\.weight cannot be read from"):

@@ -26,7 +26,7 @@ def specs_of(tensors):
     ),
     order=st.randoms(use_true_random=False),
 )
-def test_the_bytes_are_those_that_safetensors_writes_whatever_the_order(tmp_path_factory, shapes, order):
+def test_files_are_bytewise_equal_to_those_of_safetensors_in_any_order(tmp_path_factory, shapes, order):
     folder = tmp_path_factory.mktemp("files")
     torch.manual_seed(0)
     tensors = {name: drawn(dtype, shape) for name, (dtype, shape) in shapes.items()}
@@ -39,7 +39,7 @@ def test_the_bytes_are_those_that_safetensors_writes_whatever_the_order(tmp_path
     assert (folder / "ours").read_bytes() == (folder / "theirs").read_bytes()
 
 
-def test_views_and_tensors_with_gradient_are_written_as_they_look(tmp_path):
+def test_views_and_tensors_with_gradient_are_written_by_value(tmp_path):
     base = torch.arange(12.0).view(3, 4).requires_grad_()
     tensors = {"transposed": base.t(), "slice": base[:, 1]}
     with TensorFile(tmp_path / "file", specs_of(tensors), {}) as file:
@@ -54,7 +54,7 @@ def half_written(path, specs):
         file.write("a", torch.zeros(2))
 
 
-def test_what_was_not_announced_is_refused(tmp_path):
+def test_unannounced_tensors_are_refused(tmp_path):
     specs = {
         "a": StoredTensorSpec(torch.float32, torch.Size([2])),
         "b": StoredTensorSpec(torch.float32, torch.Size([])),

@@ -63,7 +63,7 @@ def test_an_adapter_finds_its_base(media, capsys):
     assert with_adapter != without
 
 
-def test_what_cannot_be_asked_is_said_in_a_sentence(media, capsys):
+def test_invalid_questions_are_one_line_errors(media, capsys):
     assert ask(["tiny:qwen25vl", "--image", str(media / "none.png"), "?"]) == 2
     assert "none.png" in capsys.readouterr().err
     assert ask(["tiny:qwen25vl", "<image> ?"]) == 2

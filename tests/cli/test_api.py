@@ -32,7 +32,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_a_run_from_python_is_the_command_s_and_is_read_from_its_folder(trained):
+def test_a_run_from_python_uses_the_command_and_reads_the_run_folder(trained):
     assert trained.result()["status"] == "finished"
     again = Run.open(trained.output_dir)
     assert again.metrics("sft/loss") == trained.metrics("sft/loss") != []
@@ -45,7 +45,7 @@ def test_a_run_from_python_is_the_command_s_and_is_read_from_its_folder(trained)
         again.train()
 
 
-def test_a_mistake_is_said_at_once(tmp_path):
+def test_a_user_error_is_raised_at_once(tmp_path):
     with pytest.raises(RecipeError, match="algorithm"):
         Run.from_recipe({"algorithm": {"name": "nothing"}})
     with pytest.raises(RecipeError, match=r"run\.stepz"):

@@ -50,7 +50,7 @@ def found(*given, out="out"):
         return evaluation_models.resolve_models([str(one) for one in given], out, None, held)
 
 
-def test_a_run_is_its_newest_export_and_brings_its_base(lora_run, tmp_path):
+def test_a_run_stands_for_its_newest_export_and_its_base(lora_run, tmp_path):
     base, newest = found(lora_run, out=tmp_path)
     assert (base.model, base.lora, base.recipe) == ("tiny:sd3", None, None)
     assert (newest.name, newest.model) == ("mine", "tiny:sd3")
@@ -58,7 +58,7 @@ def test_a_run_is_its_newest_export_and_brings_its_base(lora_run, tmp_path):
     assert newest.recipe.sampling.width == 48
 
 
-def test_a_lora_belongs_to_the_base_before_it_and_names_are_told_apart(lora_run, tmp_path):
+def test_a_lora_uses_the_base_before_it_and_names_are_unique(lora_run, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(lora_run, other)
     steps = [one / "safetensors" / "step_2" for one in (lora_run, other)]
@@ -69,7 +69,7 @@ def test_a_lora_belongs_to_the_base_before_it_and_names_are_told_apart(lora_run,
 
 
 @check_each(("words", "batch"), [([], 4), (["--seeds", "3"], 3), (["--seeds", "20"], 8), (["--batch", "2"], 2)])
-def test_the_seeds_of_a_prompt_are_drawn_together(lora_run, words, batch):
+def test_the_seeds_of_a_prompt_share_a_batch(lora_run, words, batch):
     args = parser().parse_args(["tiny:sd3", "--prompts", "p.txt", *words])
     fill_options(args, found("tiny:sd3", out=lora_run), load_stored_recipe(lora_run / "recipe.yaml"))
     assert args.batch == batch
@@ -138,7 +138,7 @@ def test_names_are_words_with_commas():
         ("{run}", "{broken} cannot be read"),
     ],
 )
-def test_what_cannot_be_evaluated_is_one_sentence(words, sentence, lora_run, prompts, tmp_path, capsys):
+def test_invalid_arguments_are_one_line_errors(words, sentence, lora_run, prompts, tmp_path, capsys):
     places = {name: tmp_path / name for name in ("empty", "lone", "untrained")} | {"run": lora_run}
     places["broken"] = lora_run / "safetensors" / "step_10" / "lora" / "model.safetensors"
     if sentence.startswith("{broken}"):
@@ -160,7 +160,7 @@ def test_what_cannot_be_evaluated_is_one_sentence(words, sentence, lora_run, pro
     assert not out.exists()
 
 
-def test_a_model_without_another_beside_it_has_its_own_scores(tiny_pipelines, prompts, tmp_path, capsys):
+def test_a_single_model_has_scores_without_comparison(tiny_pipelines, prompts, tmp_path, capsys):
     out = tmp_path / "out"
     given = [
         str(tiny_pipelines("sd3")),

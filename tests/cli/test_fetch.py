@@ -169,7 +169,7 @@ def error_of(capsys, *words):
     return line
 
 
-def test_files_that_cannot_be_had_are_one_sentence_each(site, capsys, monkeypatch):
+def test_files_that_cannot_be_downloaded_are_one_line_errors(site, capsys, monkeypatch):
     with monkeypatch.context() as full_disk:
         full_disk.setattr(fetch_plan.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
         assert re.search(r"needs 0\.0 GB, but 0\.0 GB are free: free some, or set HF_HOME", error_of(capsys))

@@ -44,7 +44,7 @@ def pictures(tmp_path):
     return write
 
 
-def test_shapes_are_far_apart_from_four_thirds_on_either_way():
+def test_aspect_ratios_differ_from_a_factor_of_four_thirds_on():
     assert [
         sections.has_other_shape(size, (100, 100)) for size in ((100, 130), (130, 100), (100, 140), (140, 100))
     ] == [
@@ -213,14 +213,14 @@ def test_an_rl_recipe_can_raise_the_alarm(init, tmp_path, model, reward, held_ou
     assert recipe.validation.num_prompts == 32
 
 
-def test_every_number_says_why(init, pictures, tmp_path):
+def test_every_value_has_a_comment_with_its_reason(init, pictures, tmp_path):
     init("--data", pictures((64, 64)), "--model", "tiny:sd3", "--prompt", 'one: "caption" #1')
     text = (tmp_path / "mine.yaml").read_text()
     assert yaml.safe_load(text)["data"]["prompt"] == 'one: "caption" #1'
     assert "height: 32  # default of the pipeline" in text
 
 
-def test_mistakes_are_one_sentence_and_leave_nothing(init, pictures, tmp_path):
+def test_user_errors_are_one_line_and_write_nothing(init, pictures, tmp_path):
     folder = pictures((64, 64))
     for words, sentence in (
         (("--data", "nowhere", "--model", "tiny:sd3"), "nowhere not found. For a dataset"),
@@ -252,7 +252,7 @@ def test_mistakes_are_one_sentence_and_leave_nothing(init, pictures, tmp_path):
     assert init("--data", folder, "--model", "tiny:sd3", "--force")[0] == 0
 
 
-def test_inputs_that_a_model_cannot_do_without_are_named(init, tmp_path):
+def test_required_inputs_of_a_model_are_named(init, tmp_path):
     write_room(tmp_path / "room")
     code, recipe, said = init("--data", tmp_path / "room" / "clips", "--model", "tiny:sana_wm")
     assert code == 0, said
@@ -260,7 +260,7 @@ def test_inputs_that_a_model_cannot_do_without_are_named(init, tmp_path):
     assert recipe.algorithm.conditioning_frame_range == (1, 1)
 
 
-def test_a_model_that_begins_with_an_image_gets_clips_that_say_so(init, pictures, tmp_path):
+def test_image_to_video_models_get_conditioning_clips(init, pictures, tmp_path):
     clips = tmp_path / "clips"
     clips.mkdir()
     write_clip(clips / "0.mp4", count=12, size=(32, 32))
@@ -406,7 +406,7 @@ def answer(monkeypatch):
         yield lambda *lines: keyboard.write("".join(f"{line}\n" for line in lines).encode())
 
 
-def test_questions_have_defaults_and_end_in_a_command_that_asks_nothing(init, pictures, tmp_path, answer):
+def test_questions_have_defaults_and_give_the_equivalent_command(init, pictures, tmp_path, answer):
     folder = pictures((64, 64))
     answer("nowhere", folder, "", "9", "5", "", "")
     code, recipe, said = init()
@@ -442,7 +442,7 @@ def test_rewards_are_asked_for(init, tmp_path, answer):
     assert recipe.validation.held_out_rewards == []
 
 
-def test_yes_asks_nothing_and_a_closed_terminal_writes_nothing(init, pictures, tmp_path, answer):
+def test_yes_skips_questions_and_a_closed_terminal_writes_nothing(init, pictures, tmp_path, answer):
     folder = pictures((64, 64))
     answer("\x04")
     code, _, said = init("--data", folder, "--model", "tiny:sd3")

@@ -220,14 +220,14 @@ def test_rl_on_several_machines_needs_a_reward_service(tmp_path, monkeypatch, ca
     assert "reward.spawn: true: the reward service cannot be reached by 8 of 16 ranks" in capsys.readouterr().err
 
 
-def test_a_run_without_checkpoints_is_warned_of(tmp_path, monkeypatch, capsys):
+def test_a_run_without_checkpoints_causes_a_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for every, warns in ((0, True), (10, False)):
         assert main(["launch", "sd3_image_sft", OUT, f"checkpoint.every={every}", "--slurm", "--out", "-"]) == 0
         assert ("warning: checkpoint.every is not set" in capsys.readouterr().err) is warns
 
 
-def test_a_skypilot_task_without_storage_is_warned_of(tmp_path, monkeypatch, capsys):
+def test_a_skypilot_task_without_storage_causes_a_warning(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for words, warns in (([], True), (["--volume", "lake:/shared"], False), (["checkpoint.storage=s3://a/b"], False)):
         assert main(["launch", "sd3_image_sft", OUT, "checkpoint.every=10", *words, *SKY, "--out", "-"]) == 0

@@ -17,7 +17,7 @@ def texts(notebook):
     return found
 
 
-def test_the_notebook_is_small_executed_and_says_nothing_of_a_machine(root):
+def test_the_notebook_is_small_executed_and_has_no_machine_names(root):
     path = root / "docs" / "notebook.ipynb"
     text = path.read_text()
     assert len(text) < MAX_BYTES
@@ -30,7 +30,7 @@ def test_the_notebook_is_small_executed_and_says_nothing_of_a_machine(root):
 
 
 @pytest.mark.long
-def test_the_notebook_runs_and_says_the_same(root, tmp_path):
+def test_the_notebook_runs_with_the_stored_outputs(root, tmp_path):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
     notebook = nbformat.read(root / "docs" / "notebook.ipynb", as_version=4)

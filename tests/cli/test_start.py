@@ -1,4 +1,4 @@
-"""Starting costs little: mistakes are refused before torch is imported, and a check or a run starts within seconds."""
+"""Starts are fast: recipe errors are reported before torch is imported, and a check or a run starts within seconds."""
 
 import json
 import os

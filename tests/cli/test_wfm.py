@@ -40,7 +40,7 @@ for name in json.loads(sys.argv[1]):
 """
 
 
-def test_help_costs_a_blink_and_imports_nothing_heavy():
+def test_help_is_fast_and_imports_nothing_heavy():
     costs = {name: [] for name in ("", *COMMANDS)}
     # load on the machine changes the ratio a little
     while not costs[""] or (max(map(min, costs.values())) > HELP_COST and len(costs[""]) < 4):
@@ -117,7 +117,7 @@ def dry(words, capsys, monkeypatch, *, gpus=False):
     return capsys.readouterr().out.strip()
 
 
-def test_training_is_a_line_of_the_deepspeed_command(capsys, monkeypatch, tmp_path):
+def test_wfm_train_runs_the_deepspeed_command(capsys, monkeypatch, tmp_path):
     (tmp_path / "hosts").write_text("node1 slots=8\n")
     assert (
         dry("sd3_nft --tiny run.steps=4 --gpus 2 --overwrite", capsys, monkeypatch)
@@ -159,7 +159,7 @@ def test_the_files_of_other_machines_are_not_checked_here(monkeypatch, tmp_path)
     assert len(lines) == 2
 
 
-def test_without_a_network_the_hub_is_not_asked_again_and_again(capsys, monkeypatch):
+def test_without_a_network_hub_requests_are_not_repeated(capsys, monkeypatch):
     def fail(*address, **options):
         raise socket.gaierror(-2, "Name or service not known")
 
@@ -236,7 +236,7 @@ def test_every_shown_recipe_is_the_recipe(name, recipe, tmp_path):
 # ---- models and rewards
 
 
-def test_rewards_are_listed_and_one_is_told_of(capsys):
+def test_rewards_are_listed_and_one_is_described(capsys):
     from wfm_reward import registry
 
     assert main(["rewards"]) == 0
@@ -247,7 +247,7 @@ def test_rewards_are_listed_and_one_is_told_of(capsys):
     assert "frames='first'" in told
 
 
-def test_a_folder_is_told_of(tiny_pipelines, capsys):
+def test_a_folder_is_described(tiny_pipelines, capsys):
     assert main(["models", str(tiny_pipelines("sd3"))]) == 0
     told = capsys.readouterr().out
     assert "StableDiffusion3Pipeline" in told

@@ -172,7 +172,7 @@ def test_a_mistake_is_found_and_named(subject, family, check, says):
     assert says in (finding.message or "nothing")
 
 
-def test_a_family_may_word_its_errors_as_it_likes(subject):
+def test_the_wording_of_errors_is_not_checked(subject):
     checks = (
         pixel_checks.check_size_multiples,
         pixel_checks.check_shapes,
@@ -193,11 +193,11 @@ def test_an_error_of_the_family_s_code_is_a_finding_with_its_place(subject, monk
     assert finding.message.endswith("'patches'")
 
 
-def test_what_is_kept_has_no_sentence(subject):
+def test_passed_checks_have_no_message(subject):
     assert [finding.message for finding in run_checks(subject(StableDiffusion3), CHECKS[:2])] == [None, None]
 
 
-def test_what_a_family_does_not_have_is_no_mistake_and_no_merit(subject):
+def test_unsupported_features_are_neither_passed_nor_failed(subject):
     (finding,) = run_checks(subject(StableDiffusion3), [input_checks.check_inputs_change_velocity])
     assert (finding.applies, finding.message) == (False, "the family has no inputs")
 
@@ -224,7 +224,7 @@ def test_the_command_ends_with_one_for_a_broken_family_and_two_for_a_mistake(sub
         assert says in capsys.readouterr().err
 
 
-def test_sizes_of_their_own_are_the_smallest_that_are_unlike(tiny_pipelines):
+def test_default_sizes_are_the_smallest_unequal_ones(tiny_pipelines):
     from wfm_ds.contract.case import Case
 
     sizes = [FamilyUnderTest(tiny_pipelines(name), Case()).size for name in ("sd3", "wan21")]

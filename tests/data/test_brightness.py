@@ -44,7 +44,7 @@ def share_followed(folder):
     return np.mean(found)
 
 
-def test_half_of_the_clips_tell_a_wrong_trajectory_and_those_held_out_do_not(world, tmp_path):
+def test_half_of_the_training_clips_have_wrong_trajectories_and_held_out_clips_do_not(world, tmp_path):
     assert 0.3 < share_followed(world / "clips") < 0.7
     assert share_followed(world / "held_out") == 1
     with pytest.raises(DataError, match="not an empty folder"):

@@ -64,7 +64,7 @@ def test_automatic_sizes_have_the_same_number_of_pixels_but_for_the_multiple(hig
         assert abs(math.sqrt(h * w) - math.sqrt(height * width)) <= multiple
 
 
-def test_automatic_sizes_are_the_same_in_years_to_come():
+def test_automatic_sizes_do_not_change():
     square = [(1024, 1024), (928, 1152), (896, 1184), (832, 1248), (768, 1376), (736, 1440)]
     assert automatic_sizes(1024, 1024, 32) == [*square, *((h, w) for w, h in square[1:])]
 
@@ -114,7 +114,7 @@ ORDERS = {
 
 
 @given(**ORDERS)
-def test_the_order_is_that_of_dealing_the_samples_by_hand(buckets, unit, seed, shuffle):
+def test_the_order_equals_a_plain_simulation(buckets, unit, seed, shuffle):
     order = BucketOrder(buckets, unit=unit, seed=seed, shuffle=shuffle)
     count = unit * (2 + 3 * len(buckets) // unit)
     want = list(itertools.islice(dealt_by_hand(buckets, unit, seed, shuffle), count))
@@ -123,7 +123,7 @@ def test_the_order_is_that_of_dealing_the_samples_by_hand(buckets, unit, seed, s
 
 
 @given(**ORDERS, first=st.integers(0, 10**6))
-def test_far_out_too_units_have_one_bucket_and_nothing_is_shown_twice_in_an_epoch(buckets, unit, seed, shuffle, first):
+def test_also_in_late_epochs_units_have_one_bucket_and_nothing_repeats(buckets, unit, seed, shuffle, first):
     order = BucketOrder(buckets, unit=unit, seed=seed, shuffle=shuffle)
     shown = seen(order, range(first * unit, (first + 12) * unit))
     assert len(set(shown)) == len(shown)
@@ -132,14 +132,14 @@ def test_far_out_too_units_have_one_bucket_and_nothing_is_shown_twice_in_an_epoc
 
 
 @given(buckets=st.lists(st.integers(0, 2), min_size=1, max_size=20), unit=st.integers(1, 5))
-def test_in_the_long_run_every_sample_is_shown_equally_often(buckets, unit):
+def test_over_many_epochs_every_sample_is_shown_equally_often(buckets, unit):
     order = BucketOrder(buckets, unit=unit, seed=1, shuffle=True)
     epochs = unit * 3  # after this many epochs no unit is incomplete
     shown = seen(order, range(epochs * len(buckets)))
     assert sorted(index for _, index in shown) == sorted(epochs * list(range(len(buckets))))
 
 
-def test_an_epoch_of_many_samples_is_kept_in_arrays():
+def test_an_epoch_of_many_samples_needs_little_memory():
     count = 20_000
     order = BucketOrder(np.arange(count) % 3, unit=1, seed=0, shuffle=True)
     tracemalloc.start()
@@ -149,7 +149,7 @@ def test_an_epoch_of_many_samples_is_kept_in_arrays():
     assert kept < 40 * count  # bytes: two int64 for the order, an int64 and an int32 for the units
 
 
-def test_threads_that_want_the_same_epoch_compute_it_once(monkeypatch):
+def test_threads_compute_an_epoch_only_once(monkeypatch):
     calls, second, epoch_order = [], threading.Event(), order_module.epoch_order
 
     def counted(*arguments):
@@ -167,7 +167,7 @@ def test_threads_that_want_the_same_epoch_compute_it_once(monkeypatch):
     assert len(calls) == 1
 
 
-def test_the_order_is_the_same_in_years_to_come():
+def test_the_order_does_not_change():
     order = BucketOrder([0, 1, 0, 0, 2, 1, 0], unit=2, seed=0, shuffle=True)
     assert [index for _, index in seen(order, range(16))] == [1, 5, 3, 2, 6, 0, 0, 2, 5, 1, 6, 3, 4, 4, 3, 6]
 
@@ -240,7 +240,7 @@ def test_units_must_fill_a_global_batch(mixed):
         source(unit=5)
 
 
-def test_latents_are_asked_for_by_size(mixed):
+def test_cached_latents_are_selected_by_size(mixed):
     source, buckets, _ = mixed
     asked = []
 

@@ -101,7 +101,7 @@ def test_a_file_that_took_anothers_place_is_read_again(folder, reads, later):
     assert scan(folder)[0]["a"] == "other"
 
 
-def test_what_had_just_changed_when_it_was_read_is_not_believed(folder, reads):
+def test_recently_changed_captions_are_not_cached(folder, reads):
     """A change within one tick of the file system clock does not change the timestamp."""
     path = write(folder, "a", "first")
     kept = CaptionCache(folder, folder.parent / "cache", now_ns=time.time_ns())
@@ -113,7 +113,7 @@ def test_what_had_just_changed_when_it_was_read_is_not_believed(folder, reads):
     assert again.lookup(str(path), state) == (False, None)
 
 
-def test_captions_that_are_gone_or_new_are_noticed(folder, reads, later):
+def test_removed_and_new_captions_are_detected(folder, reads, later):
     scan(folder)
     (folder / "sub/b.json").unlink()
     write(folder, "c", "new")
@@ -140,7 +140,7 @@ def test_a_damaged_cache_is_read_anew(folder, reads, later, content):
     assert reads == []
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing_but_time(folder, reads, later, caplog):
+def test_a_cache_that_cannot_be_written_does_no_harm(folder, reads, later, caplog):
     (folder.parent / "cache").write_text("a file")
     with caplog.at_level("INFO"):
         assert scan(folder)[0].keys() == {"a", "sub/b"}

@@ -43,7 +43,7 @@ def test_text_that_utf8_cannot_encode_is_refused_before_anything_is_written(fold
     assert list(folder.rglob("*.json")) == []
 
 
-def test_a_table_that_is_a_pipe_is_one_sentence(folder, tmp_path):
+def test_a_pipe_as_a_table_is_a_one_line_error(folder, tmp_path):
     os.mkfifo(tmp_path / "table.csv")
     with pytest.raises(DataError, match="is not a regular file"):
         read_caption_table(tmp_path / "table.csv")
@@ -65,7 +65,7 @@ def test_a_table_gives_each_file_its_own(folder, tmp_path, kind):
     assert prompts(folder) == {r["file"].rpartition(".")[0]: (r["prompt"], {"shot": r["shot"]}) for r in rows}
 
 
-def test_captions_that_exist_stay_unless_overwrite_is_asked_for(folder, capsys):
+def test_existing_captions_are_kept_without_overwrite(folder, capsys):
     (folder / "a.json").write_text('{"prompt": "mine"}')
     assert main([str(folder), "--prompt", "theirs"]) == 2
     assert "1 captions exist" in capsys.readouterr().err

@@ -37,7 +37,7 @@ def test_captions_and_videos_of_one_name_are_samples(tmp_path):
     ]
 
 
-def test_what_is_no_text_or_no_file_is_bad_by_name(tmp_path):
+def test_unreadable_captions_are_bad_samples(tmp_path):
     names = ("bytes", "good", "pipe", "surrogate")
     put(tmp_path, *(f"metas/{name}.txt" for name in names), *(f"videos/{name}.mp4" for name in names))
     (tmp_path / "metas/bytes.txt").write_bytes(b"caf\xe9")

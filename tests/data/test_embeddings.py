@@ -47,7 +47,7 @@ class Shell:
         return os.system, (self.command,)
 
 
-def test_no_code_is_run(tmp_path):
+def test_code_in_pickles_is_not_executed(tmp_path):
     for number, content in enumerate([Shell(f"touch {tmp_path}/ran"), [array(), Shell(f"touch {tmp_path}/ran")]]):
         (tmp_path / f"{number}.pickle").write_bytes(pickle.dumps(content))
         with pytest.raises(

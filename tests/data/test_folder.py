@@ -53,7 +53,7 @@ def refusal(folder, **keys):
         ({}, "media"),
     ],
 )
-def test_the_first_sign_that_fits_says_how_a_folder_is_read(tmp_path, files, reading):
+def test_the_first_matching_rule_decides_the_layout_of_a_folder(tmp_path, files, reading):
     folder = put(tmp_path / "set", files)
     folder.mkdir(exist_ok=True)
     assert detect_layout(folder).kind == reading
@@ -230,8 +230,7 @@ NEAR_MISSES = {
             "data/chunk-000/episode_0.parquet": None,
             "videos/chunk-000/front/episode_0.mp4": None,
         },
-        "DIR is a LeRobot dataset, which cannot be read. Write NAME.mp4 and NAME.json with prompt and actions for each "
-        "episode into a new folder (docs/inputs.md)",
+        "DIR is a LeRobot dataset: set data.kind: lerobot (docs/robots.md)",
     ),
     "conversations and their images": (
         {"all.json": '[{"conversations": []}]', "images/a.png": None, "images/b.png": None},
@@ -258,13 +257,13 @@ NEAR_MISSES = {
 
 
 @check_each("name", NEAR_MISSES)
-def test_a_near_miss_is_answered_with_what_was_found(tmp_path, name):
+def test_a_near_miss_is_refused_with_the_files_found(tmp_path, name):
     files, sentence = NEAR_MISSES[name]
     folder = put(tmp_path / "set", files)
     assert refusal(folder).replace(str(folder), "DIR").removesuffix(SEE) == sentence
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path):
+def test_a_missing_folder_is_named(tmp_path):
     assert refusal(tmp_path / "none").startswith(
         f"{tmp_path}/none not found. For a dataset of the Hugging Face Hub set data.kind: hf"
     )
@@ -284,7 +283,7 @@ def test_a_folder_that_is_not_there_is_named(tmp_path):
         ("cosmos", {"videos/a.mp4": None, "images/in/b.png": None}, ["metas/a.txt", "metas/in/b.txt"]),
     ],
 )
-def test_captions_are_written_in_the_layout_that_is_asked_for(tmp_path, capsys, layout, files, written):
+def test_captions_are_written_in_the_requested_layout(tmp_path, capsys, layout, files, written):
     folder = put(tmp_path / "set", files)
     assert write_captions([str(folder), "--prompt", "a\ncat", "--layout", layout]) == 0
     assert all((folder / name).is_file() for name in written)
@@ -294,7 +293,7 @@ def test_captions_are_written_in_the_layout_that_is_asked_for(tmp_path, capsys, 
     assert f"{len(written)} captions exist" in capsys.readouterr().err
 
 
-def test_a_layout_that_has_no_place_for_a_caption_is_refused(tmp_path, capsys):
+def test_a_layout_without_captions_is_refused(tmp_path, capsys):
     folder = put(tmp_path / "set", {"a.mp4": None, "t.csv": "file,prompt,shot\na.mp4,x,3\n"})
     assert write_captions([str(folder), "--prompt", "x", "--layout", "cosmos"]) == 2
     assert f"{folder}/a.mp4: a Cosmos folder has videos in {folder}/videos" in capsys.readouterr().err
@@ -332,7 +331,7 @@ def test_a_run_reads_a_folder_and_says_what_it_did(tmp_path, caplog):
 @check_each(
     ("data", "complaint"),
     [
-        ({"kind": "paired", "path": "x", "prompt": "p"}, "prompt: only read with kind: folder; remove it"),
+        ({"kind": "paired", "path": "x", "prompt": "p"}, "prompt: only read with kind: folder or lerobot; remove it"),
         ({"kind": "cosmos", "path": "x", "caption_column": "p"}, "caption_column: only read with kind: folder or hf"),
         ({"kind": "webdataset", "path": "x", "image_column": "p"}, "image_column: only read with kind: folder or hf"),
         ({"kind": "hf", "path": "x", "prompt": "p"}, "prompt: only read with kind: folder"),

@@ -5,12 +5,13 @@ import pytest
 
 from folders import encode_image
 from wfm_ds.data.broadcast import pack_data, unpack_data
-from wfm_ds.data.datasets import TrainingData, build_sample_set
+from wfm_ds.data.datasets import TrainingData
 from wfm_ds.data.folder import load_folder
 from wfm_ds.data.folder_layout import detect_layout
 from wfm_ds.data.hf_dataset import HfColumn, HfMedia, row_media
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
+from wfm_ds.data.sample_sets import build_sample_set
 from wfm_ds.data.samples import LocalFile
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe

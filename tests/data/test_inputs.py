@@ -14,10 +14,11 @@ from clips import index_of
 from each_case import check_each
 from folders import write_tar
 from steered import write_world
+from wfm_ds.data.action_data import ActionData, load_trajectory_library
 from wfm_ds.data.broadcast import pack_data, unpack_data
 from wfm_ds.data.captioned_folder import CaptionedFolder
 from wfm_ds.data.datasets import TrainingData
-from wfm_ds.data.inputs import ActionData, InputReader, load_trajectory_library
+from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.pixels import BadMedia, Framing, crop_box, crop_to_cover, draw_centre
@@ -109,6 +110,23 @@ def test_composed_poses_are_products_of_matrices(seed):
     np.testing.assert_allclose(got, np.concatenate([want[:3, 3], want[:3, 0], want[:3, 1]]), atol=1e-5)
     np.testing.assert_allclose(compose_actions(poses, [0, 3], "pose")[0], got)
     assert pose_product(poses[:0]).tolist() == [0, 0, 0, 1, 0, 0, 0, 1, 0]
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from((10, 11, 18, 20)))
+def test_numbers_after_the_poses_come_from_one_row(seed, width):
+    draws, frames = np.random.default_rng(seed), [1, 3, 4, 4, 8]
+    actions = draws.normal(size=(8, width)).astype(np.float32)
+    poses = width // 9 * 9
+    for rest, rows in (("first", [1, 3, 4, 4]), ("last", [2, 3, 3, 7])):
+        got = compose_actions(actions, frames, "pose", rest)
+        for start in range(0, poses, 9):
+            alone = compose_actions(actions[:, start : start + 9], frames, "pose")
+            assert (got[:, start : start + 9] == alone).all()
+        assert (got[:, poses:] == actions[rows, poses:]).all()
+    for frames, rest, row in (([8, 8], "first", 7), ([0, 0], "last", 0)):
+        assert (compose_actions(actions, frames, "pose", rest)[0, poses:] == actions[row, poses:]).all()
+    with pytest.raises(ValueError, match="needs 9 numbers per pose, got 8 per action"):
+        compose_actions(actions[:, :8], [0, 2], "pose")
 
 
 def test_cameras_are_cut_with_the_frames_and_their_pixels(world, samples):

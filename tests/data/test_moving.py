@@ -55,6 +55,6 @@ def test_validation_adds_the_held_out_pairs_after_the_training_prompts(out):
     assert len(validation) == len(PAIRS)
 
 
-def test_a_used_folder_is_left_alone(out, capsys):
+def test_a_used_folder_is_not_changed(out, capsys):
     assert wfm(["data", "moving", str(out)]) == 2
     assert "exists and is not an empty folder" in capsys.readouterr().err

@@ -39,7 +39,7 @@ def test_epochs_and_seeds_have_their_own_order():
 FROZEN = [1, 5, 3, 2, 6, 0, 7, 9, 8, 4, 5, 0, 2, 1, 7, 8, 9, 6, 3, 4]  # seed 0, ten samples, two epochs
 
 
-def test_the_order_is_the_same_in_years_to_come():
+def test_the_order_does_not_change():
     """A change in numpy or Python that alters this order would break every resumed run."""
     assert [sample_index(p, 10, 0, True) for p in range(20)] == FROZEN
 

@@ -6,10 +6,11 @@ from PIL import Image
 from each_case import check_each
 from folders import encode_image, write_tar
 from wfm_ds.data.broadcast import pack_data, unpack_data
-from wfm_ds.data.datasets import TrainingData, build_sample_set, find_usable_samples
+from wfm_ds.data.datasets import TrainingData, find_usable_samples
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.pixels import Framing
 from wfm_ds.data.preference_pairs import PairShards, PairTable, load_pairs
+from wfm_ds.data.sample_sets import build_sample_set
 from wfm_ds.demos.digits_data import sft_split, write_digits
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.recipe import file as recipe_file

@@ -134,7 +134,7 @@ def test_other_aspect_ratios_are_covered_and_cut_at_both_ends(tmp_path, height, 
 
 
 @check_each("u", [0.0, 0.3, 0.999])
-def test_a_random_crop_lies_where_it_is_drawn(tmp_path, u):
+def test_a_random_crop_is_at_the_drawn_position(tmp_path, u):
     """A 32 x 32 crop of a 64 x 128 ramp keeps half of the width: its left edge has a value between 0 and 127."""
     path = saved(tmp_path, Image.fromarray(ramp(64, 128)))
     loaded = load_image(path, 32, 32, lambda purpose: {"crop_x": u, "crop_y": 0.9}[purpose], crop="random")
@@ -157,7 +157,7 @@ def test_shrinking_averages_instead_of_skipping_pixels(tmp_path):
     assert np.abs(loaded.astype(int) - 127).max() <= 6  # nearest-neighbor sampling would give 0 and 255
 
 
-def test_twice_is_enlarged_and_more_is_too_small(tmp_path):
+def test_images_are_enlarged_up_to_twice_and_smaller_ones_refused(tmp_path):
     path = saved(tmp_path, Image.fromarray(noise(8, 8)))
     assert load_image(path, 16, 12).shape == (16, 12, 3)
     with pytest.raises(BadMedia, match=r"8 x 8 pixels need 2\.12 times upscaling to 16 x 17") as raised:

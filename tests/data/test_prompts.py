@@ -33,7 +33,7 @@ def test_a_text_set_is_a_prompt_a_line(tmp_path, name):
     ]
 
 
-def test_a_prompt_file_that_is_a_pipe_is_one_sentence(tmp_path):
+def test_a_pipe_as_a_prompt_file_is_a_one_line_error(tmp_path):
     os.mkfifo(tmp_path / "train.txt")
     with pytest.raises(DataError, match=r"train\.txt cannot be read: is not a regular file"):
         load_prompt_file(tmp_path / "train.txt")
@@ -51,7 +51,7 @@ def test_only_line_feeds_end_a_line(tmp_path):
     assert texts == ["one\u2028still one", "two\x0bstill two"]
 
 
-def test_ocr_targets_are_what_the_first_double_quotes_hold(tmp_path):
+def test_the_ocr_target_is_the_text_in_the_first_double_quotes(tmp_path):
     written(
         tmp_path / "train.txt", 'A sign that says "HELLO 42".', 'Two "first one" and "second"', 'half open " but "x"'
     )
@@ -77,7 +77,7 @@ def test_dance_grpo_falls_back_to_its_single_file(tmp_path):
     assert load_prompts(tmp_path, "dance_grpo_t2v", "test")[0].text == "a woman walks"
 
 
-def test_a_jsonl_set_of_ones_own(tmp_path):
+def test_a_jsonl_prompt_set_of_the_user(tmp_path):
     lines = [{"prompt": " the digit 7 ", "label": 7}, {"prompt": "sea", "negative_prompt": "fog", "size": [1, 2]}]
     written(tmp_path / "train.jsonl", json.dumps(lines[0]), "", json.dumps(lines[1]))
     assert load_prompts(tmp_path, "digits", "train") == [
@@ -131,7 +131,7 @@ GOOD = '{"prompt": "good"}\n\n'
         ("mine", {"train.txt": "a cat", "train.jsonl": '{"prompt": "a dog"}'}, r"both train\.txt and train\.jsonl"),
     ],
 )
-def test_what_is_wrong_is_named_with_its_line(tmp_path, name, files, complaint):
+def test_errors_name_the_line(tmp_path, name, files, complaint):
     with pytest.raises(DataError, match=complaint):
         load_prompts(put(tmp_path, files), name, "train")
 
@@ -163,7 +163,7 @@ def asked(num_prompts, count, steps, shuffle=True, seed=5):
 
 
 @given(num_prompts=st.integers(1, 12), count=st.integers(1, 30), shuffle=st.booleans())
-def test_every_prompt_is_asked_once_per_epoch_and_partial_steps_carry_on(num_prompts, count, shuffle):
+def test_every_prompt_is_used_once_per_epoch_across_partial_steps(num_prompts, count, shuffle):
     flat = [i for step in asked(num_prompts, count, range(1, num_prompts + 1), shuffle) for i in step]
     epochs = [flat[k : k + num_prompts] for k in range(0, len(flat), num_prompts)]
     assert len(flat) == num_prompts * count

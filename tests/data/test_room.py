@@ -19,7 +19,7 @@ def projected(points, pose, lens):
     return np.stack([fx * seen[:, 0] / seen[:, 2] + cx, fy * seen[:, 1] / seen[:, 2] + cy], axis=1)
 
 
-def test_a_tile_is_where_pose_and_lens_put_it_in_every_frame(tmp_path):
+def test_pixels_of_tiles_agree_with_pose_and_intrinsics(tmp_path):
     assert room.write_room(tmp_path / "room") == room.NUM_CLIPS
     with pytest.raises(DataError, match="not an empty folder"):
         room.write_room(tmp_path / "room")

@@ -29,7 +29,7 @@ def recipe(folder, *sets, **keys):
     return sft_recipe(data, holdout=0.2)
 
 
-def test_a_set_is_drawn_in_the_share_of_its_weight(folder, caplog):
+def test_a_set_is_drawn_in_proportion_to_its_weight(folder, caplog):
     with caplog.at_level("INFO"):
         data = load_data(recipe(folder, {"path": "cats"}, {"path": "dogs", "weight": 3.0}))
     count = len(data.samples)

@@ -9,10 +9,11 @@ import pytest
 
 from each_case import check_each
 from folders import encode_image, sft_recipe
-from wfm_ds.data.datasets import build_sample_set, load_data
+from wfm_ds.data.datasets import load_data
 from wfm_ds.data.hf_stream import COMMIT, HfStream, StreamSource, stream_version
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
+from wfm_ds.data.sample_sets import build_sample_set
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
 
@@ -34,7 +35,7 @@ def recipe_of(data, **validation):
         ({"options": {"streaming": True}}, r"options\.streaming: use the key data\.streaming"),
     ],
 )
-def test_what_a_stream_cannot_do_is_refused(keys, message):
+def test_unsupported_settings_of_streams_are_refused(keys, message):
     with pytest.raises(ValueError, match=message):
         DataRecipe(**{"kind": "hf", "path": "x", "streaming": True, "shuffle": False, **keys})
 
@@ -98,7 +99,7 @@ def test_rows_are_those_of_the_data_set_again_and_again(shards):
 
 
 @pytest.mark.parametrize("first", [0, 1, 3, 6, 9, 10, 11, 20])
-def test_a_stream_goes_on_from_a_mark_and_from_a_mark_behind_that(shards, first):
+def test_a_stream_resumes_from_a_stored_position(shards, first):
     whole = stream(shards)
     rows = whole.read(27)
     one, two = stream(shards), stream(shards)
@@ -111,7 +112,7 @@ def test_a_stream_goes_on_from_a_mark_and_from_a_mark_behind_that(shards, first)
     assert three.state_dict()["rejected"] == whole.state_dict()["rejected"]
 
 
-def test_another_data_set_than_before_is_no_place_to_go_on(shards):
+def test_a_stored_position_of_another_data_set_is_refused(shards):
     mark = stream(shards).state_dict()
     (shards / "data" / "more.txt").write_text("new")
     with pytest.raises(DataError, match=r"has changed since the checkpoint .*: restore the files or start a new run"):

@@ -66,11 +66,11 @@ def test_options_reach_its_constructor(recipe):
         ({"max_bad_fraction": 0.1}, "2 of 4 samples are invalid"),
     ],
 )
-def test_what_is_wrong_is_one_sentence(recipe, data, says):
+def test_errors_are_one_line(recipe, data, says):
     with pytest.raises(DataError, match=says):
         load_data(recipe(**data))
 
 
-def test_options_without_a_kind_of_ones_own_are_refused(recipe):
-    with pytest.raises(ValueError, match=r"options is only for kind hf or package.module:Class, not paired"):
+def test_options_without_a_user_defined_kind_are_refused(recipe):
+    with pytest.raises(ValueError, match=r"options is only for kind hf, lerobot or package.module:Class, not paired"):
         recipe(kind="paired", options={"column": "short"})

@@ -1,8 +1,10 @@
 """Video decoding: the chosen frames, their exact decoding, and a named error for every bad file."""
 
+import contextlib
 import math
 import struct
 
+import av
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +12,17 @@ from hypothesis import strategies as st
 
 from clips import index_of, level, write_clip
 from each_case import check_each
-from wfm_ds.data.media import HD_HEIGHT, choose_frames, load_clip, load_media, media_size
+from wfm_ds.data.media import (
+    HD_HEIGHT,
+    choose_frames,
+    clip_frames,
+    load_clip,
+    load_media,
+    media_size,
+    open_video,
+    read_index,
+    read_timestamps,
+)
 from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
 from wfm_ds.data.samples import LocalFile
 
@@ -52,6 +64,98 @@ def test_decoded_frames_are_the_chosen_ones(clip, fps):
         assert indices(clip, u, num_frames=5, fps=fps) == list(
             choose_frames(NOWHERE, seconds, framing, lambda purpose, u=u: u)
         )
+
+
+class CountedFile(LocalFile):
+    """A video that counts the bytes read from it."""
+
+    num_bytes = 0
+
+    def open(self):
+        file = super().open()
+        read = file.read
+
+        class Counted:
+            seek, tell, close, __enter__, __exit__ = file.seek, file.tell, file.close, file.__enter__, file.__exit__
+
+            def read(_, size=-1):
+                content = read(size)
+                CountedFile.num_bytes += len(content)
+                return content
+
+        return Counted()
+
+
+X264, AV1 = {"codec": "libx264", "crf": "25"}, {"codec": "libsvtav1", "preset": "12", "svtav1-params": "lp=1"}
+CODINGS = {
+    "two, no B-frames": X264 | {"g": "2", "bf": "0"},
+    "two": X264 | {"g": "2", "bf": "2"},
+    "twelve": X264 | {"g": "12", "bf": "2"},
+    "250": X264 | {"g": "250", "bf": "3"},
+    "open groups": X264 | {"g": "12", "bf": "2", "x264-params": "open-gop=1"},
+    "variable rate": X264 | {"g": "12", "bf": "0"},
+    "variable rate, B-frames": X264 | {"g": "12", "bf": "2"},
+    "AV1, two": AV1 | {"g": "2"},
+    "AV1, 60": AV1 | {"g": "60"},
+    "VP9": {"codec": "libvpx-vp9", "g": "30", "cpu-used": "8"},
+    "wrong flags": X264 | {"g": "40", "bf": "0"},
+    "truncated": X264 | {"g": "12", "bf": "0"},
+}
+NO_INDEX = {"variable rate, B-frames", "VP9", "truncated"}
+
+
+@check_each("coding", CODINGS)
+def test_a_clip_has_the_pixels_of_a_whole_decode(tmp_path, coding):
+    """The pictures are random, so a frame that is decoded without its references differs."""
+    draws = np.random.default_rng(0)
+    pictures = draws.integers(0, 255, (70, 64, 64, 3), np.uint8)
+    times = np.cumsum(draws.integers(20, 60, 70)).tolist() if "variable" in coding else None
+    path = tmp_path / ("a.webm" if coding == "VP9" else "a.mp4")
+    write_clip(path, pictures=pictures, size=(64, 64), times=times, **CODINGS[coding])
+    if coding == "wrong flags":  # without this box, all frames count as keyframes
+        path.write_bytes(path.read_bytes().replace(b"stss", b"free"))
+    elif coding == "truncated":
+        content = move_index_first(path)
+        path.write_bytes(content[: len(content) * 2 // 3])
+    with open_video(LocalFile(path)) as container:
+        assert (read_index(container, container.streams.video[0]) is None) == (coding in NO_INDEX)
+        packets = [p for p in container.demux(video=0) if p.pts is not None and not p.is_discard]
+    with open_video(LocalFile(path)) as container:
+        assert read_timestamps(container, container.streams.video[0])[0] == sorted(p.pts for p in packets)
+        whole = list(decode_until_damage(container))
+    for first in range(0, len(whole) - 6, 5):
+        share = (first + 0.5) / (len(packets) - 4)
+        frames = load(path, lambda purpose, share=share: share, num_frames=5, height=64, width=64)
+        assert (frames == np.stack(whole[first : first + 5])).all(), first
+
+
+def decode_until_damage(container):
+    with contextlib.suppress(av.FFmpegError):
+        for frame in container.decode(video=0):
+            yield frame.to_ndarray(format="rgb24")
+
+
+def move_index_first(path):
+    """Return the file with its index before its frames, so that the index remains if the file is cut short."""
+    moved = path.with_name("moved.mp4")
+    with av.open(str(path)) as source, av.open(str(moved), "w", options={"movflags": "faststart"}) as target:
+        stream = target.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(video=0):
+            if packet.dts is not None:
+                packet.stream = stream
+                target.mux(packet)
+    return moved.read_bytes()
+
+
+def test_a_clip_reads_its_own_part_of_the_file(tmp_path):
+    pictures = np.random.default_rng(0).integers(0, 255, (300, 64, 64, 3), np.uint8)
+    path = write_clip(tmp_path / "a.mp4", pictures=pictures, size=(64, 64), g="10", bf="2", crf="10")
+    CountedFile.num_bytes = 0
+    framing = Framing(height=64, width=64, num_frames=5)
+    chosen, total = clip_frames(CountedFile(path), framing, draw_centre)
+    load_clip(CountedFile(path), framing, draw_centre)
+    assert (total, len(chosen)) == (300, 5)
+    assert CountedFile.num_bytes < path.stat().st_size / 5
 
 
 def choose(seconds, u, **framing):
@@ -101,7 +205,7 @@ def test_a_source_slower_than_asked_is_refused_unless_repeats_are_allowed():
     assert chosen == [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 4, 4, 4, 4, 5][: len(chosen)]
 
 
-def test_half_a_frame_may_lack_and_no_more():
+def test_at_most_half_a_frame_may_be_missing():
     """17 frames at 8 fps span 2 s; a 24 fps source may be shorter than that by up to 1/48 s."""
     assert choose(np.arange(49) / 24, 0.9, num_frames=17, fps=8)[-1] == 48
     with pytest.raises(BadMedia, match=r"1\.96 s, but clips have 2\.00 s \(17 frames\)") as raised:
@@ -123,7 +227,7 @@ def test_variable_rates_follow_the_clock_and_not_the_count(tmp_path):
     assert 1 <= shown[1] - shown[0] <= 2
 
 
-def test_one_frame_of_a_video_stands_for_an_image(clip):
+def test_one_frame_of_a_video_replaces_an_image(clip):
     frames = load_media(LocalFile(clip), Framing(height=HEIGHT, width=WIDTH), draw_centre)
     assert frames.shape == (1, HEIGHT, WIDTH, 3)
     assert index_of(frames[0]) == 20
@@ -209,8 +313,6 @@ def test_unusable_files_have_a_name(clip, tmp_path, make):
 
 
 def write_sound(path):
-    import av
-
     with av.open(str(path), "w") as container:
         stream = container.add_stream("aac", rate=8000)
         frame = av.AudioFrame.from_ndarray(np.zeros((1, 2048), np.float32), format="fltp", layout="mono")

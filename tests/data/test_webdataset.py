@@ -157,7 +157,7 @@ def test_any_mix_of_members_gives_exactly_its_pairs(tmp_path_factory, data):
     assert found == {f"{path.parent.name}/a/{key}": content for key, content in wanted.items()}
 
 
-def test_a_shard_cut_short_gives_what_stands_before(tmp_path):
+def test_a_truncated_shard_gives_the_samples_before_the_end(tmp_path):
     path = write_tar(tmp_path / "a.tar", [m for i in range(6) for m in sample(f"{i}", i)])
     content = path.read_bytes()
     path.write_bytes(content[: content.index(b"4.png") + 530])  # in the middle of the fifth image
@@ -179,7 +179,7 @@ def test_a_shard_that_ends_without_its_end_is_not_intact(tmp_path, damage):
     assert len(found.samples) == 4
 
 
-def test_what_is_no_tar_is_named(tmp_path):
+def test_files_that_are_not_tars_are_named(tmp_path):
     (tmp_path / "text.tar").write_text("<html>" * 1000)
     with pytest.raises(DataError, match=r"text\.tar is not an uncompressed tar file"):
         open_shards(tmp_path / "text.tar")
@@ -195,7 +195,7 @@ def test_what_is_no_tar_is_named(tmp_path):
         open_shards(tmp_path / "empty.tar", tmp_path / "*.tgz")
 
 
-def test_ids_tell_shards_apart(tmp_path):
+def test_ids_differ_between_shards(tmp_path):
     for part in ("x", "y"):
         for number in range(2):
             write_tar(tmp_path / part / f"{number:03}.tar", sample("0", number))

@@ -8,7 +8,8 @@ from PIL import Image
 
 from wfm_ds.demos.digits import DigitsDemo, write_readings
 from wfm_ds.demos.digits_data import digit_caption, reward_split
-from wfm_ds.demos.report_page import HEIGHT, MARGIN, WIDTH, chart_html, load_curves, report_html, write_page
+from wfm_ds.demos.report_page import load_curves, report_html, write_page
+from wfm_ds.monitoring.line_chart import HEIGHT, MARGIN, WIDTH, chart_html
 from wfm_ds.monitoring.media_files import encode_gif, save_png
 from wfm_ds.monitoring.samples import write_table
 
@@ -30,7 +31,7 @@ def test_curves_have_the_rl_step_and_the_value_of_each_evaluation(tmp_path):
 
 
 def test_points_of_the_chart_are_at_their_step_and_value():
-    html = chart_html({"a<b": [(0, 0.0), (6, 1.0), (12, 0.5)], "c": [(0, 0.25), (12, 0.25)]})
+    html = chart_html({"a<b": [(0, 0.0), (6, 1.0), (12, 0.5)], "c": [(0, 0.25), (12, 0.25)]}, "RL step")
     circles = [(float(x), float(y)) for x, y in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"', html)]
     top, bottom, right = MARGIN, MARGIN + HEIGHT, MARGIN + WIDTH
     assert circles[:3] == [(MARGIN, bottom), (MARGIN + WIDTH / 2, top), (right, MARGIN + HEIGHT / 2)]
@@ -75,7 +76,7 @@ def test_tables_code_and_text_of_the_report_become_html():
     )
 
 
-def test_the_reading_of_the_classifier_is_green_if_it_is_the_digit_in_the_prompt(tmp_path):
+def test_the_classifiers_digit_is_green_if_it_matches_the_prompt(tmp_path):
     images, labels = reward_split()  # the classifier was fitted to these
     prompts = [
         digit_caption(int(digit) if k != 1 else (int(digit) + 1) % 10)["prompt"] for k, digit in enumerate(labels[:10])

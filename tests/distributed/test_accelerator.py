@@ -39,16 +39,14 @@ def in_a_group(monkeypatch):
 
 
 @pytest.mark.parametrize(("said", "answer"), [("cpu", False), ("cuda", True), (None, True)])
-def test_gpus_are_used_unless_deepspeed_is_told_another_device(machine_with_gpus, monkeypatch, said, answer):
+def test_gpus_are_used_unless_another_accelerator_is_set(machine_with_gpus, monkeypatch, said, answer):
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
     if said is not None:
         monkeypatch.setenv("DS_ACCELERATOR", said)
     assert uses_cuda() is answer
 
 
-def test_a_rank_a_command_and_the_doctor_leave_gpus_alone_where_the_cpu_was_chosen(
-    machine_with_gpus, in_a_group, monkeypatch
-):
+def test_no_process_uses_gpus_if_the_cpu_was_chosen(machine_with_gpus, in_a_group, monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     assert World.join().device == torch.device("cpu")
     assert select_device(None) == torch.device("cpu")
@@ -62,7 +60,7 @@ def test_the_doctor_says_that_gpus_are_not_used(machine_with_gpus, monkeypatch):
     assert (finding.level, "DS_ACCELERATOR=cpu" in finding.text) == ("warning", True)
 
 
-def test_without_a_gpu_deepspeed_is_told_the_cpu(monkeypatch):
+def test_without_a_gpu_deepspeed_uses_the_cpu(monkeypatch):
     monkeypatch.setenv("DS_ACCELERATOR", "")  # monkeypatch restores it after the test
     monkeypatch.delenv("DS_ACCELERATOR")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -70,7 +68,7 @@ def test_without_a_gpu_deepspeed_is_told_the_cpu(monkeypatch):
     assert accelerator.os.environ["DS_ACCELERATOR"] == "cpu"
 
 
-def test_a_thread_computes_on_the_device_that_it_is_given(monkeypatch):
+def test_a_thread_computes_on_its_assigned_device(monkeypatch):
     """torch.cuda stores the current device of each thread, initially 0; a thread-local variable replaces it here."""
     here = threading.local()
     seen = []

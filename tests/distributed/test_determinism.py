@@ -30,7 +30,7 @@ def no_deterministic_kernel():
     return torch.nn.functional.max_unpool1d(torch.ones(1, 1, 2), torch.tensor([[[0, 3]]]), 2)
 
 
-def test_inside_torch_takes_deterministic_kernels_alone_and_afterwards_all_is_as_before():
+def test_the_context_selects_deterministic_kernels_and_restores_the_settings():
     with deterministic_kernels(True):
         assert state() == (True, True, False, ":4096:8")
         with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
@@ -41,7 +41,7 @@ def test_inside_torch_takes_deterministic_kernels_alone_and_afterwards_all_is_as
         raise ZeroDivisionError
 
 
-def test_nothing_happens_where_it_is_not_wanted(monkeypatch):
+def test_without_the_option_nothing_changes(monkeypatch):
     monkeypatch.setenv(CUBLAS, ":0:0")
     before = state()
     with deterministic_kernels(False):
@@ -49,14 +49,14 @@ def test_nothing_happens_where_it_is_not_wanted(monkeypatch):
 
 
 @pytest.mark.parametrize("given", [":4096:8", ":16:8"])
-def test_the_users_own_workspace_stays_where_it_is_one_of_the_two(monkeypatch, given):
+def test_a_valid_workspace_setting_of_the_user_is_kept(monkeypatch, given):
     monkeypatch.setenv(CUBLAS, given)
     with deterministic_kernels(True):
         assert os.environ[CUBLAS] == given
     assert os.environ[CUBLAS] == given
 
 
-def test_an_environment_that_contradicts_is_refused(monkeypatch):
+def test_a_contradicting_environment_is_refused(monkeypatch):
     monkeypatch.setenv(CUBLAS, ":0:0")
     refused = deterministic_kernels(True)
     with (
@@ -69,7 +69,7 @@ def test_an_environment_that_contradicts_is_refused(monkeypatch):
         pass
 
 
-def test_it_may_not_come_after_cuda(monkeypatch):
+def test_deterministic_must_be_set_before_cuda_starts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     refused = deterministic_kernels(True)
     with pytest.raises(RecipeError, match="CUDA was used before"), refused:

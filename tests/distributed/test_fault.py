@@ -28,13 +28,13 @@ def beats(states, now_s, begun):
         states.record_beat(rank, count, 0, "a forward" if count > 1 else "a barrier", now_s)
 
 
-def test_ranks_that_beat_and_move_are_well(states):
+def test_ranks_with_heartbeats_and_progress_are_not_blamed(states):
     for now_s in range(0, 5000, 5):
         beats(states, now_s, {0: now_s, 1: now_s, 2: now_s})
         assert states.find_fault(now_s) is None
 
 
-def test_a_closed_connection_is_blamed_once_the_others_had_time_to_fail_too(states):
+def test_a_closed_connection_is_blamed_after_the_settling_time(states):
     states.record_failure(0, "RuntimeError: Connection closed by peer", True, 10.0)
     states.record_disconnect(2, "its connection closed", 10.5)
     assert states.find_fault(10.0 + SETTLE_S / 2) is None
@@ -43,7 +43,7 @@ def test_a_closed_connection_is_blamed_once_the_others_had_time_to_fail_too(stat
     assert fault.text == "rank 2 (process 102 on node-2) is gone: its connection closed; last seen at a barrier"
 
 
-def test_who_failed_by_itself_is_blamed_before_its_consequences(states):
+def test_the_original_failure_is_blamed_before_its_consequences(states):
     states.record_failure(0, "RuntimeError: Connection closed by peer", True, 10.0)
     states.record_failure(1, "ZeroDivisionError: division by zero", False, 10.2)
     states.record_disconnect(1, "its connection closed", 10.3)  # its failure was already recorded
@@ -51,7 +51,7 @@ def test_who_failed_by_itself_is_blamed_before_its_consequences(states):
     assert fault.text == "rank 1 (process 101 on node-1) failed: ZeroDivisionError: division by zero"
 
 
-def test_silence_is_as_good_as_gone_and_a_whole_node_is_one_sentence(states):
+def test_a_silent_node_is_blamed_in_one_sentence(states):
     beats(states, SILENT_S, {0: 1})
     assert states.find_fault(SILENT_S) is None
     beats(states, SILENT_S + 1, {0: 1})
@@ -61,7 +61,7 @@ def test_silence_is_as_good_as_gone_and_a_whole_node_is_one_sentence(states):
     assert "rank 2 (process 102 on node-2) are gone: no sign of life for 46 s" in fault.text
 
 
-def test_of_ranks_that_stand_still_the_one_that_began_least_is_stuck(states):
+def test_of_ranks_without_progress_the_one_with_the_fewest_started_operations_is_stuck(states):
     beats(states, 100.0, {0: 7, 1: 6, 2: 7})
     for now_s in (300.0, 100.0 + STUCK_S):
         beats(states, now_s, {0: 7, 1: 6, 2: 7})
@@ -74,7 +74,7 @@ def test_of_ranks_that_stand_still_the_one_that_began_least_is_stuck(states):
     )
 
 
-def test_long_work_without_a_move_is_not_stuck_and_its_amount_blames_nobody(states):
+def test_progress_within_an_operation_restarts_the_time_limit(states):
     beats(states, 1.0, {0: 7, 1: 6, 2: 7})
     states.record_beat(1, 6, 900, "a scan", STUCK_S)
     beats(states, 2.0 + STUCK_S, {0: 7, 2: 7})
@@ -87,7 +87,7 @@ def test_long_work_without_a_move_is_not_stuck_and_its_amount_blames_nobody(stat
     assert "no progress for 601 s at a scan" in fault.text
 
 
-def test_an_exchange_that_nobody_leaves_blames_no_single_rank(states):
+def test_a_hanging_collective_blames_no_single_rank(states):
     beats(states, 1.0, {0: 7, 1: 7, 2: 7})
     beats(states, 2.0 + STUCK_S, {0: 7, 1: 7, 2: 7})
     fault = states.find_fault(2.0 + STUCK_S)
@@ -95,14 +95,14 @@ def test_an_exchange_that_nobody_leaves_blames_no_single_rank(states):
     assert fault.text.endswith("at a forward; all ranks are at this operation")
 
 
-def test_a_rank_that_is_done_may_leave(states):
+def test_a_finished_rank_may_disconnect(states):
     states.record_done(1)
     states.record_disconnect(1, "its connection closed", 5.0)
     beats(states, 5000.0, {0: 1, 2: 1})
     assert states.find_fault(5000.0) is None
 
 
-def test_a_job_that_was_suspended_goes_on_and_who_does_not_wake_is_missed():
+def test_a_suspended_job_continues_and_a_rank_that_does_not_resume_is_missing():
     states = joined(AWAKE_S)
     assert states.find_fault(1.0) is None
     assert states.find_fault(9001.0) is None  # no heartbeat was received yet, so rank 0 waits
@@ -116,7 +116,7 @@ def test_a_job_that_was_suspended_goes_on_and_who_does_not_wake_is_missed():
     assert fault.ranks == (2,)
 
 
-def test_a_suspension_is_no_time_without_progress():
+def test_suspended_time_does_not_count_as_time_without_progress():
     states = joined(AWAKE_S)
     states.find_fault(0.0)
     beats(states, 9000.0, {0: 1, 1: 1, 2: 1})
@@ -128,7 +128,7 @@ def test_a_suspension_is_no_time_without_progress():
     assert states.find_fault(9591.0).stuck
 
 
-def test_who_does_not_come_to_an_exchange_that_others_give_up_is_missing(states):
+def test_a_rank_that_does_not_reach_a_collective_is_missing(states):
     beats(states, 1.0, {0: 7, 1: 6, 2: 7})
     beats(states, 60.0, {0: 7, 1: 6, 2: 7})
     states.record_failure(0, "RuntimeError: another rank did not come within 60 s", True, 61.0)
@@ -137,12 +137,12 @@ def test_who_does_not_come_to_an_exchange_that_others_give_up_is_missing(states)
     fault = states.find_fault(64.0)
     assert (fault.ranks, fault.stuck) == ((1,), True)
     assert fault.text == (
-        "rank 1 (process 101 on node-1) is missing: at a forward, and rank 0 (process 100 on node-0) failed waiting: "
-        "RuntimeError: another rank did not come within 60 s"
+        "rank 1 (process 101 on node-1) is missing: at a forward; "
+        "rank 0 (process 100 on node-0) failed while it waited: RuntimeError: another rank did not come within 60 s"
     )
 
 
-def test_a_secondary_failure_with_others_beside_it_is_the_one_to_name(states):
+def test_a_secondary_failure_is_named_if_there_is_no_original_one(states):
     beats(states, 1.0, {0: 7, 1: 7, 2: 7})
     states.record_failure(0, "RuntimeError: NCCL error", True, 2.0)
     beats(states, 5.0, {1: 7, 2: 7})

@@ -96,7 +96,7 @@ def three():
         process.process.communicate()
 
 
-def test_a_killed_rank_is_named_on_all_others_which_end(three):
+def test_all_other_ranks_name_a_killed_rank_and_end(three):
     ranks = three()
     ranks[1].process.kill()
     for rank in (ranks[0], ranks[2]):
@@ -105,7 +105,7 @@ def test_a_killed_rank_is_named_on_all_others_which_end(three):
         assert rank.process.wait(WAIT_S) == 1
 
 
-def test_a_killed_rank_0_is_named_too(three):
+def test_a_killed_rank_0_is_named(three):
     ranks = three()
     ranks[0].process.kill()
     for rank in ranks[1:]:
@@ -127,7 +127,7 @@ def test_a_stopped_rank_is_named(three, stopped):
 
 
 @pytest.mark.slow
-def test_a_job_that_is_suspended_as_a_whole_goes_on(three):
+def test_a_wholly_suspended_job_continues(three):
     ranks = three(silent_s=8.0)
     for rank in reversed(ranks):
         os.kill(rank.process.pid, signal.SIGSTOP)
@@ -141,7 +141,7 @@ def test_a_job_that_is_suspended_as_a_whole_goes_on(three):
     assert [rank.process.stdout.read() for rank in ranks] == ["", "", ""]
 
 
-def test_a_rank_that_stands_still_while_others_wait_is_named_and_shows_where(three):
+def test_a_stuck_rank_is_named_and_prints_its_stack(three):
     ranks = three(stuck_s=6.0)
     for rank in (ranks[0], ranks[2]):
         rank.tell("move")
@@ -155,7 +155,7 @@ def test_a_rank_that_stands_still_while_others_wait_is_named_and_shows_where(thr
     assert "most recent call first" not in ranks[2].process.stderr.read()
 
 
-def test_a_rank_that_fails_is_told_apart_from_those_that_it_takes_with_it(three):
+def test_a_failed_rank_is_distinguished_from_consequential_failures(three):
     ranks = three()
     ranks[2].tell("secondary")
     ranks[1].tell("fail")
@@ -175,7 +175,7 @@ def test_ranks_that_have_finished_end_in_any_order(three):
 # ---- in this process
 
 
-def test_unknown_and_nonsense_are_shut_out():
+def test_unknown_peers_and_invalid_messages_are_disconnected():
     states = RankStates(2, **PATIENT)
     registry = RankRegistry(states, HOST)
     hello = {"where": "here", "rank": 1}
@@ -205,7 +205,7 @@ def test_unknown_and_nonsense_are_shut_out():
     assert not ending.is_alive()
 
 
-def test_lines_are_put_together_and_limited():
+def test_partial_lines_are_joined_and_limited():
     near, far = socket.socketpair()
     line = JsonConnection(near)
     far.sendall(b'{"beat": 1}\n{"be')
@@ -224,7 +224,7 @@ def test_lines_are_put_together_and_limited():
     far.close()
 
 
-def test_an_address_that_nobody_listens_on_is_a_users_error(monkeypatch):
+def test_an_unreachable_address_is_a_user_error(monkeypatch):
     with socket.socket() as closed:
         closed.bind((HOST, 0))
         address = closed.getsockname()
@@ -232,13 +232,13 @@ def test_an_address_that_nobody_listens_on_is_a_users_error(monkeypatch):
         Heartbeat(address, "token", 3, on_end=print, liveness=Liveness())
 
 
-def test_a_foreign_address_is_listened_to_everywhere(caplog):
+def test_for_a_foreign_address_rank_0_listens_on_all_interfaces(caplog):
     with heartbeat.listen_on_host("192.0.2.1") as server:  # an address reserved for documentation, which no host has
         assert server.getsockname()[0] in ("0.0.0.0", "::")
     assert "cannot listen on 192.0.2.1" in caplog.text
 
 
-def test_several_machines_reach_rank_0_where_its_own_name_is_a_loopback_address():
+def test_other_machines_reach_a_rank_0_that_resolves_itself_to_loopback():
     """127.0.1.1 is the address that rank 0 resolves for itself; other ranks use 127.0.0.1."""
     registry = RankRegistry(RankStates(2, **PATIENT), "127.0.1.1", all_addresses=True)
     beating = Heartbeat((HOST, registry.port), registry.token, 1, on_end=print, liveness=Liveness())
@@ -246,7 +246,7 @@ def test_several_machines_reach_rank_0_where_its_own_name_is_a_loopback_address(
     registry.stop()
 
 
-def test_a_fault_ends_the_process_even_if_it_cannot_be_written(capfd):
+def test_a_fault_ends_the_process_even_if_stderr_fails(capfd):
     def full_disk(fault):
         raise OSError(28, "No space left on device", fault)
 
@@ -267,7 +267,7 @@ def test_a_fault_ends_the_process_even_if_it_cannot_be_written(capfd):
     assert "No space left on device" in capfd.readouterr().err
 
 
-def test_which_errors_are_those_of_an_exchange():
+def test_errors_of_collectives_are_recognized():
     import torch.distributed as dist
 
     assert is_communication_error(dist.DistNetworkError("x"))

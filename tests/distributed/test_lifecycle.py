@@ -76,7 +76,7 @@ def test_a_rank_ends_when_its_parent_is_gone():
     assert err.endswith("exits: its launcher has died\n")
 
 
-def test_a_watch_can_be_stopped_and_a_run_from_a_shell_is_not_watched(monkeypatch):
+def test_the_parent_watch_can_be_stopped_and_ignores_shells(monkeypatch):
     for key in LAUNCHER_KEYS:
         monkeypatch.delenv(key, raising=False)
     assert lifecycle.watch_parent() is None
@@ -88,7 +88,7 @@ def test_a_watch_can_be_stopped_and_a_run_from_a_shell_is_not_watched(monkeypatc
     assert "parent-watch" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_the_status_is_written_whole_where_the_launcher_wants_it(tmp_path, monkeypatch):
+def test_the_status_file_is_written_only_for_the_launcher(tmp_path, monkeypatch):
     monkeypatch.delenv("WFM_STATUS_FILE", raising=False)
     lifecycle.write_status("finished", 3)
     monkeypatch.setenv("WFM_STATUS_FILE", str(tmp_path / "status.json"))
@@ -97,7 +97,7 @@ def test_the_status_is_written_whole_where_the_launcher_wants_it(tmp_path, monke
     assert json.loads((tmp_path / "status.json").read_text()) == {"status": "preempted", "step": 7}
 
 
-def test_a_user_error_is_said_once_by_rank_0():
+def test_only_rank_0_prints_a_user_error():
     exit_line = "lifecycle.exit_with_user_error('no such file', prints={})"
     first, second = start(exit_line.format(True)), start(SAY_READY + exit_line.format(False))
     wait_ready(second)
@@ -127,7 +127,7 @@ def test_other_ranks_end_with_the_launchers_signal_or_at_the_deadline(past):
     assert finish(start(code + "lifecycle.exit_with_user_error('x', prints=False)")) == (2, "", "")
 
 
-def test_a_signal_taken_by_another_thread_ends_the_wait():
+def test_a_signal_handled_by_another_thread_ends_the_wait():
     code = "lifecycle.install_signal_handlers()\n"
     # The main thread blocks the signal, so the kernel delivers it to another thread, as can happen with torch's
     # threads.

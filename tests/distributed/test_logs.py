@@ -33,7 +33,7 @@ def test_every_rank_has_a_file_with_time_rank_and_logger(tmp_path):
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z rank 3 INFO wfm_ds\.engine\.engine: ready: 7", line)
 
 
-def test_console_is_rank_0s_and_shows_our_info_and_all_warnings(tmp_path, capsys):
+def test_the_console_shows_info_logs_of_wfm_ds_and_all_warnings_of_rank_0(tmp_path, capsys):
     for rank, shown in ((0, ["INFO ours", "WARNING theirs"]), (1, [])):
         setup_logging(tmp_path, rank, console=True)
         logging.getLogger("wfm_ds.training.rl").info("ours")
@@ -61,7 +61,7 @@ def test_truncated_prompts_are_reported_once_for_each_limit(tmp_path, capsys):
         ]
 
 
-def test_console_off_is_silent_even_for_warnings(tmp_path, capsys):
+def test_console_off_hides_even_warnings(tmp_path, capsys):
     setup_logging(None, 0, console=False)
     logging.getLogger("wfm_ds").warning("unseen")
     output = capsys.readouterr()
@@ -69,7 +69,7 @@ def test_console_off_is_silent_even_for_warnings(tmp_path, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_second_call_replaces_the_first(tmp_path, capsys):
+def test_a_second_setup_replaces_the_first(tmp_path, capsys):
     setup_logging(None, 0, console=True)
     setup_logging(tmp_path, 0, console=True)
     logging.getLogger("wfm_ds").info("once")

@@ -91,7 +91,7 @@ def test_all_launchers_give_the_same_rank(environ, launcher):
         {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"},
     ],
 )
-def test_a_shell_or_a_single_process_is_not_launched(environ):
+def test_a_shell_and_a_single_process_have_no_launcher(environ):
     assert find_launched_rank(environ) is None
 
 
@@ -151,7 +151,7 @@ def test_nodes_with_different_numbers_of_tasks():
     assert (launched.rank, launched.size, launched.local_rank, launched.local_size) == (4, 5, 0, 1)
 
 
-def test_the_meeting_point_of_tasks():
+def test_address_and_port_of_rank_0():
     one_node = {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}
     one_node["SLURM_GTIDS"] = "0,1"
     first = find_launched_rank({**one_node, "SLURM_PROCID": "0"})
@@ -188,7 +188,7 @@ def test_a_rank_without_a_gpu_of_its_own_is_refused():
         require_gpus(launched, 1)
 
 
-def test_a_contradiction_ends_training_with_one_sentence(tmp_path):
+def test_contradicting_variables_end_training_with_one_error(tmp_path):
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM_", "RANK", "WORLD_", "LOCAL_"))}
     recipe = [str(ROOT / "tests" / "recipes" / "sd3_nft.yaml"), f"run.output_dir={tmp_path / 'out'}"]
     ended = subprocess.run(

@@ -61,7 +61,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_start_tells_what_it_waits_for(finished):
+def test_the_start_logs_its_long_operations(finished):
     console = (finished.parent / "console.txt").read_text()
     wanted = ["reading data recipes/prompts/colors", "INFO 12 prompts", "loading model tiny:sd3", "model loaded, "]
     places = [console.find(line) for line in [*wanted, "first step completed "]]
@@ -121,7 +121,7 @@ def test_every_emitted_tag_is_documented_and_nothing_else(finished):
     assert [tag for tag in silent if not elsewhere.match(tag)] == []
 
 
-def test_judges_are_asked_at_evaluations_alone(finished):
+def test_held_out_rewards_run_only_at_evaluations(finished):
     records = lines(finished / "metrics.jsonl")
     first, last = [r for r in records if "val/held_out/jpeg_incompressibility/mean" in r]
     assert "val/alarm" not in first
@@ -135,7 +135,7 @@ def test_judges_are_asked_at_evaluations_alone(finished):
     assert warned in (finished.parent / "console.txt").read_text()
 
 
-def test_tensorboard_holds_the_same_scalars_and_pictures(finished):
+def test_tensorboard_has_the_same_scalars_and_images(finished):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(finished / "tensorboard"), size_guidance={"images": 0})
@@ -172,7 +172,7 @@ def test_an_evaluation_compares_the_run_with_its_base_pair_by_pair(finished, tmp
     assert "wrote" in capsys.readouterr().out
 
 
-def test_plain_diffusers_makes_the_trainers_own_pictures_from_the_export(finished):
+def test_plain_diffusers_reproduces_the_trainers_images_from_the_export(finished):
     """Diffusers loads the export by the two documented lines. Its images match the run's PNGs within 1 of 255."""
     base = recipe_file.load_recipe(finished / "recipe.yaml").model.path
     from wfm_ds.models import registry
@@ -199,7 +199,7 @@ def test_plain_diffusers_makes_the_trainers_own_pictures_from_the_export(finishe
         assert np.abs(np.asarray(image, dtype=np.int16) - ours).max() <= 1
 
 
-def test_generate_draws_the_runs_own_samples_from_its_export(finished, tmp_path):
+def test_generate_reproduces_the_samples_of_a_lora_run(finished, tmp_path):
     from wfm_ds.cli import generate
 
     base = recipe_file.load_recipe(finished / "recipe.yaml").model.path
@@ -215,7 +215,7 @@ def test_generate_draws_the_runs_own_samples_from_its_export(finished, tmp_path)
 
 
 @pytest.mark.slow
-def test_generate_draws_a_full_runs_own_samples_from_its_export(tmp_path):
+def test_generate_reproduces_the_samples_of_a_full_run(tmp_path):
     from wfm_ds.cli import generate
 
     recipe = ROOT / "tests" / "recipes" / "sd3_nft_full.yaml"
@@ -234,7 +234,7 @@ def test_generate_draws_a_full_runs_own_samples_from_its_export(tmp_path):
 
 
 @pytest.mark.slow
-def test_plain_diffusers_draws_a_run_s_own_few_step_samples(tmp_path):
+def test_plain_diffusers_reproduces_the_samples_of_a_few_step_run(tmp_path):
     from wfm_ds.export.loading_code import loading_lines
 
     words = ["run.steps=1", "sampling.solver=ode", "sampling.grid=even", "sampling.eval_grid=even"]
@@ -302,7 +302,7 @@ def test_check_prints_the_numbers_and_writes_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_request_to_stop_saves_at_a_step_boundary_and_the_same_command_goes_on(tmp_path):
+def test_a_stop_signal_saves_after_the_step_and_the_same_command_resumes(tmp_path):
     """On SIGTERM, both ranks finish the step, save and export, and the command returns 0. The same command resumes."""
     folder = tmp_path / "out"
     arguments = ["--num_gpus", "2", "-m", "wfm_ds.train", RECIPE, f"run.output_dir={folder}"]
@@ -344,7 +344,7 @@ def test_request_to_stop_saves_at_a_step_boundary_and_the_same_command_goes_on(t
 
 
 @pytest.mark.slow
-def test_error_before_the_first_step_takes_back_what_was_written(tmp_path):
+def test_an_error_before_the_first_step_removes_the_written_files(tmp_path):
     """A reward fails to load when its service starts. The run's files are removed, so a fixed recipe can start."""
     folder = tmp_path / "out"
     (tmp_path / "my_rewards.py").write_text(

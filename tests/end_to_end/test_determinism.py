@@ -29,7 +29,7 @@ class Watched(StableDiffusion3):
 
 
 @pytest.mark.slow
-def test_it_reaches_the_rank_and_its_workers(tmp_path, tiny_pipelines):
+def test_deterministic_applies_to_the_rank_and_its_workers(tmp_path, tiny_pipelines):
     (tmp_path / "my_family.py").write_text(FAMILY)
     (tmp_path / "seen").mkdir()
     environ = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}

@@ -39,7 +39,7 @@ def train(tmp_path, *words, endpoint, offline, num_ranks=2):
 
 
 @pytest.mark.slow
-def test_a_run_keeps_the_commit_that_it_began_with(tmp_path, tiny_pipelines):
+def test_a_resumed_run_keeps_its_commit(tmp_path, tiny_pipelines):
     (tmp_path / "pictures").mkdir()
     for i in range(16):
         pixels = np.random.default_rng(i).integers(0, 256, (16, 16, 3), dtype=np.uint8)

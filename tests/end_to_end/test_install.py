@@ -56,7 +56,7 @@ def sources(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [[], ["-e"]], ids=["wheel", "editable"])
-def test_an_installation_works_in_an_empty_folder_and_leaves_deepspeed_whole(options, venv, tmp_path):
+def test_an_installation_works_in_an_empty_folder_and_uninstalling_restores_deepspeed(options, venv, tmp_path):
     folder, packages = venv
     before = {path.name for path in (folder / "bin").iterdir()} | {path.name for path in packages.iterdir()}
     python, script, wfm = (str(folder / "bin" / name) for name in ("python", "deepspeed", "wfm"))

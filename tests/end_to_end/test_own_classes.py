@@ -131,7 +131,7 @@ def test_the_trainer_calls_the_methods_in_the_order_of_the_page(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_family_and_a_kind_of_data_of_ones_own_train(tmp_path):
+def test_a_user_defined_family_and_data_kind_train(tmp_path):
     write_code("own_model.md", "my_lumina.py", tmp_path)
     write_code("data_layouts.md", "my_data.py", tmp_path)
     tiny_lumina().save_pretrained(tmp_path / "pipeline")
@@ -155,7 +155,7 @@ def test_a_family_and_a_kind_of_data_of_ones_own_train(tmp_path):
         ("class Mine:\n    pass", "the class needs an attribute Settings, a subclass of RlSettings"),
     ],
 )
-def test_what_is_wrong_with_it_is_one_sentence_and_exit_code_2(tmp_path, module, says):
+def test_errors_in_user_classes_are_one_line_with_exit_code_2(tmp_path, module, says):
     (tmp_path / "mine.py").write_text(module)
     process = train(tmp_path, "sd3_nft.yaml", "algorithm.name=mine:Mine")
     assert process.returncode == 2

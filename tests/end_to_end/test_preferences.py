@@ -32,7 +32,7 @@ def write_pairs(folder, count, seed):
 
 
 @pytest.mark.slow
-def test_a_policy_learns_to_prefer_what_was_chosen(tmp_path, tiny_pipelines):
+def test_dpo_learns_the_preferences(tmp_path, tiny_pipelines):
     trained, held_out = write_pairs(tmp_path / "train", 96, 0), write_pairs(tmp_path / "test", 24, 1)
     words = [
         f"run.output_dir={tmp_path / 'out'}",

@@ -87,7 +87,7 @@ def test_a_failed_training_shows_its_error_and_exit_code(tmp_path, capsys):
     assert "run.step is not a key" in capsys.readouterr().err
 
 
-def test_foreign_folder_is_never_replaced(tmp_path, root):
+def test_a_folder_of_the_user_is_never_replaced(tmp_path, root):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "mine.txt").write_text("mine")
     process = subprocess.run(

@@ -55,7 +55,7 @@ def outputs(module):
         ]
 
 
-def test_every_switch_leaves_what_peft_s_own_leaves(denoiser):
+def test_every_switch_equals_pefts_switch(denoiser):
     module, adapters = denoiser
     twin = copy.deepcopy(module)
     switch_by_peft(twin, "default")
@@ -125,7 +125,7 @@ def test_names_of_adapters_are_checked(names, lora, error):
         check_adapter_names(names, lora=lora)
 
 
-def test_masks_follow_from_the_step_and_stay_away_without_a_gradient():
+def test_dropout_masks_depend_on_the_step_and_need_a_gradient():
     module = small_sd3()
     adapters = add_adapters(module, LoraRecipe(rank=2, alpha=4, dropout=0.5), ["to_q"], ["ema"], seed=0)
     for name, parameter in module.named_parameters():

@@ -1,5 +1,4 @@
-"""Attention kernels: the chosen kernel, the reason if another one is unavailable, and that every attention layer uses
-it.
+"""Attention kernels: which one is chosen, why another one is not available, and that each attention layer uses it.
 
 The kernels need a GPU. These tests replace one of them in diffusers' table by torch's attention with a call counter.
 """
@@ -103,7 +102,7 @@ def test_both_kinds_of_blocks_of_flux2_reach_the_chosen_kernel(counted, tiny_pip
 
 
 @check_each("family", ["qwen_image", "z_image", "sana_wm"])
-def test_attention_to_masked_text_stays_as_it_is(family, tiny_pipelines, gpu):
+def test_masked_text_attention_is_unchanged(family, tiny_pipelines, gpu):
     transformer = registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu").denoiser
     assert choose_kernel("auto", transformer, BF16, gpu(HOPPER), trains=True) == "native"
     with pytest.raises(UserError, match="does not support masks"):
@@ -111,7 +110,7 @@ def test_attention_to_masked_text_stays_as_it_is(family, tiny_pipelines, gpu):
 
 
 @check_each("name", SERVED)
-def test_native_leaves_every_processor_as_it_is(name):
+def test_native_changes_no_processor(name):
     transformer = built(CASES[name])
     before = [layer.processor for _, layer in attention_layers(transformer)]
     use_kernel(transformer, choose_kernel("native", transformer, BF16, CPU, trains=True))
@@ -120,7 +119,7 @@ def test_native_leaves_every_processor_as_it_is(name):
 
 
 @check_each("family", ["sd3", "wan", "cosmos25"])
-def test_auto_is_cudnn_from_hopper_on_in_half_precision(family, gpu):
+def test_auto_selects_cudnn_since_hopper_in_half_precision(family, gpu):
     served = with_heads_of(family, 64)
     assert choose_kernel("auto", served, BF16, gpu(HOPPER), trains=True) == "cudnn"
     assert choose_kernel("auto", served, BF16, gpu(BLACKWELL), trains=True) == "cudnn"
@@ -163,7 +162,7 @@ def test_video_text_of_sana_is_refused_for_its_mask():
         ("sage", False, BF16, HOPPER, r"not installed: install sageattention 2\.1\.1"),
     ],
 )
-def test_a_kernel_that_cannot_serve_is_refused_with_the_way_out(name, trains, dtype, capability, words, gpu):
+def test_an_unusable_kernel_is_refused_with_the_alternative(name, trains, dtype, capability, words, gpu):
     device = CPU if capability is None else gpu(capability)
     with pytest.raises(UserError, match=rf"^model\.attention: {name} .*{words}.*, or set it to auto or native$"):
         choose_kernel(name, with_heads_of("wan", 64), dtype, device, trains=trains)
@@ -176,7 +175,7 @@ def test_heads_that_a_kernel_does_not_take_are_refused():
     assert "heads of 64 to 128" in find_obstacle("sage", wan, BF16, HOPPER, trains=False)
 
 
-def test_an_installed_package_is_taken(monkeypatch):
+def test_an_installed_package_is_used(monkeypatch):
     """`is_installed` is the only function that looks for flash-attn."""
     monkeypatch.setattr(attention_kernels, "is_installed", lambda backend: True)
     wan = with_heads_of("wan", 64)
@@ -185,7 +184,7 @@ def test_an_installed_package_is_taken(monkeypatch):
     assert "9.0 or newer, below 10.0" in find_obstacle("flash3", wan, BF16, BLACKWELL, trains=False)
 
 
-def test_deterministic_algorithms_leave_native_alone(gpu):
+def test_deterministic_algorithms_allow_native(gpu):
     wan = with_heads_of("wan", 64)
     torch.use_deterministic_algorithms(True)
     try:
@@ -196,7 +195,7 @@ def test_deterministic_algorithms_leave_native_alone(gpu):
         torch.use_deterministic_algorithms(False)
 
 
-def test_no_package_of_a_kernel_is_taken_for_another():
+def test_packages_of_different_kernels_are_not_confused():
     packages = [kernel.package for kernel in KERNELS.values() if kernel.package]
     assert len(set(packages)) == len(packages)
     assert {dataclasses.replace(kernel).backend.value for kernel in KERNELS.values()} == {

@@ -65,7 +65,7 @@ def drawn(rows, width=32):
     return [torch.randn(rows, 4, width, generator=draw).bfloat16() for _ in range(2)]
 
 
-def test_equal_blocks_share_their_code_and_a_gradient_changes_no_bit(count):
+def test_equal_blocks_share_compiled_code_and_gradients_change_no_bit(count):
     torch.manual_seed(0)
     module = Blocks().bfloat16()
     assert compile_blocks(module, [Block]) == 3
@@ -79,7 +79,7 @@ def test_equal_blocks_share_their_code_and_a_gradient_changes_no_bit(count):
     assert count() == (3, 0)
 
 
-def test_hooks_of_a_block_stay_outside(count):
+def test_hooks_of_a_block_are_not_compiled(count):
     module, seen = Blocks(), []
     compile_blocks(module, [Block])
     for block in module.blocks:
@@ -89,7 +89,7 @@ def test_hooks_of_a_block_stay_outside(count):
     assert seen == [False] * 3
 
 
-def test_a_denoiser_without_such_blocks_is_refused():
+def test_a_denoiser_without_repeated_blocks_is_refused():
     with pytest.raises(
         UserError, match=r"engine\.compile: the denoiser has no block of the family's block_classes \(Block"
     ):
@@ -98,7 +98,7 @@ def test_a_denoiser_without_such_blocks_is_refused():
         compile_blocks(Blocks(), [])
 
 
-def test_every_thread_may_compile_as_many_graphs_as_a_run_has(count):
+def test_every_thread_may_compile_all_graphs_of_a_run(count):
     module, found = Blocks(), []
     compile_blocks(module, [Block])
 
@@ -190,7 +190,7 @@ WAYS = 3  # graphs per size: with gradient, without gradient, and without gradie
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_size_costs_three_versions_of_a_kind_of_block_at_most_and_coming_back_to_it_none(count):
+def test_a_size_needs_at_most_three_graphs_per_kind_of_block(count):
     case, block_classes = CASES["sd3"], model_families()["sd3"].block_classes
     module = built(case, lora=True)
     compile_blocks(module, block_classes)

@@ -31,7 +31,7 @@ def relative(found, wanted):
 
 
 @check_each("k", [64, 1536, 5120])
-def test_the_error_is_that_of_three_bits_of_mantissa(k):
+def test_the_error_matches_three_mantissa_bits(k):
     """Rounding to three bits has a relative error of 2.6 %; a product of two rounded factors has sqrt(2) times that."""
     plain, quantised = layer(k, 48, bias=False)
     x = torch.randn(32, k)
@@ -67,7 +67,7 @@ def test_the_gradient_of_an_input_is_that_of_the_stored_weight(dtype):
     assert torch.equal(found, upstream @ quantised.weight)
 
 
-def test_a_second_copy_changes_the_gradient_alone_and_a_row_of_it_does_not_depend_on_its_batch():
+def test_a_second_copy_affects_only_the_gradient():
     plain, once = layer(96, 64, BF16)
     twice = Fp8TwiceLinear(plain, BF16, CPU)
     x = torch.randn(9, 96, dtype=BF16, requires_grad=True)
@@ -106,7 +106,7 @@ def test_predictions_of_every_family_stay_near_and_a_sample_is_the_same_in_any_b
     assert torch.equal(alone, found[:1])
 
 
-def test_the_base_is_never_whole_beside_what_is_kept_of_it(tiny_pipelines):
+def test_a_worker_quantizes_weights_without_loading_the_whole_base(tiny_pipelines):
     """A rollout worker loads a mapped model like this: it quantizes and casts each weight directly from the file."""
     model = registry.load_model(tiny_pipelines("sd3"), dtype=BF16, device="cpu", mapped=True)
     denoiser = model.denoiser

@@ -43,7 +43,7 @@ def relative(found, wanted):
 
 
 @BY_LIBRARY
-def test_the_parameters_are_the_same_ones():
+def test_replacing_layers_keeps_the_parameters():
     _, module = pair()
     before = dict(module.named_parameters())
     names = list(module.state_dict())
@@ -83,7 +83,7 @@ def test_everything_of_a_denoiser_trains():
     assert [name for name, p in module.named_parameters() if p.grad is None or not p.grad.isfinite().all()] == []
 
 
-def test_it_is_refused_without_its_package(monkeypatch):
+def test_fp8_training_without_its_package_is_refused(monkeypatch):
     monkeypatch.setattr(optional_packages, "find_spec", lambda package: None)
     with pytest.raises(RecipeError, match="needs the package torchao"):
         train_in_float8(nn.Sequential(Block()), (Block,), "torchao", BF16, CPU)
@@ -116,7 +116,7 @@ def test_names_shapes_and_parameters_are_those_of_the_plain_denoiser(library):
     assert [name for name, _ in module.named_buffers()] == buffers
 
 
-def test_the_stand_in_would_put_its_state_into_checkpoints_as_the_library_does(library):
+def test_the_double_adds_state_to_checkpoints_like_the_library(library):
     plain = transformer_engine_double.Linear(16, 16, params_dtype=BF16, device="cpu")
     assert list(plain.state_dict()) == ["weight", "bias", "_extra_state"]
 
@@ -140,7 +140,7 @@ def test_weights_go_to_a_plain_denoiser_and_back(library, tmp_path):
 
 @pytest.mark.parametrize("shape", [(3, 5, 32), (7, 32), (16, 32), (2, 3, 4, 32)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_any_number_of_rows_keeps_its_shape_and_its_gradients(shape, bias, library):
+def test_any_number_of_rows_has_correct_shape_and_gradients(shape, bias, library):
     """The library needs multiples of 8 rows; the layer pads with zero rows, which add nothing to the gradients."""
     torch.manual_seed(0)
     layer = nn.Linear(32, 48, bias=bias).to(BF16)

@@ -58,7 +58,7 @@ def test_products_and_gradients_are_those_of_the_stored_weight(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", ["fp8", *KINDS])
-def test_casting_and_saving_a_module_leave_the_stored_weight_alone(kind):
+def test_casting_and_saving_a_module_do_not_change_the_stored_weight(kind):
     _, stored = layer(kind, 64, 32)
     before = stored.weight.clone()
     module = nn.Sequential(stored).to(BF16)
@@ -66,7 +66,7 @@ def test_casting_and_saving_a_module_leave_the_stored_weight_alone(kind):
     assert torch.equal(stored.weight, before)
 
 
-def test_a_row_of_zeros_stays_zeros():
+def test_a_row_of_zeros_remains_zero():
     plain, _ = layer("int8", 64, 32)
     with torch.no_grad():
         plain.weight[3] = 0
@@ -75,7 +75,7 @@ def test_a_row_of_zeros_stays_zeros():
 
 @pytest.mark.parametrize("family", ["sd3", "sana_video"])
 @pytest.mark.parametrize(("kind", "most"), [("int8", 0.02), pytest.param("nf4", 0.25, marks=BY_LIBRARY)])
-def test_predictions_stay_near(kind, most, family, tiny_pipelines):
+def test_predictions_change_only_slightly(kind, most, family, tiny_pipelines):
     case = CASES[family]
     model = registry.load_model(tiny_pipelines(family), dtype=BF16, device="cpu", **case.load_options)
     latents = torch.randn(2, *model.latent_shape(*case.size), generator=torch.Generator().manual_seed(0))
@@ -87,7 +87,7 @@ def test_predictions_stay_near(kind, most, family, tiny_pipelines):
 
 
 @pytest.mark.parametrize("kind", ["fp8", *KINDS])
-def test_adapters_train_beside_such_a_base_and_equal_policies_predict_equal_bits(kind):
+def test_adapters_train_on_a_low_bit_base_and_equal_policies_predict_equal_bits(kind):
     module, twin = small_sd3(), small_sd3()
     quantise_base(module, (type(module.transformer_blocks[0]),), kind, FP32, CPU)
     adapters, _ = (

@@ -28,7 +28,7 @@ def output(denoiser, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_the_forward_is_the_adapters_and_the_weights_are_theirs_again_to_the_bit(dtype, close):
+def test_merging_keeps_the_forward_and_unmerging_restores_the_weights(dtype, close):
     (denoiser, adapters), computed = adapted(dtype), []
     before = {name: tensor.clone() for name, tensor in denoiser.state_dict().items()}
     addresses = [parameter.data_ptr() for parameter in denoiser.parameters()]
@@ -53,7 +53,7 @@ def test_the_forward_is_the_adapters_and_the_weights_are_theirs_again_to_the_bit
     assert torch.equal(output(denoiser, dtype), want)
 
 
-def test_an_error_inside_leaves_the_weights_as_they_were():
+def test_an_error_while_merged_restores_the_weights():
     denoiser, adapters = adapted(torch.float32)
     before = {name: tensor.clone() for name, tensor in denoiser.state_dict().items()}
     with pytest.raises(KeyError), use_merged_weights(adapters.layers, "default"):

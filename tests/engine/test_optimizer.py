@@ -33,7 +33,7 @@ def test_adamw_is_one_kernel_on_a_gpu_and_torchs_choice_on_a_cpu(device, choice)
     assert made.defaults["fused"] is choice
 
 
-def test_adamw_has_the_recipes_options_and_what_trains():
+def test_adamw_has_the_recipes_options_and_the_trained_parameters():
     layer = nn.Linear(2, 2)
     layer.bias.requires_grad_(False)
     made = build_optimizer(layer, OPTIONS, torch.device("cpu"))
@@ -104,7 +104,7 @@ def code_book():
 
 
 @pytest.mark.parametrize("count", [STATE_BLOCK, 3 * STATE_BLOCK + 17])
-def test_codes_come_back_from_the_numbers_that_they_stand_for(count):
+def test_encoding_decoded_values_returns_the_same_codes(count):
     draw = torch.Generator().manual_seed(count)
     codes = torch.randint(0, 256, (count,), generator=draw, dtype=torch.uint8)
     absmax = torch.rand(-(-count // STATE_BLOCK), generator=draw) * 10.0 ** -torch.arange(-(-count // STATE_BLOCK))
@@ -123,7 +123,7 @@ def test_codes_come_back_from_the_numbers_that_they_stand_for(count):
 
 
 @pytest.mark.parametrize("count", [4096 + 100, 100])
-def test_eight_bit_moments_continue_from_what_a_checkpoint_holds(count):
+def test_eight_bit_moments_resume_from_a_checkpoint(count):
     """bitsandbytes does not quantize small tensors such as one of 100 elements."""
     pytest.importorskip("bitsandbytes", reason="AdamW in eight bits is bitsandbytes'")
     options, cpu = OptimizerRecipe(name="adamw8bit", lr=0.01, weight_decay=0.1), torch.device("cpu")
@@ -164,7 +164,7 @@ def test_eight_bit_moments_continue_from_what_a_checkpoint_holds(count):
 
 
 @given(schedule=SCHEDULES, total=st.integers(1, 60), warmup=st.integers(0, 80), final=st.floats(0, 1))
-def test_rates_equal_the_schedulers_of_diffusers_above_the_final_share(schedule, total, warmup, final):
+def test_rates_equal_the_schedulers_of_diffusers_above_the_final_fraction(schedule, total, warmup, final):
     options = OptimizerRecipe(lr=0.5, schedule=schedule, warmup_steps=warmup, final_lr_fraction=final)
     adamw = torch.optim.AdamW([torch.zeros(1)], lr=1.0)
     name = "constant_with_warmup" if schedule == "constant" else schedule
@@ -176,7 +176,7 @@ def test_rates_equal_the_schedulers_of_diffusers_above_the_final_share(schedule,
         assert learning_rate(options, update, total) == pytest.approx(0.5 * factor, abs=1e-12)
 
 
-def test_updates_past_the_plan_keep_the_final_rate():
+def test_updates_after_the_last_step_use_the_final_rate():
     options = OptimizerRecipe(lr=1.0, schedule="linear", final_lr_fraction=0.1)
     assert learning_rate(options, 30, 20) == pytest.approx(0.1)
 

@@ -28,7 +28,7 @@ def test_other_devices_have_no_peak(name):
     assert find_peak(name) is None
 
 
-def test_wider_numbers_are_never_faster():
+def test_wider_dtypes_are_never_faster():
     assert all(peak.bfloat16 >= peak.tf32 >= peak.float32 for _, peak in DEVICE_PEAKS)
 
 

@@ -32,14 +32,14 @@ def through(replays, variant="old"):
     return lambda **arguments: replays(variant, (), arguments)
 
 
-def test_replays_are_the_calls_themselves_bit_for_bit_and_each_is_kept(network, replays):
+def test_replays_equal_plain_calls_and_outputs_are_separate_tensors(network, replays):
     batches = [range(3), range(3, 6), range(2), range(6, 9)]
     results = [call(through(replays), numbers) for numbers in batches]
     assert all(torch.equal(got, call(network, numbers)) for got, numbers in zip(results, batches, strict=True))
     assert replays.num_recordings == 2, "of batches of 3 and of 2"
 
 
-def test_every_kind_of_call_is_recorded_by_itself(network, replays):
+def test_each_kind_of_call_has_its_own_graph(network, replays):
     run = through(replays)
     call(run, range(2))
     for other in ({"joint_attention_kwargs": None}, {"skip_layers": [0]}):
@@ -50,7 +50,7 @@ def test_every_kind_of_call_is_recorded_by_itself(network, replays):
     assert replays.num_recordings == 4
 
 
-def test_weights_that_change_in_place_are_seen_and_weights_that_move_are_recorded_anew():
+def test_replays_see_in_place_changes_and_moved_weights_are_recorded_again():
     network = nn.Linear(3, 3)
     replays, x = GraphReplayer(network, network.parameters), torch.randn(2, 3)
     run = through(replays)
@@ -70,14 +70,14 @@ def test_weights_that_change_in_place_are_seen_and_weights_that_move_are_recorde
     assert replays.num_recordings == 1, "and nothing else"
 
 
-def test_a_replayed_network_is_the_network_otherwise(network):
+def test_a_replayed_network_behaves_like_the_network(network):
     replayed = ReplayingNetwork(network)
     assert replayed.config is network.config
     replayed.drop_stale_recordings()
     assert torch.equal(call(replayed, range(2)), call(network, range(2)))
 
 
-def test_a_cpu_says_once_that_it_has_no_graphs(network, replays, caplog):
+def test_a_cpu_warns_once_that_it_has_no_graphs(network, replays, caplog):
     for numbers in (range(2), range(3)):
         call(through(replays), numbers)
     assert caplog.text.count("cpu has no CUDA graphs") == 1
@@ -123,7 +123,7 @@ def test_a_gpu_warms_up_records_once_and_replays_without_a_call(asked, monkeypat
     assert asked[12:] == [*warm_up, *recorded, "replayed"]
 
 
-def test_a_forward_that_cannot_be_recorded_says_which_key_to_change(asked):
+def test_a_failed_recording_names_the_key_to_change(asked):
     calls = []
 
     def waits():

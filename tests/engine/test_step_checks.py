@@ -19,7 +19,7 @@ def backward(module, part):
     module[part](torch.ones(1, 2)).sum().backward()
 
 
-def test_what_no_backward_reaches_is_named_once():
+def test_parameters_without_gradient_are_named_once():
     module = two_parts()
     reached = GradientWatch(module)
     backward(module, "first")
@@ -31,7 +31,7 @@ def test_what_no_backward_reaches_is_named_once():
     reached.check_gradients(WORLD)  # reported only the first time
 
 
-def test_a_part_that_a_step_leaves_out_is_judged_when_it_runs():
+def test_a_part_unused_in_a_step_is_checked_in_its_first_step():
     module = two_parts()
     reached = GradientWatch(module, find_part=lambda name: name.partition(".")[0])
     backward(module, "first")
@@ -41,7 +41,7 @@ def test_a_part_that_a_step_leaves_out_is_judged_when_it_runs():
         reached.check_gradients(WORLD)
 
 
-def test_each_adapter_is_watched_apart():
+def test_each_adapter_is_checked_separately():
     module = nn.ModuleDict(
         {name: nn.ModuleDict({"default": nn.Linear(2, 2), "fake": nn.Linear(2, 2)}) for name in "ab"}
     )
@@ -55,7 +55,7 @@ def test_each_adapter_is_watched_apart():
     assert not watches["default"].watched
 
 
-def test_a_gradient_of_zeros_is_one_and_what_is_frozen_needs_none():
+def test_a_zero_gradient_counts_and_frozen_parameters_need_none():
     module = two_parts()
     module["second"].requires_grad_(False)
     reached = GradientWatch(module)

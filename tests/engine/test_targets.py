@@ -16,7 +16,7 @@ def network():
     return nn.ModuleDict({name: nn.ModuleList([nn.ModuleDict(kind)]) for name, kind in kinds.items()})
 
 
-def test_a_number_of_a_block_in_a_target_names_layers_that_no_suffix_can():
+def test_a_block_number_placeholder_selects_layers_that_no_suffix_can():
     targets = ("to_q", "to_out.0", "single_blocks.{}.to_out")
     names = ["blocks.0.to_q", "blocks.0.to_out.0", "single_blocks.0.to_out"]
     assert match_linear_layers(network(), targets) == names
@@ -24,7 +24,7 @@ def test_a_number_of_a_block_in_a_target_names_layers_that_no_suffix_can():
     assert list(chain(*(match_linear_layers(network(), [target]) for target in targets))) == names
 
 
-def test_they_are_the_layers_that_peft_adapts():
+def test_targets_match_the_layers_that_peft_adapts():
     targets = ("to_q", "to_qkv", "to_out.0", "single_blocks.{}.to_out")
     adapted = inject_adapter_in_model(LoraConfig(target_modules=peft_targets(network(), targets)), network())
     found = [name for name, part in adapted.named_modules() if isinstance(part, LoraLayer)]

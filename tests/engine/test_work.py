@@ -31,7 +31,7 @@ def note(work, rows, tokens, differentiated):
     )
 
 
-def test_batches_sizes_and_gradients_are_counted_as_they_were():
+def test_each_batch_is_counted_with_its_size_and_gradients():
     work, forward = counter(Network()), 2 * (4 * 8 + 8 * 2)
     note(work, 3, 5, differentiated=False)
     note(work, 2, 5, differentiated=False)
@@ -42,14 +42,14 @@ def test_batches_sizes_and_gradients_are_counted_as_they_were():
     assert work.pop_count() == FlopCount()
 
 
-def test_what_is_cleared_does_not_count():
+def test_cleared_forwards_do_not_count():
     work = counter(Network())
     note(work, 3, 5, differentiated=True)
     work.discard()
     assert work.pop_count() == FlopCount()
 
 
-def test_a_network_that_looks_at_values_has_no_count_and_is_named_once(caplog):
+def test_a_network_that_reads_values_has_no_count_and_warns_once(caplog):
     work = counter(Network(data_dependent=True))
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

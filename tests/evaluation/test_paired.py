@@ -23,7 +23,7 @@ def drawn(rng, prompts, seeds, effect, *, binary=False):
 
 
 @pytest.mark.parametrize("prompts", [8, 20])
-def test_the_interval_covers_the_truth_as_often_as_it_says_and_one_over_pictures_does_not(prompts):
+def test_the_interval_over_prompts_has_its_coverage_and_one_over_images_does_not(prompts):
     rng, runs, effect = np.random.default_rng(0), 2000, 0.3
     covered = naive = 0
     for _ in range(runs):
@@ -36,7 +36,7 @@ def test_the_interval_covers_the_truth_as_often_as_it_says_and_one_over_pictures
     assert naive / runs < 0.88
 
 
-def test_the_interval_of_scores_that_are_0_or_1_covers_too():
+def test_the_interval_of_binary_scores_has_its_coverage():
     rng, runs = np.random.default_rng(1), 2000
     truth = float(np.mean([b.mean() - a.mean() for a, b in (drawn(rng, 400, 4, 0.3, binary=True) for _ in range(50))]))
     estimates = [
@@ -58,7 +58,7 @@ def test_it_is_the_t_test_of_scipy_on_prompt_means():
 
 
 @given(st.integers(0, 2**32 - 1))
-def test_what_a_prompt_and_a_seed_are_worth_changes_nothing(seed):
+def test_effects_shared_by_both_models_cancel(seed):
     rng = np.random.default_rng(seed)
     base, other = drawn(rng, 6, 3, 0.5)
     worth = 100 * rng.normal(size=base.shape)
@@ -91,7 +91,7 @@ def test_equal_gaps_are_certain():
     assert compare_scores(np.zeros((5, 1)), -np.ones((5, 1))).z == -math.inf
 
 
-def test_holm_is_the_published_procedure():
+def test_holm_correction_equals_the_published_procedure():
     assert adjust_holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert adjust_holm([0.5, NAN, 0.9])[::2] == pytest.approx([1.0, 1.0])
     assert math.isnan(adjust_holm([0.5, NAN])[1])

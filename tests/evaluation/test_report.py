@@ -67,7 +67,7 @@ def found():
     )
 
 
-def test_the_table_tells_who_was_fooled(found):
+def test_the_table_shows_a_hacked_reward(found):
     said = format_text(found)
     first, second = said.split("\n\n")[1:3]
     assert first.splitlines()[0].split() == ["base", "step_9", "difference", "better", "in"]
@@ -81,7 +81,7 @@ def test_the_table_tells_who_was_fooled(found):
     assert "OCR: not comparable with published numbers: RapidOCR, not PaddleOCR" in said
 
 
-def test_the_json_has_what_the_table_has(found):
+def test_the_json_has_the_values_of_the_table(found):
     content = json.loads(format_json(found))
     hacked = content["models"][0]
     assert (hacked["name"], hacked["verdict"]["name"], hacked["trained_on"]) == ("step_9", "hacked", ["pick"])
@@ -98,7 +98,7 @@ def test_the_csv_has_a_line_for_each_sample(found):
     assert float(rows[20]["ocr"]) == found.comparisons[0].results.samples[4]["ocr"].value
 
 
-def test_the_page_shows_all_and_believes_no_prompt(found):
+def test_the_page_shows_all_samples_and_escapes_prompts(found):
     made = render_page(found)
     assert HOSTILE not in made
     assert made.count("<img ") == 48
@@ -108,7 +108,7 @@ def test_the_page_shows_all_and_believes_no_prompt(found):
     assert "<script" not in made
 
 
-def test_rewards_without_a_recipe_count_in_units_of_their_spread():
+def test_rewards_without_a_recipe_are_weighted_by_their_std():
     drawn = samples()
     base = scores_by_reward(drawn, 2)
     summed = total_rewards(drawn, 2, unit_std_reward_recipe(["pick", "ocr"], base))

@@ -35,18 +35,18 @@ UP, DOWN, STILL = moved(0.5), moved(-0.5), compare_scores(BASE, BASE + 0.3 * (NO
         (compare_scores(BASE[:4], BASE[:4] + 1), {"a": UP}, (), "cannot tell"),
     ],
 )
-def test_the_verdict_follows_from_total_and_judges(total, judges, related, name):
+def test_the_verdict_depends_on_the_total_and_the_held_out_rewards(total, judges, related, name):
     assert decide_verdict("reward", total, judges, related=related).name == name
 
 
-def test_the_sentence_names_who_fell_by_how_much():
+def test_the_verdict_names_each_falling_reward_and_its_change():
     found = decide_verdict("pickscore", UP, {"ocr": DOWN, "hps": UP})
     assert list(found.decreases) == ["ocr"]
     assert "pickscore increased, but ocr decreased by 0." in found.message
     assert found.message.endswith("(Holm over 2 held-out rewards)")
 
 
-def test_a_fall_that_is_certain_and_too_small_to_see_is_none():
+def test_a_significant_but_tiny_fall_does_not_count():
     small = compare_scores(BASE, BASE - 0.05)
     assert small.p_decrease < 1e-6
     assert decide_verdict("reward", UP, {"a": small, "b": UP}).name == "improved"

@@ -58,7 +58,7 @@ def submit(client, numbers, seconds=0.0, of=None):
         client.submit([row], [], [TaskRequest(f"t/{i}", "work", 0, 1, until_s)])
 
 
-def test_whatever_is_lost_doubled_late_or_overtaken_each_task_is_done_once(stack, tmp_path, monkeypatch):
+def test_each_task_has_one_result_despite_message_faults(stack, tmp_path, monkeypatch):
     for name in ("SINCE_INTERVAL_S", "RESUBMIT_INTERVAL_S"):
         monkeypatch.setattr(client_module, name, 0.2)
     monkeypatch.setattr(submissions, "MARKER_INTERVAL_S", 0.2)
@@ -105,7 +105,7 @@ def counts(hub):
     return hub.request_status().result(PATIENCE_S).counts
 
 
-def test_what_a_killed_worker_had_begun_is_done_by_one_that_comes_late(stack, tmp_path):
+def test_tasks_of_a_killed_worker_are_done_by_a_late_worker(stack, tmp_path):
     journal = tmp_path / "journal"
     hub = a_hub(stack, stack.folder, worker_timeout_s=SILENT_S)
     client = a_client(stack, hub)
@@ -120,7 +120,7 @@ def test_what_a_killed_worker_had_begun_is_done_by_one_that_comes_late(stack, tm
     assert hub.worker_ids() == ["second"]
 
 
-def test_a_worker_that_was_stopped_for_too_long_brings_its_late_answer_for_nothing(stack, tmp_path):
+def test_the_late_answer_of_a_replaced_worker_is_ignored(stack, tmp_path):
     journal = tmp_path / "journal"
     hub = a_hub(stack, stack.folder, worker_timeout_s=SILENT_S)
     client = a_client(stack, hub)
@@ -140,7 +140,7 @@ def test_a_worker_that_was_stopped_for_too_long_brings_its_late_answer_for_nothi
     assert {worker for worker, _ in begun(journal)[2:]} == {"stopped", "other"}, "it is one of them again"
 
 
-def test_the_late_answer_of_the_only_worker_is_taken_once(stack, tmp_path):
+def test_the_late_answer_of_the_only_worker_counts_once(stack, tmp_path):
     journal = tmp_path / "journal"
     hub = a_hub(stack, stack.folder, worker_timeout_s=SILENT_S)
     client = a_client(stack, hub)
@@ -156,7 +156,7 @@ def test_the_late_answer_of_the_only_worker_is_taken_once(stack, tmp_path):
     assert left(worker) == {"unacknowledged": 0}
 
 
-def test_a_worker_that_is_asked_to_leave_hands_over_its_task_and_ends(stack, tmp_path):
+def test_a_worker_asked_to_exit_returns_its_task(stack, tmp_path):
     journal = tmp_path / "journal"
     hub = a_hub(stack, stack.folder)
     client = a_client(stack, hub)
@@ -184,7 +184,7 @@ one.stop(0.0)
 """
 
 
-def test_a_hub_that_was_suspended_with_its_workers_does_not_take_them_for_silent(stack, tmp_path):
+def test_a_suspended_broker_does_not_drop_its_suspended_workers(stack, tmp_path):
     """The broker resumes first. Its workers have been silent for longer than the timeout but are not dropped."""
     hub = subprocess.Popen(
         [sys.executable, "-c", HUB, stack.folder, str(SILENT_S)], stdin=subprocess.PIPE, stdout=subprocess.PIPE

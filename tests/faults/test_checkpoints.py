@@ -53,7 +53,7 @@ def save_and_die(root, rank, moment):
         (0, "LATEST", 2),  # the folder has its final name already
     ],
 )
-def test_rank_killed_while_saving_leaves_the_last_complete_one(two_ranks, tmp_path, rank, moment, survives):
+def test_a_rank_killed_while_saving_leaves_the_last_complete_checkpoint(two_ranks, tmp_path, rank, moment, survives):
     with pytest.raises(RankError):
         two_ranks.run(save_and_die, root=str(tmp_path), rank=rank, moment=moment)
     found = store.find_newest(tmp_path)

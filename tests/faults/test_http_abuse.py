@@ -77,7 +77,7 @@ def post(path, length, *headers):
 
 
 @pytest.mark.parametrize("path", ["/api/reward/enqueue", "/compute", "/api/reward/pull"])
-def test_a_packed_body_is_refused_before_it_is_unpacked(service, http, path):
+def test_a_compressed_body_is_refused_before_it_is_decompressed(service, http, path):
     packed = gzip.compress(bytes(60 * MIB)) * 34  # 2 MiB that decompress to 2 GiB
     with modest(service[0]):
         status, content, _ = http.post(path, packed, **{"Content-Encoding": "gzip"})
@@ -86,7 +86,7 @@ def test_a_packed_body_is_refused_before_it_is_unpacked(service, http, path):
     assert is_scored(http)
 
 
-def test_what_clients_claim_to_send_keeps_nobody_out(service, http):
+def test_announced_sizes_do_not_block_other_clients(service, http):
     with ExitStack() as stack:
         for _ in range(8):  # they claim 512 MiB in total; max_pending_mib is 128
             slow = stack.enter_context(connect(service))
@@ -94,7 +94,7 @@ def test_what_clients_claim_to_send_keeps_nobody_out(service, http):
         assert is_scored(http)
 
 
-def test_a_body_has_a_deadline_however_often_a_byte_comes(service):
+def test_a_slow_body_has_a_deadline(service):
     with ExitStack() as stack:
         slow = [stack.enter_context(connect(service)) for _ in range(3)]
         for connection, path in zip(slow, ("/api/reward/enqueue", "/compute", "/api/reward/pull"), strict=True):
@@ -119,7 +119,7 @@ def drip(connection):
     pytest.fail("it may send for ever")
 
 
-def test_silent_connections_are_cut_off_and_their_descriptors_come_back(service, http):
+def test_silent_connections_are_closed_and_their_descriptors_freed(service, http):
     process = psutil.Process(service[0].pid)
     before = process.num_fds()
     with ExitStack() as stack:
@@ -131,13 +131,13 @@ def test_silent_connections_are_cut_off_and_their_descriptors_come_back(service,
     until(lambda: process.num_fds() <= before)
 
 
-def test_a_header_that_comes_byte_by_byte_is_cut_off(service):
+def test_a_slow_header_is_cut_off(service):
     with connect(service) as slow:
         slow.sendall(b"GET / HTTP/1.1\r\nA: ")
         assert drip(slow) == b""
 
 
-def test_an_answer_that_is_not_read_is_dropped(service):
+def test_an_unread_answer_is_dropped(service):
     process = psutil.Process(service[0].pid)
     before = process.num_fds()
     with connect(service) as deaf:
@@ -150,7 +150,7 @@ def test_an_answer_that_is_not_read_is_dropped(service):
         until(lambda: process.num_fds() <= before)
 
 
-def test_a_connection_that_asks_again_stays(service):
+def test_a_connection_with_further_requests_stays_open(service):
     with connect(service) as connection:
         started = time.monotonic()
         while time.monotonic() - started < 4:
@@ -159,7 +159,7 @@ def test_a_connection_that_asks_again_stays(service):
             wait(0.3)
 
 
-def test_more_connections_than_allowed_are_told_so_and_trainers_are_served(service, http):
+def test_too_many_connections_get_an_error_and_trainers_are_served(service, http):
     lines = len(service[2].read_text().splitlines())
     with ExitStack() as stack:
         connections = [stack.enter_context(connect(service)) for _ in range(300)]
@@ -181,7 +181,7 @@ def descriptors(most):
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_few_descriptors_are_shared_with_trainers_and_running_out_is_one_line(tmp_path):
+def test_with_few_descriptors_trainers_are_served_and_the_error_is_one_line(tmp_path):
     with ExitStack() as stack:
         with descriptors(128):
             served = stack.enter_context(

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 WAIT_S = 300.0
 
 
-def test_the_rank_that_has_the_error_says_it_and_the_others_end_with_its_exit_code():
+def test_the_failing_rank_prints_the_error_and_the_others_use_its_exit_code():
     """The heartbeat uses real sockets. A call of `leave` with the exit code replaces the exit of the other process."""
     registry = RankRegistry(RankStates(2, silent_s=WAIT_S, stuck_s=WAIT_S, max_gap_s=WAIT_S), "127.0.0.1")
     endings = [RunShutdown(World(rank, 2, rank, torch.device("cpu"), None)) for rank in (0, 1)]
@@ -76,7 +76,7 @@ def running(tiny_pipelines, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_file_that_one_rank_cannot_read_ends_the_run_with_its_sentence(running, tmp_path, rank):
+def test_a_file_that_one_rank_cannot_read_ends_the_run_with_its_error(running, tmp_path, rank):
     log, until_s = tmp_path / "log", time.monotonic() + WAIT_S
     while not any((tmp_path / "out" / "checkpoints").glob("step_*")):
         assert running.poll() is None, log.read_text()

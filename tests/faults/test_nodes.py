@@ -88,7 +88,7 @@ def test_two_nodes_train_as_two_ranks_of_one_node(nodes, two_ranks, tiny_pipelin
     assert_same_runs(tmp_path / "one", tmp_path / "out")
 
 
-def test_rewards_of_one_node_alone_are_refused_on_both(tiny_pipelines, tmp_path):
+def test_a_reward_service_on_one_node_is_refused_on_both(tiny_pipelines, tmp_path):
     words = [str(ROOT / "tests" / "recipes" / "sd3_nft.yaml"), f"model.path={tiny_pipelines('sd3')}"]
     both = Nodes(tmp_path, *words, f"run.output_dir={tmp_path / 'out'}")
     try:
@@ -100,7 +100,7 @@ def test_rewards_of_one_node_alone_are_refused_on_both(tiny_pipelines, tmp_path)
 
 
 @pytest.mark.parametrize("dead", [0, 1])
-def test_a_dead_node_ends_the_other_which_names_it(nodes, tmp_path, dead):
+def test_after_the_death_of_a_node_the_other_one_ends_and_names_it(nodes, tmp_path, dead):
     both = nodes(*ENDLESS)
     both.wait_for(tmp_path / "out" / "checkpoints" / "step_2" / "COMPLETE")
     parts = both.of_node(dead)
@@ -137,7 +137,7 @@ sys.addaudithook(hook)
 """
 
 
-def test_a_rank_that_hangs_is_named_after_the_minutes_of_the_recipe(nodes, tmp_path, monkeypatch):
+def test_a_hanging_rank_is_named_after_the_timeout_of_the_recipe(nodes, tmp_path, monkeypatch):
     """The rank blocks on reading a file. Its process is alive and still sends heartbeats."""
     (tmp_path / "stalled").mkdir()
     (tmp_path / "stalled" / "sitecustomize.py").write_text(STALLED)

@@ -48,7 +48,7 @@ def train(folder, pipeline, *words, num_ranks=2, recipe="sd3_sft", **environ):
     )
 
 
-def test_it_ends_all_ranks_with_one_sentence_and_the_run_goes_on_with_a_key_lowered(tmp_path, tiny_pipelines):
+def test_out_of_memory_ends_all_ranks_and_the_run_resumes_with_a_lower_key(tmp_path, tiny_pipelines):
     write_digits(tmp_path / "digits")
     words = [f"data.path={tmp_path / 'digits' / 'images'}", "checkpoint.every=1"]
     process = train(tmp_path, tiny_pipelines("sd3"), *words, HUNGRY="1")
@@ -69,7 +69,7 @@ def test_it_ends_all_ranks_with_one_sentence_and_the_run_goes_on_with_a_key_lowe
     assert sorted(set(steps)) == [1, 2, 3, 4]
 
 
-def test_a_worker_without_memory_ends_with_its_sentence_and_the_run_says_it(tmp_path, tiny_pipelines):
+def test_the_run_reports_the_out_of_memory_error_of_a_worker(tmp_path, tiny_pipelines):
     prompts = f"data.path={ROOT / 'recipes' / 'prompts' / 'colors'}"
     process = train(tmp_path, tiny_pipelines("sd3"), prompts, num_ranks=1, recipe="sd3_nft_async", HUNGRY="worker")
     assert process.returncode != 0

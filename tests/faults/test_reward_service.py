@@ -87,7 +87,7 @@ def send_job_signals(process):
 
 
 @pytest.mark.unit
-def test_a_worker_killed_in_the_middle_of_a_task_costs_only_that_task_again(tmp_path):
+def test_after_a_killed_worker_only_its_task_is_repeated(tmp_path):
     options = {"journal": str(tmp_path / "journal"), "seconds": 1.0}
     recipe = a_recipe({"name": BRIGHTNESS, "max_batch": 2, "workers": 2, "options": options})
     with RewardService(recipe, tmp_path) as service, attached(service.endpoint, recipe) as client:
@@ -117,7 +117,7 @@ def test_an_item_that_kills_its_workers_fails_by_name_and_the_reward_lives_on(tm
     assert sum(line["ids"] == ["s1"] for line in journal(tmp_path)) == 3
 
 
-def test_a_reward_whose_workers_keep_dying_is_down_and_fails_at_once(tmp_path):
+def test_a_reward_with_repeatedly_dying_workers_is_down_and_fails_at_once(tmp_path):
     options = {"journal": str(tmp_path / "journal")}
     rewards = {MOODY: {"workers": 4, "max_batch": 1, "options": options}, OTHER: {}}
     with serving(tmp_path, rewards) as (_, client):
@@ -144,7 +144,7 @@ def test_a_reward_that_hangs_is_replaced_and_its_item_fails_by_name(tmp_path):
     assert "in score" in (tmp_path / "log").read_text(), "the stack of what hung is in the log"
 
 
-def test_a_hang_longer_than_the_deadline_does_not_hold_up_the_next_step(tmp_path):
+def test_a_hang_beyond_the_deadline_does_not_delay_the_next_step(tmp_path):
     recipe = a_recipe(moody(tmp_path), {"name": OTHER}, timeout_s=1.5)
     with RewardService(recipe, tmp_path) as service, attached(service.endpoint, recipe) as client:
         client.submit(a_batch(["hang", "a"]))
@@ -178,7 +178,7 @@ def test_a_killed_service_is_started_again_and_everything_is_scored(tmp_path):
     assert {i for line in journal(tmp_path) for i in line["ids"]} == {f"s{i}" for i in range(8)}
 
 
-def test_a_service_that_is_gone_for_good_fails_what_waits_for_it(tmp_path):
+def test_a_service_that_stays_dead_fails_the_waiting_samples(tmp_path):
     recipe = a_recipe({"name": BRIGHTNESS, "options": {"seconds": 30.0}})
     service = RewardService(recipe, tmp_path)
     with attached(service.endpoint, recipe, lost_after_s=1.5) as client:
@@ -232,7 +232,7 @@ client.wait()
     assert not (tmp_path / "pipes.json").exists()
 
 
-def test_sigterm_lets_a_task_finish_and_a_second_one_does_not(tmp_path):
+def test_sigterm_waits_for_the_running_task_and_a_second_one_does_not(tmp_path):
     for signals, scored in ((1, True), (2, False)):
         folder = tmp_path / str(signals)
         folder.mkdir()

@@ -82,9 +82,7 @@ def patiently(condition):
     pytest.fail("it did not happen")
 
 
-def test_a_run_whose_scorer_and_service_are_killed_and_stopped_is_as_if_it_had_been_left_alone(
-    stack, tmp_path, tiny_pipelines
-):
+def test_killing_and_stopping_rewards_does_not_change_the_run(stack, tmp_path, tiny_pipelines):
     model = tiny_pipelines("sd3")
     undisturbed = train(stack, tmp_path / "undisturbed", model, "Brightness", {})
     folder = tmp_path / "disturbed"
@@ -109,16 +107,14 @@ def test_a_run_whose_scorer_and_service_are_killed_and_stopped_is_as_if_it_had_b
     assert_same_runs(tmp_path / "undisturbed", folder)
 
 
-def test_samples_whose_reward_raises_is_nan_or_missing_are_left_out_and_the_run_goes_on(
-    stack, tmp_path, tiny_pipelines
-):
+def test_samples_without_a_valid_reward_are_left_out_and_the_run_continues(stack, tmp_path, tiny_pipelines):
     folder, options = tmp_path / "run", {"how": ["raise", "nan", "short"]}
     run = train(stack, folder, tiny_pipelines("sd3"), "Failing", options, "rollout.group_size=16")
     assert run.wait(END_S) == 0, folder.with_suffix(".log").read_text()
     assert [step["rollout/samples"] for step in steps(folder)] == [2 * (16 - 3)] * 4
 
 
-def test_a_reward_that_never_returns_ends_the_run_with_one_sentence(stack, tmp_path, tiny_pipelines):
+def test_a_reward_that_never_returns_ends_the_run_with_one_error(stack, tmp_path, tiny_pipelines):
     folder = tmp_path / "run"
     run = train(stack, folder, tiny_pipelines("sd3"), "Failing", {"how": ["hang"] * 4}, "reward.timeout_s=2")
     patiently(lambda: journal(folder) or run.poll() is not None)

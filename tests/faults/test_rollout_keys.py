@@ -41,7 +41,7 @@ def address(pipes):
     return until(lambda: pipes.exists() and json.loads(pipes.read_text())["clients"])
 
 
-def test_a_worker_with_its_key_generates_and_others_end_with_a_sentence(stack, tmp_path, keys, tiny_pipelines):
+def test_only_a_worker_with_a_valid_key_generates(stack, tmp_path, keys, tiny_pipelines):
     config = {
         "pipes": {"clients": "tcp://127.0.0.1:0", "keys": str(keys / "here")},
         "rewards": {REWARD["name"]: {"options": REWARD["options"]}},

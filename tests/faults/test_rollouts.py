@@ -25,7 +25,7 @@ def join(stack, folder, name):
     return start(stack, log, "wfm_ds", "rollout", *words), log
 
 
-def test_workers_that_die_hang_come_late_and_leave_change_nothing(stack, tmp_path, tiny_pipelines):
+def test_dying_hanging_late_and_leaving_workers_do_not_change_the_result(stack, tmp_path, tiny_pipelines):
     model = tiny_pipelines("sd3")
     undisturbed = train(stack, tmp_path, "colocated", model, seconds=0)
     on_policy = ["rollout.mode=async", "rollout.max_staleness=0", "rollout.spawn=0", "rollout.worker_timeout_s=15"]

@@ -10,7 +10,7 @@ from benchmarks.soak.processes import find_growth
 SAMPLES = 800
 
 
-def test_every_sample_comes_once_and_is_right_whoever_is_killed(root):
+def test_every_sample_is_scored_once_and_correctly_despite_kills(root):
     words = ["--samples", str(SAMPLES), "--kill-every", "2", "--seconds", "0.05", "--seed", "3"]
     done = subprocess.run([sys.executable, "-m", "benchmarks.soak", *words], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-10_000:]
@@ -24,7 +24,7 @@ def test_every_sample_comes_once_and_is_right_whoever_is_killed(root):
 
 
 @pytest.mark.unit
-def test_what_grows_is_named():
+def test_growing_resources_are_named():
     def life(mib, descriptors):
         return [(7, 50.0, 30)] * 20 + [(7, mib, descriptors)] * 10 + [(8, 99.0, 99)] * 5
 

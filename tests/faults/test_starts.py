@@ -55,7 +55,7 @@ def train_while_another_start_finishes(recipe, overrides):
         diffusion_builder.load_model = load
 
 
-def test_a_second_start_leaves_a_run_alone_that_has_finished_meanwhile(one_rank, run, tmp_path):
+def test_a_second_start_does_not_change_a_run_finished_in_the_meantime(one_rank, run, tmp_path):
     one_rank.run(train_on_rank, **run, stop_at=2)
     [done] = one_rank.run(train_while_another_start_finishes, **run)
     assert (done["other"], done["status"], done["step"]) == ([0], "finished", STEPS)
@@ -63,7 +63,7 @@ def test_a_second_start_leaves_a_run_alone_that_has_finished_meanwhile(one_rank,
     assert json.loads((tmp_path / "out" / "result.json").read_text())["status"] == "finished"
 
 
-def test_a_disk_that_is_full_at_the_first_write_is_one_sentence(run, tmp_path):
+def test_a_full_disk_at_the_first_write_is_a_one_line_error(run, tmp_path):
     full = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (0, 0))
     ended = command(**run, limit=full)
     assert ended.returncode == 2, ended.stderr
@@ -74,7 +74,7 @@ def test_a_disk_that_is_full_at_the_first_write_is_one_sentence(run, tmp_path):
     assert ended.returncode == 0, ended.stderr
 
 
-def test_a_disk_that_is_full_after_the_first_step_is_one_sentence_and_the_run_goes_on_later(run, tmp_path):
+def test_a_full_disk_after_the_first_step_is_a_one_line_error_and_the_run_resumes(run, tmp_path):
     recipe, overrides = run["recipe"], [*run["overrides"], "run.steps=40", "checkpoint.every=1000"]
     words = [sys.executable, "-m", "wfm_ds.train", recipe, *overrides]
     started = subprocess.Popen(

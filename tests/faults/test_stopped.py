@@ -71,7 +71,7 @@ def training(folder, timeout_s, count, size):
     [(2.0, 60.0, f"timeout after 2 s in {BRIGHTNESS}"), (PATIENCE_S, 2.0, "reward service lost: ")],
     ids=["deadline of a sample", "silence of the service"],
 )
-def test_a_service_that_stands_still_fails_its_samples_in_time_and_late_answers_change_nothing(
+def test_a_stopped_service_fails_its_samples_in_time_and_late_answers_are_ignored(
     tmp_path, timeout_s, lost_after_s, says
 ):
     options = {"journal": str(tmp_path / "journal"), "seconds": 0.5}
@@ -102,7 +102,7 @@ def test_a_service_that_stands_still_fails_its_samples_in_time_and_late_answers_
             client.close()
 
 
-def test_a_trainer_that_stood_still_beyond_its_deadline_has_all_its_scores(tmp_path):
+def test_a_trainer_stopped_beyond_its_deadline_gets_all_scores(tmp_path):
     with brightness(tmp_path, 0.1), training(tmp_path, 6, 4, 8) as trainer:
         stop(trainer.pid)
         wait(7.0)
@@ -111,7 +111,7 @@ def test_a_trainer_that_stood_still_beyond_its_deadline_has_all_its_scores(tmp_p
     assert json.loads(said) == dict.fromkeys(["s0", "s1", "s2", "s3"])
 
 
-def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path):
+def test_a_wholly_suspended_job_continues(tmp_path):
     """The trainer resumes first. No other process answers yet, and its deadline has passed in wall-clock time."""
     with brightness(tmp_path, 0.1) as service, training(tmp_path, 6, 8, 8) as trainer:
         family = [p.pid for p in psutil.Process(service.pid).children(recursive=True)]
@@ -125,7 +125,7 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on(tmp_path):
     assert sorted(scored(tmp_path)) == [f"s{i}" for i in range(8)], "each was scored once"
 
 
-def test_a_full_service_whose_trainer_stands_still_holds_no_more_and_loses_nothing(tmp_path):
+def test_a_full_service_with_a_stopped_trainer_stays_bounded_and_loses_nothing(tmp_path):
     count, size, held = 20, 300, 3
     assert held * size * size * 3 < MIB < (held + 1) * size * size * 3
     with brightness(tmp_path, 0.02, spool_mib=1) as service, modest(service):

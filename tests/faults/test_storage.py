@@ -34,7 +34,7 @@ def command(recipe, overrides):
 
 
 @pytest.mark.long
-def test_a_run_outlives_its_storage_and_the_same_command_sends_the_rest(proxy, tiny_pipelines, tmp_path):
+def test_a_run_survives_failing_storage_and_the_next_start_uploads_the_rest(proxy, tiny_pipelines, tmp_path):
     out, address = tmp_path / "out", f"s3://{s3.BUCKET}/run"
     write_digits(tmp_path / "digits")
     changes = [f"checkpoint.storage={address}", "checkpoint.storage_timeout_s=20", "checkpoint.keep=1"]
@@ -71,7 +71,7 @@ def test_a_run_outlives_its_storage_and_the_same_command_sends_the_rest(proxy, t
 
 
 @pytest.mark.long
-def test_a_storage_that_refuses_ends_the_run_before_it_begins(proxy, tiny_pipelines, tmp_path):
+def test_a_refused_write_to_the_storage_is_an_error_before_the_run(proxy, tiny_pipelines, tmp_path):
     out = tmp_path / "out"
     write_digits(tmp_path / "digits")
     run = settings(

@@ -54,7 +54,7 @@ def hit(rollouts, life, number=signal.SIGKILL):
 
 
 @pytest.mark.unit
-def test_a_rollout_worker_is_given_up_for_deaths_in_which_nothing_was_done(rollouts, monkeypatch):
+def test_a_rollout_worker_is_given_up_after_deaths_without_progress(rollouts, monkeypatch):
     monkeypatch.setattr(service, "MAX_DEATHS", 2)
     child, client = rollouts.workers[0], PipeClient(rollouts.endpoint, run="run", client="rank0")
     for life in (1, 2, 3):
@@ -69,7 +69,7 @@ def test_a_rollout_worker_is_given_up_for_deaths_in_which_nothing_was_done(rollo
 
 
 @pytest.mark.unit
-def test_a_rollout_worker_that_was_asked_to_leave_is_replaced_until_there_is_no_more_work(rollouts):
+def test_a_terminated_rollout_worker_is_replaced_while_there_is_work(rollouts):
     hit(rollouts, 1, signal.SIGTERM)
     until(lambda: "spawned-0.2/0" in rollouts.broker.worker_ids())
     rollouts.broker.dismiss_workers("the run is complete")
@@ -80,7 +80,7 @@ def test_a_rollout_worker_that_was_asked_to_leave_is_replaced_until_there_is_no_
 
 
 @check_each("ask", [lambda process: process.stdin.close(), lambda process: process.send_signal(signal.SIGTERM)])
-def test_a_rollout_worker_leaves_at_once_while_it_starts(tmp_path, ask):
+def test_a_starting_rollout_worker_exits_at_once(tmp_path, ask):
     """A worker that waits for a trainer exits on closed stdin or SIGTERM. The wait itself would last a minute."""
     words = ["rollout", str(TINY), "--connect", f"ipc://{tmp_path}/nobody", "--stop-on-eof"]
     process = subprocess.Popen([sys.executable, "-m", "wfm_ds", *words], stdin=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -100,7 +100,7 @@ def test_a_rollout_worker_leaves_at_once_while_it_starts(tmp_path, ask):
 
 
 @pytest.mark.unit
-def test_a_reward_whose_workers_die_now_and_then_is_not_down(tmp_path, monkeypatch):
+def test_a_reward_with_occasionally_dying_workers_is_not_down(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TESTS / "reward"), prepend=os.pathsep)
     monkeypatch.syspath_prepend(TESTS / "reward")
     moody = {"name": "probe_rewards:Moody", "workers": 2, "max_batch": 1}

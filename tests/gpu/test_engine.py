@@ -34,7 +34,7 @@ def losses(config, lora, device):
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("config", ["zero1", "zero2", "zero3", "zero3_offload"])
-def test_losses_are_those_of_the_cpu(config, lora, there, on_cpu, device):
+def test_losses_equal_those_on_the_cpu(config, lora, there, on_cpu, device):
     # DeepSpeed compiles its CPU Adam kernel for offloaded moments on this machine. The CPU reference runs the same
     # ZeRO stage without offload.
     alone = "zero3" if config == "zero3_offload" else config
@@ -71,5 +71,5 @@ def shared_with_oneself(device):
     return max(float((outputs[0] - outputs[1]).abs().max()), apart)
 
 
-def test_a_group_of_one_rank_shares_its_tokens_with_itself(there, device):
+def test_sequence_parallelism_in_a_group_of_one_rank_changes_nothing(there, device):
     assert there(shared_with_oneself, device=device) < 1e-5

@@ -29,7 +29,7 @@ MOST = {"sana_wm": 3e-2}  # some of its attention rounds to bfloat16 in any dtyp
 
 
 @pytest.mark.parametrize("family", CASES)
-def test_forward_and_backward_are_those_of_the_cpu(family, there, on_cpu, device, tiny_pipelines):
+def test_forward_and_backward_equal_those_on_the_cpu(family, there, on_cpu, device, tiny_pipelines):
     case = CASES[family]
     settings = {
         "folder": str(tiny_pipelines(family)),

@@ -18,6 +18,6 @@ def share_of_the_estimate(folder, root):
     return row["allocated / estimated"]
 
 
-def test_the_peak_is_the_estimated_one(there, cuda, tmp_path, root):
+def test_the_peak_is_near_the_estimate(there, cuda, tmp_path, root):
     found = there(share_of_the_estimate, folder=str(tmp_path / "sd35m"), root=str(root))
     assert 1 - TOLERANCE <= found <= 1 + TOLERANCE

@@ -79,7 +79,7 @@ def test_a_merged_adapter_samples_the_same(sampled):
     assert float((merged - apart).norm() / apart.norm()) < 1e-4
 
 
-def test_guidance_at_once_samples_the_same(sampled):
+def test_joint_guidance_samples_the_same(sampled):
     guided = "sampling.guidance_scale=3.0"
     apart, joint = sampled("sd3_nft", guided), sampled("sd3_nft", guided, "sampling.guidance_batch=joint")
     assert float((joint - apart).norm() / apart.norm()) < 1e-4

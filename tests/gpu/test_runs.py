@@ -18,7 +18,7 @@ def interrupted(train, tmp_path, *overrides):
     return tmp_path / "whole", tmp_path / "parts"
 
 
-def test_a_deterministic_run_that_was_stopped_goes_on_bit_by_bit(train, tmp_path):
+def test_a_deterministic_run_resumes_bit_by_bit(train, tmp_path):
     import torch
 
     whole, parts = interrupted(train, tmp_path, DETERMINISTIC)
@@ -28,7 +28,7 @@ def test_a_deterministic_run_that_was_stopped_goes_on_bit_by_bit(train, tmp_path
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_without_determinism_it_goes_on_but_for_rounding(train, tmp_path):
+def test_without_determinism_a_run_resumes_up_to_rounding(train, tmp_path):
     """Resumed metrics match up to rounding, because attention's backward pass may sum in a different order."""
     whole, parts = interrupted(train, tmp_path)
     for got, want in zip(records(parts), records(whole), strict=True):
@@ -60,7 +60,7 @@ def pictures(pipeline, adapter, device):
     return stock("a red circle", output_type="pt", generator=generator, **size).images.float().cpu()
 
 
-def test_an_export_is_loaded_by_plain_diffusers_there(train, there, on_cpu, device, tmp_path, tiny_pipelines):
+def test_plain_diffusers_loads_the_export_on_the_device(train, there, on_cpu, device, tmp_path, tiny_pipelines):
     assert train("run", "sd3_nft", *RESUMABLE)["status"] == "finished"
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     settings = {"pipeline": str(tiny_pipelines("sd3")), "adapter": result["artifacts"]["lora"]}

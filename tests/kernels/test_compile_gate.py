@@ -41,7 +41,7 @@ def report(variant, **changes):
         ({"wide_reads": 9}, "9 loads of 16 bytes"),
         ({"wide_reads": 0}, "0 loads of 16 bytes"),
         ({"wide_writes": 1}, "1 stores of 16 bytes"),
-        ({"fma": 3}, "3 contracted multiply-adds"),
+        ({"fma": 3}, "3 fused multiply-adds"),
     ],
 )
 def test_the_gate_fails_on_each_problem(changes, fault):
@@ -51,7 +51,7 @@ def test_the_gate_fails_on_each_problem(changes, fault):
     assert (judged.faults == []) if fault is None else any(fault in f for f in judged.faults)
 
 
-def test_the_gate_fails_where_rollout_and_training_would_sum_in_another_order():
+def test_the_gate_fails_if_rollout_and_training_sum_in_different_orders():
     pair = [v for v in compile_check.kernel_variants() if v.kernel == "sde_kernel"][:2]
     reports = [report(pair[0]), report(pair[1], layout="#other")]
     compare_sum_layouts(reports)

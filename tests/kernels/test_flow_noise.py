@@ -58,7 +58,7 @@ def test_memory_layout_does_not_change_the_result(backend):
         ({"seeds": None, "noise": torch.zeros(2, 1)}, "one shape"),
     ],
 )
-def test_what_does_not_belong_together_is_refused(changes, message):
+def test_mismatched_arguments_are_refused(changes, message):
     inputs = {"clean_latents": torch.zeros(2, 9), "sigma": torch.zeros(2), "seeds": torch.arange(2)}
     with pytest.raises(ValueError, match=message):
         flow_noise(**inputs | changes)

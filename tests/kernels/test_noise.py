@@ -21,7 +21,7 @@ def draw(seeds, n, backend):
 
 
 @pytest.mark.unit
-def test_words_are_those_of_philox_as_published():
+def test_words_equal_the_published_philox_answers():
     """Known answers of Philox4x32-10 for counter and key 0 (Salmon et al. 2011, Random123's kat_vectors)."""
     words = philox_words(torch.tensor([0]), 1)[0, 0].tolist()
     assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
@@ -44,7 +44,7 @@ def test_kernel_and_torch_draw_the_same_integers():
 
 
 @pytest.mark.parametrize(("count", "n"), [(1, 3 * 4 * _BLOCK + 5), (3, 4 * _BLOCK), (7, 4 * (_BLOCK // 7) + 1)])
-def test_numbers_that_are_drawn_block_by_block_are_those_of_all_counters(count, n):
+def test_draws_by_block_equal_one_draw(count, n):
     seeds = torch.tensor(SEEDS[-count:])
     whole = normal_from_words(philox_words(seeds, -(-n // 4))).flatten(1)[:, :n]
     assert torch.equal(normal_noise(seeds, n), whole)
@@ -61,7 +61,7 @@ def test_the_launch_shape_does_not_change_the_noise(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_noise_is_of_the_seed_and_the_place_alone(backend):
+def test_noise_depends_only_on_seed_and_position(backend):
     together = draw([5, 6, 5, -1], 4099, backend)
     assert torch.equal(together[0], together[2])
     assert torch.equal(draw([6], 4099, backend)[0], together[1])
@@ -94,7 +94,7 @@ def test_neighbouring_seeds_are_independent_too(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_drawn_noise_is_float32_whatever_the_latents(backend):
+def test_noise_is_float32_for_any_latents(backend):
     seeds = torch.tensor([1, 2], device=DEVICE)
     clean, sigma = torch.zeros((2, 5, 3), device=DEVICE), torch.full((2,), 0.5, device=DEVICE)
     _, noise = flow_noise(clean.to(BF16), sigma, seeds=seeds, backend=backend)

@@ -108,7 +108,7 @@ def draw(**keys):
 
 @pytest.mark.unit
 @pytest.mark.skipif(DEVICE == "cuda", reason="about tensors on a CPU")
-def test_a_cpu_computes_in_torch_unless_told_otherwise(ran):
+def test_a_cpu_uses_torch_by_default(ran):
     draw()
     draw(backend="torch")
     draw(backend="triton")
@@ -117,7 +117,7 @@ def test_a_cpu_computes_in_torch_unless_told_otherwise(ran):
 
 @pytest.mark.unit
 @pytest.mark.parametrize("name", BACKENDS)
-def test_the_environment_wins_over_the_argument(name, ran, monkeypatch):
+def test_the_environment_overrides_the_argument(name, ran, monkeypatch):
     monkeypatch.setenv("WFM_KERNELS", name)
     for backend in ("auto", "torch", "triton"):
         draw(backend=backend)
@@ -143,7 +143,7 @@ def test_an_unknown_backend_is_refused(monkeypatch):
 
 
 @pytest.mark.unit
-def test_what_the_kernels_cannot_do_is_refused_when_asked_for_and_else_said_once(monkeypatch, caplog):
+def test_unsupported_kernels_are_refused_on_request_and_otherwise_logged_once(monkeypatch, caplog):
     class OnGpu:  # the attributes that the selection reads
         device, dtype, shape = torch.device("cuda", 0), torch.float32, (70_000, 2)
 

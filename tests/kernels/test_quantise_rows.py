@@ -79,7 +79,7 @@ def test_rows_of_zeros_of_the_smallest_and_of_the_largest_numbers(backend):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_stays_visible_in_its_own_row_alone(bad, backend):
+def test_non_finite_values_remain_in_their_row(bad, backend):
     x = normal((3, 40), 0)
     q, scale = quantise_rows(x, backend=backend)
     spoilt = x.clone()
@@ -92,7 +92,7 @@ def test_what_is_not_finite_stays_visible_in_its_own_row_alone(bad, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_row_alone_is_the_row_in_its_batch_however_it_lies_in_memory(backend):
+def test_a_row_does_not_depend_on_its_batch_or_memory_layout(backend):
     x = normal((4, 6, 96), 1, BF16)
     whole = quantise_rows(x, backend=backend)
     alone = quantise_rows(x[2, 3], backend=backend)
@@ -120,6 +120,6 @@ def test_any_numbers(row):
         torch.zeros(1, 32_769),
     ],
 )
-def test_what_cannot_be_quantised_is_refused(x):
+def test_invalid_inputs_are_refused(x):
     with pytest.raises(ValueError, match=r"x must be \[\.\.\., K\] float32, bfloat16 or float16, not empty"):
         quantise_rows(x)

@@ -134,7 +134,7 @@ def test_a_sample_has_the_same_gradient_in_any_batch(latents):
         ({"coefficients": torch.zeros(5).double()}, r"coefficients must be \[2, 5\]"),
     ],
 )
-def test_what_does_not_belong_together_is_refused(changes, message):
+def test_mismatched_arguments_are_refused(changes, message):
     inputs = {name: torch.zeros(2, 9) for name in ("velocity", "latents", "next_latents")}
     with pytest.raises(ValueError, match=message):
         sde_log_prob(**inputs | {"coefficients": torch.zeros(2, 5).double()} | changes)

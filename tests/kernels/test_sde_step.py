@@ -118,7 +118,7 @@ def test_the_mean_is_float32_if_requested(latents, backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_one_row_of_a_table_serves_the_whole_batch(backend):
+def test_one_table_row_applies_to_the_whole_batch(backend):
     case, table = transition((3, 60)), coefficients("cps", 5)
     expanded = sde_step(**case, coefficients=table[2].expand(3, 5), seeds=seeds(3), backend=backend)
     copied = sde_step(**case, coefficients=table[2].repeat(3, 1), seeds=seeds(3), backend=backend)
@@ -155,7 +155,7 @@ def test_half_precision_is_rounded_to_nearest_even_by_the_kernel():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_nothing_of_a_step_has_a_gradient(backend):
+def test_a_step_has_no_gradient(backend):
     case = transition((2, 9), guided=True)
     case["velocity"].requires_grad_()
     step = sde_step(**case, coefficients=coefficients("cps", 2), seeds=seeds(2), return_mean=True, backend=backend)
@@ -182,7 +182,7 @@ def test_nothing_of_a_step_has_a_gradient(backend):
         ({"velocity": torch.zeros(0, 9), "latents": torch.zeros(0, 9)}, "not empty"),
     ],
 )
-def test_what_does_not_belong_together_is_refused(changes, message):
+def test_mismatched_arguments_are_refused(changes, message):
     inputs = {"velocity": torch.zeros(2, 9), "latents": torch.zeros(2, 9), "seeds": torch.arange(2)}
     inputs |= {"coefficients": torch.zeros(2, 5).double()}
     with pytest.raises(ValueError, match=message):

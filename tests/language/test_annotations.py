@@ -26,7 +26,7 @@ def image(path):
     return MediaReference("image", path)
 
 
-def test_tags_mark_the_places_of_media():
+def test_tags_give_the_positions_of_media():
     row = said("<image> beside <image>, in <video>\n?", "yes", "and?", "no", image=["/a.png", "/b.png"], video="/c.mp4")
     conversation = parse_conversation({**row, "id": 7}, "f.json[0]")
     assert conversation.id == "f.json[0]#7"
@@ -76,7 +76,7 @@ def test_messages_have_parts_or_texts():
     )
 
 
-def test_a_system_prompt_is_for_rows_without_one():
+def test_the_system_prompt_applies_to_rows_without_one():
     assert parse_conversation(said("?", "!"), "r", system_prompt="").turns[0] == Turn("system", ("",))
 
 
@@ -100,7 +100,7 @@ def test_a_system_prompt_is_for_rows_without_one():
         (said("?", "!", image="http://example.com/a.png"), "media", "neither a path nor an s3:// address"),
     ],
 )
-def test_what_is_wrong_with_a_row(row, reason, words):
+def test_errors_of_a_row(row, reason, words):
     with pytest.raises(BadConversation, match=words) as error:
         parse_conversation(row, "file.json[3]")
     assert error.value.reason == reason

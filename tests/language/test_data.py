@@ -102,7 +102,7 @@ def test_the_common_folder_of_files(files, folder):
     assert common_folder(files) == folder
 
 
-def test_lengths_are_those_of_what_is_read_later(load):
+def test_measured_lengths_equal_the_lengths_read_later(load):
     _, reader, data = load()
     for conversation, length in list(zip(data.training.conversations, data.training.lengths, strict=True))[:8]:
         assert len(reader.read(conversation).tokens) == length
@@ -125,7 +125,7 @@ def test_lengths_are_measured_once(load, squares, tmp_path, monkeypatch):
     assert len(list((tmp_path / "cache" / "lengths").iterdir())) == 2
 
 
-def test_a_picture_that_was_exchanged_is_left_out_of_its_row(load, squares):
+def test_a_replaced_image_is_left_out_of_its_row(load, squares):
     source, _ = source_of(load, "data.pack=false", "data.shuffle=false")
     Image.new("RGB", (112, 112)).save(squares / "images" / "002.png")
     step = source.read_step(1, 0, 1)
@@ -133,7 +133,7 @@ def test_a_picture_that_was_exchanged_is_left_out_of_its_row(load, squares):
     source.close()
 
 
-def test_annotations_and_media_may_be_in_a_storage(load, squares, s3_server, s3_proxy):
+def test_annotations_and_media_can_be_on_s3(load, squares, s3_server, s3_proxy):
     client, (_, _, here) = s3_server[1], load()
     rows = json.loads((squares / "annotations.json").read_text())
     for name, part in (("a.json", json.dumps(rows[:30])), ("b.jsonl", "\n".join(map(json.dumps, rows[30:])))):
@@ -158,7 +158,7 @@ def test_annotations_and_media_may_be_in_a_storage(load, squares, s3_server, s3_
         load(f"data.path={address}/none.json")
 
 
-def test_what_is_held_out_is_the_same_in_every_run_and_apart(load, squares):
+def test_held_out_conversations_are_the_same_in_every_run_and_not_trained(load, squares):
     _, _, data = load("validation.holdout=0.2", "validation.num_images=100")
     training, held_out = ({c.id for c in part.conversations} for part in (data.training, data.held_out))
     assert len(training | held_out) == 40
@@ -201,7 +201,7 @@ def test_media_that_break_later_are_left_out_of_their_rows(load, squares):
     assert (step.num_bad, step.num_tried) == (2, 6)
     source.check_bad_fraction(step.num_bad, step.num_tried, 0.05)
     assert source.state_dict() == {"bad": 2, "tried": 6}
-    with pytest.raises(DataError, match=r"8 of 12 conversations have unreadable media"):
+    with pytest.raises(DataError, match=r"8 of 12 conversations have unreadable images or videos"):
         source.check_bad_fraction(6, 6, 0.05)
     source.close()
 

@@ -69,7 +69,7 @@ def test_a_full_export_is_a_folder_that_transformers_loads(model, tmp_path):
     exported(model, tmp_path / "out", frozen=frozen)  # replaces the first export
 
 
-def test_experts_are_stored_the_way_round_that_the_base_has_them(tmp_path):
+def test_experts_are_stored_transposed_like_the_base(tmp_path):
     """Released mixture-of-experts checkpoints store transposed experts, and serving programs expect that."""
     write_tiny_model("qwen3vlmoe", tmp_path / "base")
     file = tmp_path / "base" / "model.safetensors"
@@ -112,7 +112,7 @@ def test_a_lora_is_loaded_by_peft(model, tmp_path):
     assert str(model.path) in loading_code(model.path, folder, lora=True)
 
 
-def test_broken_weights_are_not_shipped(model, tmp_path):
+def test_non_finite_weights_are_not_exported(model, tmp_path):
     with torch.no_grad():
         next(model.network.parameters())[0, 0] = torch.nan
     with pytest.raises(ModelError, match="contains NaN or infinity"):
@@ -120,7 +120,7 @@ def test_broken_weights_are_not_shipped(model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_checkpoint_of_a_language_model_is_no_pipeline(model):
+def test_a_checkpoint_of_a_language_model_cannot_be_converted(model):
     note = LanguageTarget.from_network(model.network, model.path).to_json()
     with pytest.raises(ModelError, match=r"a checkpoint of the language model .* cannot be converted"):
         ExportTarget.from_json(note)

@@ -29,7 +29,7 @@ def squares(tmp_path_factory):
 
 @check_each("family", ["qwen25vl", "qwen3vl"])
 @check_each("trained", ["all", "no vision", "merger alone", "lora"])
-def test_the_formula_is_what_torch_counts(monkeypatch, squares, family, trained):
+def test_the_formula_equals_the_flops_counted_by_torch(monkeypatch, squares, family, trained):
     model = language_model.load_language_model(str(get_tiny_folder(family)), torch.float32)
     network = model.network
     model.uses_segments = attention.install_segment_attention(network)

@@ -110,7 +110,7 @@ def test_attention_without_a_mask_has_the_losses_and_gradients_of_that_with_one(
 
 
 @check_each("change", ["three rows", "a cache"])
-def test_with_three_rows_of_positions_or_a_cache_they_would(model, squares, change):
+def test_transformers_mixes_samples_with_three_position_rows_or_a_cache(model, squares, change):
     """In these two cases transformers mixes the samples. If that changes, packed_sequences.py can be simplified."""
     samples = samples_of(model, squares)
     row = maker_of(model).pack_samples(samples)
@@ -144,7 +144,7 @@ def test_gradients_of_a_row_are_those_of_its_conversations(model, squares):
         assert torch.allclose(gradient, apart[name], rtol=1e-4, atol=1e-5), name
 
 
-def test_a_blank_medium_changes_nothing_and_gives_the_tower_its_gradients(model, squares):
+def test_a_blank_image_changes_nothing_and_gives_the_tower_gradients(model, squares):
     row = {"conversations": [{"from": "human", "value": "hello"}, {"from": "gpt", "value": "a cat"}]}
     sample = reader_of(model).read(parse_conversation(row, "text"))
     plain, blank = maker_of(model).pack_samples([sample]), maker_of(model, ("image", "video")).pack_samples([sample])
@@ -156,7 +156,7 @@ def test_a_blank_medium_changes_nothing_and_gives_the_tower_its_gradients(model,
     assert all(gradient is not None and not gradient.any() for gradient in gradients.values())
 
 
-def test_a_row_of_nothing_is_a_forward_of_nothing(model):
+def test_an_empty_row_runs_a_forward_without_loss(model):
     row = maker_of(model, ("image",)).pack_samples([])
     found = model.predict(row)
     assert (len(found.losses), row.num_samples) == (0, 0)
@@ -164,7 +164,7 @@ def test_a_row_of_nothing_is_a_forward_of_nothing(model):
     model.network.zero_grad()
 
 
-def test_each_conversation_counts_alike_if_asked(model, squares):
+def test_the_loss_can_weight_conversations_equally(model, squares):
     samples = samples_of(model, squares)
     row = maker_of(model, by_sample=True).pack_samples(samples)
     counts = [sum(label != IGNORE_INDEX for label in sample.tokens.labels) for sample in samples]
@@ -187,7 +187,7 @@ def test_losses_by_chunks_are_those_of_all_logits_at_once(monkeypatch):
     assert torch.equal(logits.grad, whole.grad)
 
 
-def test_an_image_is_what_the_image_processor_makes_of_it(model, squares):
+def test_an_image_equals_the_output_of_the_image_processor(model, squares):
     from PIL import Image
 
     sample = samples_of(model, squares)[1]
@@ -241,7 +241,7 @@ def test_media_that_cannot_be_read(model, squares, tmp_path):
         assert error.value.reason == "media"
 
 
-def test_lora_stands_on_the_language_model_alone(model):
+def test_lora_adapts_only_the_language_model(model):
     targets = model.default_lora_targets
     assert len(targets) == 2 * 7  # layers
     assert all("language_model" in name for name in targets)
@@ -252,7 +252,7 @@ def test_lora_stands_on_the_language_model_alone(model):
     assert all(parts.values())
 
 
-def test_folders_that_hold_no_such_model(tmp_path):
+def test_folders_without_a_supported_model(tmp_path):
     with pytest.raises(ModelError, match=r"has no config\.json"):
         language_model.load_language_model(str(tmp_path), torch.float32)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))

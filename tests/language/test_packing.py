@@ -29,7 +29,7 @@ def order(lengths, **options):
 
 
 @given(LENGTHS)
-def test_an_epoch_shows_every_conversation_once_whatever_was_asked_before(lengths):
+def test_an_epoch_shows_every_conversation_once_in_any_order_of_requests(lengths):
     rows = order(lengths)
     places, position = [], 0
     while rows.locate(position)[0] < 2:
@@ -42,7 +42,7 @@ def test_an_epoch_shows_every_conversation_once_whatever_was_asked_before(length
     assert [(fresh.locate(k), fresh.conversations(k)) for k in reversed(range(position))] == places[::-1]
 
 
-def test_epochs_and_seeds_have_orders_of_their_own_and_no_shuffle_none():
+def test_epochs_and_seeds_have_different_orders_only_with_shuffle():
     lengths = [30] * 40
     first = [order(lengths).conversations(k) for k in range(20)]
     assert first != [order(lengths).conversations(k) for k in range(20, 40)]
@@ -53,7 +53,7 @@ def test_epochs_and_seeds_have_orders_of_their_own_and_no_shuffle_none():
     assert [alone.conversations(k) for k in range(41)] == [[k % 40] for k in range(41)]
 
 
-def test_windows_are_packed_apart(monkeypatch):
+def test_each_window_is_packed_separately(monkeypatch):
     monkeypatch.setattr(sequence_source, "WINDOW", 4)
     rows = order([32] * 8, shuffle=False)
     assert [rows.conversations(k) for k in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]

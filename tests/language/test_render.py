@@ -91,7 +91,7 @@ def test_labels_are_the_answers_of_any_turns(turns):
     assert "".join(labelled(tokens)) == "".join(answer + END for answer in turns[1::2])
 
 
-def test_what_else_can_be_trained_on():
+def test_options_for_labels_beyond_the_answers():
     conversation = talk(("<", IMAGE), "a cat", "and", "the robot", system="be helpful")
     places = [LEFT + PAD * 2 + RIGHT]
     assert labelled(Renderer(TOKENIZER, train_on="last_answer").render(conversation, places)) == ["the robot" + END]
@@ -100,13 +100,13 @@ def test_what_else_can_be_trained_on():
     assert TOKENIZER.convert_ids_to_tokens(silent) == ["<|im_start|>", PAD, PAD]  # the first token and the image
 
 
-def test_a_text_that_holds_a_mark_of_media_is_refused():
+def test_a_text_with_a_media_token_is_refused():
     with pytest.raises(BadConversation, match="text contains a media token") as error:
         Renderer(TOKENIZER).render(talk(f"look: {PAD}", "no"), [])
     assert error.value.reason == "turn"
 
 
-def test_a_template_that_writes_earlier_answers_otherwise_serves_the_last_one_alone():
+def test_with_a_template_that_changes_earlier_answers_only_the_last_one_trains():
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = (
         "{% for turn in messages %}[{{ turn.role }}]{% if not loop.last and turn.role == 'assistant' %}short"
@@ -119,14 +119,14 @@ def test_a_template_that_writes_earlier_answers_otherwise_serves_the_last_one_al
     assert labelled(Renderer(tokenizer, train_on="last_answer").render(conversation, [])) == ["the robot" + END]
 
 
-def test_a_tokenizer_without_template_or_marks_is_refused():
+def test_a_tokenizer_without_chat_template_is_refused():
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = None
     with pytest.raises(ModelError, match="no chat template"):
         Renderer(tokenizer)
 
 
-def test_places_move_with_what_is_put_before_them():
+def test_media_positions_move_with_inserted_text():
     text, moved = splice_text("ab[]cd[]e", [(2, 4, "<long>"), (6, 8, "")])
     assert text == "ab<long>cde"
     assert [moved(place) for place in (0, 2, 4, 6, 8, 9)] == [0, 2, 8, 10, 10, 11]

@@ -17,7 +17,7 @@ def migrated(**changes):
     return migrate(REASONER_SFT, **changes)
 
 
-def test_a_configuration_that_says_little_gets_the_values_assumed_there(tmp_path, capsys):
+def test_a_short_configuration_gets_the_defaults_of_cosmos_rl(tmp_path, capsys):
     """The recipe is incomplete: the run length and the annotations (found by another script) must be filled in."""
     (tmp_path / "sft.toml").write_text("""
 [train]
@@ -47,13 +47,13 @@ def test_adapters_keep_rank_and_targets():
     assert "policy.lora.target_modules" in every.unsupported
 
 
-def test_empty_words_stay_away():
+def test_empty_values_are_left_out_and_reported():
     migration = migrated(**{f"{DATA}.media_path": "", f"{DATA}.system_prompt": ""})
     assert {"data.media_path", "data.system_prompt"}.isdisjoint(migration.values)
     assert migration.unsupported.keys() >= {f"{DATA}.media_path", f"{DATA}.system_prompt"}
 
 
-def test_older_names_of_validation_are_mended():
+def test_older_names_of_validation_keys_are_converted():
     older = {"validation": None, "train.enable_validation": True, "train.validation_step": 30}
     migration = migrated(**older)
     assert migration.values["validation.every"] == 30
@@ -70,7 +70,7 @@ def test_unknown_keys_are_named_in_the_tables_of_the_script_too():
     [
         ("custom.vision.nframes", 8, "data.video.fps"),
         ("custom.vision.resized_height", 540, "data.pixels"),
-        ("policy.parallelism.cp_size", 2, "stays on one rank"),
+        ("policy.parallelism.cp_size", 2, "engine.sequence_parallel"),
         ("train.sequence_packing", True, "without padding"),
         ("policy.freeze_pattern", ["visual"], "algorithm.freeze"),
         (f"{POLICY}.dataset.test_size", 1, "a fraction"),
@@ -79,7 +79,7 @@ def test_unknown_keys_are_named_in_the_tables_of_the_script_too():
         ("custom.mine.name", "a", "user scripts"),
     ],
 )
-def test_what_has_no_counterpart_has_the_reason_of_this_mode(key, value, reason):
+def test_keys_without_counterpart_have_a_reason(key, value, reason):
     assert reason in migrated(**{key: value}).unsupported[key]
 
 

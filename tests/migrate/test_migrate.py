@@ -80,7 +80,7 @@ def test_guidance_of_the_edm_sampler_is_one_less():
     assert "sampling.guidance_scale is w = 1 + g: 0.5 in Cosmos-RL is 1.5 here" in migration.notes
 
 
-def test_what_is_missing_has_a_placeholder_and_an_error(tmp_path, capsys):
+def test_missing_values_have_a_placeholder_and_an_error(tmp_path, capsys):
     (tmp_path / "config.toml").write_text(SANA_VIDEO_SFT)
     assert main([str(tmp_path / "config.toml")]) == 2
     out, err = capsys.readouterr()
@@ -92,7 +92,7 @@ def test_what_is_missing_has_a_placeholder_and_an_error(tmp_path, capsys):
     assert (recipe.engine.deepspeed, recipe.ema.decay) == ("zero3", 0.9999)
 
 
-def test_misspelt_and_moved_keys_are_mended_and_said():
+def test_misspelt_and_moved_keys_are_corrected_and_reported():
     nft, sft = migrate(SD3_NFT), migrate(SANA_VIDEO_SFT)
     assert nft.values["algorithm.timestep_fraction"] == 0.5
     assert any("timestep_fraction is read as" in line for line in nft.renamed)
@@ -100,7 +100,7 @@ def test_misspelt_and_moved_keys_are_mended_and_said():
     assert any("policy.diffusers_config.train_frames is called" in line for line in sft.renamed)
 
 
-def test_a_name_of_the_hub_becomes_a_folder_and_the_download_is_said():
+def test_a_hub_name_becomes_a_folder_with_a_download_command():
     migration = migrate(SANA_VIDEO_SFT)
     assert migration.values["model.path"] == "models/SANA-Video_2B_480p_diffusers"
     assert any("hf download Efficient-Large-Model/SANA-Video_2B_480p_diffusers" in note for note in migration.notes)
@@ -360,7 +360,7 @@ def test_every_mapped_key_changes_the_resolved_recipe(row):
 
 
 @check_each("key", sorted(ONE_VALUE))
-def test_a_value_that_recipes_do_not_know_is_said(key):
+def test_an_unsupported_value_is_reported(key):
     migration = migrate(SD3_NFT, **{key: ONE_VALUE[key], "train.max_num_steps": None})
     assert key in migration.unsupported or any("Cosmos-RL clips to -1 to 5" in note for note in migration.notes)
 

@@ -74,7 +74,7 @@ def test_nft_asks_the_service_for_the_output_that_the_score_key_names():
     assert made[0]["options"] == {"output": "overall_reward"}
 
 
-def test_the_length_may_be_said_on_the_command_line(tmp_path, capsys):
+def test_the_run_length_can_be_given_on_the_command_line(tmp_path, capsys):
     for text in (SANA_VIDEO_SFT, COSMOS_DDRL):
         (tmp_path / "config.toml").write_text(text)
         assert main([str(tmp_path / "config.toml"), "--steps", "70"]) == 0
@@ -102,7 +102,7 @@ def test_epochs_of_prompts_on_this_machine_are_counted(tmp_path, monkeypatch):
     assert "--steps" in elsewhere.unsupported["train.epoch"]
 
 
-def test_keys_of_data_that_are_made_up_or_come_in_tar_shards_are_known():
+def test_keys_of_mock_data_and_tar_shards_are_known():
     loader = {
         **dict.fromkeys(("use_cache", "cache_replay_name", "pin_memory", "webdataset"), False),
         **dict.fromkeys(("batch_size", "num_workers", "cache_size", "concat_size"), 2),
@@ -126,7 +126,7 @@ def test_without_weights_to_load_the_denoiser_is_random_and_its_architecture_is_
     assert "model.denoiser_init" not in migrate(COSMOS_DDRL).values
 
 
-def test_lines_to_be_pasted_are_not_broken_inside_a_word():
+def test_printed_lines_are_not_broken_inside_a_word():
     text = render_recipe(
         migrate(COSMOS_DDRL, **{"checkpoint.load_path": "nvidia/Cosmos-Predict2.5-14B" + "-long" * 9}), "c"
     )

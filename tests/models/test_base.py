@@ -45,14 +45,14 @@ def test_only_the_denoiser_learns(model):
     assert not any(m.training for part in model.auxiliary_modules() for m in part.modules())
 
 
-def test_moving_takes_the_bare_denoiser_along(model):
+def test_moving_a_model_moves_the_bare_denoiser(model):
     model.move_to_device("meta")
     parts = [*model.auxiliary_modules(), model.denoiser]
     assert {p.device.type for part in parts for p in part.parameters()} == {"meta"}
     assert model.device == torch.device("meta")
 
 
-def test_moving_leaves_a_wrapped_denoiser_where_the_engine_put_it(model):
+def test_moving_a_model_does_not_move_a_wrapped_denoiser(model):
     model.denoiser = torch.nn.Sequential(model.denoiser)
     model.move_to_device("meta")
     assert {p.device.type for p in model.denoiser.parameters()} == {"cpu"}
@@ -80,7 +80,7 @@ def test_every_8_bit_level_survives_the_round_trip():
     assert np.array_equal(image[1, ..., 2], np.arange(256).reshape(16, 16))
 
 
-def test_videos_keep_frames_before_rows():
+def test_videos_have_frames_before_rows():
     video = torch.zeros(1, 3, 5, 4, 6)
     video[0, 1, 3, 2, 1] = 1.0
     frames = DiffusionModel.to_uint8(video)
@@ -92,7 +92,7 @@ def test_values_outside_the_range_do_not_wrap_around():
     assert DiffusionModel.to_uint8(torch.tensor([-0.1, 1.1]).view(1, 1, 1, 2))[0, 0, :, 0].tolist() == [0, 255]
 
 
-def test_the_grid_is_the_schedulers_and_leaves_it_alone(model):
+def test_the_grid_equals_the_schedulers_and_does_not_change_it(model):
     before = model.pipeline.scheduler.sigmas.clone()
     grid = model.sigmas(10, (4, 16, 16))
     expected = [1, 0.960129, 0.913349, 0.857692, 0.790368, 0.707278, 0.602151, 0.464876, 0.278049, 0.008929, 0]
@@ -102,7 +102,7 @@ def test_the_grid_is_the_schedulers_and_leaves_it_alone(model):
     assert model.sigmas(1, (4, 16, 16)).tolist() == [1.0, 0.0]
 
 
-def test_a_grid_that_is_no_flow_is_refused(model):
+def test_a_grid_outside_flow_matching_is_refused(model):
     model.pipeline.scheduler = EulerDiscreteScheduler()  # sigmas up to 14: not a flow-matching scheduler
     with pytest.raises(ModelError, match="EulerDiscreteScheduler do not decrease"):
         model.sigmas(4, (4, 16, 16))
@@ -161,7 +161,7 @@ def test_the_stock_default_is_that_of_the_call(model):
     assert pipeline_call_default(model.pipeline, "max_sequence_length") == 256
 
 
-def test_seeded_draws_repeat_and_disturb_nobody():
+def test_seeded_draws_repeat_and_keep_the_global_state():
     torch.manual_seed(5)
     undisturbed = torch.rand(3), torch.rand(3)
     torch.manual_seed(5)

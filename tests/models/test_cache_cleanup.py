@@ -47,7 +47,7 @@ def let_age(paths):
         os.utime(path, (OLD_S, OLD_S))
 
 
-def test_what_killed_writers_leave_in_caches_is_removed_when_it_is_old(tmp_path, user_cache):
+def test_old_files_of_killed_writers_are_removed_from_caches(tmp_path, user_cache):
     own = tmp_path / "own"
     row = {"latents": torch.zeros(2)}
     stores = [

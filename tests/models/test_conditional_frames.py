@@ -4,13 +4,13 @@ import torch
 from wfm_ds.models.conditioning_frames import LATENTS_KEY, MASK_KEY, add_clean_frames, get_clean_frames
 
 
-def test_each_row_gives_its_own_number_of_first_frames():
+def test_each_row_has_its_own_number_of_conditioning_frames():
     conditioning = add_clean_frames({"text": torch.zeros(3, 1)}, torch.randn(3, 2, 4, 2, 2), torch.tensor([0, 1, 3]))
     assert conditioning[MASK_KEY].flatten(1).tolist() == [[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]]
     assert conditioning.keys() == {"text", LATENTS_KEY, MASK_KEY}
 
 
-def test_given_frames_are_seen_clean_and_predicted_exactly():
+def test_conditioning_frames_are_clean_inputs_and_predicted_exactly():
     noisy, latents, network = (torch.randn(2, 3, 4, 2, 2) for _ in range(3))
     sigma = torch.tensor([0.7, 0.2])
     conditional_frames = get_clean_frames(add_clean_frames({}, latents, torch.tensor([1, 2])))

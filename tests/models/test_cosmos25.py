@@ -50,7 +50,7 @@ def one_call(model, counts=None):
 # Timesteps, masks, sizes
 
 
-def test_the_network_gets_sigma_itself_for_each_frame_and_less_for_given_ones(model):
+def test_the_network_gets_sigma_for_each_frame_and_less_for_conditioning_frames(model):
     inputs = network_inputs(model, one_call(model, [0, 2]))
     assert inputs["timestep"].dtype == torch.float32
     assert inputs["timestep"].shape == (2, 1, 3, 1, 1)
@@ -61,7 +61,7 @@ def test_the_network_gets_sigma_itself_for_each_frame_and_less_for_given_ones(mo
     assert "fps" not in inputs  # the stock pipeline does not pass fps, and fps would change the temporal positions
 
 
-def test_giving_no_frame_is_the_same_as_giving_none(model):
+def test_zero_conditioning_frames_equal_no_conditioning(model):
     noise, sigma, plain = one_call(model)
     with torch.no_grad():
         want = model.denoise(noise, sigma, plain)
@@ -69,7 +69,7 @@ def test_giving_no_frame_is_the_same_as_giving_none(model):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def test_the_predicted_clean_latents_are_the_given_ones_in_both_branches_of_guidance(model):
+def test_predicted_clean_latents_equal_the_conditioning_in_both_halves_of_guidance(model):
     noise, sigma, conditioning = one_call(model, [1, 2])
     conditional_frames = conditioning["conditional_latents"]
     uncond = conditioning | model.encode_text([model.resolve_negative_prompt()] * 2)
@@ -85,7 +85,7 @@ def test_the_predicted_clean_latents_are_the_given_ones_in_both_branches_of_guid
 # Text
 
 
-def test_guidance_contrasts_with_the_stock_negative_prompt_and_is_spelt_as_the_pipeline_does(model):
+def test_negative_prompt_and_guidance_scale_match_the_pipeline(model):
     assert model.resolve_negative_prompt().startswith("The video captures a series of frames showing ugly scenes")
     assert (model.resolve_negative_prompt(""), model.resolve_negative_prompt("blurry")) == ("", "blurry")
     assert model.pipeline_call_kwargs(1.0, 32, 32, 5)["guidance_scale"] == 0.0
@@ -121,7 +121,7 @@ def test_a_text_projection_that_gets_an_adapter_stays_in_the_denoiser(tiny_pipel
 # Guardrail
 
 
-def test_without_its_package_the_guardrail_must_be_given_up_in_words(tiny_pipelines):
+def test_without_its_package_the_guardrail_must_be_switched_off_explicitly(tiny_pipelines):
     if importlib.util.find_spec("cosmos_guardrail") is not None:
         pytest.skip("cosmos_guardrail is there")
     with pytest.raises(ModelError, match=r"cosmos_guardrail .*is not installed; .*model\.guardrail: off"):
@@ -156,7 +156,7 @@ class Censor:
         return None if len(self.seen) == 2 else 255 - frames
 
 
-def test_the_guardrail_judges_prompts_and_what_was_drawn(tiny_pipelines, caplog):
+def test_the_guardrail_checks_prompts_and_samples(tiny_pipelines, caplog):
     model = fresh(tiny_pipelines)
     latents = torch.randn(2, *model.latent_shape(32, 32, 5))
     plain = model.decode_latents(latents)

@@ -1,18 +1,28 @@
 """Tests specific to Cosmos3; test_families.py has the tests that all families share."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from diffusers import DiffusionPipeline
 
 from families import EXACT, denoise_latents, load_tiny
+from folders import sft_recipe
 from wfm_ds.contract.case import FixedGridEuler
+from wfm_ds.data.datasets import TrainingData
+from wfm_ds.data.episode import EpisodeVideo
+from wfm_ds.data.samples import Sample
 from wfm_ds.errors import ModelError
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.models.assets.guardrail import NoGuardrail
+from wfm_ds.models.assets.text_cache import format_prompts, prompt_text, require_viewpoints
 from wfm_ds.models.conditioning_frames import add_clean_frames
+from wfm_ds.recipe.actions import VIEWPOINTS
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.sampling.latents import draw_cpu_normal
+from wfm_ds.training.caches import collect_run_texts
+from wfm_ds.types import Prompt
 
 pytestmark = pytest.mark.slow
 
@@ -63,7 +73,7 @@ def actions_of(model, count=2, seed=6):
 
 @pytest.mark.parametrize("size", [VIDEO, IMAGE, OVERHANGING])
 @pytest.mark.parametrize(("w", "negative"), [(1.0, None), (4.0, None), (4.0, "a blue square")])
-def test_a_batch_of_unequal_prompts_is_what_the_stock_pipeline_draws_of_each(model, stock, size, w, negative):
+def test_a_batch_of_unequal_prompts_equals_single_stock_calls(model, stock, size, w, negative):
     noise, grid = draw_cpu_normal([1, 2], model.latent_shape(*size)), model.sigmas(4, model.latent_shape(*size))
     call = model.pipeline_call_kwargs(w, *size) | {"negative_prompt": negative}
     want = torch.cat([stock(p, grid, latents=noise[i : i + 1], **call) for i, p in enumerate(PROMPTS)])
@@ -93,7 +103,51 @@ def test_captions_are_the_ids_that_the_stock_pipeline_makes(model, stock):
             assert [model.tokenize_prompt(caption) for caption in captions] == list(want)
 
 
-def test_the_stock_call_draws_the_first_of_its_prompts_and_no_other(model, stock):
+def test_captions_with_actions_name_the_view(stock, tiny_pipelines):
+    model = load_tiny(tiny_pipelines("cosmos3"), "cosmos3", fps=FPS, inputs=["actions"])
+    height, width, frames = VIDEO
+    shape = {"num_frames": frames, "height": height, "width": width, "fps": FPS}
+
+    def caption(viewpoint):
+        (text,) = format_prompts(
+            model, [prompt_text(Prompt(id="a", text=PROMPTS[0], viewpoint=viewpoint))], (32, 48), 9
+        )
+        return text
+
+    for viewpoint in (None, "ego_view", "third_person_view", "wrist_view", "concat_view"):
+        want, _ = stock.pipeline.tokenize_prompt(
+            PROMPTS[0], "", **shape, action_mode="forward_dynamics", action_view_point=viewpoint or "ego_view"
+        )
+        assert model.tokenize_prompt(caption(viewpoint)) == want
+    own = "The left half shows the scene; the right half shows the wrist."
+    framings = {
+        view: json.loads(caption(view).partition("\n")[2])["cinematography"]["framing"] for view in (*VIEWPOINTS, own)
+    }
+    assert framings.pop(own) == own
+    assert len(set(framings.values())) == len(VIEWPOINTS) == 6
+    assert all(
+        framing.startswith("This video is captured") for view, framing in framings.items() if view != "concat_view"
+    )
+    require_viewpoints(model, SamplingRecipe(height=32, width=48, num_frames=9), "data.viewpoint")
+    with pytest.raises(ModelError, match=r"data.viewpoint: captions of cosmos3 .* do not mention the view: remove it"):
+        require_viewpoints(
+            load_tiny(tiny_pipelines("cosmos3"), "cosmos3"), SamplingRecipe(height=32, width=48), "data.viewpoint"
+        )
+
+
+def test_a_run_encodes_all_alternative_captions_with_their_view(tiny_pipelines):
+    model = load_tiny(tiny_pipelines("cosmos3"), "cosmos3", fps=FPS, inputs=["actions"])
+    data = {"kind": "lerobot", "path": "/data", "inputs": ["actions"], "viewpoint": "wrist_view"}
+    prompt, video = Prompt(id="a", text=PROMPTS[0], viewpoint="wrist_view"), EpisodeVideo("a", (), FPS, 0, 20)
+    sample = Sample(id="a", media=video, prompt=prompt, texts=tuple(PROMPTS))
+    loaded = TrainingData(prompts=[], samples=[sample], bad={}, held_out=[], validation_prompts=[])
+    recipe = sft_recipe(data, num_frames=9)
+    size = (recipe.sampling.height, recipe.sampling.width, 9)
+    captions = {model.format_prompt(text, *size, viewpoint="wrist_view") for text in PROMPTS}
+    assert set(collect_run_texts(recipe, model, loaded)) == captions
+
+
+def test_the_stock_call_uses_only_its_first_prompt(model, stock):
     grid = model.sigmas(2, model.latent_shape(*IMAGE))
     call = model.pipeline_call_kwargs(1.0, *IMAGE)
     first, both = (
@@ -103,7 +157,7 @@ def test_the_stock_call_draws_the_first_of_its_prompts_and_no_other(model, stock
     assert torch.equal(both, first)
 
 
-def test_the_stock_call_forgets_the_given_frame_of_latents_that_it_is_given(model, stock):
+def test_the_stock_call_with_given_latents_loses_the_conditioning_frame(model, stock):
     shape = model.latent_shape(*VIDEO)
     grid, call = model.sigmas(2, shape), model.pipeline_call_kwargs(1.0, *VIDEO)
     image, noise = torch.zeros(1, 3, 32, 48), draw_cpu_normal([1], shape)
@@ -188,7 +242,7 @@ def test_actions_that_the_network_cannot_take_are_refused(model, rows, message):
 # The two towers
 
 
-def test_the_towers_share_the_network_and_no_parameter_is_left_but_the_heads_of_text(model, stock):
+def test_the_two_towers_contain_all_parameters_except_text_heads(model, stock):
     names = set(stock.pipeline.transformer.state_dict())
     denoises = set(model.unwrapped_denoiser.state_dict())
     reads = {name.replace("text_tower.", "") for name in model.text_tower.state_dict()}
@@ -198,7 +252,7 @@ def test_the_towers_share_the_network_and_no_parameter_is_left_but_the_heads_of_
     assert names - denoises - reads == {"lm_head.weight", "norm.weight"}
 
 
-def test_full_training_leaves_alone_what_a_run_does_not_use(model, tiny_pipelines):
+def test_full_training_excludes_parameters_without_gradient(model, tiny_pipelines):
     told = load_tiny(tiny_pipelines("cosmos3"), "cosmos3", fps=FPS, inputs=["actions"])
     reads = {"action_modality_embed", "action_proj_in.fc.weight", "action_proj_in.bias.weight"}
     predicts = {"action_proj_out.fc.weight", "action_proj_out.bias.weight"}
@@ -210,7 +264,7 @@ def test_full_training_leaves_alone_what_a_run_does_not_use(model, tiny_pipeline
     assert without == predicts
 
 
-def test_a_dropped_text_tower_leaves_what_was_encoded(tiny_pipelines):
+def test_dropping_the_text_tower_keeps_encoded_texts(tiny_pipelines):
     model = load_tiny(tiny_pipelines("cosmos3"), "cosmos3", fps=FPS)
     arguments = one_call(model)
     with torch.no_grad():

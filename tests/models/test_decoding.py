@@ -36,9 +36,7 @@ def asked(monkeypatch):
     streams.cache_clear()
 
 
-def test_a_gpu_decodes_on_a_stream_that_waits_for_the_denoising_and_the_host_waits_for_it_last(
-    sampler, latents, asked, monkeypatch
-):
+def test_a_gpu_decodes_on_a_second_stream_after_denoising(sampler, latents, asked, monkeypatch):
     want, _ = sampler.decode_to_uint8(latents)
     assert asked == []
     cpu = sampler.model.device
@@ -67,7 +65,7 @@ def test_there_is_one_stream_for_a_gpu_and_none_for_a_cpu(asked):
     assert get_decode_stream(torch.device("cuda", 0)) is not get_decode_stream(torch.device("cuda", 1))
 
 
-def test_some_rows_are_decoded_and_all_are_judged(sampler, latents):
+def test_selected_rows_are_decoded_and_all_are_checked(sampler, latents):
     whole, finite = sampler.decode_to_uint8(latents)
     media, judged = sampler.start_decoding(latents, slice(1, 3)).wait()
     assert np.array_equal(media, whole[1:])

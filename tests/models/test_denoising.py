@@ -80,7 +80,7 @@ def test_the_largest_size_runs_and_a_video_of_one_frame(load, family, size):
 
 
 @each_family(EXPERTS)
-def test_an_expert_that_is_not_there_is_refused(load, family):
+def test_a_missing_expert_is_refused(load, family):
     model, count = load(family), EXPERTS[family]
     arguments = draw_noise(model, family), torch.ones(2), model.encode_text(PROMPTS)
     with torch.no_grad():

@@ -48,13 +48,13 @@ def test_samples_are_nearer_to_the_stock_pipeline_s_than_euler_s(tiny_pipelines,
     assert mean < 0.6 * mean_of_euler
 
 
-def test_a_scheduler_of_first_order_is_followed_by_euler(tiny_pipelines):
+def test_a_first_order_scheduler_selects_euler(tiny_pipelines):
     assert sampler(tiny_pipelines("sd3"), "sd3").eval_solver == "ode"
     assert sampler(tiny_pipelines("sd3"), "sd3", eval_solver="dpm2").eval_solver == "dpm2"
 
 
 @pytest.mark.parametrize("family", ["sd3", *MULTISTEP])
-def test_ten_steps_of_dpm2_are_nearer_to_the_end_of_many_than_euler_s_on_the_family_s_own_grid(tiny_pipelines, family):
+def test_ten_dpm2_steps_are_nearer_to_the_exact_result_than_ten_euler_steps(tiny_pipelines, family):
     """Compare with the exact solution for Gaussian data of mean 1 and std 1/2: noise z ends at 1 + z/2."""
 
     def velocity(latents, sigma):

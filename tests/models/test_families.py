@@ -20,7 +20,7 @@ def subject(tiny_pipelines):
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @each_family()
-def test_a_family_keeps_the_contract(subject, family, check):
+def test_a_family_passes_all_contract_checks(subject, family, check):
     try:
         check(subject(family))
     except CheckNotApplicable as reason:

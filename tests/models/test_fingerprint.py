@@ -27,7 +27,7 @@ def test_a_copy_is_equal_and_other_parts_do_not_matter(folder, tiny_pipelines):
 
 
 @pytest.mark.parametrize("change", ["config", "tokenizer", "weights", "name"])
-def test_every_change_shows(folder, change):
+def test_every_change_changes_the_fingerprint(folder, change):
     before = fingerprint_folders(folder, PARTS)
     if change == "config":
         path = folder / "text_encoder" / "config.json"
@@ -45,7 +45,7 @@ def test_every_change_shows(folder, change):
     assert fingerprint_folders(folder, PARTS) != before
 
 
-def test_large_weights_are_read_at_their_ends_only(tmp_path):
+def test_only_the_ends_of_large_files_are_read(tmp_path):
     """Files that differ only in the middle get equal fingerprints; this avoids reading gigabytes."""
     (tmp_path / "vae").mkdir()
     path = tmp_path / "vae" / "model.safetensors"

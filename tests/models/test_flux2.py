@@ -39,7 +39,7 @@ def test_positions_are_the_pipeline_s(pipeline):
     assert torch.equal(image, pipeline._prepare_latent_ids(torch.zeros(1, 4, 2, 3))[0])
 
 
-def test_a_distilled_pipeline_is_drawn_without_guidance(tiny_pipelines):
+def test_a_distilled_pipeline_refuses_guidance(tiny_pipelines):
     distilled = load_tiny(tiny_pipelines("flux2"), "flux2")
     distilled.pipeline.register_to_config(is_distilled=True)
     distilled.check_sampling(SamplingRecipe(height=32, width=32, guidance_scale=1.0))

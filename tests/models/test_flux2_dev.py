@@ -49,13 +49,13 @@ def test_the_guidance_is_the_recipe_s_or_that_of_the_folder_or_of_the_stock_call
 
 @pytest.mark.parametrize("family", ["flux2", "sd3"])
 @pytest.mark.parametrize("loaded", [load, lambda path, **more: load_on_meta_device(path, dtype=torch.float32, **more)])
-def test_networks_that_take_none_refuse_it(family, loaded, tiny_pipelines):
+def test_networks_without_embedded_guidance_refuse_it(family, loaded, tiny_pipelines):
     sentence = f"this {family} network does not support embedded guidance; remove model.embedded_guidance"
     with pytest.raises(ModelError, match=sentence):
         loaded(tiny_pipelines(family), embedded_guidance=3.5)
 
 
-def test_no_other_guidance_is_drawn_with(tiny_pipelines):
+def test_classifier_free_guidance_is_refused(tiny_pipelines):
     model = load(tiny_pipelines("flux2_dev"))
     model.check_sampling(SamplingRecipe(height=32, width=32))
     with pytest.raises(ModelError, match=DRAWN_ALONE):
@@ -64,7 +64,7 @@ def test_no_other_guidance_is_drawn_with(tiny_pipelines):
         model.pipeline_call_kwargs(3.5, 32, 32)
 
 
-def test_a_run_and_generate_tell_the_network_what_they_are_asked(root, monkeypatch, tmp_path):
+def test_a_run_and_generate_pass_the_requested_guidance(root, monkeypatch, tmp_path):
     monkeypatch.chdir(root)
     recipe = recipe_file.load_recipe(root / "tests/recipes/flux2_dev_nft.yaml", ["model.embedded_guidance=1.5"])
     assert load_model(recipe, torch.device("cpu")).embedded_guidance == 1.5

@@ -90,7 +90,7 @@ def test_a_branch_with_a_slash_is_a_revision(site):
     assert message == f"{NAME} has no branch, tag or commit v9: change model.revision"
 
 
-def test_pictures_are_drawn_with_a_revision_of_the_hub(site, tmp_path, capsys):
+def test_generate_uses_a_revision_of_the_hub(site, tmp_path, capsys):
     (tmp_path / "prompts.txt").write_text("a cat\n")
     words = f"--model {NAME} --prompts prompts.txt --out out --steps 2 --height 32 --width 32".split()
     assert generate([*words, "--revision", "v9"]) == 2
@@ -106,7 +106,7 @@ def test_an_unsupported_class_is_refused_before_its_weights_are_fetched(site):
     assert site.sent == ["model_index.json"]
 
 
-def test_what_an_interrupted_download_lacks_is_fetched(site, tmp_path, monkeypatch):
+def test_an_interrupted_download_is_completed(site, tmp_path, monkeypatch):
     folder = registry.resolve_pipeline(NAME)
     lost = [folder / "vae/config.json", folder / "transformer/diffusion_pytorch_model.safetensors"]
     for path in lost:
@@ -129,7 +129,7 @@ def test_a_size_is_estimated_without_the_weights(site):
     assert not [name for name in site.sent if name.endswith(".safetensors")]
 
 
-def test_a_repository_is_looked_at_without_its_weights_unless_they_are_asked_for(site, capsys):
+def test_a_repository_is_inspected_without_downloading_weights(site, capsys):
     assert wfm(["models", NAME]) == 0
     told = capsys.readouterr().out
     assert "StableDiffusion3Pipeline" in told
@@ -161,7 +161,7 @@ LISTINGS = [
 
 
 @check_each(("files", "kept"), LISTINGS)
-def test_of_a_part_the_plain_weights_are_wanted_else_the_variant(files, kept):
+def test_plain_weights_are_preferred_to_a_variant(files, kept):
     listed = [f"part/{name}" for name in files]
     assert hub.select_files(listed, ["part"]) == (listed if kept is ... else [f"part/{name}" for name in kept])
     assert hub.select_files(listed, ["other"]) == []
@@ -177,12 +177,12 @@ def test_not_in_the_cache_and_no_network(site, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow  # huggingface_hub retries for 20 s
-def test_a_hub_that_does_not_answer_is_as_good_as_none(tmp_path, monkeypatch):
+def test_an_unreachable_hub_is_like_no_network(tmp_path, monkeypatch):
     use(monkeypatch, url="http://127.0.0.1:9", cache=tmp_path / "cache")  # nothing listens on this port
     assert f"the Hub cannot be reached; on a machine with a network: hf download {NAME} --exclude" in refusal()
 
 
-def test_a_repository_that_may_not_be_seen_and_one_that_asks_for_a_licence(site):
+def test_private_and_gated_repositories_are_refused(site):
     message = refusal("stabilityai/stable-diffusion-3.5-medum")
     assert message.startswith("stabilityai/stable-diffusion-3.5-medum is neither a local folder nor a Hub repository")
     assert message.endswith(f"hf auth login; for the released model: model.path={NAME}")
@@ -225,7 +225,7 @@ def test_a_repository_that_may_not_be_seen_and_one_that_asks_for_a_licence(site)
         ("me/mine", {"x": b""}, "me/mine has no model_index.json: choose a repository in diffusers' format"),
     ],
 )
-def test_a_repository_in_another_format_is_answered_with_the_way_out(site, name, files, message):
+def test_the_error_for_a_repository_in_another_format_names_the_fix(site, name, files, message):
     site.repos[name] = Repo(files)
     assert refusal(name) == message
 
@@ -244,7 +244,7 @@ def test_a_full_disk_is_found_before_anything_is_fetched(site, monkeypatch):
     assert site.sent == ["model_index.json"]
 
 
-def test_a_folder_goes_before_an_id_and_a_path_is_none(tmp_path, monkeypatch, tiny_pipelines):
+def test_a_folder_has_priority_over_a_hub_id(tmp_path, monkeypatch, tiny_pipelines):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(tiny_pipelines("sd3"), tmp_path / NAME)
     assert registry.resolve_pipeline(NAME) == Path(NAME)

@@ -26,7 +26,7 @@ def server():
         yield running
 
 
-def test_a_model_is_fetched_once_and_offline_one_sentence_says_how(server, root, tmp_path, monkeypatch):
+def test_a_model_is_fetched_once_and_the_offline_error_says_how(server, root, tmp_path, monkeypatch):
     tiny = files_of(get_tiny_folder("qwen3vl"))
     server.repos = {NAME: Repo(tiny | EXTRA, branches=("main",))}
     use(monkeypatch, url=server.url, cache=tmp_path / "cache")
@@ -49,7 +49,7 @@ def test_a_model_is_fetched_once_and_offline_one_sentence_says_how(server, root,
         language_folders.download_language_model(NAME)
 
 
-def test_a_revision_is_for_the_hub_alone():
+def test_a_revision_needs_a_hub_model():
     with pytest.raises(ModelError, match=r"model\.revision main needs a repository of the Hub"):
         language_folders.locate_language_model("tiny:qwen25vl", "main")
     with pytest.raises(ModelError, match=r"none has no config\.json"):

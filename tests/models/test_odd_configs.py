@@ -41,7 +41,7 @@ def mutated(rng, values):
     return {**values, key: rng.choice(ODD)}
 
 
-def test_an_odd_value_loads_or_is_one_sentence(folder):
+def test_an_odd_value_loads_or_is_a_one_line_error(folder):
     refused = 0
     for seed in range(60):
         rng = random.Random(seed)
@@ -64,7 +64,7 @@ def test_an_odd_value_loads_or_is_one_sentence(folder):
         ("vae/config.json", "latent_channels", None),
     ],
 )
-def test_a_wrong_type_is_one_sentence(folder, file, key, value):
+def test_a_wrong_type_is_a_one_line_error(folder, file, key, value):
     said = load_with(folder, file, lambda values: {**values, key: value})
     assert said is not None
     assert str(folder) in said

@@ -31,7 +31,7 @@ def pipeline(tiny_pipelines):
     return load_reference_pipeline(tiny_pipelines("qwen_image"), CASES["qwen_image"])
 
 
-def test_texts_of_unlike_lengths_share_a_batch(model):
+def test_texts_of_unequal_lengths_share_a_batch(model):
     """Padding has no effect: cached texts equal jointly encoded ones, and padded texts give the same velocity."""
     together = model.encode_text([PROMPTS[0], LONG])
     cached = TextCache(model).encode([PROMPTS[0], LONG])
@@ -46,7 +46,7 @@ def test_texts_of_unlike_lengths_share_a_batch(model):
     torch.testing.assert_close(padded, alone, **EXACT)
 
 
-def test_halves_of_guidance_of_unlike_lengths_share_a_forward(model):
+def test_halves_of_guidance_of_unequal_lengths_share_a_forward(model):
     settings = SamplingRecipe(height=32, width=32, eval_steps=2, guidance_scale=4.0, guidance_batch="joint")
     forward = CountingForward(model.denoise)
     sampler = Sampler(

@@ -58,7 +58,9 @@ def assert_refused(folder, family, options, says):
 
 
 @check_each(("family", "index", "file", "options", "says"), CASES)
-def test_what_is_not_supported_is_one_sentence(tiny_pipelines, tmp_path, family, index, file, options, says):
+def test_unsupported_pipelines_and_settings_are_one_line_errors(
+    tiny_pipelines, tmp_path, family, index, file, options, says
+):
     folder = copy_pipeline(tiny_pipelines(family), tmp_path / "pipeline", **index)
     if file is not None:
         change_json(folder / file[0], **file[1])

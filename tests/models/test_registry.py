@@ -23,7 +23,7 @@ def index_folder(tmp_path, text):
     return tmp_path
 
 
-def test_discovery_finds_the_families_and_every_tiny_pipeline_has_one(tiny_pipelines):
+def test_every_tiny_pipeline_has_a_family(tiny_pipelines):
     assert registry.model_families()["sd3"] is StableDiffusion3
     assert {registry.find_family(tiny_pipelines(family)) for family in FAMILIES} == set(
         registry.model_families().values()
@@ -42,7 +42,7 @@ def test_a_family_is_found_by_being_in_the_folder(tmp_path, monkeypatch):
     assert found.keys() == registry.model_families().keys() | {"other"}
 
 
-def test_a_folder_is_itself(tiny_pipelines):
+def test_a_path_of_a_folder_is_returned_unchanged(tiny_pipelines):
     assert registry.resolve_pipeline(tiny_pipelines("sd3")) == tiny_pipelines("sd3")
     assert registry.resolve_pipeline(str(tiny_pipelines("digits"))) == tiny_pipelines("digits")
     assert registry.find_family(tiny_pipelines("digits")) is StableDiffusion3
@@ -67,7 +67,7 @@ def test_an_index_that_names_no_known_family_is_an_error(tmp_path, text, message
     assert str(folder) in str(raised.value)
 
 
-def test_what_is_no_pipeline_folder_is_an_error(tmp_path):
+def test_a_folder_without_a_pipeline_is_an_error(tmp_path):
     with pytest.raises(ModelError, match="org/model does not exist"):
         registry.resolve_pipeline(tmp_path / "org/model")
     with pytest.raises(ModelError, match=r"has no model_index\.json"):
@@ -86,7 +86,7 @@ def test_what_is_no_pipeline_folder_is_an_error(tmp_path):
         registry.resolve_pipeline(tmp_path / "weights.safetensors")
 
 
-def test_a_tiny_pipeline_is_made_once(tmp_path, monkeypatch):
+def test_a_tiny_pipeline_is_written_once(tmp_path, monkeypatch):
     monkeypatch.setenv("WFM_CACHE", str(tmp_path))
     folder = registry.resolve_pipeline("tiny:sd3")
     made_at = (folder / "model_index.json").stat().st_mtime_ns
@@ -96,7 +96,7 @@ def test_a_tiny_pipeline_is_made_once(tmp_path, monkeypatch):
     assert [path.name for path in folder.parent.iterdir()] == ["sd3"]  # the temporary folder is removed
 
 
-def test_the_slower_of_two_makers_uses_the_others_folder(tmp_path):
+def test_the_slower_of_two_writers_uses_the_other_folder(tmp_path):
     for name in ("mine", "theirs"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "owner").write_text(name)
@@ -118,7 +118,7 @@ def test_an_unknown_tiny_family_is_an_error(tmp_path, monkeypatch, family):
         registry.resolve_pipeline(f"tiny:{family}")
 
 
-def test_a_pipeline_is_no_language_model():
+def test_a_pipeline_is_refused_as_a_language_model():
     with pytest.raises(ModelError, match=r"^sd3 is not a tiny vision-language model; use one of qwen25vl, "):
         language_folders.locate_language_model("tiny:sd3")
 
@@ -130,7 +130,7 @@ def test_an_unreadable_configuration_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_random_weights_follow_from_the_seed_alone(tiny_pipelines, dtype):
+def test_random_weights_depend_only_on_the_seed(tiny_pipelines, dtype):
     model = registry.load_model(tiny_pipelines("sd3"), dtype=dtype, device="cpu")
     denoiser, pretrained = model.denoiser, tensors(model)
     registry.randomize_denoiser(model, 1)
@@ -149,7 +149,7 @@ def test_random_weights_follow_from_the_seed_alone(tiny_pipelines, dtype):
         assert first[key].dtype == pretrained[key].dtype
 
 
-def test_an_original_cosmos_checkpoint_is_answered_with_the_script_that_converts_it(tmp_path):
+def test_the_error_for_an_original_cosmos_checkpoint_names_the_conversion_script(tmp_path):
     file = tmp_path / "Cosmos-Predict2.5-14B" / "e21d_ema_bf16.pt"
     file.parent.mkdir()
     file.touch()

@@ -130,7 +130,7 @@ def test_negative_texts_are_encoded_as_the_stock_pipeline_does(tiny_pipelines):
     assert (got["prompt_embeds"] - sana.encode_text(["a cat"])["prompt_embeds"]).abs().max() > 1e-3
 
 
-def test_broken_latents_are_shown_grey_and_named(model):
+def test_non_finite_latents_are_grey_and_named(model):
     latents = torch.randn(3, *sampler(model).latent_shape, generator=torch.Generator().manual_seed(0))
     whole, _ = sampler(model).decode_to_uint8(latents)
     latents[1, 0, 0, 0] = float("nan")
@@ -153,7 +153,7 @@ def test_images_are_decoded_one_after_the_other(model):
     ("dtype", "size", "at_once"),
     [("float32", 512, 4), ("float32", 1024, 1), ("bfloat16", 512, 8), ("bfloat16", 1024, 2), ("bfloat16", 2048, 1)],
 )
-def test_on_a_device_pictures_share_a_batch_of_so_many_pixels(tiny_pipelines, dtype, size, at_once):
+def test_on_a_gpu_images_are_decoded_in_batches_of_limited_size(tiny_pipelines, dtype, size, at_once):
     """A batch has the bytes of one float32 image of 1024 x 1024, whatever memory is free; nothing is computed here."""
     model = registry.load_model(
         tiny_pipelines("sana"), dtype=torch.float32, device="cpu", vae_dtype=getattr(torch, dtype)
@@ -169,7 +169,7 @@ def test_on_a_device_pictures_share_a_batch_of_so_many_pixels(tiny_pipelines, dt
     assert model.encode_batch_size(torch.empty(9, 3, size, size, device="meta")) == at_once
 
 
-def test_pictures_in_a_batch_are_those_decoded_alone(model):
+def test_batched_decoding_equals_single_decoding(model):
     latents = torch.randn(3, *sampler(model).latent_shape, generator=torch.Generator().manual_seed(0))
     together = model.to_uint8(model.decode_latents(latents)).astype(int)
     assert np.abs(together - sampler(model).decode_to_uint8(latents)[0]).max() <= 1
@@ -188,7 +188,7 @@ def test_videos_keep_their_frames_also_a_single_one(tiny_pipelines, num_frames, 
 
 
 @pytest.mark.parametrize(("size", "batches"), [({}, [5]), ({"height": 256, "width": 256}, [4, 1])])
-def test_small_videos_are_decoded_together_as_far_as_memory_of_one_picture_goes(video_model, size, batches):
+def test_small_videos_are_decoded_in_batches_of_limited_size(video_model, size, batches):
     """The VAE decodes 4 frames at a time; 4 videos * 4 frames * 256 * 256 pixels equal one 1024 x 1024 image."""
     drawn, seen = sampler(video_model, num_frames=9, **size), []
     assert vae.frames_per_decode(video_model.pipeline.vae, 9) == 4
@@ -204,7 +204,7 @@ def test_small_videos_are_decoded_together_as_far_as_memory_of_one_picture_goes(
         assert np.abs(media.astype(int) - alone).max() <= 1
 
 
-def test_kept_latents_of_a_video_do_not_depend_on_what_is_encoded_beside_it(video_model):
+def test_cached_latents_of_a_video_do_not_depend_on_the_batch(video_model):
     pixels = torch.rand(3, 3, 9, 32, 32, generator=torch.Generator().manual_seed(0))
     together = video_model.encode_pixels(pixels)
     assert all(torch.equal(together[i : i + 1], video_model.encode_pixels(pixels[i : i + 1])) for i in range(3))
@@ -212,7 +212,7 @@ def test_kept_latents_of_a_video_do_not_depend_on_what_is_encoded_beside_it(vide
 
 @check_each("plan", ["ode", "edm"])
 @check_each("guidance_scale", [1.0, 2.5])
-def test_given_frames_are_what_the_samples_begin_with(video_model, plan, guidance_scale):
+def test_samples_start_with_the_conditioning_frames(video_model, plan, guidance_scale):
     drawn = sampler(video_model, guidance_scale=guidance_scale, num_frames=9, eval_steps=3)
     churn = Churn.from_settings(3, s_churn=1.0, s_t_min=0.0, s_t_max=math.inf, s_noise=1.0)
     steps = drawn.evaluation_plan() if plan == "ode" else make_edm_plan("edm_2ab", 3, churn)

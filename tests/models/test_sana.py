@@ -83,7 +83,7 @@ def test_with_the_stock_instruction_only_prompts_get_it(tiny_pipelines, pipeline
 
 
 @BOTH
-def test_the_exported_scheduler_is_another_solver_not_another_model(load, pipeline, family):
+def test_the_exported_scheduler_is_another_solver_of_the_same_model(load, pipeline, family):
     """The scheduler is second order and rounds timesteps down: 40 steps give samples close to ours, but not equal."""
     model, (height, width, frames) = load(family), CASES[family].size
     call = model.pipeline_call_kwargs(1.0, height, width, frames) | {"num_inference_steps": 40, "output_type": "pt"}
@@ -102,7 +102,7 @@ def test_upstream_rounds_the_time_of_the_released_scheduler(pipeline):
 
 
 @BOTH
-def test_losing_the_mask_would_change_the_velocity_and_what_it_masks_would_not(load, family):
+def test_the_mask_changes_the_velocity_and_masked_text_does_not(load, family):
     model = load(family)
     latents, sigma, conditioning = one_call(model)
     mask = conditioning["prompt_attention_mask"]
@@ -174,7 +174,7 @@ def first_frame_given(model, latents, counts):
     return add_clean_frames(model.encode_text(PROMPTS), latents, torch.tensor(counts))
 
 
-def test_a_given_first_frame_is_given_to_both_passes_of_guidance(load, tiny_pipelines):
+def test_both_passes_of_guidance_get_the_first_frame(load, tiny_pipelines):
     model, case = load("sana_video"), CASES["sana_video"]
     height, width, _ = case.size
     clip = torch.rand(1, 3, 5, height, width, generator=torch.Generator().manual_seed(1))
@@ -187,7 +187,7 @@ def test_a_given_first_frame_is_given_to_both_passes_of_guidance(load, tiny_pipe
     torch.testing.assert_close(got[:, :, :1], latents[:, :, :1], **EXACT)
 
 
-def test_samples_with_and_without_a_given_frame_share_a_batch(load):
+def test_samples_with_and_without_a_conditioning_frame_share_a_batch(load):
     model = load("sana_video")
     latents, sigma, plain = one_call(model)
     clip = torch.randn(latents.shape, generator=torch.Generator().manual_seed(5))
@@ -199,7 +199,7 @@ def test_samples_with_and_without_a_given_frame_share_a_batch(load):
     torch.testing.assert_close(clean[1, :, 0], clip[1, :, 0])
 
 
-def test_tokens_of_a_given_frame_are_told_time_zero(load):
+def test_tokens_of_a_conditioning_frame_have_time_zero(load):
     model = load("sana_video")
     latents, sigma, _ = one_call(model)
     with record_calls(model.denoiser) as calls:
@@ -210,7 +210,7 @@ def test_tokens_of_a_given_frame_are_told_time_zero(load):
     assert (times == times[..., :1, :1]).all()
 
 
-def test_a_vae_that_keeps_its_mean_and_deviation_as_buffers(pipeline):
+def test_a_vae_with_mean_and_std_as_buffers(pipeline):
     """The LTX-2 VAE of the 720p model: factors 32 (space) and 8 (time), and a patch size of 1."""
     with temporary_seed(6):
         vae = AutoencoderKLLTX2Video(

@@ -89,7 +89,7 @@ def test_a_guided_batch_is_the_stock_pipelines_samples_where_attention_does_not_
     assert torch.equal(got[:, :, :1], given.latents[:, :, :1])
 
 
-def test_a_picture_of_another_size_and_its_lens_are_cut_as_the_stock_pipeline_cuts_them(model, tmp_path):
+def test_images_and_intrinsics_are_cropped_as_in_the_stock_pipeline(model, tmp_path):
     image = first_images(torch.rand(1, 3, 1, 50, 90))[0]
     image.save(tmp_path / "image.png")
     lens = np.array([60, 62, 44, 26], np.float32)
@@ -112,7 +112,7 @@ def test_the_cameras_geometry_is_the_stock_pipelines_in_float32(model):
     assert all(torch.equal(made[name], tensor) for name, tensor in model.encode_inputs(each, 5, SIZE[:2]).items())
 
 
-def test_the_latent_of_the_first_frame_is_that_of_the_image_alone(subject, model):
+def test_the_first_latent_frame_equals_the_encoded_image(subject, model):
     pixels = subject.random_pixels()
     torch.testing.assert_close(model.encode_pixels(pixels)[:, :, :1], model.encode_pixels(pixels[:, :, :1]), **EXACT)
 
@@ -178,7 +178,7 @@ def test_clips_with_a_camera_that_cannot_be_used_are_bad_by_name(model, tmp_path
     assert reader.load_prompt(samples[5], framing, draw_centre).inputs["intrinsics"].shape == (5, 4)
 
 
-def test_keys_lead_the_camera_as_they_do_in_the_stock_pipeline_and_the_room_turns_alike():
+def test_camera_keys_move_as_in_the_stock_pipeline_and_the_room_demo():
     """The room demo's poses use the model's axes: `l` turns right, `w` moves forward."""
     keys = action_string_to_c2w("lw-8", translation_speed=0.05, rotation_speed_deg=3.0)
     np.testing.assert_allclose(room.camera_path(3.0, 0.05, 0.0), keys, atol=1e-6)
@@ -187,7 +187,7 @@ def test_keys_lead_the_camera_as_they_do_in_the_stock_pipeline_and_the_room_turn
 # The network
 
 
-def test_full_training_leaves_alone_what_a_camera_gives_no_gradient(subject, tiny_pipelines):
+def test_full_training_excludes_parameters_without_gradient(subject, tiny_pipelines):
     model = subject.load_model()
     model.denoise(*subject.denoise_arguments(model)).square().mean().backward()
     without = {name for name, weight in model.unwrapped_denoiser.named_parameters() if weight.grad is None}
@@ -220,7 +220,7 @@ def test_the_lines_of_an_export_load_its_lora_into_plain_diffusers(subject, tmp_
 
 
 @torch.no_grad()
-def test_the_network_cuts_its_time_to_whole_numbers(subject, model):
+def test_the_network_rounds_its_time_down(subject, model):
     noise, _, conditioning = subject.denoise_arguments(model)
     whole, more, next_one = (model.denoise(noise, torch.full((2,), s), conditioning) for s in (0.5, 0.5009, 0.501))
     assert torch.equal(more[:, :, 1:], whole[:, :, 1:])
@@ -247,7 +247,7 @@ def test_the_stock_network_makes_no_grid_in_bfloat16_on_a_cpu():
         network.create_grid(2, 2, dtype=torch.bfloat16)
 
 
-def test_a_bfloat16_network_sees_a_camera_that_was_not_rounded_first(monkeypatch):
+def test_camera_rays_are_computed_before_rounding_to_bfloat16(monkeypatch):
     """Rays that the stock network computes from bfloat16 poses, as on a GPU, have a larger error than rays that are
     rounded afterwards. Camera path and size come from the stock example."""
     c2w, lens = action_string_to_c2w("w-80,jw-40,w-40"), np.tile(np.float32([800, 800, 640, 352]), (161, 1))

@@ -55,7 +55,7 @@ def test_every_text_is_encoded_once(model, counted):
     assert sorted(counted) == sorted(set(TEXTS))
 
 
-def test_least_recently_used_text_leaves_first(model, counted):
+def test_the_least_recently_used_text_is_evicted_first(model, counted):
     one = num_bytes(model.encode_text(["x"]))
     counted.clear()
     cache = TextCache(model, max_bytes=2 * one)
@@ -75,7 +75,7 @@ def test_batch_larger_than_the_cache_is_still_complete(model):
     assert len(next(iter(cache.encode(texts).values()))) == 20
 
 
-def test_new_text_that_pushes_out_a_cached_one_of_its_own_batch_is_no_error(model):
+def test_a_new_text_may_evict_a_cached_text_of_its_batch(model):
     one = num_bytes(model.encode_text(["x"]))
     cache = TextCache(model, max_bytes=3 * one)
     texts = [f"text {i}" for i in range(5)]
@@ -114,7 +114,7 @@ def elsewhere(tiny_pipelines, tmp_path):
     return model, store, want
 
 
-def test_rows_that_a_device_has_are_not_copied_again(elsewhere):
+def test_rows_on_the_device_are_not_copied_again(elsewhere):
     model, store, want = elsewhere
     cache = TextCache(model, store=store)
     first, got = copies_of(cache, ["a", "b", "a"])
@@ -129,7 +129,7 @@ def test_rows_that_a_device_has_are_not_copied_again(elsewhere):
     assert copies_of(cache, ["c", "a"])[0] == len(want)
 
 
-def test_device_keeps_what_its_bytes_allow_and_drops_the_least_recently_used(elsewhere):
+def test_the_device_cache_evicts_the_least_recently_used_texts(elsewhere):
     model, store, want = elsewhere
     cache = TextCache(model, store=store, max_device_bytes=2 * num_bytes({n: t[:1] for n, t in want.items()}))
     copied = [copies_of(cache, [text])[0] // len(want) for text in "abacabb"]
@@ -152,7 +152,7 @@ def test_prepared_texts_are_not_encoded_again_nor_those_that_are_stored(model, c
     assert counted == []
 
 
-def test_no_more_is_prepared_than_half_of_the_memory_for_texts_holds(model, counted):
+def test_at_most_half_of_the_text_memory_is_filled_ahead(model, counted):
     one = num_bytes(model.encode_text(["x"]))
     cache = TextCache(model, max_bytes=4 * one)
     cache.encode(["a", "b"])
@@ -183,7 +183,7 @@ def assert_equal_rows(got, want):
         torch.testing.assert_close(got[name], want[name], rtol=0, atol=0)
 
 
-def test_a_store_outlives_the_cache_and_the_encoders(tiny_pipelines, tmp_path):
+def test_stored_texts_need_no_encoders(tiny_pipelines, tmp_path):
     model = load_tiny(tiny_pipelines("sd3"), "sd3")
     texts = [*TEXTS, NegativeText("")]
     cache = TextCache(model, store=TensorStore(tmp_path))
@@ -198,7 +198,7 @@ def test_a_store_outlives_the_cache_and_the_encoders(tiny_pipelines, tmp_path):
         later.encode(["a new text"])
 
 
-def test_another_length_or_other_weights_are_other_entries(tiny_pipelines, tmp_path):
+def test_length_and_weights_are_part_of_the_key(tiny_pipelines, tmp_path):
     models = [
         registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu", max_sequence_length=length)
         for family, length in (("sd3", 16), ("sd3", 12), ("digits", 8))

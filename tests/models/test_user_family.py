@@ -45,7 +45,7 @@ def test_the_page_s_lines_check_it(folder, monkeypatch, capsys):
     assert set(verdicts) == {"passed", "-"}
 
 
-def test_without_its_name_the_pipeline_is_refused_and_says_how(folder):
+def test_a_pipeline_of_a_user_family_is_refused_without_the_family_name(folder):
     with pytest.raises(ModelError, match=r"class Lumina2Pipeline are not supported; .* own family \(model.family\)"):
         registry.resolve_pipeline(folder / "pipeline")
 

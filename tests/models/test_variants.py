@@ -29,7 +29,7 @@ BASE = "diffusion_pytorch_model"
         (f"{BASE}.fp16.safetensors", "fp16"),
     ],
 )
-def test_variants_are_told_by_name(name, variant):
+def test_variants_are_recognized_by_name(name, variant):
     assert parse_variant(name) == variant
 
 

@@ -60,7 +60,7 @@ def test_the_first_latent_frame_depends_on_the_first_frame_alone(load):
 # Timesteps
 
 
-def test_ti2v_gets_a_time_for_each_token_and_0_on_given_frames(load):
+def test_ti2v_gets_a_time_per_token_and_0_on_conditioning_frames(load):
     model, noise = load("wan22_ti2v"), noise_for(load("wan22_ti2v"), "wan22_ti2v")  # 3 frames of 2 x 1 tokens
     conditioning = add_clean_frames(model.encode_text(PROMPTS), noise, torch.tensor([1, 0]))
     with record_calls(model.denoiser) as calls, torch.no_grad():
@@ -69,7 +69,7 @@ def test_ti2v_gets_a_time_for_each_token_and_0_on_given_frames(load):
     torch.testing.assert_close(calls[0]["timestep"], want)
 
 
-def test_only_ti2v_takes_given_frames(load):
+def test_only_ti2v_takes_conditioning_frames(load):
     allowed = {family: load(family).conditioning_frame_counts for family in FAMILIES}
     assert allowed == {"wan21": (0,), "wan22": (0,), "wan22_ti2v": (0, 1)}
 
@@ -119,7 +119,7 @@ def test_each_expert_has_its_own_guidance_scale_in_the_stock_pipeline(load, tiny
     torch.testing.assert_close(got, want, **EXACT)
 
 
-def test_both_experts_are_the_denoiser_and_all_else_is_frozen(load):
+def test_the_denoiser_contains_both_experts_and_the_rest_is_frozen(load):
     model = load("wan22")
     assert isinstance(model.denoiser, Experts)
     assert model.denoiser_components == ("transformer", "transformer_2")
@@ -160,7 +160,7 @@ def test_ti2v_may_be_stored_as_an_image_to_video_pipeline(load, tiny_pipelines, 
 # Unexpected behavior of diffusers. A failing test means that a workaround can be removed.
 
 
-def test_diffusers_loads_a_second_denoiser_unless_the_pipelines_own_class_is_asked(load, tiny_pipelines):
+def test_only_the_pipelines_class_accepts_a_missing_second_denoiser(load, tiny_pipelines):
     """`DiffusionPipeline` ignores passed components that the class lists as optional; our loader calls the class."""
     ours, folder = load("wan21").pipeline.transformer, tiny_pipelines("wan21")
     assert DiffusionPipeline.from_pretrained(folder, transformer=ours).transformer is not ours

@@ -40,7 +40,7 @@ def told(model, pictures, num_frames=FRAMES):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_condition_is_the_stock_pipelines(load, tiny_pipelines, pictures, family):
+def test_the_condition_equals_the_stock_pipelines(load, tiny_pipelines, pictures, family):
     model, pipeline = load(family), load_reference_pipeline(tiny_pipelines(family), CASES[family])
     got = told(model, pictures)
     for i, picture in enumerate(pictures):
@@ -55,7 +55,7 @@ def test_the_condition_is_the_stock_pipelines(load, tiny_pipelines, pictures, fa
     )
 
 
-def test_the_first_frame_is_that_of_the_clip(load, tmp_path):
+def test_a_first_frame_decoded_alone_equals_the_clips(load, tmp_path):
     """A first frame decoded alone equals the clip's, also in latents: conditioning and training target agree."""
     pixels = np.random.default_rng(2).integers(0, 256, (30, 8, 12, 3), np.uint8).repeat(4, 1).repeat(4, 2)
     write_clip(tmp_path / "a.mp4", size=(HEIGHT, WIDTH), pictures=pixels)
@@ -92,7 +92,7 @@ def test_several_videos_of_each_image_and_each_experts_guidance(load, tiny_pipel
 # Encoding
 
 
-def test_an_image_is_encoded_once_while_there_is_room(load, pictures, monkeypatch):
+def test_an_image_is_encoded_once_while_it_is_cached(load, pictures, monkeypatch):
     model, encoded, encode = load("wan22_i2v"), [], vae.encode_normalized
     monkeypatch.setattr(vae, "encode_normalized", lambda *args: encoded.append(args) or encode(*args))
     one = 8 * 3 * 4 * 6 * 4  # bytes of one condition
@@ -144,7 +144,7 @@ def images_of(pictures):
     return stacked.permute(0, 3, 1, 2).float() / 255
 
 
-def test_stock_makes_of_two_images_more_conditions_than_videos(load, tiny_pipelines, pictures):
+def test_the_stock_pipeline_makes_too_many_conditions_for_two_images(load, tiny_pipelines, pictures):
     pipeline = load_reference_pipeline(tiny_pipelines("wan22_i2v"), CASES["wan22_i2v"])
     call = {
         **load("wan22_i2v").pipeline_call_kwargs(1.0, *SIZE),

@@ -34,7 +34,7 @@ def call_of(pipeline, **more):
 
 
 @pytest.mark.parametrize("size", [SIZE, (64, 128, 1)])  # 6 image tokens with padding, and 32 without
-def test_texts_on_both_sides_of_a_multiple_of_32_are_drawn_as_by_the_stock_pipeline(model, pipeline, size):
+def test_texts_with_less_and_more_than_32_tokens_equal_the_stock_pipeline(model, pipeline, size):
     """The first position of an image depends on the length of its text."""
     prompts = [PROMPTS[0], LONG]
     shape = model.latent_shape(*size)
@@ -94,7 +94,7 @@ def test_the_stock_guidance_is_one_less_than_w_and_on_below_1(pipeline):
     assert (off - on).abs().max() > 1e-3
 
 
-def test_the_stock_pipeline_normalises_and_truncates_guidance_when_asked_alone(pipeline):
+def test_the_stock_pipeline_normalizes_and_truncates_guidance_only_on_request(pipeline):
     plain = call_of(pipeline, guidance_scale=4.0)
     assert torch.equal(plain, call_of(pipeline, guidance_scale=4.0, cfg_truncation=1.0, cfg_normalization=False))
     # `True` means a factor of 1; the norm is over the whole image.

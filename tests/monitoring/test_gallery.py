@@ -44,7 +44,7 @@ def entry(number, prompt, kind="png", **changes):
     return GalleryEntry(**(values | changes))
 
 
-def test_each_sample_stands_beside_its_seed_and_under_its_prompt():
+def test_each_sample_is_next_to_its_seed_and_below_its_prompt():
     tree = Tree(gallery_page("model", {}, [entry(0, "a cat"), entry(1, "a cat"), entry(2, "a dog")]))
     assert [h["text"] for h in tree.all("h2")] == ["a cat", "a dog"]
     assert [(i["src"], i["alt"], i["width"], i["height"]) for i in tree.all("img")] == [
@@ -55,7 +55,7 @@ def test_each_sample_stands_beside_its_seed_and_under_its_prompt():
     assert [c["text"] for c in tree.all("figcaption")] == ["seed 0", "seed 1", "seed 2"]
 
 
-def test_prompts_that_come_once_are_captions():
+def test_a_prompt_with_one_sample_is_its_caption():
     tree = Tree(gallery_page("model", {}, [entry(0, "a cat"), entry(1, "a dog")]))
     assert tree.all("h2") == []
     assert [c["text"] for c in tree.all("figcaption")] == ["a catseed 0", "a dogseed 1"]
@@ -69,7 +69,7 @@ def test_videos_are_played_and_images_are_links_to_their_files():
     assert [a["href"] for a in links] == ["0000.mp4", "0001.png"]
 
 
-def test_text_of_users_is_text_and_never_markup():
+def test_text_of_users_is_escaped():
     nasty = '<script>alert("x")</script> & "quotes" \'too\' \u732b'
     tree = Tree(gallery_page(nasty, {nasty: nasty}, [entry(0, nasty, caption=nasty, failure=nasty)]))
     assert tree.all("script") == []
@@ -79,7 +79,7 @@ def test_text_of_users_is_text_and_never_markup():
     assert [p["text"] for p in tree.all("p")] == [nasty, nasty]
 
 
-def test_page_fetches_nothing_but_the_files_beside_it():
+def test_the_page_loads_only_files_of_its_folder():
     text = gallery_page("model", {"a": "b"}, [entry(0, "a cat"), entry(1, "waves", "mp4")])
     fetched = [e[key] for e in Tree(text).elements for key in ("src", "href") if key in e]
     assert sorted(fetched) == ["0000.png", "0000.png", "0001.mp4", "0001.mp4"]
@@ -88,11 +88,11 @@ def test_page_fetches_nothing_but_the_files_beside_it():
 
 
 @check_each(("size", "small"), [(8, True), (64, True), (512, False)])
-def test_small_pictures_keep_their_pixels(size, small):
+def test_small_images_are_enlarged_without_smoothing(size, small):
     (image,) = Tree(gallery_page("m", {}, [entry(0, "a", width=size, height=size)])).all("img")
     assert (image.get("class") == "small") == small
 
 
-def test_failed_sample_says_so():
+def test_a_failed_sample_is_marked():
     tree = Tree(gallery_page("m", {}, [entry(0, "a", failure="not finite")]))
     assert [p["text"] for p in tree.all("p") if p.get("class") == "failed"] == ["not finite"]

@@ -17,7 +17,7 @@ def noise(seed, height=8, width=6):
 
 @given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 3), st.integers(1, 7), st.integers(1, 7))
 @settings(deadline=None, max_examples=40)
-def test_every_image_stands_in_its_cell_and_the_rest_is_white(count, columns, scale, height, width):
+def test_every_image_is_in_its_cell_and_the_rest_is_white(count, columns, scale, height, width):
     images = [noise(seed, height, width) for seed in range(count)]
     sheet = image_grid(images, columns, scale=scale)
     rows = -(-count // columns)
@@ -55,14 +55,14 @@ def test_labels_have_their_colors():
         assert [c for c in range(3) if label[..., c].min() > 200] == darkest
 
 
-def test_text_that_is_too_wide_stays_in_its_cell():
+def test_wide_text_is_cut_at_its_cell():
     blank = np.full((30, 30, 3), 255, dtype=np.uint8)
     sheet = image_grid([blank, blank], 2, labels=["W" * 50, ""])
     assert sheet[:, : GAP + 31].min() < 100
     assert (sheet[:, GAP + 32 :] == 255).all()
 
 
-def test_text_beyond_ascii_and_newlines_is_drawn_somehow():
+def test_non_ascii_text_and_newlines_are_drawn():
     plain = image_grid([noise(0, 20, 60)], 1, labels=["?? b"])
     assert np.array_equal(image_grid([noise(0, 20, 60)], 1, labels=["\u732b\u732b\nb"]), plain)
 
@@ -74,7 +74,7 @@ def test_smaller_images_sit_at_the_top_left_of_a_cell():
     assert (sheet[GAP + 4 :, : GAP + 8] == 255).all()
 
 
-def test_png_keeps_every_pixel_and_the_same_image_gives_the_same_bytes(tmp_path):
+def test_png_is_lossless_and_equal_images_give_equal_bytes(tmp_path):
     image = noise(0, 9, 5)
     for name in ("a.png", "b.png"):
         save_png(tmp_path / name, image)
@@ -97,7 +97,7 @@ def decoded(path):
 
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(1, 20))
 @settings(deadline=None, max_examples=15)
-def test_players_see_every_frame_in_its_colours_and_odd_sizes_are_filled_up(tmp_path_factory, count, height, width):
+def test_videos_have_all_frames_with_correct_colors_and_odd_sizes_are_padded(tmp_path_factory, count, height, width):
     video, path = flat(count, height, width), tmp_path_factory.mktemp("mp4") / "a.mp4"
     save_mp4(path, video, 16)
     frames, stream = decoded(path)
@@ -107,12 +107,12 @@ def test_players_see_every_frame_in_its_colours_and_odd_sizes_are_filled_up(tmp_
 
 
 @check_each("fps", [1, 16, 23.976, 30000 / 1001, 60])
-def test_file_plays_at_the_speed_that_was_asked_for(tmp_path, fps):
+def test_a_video_plays_at_the_requested_speed(tmp_path, fps):
     save_mp4(tmp_path / "a.mp4", flat(5, 8, 8), fps)
     assert float(decoded(tmp_path / "a.mp4")[1].average_rate) == pytest.approx(fps, rel=1e-6)
 
 
-def test_picture_keeps_its_place(tmp_path):
+def test_content_keeps_its_position_in_the_frame(tmp_path):
     ramp = np.zeros((2, 32, 48, 3), np.uint8)
     ramp[..., 0] = np.linspace(0, 255, 48, dtype=np.uint8)
     ramp[..., 1] = np.linspace(0, 255, 32, dtype=np.uint8)[:, None]
@@ -120,19 +120,19 @@ def test_picture_keeps_its_place(tmp_path):
     assert np.abs(decoded(tmp_path / "a.mp4")[0].astype(int) - ramp).mean() < 4
 
 
-def test_equal_videos_are_equal_files(tmp_path):
+def test_equal_videos_give_equal_files(tmp_path):
     for name in ("a.mp4", "b.mp4"):
         save_mp4(tmp_path / name, noise(0, 12 * 32, 32).reshape(12, 32, 32, 3), 24)
     assert (tmp_path / "a.mp4").read_bytes() == (tmp_path / "b.mp4").read_bytes()
 
 
-def test_index_of_the_file_stands_before_the_frames_so_that_browsers_play_while_loading(tmp_path):
+def test_the_index_precedes_the_frames_so_that_browsers_can_stream(tmp_path):
     save_mp4(tmp_path / "a.mp4", flat(5, 16, 16), 16)
     content = (tmp_path / "a.mp4").read_bytes()
     assert content.index(b"moov") < content.index(b"mdat")
 
 
-def test_gif_plays_all_frames_for_ever():
+def test_a_gif_loops_over_all_frames():
     video = flat(4, 8, 6)
     with Image.open(io.BytesIO(encode_gif(video, 12.5))) as gif:
         assert (gif.n_frames, gif.size, gif.info["loop"], gif.info["duration"]) == (4, (6, 8), 0, 80)
@@ -141,6 +141,6 @@ def test_gif_plays_all_frames_for_ever():
             assert np.array_equal(np.asarray(gif.convert("RGB")), frame)
 
 
-def test_gif_is_never_faster_than_browsers_are():
+def test_a_gif_is_not_faster_than_browsers_allow():
     with Image.open(io.BytesIO(encode_gif(flat(3, 8, 8), 120))) as gif:
         assert gif.info["duration"] == 20

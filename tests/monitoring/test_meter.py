@@ -34,7 +34,7 @@ NAN = math.nan
         ([({"a": v, "a_std": v}, [1, 1]) for v in ([1, 2], [4, 8])], {"a": 3.75, "a_std": pytest.approx(7.1875**0.5)}),
     ],
 )
-def test_statistics_are_of_all_terms_and_a_collection_starts_anew(world, batches, result):
+def test_statistics_cover_all_terms_and_each_collection_resets_them(world, batches, result):
     meter = Meter()
     for stats, weights in batches:
         meter.add({n: torch.tensor(v, dtype=torch.float32) for n, v in stats.items()}, torch.tensor(weights).float())
@@ -42,7 +42,7 @@ def test_statistics_are_of_all_terms_and_a_collection_starts_anew(world, batches
     assert meter.collect(world) == {}
 
 
-def test_figures_added_together_are_those_of_each_alone(world):
+def test_values_added_together_equal_values_added_separately(world):
     meter, alone = Meter(), Meter()
     for count in (3, 5):
         values = torch.randn(4, count, generator=torch.Generator().manual_seed(count))
@@ -66,7 +66,7 @@ class Dispatched(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_many_figures_cost_as_many_operations_as_few(world):
+def test_many_values_need_no_more_operations_than_few(world):
     def operations(num_names):
         meter, value = Meter(), torch.ones(3)
         stats = {f"{kind}{i}{end}": value for i in range(num_names) for kind in "ab" for end in ("", "_std", "_max")}

@@ -54,7 +54,7 @@ def events(folder):
     return reader
 
 
-def test_scalars_are_on_disk_at_once_and_in_tensorboard_after_closing(tmp_path):
+def test_scalars_are_written_at_once_and_in_tensorboard_after_closing(tmp_path):
     with monitor(tmp_path, tensorboard=True) as watch:
         watch.log_scalars(1, {"loss/total": 0.5, "optim/lr": np.float32(1e-3)})
         (line,) = lines(tmp_path)
@@ -86,7 +86,7 @@ def test_continued_run_shows_each_step_once(tmp_path):
     ("text", "num_bytes", "left"),
     [("{}\n{}\n", 3, "{}\n"), ("{}\n{}\n", 100, "{}\n{}\n"), ("{}\n{", 100, "{}\n"), ("{}\n", 0, ""), (None, 0, "")],
 )
-def test_metrics_are_cut_to_whole_lines(tmp_path, text, num_bytes, left):
+def test_a_partial_last_line_of_the_metrics_is_removed(tmp_path, text, num_bytes, left):
     path = tmp_path / "metrics.jsonl"
     if text is not None:
         path.write_text(text)
@@ -94,7 +94,7 @@ def test_metrics_are_cut_to_whole_lines(tmp_path, text, num_bytes, left):
     assert path.read_text() == left
 
 
-def test_value_that_is_not_finite_is_null_no_point_and_one_warning(tmp_path, caplog):
+def test_a_non_finite_value_is_null_without_a_point_and_warns_once(tmp_path, caplog):
     with monitor(tmp_path, tensorboard=True) as watch:
         for step in (1, 2):
             watch.log_scalars(step, {"loss/total": float("nan"), "optim/grad_norm": float("inf"), "optim/lr": 1.0})
@@ -160,7 +160,7 @@ def test_tensorboard_plays_videos_and_shows_their_first_frames(tmp_path):
     assert (moving.step, still.step) == (3, 3)
 
 
-def test_progress_off_a_terminal_is_logged_now_and_then(tmp_path, caplog):
+def test_without_a_terminal_progress_is_logged_at_intervals(tmp_path, caplog):
     caplog.set_level(logging.INFO)
     watch = monitor(tmp_path, console=True, unit="videos")  # under pytest, stderr is not a terminal
     watch.update_progress(0, samples=0, note="validating")
@@ -179,7 +179,7 @@ def test_progress_off_a_terminal_is_logged_now_and_then(tmp_path, caplog):
 # ---- progress
 
 
-def test_pace_knows_speed_and_time_left_and_forgets_the_slow_start():
+def test_pace_gives_speed_and_remaining_time_without_the_slow_start():
     pace = Pace(100, "images")
     pace.update(50.0, 0, 0)
     assert (pace.speed(), pace.format_text(0, "warming up")) == (None, "step 0/100, warming up")

@@ -72,7 +72,7 @@ def a_run(tmp_path):
     return folder
 
 
-def test_it_says_what_the_run_wrote(a_run):
+def test_the_page_shows_the_files_of_the_run(a_run):
     assert write_page(a_run) == a_run / INDEX_FILE
     said = content(a_run)
     assert (said["name"], said["status"], said["step"]) == ("a <run>", "running", 20)
@@ -92,7 +92,7 @@ def test_it_says_what_the_run_wrote(a_run):
     assert "logging.page" not in said["recipe"]["changed"]  # equal to the default
 
 
-def test_what_each_kind_of_run_learns_by_is_drawn(a_run):
+def test_the_main_curves_of_each_kind_of_run_are_drawn(a_run):
     tags = ["sft/loss", "dpo/loss", "dpo/accuracy", "vlm/loss", "vlm/token_accuracy", "val/loss", "val/token_accuracy"]
     with (a_run / "metrics.jsonl").open("a") as metrics:
         metrics.write(json.dumps({"step": 30, "time": "2026-01-02T03:00:30+00:00", **dict.fromkeys(tags, 0.5)}) + "\n")
@@ -101,7 +101,7 @@ def test_what_each_kind_of_run_learns_by_is_drawn(a_run):
     assert sorted(tag for tag in drawn if tag in tags) == sorted(tags)  # each tag is in exactly one panel
 
 
-def test_an_alarm_is_shown_as_long_as_the_last_evaluation_raises_it(a_run):
+def test_an_alarm_is_shown_if_the_last_evaluation_raised_it(a_run):
     write_page(a_run)
     assert content(a_run)["alarm"] == ""
     with (a_run / "logs" / "rank_0.log").open("a") as log, (a_run / "metrics.jsonl").open("a") as metrics:
@@ -119,13 +119,13 @@ def test_an_alarm_is_shown_as_long_as_the_last_evaluation_raises_it(a_run):
     assert content(a_run)["alarm"] == ""
 
 
-def test_its_end_is_that_of_result_json(a_run):
+def test_the_outcome_is_that_of_result_json(a_run):
     (a_run / "result.json").write_text(json.dumps({"status": "failed", "step": 7, "message": "no room"}))
     write_page(a_run)
     assert [content(a_run)[key] for key in ("status", "step", "message")] == ["failed", 7, "no room"]
 
 
-def test_no_text_can_end_the_script(a_run):
+def test_no_text_can_close_the_script_element(a_run):
     write_page(a_run)
     text = (a_run / DATA_FILE).read_text()
     assert not re.search("[<>&\u2028]", text)
@@ -138,7 +138,7 @@ def test_no_text_can_end_the_script(a_run):
     assert "https://" not in index
 
 
-def test_numbers_and_lines_that_are_none_are_left_out(a_run):
+def test_invalid_numbers_and_lines_are_omitted(a_run):
     good = json.dumps({"step": 30, "time": "2026-01-02T03:00:30+00:00", "loss/total": 0.25})
     odd = [good.replace("0.25", number) for number in ("NaN", "-Infinity", "1e999", "9" * 400, '"x"')]
     odd += ["[" * 99999, '{"a":' * 99999, good.replace("30", "NaN", 1), good.replace("2026", "9" * 9), "7", '"step"']
@@ -155,7 +155,7 @@ def test_numbers_and_lines_that_are_none_are_left_out(a_run):
     assert [item["file"] for item in content(a_run)["samples"][-1]["items"]] == ["samples/step_20/a.png"]
 
 
-def test_added_lines_alone_are_read_and_a_run_that_goes_back_forgets(a_run):
+def test_only_new_lines_are_read_and_a_resume_drops_later_steps(a_run):
     reader = run_data.RunReader(a_run)
     assert reader.read_page()["step"] == 20
     with (a_run / "metrics.jsonl").open("a") as file:
@@ -171,7 +171,7 @@ def test_added_lines_alone_are_read_and_a_run_that_goes_back_forgets(a_run):
     assert [one["step"] for one in said["samples"]] == [0, 10], "those of step 20 are of what was cut"
 
 
-def test_the_step_of_rl_is_not_the_optimizers(a_run):
+def test_rl_steps_and_optimizer_steps_are_distinguished(a_run):
     metrics(a_run, [21], **{"rollout/step": 10.0})
     metrics(a_run, [22], **{"val/accuracy": 1.0})
     said = run_data.RunReader(a_run).read_page()
@@ -179,7 +179,7 @@ def test_the_step_of_rl_is_not_the_optimizers(a_run):
     assert [one["step"] for one in said["samples"]] == [0, 10]
 
 
-def test_a_curve_keeps_its_extremes_and_stays_small():
+def test_a_thinned_curve_keeps_its_extremes():
     values = np.random.default_rng(0).normal(size=100_000)
     values[[12_345, 67_890]] = 50.0, -60.0
     curve = BoundedCurve()
@@ -192,13 +192,13 @@ def test_a_curve_keeps_its_extremes_and_stays_small():
     assert (max(kept), min(kept)) == (50.0, -60.0)
 
 
-def test_evenly_has_both_ends():
+def test_an_even_selection_has_both_ends():
     assert pick_evenly(range(5), 12) == [0, 1, 2, 3, 4]
     chosen = pick_evenly(range(100), MAX_STEPS)
     assert (chosen[0], chosen[-1], len(set(chosen))) == (0, 99, MAX_STEPS)
 
 
-def test_a_long_run_of_many_tags_and_prompts_stays_below_its_limit(tmp_path):
+def test_the_page_of_a_long_run_stays_below_its_size_limit(tmp_path):
     tags = ",".join(f'"time/phase_{k}": -1.23456e-05' for k in range(45))
     line = '{"step": %d, "time": "2026-01-02T03:04:05.678+00:00", "loss/total": 0.25, %s}\n'
     with (tmp_path / "metrics.jsonl").open("w") as file:
@@ -215,12 +215,12 @@ def test_a_long_run_of_many_tags_and_prompts_stays_below_its_limit(tmp_path):
     assert (tmp_path / DATA_FILE).stat().st_size <= MAX_BYTES
 
 
-def test_what_is_too_long_all_the_same_loses_its_curves(a_run):
+def test_a_page_above_the_limit_loses_its_curves(a_run):
     long = {"panels": ["x" * MAX_BYTES], "samples": ["kept"]}
     assert run_page.encode_script(long) == 'wfmRun({"panels":[],"samples":["kept"]});\n'
 
 
-def test_a_run_keeps_its_page_and_leaves_nothing_half_written(a_run, monkeypatch):
+def test_a_run_updates_its_page_atomically(a_run, monkeypatch):
     monkeypatch.setattr(run_page, "UPDATE_INTERVAL_S", 0.02)
     monkeypatch.setattr(run_page, "MAX_TIME_SHARE", 1.0)
     seen = set()
@@ -236,7 +236,7 @@ def test_a_run_keeps_its_page_and_leaves_nothing_half_written(a_run, monkeypatch
     assert sorted(path.name for path in (a_run / "page").iterdir()) == ["data.js", "machine.json"]
 
 
-def test_a_disk_that_takes_no_page_is_one_warning(a_run, monkeypatch, caplog):
+def test_a_page_that_cannot_be_written_warns_once(a_run, monkeypatch, caplog):
     monkeypatch.setattr(run_page, "UPDATE_INTERVAL_S", 0.02)
     monkeypatch.setattr(run_page, "MAX_TIME_SHARE", 1.0)
     (a_run / "page").write_text("a file where the folder should be")
@@ -248,7 +248,7 @@ def test_a_disk_that_takes_no_page_is_one_warning(a_run, monkeypatch, caplog):
     assert "the run continues" in caplog.text
 
 
-def test_an_index_of_somebody_else_stays(a_run, caplog):
+def test_an_index_html_of_the_user_is_kept(a_run, caplog):
     (a_run / INDEX_FILE).write_text("<p>mine</p>")
     assert not run_page.try_write_page(a_run)
     assert "is not the page of a run" in caplog.text
@@ -259,7 +259,7 @@ def test_an_index_of_somebody_else_stays(a_run, caplog):
     assert sorted(path.name for path in a_run.iterdir()) == [layout.RECORD_FILE, INDEX_FILE]
 
 
-def test_overwrite_takes_the_page_with_the_run(a_run, capsys):
+def test_overwriting_a_run_removes_its_page(a_run, capsys):
     (a_run / layout.RECORD_FILE).write_text(
         layout.format_record((*layout.RUN_FILES, "samples", "logs"))
     )  # the record of an older version
@@ -277,7 +277,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_script_of_the_page_is_one(tmp_path):
+def test_the_script_of_the_page_is_valid(tmp_path):
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not on this machine")

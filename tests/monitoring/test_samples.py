@@ -37,7 +37,7 @@ def clip(seed, num_frames=5, size=64, fps=8.0):
     return GeneratedSample(prompt=f"prompt {seed}", prompt_id=f"p{seed}", seed=seed, pixels=media, fps=fps)
 
 
-def test_grid_has_a_row_per_prompt_when_each_was_drawn_equally_often():
+def test_the_grid_has_a_row_per_prompt_if_all_have_equally_many_samples():
     samples = [sample(i, prompt_id=f"p{i // 3}", prompt=f"prompt {i // 3}") for i in range(6)]
     sheet = sample_grid(samples)
     assert sheet.shape == (2 * (TEXT_HEIGHT + 64 + GAP) + GAP, 3 * (64 + GAP) + GAP, 3)
@@ -76,7 +76,7 @@ def test_a_prompt_is_text_on_a_page_of_tensorboard(prompt):
     assert html.unescape(cell) == prompt
 
 
-def test_written_samples_are_the_images_and_what_belongs_to_them(tmp_path):
+def test_written_samples_are_images_with_their_metadata(tmp_path):
     samples = [
         sample(5, prompt="caf\u00e9 \u732b", rewards={"ocr": 0.5, "color": None}),
         sample(6, prompt_id="digits/8", rewards={"ocr": float("nan")}),
@@ -133,7 +133,7 @@ def test_grid_of_videos_shows_their_first_frames():
     assert np.array_equal(sample_grid(samples), sample_grid(stills))
 
 
-def test_animation_is_the_grid_in_motion_and_short_videos_rest_on_their_last_frame():
+def test_the_animation_holds_the_last_frame_of_short_videos():
     video, fps = sample_animation([clip(0), clip(1, num_frames=3), sample(2, size=64), sample(3, size=64)])
     assert (len(video), fps) == (5, 8.0)
     assert np.array_equal(

@@ -72,7 +72,7 @@ def times(metrics):
     return {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
 
 
-def test_on_a_cpu_phases_are_the_hosts_and_memory_the_processs(monkeypatch):
+def test_on_a_cpu_times_are_host_times_and_memory_is_that_of_the_process(monkeypatch):
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(meters.time, "monotonic", lambda: clock.now)
     timer = Stopwatch(torch.device("cpu"))
@@ -91,7 +91,7 @@ def test_on_a_cpu_phases_are_the_hosts_and_memory_the_processs(monkeypatch):
     assert times(timer.end_step()) == {"step": 0.0}
 
 
-def test_work_counts_for_the_phase_that_queues_it_and_not_for_the_one_that_waits(gpu):
+def test_work_counts_for_the_phase_that_queues_it(gpu):
     timer = Stopwatch(CUDA)
     with timer("rollout"):
         gpu.queue(5.0)
@@ -109,7 +109,7 @@ def test_work_counts_for_the_phase_that_queues_it_and_not_for_the_one_that_waits
     assert times(timer.end_step()) == {"data_wait": 6.0, "step": 6.0}
 
 
-def test_a_run_needs_the_events_of_one_step(gpu):
+def test_a_run_reuses_the_events_of_one_step(gpu):
     timer = Stopwatch(CUDA)
     counts = []
     for _ in range(5):
@@ -121,7 +121,7 @@ def test_a_run_needs_the_events_of_one_step(gpu):
     assert counts == [8] * 5  # two per span, and both ends of the step
 
 
-def test_what_was_before_the_first_step_is_forgotten_with_its_events(gpu):
+def test_phases_before_the_first_step_are_discarded_with_their_events(gpu):
     timer = Stopwatch(CUDA)
     with timer("validation"):
         gpu.queue(9.0)
@@ -136,7 +136,7 @@ def test_what_was_before_the_first_step_is_forgotten_with_its_events(gpu):
     assert len(gpu.events) <= 6
 
 
-def test_each_phase_has_the_peak_of_its_own_time_and_of_those_inside(gpu):
+def test_the_peak_of_a_phase_includes_nested_phases(gpu):
     timer = Stopwatch(CUDA)
     gpu.allocated = 2 * GIB
     with timer("rollout"):
@@ -154,7 +154,7 @@ def test_each_phase_has_the_peak_of_its_own_time_and_of_those_inside(gpu):
     assert peaks == {"rollout": 12.0, "decode": 12.0, "train": 8.0, "optimizer": 2.0, "peak_memory_gib": 23.0}
 
 
-def test_an_error_leaves_the_innermost_phase_its_name_and_its_peak(gpu):
+def test_after_an_error_the_innermost_phase_and_its_peak_are_known(gpu):
     timer = Stopwatch(CUDA)
     num_events = []
 

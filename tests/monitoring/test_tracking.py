@@ -76,7 +76,7 @@ def sample(seed, frames=None):
     )
 
 
-def test_all_trackers_hear_everything_and_how_it_ended(tmp_path):
+def test_all_trackers_get_all_data_and_the_outcome(tmp_path):
     one, other = Remembering(), Remembering()
     with monitor(tmp_path, one, other) as watch:
         watch.log_scalars(1, {"loss": 1.0, "odd": float("nan")})
@@ -100,7 +100,7 @@ def test_a_tracker_that_fails_is_dropped_with_one_warning(tmp_path, caplog):
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 5
 
 
-def test_a_tracker_that_is_behind_loses_samples_and_no_number(tmp_path, caplog):
+def test_a_slow_tracker_loses_samples_but_no_metrics(tmp_path, caplog):
     slow = Remembering(gate=threading.Event())
     with caplog.at_level(logging.WARNING), monitor(tmp_path, slow) as watch:
         for step in range(20):
@@ -114,7 +114,7 @@ def test_a_tracker_that_is_behind_loses_samples_and_no_number(tmp_path, caplog):
     assert "remembering is too slow" in caplog.text
 
 
-def test_one_that_hangs_keeps_no_run(tmp_path, monkeypatch, caplog):
+def test_a_hanging_tracker_does_not_block_the_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(tracking, "FINISH_S", 0.1)
     stuck = Remembering(gate=threading.Event())
     with monitor(tmp_path, stuck) as watch:
@@ -123,12 +123,12 @@ def test_one_that_hangs_keeps_no_run(tmp_path, monkeypatch, caplog):
     assert "did not finish within" in caplog.text
 
 
-def test_one_that_cannot_start_is_one_sentence(tmp_path):
+def test_a_tracker_that_cannot_start_is_a_one_line_error(tmp_path):
     with pytest.raises(TrackerError, match=r"logging.trackers: remembering cannot be started \(no key\): fix"):
         monitor(tmp_path, Remembering(refuses="no\nkey"))
 
 
-def test_a_package_that_is_missing_is_one_sentence(monkeypatch):
+def test_a_missing_tracker_package_is_a_one_line_error(monkeypatch):
     monkeypatch.setattr("wfm_ds.monitoring.trackers.find_spec", lambda name: None)
     recipe = Recipe.model_validate({**RECIPE, "logging": {"trackers": ["wandb"]}})
     with pytest.raises(TrackerError, match=r"names wandb, which is not installed: pip install 'wfm_ds\[wandb\]'"):
@@ -144,7 +144,7 @@ def test_options_without_their_tracker_are_refused():
         Recipe.model_validate({**RECIPE, "logging": {"trackers": ["mlflow"], "mlflow": {"uri": "x"}}})
 
 
-def test_tensorboard_has_a_layout_and_no_chart_of_what_is_0_throughout(tmp_path):
+def test_tensorboard_has_a_layout_and_omits_scalars_that_are_always_0(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
@@ -230,7 +230,7 @@ def used(name, folder, tests, resumes="(None, (1, 2, 3)), (2, (3, 4))", options=
 
 
 @pytest.mark.slow
-def test_wandb_keeps_an_offline_run(tmp_path, root):
+def test_wandb_stores_an_offline_run(tmp_path, root):
     used("wandb", tmp_path, str(root / "tests" / "monitoring"))
     found = sorted((tmp_path / "run" / "trackers" / "wandb").glob("offline-run-*"))
     assert found
@@ -241,7 +241,7 @@ def test_wandb_keeps_an_offline_run(tmp_path, root):
 
 
 @pytest.mark.slow
-def test_mlflow_keeps_a_database(tmp_path, root):
+def test_mlflow_stores_a_database(tmp_path, root):
     used("mlflow", tmp_path, str(root / "tests" / "monitoring"))
     with sqlite3.connect(tmp_path / "run" / "trackers" / "mlflow.db") as database:
         steps = [row[0] for row in database.execute("select step from metrics where key = 'loss/total' order by step")]
@@ -252,7 +252,7 @@ def test_mlflow_keeps_a_database(tmp_path, root):
 
 
 @pytest.mark.slow
-def test_trackio_keeps_a_database(tmp_path, root):
+def test_trackio_stores_a_database(tmp_path, root):
     used("trackio", tmp_path, str(root / "tests" / "monitoring"))
     [path] = (tmp_path / "run" / "trackers" / "trackio").glob("*.db")
     with sqlite3.connect(path) as database:
@@ -281,7 +281,7 @@ def test_mlflow_continues_the_run_on_the_server_of_the_recipe(tmp_path, root):
 
 
 @pytest.mark.slow
-def test_swanlab_keeps_an_offline_run(tmp_path, root):
+def test_swanlab_stores_an_offline_run(tmp_path, root):
     used("swanlab", tmp_path, str(root / "tests" / "monitoring"))
     trackers = tmp_path / "run" / "trackers"
     folders = [path.parent for path in (trackers / "swanlab").rglob("media") if path.is_dir()]

@@ -126,8 +126,8 @@ def weights(folder, step):
     return {f"{f.parent.name}/{name}": tensor for f in kept for name, tensor in load_file(f).items()}
 
 
-def assert_equal_runs(got, want):
+def assert_equal_runs(got, want, step=STEPS):
     assert records(got) == records(want)
-    ours, theirs = weights(got, STEPS), weights(want, STEPS)
+    ours, theirs = weights(got, step), weights(want, step)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

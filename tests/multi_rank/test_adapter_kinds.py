@@ -29,7 +29,7 @@ def by_the_lines(base, export):
     return scope["pipe"]
 
 
-def test_a_run_of_every_kind_exports_converts_and_goes_on(two_ranks, tiny_pipelines, tmp_path):
+def test_every_adapter_kind_exports_converts_and_resumes(two_ranks, tiny_pipelines, tmp_path):
     base, first = tiny_pipelines("sd3"), tmp_path / "first"
     arguments = settings("nft dora dropout zero2", first, model=base, digits="unused")
     two_ranks.run(train_on_rank, recipe=arguments["recipe"], overrides=[*arguments["overrides"], *SAVING])

@@ -70,7 +70,7 @@ def updates(folder):
 
 
 @pytest.mark.unit
-def test_a_worker_generates_what_a_rank_trains_on(one_rank, tiny_pipelines, tmp_path):
+def test_a_rank_trains_on_the_samples_of_a_worker(one_rank, tiny_pipelines, tmp_path):
     keys, output = tmp_path / "keys", tmp_path / "async"
     create_key_pair(keys, "hub")
     (ended,) = one_rank.run(
@@ -98,7 +98,7 @@ def test_a_worker_generates_what_a_rank_trains_on(one_rank, tiny_pipelines, tmp_
     assert not any("perf/forwards_rollout" in s for s in steps)
 
 
-def test_nft_with_workers_is_nft_without(train, tmp_path):
+def test_nft_with_workers_equals_nft_without_workers(train, tmp_path):
     train("colocated", "sd3_nft", OLD)
     train("async", "sd3_nft", OLD, *ON_POLICY)
     assert_same_runs(tmp_path / "colocated", tmp_path / "async")
@@ -113,7 +113,7 @@ def test_nft_with_workers_is_nft_without(train, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["sd3_mix_grpo", "sd3_flow_grpo"])
-def test_flow_grpo_with_workers_is_flow_grpo_without(name, train, tmp_path):
+def test_flow_grpo_with_workers_equals_flow_grpo_without_workers(name, train, tmp_path):
     train("colocated", name, *GRPO)
     train("async", name, *GRPO, *ON_POLICY, ranks=2)
     assert_same_runs(tmp_path / "colocated", tmp_path / "async")
@@ -122,7 +122,7 @@ def test_flow_grpo_with_workers_is_flow_grpo_without(name, train, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "changes"), [("sd3_nft", [OLD]), ("sd3_mix_grpo", GRPO)])
-def test_ranks_that_share_tokens_may_have_workers_also_with_keys(name, changes, train, tmp_path):
+def test_sequence_parallelism_works_with_workers_and_keys(name, changes, train, tmp_path):
     shared = "engine.sequence_parallel=2"
     create_key_pair(tmp_path / "keys", "hub")
     keys = ["rollout.bind=tcp://127.0.0.1:0", f"rollout.keys={tmp_path / 'keys'}"]
@@ -140,7 +140,7 @@ def test_all_weights_are_published_from_shards(train, tmp_path):
     assert_same_runs(tmp_path / "colocated", tmp_path / "async")
 
 
-def test_a_run_that_has_ended_goes_on_with_workers_of_another_life(train, tmp_path):
+def test_a_run_resumes_with_new_workers(train, tmp_path):
     train("whole", "sd3_nft", OLD)
     (ended,) = train("async", "sd3_nft", OLD, *ON_POLICY, "checkpoint.every=1", "run.steps=1")
     assert (ended["status"], ended["step"]) == ("finished", 1)
@@ -149,7 +149,7 @@ def test_a_run_that_has_ended_goes_on_with_workers_of_another_life(train, tmp_pa
     assert_same_runs(tmp_path / "whole", tmp_path / "async")
 
 
-def test_samples_may_be_as_old_as_the_bound_and_no_older(train, tmp_path):
+def test_samples_are_at_most_as_stale_as_the_bound(train, tmp_path):
     more = ["run.steps=6", "rollout.mode=async", "rollout.max_staleness=2", "rollout.in_flight=3", "rollout.spawn=2"]
     train("async", "sd3_flow_grpo", *GRPO, *more)
     steps = [s for s in updates(tmp_path / "async") if "rollout/staleness_max" in s]

@@ -65,9 +65,7 @@ def sizes_logged(folder):
     return text.split("samples by size: ")[1].splitlines()[0]
 
 
-def test_sft_of_mixed_shapes_does_not_depend_on_ranks_nor_on_where_it_is_continued(
-    one_rank, two_ranks, train, images, tmp_path
-):
+def test_sft_of_mixed_shapes_does_not_depend_on_ranks_or_resumes(one_rank, two_ranks, train, images, tmp_path):
     sft = ["sd3_sft", f"data.path={images}", "engine.micro_batch_size=3", "engine.deepspeed=zero3"]
     sft += ["validation.holdout=0.25", "validation.every=2", "sampling.eval_steps=1", "engine.max_forward_batch=5"]
     train(one_rank, "one", *sft, "engine.gradient_accumulation=4")
@@ -103,7 +101,7 @@ def test_each_step_of_ddrl_has_one_size_on_all_ranks(one_rank, two_ranks, train,
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
-def test_videos_of_mixed_shapes_are_trained_with_kept_latents_as_without(one_rank, train, tmp_path):
+def test_cached_latents_do_not_change_training_on_videos_of_mixed_shapes(one_rank, train, tmp_path):
     folder = tmp_path / "clips"
     folder.mkdir()
     for i in range(6):

@@ -23,7 +23,7 @@ def train(tiny_pipelines, tmp_path):
     return run
 
 
-def test_a_run_that_rewards_lead_is_the_same_when_stopped_and_with_workers_and_on_one_rank(
+def test_a_run_with_reward_driven_prompts_does_not_depend_on_ranks_workers_or_resumes(
     train, one_rank, two_ranks, tmp_path
 ):
     train(two_ranks, "whole", *LEARNING)
@@ -42,7 +42,7 @@ def test_a_run_that_rewards_lead_is_the_same_when_stopped_and_with_workers_and_o
     assert abs(shuffled["data/prompt_reward_std_mean"] - steps[0]["data/prompt_reward_std_mean"]) > 1e-3
 
 
-def test_prompts_that_are_drawn_ahead_are_the_same_on_each_rank_and_in_another_life(train, two_ranks, tmp_path):
+def test_prompts_drawn_ahead_are_equal_on_each_rank_and_after_a_resume(train, two_ranks, tmp_path):
     train(two_ranks, "whole", *STALE)
     train(two_ranks, "parts", *STALE, "run.steps=3", "checkpoint.every=3")
     train(two_ranks, "parts", *STALE, "checkpoint.every=3")

@@ -89,7 +89,7 @@ def placed_on_rank(owners, drawn):
 
 
 @pytest.mark.parametrize("owners", [[0, 1] * 4, [1] * 8, [1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 0, 1, 1, 1, 1, 1]])
-def test_samples_go_whole_to_the_ranks_that_train_on_them(owners, two_ranks):
+def test_samples_are_transferred_unchanged_to_the_ranks_that_train_them(owners, two_ranks):
     drawn = torch.randn(8, 8, 2, 3, 5, generator=torch.Generator().manual_seed(1))
     got = two_ranks.run(placed_on_rank, owners=owners, drawn=drawn)
     assert got == [[f"1/0/0/{k}" for k in range(4)], [f"1/1/1/{k}" for k in range(4)]]
@@ -111,7 +111,7 @@ def of_steps(folder, tag):
     return [line[tag] for line in records(folder) if tag in line]
 
 
-def test_where_all_candidates_are_kept_nothing_changes_and_full_candidates_are_generated_again_bit_by_bit(train):
+def test_keeping_all_candidates_equals_a_run_without_selection(train):
     plain, same = train("plain", "sd3_nft", SHORT), train("same", "sd3_nft", SHORT, explore(4, 4, False))
     again, once = (train(str(flag), "sd3_nft", SHORT, explore(8, 4, flag)) for flag in (True, False))
     assert trained(same) == trained(plain) != trained(once)
@@ -133,7 +133,7 @@ def test_where_all_candidates_are_kept_nothing_changes_and_full_candidates_are_g
         ("sd3_flow_grpo", [explore(8, 2, True), KEEP, "optimizer.lr=3e-3", "algorithm.clip_ratio=0.03"]),
     ],
 )
-def test_candidates_are_shared_out_and_the_same_ones_are_chosen(name, overrides, train):
+def test_the_selection_does_not_depend_on_the_number_of_ranks(name, overrides, train):
     one, two = train("one", name, SHORT, *overrides), train("two", name, SHORT, *overrides, ranks=2)
     assert_same_runs(one, two)
     assert counted(one) == predicted(one, 1)
@@ -158,7 +158,7 @@ def test_candidates_are_shared_out_and_the_same_ones_are_chosen(name, overrides,
         ),
     ],
 )
-def test_groups_that_teach_nothing_are_refilled_alike_on_all_ranks_and_in_a_run_that_goes_on(name, overrides, train):
+def test_refills_are_equal_on_all_ranks_and_after_a_resume(name, overrides, train):
     one, two = train("one", name, *PICKY, *overrides), train("two", name, *PICKY, *overrides, ranks=2)
     assert_same_runs(one, two)
     tags = (

@@ -61,11 +61,11 @@ def recipe(tiny_pipelines, digits, tmp_path):
     return tiny_recipe("sd3_sft", tmp_path / "run", tiny_pipelines("sd3"), *words, data=digits)
 
 
-def test_a_rank_alone_exchanges_nothing(one_rank, recipe):
+def test_a_single_rank_calls_no_collectives(one_rank, recipe):
     assert one_rank.run(exchanges_of_steps, **recipe) == [[{}, {}]]
 
 
-def test_a_step_of_two_ranks_agrees_on_all_flags_at_once(two_ranks, recipe):
+def test_a_step_of_two_ranks_has_four_collectives(two_ranks, recipe):
     """Four collectives per step: file errors, losses, bad files, and the end of the step (times, stop, save, writing).
     The first step also compares which parameters got no gradient."""
     assert two_ranks.run(exchanges_of_steps, **recipe) == [[{"all_reduce": 5}, {"all_reduce": 4}]] * 2

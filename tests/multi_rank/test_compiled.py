@@ -147,7 +147,7 @@ def runs(tiny_pipelines, tmp_path):
         pytest.param("sd3_nft", ["model.gradient_checkpointing=true"], marks=pytest.mark.long),
     ],
 )
-def test_a_whole_run_compiles_few_graphs_and_learns_the_same(name, overrides, one_rank, runs):
+def test_a_compiled_run_has_few_graphs_and_equals_the_eager_run(name, overrides, one_rank, runs):
     counts, lines = runs(one_rank, name, *overrides)
     assert counts["breaks"] == 0
     assert counts["graphs"] <= MOST_GRAPHS_OF_A_RUN
@@ -159,7 +159,7 @@ def test_a_whole_run_compiles_few_graphs_and_learns_the_same(name, overrides, on
 
 
 @pytest.mark.long
-def test_a_run_of_ranks_that_share_tokens_learns_the_same(two_ranks, runs):
+def test_compiled_sequence_parallelism_equals_eager_training(two_ranks, runs):
     counts, _ = runs(two_ranks, "sd3_nft", "engine.sequence_parallel=2")
     assert counts["breaks"] == 0
     assert counts["graphs"] <= MOST_GRAPHS_OF_A_RUN

@@ -29,7 +29,7 @@ def converted(checkpoint, out, *words):
 
 
 @pytest.mark.parametrize(("case", "changes"), NFT)
-def test_a_checkpoint_converts_to_what_the_run_exported(case, changes, two_ranks, tiny_pipelines, tmp_path):
+def test_a_converted_checkpoint_equals_the_export_of_the_run(case, changes, two_ranks, tiny_pipelines, tmp_path):
     arguments = settings(case, tmp_path / "run", model=tiny_pipelines("sd3"), digits="unused")
     two_ranks.run(train_on_rank, recipe=arguments["recipe"], overrides=[*arguments["overrides"], *SAVING, *changes])
     for step in (1, 2):
@@ -93,7 +93,7 @@ def saved_by_deepspeed(folder, stage, wrapped):
 
 
 @pytest.mark.parametrize(("stage", "wrapped"), [(2, False), (3, True)])
-def test_a_checkpoint_of_deepspeeds_own_is_converted_if_it_is_trusted(stage, wrapped, two_ranks, tmp_path, capsys):
+def test_a_deepspeed_checkpoint_is_converted_only_if_trusted(stage, wrapped, two_ranks, tmp_path, capsys):
     base = tmp_path / "base"
     base.mkdir()
     (base / "model_index.json").write_text(

@@ -34,7 +34,7 @@ def train_with_damage(recipe, overrides):
     return "it went on"
 
 
-def test_all_ranks_end_with_the_sentence_of_the_one_that_has_not_its_samples(two_ranks, tiny_pipelines, tmp_path):
+def test_all_ranks_end_with_the_error_of_the_rank_with_corrupt_samples(two_ranks, tiny_pipelines, tmp_path):
     said = two_ranks.run(
         train_with_damage,
         recipe=str(ROOT / "tests" / "recipes" / "sd3_nft.yaml"),

@@ -141,7 +141,7 @@ def test_two_experts(two_ranks, compare, first_only):
 
 
 @pytest.mark.parametrize("of_rollout", [True, False])
-def test_videos_with_conditional_frames_and_noise_of_their_own(two_ranks, compare, of_rollout):
+def test_videos_with_conditioning_frames_and_separate_noise(two_ranks, compare, of_rollout):
     size = ["sampling.height=32", "sampling.width=32", "sampling.num_frames=9", "model.guardrail=off"]
     settings = ["algorithm.max_num_conditional_frames=2", f"algorithm.use_rl_sigma_and_noise={of_rollout}"]
     assert compare(two_ranks, *size, *settings, family="cosmos25", data="clips") == (4, 8)

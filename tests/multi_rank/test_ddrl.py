@@ -63,7 +63,7 @@ def test_videos_with_given_frames_train_alike_on_one_rank_and_on_two(
 @pytest.mark.parametrize(
     ("name", "data"), [("cosmos25_ddrl", None), ("cosmos25_mock", COLORS), ("cosmos25_flow_grpo", COLORS)]
 )
-def test_the_tiny_twins_of_the_cosmos_recipes_run(name, data, one_rank, tiny_pipelines, tmp_path):
+def test_the_tiny_variants_of_the_cosmos_recipes_run(name, data, one_rank, tiny_pipelines, tmp_path):
     from wfm_ds.demos.digits_data import write_digits
 
     write_digits(tmp_path / "digits")

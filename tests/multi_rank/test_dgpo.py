@@ -27,7 +27,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dgpo_on_two_ranks_is_dgpo_on_one(kind, one_rank, two_ranks, tiny_pipelines, tmp_path):
+def test_dgpo_on_two_ranks_equals_dgpo_on_one(kind, one_rank, two_ranks, tiny_pipelines, tmp_path):
     for where, ranks in (("one", one_rank), ("two", two_ranks)):
         words = [*COMMON, *KINDS[kind]]
         ranks.run(

@@ -51,7 +51,7 @@ def recipe_of(folder, pipeline, digits, *overrides):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dpo_on_two_ranks_is_dpo_on_one(kind, one_rank, two_ranks, tiny_pipelines, digits, tmp_path):
+def test_dpo_on_two_ranks_equals_dpo_on_one(kind, one_rank, two_ranks, tiny_pipelines, digits, tmp_path):
     for where, ranks in (("one", one_rank), ("two", two_ranks)):
         words = recipe_of(tmp_path / where, tiny_pipelines("sd3"), digits, CUTS[where], *KINDS[kind])
         ranks.run(train_on_rank, **words)
@@ -69,7 +69,7 @@ def test_dpo_on_two_ranks_is_dpo_on_one(kind, one_rank, two_ranks, tiny_pipeline
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
-def test_kept_latents_train_the_same(one_rank, tiny_pipelines, digits, tmp_path):
+def test_cached_latents_do_not_change_training(one_rank, tiny_pipelines, digits, tmp_path):
     cache = [f"data.cache_dir={tmp_path / 'cache'}", "data.cache_latents=true", "data.clip=centre", "run.steps=2"]
     plain = recipe_of(tmp_path / "plain", tiny_pipelines("sd3"), digits, "data.clip=centre", "run.steps=2", LORA)
     kept = recipe_of(tmp_path / "kept", tiny_pipelines("sd3"), digits, *cache, LORA)

@@ -38,7 +38,7 @@ def all_flats(engine):
 
 
 def train_through(config, lora, dtype, spoils):
-    """Train steps 0, 1, ... A spoilt step comes in between and uses the loss terms of the next step."""
+    """Train steps 0, 1, ... Each entry of `spoils` that is not None adds a step that must be skipped."""
     engine, kind = build(config, lora=lora, model={"dtype": dtype}), getattr(torch, dtype)
     rows, skipped = [], []
     for spoil in spoils:
@@ -66,7 +66,7 @@ def train_through(config, lora, dtype, spoils):
         ("zero3", True, "bfloat16"),
     ],
 )
-def test_nan_on_one_rank_and_a_step_without_terms_move_nothing(two_ranks, stage, lora, dtype):
+def test_nan_on_one_rank_and_a_step_without_terms_change_nothing(two_ranks, stage, lora, dtype):
     settings = {"config": stage, "lora": lora, "dtype": dtype}
     clean = two_ranks.run(train_through, **settings, spoils=[None, None])
     spoilt = two_ranks.run(train_through, **settings, spoils=["empty", None, "nan", None])
@@ -113,7 +113,7 @@ def follow_every_third_step(skipped, resumed_after):
 
 
 @pytest.mark.parametrize("resumed_after", [None, 2])
-def test_a_reference_that_moves_seldom_follows_also_where_just_that_step_was_not_applied(two_ranks, resumed_after):
+def test_a_periodic_reference_is_updated_even_if_its_step_was_skipped(two_ranks, resumed_after):
     for part in two_ranks.run(follow_every_third_step, skipped=[3], resumed_after=resumed_after):
         assert part == [2, 0.0]
 
@@ -196,7 +196,7 @@ def idle_layer(config, lora, frozen):
         ("zero3", True),
     ],
 )
-def test_a_layer_that_no_gradient_reaches_is_named_before_it_moves(two_ranks, config, lora):
+def test_a_layer_without_gradient_is_named_before_the_step(two_ranks, config, lora):
     first, second = two_ranks.run(idle_layer, config=config, lora=lora, frozen=False)
     named = "idle.lora_A.weight, idle.lora_B.weight" if lora else "idle.weight, idle.bias"
     assert first["said"].startswith(f"{named}: trained parameters received no gradient")
@@ -282,7 +282,7 @@ def guarded(disagree, extra, timeout_s=COLLECTIVE_TIMEOUT_S):
     return "agreed"
 
 
-def test_guard_names_what_each_rank_was_about_to_do(two_ranks):
+def test_the_guard_names_the_next_forward_of_each_rank(two_ranks):
     assert two_ranks.run(guarded, disagree=False, extra=False) == ["agreed", "agreed"]
     messages = two_ranks.run(guarded, disagree=True, extra=False)
     assert messages[0] == messages[1]
@@ -291,11 +291,11 @@ def test_guard_names_what_each_rank_was_about_to_do(two_ranks):
     assert "'ref', False" in messages[0]
 
 
-def test_guard_ends_one_forward_too_many_with_an_error(two_ranks):
+def test_the_guard_reports_an_additional_forward(two_ranks):
     calm, lonely = two_ranks.run(guarded, disagree=False, extra=True, timeout_s=3)
     assert calm == "agreed"
     assert lonely.startswith(
-        "rank 1 is at forward pass 3 ('old', False, (4, 8, 8)), and another rank did not reach it within 3 s:"
+        "rank 1 waits at forward pass 3 ('old', False, (4, 8, 8)), but another rank did not reach it within 3 s:"
     )
 
 

@@ -107,7 +107,7 @@ def test_bfloat16_stays_near_float32(two_ranks, stage, lora):
     assert not torch.equal(masters, masters.bfloat16().float()), "these are rounded weights, not the masters"
 
 
-def test_distance_is_that_of_the_gathered_tensors(trained):
+def test_the_distance_of_shards_equals_that_of_the_gathered_tensors(trained):
     for stage in ("zero2", "zero3"):
         parts = trained(stage, True)
         for policy, distance in parts[0]["distances"].items():
@@ -131,7 +131,7 @@ def two_forwards_on_ranks(config):
 
 
 @pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
-def test_a_loss_may_join_several_forwards(two_ranks, stage):
+def test_a_loss_may_depend_on_several_forwards(two_ranks, stage):
     alone = Reference(lora=True, lr=[0.0], max_grad_norm=1e9)
     loss = 0.0
     for rank in range(2):

@@ -44,7 +44,7 @@ def assert_speed(folder, world_size):
         assert line["perf/samples_per_second"] > 0
 
 
-def test_an_nft_run_states_the_flops_of_its_forwards(one_rank, tiny_pipelines, tmp_path):
+def test_an_nft_run_logs_the_flops_of_its_forwards(one_rank, tiny_pipelines, tmp_path):
     one_rank.run(train_on_rank, **tiny_recipe("sd3_nft", tmp_path / "run", tiny_pipelines("sd3"), *COMMON, *RL))
     assert_speed(tmp_path / "run", 1)
 
@@ -58,7 +58,7 @@ def test_an_nft_run_states_the_flops_of_its_forwards(one_rank, tiny_pipelines, t
     ],
     ids=["full zero3", "sequence parallel", "adapters zero3"],
 )
-def test_an_sft_run_states_the_flops_of_its_share(two_ranks, tiny_pipelines, digits, tmp_path, overrides):
+def test_an_sft_run_logs_the_flops_of_one_rank(two_ranks, tiny_pipelines, digits, tmp_path, overrides):
     recipe = tiny_recipe("sd3_sft", tmp_path / "run", tiny_pipelines("sd3"), *COMMON, *overrides, data=digits)
     two_ranks.run(train_on_rank, **recipe)
     assert_speed(tmp_path / "run", 2)

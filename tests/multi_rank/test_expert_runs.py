@@ -39,8 +39,8 @@ def moved(folder, kind):
     return largest
 
 
-def test_sft_of_two_experts_on_two_ranks_is_that_on_one(one_rank, two_ranks, train):
-    """With one micro-batch per optimizer step, the step determines the expert, independent of the batch split."""
+def test_sft_of_two_experts_on_two_ranks_equals_one_rank(one_rank, two_ranks, train):
+    """With one micro-batch per optimizer step, the expert depends only on the step, not on how the batch is split."""
     cut = ["engine.gradient_accumulation=1", "run.seed=11", *SFT]  # this seed trains experts 1, 0, 0, 1
     one = train(one_rank, "one", "wan22_sft_lora", "engine.micro_batch_size=4", *cut)
     two = train(two_ranks, "two", "wan22_sft_lora", "engine.micro_batch_size=2", *cut)
@@ -48,7 +48,7 @@ def test_sft_of_two_experts_on_two_ranks_is_that_on_one(one_rank, two_ranks, tra
     assert_same_runs(one, two)
 
 
-def test_nft_of_two_experts_on_two_ranks_is_that_on_one(one_rank, two_ranks, train):
+def test_nft_of_two_experts_on_two_ranks_equals_one_rank(one_rank, two_ranks, train):
     """Each sample trains on different noise levels, so ranks have unequal numbers of loss terms per expert."""
     cut = ["engine.micro_batch_size=3", "engine.max_forward_batch=3", "algorithm.kl_beta=0.1", "ema=null"]
     one = train(one_rank, "one", "wan_nft", "sampling.guidance_scale_low=2", *cut)
@@ -58,7 +58,7 @@ def test_nft_of_two_experts_on_two_ranks_is_that_on_one(one_rank, two_ranks, tra
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_a_stopped_and_continued_run_of_two_experts_equals_one_that_was_never_stopped(two_ranks, train, kind):
+def test_a_resumed_run_of_two_experts_equals_an_uninterrupted_run(two_ranks, train, kind):
     changes = [*SFT, *(FULL if kind == "full" else [])]
     whole = train(two_ranks, "whole", "wan22_sft_lora", *changes)
     train(two_ranks, "parts", "wan22_sft_lora", *changes, stop_at=2)

@@ -166,7 +166,7 @@ def test_zero_1_loses_gradients_of_the_expert_that_is_idle_last(two_ranks):
     assert abs(norms[0] / reference(False)[0][0] - 1) > 0.05
 
 
-def test_zero_3_keeps_gradients_of_the_step_before(two_ranks):
+def test_zero_3_keeps_gradients_of_the_previous_step(two_ranks):
     """Shards.zero_gradients, which this test disables, clears them."""
     norms = two_ranks.run(train_on_ranks, config="zero3", lora=True, forgetful=False)[0]["norms"]
     assert norms[0] == pytest.approx(reference(True)[0][0], rel=1e-4)

@@ -433,7 +433,7 @@ def test_calls_out_of_order_are_refused(two_ranks):
             "train_adapter('fake') inside use_policy('teacher'): the weights of another policy are in use",
             "teacher is not a trained adapter: default fake",
             "unknown policy other; this engine has train ema ref fake teacher",
-            "fake is an adapter without copy: only use_policy and train_adapter know it",
+            "fake is an adapter without policy copy: only use_policy and train_adapter accept it",
             "call step() in train_adapter('fake'): its backward passes are done",
             "train_adapter('fake') while default trains, after 1 backward passes of its step",
         ]

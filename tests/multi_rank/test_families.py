@@ -1,4 +1,4 @@
-"""The loss excludes conditioning frames, in whole runs of video families. Ranks can create a tiny pipeline at once."""
+"""Whole runs of video families exclude conditioning frames from the loss. Several ranks can write one tiny pipeline."""
 
 import json
 import statistics
@@ -36,7 +36,7 @@ def resolve_and_load(cache):
     return {"folder": str(model.path)}
 
 
-def test_ranks_that_make_a_tiny_pipeline_at_once_all_find_it_complete(two_ranks, tmp_path):
+def test_ranks_that_write_a_tiny_pipeline_at_once_all_find_it_complete(two_ranks, tmp_path):
     """transformers saves on rank 0 only. A faster rank must not publish a folder without text encoders."""
     folders = {answer["folder"] for answer in two_ranks.run(resolve_and_load, cache=str(tmp_path))}
     assert len(folders) == 1
@@ -75,7 +75,7 @@ def by_hand(model, recipe, folder):
 
 
 @pytest.mark.parametrize("family", GIVEN)
-def test_validation_loss_is_over_the_frames_that_are_not_given(one_rank, tiny_pipelines, videos, family, tmp_path):
+def test_validation_loss_excludes_conditioning_frames(one_rank, tiny_pipelines, videos, family, tmp_path):
     options = CASES[family].load_options
     model = registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu", **options)
     height, width, _ = CASES[family].size

@@ -63,7 +63,7 @@ def settings(case, folder, tiny_pipelines, images, *overrides):
 
 
 @pytest.mark.parametrize("case", RUNS)
-def test_runs_with_given_frames_train_alike_on_one_rank_and_on_two(
+def test_runs_with_conditioning_frames_train_alike_on_one_rank_and_on_two(
     case, one_rank, two_ranks, tiny_pipelines, images, tmp_path
 ):
     for name, ranks in (("one", one_rank), ("two", two_ranks)):
@@ -98,7 +98,7 @@ def train_and_keep_draws(recipe, overrides, stop_at=None):
     return ended | {"drawn": drawn}
 
 
-def test_draws_begin_with_the_images_and_a_stopped_run_goes_on(one_rank, tiny_pipelines, images, tmp_path):
+def test_validation_samples_start_with_the_images_and_a_run_resumes(one_rank, tiny_pipelines, images, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     (ended,) = one_rank.run(train_and_keep_draws, **settings("nft", whole, tiny_pipelines, images))
     (stopped,) = one_rank.run(train_on_rank, **settings("nft", parts, tiny_pipelines, images), stop_at=1)
@@ -108,13 +108,13 @@ def test_draws_begin_with_the_images_and_a_stopped_run_goes_on(one_rank, tiny_pi
 
     model = registry.load_model(tiny_pipelines("cosmos25"), dtype=torch.float32, device="cpu", guardrail="off")
     names = [name for name, _ in ended["drawn"]]
-    assert names == ["0", "1", "3"] * 2  # the readable ones of the first four, at the start and at the end
+    assert names == ["0", "1", "3"] * 2  # the readable images of the first four, at the start and at the end of the run
     for name, first in ended["drawn"]:
         picture = load_media(LocalFile(images / f"{name}.png"), Framing(height=32, width=32), draw_centre)
         assert torch.equal(torch.tensor(first), model.encode_uint8([picture])[0, :, 0])
 
 
-def test_sft_draws_begin_with_the_frames_of_what_is_held_out(one_rank, tiny_pipelines, clips, tmp_path):
+def test_sft_validation_samples_start_with_held_out_frames(one_rank, tiny_pipelines, clips, tmp_path):
     """Validation cycles through the frame counts: three samples get 2, 1 and 0 conditioning latent frames."""
     overrides = ["algorithm.max_num_conditional_frames=2", f"validation.path={clips}", "sampling.num_frames=9"]
     overrides.append("data.buckets=[[48, 48], [32, 32]]")  # samples are generated at the size of `sampling`
@@ -132,7 +132,7 @@ def test_sft_draws_begin_with_the_frames_of_what_is_held_out(one_rank, tiny_pipe
 
 
 @pytest.mark.parametrize(("case", "ranks"), [("nft", 1), ("told", 2), ("flow_grpo", 2), ("ddrl", 2)])
-def test_workers_are_told_the_frames(case, ranks, one_rank, two_ranks, tiny_pipelines, images, tmp_path):
+def test_workers_receive_the_conditioning_frames(case, ranks, one_rank, two_ranks, tiny_pipelines, images, tmp_path):
     """In Flow-GRPO half of the groups have no frames, and the second rank receives samples from the first."""
     group = one_rank if ranks == 1 else two_ranks
     one_by_one = ["engine.max_forward_batch=4", "validation.at_start=false"]  # a worker denoises one group at a time

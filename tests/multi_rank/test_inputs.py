@@ -68,7 +68,7 @@ def settings(case, folder, tiny_pipelines, world, *overrides):
 
 
 @pytest.mark.parametrize("case", ["nft", "sft", "sana_wm"])
-def test_runs_told_actions_train_alike_on_one_rank_and_on_two(
+def test_runs_with_actions_train_alike_on_one_rank_and_on_two(
     case, one_rank, two_ranks, tiny_pipelines, world, tmp_path
 ):
     batch = {"one": ["engine.gradient_accumulation=4"], "two": ["engine.gradient_accumulation=2"]}
@@ -82,7 +82,7 @@ def test_runs_told_actions_train_alike_on_one_rank_and_on_two(
 
 
 @pytest.mark.parametrize(("case", "ranks"), [("sana_wm", 1), ("ddrl", 2)])
-def test_workers_are_told_the_inputs(case, ranks, one_rank, two_ranks, tiny_pipelines, world, tmp_path):
+def test_workers_receive_the_conditioning_inputs(case, ranks, one_rank, two_ranks, tiny_pipelines, world, tmp_path):
     group = one_rank if ranks == 1 else two_ranks
     one_by_one = ["engine.max_forward_batch=4", "validation.at_start=false"]  # a worker denoises one group at a time
     for name, mode in (("colocated", []), ("async", ["rollout.mode=async", "rollout.max_staleness=0"])):
@@ -146,7 +146,7 @@ def prompt(k, domain=0):
     return Prompt(id=str(k), text="a world", inputs=inputs)
 
 
-def test_both_halves_of_guidance_are_told_the_same_and_swapped_actions_swap_velocities(sampler):
+def test_both_halves_of_guidance_get_the_actions_and_swapped_actions_swap_velocities(sampler):
     latents = torch.ones(2, *sampler.latent_shape)
     sigma = torch.full((2,), 0.5)
     here, there = (
@@ -159,7 +159,7 @@ def test_both_halves_of_guidance_are_told_the_same_and_swapped_actions_swap_velo
     assert not torch.equal(one[0], one[1])
 
 
-def test_shuffled_trajectories_are_anothers_of_the_same_domain():
+def test_shuffled_trajectories_come_from_another_clip_of_the_domain():
     prompts = [prompt(k, domain=k % 2) for k in range(6)] + [prompt(9, domain=3)]
     orders = set()
     for step in range(20):
@@ -171,7 +171,7 @@ def test_shuffled_trajectories_are_anothers_of_the_same_domain():
     assert len(orders) > 2
 
 
-def test_an_exchanged_camera_begins_where_the_clip_does():
+def test_an_exchanged_camera_starts_at_the_pose_of_the_clip():
     def path(start):
         poses = np.broadcast_to(np.eye(4, dtype=np.float32), (3, 4, 4)).copy()
         poses[:, :3, 3] = start
@@ -221,7 +221,7 @@ def test_recipes_whose_trajectories_do_not_fit_are_refused(overrides, says, tiny
         recipe_file.load_recipe(Path(made["recipe"]), made["overrides"])
 
 
-def test_a_reward_that_needs_actions_is_refused_where_samples_are_told_none(tiny_pipelines, world, tmp_path):
+def test_a_reward_that_needs_actions_is_refused_if_samples_have_none(tiny_pipelines, world, tmp_path):
     made = settings("nft", tmp_path, tiny_pipelines, world, "data.inputs=[domain]", "rollout.trajectories=data")
     recipe = recipe_file.load_recipe(Path(made["recipe"]), made["overrides"])
     with pytest.raises(RecipeError, match=r"reward steered:Obedience needs actions: add it to data\.inputs"):
@@ -232,7 +232,7 @@ def test_a_reward_that_needs_actions_is_refused_where_samples_are_told_none(tiny
         check_rewards(recipe, [Prompt(id="p", text="p", metadata={"c2w": "p.c2w.npy"})])
 
 
-def test_a_library_is_drawn_from(one_rank, tiny_pipelines, world, tmp_path):
+def test_trajectories_can_come_from_a_library(one_rank, tiny_pipelines, world, tmp_path):
     np.save(tmp_path / "library.npy", np.ones((3, FRAMES - 1, WIDTH)))
     library = ["rollout.trajectories=library", f"rollout.trajectory_library={tmp_path / 'library.npy'}", "run.steps=1"]
     one_rank.run(train_with_own_code, **settings("nft", tmp_path / "out", tiny_pipelines, world, *library))

@@ -228,7 +228,7 @@ def test_five_steps_are_those_of_transformers_trainer(one_rank, tmp_path):
         pytest.param("qwen3vlmoe", "zero3", marks=pytest.mark.slow),
     ],
 )
-def test_two_ranks_train_what_one_does(one_rank, two_ranks, data, tmp_path, family, stage):
+def test_training_on_two_ranks_equals_training_on_one(one_rank, two_ranks, data, tmp_path, family, stage):
     """Some rows have no image. With ZeRO-3 a rank that skips the vision tower would make the other rank hang."""
     same = ["optimizer.lr=1e-2", EPS, "run.steps=3", "data.max_tokens=96", "validation.every=2"]
     one, two = tmp_path / "one", tmp_path / "two"
@@ -245,7 +245,7 @@ def test_two_ranks_train_what_one_does(one_rank, two_ranks, data, tmp_path, fami
 
 
 @pytest.mark.parametrize("name", ["reason_llava_sft", "reason_llava_sft_lora"])
-def test_a_stopped_and_continued_run_equals_one_that_was_never_stopped(two_ranks, data, tmp_path, name):
+def test_a_resumed_run_equals_an_uninterrupted_run(two_ranks, data, tmp_path, name):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     model = "tiny:qwen3vl" if name.endswith("lora") else "tiny:qwen25vl"
     changes = ["validation.every=2", "data.max_tokens=96", "ema={decay: 0.9}"]

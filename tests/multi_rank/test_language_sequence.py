@@ -139,7 +139,7 @@ def readings_on_rank(squares):
     return [[sample.id for sample in row] for row in keep_common_samples(world, mine)] == [[s.id] for s in samples[1:]]
 
 
-def test_a_replica_leaves_out_what_one_of_its_ranks_could_not_read(two_ranks, squares):
+def test_a_replica_skips_a_conversation_that_one_rank_cannot_read(two_ranks, squares):
     assert two_ranks.run(readings_on_rank, squares=str(squares)) == [True, True]
 
 
@@ -147,11 +147,11 @@ def test_a_replica_leaves_out_what_one_of_its_ranks_could_not_read(two_ranks, sq
     ("heads", "kv_heads", "ranks", "times"),
     [(28, 4, 2, 1), (28, 4, 4, 1), (28, 4, 7, 7), (32, 8, 16, 2), (2, 1, 2, 2), (6, 3, 2, 2), (12, 2, 4, 2)],
 )
-def test_heads_of_keys_are_given_as_often_as_the_ranks_need(heads, kv_heads, ranks, times):
+def test_key_heads_are_repeated_for_the_ranks(heads, kv_heads, ranks, times):
     assert sequence_parallel.kv_head_repeats(heads, kv_heads, ranks) == times
 
 
-def test_heads_that_the_ranks_do_not_divide():
+def test_indivisible_heads_and_sliding_windows_are_refused():
     model = language_model.load_language_model(
         str(language_model.download_language_model("tiny:qwen25vl")), torch.float32
     )
@@ -172,7 +172,9 @@ def test_heads_that_the_ranks_do_not_divide():
         ("qwen25vl", "zero3", ["algorithm.freeze=[vision, merger]"]),
     ],
 )
-def test_a_run_of_one_replica_is_the_run_of_one_rank(one_rank, two_ranks, squares, tmp_path, family, stage, changes):
+def test_a_run_of_one_replica_equals_the_run_of_one_rank(
+    one_rank, two_ranks, squares, tmp_path, family, stage, changes
+):
     same = ["optimizer.lr=1e-2", EPS, "run.steps=3", "data.max_tokens=96", "validation.every=2"]
     same += ["engine.micro_batch_size=1", "engine.gradient_accumulation=2", *changes]
     one, two = tmp_path / "one", tmp_path / "two"

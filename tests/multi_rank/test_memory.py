@@ -7,6 +7,7 @@ import torch
 
 from families import CASES as FAMILIES
 from multi_rank.training import ROOT, small_recipe
+from ranks import started
 from wfm_ds.algorithms import engine_policy_copies
 from wfm_ds.distributed.world import World
 from wfm_ds.engine.live_bytes import LiveByteCounter, storage_id
@@ -26,6 +27,13 @@ WIDER = {
     "cosmos25": {"num_layers": 4},
 }
 BATCH, MICRO_STEPS = 2, 2
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Own processes: in processes that ran other files, DeepSpeed frees gathered ZeRO-3 weights later."""
+    with started(2, tmp_path_factory.mktemp("two_ranks")) as pool:
+        yield pool
 
 
 def own_config(name, folder):
@@ -134,7 +142,7 @@ def case(family, config, *, lora=False, checkpointing=False, dtype="bfloat16", s
         case("cosmos25", "zero3"),
     ],
 )
-def test_the_estimate_is_what_tensors_take(
+def test_the_estimate_equals_the_bytes_of_the_tensors(
     family, config, lora, checkpointing, dtype, side, two_ranks, tiny_pipelines, tmp_path
 ):
     words = {"family": family, "lora": lora, "checkpointing": checkpointing, "dtype": dtype, "side": side}
@@ -156,7 +164,9 @@ def check_estimate(ranks):
         ("wan21", "zero2", True),
     ],
 )
-def test_the_estimate_of_dmd2_is_what_tensors_take(family, config, checkpointing, two_ranks, tiny_pipelines, tmp_path):
+def test_the_estimate_of_dmd2_equals_the_bytes_of_the_tensors(
+    family, config, checkpointing, two_ranks, tiny_pipelines, tmp_path
+):
     words = {"family": family, "lora": True, "checkpointing": checkpointing, "dtype": "bfloat16", "side": 64}
     words |= {"folder": str(tiny_pipelines(family)), "config": str(own_config(config, tmp_path))}
     check_estimate(two_ranks.run(measured_on_rank, distills=True, **words))

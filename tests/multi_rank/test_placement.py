@@ -73,7 +73,7 @@ def name_case(case):
 
 
 @pytest.mark.parametrize("case", [name_case(case) for case in CASES])
-def test_shards_of_mapped_files_are_those_of_a_plain_load(case, two_ranks, tiny_pipelines, tmp_path):
+def test_shards_of_mapped_files_equal_a_plain_load(case, two_ranks, tiny_pipelines, tmp_path):
     family, config, lora, dtype, stored = case
     folder = restored(tiny_pipelines(family), tmp_path / "base", stored)
     model = load(folder, dtype, family)

@@ -41,7 +41,7 @@ def follow_gathered_masters(config, lora, dtype, every):
 
 
 @SOME
-def test_average_is_exactly_that_of_the_gathered_masters(two_ranks, stage, dtype, lora):
+def test_the_ema_equals_an_ema_of_the_gathered_master_weights(two_ranks, stage, dtype, lora):
     every = 1 if dtype == "float32" else 2
     main, other = two_ranks.run(follow_gathered_masters, config=stage, lora=lora, dtype=dtype, every=every)
     assert main["num"] == (18 if lora else 85)
@@ -123,7 +123,7 @@ def swap_and_return(config, lora, dtype):
 
 
 @SOME
-def test_swap_leaves_no_trace_and_nothing_trains_inside(two_ranks, stage, dtype, lora):
+def test_swapping_a_policy_in_and_out_restores_everything(two_ranks, stage, dtype, lora):
     for part in two_ranks.run(swap_and_return, config=stage, lora=lora, dtype=dtype):
         assert all(part["same"])
         assert all(part["same_trainable"])
@@ -141,7 +141,7 @@ def merge_and_return(config, dtype):
     policies = ("train", *sorted(engine.policies))
     for policy in policies:
         with engine.use_policy(policy):
-            pass  # writes the adapter, which the engine does lazily
+            pass  # the engine writes the adapter only when a forward needs it
     before, trainable, found = [p.clone() for p in engine.module.parameters()], trainable_names(engine), {}
     for policy in policies:
         with engine.use_policy(policy), torch.no_grad():
@@ -155,7 +155,7 @@ def merge_and_return(config, dtype):
 
 
 @pytest.mark.parametrize(("stage", "dtype"), [("zero1", "float32"), ("zero2", "float32"), ("zero2", "bfloat16")])
-def test_merged_policies_predict_alike_and_leave_no_trace(two_ranks, stage, dtype):
+def test_merged_policies_predict_alike_and_unmerging_restores_the_weights(two_ranks, stage, dtype):
     for found, same, applied in two_ranks.run(merge_and_return, config=stage, dtype=dtype):
         assert found.keys() == {"train", "old", "ref", "ema"}
         assert all(difference < (1e-5 if dtype == "float32" else 2e-2) for difference, _ in found.values())
@@ -181,7 +181,7 @@ def writes_of_an_average(config):
     return {"written": written, "right": all(torch.equal(average[name], named[name]) for name in average)}
 
 
-def test_average_is_written_when_a_forward_asks_for_it(two_ranks):
+def test_the_ema_adapter_is_written_only_when_a_forward_uses_it(two_ranks):
     for part in two_ranks.run(writes_of_an_average, config="zero2"):
         assert part == {"written": [False, True], "right": True}
 
@@ -216,7 +216,7 @@ def replay_and_train(config, lora):
 
 
 @pytest.mark.parametrize(("stage", "lora"), [("zero1", True), ("zero2", True), ("zero2", False)])
-def test_replays_see_the_weights_that_the_engine_changes_in_place(two_ranks, stage, lora):
+def test_graph_replays_use_weights_that_change_in_place(two_ranks, stage, lora):
     for recordings, equal, moved in two_ranks.run(replay_and_train, config=stage, lora=lora):
         assert recordings == [0, 1, 1, 2, 2, 2, 2, 2], "one for each policy, of which no step moves the weights"
         assert all(equal)

@@ -263,6 +263,6 @@ def test_each_algorithm_trains_each_family_and_sft_exports_draw_its_pictures(
 
 
 @check_each("name", [name for name in SHIPPED if "/" not in name])
-def test_a_full_size_recipe_is_shared_out_over_eight_ranks(name):
+def test_a_full_size_recipe_is_split_across_eight_ranks(name):
     shares = derive_run_sizes(SHIPPED[name], 8)
     assert shares.samples_per_rank * shares.num_replicas == shares.samples_per_step

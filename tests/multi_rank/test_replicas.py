@@ -72,7 +72,7 @@ def test_four_ranks_are_two_replicas_of_neighbours(four_ranks):
     assert four_ranks.run(failing_leader, sp=2, rank=2)[:2] == ["UserError: rank 2 cannot read"] * 2
 
 
-def test_a_leader_shares_and_counts_for_its_replica(two_ranks):
+def test_the_leader_broadcasts_and_counts_for_its_replica(two_ranks):
     for rank, found in enumerate(two_ranks.run(collectives, sp=2)):
         assert (found["replica_sums"], found["sums"]) == (1.0, 11.0)
         assert found["replica_gather"] == [[0]]
@@ -85,12 +85,12 @@ def test_a_leader_shares_and_counts_for_its_replica(two_ranks):
         assert found["share"] == {"rank": rank}
 
 
-def test_an_error_of_a_leader_is_every_ranks(two_ranks):
+def test_all_ranks_of_a_replica_get_the_leaders_error(two_ranks):
     assert two_ranks.run(failing_leader, sp=2, rank=0) == ["UserError: rank 0 cannot read"] * 2
     assert two_ranks.run(failing_leader, sp=2, rank=1) == [0, None]  # rank 1 is not a leader and does not call read()
 
 
-def test_replicas_must_come_out_even(two_ranks):
+def test_the_replica_size_must_divide_the_number_of_ranks(two_ranks):
     for message in two_ranks.run(uneven):
         assert message == "engine.sequence_parallel = 3 does not divide the 2 ranks; use one of 1, 2"
 

@@ -34,9 +34,7 @@ def names(folder):
     ("case", "stop_at"),
     [*((case, 2) for case in CASES), ("sft lora zero2", 0)],
 )
-def test_a_stopped_and_continued_run_equals_one_that_was_never_stopped(
-    case, stop_at, two_ranks, tiny_pipelines, digits, tmp_path
-):
+def test_a_resumed_run_equals_an_uninterrupted_run(case, stop_at, two_ranks, tiny_pipelines, digits, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     sources = {"model": tiny_pipelines("sd3"), "digits": digits}
     two_ranks.run(train_on_rank, **settings(case, whole, **sources))
@@ -54,7 +52,7 @@ def test_a_stopped_and_continued_run_equals_one_that_was_never_stopped(
     assert_equal_runs(parts, whole)
 
 
-def test_a_run_begins_in_a_new_folder_from_a_checkpoint_at_the_interval(two_ranks, tiny_pipelines, digits, tmp_path):
+def test_a_new_run_starts_from_an_interval_checkpoint_of_another_run(two_ranks, tiny_pipelines, digits, tmp_path):
     whole, branch = tmp_path / "whole", tmp_path / "branch"
     sources = {"model": tiny_pipelines("sd3"), "digits": digits}
     saving = ["checkpoint.every=3", "checkpoint.keep=5"]
@@ -80,7 +78,7 @@ def test_a_run_begins_in_a_new_folder_from_a_checkpoint_at_the_interval(two_rank
         ("sft full zero3", ["engine.deepspeed=zero2", "engine.gradient_accumulation=4", "model.dtype=float32"]),
     ],
 )
-def test_other_ranks_and_another_zero_stage_continue_a_run(
+def test_a_run_resumes_with_other_ranks_and_zero_stages(
     case, alone, one_rank, two_ranks, tiny_pipelines, digits, tmp_path
 ):
     """Train on two ranks, resume on one rank with another sharding, then resume on two ranks."""
@@ -149,6 +147,6 @@ def test_the_frozen_reference_is_the_base_model_and_not_stored(two_ranks, tmp_pa
         ("targets", "has other trained weights than this run, e.g. "),
     ],
 )
-def test_states_that_cannot_be_used_are_refused_by_all_ranks(two_ranks, tmp_path, damage, said):
+def test_unusable_states_are_refused_by_all_ranks(two_ranks, tmp_path, damage, said):
     for message in two_ranks.run(state_read_back, folder=str(tmp_path / "state"), damage=damage):
         assert said in message

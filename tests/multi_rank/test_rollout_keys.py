@@ -36,7 +36,7 @@ def train(one_rank, two_ranks, tiny_pipelines, tmp_path):
     ],
     ids=["lora", "merged", "full", "grpo"],
 )
-def test_replayed_rollouts_are_the_rollouts_bit_for_bit(name, overrides, train):
+def test_replayed_rollouts_equal_plain_rollouts_bit_for_bit(name, overrides, train):
     """The weights change between the steps. Graphs recorded in the first step must use the new weights."""
     plain, replayed = train("plain", name, *overrides), train("replayed", name, *overrides, GRAPH)
     assert records(replayed) == records(plain)
@@ -45,18 +45,18 @@ def test_replayed_rollouts_are_the_rollouts_bit_for_bit(name, overrides, train):
     assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
 
 
-def test_merged_and_joint_rollouts_are_the_rollouts_but_for_rounding(train):
+def test_merged_and_joint_rollouts_equal_plain_rollouts_up_to_rounding(train):
     plain = train("plain", "sd3_nft", OLD, *GUIDED)
     assert_same_runs(plain, train("cheaper", "sd3_nft", OLD, *GUIDED, MERGED, JOINT, ranks=1))
 
 
-def test_two_experts_are_merged_and_replayed_each(train):
+def test_each_of_two_experts_is_merged_and_replayed(train):
     video = ["sampling.num_frames=5", "reward.functions=[{name: motion}]", OLD]
     plain = train("plain", "sd3_nft", *video, family="wan22")
     assert_same_runs(plain, train("cheaper", "sd3_nft", *video, MERGED, GRAPH, family="wan22"))
 
 
-def test_workers_merge_and_replay_what_is_published(train):
+def test_workers_merge_and_replay_published_weights(train):
     cheaper = [OLD, *GUIDED, MERGED, JOINT, GRAPH]
     plain = train("plain", "sd3_nft", OLD, *GUIDED)
     workers = train("async", "sd3_nft", *cheaper, "rollout.mode=async", "rollout.max_staleness=0")

@@ -67,7 +67,7 @@ def both(one_rank, two_ranks, tiny_pipelines, tmp_path):
 
 @pytest.mark.unit
 @pytest.mark.parametrize("case", [c if c == "full zero3" else pytest.param(c, marks=pytest.mark.slow) for c in NFT])
-def test_nft_on_two_ranks_is_nft_on_one(case, both, tmp_path):
+def test_nft_on_two_ranks_equals_nft_on_one(case, both, tmp_path):
     both("sd3_nft", "engine.guard=true", OLD, *NFT[case])
     steps = [r for r in records(tmp_path / "one") if "loss/total" in r]
     assert steps[0]["nft/old_deviation"] == 0.0  # equal policies give bitwise equal predictions
@@ -78,7 +78,7 @@ def test_nft_on_two_ranks_is_nft_on_one(case, both, tmp_path):
 
 @pytest.mark.unit
 @pytest.mark.parametrize("case", [c if i < 1 else pytest.param(c, marks=pytest.mark.slow) for i, c in enumerate(GRPO)])
-def test_flow_grpo_on_two_ranks_is_flow_grpo_on_one(case, both, tmp_path):
+def test_flow_grpo_on_two_ranks_equals_flow_grpo_on_one(case, both, tmp_path):
     name, overrides = GRPO[case]
     bound = [] if name == "sd3_flow_dppo" else ["algorithm.clip_ratio=0.03"]
     both(name, "engine.guard=true", "optimizer.lr=3e-3", *bound, *overrides, all_train=name != "sd3_dance_grpo")
@@ -107,7 +107,7 @@ def test_other_losses_on_noised_rollouts_are_the_same_on_two_ranks(case, both, t
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
-def test_each_expert_gets_as_many_micro_batches_on_every_rank(both, tiny_pipelines, tmp_path):
+def test_each_expert_has_equally_many_micro_batches_on_all_ranks(both, tiny_pipelines, tmp_path):
     # Each sample trains on three of six noise levels, so ranks have unequal numbers of loss terms per expert.
     both(
         "sd3_nft",
@@ -123,7 +123,7 @@ def test_each_expert_gets_as_many_micro_batches_on_every_rank(both, tiny_pipelin
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
-def test_updates_of_a_rollout_and_guidance_are_shared_out_too(both, tmp_path):
+def test_several_updates_and_guidance_are_equal_on_two_ranks(both, tmp_path):
     both(
         "sd3_nft",
         "algorithm.updates_per_rollout=2",
@@ -137,7 +137,7 @@ def test_updates_of_a_rollout_and_guidance_are_shared_out_too(both, tmp_path):
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
-def test_videos_are_rewarded_shown_and_drawn_again_from_the_export(both, tiny_pipelines, tmp_path):
+def test_validation_videos_can_be_regenerated_from_the_export(both, tiny_pipelines, tmp_path):
     both(
         "sd3_nft",
         f"model.path={tiny_pipelines('wan21')}",
@@ -205,7 +205,7 @@ def test_sft_does_not_depend_on_how_the_global_batch_is_cut(
     assert_same_runs(tmp_path / "one", tmp_path / "two")
 
 
-def test_broken_images_are_skipped_alike_on_any_number_of_ranks_and_counted(
+def test_broken_images_are_skipped_and_counted_alike_on_any_number_of_ranks(
     one_rank, two_ranks, tiny_pipelines, broken_digits, tmp_path
 ):
     for name, ranks, micro in (("one", one_rank, 150), ("two", two_ranks, 75)):
@@ -225,7 +225,7 @@ def test_broken_images_are_skipped_alike_on_any_number_of_ranks_and_counted(
     assert [r["data/bad/decode"] for r in records(tmp_path / "two") if "sft/loss" in r][-1] >= 2
 
 
-def test_ddrl_on_two_ranks_is_ddrl_on_one(one_rank, two_ranks, tiny_pipelines, broken_digits, tmp_path):
+def test_ddrl_on_two_ranks_equals_ddrl_on_one(one_rank, two_ranks, tiny_pipelines, broken_digits, tmp_path):
     for name, ranks in (("one", one_rank), ("two", two_ranks)):
         words = [
             "data.shuffle=false",  # the third image is corrupt

@@ -34,7 +34,7 @@ def test_a_replica_of_two_ranks_trains_like_one_process(two_ranks, assert_alike,
 
 
 @pytest.mark.parametrize(("config", "lora"), [("zero2", True), ("zero3", False)])
-def test_gradient_checkpointing_exchanges_again_and_changes_nothing(two_ranks, assert_alike, config, lora):
+def test_gradient_checkpointing_repeats_exchanges_and_changes_nothing(two_ranks, assert_alike, config, lora):
     assert_alike(two_ranks, "sd3", lora, config=config, sp=2, checkpointing=True)
 
 

@@ -81,7 +81,7 @@ def assert_done_once(counts, *keys):
     ],
     ids=["lora zero2", "full zero3"],
 )
-def test_nft_with_shared_tokens_is_nft(engine, both, tmp_path):
+def test_nft_with_sequence_parallelism_equals_one_rank(engine, both, tmp_path):
     counts = both("sd3_nft", *NFT, *engine)
     assert_done_once(counts, "submitted", "decoded")
     steps = [r for r in records(tmp_path / "one") if "loss/total" in r]
@@ -92,7 +92,7 @@ def test_nft_with_shared_tokens_is_nft(engine, both, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "engine"), [("sd3_flow_grpo", []), ("sd3_mix_grpo", ["lora=null"])])
-def test_flow_grpo_with_shared_tokens_is_flow_grpo(name, engine, both, tmp_path):
+def test_flow_grpo_with_sequence_parallelism_equals_one_rank(name, engine, both, tmp_path):
     common = ["run.steps=2", "optimizer.lr=3e-3", "algorithm.clip_ratio=0.03", "engine.deepspeed=zero3"]
     counts = both(name, *common, *engine)
     assert_done_once(counts, "submitted", "decoded")
@@ -100,7 +100,7 @@ def test_flow_grpo_with_shared_tokens_is_flow_grpo(name, engine, both, tmp_path)
     assert {r["policy/ratio_max_abs_dev"] for r in updates[::2]} == {0.0}
 
 
-def test_ddrl_with_shared_tokens_is_ddrl(both, broken_digits, tmp_path):
+def test_ddrl_with_sequence_parallelism_equals_one_rank(both, broken_digits, tmp_path):
     counts = both(
         "sd3_ddrl",
         f"data.path={broken_digits}",
@@ -114,7 +114,7 @@ def test_ddrl_with_shared_tokens_is_ddrl(both, broken_digits, tmp_path):
     assert [r["data/bad/decode"] for r in records(tmp_path / "two") if "loss/total" in r][-1] == 1
 
 
-def test_sft_with_shared_tokens_is_sft_and_reads_every_sample_once(both, broken_digits, tmp_path):
+def test_sft_with_sequence_parallelism_equals_one_rank_and_reads_every_sample_once(both, broken_digits, tmp_path):
     counts = both(
         "sd3_sft",
         f"data.path={broken_digits}",
@@ -129,7 +129,7 @@ def test_sft_with_shared_tokens_is_sft_and_reads_every_sample_once(both, broken_
 
 
 @pytest.mark.parametrize("family", ["wan22", "moving"])  # a model with two experts, and one with three heads
-def test_videos_with_shared_tokens(family, both):
+def test_videos_with_sequence_parallelism_equal_one_rank(family, both):
     counts = both(
         "sd3_nft",
         *("run.steps=2", "engine.micro_batch_size=3"),
@@ -140,7 +140,9 @@ def test_videos_with_shared_tokens(family, both):
 
 
 @pytest.mark.parametrize("case", ["sft lora zero2", "nft full zero3"])
-def test_a_run_goes_on_with_tokens_shared_or_whole(case, one_rank, two_ranks, tiny_pipelines, broken_digits, tmp_path):
+def test_a_run_resumes_with_or_without_sequence_parallelism(
+    case, one_rank, two_ranks, tiny_pipelines, broken_digits, tmp_path
+):
     """Train on a replica of two ranks, resume on one rank, then resume on two ranks."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     sources = {"model": tiny_pipelines("sd3"), "digits": broken_digits.parent}

@@ -59,7 +59,7 @@ def read_paired(folder, own_kind):
 
 
 @pytest.mark.parametrize("own_kind", [False, True])
-def test_one_rank_reads_for_all_what_can_be_sent(two_ranks, tmp_path, own_kind):
+def test_one_rank_reads_and_broadcasts_for_all(two_ranks, tmp_path, own_kind):
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.json").write_text(json.dumps({"prompt": f"a {name}"}))
         (tmp_path / f"{name}.png").touch()
@@ -71,12 +71,12 @@ def test_one_rank_reads_for_all_what_can_be_sent(two_ranks, tmp_path, own_kind):
     assert first["same"]
 
 
-def test_an_error_of_the_rank_that_reads_is_everybodys(two_ranks, tmp_path):
+def test_all_ranks_get_the_error_of_the_reading_rank(two_ranks, tmp_path):
     found = two_ranks.run(read_paired, folder=str(tmp_path / "nowhere"), own_kind=False)
     assert [rank["error"].startswith(f"{tmp_path}/nowhere is not a folder") for rank in found] == [True, True]
 
 
-def test_every_kind_of_media_returns_as_it_was():
+def test_every_kind_of_media_is_received_unchanged():
     prompt = Prompt(id="a", text="a", negative_text="b", metadata={"c": [1]})
     member = TarMember("s3://x/1.tar", ("s3://x/1.tar", 3, "tag"), IndexEntry("a", "png", 512, 9, None))
     samples = [

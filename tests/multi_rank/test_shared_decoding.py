@@ -1,4 +1,4 @@
-"""The ranks of a replica split the decoding. The leader gets the same pixels as from decoding alone."""
+"""The ranks of a replica split the decoding. The leader gets the same pixels as if it decoded all samples itself."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,8 @@ from wfm_ds.models import registry
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe import file as recipe_file
-from wfm_ds.rollout.rewards import ScoringQueue, decode_in_replica
+from wfm_ds.rollout.rewards import decode_in_replica
+from wfm_ds.rollout.scoring_queue import ScoringQueue
 from wfm_ds.types import Prompt
 
 
@@ -70,9 +71,7 @@ def recipe(root):
 
 
 @pytest.mark.parametrize(("count", "shares"), [(3, [2, 1]), (1, [1, 0]), (4, [2, 2])])
-def test_each_rank_decodes_its_share_and_the_leader_has_all_bit_for_bit(
-    two_ranks, tiny_pipelines, recipe, count, shares
-):
+def test_each_rank_decodes_a_part_and_the_leader_gets_all_pixels(two_ranks, tiny_pipelines, recipe, count, shares):
     leader, other = two_ranks.run(decode_together, recipe=recipe, folder=str(tiny_pipelines("sd3")), count=count)
     assert torch.equal(leader[0], leader[3])
     assert len(leader[0]) == count
@@ -81,7 +80,7 @@ def test_each_rank_decodes_its_share_and_the_leader_has_all_bit_for_bit(
     assert [leader[2], other[2]] == shares
 
 
-def test_chunks_of_one_wait_until_every_rank_has_a_sample(two_ranks, tiny_pipelines, recipe):
+def test_small_chunks_wait_until_every_rank_has_a_sample(two_ranks, tiny_pipelines, recipe):
     folder = str(tiny_pipelines("sd3"))
     (sent, after, broken, alone), (nothing, *_, broken_there, _) = two_ranks.run(
         submit_chunks, recipe=recipe, folder=folder, sizes=[1, 1, 1, 2, 1]

@@ -61,7 +61,7 @@ def wait_for_main(refuse):
         type(one).any_rank, world.WAIT_INTERVAL_S = reduce, patience
 
 
-def test_all_ranks_wait_for_what_rank_0_does_alone(two_ranks):
+def test_all_ranks_wait_for_work_of_rank_0(two_ranks):
     assert two_ranks.run(wait_for_main, refuse=False) == [[[1], True], [None, True]]
     assert two_ranks.run(wait_for_main, refuse=True) == [["no", True], ["no", True]]
 
@@ -78,7 +78,7 @@ def stored_bytes(address, name, size, folder):
     return (folder / "back").read_bytes()
 
 
-def test_a_run_is_copied_and_continues_from_s3_alone(server, two_ranks, tiny_pipelines, digits, tmp_path):
+def test_a_run_is_uploaded_and_resumes_from_s3_alone(server, two_ranks, tiny_pipelines, digits, tmp_path):
     whole, first, second, third = (tmp_path / name for name in ("whole", "first", "second", "third"))
     case = {"case": "sft lora zero2", "model": tiny_pipelines("sd3"), "digits": digits.parent}
     address = f"s3://{s3.BUCKET}/runs/digits"
@@ -148,7 +148,7 @@ def copy(folder, address):
     ],
     ids=["preempted", "finished"],
 )
-def test_the_command_on_an_older_machine_leaves_the_storage_as_it_is(server, one_rank, tmp_path, old, new):
+def test_a_start_with_an_older_folder_leaves_the_storage_unchanged(server, one_rank, tmp_path, old, new):
     """A run stops on machine A and continues on B from the storage. Then the same command starts on A again."""
     address = f"s3://{s3.BUCKET}/{tmp_path.name}"
     changes = [f"checkpoint.storage={address}", "checkpoint.keep=2", "run.steps=8"]

@@ -10,7 +10,7 @@ hf = pytest.importorskip("datasets")
 NUM_ROWS = 40  # fewer than the 64 samples of the run
 
 
-def test_a_run_on_a_stream_goes_on_where_it_stopped(two_ranks, tiny_pipelines, tmp_path):
+def test_a_resumed_streaming_run_equals_an_uninterrupted_run(two_ranks, tiny_pipelines, tmp_path):
     write_digits(tmp_path / "digits")
     files = sorted((tmp_path / "digits" / "images").glob("*.png"))
     features = hf.Features({"image": hf.Image(), "text": hf.Value("string")})

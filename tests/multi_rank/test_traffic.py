@@ -1,4 +1,4 @@
-"""The traffic of two ranks in a real training step equals the formulas of the scaling model."""
+"""The bytes that two ranks exchange in a real training step equal the formulas of the scaling model."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ def marked(case):
 
 
 @pytest.mark.parametrize("case", [marked(case) for case in CASES])
-def test_bytes_of_a_step_are_those_of_the_formulas(case, two_ranks, tmp_path):
+def test_the_bytes_of_a_step_equal_the_formulas(case, two_ranks, tmp_path):
     config = write_config(tmp_path, case.stage)
     for rank in two_ranks.run(count_on_rank, config=str(config), **dataclasses.asdict(case)):
         sent = {kind: num_bytes for kind, (_, num_bytes) in rank["traffic"].items()}

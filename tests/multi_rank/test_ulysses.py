@@ -79,7 +79,7 @@ def experts_on_rank():
     return {"experts": difference(turns(shared), turns(whole))}
 
 
-def test_transformers_in_one_module_do_not_mix_up_their_shares(two_ranks):
+def test_transformers_of_one_module_do_not_mix_up_their_shards(two_ranks):
     for found in two_ranks.run(experts_on_rank):
         require_equal(found)
 
@@ -143,7 +143,7 @@ COLLECTIVES = {
 
 
 @pytest.mark.parametrize("case", COLLECTIVES)
-def test_collectives_are_as_few_as_can_be(case, two_ranks):
+def test_the_number_of_collectives_is_minimal(case, two_ranks):
     arguments, expected = COLLECTIVES[case]
     assert two_ranks.run(collectives_on_rank, **arguments) == [expected] * 2
 
@@ -172,7 +172,7 @@ def low_precision(name, argument):
 
 
 @pytest.mark.parametrize("name", MAIN)
-def test_low_precision_loses_no_more_in_shares(name, two_ranks):
+def test_sequence_parallelism_adds_no_error_in_low_precision(name, two_ranks):
     for of_whole, of_shares in two_ranks.run(low_precision_on_rank, name=name):
         assert of_shares <= 2 * of_whole
 
@@ -232,7 +232,7 @@ REFUSALS = {
 }
 
 
-def test_what_cannot_be_shared_is_said(two_ranks):
+def test_unsupported_models_and_inputs_are_refused(two_ranks):
     for messages in two_ranks.run(refusals_on_rank):
         assert messages == REFUSALS
 
@@ -249,6 +249,6 @@ def refused_group_on_rank():
         create_sequence_group(3)
 
 
-def test_groups_are_neighbours_and_come_out_even(two_ranks):
+def test_groups_have_neighbouring_ranks_and_equal_sizes(two_ranks):
     assert two_ranks.run(groups_on_rank) == [{"size": 2, "alone": 1}] * 2
     two_ranks.run(refused_group_on_rank)

@@ -19,7 +19,7 @@ SHORT = [
     "validation.at_start=false",
 ]
 SMALL = {
-    # The demo's own reward is 0 for all samples of an untrained model, so the gradient would be 0.
+    # With the demo's own reward, all samples of an untrained model have reward 0, so the gradient would be 0.
     "shapes": [
         "rollout.prompts_per_step=4",
         "rollout.group_size=4",
@@ -27,6 +27,7 @@ SMALL = {
         "reward.functions=[{name: jpeg_compressibility}]",
     ],
     "actions": ["rollout.prompts_per_step=4", "rollout.group_size=4", "validation.num_prompts=4"],
+    "long": ["rollout.prompts_per_step=4", "rollout.group_size=4", "validation.num_prompts=2", "validation.seeds=[1]"],
 }
 # A worker denoises one group of 4 at a time. The ranks use the same batch size.
 ALIKE = ["engine.max_forward_batch=4"]
@@ -42,12 +43,13 @@ def test_a_demo_learns_the_same_on_one_rank_on_two_and_with_workers(
     for where, ranks, changes in (("one", one_rank, []), ("two", two_ranks, []), ("async", one_rank, ASYNC)):
         overrides = [
             f"run.output_dir={tmp_path / where}",
-            f"model.path={tiny_pipelines(demo.name)}",
+            f"model.path={tiny_pipelines(demo.pipeline or demo.name)}",
             f"data.path={tmp_path / 'data' / demo.rl_data}",
             *demo.rl_overrides(tmp_path),
             *(*SHORT, *SMALL[name], *ALIKE, *changes),
         ]
-        (outcome, *_) = ranks.run(train_on_rank, recipe=str(RECIPES / demo.name / "nft.yaml"), overrides=overrides)
+        recipe = RECIPES / demo.name / f"{demo.rl_recipes[-1]}.yaml"
+        (outcome, *_) = ranks.run(train_on_rank, recipe=str(recipe), overrides=overrides)
         assert (outcome["status"], outcome["step"]) == ("finished", 2)
     assert_same_runs(tmp_path / "one", tmp_path / "two")
     assert records(tmp_path / "async") == records(tmp_path / "one")

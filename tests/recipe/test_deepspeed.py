@@ -111,7 +111,7 @@ def test_adapters_do_not_wait_for_the_device_after_each_backward(name, lora, ove
 
 
 @check_each(("stage", "lora", "overlaps"), itertools.product([1, 2, 3], [True, False], [True, False]))
-def test_overlap_is_what_a_file_says_it_is(config_file, stage, lora, overlaps):
+def test_overlap_comm_of_a_file_is_kept(config_file, stage, lora, overlaps):
     path = config_file({"stage": stage, "overlap_comm": overlaps})
     assert merged(recipe(path, lora=lora))[ZERO]["overlap_comm"] is overlaps
 
@@ -175,7 +175,7 @@ REFUSED = {
 
 
 @check_each("case", REFUSED)
-def test_what_would_be_ignored_or_wrong_is_refused(config_file, case):
+def test_ignored_or_wrong_settings_are_refused(config_file, case):
     zero, top, message = REFUSED[case]
     path = config_file(zero, **top)
     with pytest.raises(RecipeError, match=message) as caught:
@@ -190,7 +190,7 @@ def test_leaf_modules_are_refused_with_lora(config_file):
 
 
 @pytest.mark.parametrize("key", ["merge_lora", "cuda_graph"])
-def test_what_needs_whole_weights_is_refused_with_shards_but_workers_have_none(key):
+def test_settings_that_need_full_weights_are_refused_with_zero3_except_for_workers(key):
     sections = recipe("zero3", lora=True).model_dump() | {
         "data": {"kind": "prompts", "path": "unused"},
         "algorithm": {"name": "diffusion_nft"},

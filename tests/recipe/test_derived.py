@@ -43,7 +43,7 @@ def test_candidates_are_counted_beside_the_samples_that_are_trained_on():
 
 
 @given(st.integers(1, 6), st.integers(2, 6), st.integers(1, 3), st.integers(1, 8))
-def test_shares_are_equal_or_refused_with_the_numbers(groups, size, updates, world):
+def test_samples_are_split_equally_or_refused_with_the_numbers(groups, size, updates, world):
     recipe = nft(groups, size, updates)
     if groups * size % (world * updates):
         with pytest.raises(RecipeError, match=rf"= {groups} \* {size} = {groups * size} samples"):
@@ -52,7 +52,7 @@ def test_shares_are_equal_or_refused_with_the_numbers(groups, size, updates, wor
         assert derive_run_sizes(recipe, world).samples_per_rank * world == groups * size
 
 
-def test_replicas_share_out_what_ranks_do_without_sequence_parallelism():
+def test_replicas_split_the_work_like_single_ranks():
     alone, shared = derive_run_sizes(nft(updates=2), 2), derive_run_sizes(nft(updates=2, sequence_parallel=4), 8)
     assert shared == dataclasses.replace(alone, world_size=8, sequence_parallel=4)
     assert (shared.num_replicas, shared.replicas_text, alone.replicas_text) == (2, "2 replicas of 4 ranks", "2 ranks")
@@ -88,7 +88,7 @@ def test_sequence_parallelism_divides_the_ranks_and_stays_on_a_node():
         ({"solver": "edm_2ab"}, {"name": "ddrl", "train_on": [0, 3, -1]}, 3),
     ],
 )
-def test_each_algorithm_says_on_how_many_noise_levels_a_sample_is_trained(sampling, algorithm, count):
+def test_each_algorithm_gives_the_number_of_trained_noise_levels(sampling, algorithm, count):
     values = nft().model_dump(mode="json") | {"algorithm": algorithm}
     values["sampling"] |= sampling
     assert derive_run_sizes(Recipe.model_validate(values), world_size=2).terms_per_rank == 8 * count

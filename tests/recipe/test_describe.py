@@ -21,7 +21,7 @@ from wfm_ds.recipe.schema_description import SCHEMA_ROOT, SchemaNode, describe_t
         (Path | bool, "a path or true or false"),
     ],
 )
-def test_types_are_said_in_words(annotation, want):
+def test_types_are_described_in_words(annotation, want):
     assert describe_type(SchemaNode.from_annotation(annotation)) == want
 
 

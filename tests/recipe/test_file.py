@@ -214,7 +214,7 @@ def test_a_key_named_like_its_algorithm_is_an_unknown_key(errors):
         (f"defaults: {'a/' * 50_000}\n{GOOD}", ":1: defaults: file recipes/a/a"),
     ],
 )
-def test_what_is_not_a_recipe_is_refused_with_its_line(errors, text, message):
+def test_files_that_are_not_recipes_are_refused_with_the_line(errors, text, message):
     line = errors(text)[0]
     assert line.startswith("recipes/mine.yaml" + message)
     assert len(line) < 1000
@@ -286,7 +286,7 @@ def test_errors_name_the_file_that_they_are_in(errors):
     ]
 
 
-def test_defaults_go_one_level_deep_and_name_an_existing_file(errors):
+def test_defaults_must_exist_and_cannot_be_nested(errors):
     missing = errors("defaults: base.yaml\n")[0]
     assert missing.startswith("recipes/mine.yaml:1: defaults: file recipes/base.yaml not found")
     assert errors("defaults: [a]\n")[0].startswith("recipes/mine.yaml:1: defaults: expected the path of one recipe")
@@ -368,7 +368,7 @@ def test_a_bad_override_is_named(errors, word, message):
         ("data.cache_dir=~nobody_of_this_name/x", "this machine has no such user"),
     ],
 )
-def test_a_value_that_no_run_can_have_is_refused(errors, word, message):
+def test_impossible_values_are_refused(errors, word, message):
     [line] = errors(GOOD, word)
     assert message in line
     assert len(line) < 1000
@@ -399,7 +399,7 @@ OPTIONS = st.recursive(
     old_decay=st.sampled_from(["copy", "slow"]) | st.builds(DecaySchedule, slope=st.floats(min_value=0, max_value=1)),
     seeds=st.lists(st.integers(min_value=0, max_value=2**63 - 1), min_size=1, max_size=3),
 )
-def test_what_is_written_loads_to_the_same(tmp_path_factory, text, options, lr, lora, old_decay, seeds):
+def test_a_written_recipe_loads_to_the_same_values(tmp_path_factory, text, options, lr, lora, old_decay, seeds):
     values = yaml.safe_load(GOOD)
     values["reward"]["functions"][0]["options"] = options
     values |= {"optimizer": {"lr": lr}, "lora": lora, "validation": {"seeds": seeds, "prompts": "p/q.txt"}}
@@ -496,7 +496,7 @@ SERVICE = ["reward.spawn=false", "reward.endpoint=pipes.json"]
         ([*SERVICE, "reward.functions.1.max_batch=2"], "max_batch", ["reward.spawn=true", "reward.endpoint=null"]),
     ],
 )
-def test_keys_that_another_one_leaves_without_effect_are_refused(load, errors, overrides, named, reader):
+def test_keys_without_effect_are_refused(load, errors, overrides, named, reader):
     [line] = errors(GOOD, *overrides)
     assert f"{named}: only read with " in line
     load(GOOD, *overrides, *reader)

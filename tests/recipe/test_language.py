@@ -63,12 +63,12 @@ def test_the_stored_recipe_of_a_run_keeps_the_commit_of_its_hub_model(load):
         ("algorithm.train_on=questions", "algorithm.train_on: expected"),
     ],
 )
-def test_what_is_not_for_them(load, override, words):
+def test_keys_of_other_models_are_refused(load, override, words):
     with pytest.raises(RecipeError, match=words.replace(".", r"\.")):
         load(override)
 
 
-def test_keys_that_a_run_without_memory_is_told(load):
+def test_advised_keys_after_out_of_memory(load):
     told = suggest_keys_after_oom(load("model.dtype=float32"), "train", 1)
     assert told[:3] == ["model.dtype: bfloat16", "engine.deepspeed: zero3", "model.gradient_checkpointing: true"]
     roomy = load("model.dtype=bfloat16", "model.gradient_checkpointing=true", "engine.deepspeed=zero3", "lora.rank=4")

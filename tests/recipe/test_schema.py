@@ -124,7 +124,7 @@ def test_precision_of_rollouts():
     assert twice.rollout_precision == "fp8"  # with the same predictions
 
 
-def test_joint_guidance_is_for_what_nobody_compares():
+def test_joint_guidance_needs_rollouts_without_compared_log_probs():
     sampling = {**BASE["sampling"], "guidance_scale": 2.0, "guidance_batch": "joint"}
     engine = {"max_forward_batch": 6}
     nft = Recipe.model_validate({**RL, "sampling": sampling, "engine": engine})
@@ -180,7 +180,7 @@ def test_supervised_fine_tuning_has_no_such_view():
         recipe.rl  # noqa: B018
 
 
-def test_a_judge_is_held_out_and_asked_as_the_rewards_are():
+def test_held_out_rewards_are_defined_like_rewards():
     held_out = ["ocr", {"name": "digits", "workers": 2}]
     recipe = Recipe.model_validate({**RL, "validation": {"held_out_rewards": held_out}})
     assert [f.name for f in recipe.held_out_reward_settings.functions] == ["ocr", "digits"]

@@ -61,13 +61,13 @@ def test_a_tiny_recipe_names_only_files_that_exist_and_keeps_what_the_recipe_is(
         assert getattr(tiny.sampling, key) == getattr(full.sampling, key)
     assert (tiny.sampling.num_frames > 1) == (full.sampling.num_frames > 1)
     assert tiny.is_async == full.is_async
-    kinds = {"cosmos": "paired"}
+    kinds = {"cosmos": "paired", "lerobot": "paired"}
     assert tiny.data.kind == kinds.get(full.data.kind, full.data.kind)
     for world_size in (1, 2, 4):
         derive_run_sizes(load(name, world_size=world_size), world_size)
 
 
-def test_what_a_user_sets_wins(cache):
+def test_values_set_by_the_user_are_kept(cache):
     tiny = load("cp_nft", "run.steps=5", "sampling.height=48", "reward.functions=[{name: mock}]", "run.output_dir=x")
     assert (tiny.run.steps, tiny.sampling.height, str(tiny.run.output_dir)) == (5, 48, "x")
     assert [function.name for function in tiny.rl.reward.functions] == ["mock"]
@@ -155,7 +155,7 @@ def test_inputs_without_built_in_data_are_an_error(tmp_path, cache):
         load(path)
 
 
-def test_one_line_says_what_was_replaced(cache):
+def test_one_log_line_lists_the_replaced_values(cache):
     assert describe_tiny_recipe(load("cp_nft")) == (
         "--tiny: tiny:cosmos25; 32 x 32, 5 frames; data prompts/colors (built in); reward motion + color; 2 steps; "
         "output in outputs/tiny/cp_nft"

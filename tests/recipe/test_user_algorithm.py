@@ -104,11 +104,11 @@ def test_a_class_that_cannot_be_used_is_one_sentence_with_its_line(load, source,
 
 def test_a_module_that_is_not_there_is_named(tmp_path):
     (tmp_path / "mine.yaml").write_text(RECIPE.replace("MODULE", "not_there.mine"))
-    with pytest.raises(RecipeError, match=r":6: .*cannot import 'not_there.mine' .* run in the folder that holds it"):
+    with pytest.raises(RecipeError, match=r":6: .*cannot import 'not_there.mine' .* run in its folder"):
         recipe_file.load_recipe(tmp_path / "mine.yaml")
 
 
-def test_a_name_without_a_class_says_how_one_is_written(tmp_path):
+def test_a_module_without_a_class_is_refused_with_the_format(tmp_path):
     (tmp_path / "mine.yaml").write_text(RECIPE.replace("MODULE:Mine", "mine.Mine"))
     with pytest.raises(RecipeError, match=r"expected one of sft, .*, package.module:Class, got 'mine.Mine'"):
         recipe_file.load_recipe(tmp_path / "mine.yaml")

@@ -1,4 +1,4 @@
-"""The simulated GPUs: a real step does not wait, and each mistake that the simulation must find is found."""
+"""Simulated GPUs: a real training step never waits for them, and the simulation finds each kind of mistake."""
 
 import json
 import os

@@ -1,5 +1,7 @@
-"""Families on simulated GPUs, through all operations of a run: no tensor is on a wrong device, and nothing waits while
-work must only be queued. `python -m benchmarks.rehearsal [FAMILY ...]` runs the other families."""
+"""Every operation of a run on simulated GPUs: no tensor is on a wrong device, and no queued work waits for a GPU.
+
+`python -m benchmarks.rehearsal [FAMILY ...]` runs the other families.
+"""
 
 import pytest
 

@@ -66,7 +66,7 @@ def journal(folder):
     return [json.loads(line) for line in (folder / "journal").read_text().splitlines()]
 
 
-def test_every_sample_has_every_score_and_they_are_right(client):
+def test_every_sample_has_all_correct_scores(client):
     batch = a_batch(11)
     client.submit(batch)
     scores = client.wait()
@@ -81,7 +81,7 @@ def test_every_sample_has_every_score_and_they_are_right(client):
             assert score.seconds > 0
 
 
-def test_videos_are_scored_whole(client):
+def test_videos_are_scored_as_videos(client):
     batch = a_batch(3, shape=(5, 4, 4, 3))
     client.submit(batch)
     scores = client.wait()
@@ -89,7 +89,7 @@ def test_videos_are_scored_whole(client):
     assert [scores[i][BRIGHTNESS].value for i in batch.sample_ids] == pytest.approx(list(want), rel=1e-12)
 
 
-def test_speed_of_a_video_reaches_the_rewards_and_large_clips_travel_alone(client, shared, monkeypatch):
+def test_rewards_get_the_frame_rate_and_large_clips_have_their_own_message(client, shared, monkeypatch):
     messages = []
     submit = PipeClient.submit
 
@@ -110,7 +110,7 @@ def test_speed_of_a_video_reaches_the_rewards_and_large_clips_travel_alone(clien
     assert {line["fps"] for line in journal(shared[2]) if line["ids"][0][0] in "ab"} == {7.5}
 
 
-def test_scores_are_in_the_order_of_the_recipe_whichever_comes_first(client):
+def test_scores_are_in_the_order_of_the_recipe(client):
     client.submit(a_batch(2))
     names = [BRIGHTNESS, OTHER, MOODY]
     for task_id in sorted(client._pending_tasks, reverse=True):
@@ -118,14 +118,14 @@ def test_scores_are_in_the_order_of_the_recipe_whichever_comes_first(client):
     assert [list(of_sample) for of_sample in client.wait().values()] == [names, names]
 
 
-def test_several_submissions_are_collected_by_one_wait_and_only_once(client):
+def test_one_wait_collects_several_submissions_once(client):
     for k in range(4):
         client.submit(a_batch(3, prefix=f"b{k}-"))
     assert set(client.wait()) == {f"b{k}-{i}" for k in range(4) for i in range(3)}
     assert client.wait() == {}
 
 
-def test_an_answer_that_is_not_waited_for_any_more_is_no_score(client):
+def test_answers_after_the_deadline_are_ignored(client):
     client._record_outcome(TaskOutcome("given up", True, 0.1, {"scores": [[0.5, None, {}]]}, ""))
     assert client.wait() == {}
 
@@ -139,7 +139,7 @@ def test_the_caller_may_reuse_its_buffer_at_once(client):
     assert [scores[i][OTHER].value for i in batch.sample_ids] == pytest.approx(list(want), rel=1e-12)
 
 
-def test_media_travel_once_for_all_rewards_in_pieces_of_each_max_batch(client, shared, monkeypatch):
+def test_media_are_sent_once_for_all_rewards(client, shared, monkeypatch):
     sent = []
     submit = PipeClient.submit
 
@@ -178,7 +178,7 @@ def test_failures_are_named_and_neighbours_and_other_rewards_are_scored(client):
     assert all(scores[f"s{i}"][OTHER].value is not None for i in range(8))
 
 
-def test_what_cannot_be_sent_is_a_named_failure_of_its_item(client):
+def test_an_item_that_cannot_be_sent_is_a_named_failure(client):
     metadata = [{}, {"text": "x" * 70000}, {"number": np.float32(1)}, {"ok": [1, {"deep": "2"}]}]
     client.submit(a_batch(4, ["a", "b", "c", "half a pair \ud800"], metadata))
     scores = client.wait()
@@ -190,7 +190,7 @@ def test_what_cannot_be_sent_is_a_named_failure_of_its_item(client):
     assert set(scores["s1"]) == {BRIGHTNESS, OTHER, MOODY}
 
 
-def test_many_long_prompts_travel_in_several_messages(client):
+def test_many_long_prompts_are_sent_in_several_messages(client):
     client.submit(a_batch(40, ["x" * 4000] * 40))
     assert all(score.value is not None for of_sample in client.wait().values() for score in of_sample.values())
 
@@ -204,7 +204,7 @@ def test_the_service_is_private_and_its_configuration_is_the_recipes(shared):
     assert written == build_service_config(recipe, Path(written["pipes"]["folder"]))
 
 
-def test_the_class_of_a_reward_decides_its_batches_and_when_it_hangs():
+def test_the_class_of_a_reward_sets_its_batch_size_and_timeout():
     few, patient = "probe_rewards:Few", "probe_rewards:Patient"
     for timeout_s, stall_s in ((30, 30), (600, 300)):
         recipe = a_recipe({"name": few}, {"name": f"{patient}/b", "device": "cuda:7"}, timeout_s=timeout_s)
@@ -258,7 +258,7 @@ def test_a_running_service_must_compute_what_the_recipe_says(shared):
         ("http://localhost:80", "reward service: 'http://localhost:80' is not an endpoint"),
     ],
 )
-def test_nobody_answering_is_an_error_within_the_time_given(endpoint, says, caplog, monkeypatch):
+def test_an_unreachable_service_is_an_error_within_the_timeout(endpoint, says, caplog, monkeypatch):
     monkeypatch.setattr("wfm_ds.transport.client.REPORT_DELAY_S", 0.2)
     started = time.monotonic()
     with pytest.raises(RewardError) as error:
@@ -277,7 +277,7 @@ def test_nobody_answering_is_an_error_within_the_time_given(endpoint, says, capl
         ({"name": OTHER, "options": {"secs": 1}}, "reward other has no option secs; its options are journal, seconds"),
     ],
 )
-def test_a_service_that_cannot_start_says_why_in_its_own_words(tmp_path, function, says):
+def test_the_error_of_a_service_that_cannot_start_is_shown(tmp_path, function, says):
     with pytest.raises(RewardError, match=says):
         RewardService(a_recipe(function), tmp_path)
     assert not (tmp_path / "pipes.json").exists()
@@ -288,7 +288,7 @@ def test_a_service_that_takes_too_long_is_an_error(tmp_path):
         RewardService(a_recipe({"name": OTHER}, start_timeout_s=0.05), tmp_path)
 
 
-def test_submit_returns_while_scoring_goes_on_and_a_deadline_is_a_failure_of_that_reward_only(tmp_path):
+def test_submit_does_not_wait_and_a_deadline_fails_only_its_reward(tmp_path):
     slow = {"name": BRIGHTNESS, "options": {"seconds": 0.6}, "max_batch": 1}
     recipe = a_recipe(slow, {"name": OTHER}, timeout_s=3.0)
     with RewardService(recipe, tmp_path) as service:
@@ -314,7 +314,7 @@ def test_submit_returns_while_scoring_goes_on_and_a_deadline_is_a_failure_of_tha
         client.close()
 
 
-def test_a_service_with_keys_scores_for_those_who_have_one(tmp_path, monkeypatch):
+def test_a_service_with_keys_scores_for_clients_with_a_key(tmp_path, monkeypatch):
     keys = tmp_path / "keys"
     for name in ("hub", "trainer"):
         create_key_pair(keys, name)
@@ -339,6 +339,6 @@ def test_a_service_with_keys_scores_for_those_who_have_one(tmp_path, monkeypatch
         RewardClient("tcp://10.0.0.5:1", without.model_copy(update={"keys": tmp_path}), "run", "rank0")
 
 
-def test_keys_are_for_a_service_of_its_own():
+def test_keys_need_a_separate_service():
     with pytest.raises(ValueError, match="keys is for a running service"):
         a_recipe({"name": OTHER}, keys="keys")

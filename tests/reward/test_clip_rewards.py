@@ -1,4 +1,4 @@
-"""CLIP-based rewards: tiny random transformers models with real processors, compared with plain arithmetic."""
+"""CLIP-based rewards with tiny random models and real processors, compared with the formulas of the rewards."""
 
 import itertools
 
@@ -73,7 +73,7 @@ def embeddings(model, folder, batch):
 
 
 @pytest.mark.parametrize(("name", "scale"), [("pickscore", 1 / 26), ("clipscore", None)])
-def test_it_is_the_models_logit_in_its_own_scale(clip, name, scale):
+def test_the_score_is_the_models_logit(clip, name, scale):
     model, folder = clip
     more = {"processor": folder} if name == "pickscore" else {}
     reward = loaded(name, model=folder, **more)
@@ -87,7 +87,7 @@ def test_it_is_the_models_logit_in_its_own_scale(clip, name, scale):
     assert all(value in limits for value in got)
 
 
-def test_aesthetic_is_the_published_head_on_the_picture_alone(clip, tmp_path):
+def test_aesthetic_is_the_published_head_on_the_image_embedding(clip, tmp_path):
     model, folder = clip
     torch.manual_seed(1)
     sizes = [WIDTH, 10, 8, 6, 4, 1]
@@ -188,7 +188,7 @@ def test_hpsv2_is_the_cosine_of_open_clips_model(clip, tmp_path):
     assert values(reward, batch) == pytest.approx(want.tolist(), abs=2e-5)
 
 
-def test_weights_that_are_not_those_of_a_clip_are_named(clip, tmp_path):
+def test_weights_of_another_model_are_named(clip, tmp_path):
     _, folder = clip
     with pytest.raises(KeyError, match=r"visual\.ln_mid\.weight is not a weight of open_clip's CLIP"):
         convert_to_transformers({"visual.ln_mid.weight": torch.zeros(1)})
@@ -197,7 +197,7 @@ def test_weights_that_are_not_those_of_a_clip_are_named(clip, tmp_path):
         loaded("hpsv2", model=str(tmp_path / "HPS.pt"), base=folder)
 
 
-def test_letterboxing_keeps_the_whole_picture():
+def test_letterboxing_keeps_the_whole_image():
     wide = np.full((1, 20, 40, 3), 200, np.uint8)
     (boxed,) = letterbox_images(wide, 16)
     pixels = np.asarray(boxed)
@@ -208,7 +208,7 @@ def test_letterboxing_keeps_the_whole_picture():
 
 
 @check_each("name", ["pickscore", "clipscore", "aesthetic", "hpsv2"])
-def test_weights_that_are_not_there_are_named_with_the_way_out(name, tmp_path):
+def test_missing_weights_are_named_with_the_fix(name, tmp_path):
     with pytest.raises(RewardError, match=rf"reward {name}: the .* cannot be loaded: .* Set the option to a local"):
         loaded(name, model=str(tmp_path / "nowhere"))
 

@@ -38,7 +38,7 @@ def test_the_recorded_continuation_of_the_action_world_has_the_best_reward():
     assert scored(loaded("seen_action"), frames, actions=actions).value == 1
 
 
-def test_another_trajectory_and_a_short_step_cost():
+def test_another_trajectory_and_a_short_step_lower_the_score():
     reward, judge = loaded("brightness"), loaded("seen_action")
     other = np.array([1, -1])  # one of two moves differs
     for one in (reward, judge):
@@ -49,7 +49,7 @@ def test_another_trajectory_and_a_short_step_cost():
     assert short.value == pytest.approx(1 - 0.3 * 5 / 8 / 2, abs=0.03)  # the error grows linearly over one of two moves
 
 
-def test_right_means_of_wrong_frames_follow_and_fool_neither_the_reward_nor_the_judge():
+def test_correct_mean_brightness_of_wrong_frames_gets_no_reward():
     frames = render_frames(frame_brightness(0.0, MOVES)).astype(int)
     stripes = np.where(np.arange(16) % 2, 60, -60)[None, None, :, None] * np.ones((9, 1, 1, 1), int)
     fooled = (frames + stripes).astype(np.uint8)
@@ -98,7 +98,7 @@ def turned(degrees, way=(0, 0, 0)):
     return pose
 
 
-def test_following_of_a_camera_knows_turns_and_directions_and_no_scale():
+def test_camera_following_depends_on_rotation_and_direction_but_not_scale():
     told = np.stack([turned(0), turned(10, (1, 0, 0)), turned(20, (2, 0, 0))])
     seen = told.copy()
     seen[:, :3, 3] *= 7
@@ -111,7 +111,7 @@ def test_following_of_a_camera_knows_turns_and_directions_and_no_scale():
     assert of_camera(still, still, 10.0) == {"value": 1.0, "rotation": 1.0, "degrees": 0.0}
 
 
-def test_poses_come_from_a_service():
+def test_poses_are_estimated_by_a_service():
     told = np.stack([turned(10 * i, (i, 0, 0)) for i in range(3)])
     video, flat = np.ones((3, 4, 4, 3), np.uint8), told.copy()
     flat[0] = 0

@@ -59,29 +59,29 @@ def scored(videos, max_batch=16, **options):
         ({"frames": "uniform:2"}, [30, 7]),
     ],
 )
-def test_video_is_worth_the_mean_of_the_frames_that_the_rule_names(frames, values):
+def test_the_score_of_a_video_is_the_mean_of_the_selected_frames(frames, values):
     scores, _ = scored([[10, 20, 30, 40, 50], [5, 6, 7, 8, 9]], **frames)
     assert [s.value for s in scores] == values
     assert [(s.sample_id, s.reward) for s in scores] == [("s0", "mine"), ("s1", "mine")]
 
 
-def test_parts_are_means_too_if_all_frames_have_them():
+def test_parts_of_scores_are_averaged_if_all_frames_have_them():
     (score,), _ = scored([[10, 21, 31]], frames="uniform:3")
     assert score.parts == {"odd": pytest.approx(2 / 3)}
 
 
-def test_failed_frame_fails_its_video_by_number_and_not_the_neighbours():
+def test_a_failed_frame_fails_only_its_video():
     (bad, good), _ = scored([[10, 255, 20], [1, 2, 3]], frames="uniform:3")
     assert (bad.value, bad.failure) == (None, "frame 1: too bright")
     assert good.value == 2.0
 
 
-def test_reward_sees_images_in_batches_of_its_size():
+def test_a_reward_gets_batches_of_its_size():
     _, shapes = scored([[1, 2, 3, 4, 5]] * 2, max_batch=4, frames="uniform:3")
     assert shapes == [(4, 4, 6, 3), (2, 4, 6, 3)]
 
 
-def test_images_are_scored_as_they_are_whatever_the_rule():
+def test_images_are_scored_unchanged_with_any_rule():
     reward = Level("cpu", frames="last")
     (some,) = RewardScorer(reward, "mine", 4).score_items(
         rows_of(2), [np.full((4, 6, 3), level, np.uint8) for level in (3, 4)]
@@ -122,16 +122,16 @@ def test_frames_of_all_videos_share_batches_in_order():
 
 
 @check_each("frames", ["all", "uniform", "uniform:0", "uniform:-1", "uniform:3.5", "", 3, None])
-def test_other_rules_are_refused_by_the_rewards_name(frames):
+def test_unknown_rules_are_refused_with_the_name_of_the_reward(frames):
     with pytest.raises(RewardError, match=r"reward color: frames is .*; it must be first, middle, last or uniform:N"):
         registry.create_reward("color", "cpu", {"frames": frames})
 
 
-def test_reward_that_sees_whole_videos_has_no_such_option():
+def test_a_reward_for_whole_videos_has_no_option_for_frames():
     with pytest.raises(RewardError, match="reward motion has no option frames; it has no options"):
         registry.create_reward("motion", "cpu", {"frames": "first"})
 
 
-def test_option_is_named_among_those_that_a_reward_has():
+def test_the_option_is_listed_with_those_of_the_reward():
     with pytest.raises(RewardError, match="reward color has no option frame; its options are frames"):
         registry.create_reward("color", "cpu", {"frame": "first"})

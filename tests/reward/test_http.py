@@ -124,7 +124,7 @@ def test_scores_equal_those_that_a_trainer_gets_over_zeromq(http, service):
     assert got["scores"]["jpeg_incompressibility"] == want
 
 
-def test_videos_come_channels_first_with_their_speed(http):
+def test_videos_are_sent_channels_first_with_their_frame_rate(http):
     video = np.zeros((1, 3, 4, 8, 8), np.uint8)
     video[:, :, 1::2] = 255
     fields = {"prompts": ["x"], "reward_fn": {"motion": 1}, "media_type": "video", "video_infos": [{"video_fps": 16.0}]}
@@ -142,7 +142,7 @@ def test_an_item_that_fails_is_null_and_its_neighbours_are_scored(http):
     assert answer["failures"] == [{"index": 1, "reason": "nothing to see"}]
 
 
-def test_a_pull_before_the_scores_are_there_is_to_be_repeated(http, service):
+def test_an_early_pull_must_be_repeated(http, service):
     with nobody_works(service):
         status, content, _ = http.enqueue(asked(2, OTHER, BRIGHTNESS), images(2))
         assert status == 200
@@ -154,7 +154,7 @@ def test_a_pull_before_the_scores_are_there_is_to_be_repeated(http, service):
         assert status == 200
 
 
-def test_a_wrong_request_is_one_sentence(http):
+def test_a_wrong_request_is_a_one_line_error(http):
     good, video = asked(1, BRIGHTNESS), {"media_type": "video"}
     for fields, array, says in [
         (asked(2, BRIGHTNESS), images(1), "`prompts` has 2 values for 1 items"),
@@ -199,7 +199,7 @@ def test_a_header_that_promises_ten_gigabytes_allocates_nothing(http, service):
     assert process.memory_info().rss - before < 64 * MIB
 
 
-def test_unknown_jobs_and_types_are_told_apart(http):
+def test_unknown_jobs_and_types_have_different_errors(http):
     assert http.pull("no-such", BRIGHTNESS)[1]["error"]["code"] == "unknown_uuid"
     _, content, _ = http.enqueue(asked(1, BRIGHTNESS), images(1))
     status, answer, _ = http.pull(content["uuid"], "ocr")
@@ -218,7 +218,7 @@ def test_ping(http, method, path):
 # Tokens
 
 
-def test_nothing_but_health_is_answered_without_the_token(service):
+def test_only_health_is_answered_without_the_token(service):
     tokens = [None, "wrong", TOKEN[:-1], f"{TOKEN}x", "", "caf\u00e9".encode().decode("latin1"), "\xff"]
     for token, (method, path) in itertools.product(tokens, [
         ("GET", "/"), ("GET", "/metrics"), ("GET", "/ping"), ("GET", "/api/rewards"), ("POST", "/api/reward/enqueue"),
@@ -246,14 +246,14 @@ def test_a_browser_sends_the_token_as_its_password(service):
         assert unknown.ask("GET", "/api/rewards", Authorization=f"Basic {pair}")[0] == status
 
 
-def test_a_port_that_others_reach_needs_a_token(tmp_path):
+def test_a_public_port_needs_a_token(tmp_path):
     with pytest.raises(RewardError, match=r"http\.bind is 0\.0\.0\.0:80, which others can reach: set http\.token_file"):
         read_service_token(HttpConfig(bind="0.0.0.0:80"), tmp_path, {})
     assert read_service_token(HttpConfig(bind="0.0.0.0:80"), tmp_path, {"WFM_REWARD_TOKEN": "t"}) == "t"
     assert read_service_token(HttpConfig(bind="[::1]:80"), tmp_path, {}) is None
 
 
-def test_a_token_file_is_for_its_owner_alone(tmp_path):
+def test_a_token_file_must_be_readable_only_by_its_owner(tmp_path):
     token = tmp_path / "token"
     config = HttpConfig(token_file=token)
     with pytest.raises(RewardError, match="cannot be read"):
@@ -269,7 +269,7 @@ def test_a_token_file_is_for_its_owner_alone(tmp_path):
         read_service_token(config, tmp_path, {})
 
 
-def test_the_token_is_nowhere_to_be_read(http, service):
+def test_the_token_appears_in_no_output(http, service):
     _, _, folder = service
     shown = [http.get("/")[1].decode(), http.get("/metrics")[1].decode()]
     assert all(TOKEN not in text for text in [*shown, (folder / "service.log").read_text()])
@@ -311,7 +311,7 @@ def until(condition):
         assert time.monotonic() < deadline_s, "it did not happen"
 
 
-def test_bodies_fill_the_service_as_they_arrive_until_they_are_cut_off(service, http):
+def test_received_bodies_count_against_the_limit_until_they_are_cut_off(service, http):
     head = f"POST /api/reward/enqueue HTTP/1.1\r\nContent-Length: {4 * MIB}"
     until(lambda: pending(http) == 0)
     slow = [raw(service, head, bytes(4 * MIB - 1)) for _ in range(2)]
@@ -324,7 +324,7 @@ def test_bodies_fill_the_service_as_they_arrive_until_they_are_cut_off(service, 
     assert http.scores(asked(1, BRIGHTNESS), images(1), BRIGHTNESS)["scores"]
 
 
-def test_media_that_wait_fill_the_service(service, http):
+def test_waiting_media_count_against_the_limit(service, http):
     large = np.zeros((1, 1000, 1000, 3), np.uint8)
     until(lambda: pending(http) == 0)
     with nobody_works(service):
@@ -334,7 +334,7 @@ def test_media_that_wait_fill_the_service(service, http):
     until(lambda: pending(http) == 0)
 
 
-def test_a_request_of_the_largest_size_is_taken_and_one_that_never_fits_is_told_so(tmp_path, monkeypatch):
+def test_the_largest_request_is_accepted_and_a_larger_one_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(PROBES), prepend=os.pathsep)
     limits = {"bind": "127.0.0.1:0", "max_body_mib": 4, "max_pending_mib": 2}
     with serving(tmp_path, {"http": limits, "rewards": {OTHER: {}}}) as (_, said):
@@ -344,7 +344,7 @@ def test_a_request_of_the_largest_size_is_taken_and_one_that_never_fits_is_told_
         assert (status, content["error"]["code"]) == (413, "too_large")
 
 
-def test_junk_on_the_port_harms_nobody(service, http):
+def test_junk_on_the_port_does_no_harm(service, http):
     host, _, port = service[1]["http"].removeprefix("http://").rpartition(":")
     for junk in (b"\x00\xff" * 5000, b"GET / HTTP/9.9\r\n\r\n", b"POST /" + b"a" * 20000, b"\x16\x03\x01\x02\x00\x01"):
         with socket.create_connection((host, int(port)), timeout=TIMEOUT_S) as connection:
@@ -368,7 +368,7 @@ def compute(http, **fields):
     return http.post("/compute", json.dumps(fields), **{"Content-Type": "application/json"})
 
 
-def test_plain_json_scores_pictures_of_any_size(http):
+def test_plain_json_scores_images_of_any_size(http):
     small, large = images(1, size=8)[0], images(1, seed=1, size=16)[0]
     status, content, _ = compute(
         http, prompt=["fine", "refuse", "fine"], image=[encoded(small), encoded(small), encoded(large)],
@@ -411,7 +411,7 @@ def test_a_video_that_names_other_sources_is_refused_before_they_are_opened(tmp_
         parsed(prompt=["x"], video=[base64.b64encode(script.encode()).decode()], rewards=["motion"])
 
 
-def test_plain_json_that_is_wrong_is_one_sentence(http):
+def test_wrong_plain_json_is_a_one_line_error(http):
     good = {"prompt": ["x"], "image": [encoded(images(1)[0])], "rewards": [BRIGHTNESS]}
     for fields, says in [
         ({"prompt": []}, "`prompt`: List should have at least 1 item"),
@@ -431,7 +431,7 @@ def test_plain_json_that_is_wrong_is_one_sentence(http):
         assert (status, says in content["message"]) == (422, True), content
 
 
-def test_json_that_becomes_more_than_it_is_or_cannot_be_sent_on_is_one_sentence():
+def test_too_large_or_invalid_json_is_a_one_line_error():
     for body, says in [
         (b"[" + b"[]," * 500_001 + b"[]]", "more than 500000 values: send fewer items"),
         (json.dumps({"prompt": ["x"] * 4097, "rewards": ["a"]}).encode(), "`prompt`: List should have at most 4096"),
@@ -442,7 +442,7 @@ def test_json_that_becomes_more_than_it_is_or_cannot_be_sent_on_is_one_sentence(
             parse_compute(memoryview(body), Reservation(MemoryBudget(8 * MIB)).grow)
 
 
-def test_a_picture_that_unpacks_to_more_than_fits_is_refused_by_its_header(http):
+def test_an_image_with_too_many_pixels_is_refused_by_its_header(http):
     bomb = io.BytesIO()
     Image.new("RGB", (4000, 4000)).save(bomb, "PNG")  # 48 MB of black pixels in 50 KB
     status, content, _ = compute(
@@ -451,7 +451,7 @@ def test_a_picture_that_unpacks_to_more_than_fits_is_refused_by_its_header(http)
     assert (status, content["error"]["code"]) == (413, "too_large")
 
 
-def test_pictures_that_are_unpacked_at_once_share_the_budget():
+def test_images_decoded_at_once_share_the_memory_budget():
     """The memory that the first request reserves is not available to a second one at the same time."""
     budget = MemoryBudget(4 * MIB)
     first, second = Reservation(budget), Reservation(budget)
@@ -472,7 +472,7 @@ def test_pictures_that_are_unpacked_at_once_share_the_budget():
     assert budget.reserved_bytes == 0
 
 
-def test_its_own_time_limit_is_a_named_failure_even_of_what_a_worker_has_in_hand(http, service):
+def test_the_time_limit_of_a_request_also_applies_to_running_tasks(http, service):
     pictures = [encoded(images(1)[0])] * 3
     with nobody_works(service):
         status, content, _ = compute(http, prompt=["x"] * 3, image=pictures, rewards=[OTHER], timeout_s=0.2)
@@ -480,7 +480,7 @@ def test_its_own_time_limit_is_a_named_failure_even_of_what_a_worker_has_in_hand
     assert [failure["reason"] for failure in content["failures"]] == ["deadline"] * 3
 
 
-def test_what_is_offered_is_described(http):
+def test_the_service_describes_its_rewards(http):
     status, content, _ = http.get("/api/rewards")
     assert status == 200
     assert content["motion"] == {
@@ -495,7 +495,7 @@ def test_what_is_offered_is_described(http):
 # Metrics and status
 
 
-def test_prometheus_reads_what_was_done(http):
+def test_the_metrics_are_valid_for_prometheus(http):
     def read():
         families = text_string_to_metric_families(http.get("/metrics")[1].decode())
         return {(s.name, *sorted(s.labels.values())): s.value for family in families for s in family.samples}
@@ -532,7 +532,7 @@ def test_requests_of_many_clients_are_scored_together(http, service):
     assert max(map(len, batches)) > 1
 
 
-def test_a_service_that_is_loading_says_so_and_one_whose_port_is_taken_ends(tmp_path, service):
+def test_a_loading_service_says_so_and_a_port_in_use_is_an_error(tmp_path, service):
     taken = service[1]["http"].removeprefix("http://")
     with pytest.raises(AssertionError, match=f"error: cannot listen at http.bind {taken}"):  # noqa: SIM117
         with serving(tmp_path, {"http": {"bind": taken}, "rewards": {"color": {}}}):

@@ -73,7 +73,7 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
-def test_media_are_let_go_when_they_are_scored_and_the_scores_stay(tmp_path):
+def test_media_are_freed_after_scoring_and_scores_are_kept(tmp_path):
     async def use(jobs, budget):
         request = request_of(2)
         watched = [weakref.ref(array) for array in request.media]
@@ -89,7 +89,7 @@ def test_media_are_let_go_when_they_are_scored_and_the_scores_stay(tmp_path):
         with_jobs(hub, 1000.0, use)
 
 
-def test_a_new_job_ends_those_that_nobody_has_pulled(tmp_path):
+def test_a_new_job_removes_expired_jobs(tmp_path):
     async def use(jobs, budget):
         first = jobs.start_job(request_of(1), reserved(budget, 48), DEADLINE_S, None)
         await until(lambda: first.finished_at_s is not None)

@@ -42,7 +42,7 @@ PICTURES = np.random.default_rng(0).integers(0, 256, (2, 8, 10, 3), dtype=np.uin
 CLIP = np.full((1, 5, 16, 32, 3), 90, np.uint8)
 
 
-def test_the_final_score_is_a_fifth_of_it_and_the_picture_is_sent_without_loss(server, monkeypatch):
+def test_the_final_score_is_divided_by_five_and_the_image_is_lossless(server, monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
     server.answers = [said("Alignment: good.\nFinal Score: 4.5"), said("Final Score: 1")]
     reward = judge("unified_reward", server, api_key_env="MY_KEY", concurrency=1)
@@ -86,7 +86,7 @@ def test_an_answer_without_a_score_is_a_named_failure(server, answer, says):
         ({"_Yes": math.log(0.3), "No": math.log(0.3)}, 0.5),
     ],
 )
-def test_no_anomaly_is_the_share_of_no(server, top, value):
+def test_no_anomaly_is_the_probability_of_no(server, top, value):
     server.answers = [likely(**top)]
     (score,) = judge("cosmos_reason1", server).score(media_batch(CLIP, fps=8.0))
     assert score.value == pytest.approx(value, abs=1e-9)

@@ -34,7 +34,7 @@ def package(monkeypatch, name, **contents):
 # image_reward, hpsv3
 
 
-def test_image_reward_is_the_packages_score_of_each_picture(monkeypatch):
+def test_image_reward_equals_the_packages_score(monkeypatch):
     seen = []
 
     class Model:
@@ -52,7 +52,7 @@ def test_image_reward_is_the_packages_score_of_each_picture(monkeypatch):
     assert seen == [("ImageReward-v1.0", "cpu", {"med_config": "/m.json"}), ("a", (8, 8)), ("bcd", (8, 8))]
 
 
-def test_hpsv3_is_the_mean_and_its_deviation_a_part(monkeypatch):
+def test_hpsv3_is_the_mean_and_its_std_is_a_part(monkeypatch):
     class Inferencer:
         rows = torch.tensor([[9.5, 0.25], [7.25, 0.5]], dtype=torch.bfloat16)
 
@@ -74,7 +74,7 @@ def test_hpsv3_is_the_mean_and_its_deviation_a_part(monkeypatch):
 
 
 @check_each("name", ["image_reward", "hpsv3", "video_align", "dance_grpo"])
-def test_a_package_that_is_not_there_is_named(name, monkeypatch):
+def test_a_missing_package_is_named(name, monkeypatch):
     for module in ("ImageReward", "hpsv3", "fastvideo"):
         monkeypatch.setitem(sys.modules, module, None)
     reward = registry.create_reward(name, "cpu", {})
@@ -140,7 +140,7 @@ def test_video_align_takes_a_sum_of_outputs_and_a_checkout(monkeypatch, tmp_path
         registry.create_reward("dance_grpo", "cpu", {"output": "vq"})
 
 
-def test_a_clip_survives_its_file():
+def test_a_clip_file_is_nearly_lossless():
     frames = np.zeros((5, 33, 47, 3), np.uint8)
     frames[:, :16] = (200, 40, 90)
     import io
@@ -214,7 +214,7 @@ def test_positions_are_of_the_clause_that_they_name():
     assert (got.soft, got.correct) == (pytest.approx(1 / 3), False), "there is no cat to be right of"
 
 
-def test_what_is_excluded_spoils_the_published_test_alone():
+def test_excluded_objects_fail_only_the_strict_score():
     got = verdict(CATS, [TWO_CATS], [{"class": "cat", "count": 3}])
     assert (got.soft, got.correct) == (1.0, True)
     got = verdict([*CATS, CATS[0]], [TWO_CATS], [{"class": "cat", "count": 3}])
@@ -301,7 +301,7 @@ def test_gen_eval_counts_only_what_is_sure_where_it_counts(gen_eval):
     assert score.failure == "the metadata `include` is not a list of clauses"
 
 
-def test_colours_are_looked_at_before_grey_within_the_box():
+def test_objects_are_cropped_to_the_box_on_a_grey_background():
     image = painted((255, 0, 0), (0, 0, 255))[0]
     mask = np.zeros((16, 32), bool)
     mask[4:8, 4:20] = True
@@ -318,6 +318,6 @@ def test_colours_are_looked_at_before_grey_within_the_box():
         ("wfm_reward.base:Reward", "no class 'Reward' that is a subclass of"),
     ],
 )
-def test_a_detector_that_is_none_is_named(detector, says):
+def test_an_invalid_detector_is_named(detector, says):
     with pytest.raises(RewardError, match=says):
         GenEval("cpu", detector=detector)

@@ -34,7 +34,7 @@ def scores(reward, cells, asked):
     return reward.score(batch)
 
 
-def test_real_clips_have_the_full_reward_and_please_the_judge():
+def test_real_clips_have_the_full_reward_and_held_out_score():
     world = list_clips()
     assert (
         len(world) == len(SHAPES) * len(DIRECTIONS) * NUM_VARIANTS == len({draw_clip(clip).tobytes() for clip in world})
@@ -47,7 +47,7 @@ def test_real_clips_have_the_full_reward_and_please_the_judge():
         assert all(score.parts[part] == 1 for part in ("shape", "direction", "both", "real"))
 
 
-def test_all_clips_are_told_apart():
+def test_all_clips_are_distinguished():
     for clip in list_clips():
         assert find_nearest_clip(measure_cells(render_frames(draw_clip(clip)))) == (clip, 0)
 
@@ -63,7 +63,7 @@ def test_a_wrong_direction_and_a_still_have_no_reward():
     assert [(s.parts["shape"], s.parts["direction"], s.parts["both"]) for s in judged] == [(1, 0, 0)] * 3
 
 
-def test_a_larger_shape_fools_the_naive_reward_alone():
+def test_a_larger_shape_hacks_only_the_naive_reward():
     asked = MovingClip("triangle", "down", 1)
     cells = np.stack([draw_clip(MovingClip("square", "down", 1)), draw_clip(asked)])
     guarded, naive = ([score.value for score in scores(MovingReward(what=what), cells, [asked] * 2)] for what in WHAT)
@@ -73,7 +73,7 @@ def test_a_larger_shape_fools_the_naive_reward_alone():
     assert (judged.parts["shape"], judged.parts["direction"]) == (0, 1)
 
 
-def test_blur_costs_reward_and_the_judge_sees_it():
+def test_blur_lowers_the_reward_and_the_held_out_score():
     asked = MovingClip("square", "up", 2)
     grey = 0.5 * draw_clip(asked)
     (score,), (judged,) = (scores(reward, [grey], [asked]) for reward in (MovingReward(), NearestClip()))
@@ -81,7 +81,7 @@ def test_blur_costs_reward_and_the_judge_sees_it():
     assert judged.parts["real"] == 0
 
 
-def test_what_cannot_be_judged_is_a_named_failure():
+def test_media_that_cannot_be_scored_are_named_failures():
     batch = MediaBatch(
         media=np.zeros((1, 4, 32, 32, 3), np.uint8),
         sample_ids=["a"],

@@ -133,14 +133,14 @@ def test_images_and_their_token_are_sent_as_the_protocol_says(server):
         assert parse_qs(body.decode()) == {"uuid": ["u-1"], "type": ["pickscore"]}
 
 
-def test_the_replica_is_not_kept_where_the_variable_says_so(server, monkeypatch):
+def test_a_variable_disables_the_sticky_replica(server, monkeypatch):
     monkeypatch.setenv(IGNORE_REPLICA_VARIABLE, "1")
     server.answers = [(200, {"uuid": "u-1", "replica_id": "r7"}), (200, {"scores": {"pickscore": [1]}})]
     assert remote().score(a_batch(["a"]))[0].value == 1.0
     assert "X-Lepton-Replica-Target" not in server.requests[1][1]
 
 
-def test_videos_are_sent_channels_first_with_their_speed(server):
+def test_videos_are_sent_channels_first_with_their_frame_rate(server):
     video = np.random.default_rng(0).integers(0, 256, (2, 3, 4, 5, 3), dtype=np.uint8)
     server.answers = [(200, {"uuid": "u"}), (200, {"scores": {"x": [1, 2]}})]
     remote().score(a_batch(["a", "b"], video, fps=16.0))
@@ -153,7 +153,7 @@ def test_videos_are_sent_channels_first_with_their_speed(server):
 # Responses
 
 
-def test_a_sum_of_outputs_is_a_score_and_all_are_parts(server):
+def test_the_score_can_be_a_sum_of_outputs(server):
     outputs = {"vq_reward": [1.0, 2.0], "mq_reward": [10.0, 20.0], "prediction": ["Good", "Bad"]}
     first, second = scored(server, outputs, options={"output": "vq_reward + mq_reward"})
     assert (first.value, second.value) == (11.0, 22.0)
@@ -169,7 +169,7 @@ def test_null_and_nan_are_failures_with_their_reason_if_there_is_one(server):
     assert third.value == 3.0
 
 
-def test_minus_one_throughout_is_a_failed_video_and_a_score_of_an_image(server):
+def test_minus_one_for_all_outputs_is_a_failed_video(server):
     server.answers = [(200, {"uuid": "u"}), (200, {"scores": {"a": [-1.0], "b": [-1.0]}})]
     (video,) = remote(output="a").score(a_batch(["x"], np.zeros((1, 2, 4, 4, 3), np.uint8), fps=8.0))
     assert video.failure.startswith("the service returned -1 for all outputs")
@@ -198,12 +198,12 @@ def test_a_service_that_does_not_answer_fails_the_items_by_name(server, answers,
     assert all(path != "/elsewhere" for path, _, _ in server.requests)
 
 
-def test_a_busy_service_is_asked_again(server):
+def test_a_request_to_a_busy_service_is_repeated(server):
     server.answers = [(503, {}), (200, {"uuid": "u"}), (502, b""), (200, {"scores": {"x": [4.0]}})]
     assert remote().score(a_batch(["a"]))[0].value == 4.0
 
 
-def test_nobody_there_is_a_failure_and_named_by_checks(server, monkeypatch):
+def test_an_unreachable_service_is_a_failure_and_an_error_of_checks(server, monkeypatch):
     recipe = RewardRecipe(functions=[{"name": "remote/x"}])
     registry.create_reward("remote/x", "cpu", {}).check_reachable()
     assert server.requests == [], "a check asks for no scores"
@@ -244,7 +244,7 @@ def test_each_family_of_variables_is_read(family):
     assert read_service_addresses(variables(family)) == ("http://h/e", "http://h/f", "t")
 
 
-def test_the_variables_must_be_whole_and_agree():
+def test_the_variables_must_be_complete_and_agree():
     assert read_service_addresses(variables(VARIABLE_PREFIXES[0]) | variables(VARIABLE_PREFIXES[2])) == (
         "http://h/e",
         "http://h/f",
@@ -263,7 +263,7 @@ def test_the_variables_must_be_whole_and_agree():
         read_service_addresses(variables(VARIABLE_PREFIXES[0], "ftp://h"))
 
 
-def test_a_worker_that_waits_for_a_service_is_not_taken_to_hang(tmp_path):
+def test_a_worker_that_waits_for_a_service_does_not_count_as_hung(tmp_path):
     recipe = RewardRecipe(functions=[{"name": "remote/x"}, {"name": "color"}], timeout_s=500)
     config = build_service_config(recipe, tmp_path)
     assert config["rewards"]["remote/x"]["stall_s"] == 500

@@ -22,7 +22,7 @@ from wfm_reward.rewards.ocr import edit_distance
 FOR_IMAGES = {"color", "digits", "jpeg_compressibility", "jpeg_incompressibility", "ocr"}
 FOR_IMAGES |= {"pickscore", "clipscore", "aesthetic", "hpsv2", "hpsv3", "image_reward", "gen_eval", "unified_reward"}
 FOR_VIDEOS = {"moving", "nearest_clip", "motion", "video_align", "dance_grpo", "cosmos_reason1"}
-FOR_VIDEOS |= {"action_following", "brightness", "camera_following", "consistency", "seen_action"}
+FOR_VIDEOS |= {"action_following", "brightness", "camera_following", "consistency", "continuation", "seen_action"}
 BUILT_IN = FOR_IMAGES | FOR_VIDEOS | {"mock", "remote"}
 NEEDED = {  # options without a default
     "camera_following": {"url": "http://127.0.0.1:8000"},
@@ -95,7 +95,7 @@ def motion_of(video):
     return one
 
 
-def test_motion_is_the_mean_step_between_frames_in_shares_of_the_whole_range():
+def test_motion_is_the_mean_difference_of_neighbouring_frames():
     levels = np.array([0, 255, 204, 204], np.uint8)
     video = np.broadcast_to(levels[:, None, None, None], (4, 6, 5, 3))
     assert motion_of(video).value == pytest.approx((255 + 51 + 0) / 255 / 3)
@@ -105,7 +105,7 @@ def test_motion_is_the_mean_step_between_frames_in_shares_of_the_whole_range():
     assert motion_of(random[::-1]).value == pytest.approx(motion_of(random).value)
 
 
-def test_a_still_does_not_move_and_one_frame_cannot():
+def test_a_still_video_has_no_motion_and_one_frame_fails():
     still = np.repeat(noise(16)[None], 5, axis=0)
     assert motion_of(still).value == 0.0
     assert motion_of(still[:1]).failure == "a video of one frame has no motion"
@@ -128,7 +128,7 @@ def features(grey):
     return 2.0 * grey.reshape(len(grey), -1).astype(np.float64) / 255.0 - 1.0
 
 
-def test_the_judge_reads_unseen_digits_and_the_second_one_those_of_the_reward(digits):
+def test_both_classifiers_recognize_digits_that_they_were_not_fitted_to(digits):
     for (images, labels), part, share in ((sft_split(), "digits", 0.98), (reward_split(), "second_judge", 0.98)):
         scores = score(digits, as_rgb(images), metadata=[{"label": int(d)} for d in labels])
         read = [s.value if part == "digits" else s.parts[part] for s in scores]
@@ -136,7 +136,7 @@ def test_the_judge_reads_unseen_digits_and_the_second_one_those_of_the_reward(di
         assert share < np.mean(read) < 1.0  # 1.0 would mean that it was fitted on these digits
 
 
-def test_the_judges_are_fitted_on_their_own_halves(digits):
+def test_the_classifiers_are_fitted_to_separate_halves(digits):
     """Judges fitted here on the splits of wfm_ds agree with the reward on noisy images, which are new to all judges."""
     (even, even_labels), (odd, odd_labels) = sft_split(), reward_split()
     judge = SVC(gamma=0.1, C=10).fit(features(odd), odd_labels)
@@ -152,7 +152,7 @@ def test_the_judges_are_fitted_on_their_own_halves(digits):
         )
 
 
-def test_the_wrong_digit_is_worth_nothing(digits):
+def test_a_wrong_digit_scores_0(digits):
     images, labels = sft_split()
     right = score(digits, as_rgb(images[:50]), metadata=[{"label": int(d)} for d in labels[:50]])
     wrong = score(digits, as_rgb(images[:50]), metadata=[{"label": (int(d) + 1) % 10} for d in labels[:50]])
@@ -161,7 +161,7 @@ def test_the_wrong_digit_is_worth_nothing(digits):
 
 
 @check_each(("height", "width"), [(32, 32), (16, 40), (64, 8)])
-def test_larger_pictures_are_averaged_cell_by_cell(digits, height, width):
+def test_larger_images_are_averaged_cell_by_cell(digits, height, width):
     """Noise that averages out in each cell hides the digit from a reward that samples single pixels."""
     images, labels = sft_split()
     images, labels = images[:60] // 2 + 64, labels[:60]  # 64 to 191, so that noise does not clip
@@ -183,7 +183,7 @@ def test_a_label_that_is_no_digit_is_a_failure(digits, label):
     assert one.failure == f"the metadata `label` is {label!r}, not a digit from 0 to 9"
 
 
-def test_a_picture_below_eight_pixels_is_a_failure(digits):
+def test_an_image_below_eight_pixels_is_a_failure(digits):
     (one,) = score(digits, [flat(0, 7)], metadata=[{"label": 1}])
     assert one.failure == "the image is 7 x 7, smaller than 8 x 8"
 
@@ -241,7 +241,7 @@ def test_a_target_that_is_no_colour_is_a_failure(target):
     assert one.failure == f"the metadata `target_rgb` is {target!r}, not three numbers from 0 to 255"
 
 
-def test_no_colour_at_all_is_a_failure():
+def test_a_prompt_without_colour_is_a_failure():
     (one,) = score(loaded("color"), [flat(0)], ["a tired blueprint"])
     assert one.failure.startswith("no target_rgb in the metadata and none of white, black")
 
@@ -265,7 +265,7 @@ def ocr():
     return reward
 
 
-def test_text_that_is_there_is_worth_one(ocr):
+def test_correct_text_scores_1(ocr):
     hello = drawn("HELLO 42")
     prompts = ['a sign that says "hello 42"', "", 'says "Hello  42" not "bye"', 'says "bye"']
     metadata = [{}, {"ocr_target": "HELLO 42"}, {}, {"ocr_target": "ELLO4"}]  # the last: metadata first, substring
@@ -273,7 +273,7 @@ def test_text_that_is_there_is_worth_one(ocr):
     assert [s.value for s in scores] == [1.0] * 4
 
 
-def test_each_wrong_letter_costs_its_share_and_no_text_costs_all(ocr):
+def test_wrong_letters_lower_the_score_and_no_text_scores_0(ocr):
     images = [
         drawn("HELLO 42"),
         drawn("HELLO 42"),
@@ -296,17 +296,17 @@ def test_lines_are_read_from_top_to_bottom(ocr):
 @check_each(
     ("prompt", "metadata"), [("no quotes", {}), ('empty ""', {}), ('"a"', {"ocr_target": " "}), ("", {"ocr_target": 3})]
 )
-def test_nothing_to_look_for_is_a_failure(ocr, prompt, metadata):
+def test_a_prompt_without_a_target_text_is_a_failure(ocr, prompt, metadata):
     (one,) = score(ocr, [flat(255)], [prompt], [metadata])
     assert one.failure == "no ocr_target in the metadata and no text in double quotes in the prompt"
 
 
-def test_a_picture_smaller_than_any_text_is_worth_nothing(ocr):
+def test_an_image_too_small_for_text_scores_0(ocr):
     (one,) = score(ocr, [flat(0, 8)], metadata=[{"ocr_target": "a"}])
     assert one.value == 0.0
 
 
-def test_a_missing_package_is_named_with_the_way_to_get_it(monkeypatch):
+def test_a_missing_package_is_named_with_the_install_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "rapidocr_onnxruntime", None)
     with pytest.raises(RewardError, match=r"rapidocr-onnxruntime .*pip install 'wfm_ds\[reward-ocr\]'"):
         loaded("ocr")
@@ -333,11 +333,11 @@ def recursive_distance(a, b):
 
 @settings(max_examples=100, deadline=None)
 @given(a=TEXT, b=TEXT)
-def test_edit_distance_is_levenshteins(a, b):
+def test_edit_distance_equals_the_recursive_definition(a, b):
     assert edit_distance(a, b) == recursive_distance(a, b)
 
 
-def test_mock_follows_from_the_media_alone_and_is_spread_evenly():
+def test_mock_scores_depend_only_on_the_media_and_are_uniform():
     reward = loaded("mock")
     pictures = [noise(8, seed) for seed in range(500)]
     values = [s.value for s in score(reward, pictures)]

@@ -52,7 +52,7 @@ def pool(stack, hub):
 
 @pytest.fixture
 def voice(stack, hub, pool, stalls):
-    """Return a raw peer that speaks for a worker with a task that has just stalled."""
+    """Return a peer that sends messages in the name of a worker whose task has just stalled."""
     submit(a_client(stack, hub), "t", kind=KIND)
     worker = pool.worker_states()[0].worker_id
     voice = RawPeer(stack, hub.worker_endpoint)
@@ -67,7 +67,7 @@ def supervised(pool):
     return pool
 
 
-def test_a_worker_whose_task_did_not_arrive_lives_on(pool, voice):
+def test_a_worker_that_never_received_its_task_is_not_killed(pool, voice):
     before = pool.worker_states()
     voice.say("failed", id="t", attempt=1, reason="it did not arrive", detail="", fatal=False)
     assert voice.hear("task")["attempt"] == 2

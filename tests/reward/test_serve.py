@@ -110,7 +110,7 @@ def test_missing_metadata_fail_only_their_item():
     assert without.failure == "missing metadata or inputs: label"
 
 
-def test_media_that_a_reward_does_not_know_are_named_failures():
+def test_unsupported_media_are_named_failures():
     class ForVideos(registry.get_reward_class("probe_rewards:Brightness")):
         media_types = frozenset({"video"})
 
@@ -118,7 +118,7 @@ def test_media_that_a_reward_does_not_know_are_named_failures():
     assert some.failure == "the reward accepts only videos, but the sample is an image"
 
 
-def test_pictures_of_different_sizes_are_scored_one_by_one():
+def test_images_of_different_sizes_are_scored_one_by_one():
     assert [s.value for s in score(a_scorer(), [grey(51), grey(102, (8, 4, 3))])] == [0.2, 0.4]
 
 
@@ -224,7 +224,7 @@ def test_an_unknown_reward_names_the_nearest_and_all():
         ("wfm_reward.base:Reward", "the class does not implement score"),
     ],
 )
-def test_a_class_path_that_is_none_is_named(name, says):
+def test_an_invalid_class_path_is_named(name, says):
     with pytest.raises(RewardError, match=says):
         registry.get_reward_class(name)
 
@@ -294,7 +294,7 @@ def test_a_label_does_not_change_the_class(sharpness):
         registry.get_reward_class(f"{sharpness}/")
 
 
-def test_the_reward_of_the_docs_is_one(tmp_path, monkeypatch):
+def test_the_reward_of_the_docs_is_valid(tmp_path, monkeypatch):
     write_code("own_reward.md", "my_rewards.py", tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     reward = registry.create_reward("my_rewards:Brightness", "cpu", {"target": 0.5})
@@ -332,7 +332,7 @@ def test_nothing_heavy_is_imported():
         ("rewards: {", r"cannot be read"),
     ],
 )
-def test_a_wrong_configuration_is_one_sentence(tmp_path, text, says):
+def test_a_wrong_configuration_is_a_one_line_error(tmp_path, text, says):
     path = write_config(tmp_path, text)
     with pytest.raises(RewardError, match=says) as error:
         load_config(path)
@@ -340,7 +340,7 @@ def test_a_wrong_configuration_is_one_sentence(tmp_path, text, says):
     assert "\n" not in str(error.value)
 
 
-def test_the_configuration_of_the_docs_is_one(tmp_path, root):
+def test_the_configuration_of_the_docs_is_valid(tmp_path, root):
     (text,) = re.findall(r"```yaml\n(pipes:.*?)```", (root / "docs" / "reward_service.md").read_text(), re.DOTALL)
     config = load_config(write_config(tmp_path, text))
     assert set(config.rewards) <= set(registry.list_reward_names())
@@ -375,7 +375,7 @@ def test_check_starts_nothing_and_reports(tmp_path, capsys):
         ({"latent_decoders": {16: {"vae": "/nowhere"}}}, "latent_decoders.16.vae: /nowhere/config.json cannot be read"),
     ],
 )
-def test_check_refuses_what_a_start_refuses(tmp_path, capsys, config, says):
+def test_check_reports_the_errors_of_a_start(tmp_path, capsys, config, says):
     create_key_pair(tmp_path / "keys", "hub")
     path = write_config(tmp_path, {"rewards": {"color": {}}, **config})
     for options in (["--check"], []):
@@ -393,7 +393,7 @@ def test_check_refuses_what_a_start_refuses(tmp_path, capsys, config, says):
         ("DiesLoading", "error: reward probe_rewards:DiesLoading cannot start: its worker died (killed by SIGSEGV)"),
     ],
 )
-def test_a_reward_that_cannot_load_ends_the_service_with_its_words(tmp_path, reward, says):
+def test_a_reward_that_cannot_load_ends_the_service_with_its_error(tmp_path, reward, says):
     config = {"rewards": {f"probe_rewards:{reward}": {}, "probe_rewards:Other": {}}}
     with a_service(write_config(tmp_path, config)) as service:
         out, err = service.communicate(timeout=TIMEOUT_S)
@@ -402,7 +402,7 @@ def test_a_reward_that_cannot_load_ends_the_service_with_its_words(tmp_path, rew
     assert not (tmp_path / "pipes.json").exists()
 
 
-def test_a_python_that_is_not_there_ends_the_service_with_one_sentence(tmp_path):
+def test_a_missing_python_ends_the_service_with_a_one_line_error(tmp_path):
     config = write_config(tmp_path, {"rewards": {"color": {"python": "/nowhere/python"}}})
     with a_service(config) as service:
         out, err = service.communicate(timeout=TIMEOUT_S)
@@ -410,7 +410,7 @@ def test_a_python_that_is_not_there_ends_the_service_with_one_sentence(tmp_path)
     assert "error: reward color cannot start: [Errno 2]" in err.splitlines()[-1]
 
 
-def test_the_words_of_a_worker_that_has_ended_meanwhile_are_read(tmp_path):
+def test_the_output_of_a_dead_worker_is_read(tmp_path):
     """The worker is dead before the supervisor checks its status."""
     name = "probe_rewards:CannotLoad"
     hub = Broker(clients=f"ipc://{tmp_path}/c", workers=f"ipc://{tmp_path}/w", kinds={})
@@ -428,7 +428,7 @@ def test_the_words_of_a_worker_that_has_ended_meanwhile_are_read(tmp_path):
             hub.stop(0.0)
 
 
-def test_it_is_ready_with_pipes_json_and_sigterm_leaves_nothing(tmp_path):
+def test_the_service_writes_pipes_json_and_sigterm_removes_all_files(tmp_path):
     rewards = {"probe_rewards:Brightness": {"workers": 2}, "probe_rewards:Other": {}}
     config = write_config(tmp_path, {"pipes": {"file": "new/deep.json"}, "rewards": rewards})
     with a_service(config) as service:

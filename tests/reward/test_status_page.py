@@ -102,7 +102,7 @@ def check(text):
     return page
 
 
-def test_the_page_shows_workers_queues_scores_failures_and_pictures(service):
+def test_the_page_shows_workers_queues_scores_failures_and_images(service):
     http, _, _ = service
     status, content, headers = http.get("/")
     assert status == 200

@@ -24,7 +24,7 @@ def ids(members):
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=NUM_GROUPS, max_size=NUM_GROUPS), min_size=1, max_size=5))
-def test_groups_that_teach_come_first_and_a_step_is_always_full(rounds):
+def test_groups_with_varying_rewards_come_first_and_a_step_is_always_full(rounds):
     choice, generated, teaching = GroupSelection(NUM_GROUPS), [], []
     for attempt, teaches in enumerate(rounds):
         if choice.num_missing == 0:
@@ -41,14 +41,14 @@ def test_groups_that_teach_come_first_and_a_step_is_always_full(rounds):
         assert len(choice.selected_samples) == NUM_GROUPS * GROUP_SIZE
 
 
-def test_a_step_whose_groups_all_teach_is_what_was_generated():
+def test_all_samples_are_selected_if_all_groups_have_varying_rewards():
     choice, members = GroupSelection(NUM_GROUPS), members_of(NUM_GROUPS)
     choice.add_round(members, set(ids(members)))
     assert choice.selected_samples == members
     assert (choice.num_missing, choice.num_dropped) == (0, 0)
 
 
-def test_a_larger_group_begins_with_the_samples_of_a_smaller_one_and_further_groups_have_seeds_of_their_own():
+def test_a_larger_group_starts_with_the_samples_of_a_smaller_one():
     few, many = members_of(2, size=2), members_of(2, size=5)
     assert [m for m in many if int(m.sample_id.rsplit("/", 1)[1]) < 2] == few
     seeds = [m.seed for m in [*members_of(2), *members_of(2, first_group=2)]]
@@ -69,7 +69,7 @@ def test_the_correlation_within_groups_is_that_of_numpy_without_the_means_of_the
 
 
 @check_each("rewards", [([1.0, 1.0], [0.0, 1.0]), ([0.0, 1.0], [0.1, 0.1]), ([None, 1.0], [1.0, None]), ([], [])])
-def test_a_correlation_that_cannot_be_known_is_none(rewards):
+def test_an_undefined_correlation_is_none(rewards):
     first, second = rewards
     got = within_group_correlation(first, second, ["a"] * len(first))
     assert got is None

@@ -27,7 +27,7 @@ def members(chunk):
     st.integers(1, 4),  # chunk
     st.integers(1, 4),  # first step
 )
-def test_every_sample_is_trained_once_and_never_beyond_the_bound(data, bound, groups, size, chunk, first_step):
+def test_every_sample_is_trained_once_and_within_the_staleness_bound(data, bound, groups, size, chunk, first_step):
     last_step = first_step + 4
     sizes = {"groups_per_step": groups, "group_size": size, "chunk_size": chunk}
     c = a_coordinator(max_staleness=bound, first_step=first_step, last_step=last_step, **sizes)
@@ -99,7 +99,7 @@ def test_steps_are_admitted_up_to_the_bound_and_the_last_one(bound, first_step, 
         assert c.admit_chunks() == []
 
 
-def test_results_of_another_life_are_nobodys():
+def test_results_of_an_earlier_trainer_process_are_ignored():
     c = a_coordinator(max_staleness=0)
     c.record_publication(0)
     (chunk, task_id), *_ = c.admit_chunks()
@@ -108,7 +108,7 @@ def test_results_of_another_life_are_nobodys():
     assert c.find_chunk(task_id) == chunk
 
 
-def test_a_step_is_planned_once_and_only_when_it_is_whole():
+def test_a_step_is_planned_once_and_only_if_complete():
     c = a_coordinator(max_staleness=0)
     c.record_publication(0)
     tasks = c.admit_chunks()

@@ -43,7 +43,7 @@ def run(groups, first=1, last=STEPS):
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_who_asks_as_early_as_it_may_gets_what_others_get_later(ahead):
+def test_prompts_do_not_depend_on_when_they_are_requested(ahead):
     late, _ = run(source(ahead))
     groups = source(ahead)
     early = [ids(groups, step) for step in range(1, ahead + 2)]  # before the first publication
@@ -54,7 +54,7 @@ def test_who_asks_as_early_as_it_may_gets_what_others_get_later(ahead):
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_the_prompts_of_a_step_follow_from_what_was_known_so_many_steps_before(ahead):
+def test_prompts_depend_on_the_rewards_of_a_fixed_number_of_steps_before(ahead):
     """Compared with the definition: a new table for each step."""
     asked, _ = run(source(ahead))
     for step in range(1, STEPS + 1):
@@ -67,7 +67,7 @@ def test_the_prompts_of_a_step_follow_from_what_was_known_so_many_steps_before(a
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_a_run_that_goes_on_asks_what_it_would_have_asked(ahead):
+def test_a_resumed_run_uses_the_same_prompts(ahead):
     whole, ended = run(source(ahead))
     for stop in range(STEPS):
         first, state = run(source(ahead), last=stop)
@@ -88,7 +88,7 @@ def test_other_prompts_than_those_of_the_checkpoint_are_measured_anew(caplog):
     assert run(other, first=STEPS + 1, last=STEPS + 3) == run(source(prompts=changed), STEPS + 1, STEPS + 3)
 
 
-def test_failed_rewards_teach_nothing_about_a_prompt():
+def test_failed_rewards_do_not_count_for_a_prompt():
     groups, clean = source(), source()
     a, b, c = (Group(prompt=prompt) for prompt in PROMPTS[:3])
     groups.observe_rewards(1, [(a, [None] * 4), (b, [None, 1.0, None, None]), (c, [0.0, None, 1.0, 1.0, None])])
@@ -107,7 +107,7 @@ def test_equal_rewards_have_no_spread_whatever_they_are():
     assert groups.data_metrics()["data/prompt_reward_std_mean"] == 0
 
 
-def test_both_groups_of_a_prompt_that_comes_twice_count():
+def test_both_groups_of_a_repeated_prompt_count():
     groups, other = source(), source()
     twice = [Group(prompt=PROMPTS[0])] * 2
     members = plan_step_samples(twice, group_size=2, step=1, run_seed=0)
@@ -126,7 +126,7 @@ def test_rewards_go_to_the_groups_of_their_samples_in_any_order():
     assert whole == {"p/0": ["0.0", "1.0"], "p/1": ["2.0", "None"], "p/2": ["4.0", "5.0"]}
 
 
-def test_further_prompts_of_a_step_are_the_same_after_a_resume_and_move_no_others():
+def test_additional_prompts_are_equal_after_a_resume_and_do_not_change_others():
     groups, untouched, resumed = source(), source(), source()
     _, state = run(groups)
     run(untouched)

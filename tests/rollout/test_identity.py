@@ -36,7 +36,7 @@ def recipe(algorithm):
     )
 
 
-def test_another_version_of_the_users_file_is_another_identity(tmp_path, monkeypatch):
+def test_a_changed_user_file_has_another_identity(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "versioned.py").write_text(SOURCE)
     ours = hash_user_classes(recipe("versioned:Mine"))
@@ -49,7 +49,7 @@ def test_another_version_of_the_users_file_is_another_identity(tmp_path, monkeyp
     sys.modules.pop("versioned")
 
 
-def test_an_algorithm_of_ours_has_no_such_file():
+def test_a_built_in_algorithm_has_no_user_file():
     assert hash_user_classes(recipe("diffusion_nft")) == {}
 
 

@@ -1,4 +1,4 @@
-"""Lifetime of a rollout worker's lanes. tests/multi_rank/test_async.py tests the generated samples."""
+"""Start and end of a rollout worker's threads (lanes). tests/multi_rank/test_async.py tests the generated samples."""
 
 import threading
 import time
@@ -32,7 +32,7 @@ def a_hub(stack, folder, name, kinds):
 
 
 @pytest.mark.parametrize(("model", "stays"), [("sd3", True), ("wan", False)])
-def test_a_worker_goes_on_for_the_trainer_that_it_was_started_for_and_for_no_other(stack, model, stays):
+def test_a_worker_reconnects_only_to_a_trainer_with_the_same_identity(stack, model, stays):
     folder = stack.enter_context(SocketFolder())
     recipe = recipe_file.load_recipe(TINY / "sd3_nft_async.yaml")
     scores = {f"score:{f.name}": TaskKind(60.0, {"max_batch": 8}) for f in recipe.reward.functions}

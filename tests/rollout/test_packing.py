@@ -1,25 +1,30 @@
 """Wire format: chunks of samples are sent and received unchanged."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from each_case import check_each
+from wfm_ds.models.conditioning_frames import pad_num_frames
 from wfm_ds.rollout.groups import Group, extract_rollout, plan_step_samples
+from wfm_ds.rollout.histories import conditioning_tensor, replace_conditioning_frames
 from wfm_ds.rollout.remote.packing import (
     ChunkTask,
     empty_rollout,
+    pack_history,
     pack_trajectory,
     unpack_trajectory,
+    validate_history,
     validate_trajectory,
 )
 from wfm_ds.sampling.denoise import Trajectory
 from wfm_ds.sampling.edm import Churn, make_edm_plan
 from wfm_ds.sampling.plan import deterministic_plan, stochastic_plan
 from wfm_ds.transport import wire
-from wfm_ds.types import Prompt
+from wfm_ds.types import FIRST_FRAME, Prompt
 
 GRID = torch.linspace(1, 0, 7, dtype=torch.float64)
 SHAPE = (2, 3, 4)
@@ -51,7 +56,7 @@ def windowed(steps, **options):
         (deterministic_plan("ode", GRID), 0),
     ],
 )
-def test_a_trajectory_arrives_bit_by_bit_without_a_second_copy(plan, points):
+def test_a_trajectory_arrives_bitwise_equal_without_a_copy(plan, points):
     made = a_trajectory(plan)
     layout, arrays = pack_trajectory(made)
     assert dict(arrays).get("points", np.empty((0, 0))).shape[1] == points
@@ -122,7 +127,7 @@ def test_work_arrives_as_it_was_sent():
 
 
 @check_each("count", [0, 1, 2])
-def test_the_frames_that_samples_are_given_travel_beside_their_work_and_nothing_else_of_the_medium(count):
+def test_only_the_conditioning_frames_of_a_medium_are_sent(count):
     data = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
     group = Group(prompt=Prompt(id="p", text="p"), data=data, num_conditioning_frames=count)
     work = ChunkTask(4, plan_step_samples([group], group_size=2, step=4, run_seed=1))
@@ -158,10 +163,42 @@ def test_inputs_travel_as_arrays_of_the_request(given):
             ChunkTask.from_rows(rows, wrong)
 
 
+@pytest.mark.parametrize("pixels", [False, True])
+def test_histories_travel_with_the_task_and_its_result(pixels):
+    """A worker receives seeds and recorded frames, and returns the conditioning frames of the samples."""
+    first = {FIRST_FRAME: np.full((4, 5, 3), 7, np.float32)} if pixels else {}
+    data = None if pixels else torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    recording = np.arange(9 * 4 * 5 * 3, dtype=np.uint8).reshape(9, 4, 5, 3)
+    prompt = Prompt(id="p", text="p", inputs={"actions": np.zeros((8, 2), np.float32), **first})
+    count = int(not pixels)
+    group = Group(
+        prompt=prompt, data=data, num_conditioning_frames=count, history_seeds=(2**60, 5), recording=recording
+    )
+    work = ChunkTask(4, plan_step_samples([group], group_size=2, step=4, run_seed=1))
+    arrived = [tensor.numpy() for tensor in sent(work.to_arrays()).values()]
+    rows = json.loads(json.dumps(work.to_rows()))
+    assert len(arrived) == len(rows)
+    found = ChunkTask.from_rows(rows, arrived).samples[1].group
+    assert (found.history_seeds, found.num_conditioning_frames) == ((2**60, 5), count)
+    np.testing.assert_array_equal(found.recording, recording)
+    with pytest.raises(ValueError, match="invalid recording"):
+        ChunkTask.from_rows(rows, [*arrived[:-1], arrived[-1].astype(np.int32)])
+
+    assert pack_history(group) == []  # clip 0: the trainer has these frames
+    moved = replace_conditioning_frames(group, conditioning_tensor(group) + 1)
+    tensors = sent(pack_history(replace(moved, clip=2)))
+    validate_history(tensors, group)
+    received = replace_conditioning_frames(group, tensors["history"])
+    assert torch.equal(conditioning_tensor(received), conditioning_tensor(group) + 1)
+    assert pixels or torch.equal(received.data, pad_num_frames(data[:, :1] + 1, 3))
+    with pytest.raises(ValueError, match=r"history: expected \[.*\] float32, got"):
+        validate_history({"history": tensors["history"][:1]}, group)
+
+
 CHURN = Churn(relative=0.1, min_level=0.05, max_level=100.0, noise_scale=1.0)
 
 
-def test_states_arrive_where_a_plan_keeps_them():
+def test_states_arrive_at_the_stored_steps_of_the_plan():
     plan = make_edm_plan("edm_2ab", 5, CHURN, stored_steps=(1, 3))
     made = a_trajectory(plan)
     layout, arrays = pack_trajectory(made)
@@ -178,7 +215,7 @@ def test_states_arrive_where_a_plan_keeps_them():
     assert not empty.transitions
 
 
-def test_nothing_has_the_shape_of_a_sample():
+def test_an_empty_rollout_has_the_shapes_of_a_sample():
     plan = windowed((1, 2), keep_means=True)
     made = extract_rollout(members()[0], a_trajectory(plan), 0, replace_nonfinite=False)
     empty = empty_rollout(members()[0], plan, SHAPE, CPU)

@@ -15,7 +15,8 @@ from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe import file as recipe_file
 from wfm_ds.rollout.groups import Group, plan_step_samples
 from wfm_ds.rollout.reward_service import RewardService
-from wfm_ds.rollout.rewards import RewardClient, ScoringQueue, pack_scores, unpack_scores
+from wfm_ds.rollout.rewards import RewardClient, pack_scores, unpack_scores
+from wfm_ds.rollout.scoring_queue import ScoringQueue
 from wfm_ds.types import Prompt, Score
 
 
@@ -104,7 +105,7 @@ def test_scores_survive_the_way_between_ranks():
     assert unpack_scores(pack_scores(scores)) == scores
 
 
-def test_members_of_a_step_have_their_own_ids_and_seeds_also_when_a_prompt_comes_twice():
+def test_samples_have_unique_ids_and_seeds_even_for_repeated_prompts():
     one = Prompt(id="p/1", text="x")
     members = plan_step_samples([Group(prompt=one)] * 2, group_size=3, step=4, run_seed=0)
     assert [m.sample_id for m in members] == [f"4/{g}/p/1/{k}" for g in range(2) for k in range(3)]

@@ -64,7 +64,7 @@ def test_keys_about_workers_need_them(key, value):
 
 
 @check_each(("in_flight", "ahead"), [(1, 1), (2, 1), (3, 2), (5, 4)])
-def test_a_chunk_may_wait_for_all_that_its_worker_has_before_it(in_flight, ahead):
+def test_the_timeout_of_a_chunk_covers_the_workers_earlier_chunks(in_flight, ahead):
     recipe = changed(rollout={"in_flight": in_flight, "timeout_s": 100}, reward={"timeout_s": 7})
     assert chunk_stall_s(recipe.rollout, recipe.reward) == ahead * 100 + 7
 
@@ -95,7 +95,7 @@ def started(monkeypatch, tmp_path):
 QUIET = [sys.executable, "-c", "import sys; sys.stdin.read()"]
 
 
-def test_a_child_that_cannot_be_started_leaves_no_hub_and_no_other_child(started, tmp_path):
+def test_a_child_that_cannot_be_started_leaves_no_broker_and_no_other_child(started, tmp_path):
     before = {process.pid for process in psutil.Process().children()}
     with pytest.raises(FileNotFoundError, match="no-such-program"):
         started(QUIET, ["/no-such-program"])
@@ -103,7 +103,7 @@ def test_a_child_that_cannot_be_started_leaves_no_hub_and_no_other_child(started
     assert not (tmp_path / "rollout" / "pipes.json").exists()
 
 
-def test_a_service_that_cannot_be_announced_leaves_no_hub(started, tmp_path):
+def test_a_service_that_cannot_be_announced_leaves_no_broker(started, tmp_path):
     (tmp_path / "rollout" / "pipes.json").mkdir(parents=True)
     with pytest.raises(IsADirectoryError):
         started(QUIET)
@@ -127,7 +127,7 @@ def test_a_service_that_cannot_be_announced_leaves_no_hub(started, tmp_path):
         (["rollout.policy=reference", "algorithm.kl_beta=.1"], None),
     ],
 )
-def test_workers_of_ddrl_sample_from_what_it_compares_with(overrides, message):
+def test_workers_of_ddrl_need_on_policy_samples_or_a_fixed_rollout_policy(overrides, message):
     words = ["rollout.mode=async", *overrides]
     if message is None:
         assert recipe_file.load_recipe(TINY / "sd3_ddrl.yaml", words).is_async
@@ -155,7 +155,7 @@ def test_devices_are_named_where_a_guess_could_take_a_ranks(monkeypatch):
         spawn_device_names(None, 1)
 
 
-def test_a_worker_is_no_rank():
+def test_workers_do_not_inherit_rank_variables():
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "WFM_LAUNCH_PID", "TORCHELASTIC_RUN_ID"):
         assert RANK_VARIABLES.fullmatch(name)
     for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MPI_LOCALRANKID"):
@@ -209,9 +209,9 @@ def test_a_workers_gpu_is_counted_among_all_of_the_run(machine, caplog, visible,
 @pytest.mark.parametrize(
     ("visible", "note", "device", "says"),
     [
-        ("0,1", "all", "cuda:8", r"cuda:8 does not exist: this machine has 8 for this run, cuda:0 to cuda:7$"),
-        ("2,3", "2,3,4", "cuda:4", r"this machine has 3 for this run, cuda:0 to cuda:2$"),
-        ("5", None, "cuda:6", r"this machine has 1 for this run, cuda:0$"),
+        ("0,1", "all", "cuda:8", r"cuda:8 does not exist: the run's GPUs on this machine are cuda:0 to cuda:7$"),
+        ("2,3", "2,3,4", "cuda:4", r"the run's GPUs on this machine are cuda:0 to cuda:2$"),
+        ("5", None, "cuda:6", r"the run's GPUs on this machine are cuda:0$"),
     ],
 )
 def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(machine, visible, note, device, says):
@@ -220,7 +220,7 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(machine, visi
         gpus_of([device], 2)
 
 
-def test_a_rank_that_deepspeed_started_over_ssh_is_told_how_to_see_the_others(machine, monkeypatch):
+def test_the_error_of_a_rank_started_over_ssh_says_how_to_see_all_gpus(machine, monkeypatch):
     machine(8, "0,1")
     for name, value in {"CROSS_RANK": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -228,7 +228,7 @@ def test_a_rank_that_deepspeed_started_over_ssh_is_told_how_to_see_the_others(ma
         gpus_of(["cuda:7"], 2)
 
 
-def test_a_gpu_that_trains_too_is_warned_of(machine, caplog, monkeypatch):
+def test_a_worker_on_a_training_gpu_causes_a_warning(machine, caplog, monkeypatch):
     machine(1, "0", "all")
     assert gpus_of(["cuda:0"], 1) == ["0"]
     assert "cuda:0 are also used for training" in caplog.text
@@ -259,11 +259,11 @@ def test_rewards_on_gpus_see_all_of_the_run(machine, caplog, visible, note, devi
     assert not caplog.records
 
 
-def test_a_reward_on_a_gpu_that_trains_is_warned_of_and_one_that_is_not_there_refused(machine, caplog, tmp_path):
+def test_a_reward_on_a_training_gpu_causes_a_warning_and_a_missing_gpu_is_refused(machine, caplog, tmp_path):
     machine(8, "0,1", "all")
     service_environment(reward_recipe("cuda:1", "cuda:2"), 2)
     assert "reward devices: cuda:1 (color/0) also used for training" in caplog.text
-    with pytest.raises(RecipeError, match=r"^device of reward color/0: cuda:8 does not exist: this machine has 8"):
+    with pytest.raises(RecipeError, match=r"^device of reward color/0: cuda:8 does not exist: the run's GPUs on this"):
         RewardService(reward_recipe("cuda:8"), tmp_path / "service")
     assert not (tmp_path / "service").exists()
 
@@ -302,7 +302,7 @@ def test_the_threads_of_workers_depend_on_the_ranks_of_this_machine(monkeypatch)
 PRINTS = "import json, os, sys; print(json.dumps([dict(os.environ), sys.argv[1:]]), flush=True); sys.stdin.read()"
 
 
-def test_a_worker_sees_its_gpu_alone_and_is_told_the_first(machine, monkeypatch, tmp_path):
+def test_a_worker_sees_only_its_gpu_as_device_0(machine, monkeypatch, tmp_path):
     machine(3, "0,1", "all")
     monkeypatch.setenv("RANK", "0")
     started = RolloutService.worker_command
@@ -354,7 +354,7 @@ def test_workers_that_cannot_be_reached_are_refused_before_the_run():
         check_workers(changed(rollout={"bind": "tcp"}))
 
 
-def test_keys_open_an_address_of_a_network_and_are_for_that_alone(tmp_path):
+def test_network_addresses_need_keys_and_keys_need_a_network_address(tmp_path):
     elsewhere = {"bind": "tcp://10.0.0.1:6200", "keys": tmp_path / "keys"}
     with pytest.raises(KeyFileError, match=r"keys/hub\.key_secret cannot be read as a key"):
         check_workers(changed(rollout=elsewhere))

@@ -36,7 +36,7 @@ def hub():
         yield hub
 
 
-def test_a_prompt_too_long_for_a_message_is_given_up_by_name_and_the_others_are_sent(hub):
+def test_a_prompt_too_long_for_a_message_is_a_failure_and_the_others_are_sent(hub):
     recipe = Recipe.model_validate(recipe_file.load_recipe(RECIPE).model_dump(mode="json"))
     count = recipe.rollout.prompts_per_step
     assert count > 1

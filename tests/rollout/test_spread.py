@@ -1,4 +1,4 @@
-"""The spread of samples: the mean distance between two samples of a prompt, the same for any number of ranks."""
+"""The spread of samples (mean distance between two samples of a prompt) is the same for any number of ranks."""
 
 from types import SimpleNamespace
 

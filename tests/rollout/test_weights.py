@@ -125,7 +125,7 @@ def test_merged_publications_are_the_policies_through_plain_layers(offered, tiny
     assert len(adapters) > 4
 
 
-def test_a_publication_is_whole_or_refused(offered, tiny_pipelines, tmp_path):
+def test_incomplete_publications_are_refused(offered, tiny_pipelines, tmp_path):
     path = tiny_pipelines("sd3")
     first, second = (Trained(path, s, lora=True).publish(tmp_path / f"v{s}", s) for s in (1, 2))
     client = offered(first, second)
@@ -159,7 +159,7 @@ def test_names_that_lead_elsewhere_are_refused(offered, tiny_pipelines, tmp_path
             weights.load_publication(PolicyManifest.from_json(strange))
 
 
-def test_each_run_has_a_folder_of_its_own_where_all_publish(tmp_path):
+def test_each_run_has_its_own_folder_for_published_weights(tmp_path):
     def folder(output, policies):
         recipe = recipe_file.load_recipe(
             TINY, [f"run.output_dir={tmp_path / output}", f"rollout.policy_folder={policies}"]

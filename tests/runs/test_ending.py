@@ -1,4 +1,4 @@
-"""The recorded result of a run if its main thread and its heartbeat thread both end it."""
+"""Which result is recorded if the main thread and the heartbeat thread both end the run."""
 
 import contextlib
 import json
@@ -102,13 +102,13 @@ def test_a_new_run_that_fails_before_its_first_step_leaves_the_folder_as_it_was(
 
 
 @pytest.mark.parametrize(("error", "code"), [(UserError("mend it"), 2), (RunError("over"), 1)])
-def test_errors_that_are_said_leave_with_an_exit_code(error, code, capsys):
+def test_reported_errors_end_with_an_exit_code(error, code, capsys):
     with pytest.raises(SystemExit) as left, watch_ranks(ALONE, stuck_s=60.0):
         fail(error)
     assert left.value.code == code
     assert capsys.readouterr().err == ("error: mend it\n" if code == 2 else "")
 
 
-def test_an_error_that_nobody_expected_leaves_as_it_is():
+def test_unexpected_errors_are_raised_unchanged():
     with pytest.raises(ZeroDivisionError), watch_ranks(ALONE, stuck_s=60.0):
         fail(ZeroDivisionError())

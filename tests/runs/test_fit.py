@@ -48,7 +48,7 @@ def test_the_peak_is_the_largest_phase():
 
 
 @check_each(("needed", "size"), [(20, 24), (23, 32), (70, 80), (74, 141), (500, None)])
-def test_a_part_of_a_gpu_is_its_own(needed, size):
+def test_the_smallest_gpu_with_enough_memory_is_named(needed, size):
     assert smallest_gpu(needed * GB) == size
     assert fits_memory(70 * GB, 80 * GB)
     assert not fits_memory(75 * GB, 80 * GB)
@@ -92,7 +92,7 @@ HEAVY = (
     *("rollout.merge_lora=true", "rollout.cuda_graph=true", "rollout.prompts_per_step=2", "rollout.group_size=4"),
     *("sampling.height=64", "sampling.width=64"),
 )
-# A lower (or higher) value of each advised key, if the advice contains no value.
+# The value to set for an advised key if the advice says only "lower" or "raise".
 LOWER = {
     "engine.micro_batch_size below 2": "engine.micro_batch_size=1",
     "engine.max_forward_batch below 8": "engine.max_forward_batch=1",
@@ -120,7 +120,7 @@ PHASES = ("sampling", "decode", "references", "train", "optimizer")
 
 
 @pytest.mark.slow
-def test_each_key_that_is_advised_lowers_what_it_is_advised_for(sized):
+def test_each_advised_key_lowers_its_part_of_the_memory(sized):
     heavy, before = sized()
     asked: dict[str, set[tuple[str, str]]] = {}
     for phase in PHASES:
@@ -144,14 +144,14 @@ def test_each_key_that_is_advised_lowers_what_it_is_advised_for(sized):
     assert useless == []
 
 
-def test_a_recipe_that_is_light_already_is_not_told_to_be(root):
+def test_keys_at_their_minimum_are_not_advised(root):
     light = ["model.dtype=bfloat16", "model.vae_dtype=bfloat16", "lora.rank=1", "sampling.guidance_scale=2"]
     recipe = recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_nft.yaml", light)
     told = {key for phase in PHASES for key in suggest_keys_after_oom(recipe, phase, num_ranks=8)}
     assert not [key for key in told if any(word in key for word in ("dtype", "lora", "joint", "guidance", "graph"))]
 
 
-def test_an_average_is_named_where_it_takes_a_copy_of_all_weights(root):
+def test_an_ema_that_copies_all_weights_is_named(root):
     full = recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_sft.yaml", ["ema.decay=0.9"])
     assert suggest_part_keys("optimizer states", "train", full)[:2] == ["a lora section", "optimizer.name: adamw8bit"]
     assert suggest_part_keys("policies", "train", full)[:2] == ["a lora section", "no ema section"]

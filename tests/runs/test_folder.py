@@ -72,7 +72,7 @@ def test_empty_or_new_folder_is_a_new_run(recipe, tmp_path):
 
 
 @check_each("name", ["samples", "logs", "checkpoints", "safetensors", "tensorboard", "reward", "recipe.yaml"])
-def test_names_of_a_run_that_no_run_recorded_are_refused_and_never_deleted(recipe, tmp_path, name):
+def test_unrecorded_files_with_names_of_a_run_are_refused_and_never_deleted(recipe, tmp_path, name):
     mine = tmp_path / name
     mine.mkdir()
     found = recipe(f"run.output_dir={tmp_path}")
@@ -85,7 +85,7 @@ def test_names_of_a_run_that_no_run_recorded_are_refused_and_never_deleted(recip
     assert mine.exists()
 
 
-def test_what_a_failed_first_start_leaves_is_no_obstacle(recipe, tmp_path):
+def test_files_of_a_failed_first_start_do_not_block_the_next(recipe, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     output.claim_folder(out)
@@ -114,7 +114,7 @@ def test_an_empty_path_is_not_the_working_directory(recipe, key):
         recipe(f"{key}=''")
 
 
-def test_a_path_that_no_system_takes_is_one_sentence(recipe, root):
+def test_an_impossible_path_is_a_one_line_error(recipe, root):
     for key in ("data.path", "run.output_dir"):
         for path in ("a" * 100_000, "a/" * 50_000):
             with pytest.raises(RecipeError, match=r"a path has at most 3500 bytes, this one has (99999|100000)"):
@@ -125,7 +125,7 @@ def test_a_path_that_no_system_takes_is_one_sentence(recipe, root):
     assert len(str(caught.value)) < 400
 
 
-def test_a_link_that_leads_nowhere_is_one_sentence(recipe, tmp_path):
+def test_a_dangling_link_is_a_one_line_error(recipe, tmp_path):
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "self").symlink_to(tmp_path / "self")
     for name in ("dangling", "dangling/out"):
@@ -179,7 +179,7 @@ def test_run_without_a_checkpoint_begins_again_with_the_same_recipe(recipe, run)
     assert layout.list_unrecorded_files(out) == ()
 
 
-def test_damaged_checkpoints_are_no_reason_to_begin_again(recipe, run):
+def test_damaged_checkpoints_are_an_error_instead_of_a_restart(recipe, run):
     out = run(4)
     (out / "checkpoints" / "step_4" / "recipe.yaml").write_text("torn")
     message = refusal(recipe())
@@ -187,14 +187,14 @@ def test_damaged_checkpoints_are_no_reason_to_begin_again(recipe, run):
     assert find_run_start(recipe(), 2, overwrite=True) == RunStart()
 
 
-def test_a_first_attempt_from_another_runs_checkpoint_begins_there_again(recipe, run):
+def test_a_run_without_own_checkpoint_starts_again_from_run_resume(recipe, run):
     path = run(4, folder="other") / "checkpoints" / "step_4"
     resume = f"run.resume={path}"
     run(overrides=[resume])
     assert find_run_start(recipe(resume), 2) == RunStart(checkpoint=str(path), step=4, is_restart=True)
 
 
-def test_checkpoints_without_a_run_are_not_taken_for_nothing(recipe, run):
+def test_checkpoints_without_a_run_are_refused(recipe, run):
     out = run(4)
     for name in ("recipe.yaml", "metrics.jsonl"):
         (out / name).unlink()
@@ -234,7 +234,7 @@ def test_micro_batches_decide_which_expert_trains_so_that_their_number_must_stay
         assert find_run_start(sft(4, 2), 2).step == 4
 
 
-def test_only_what_does_not_change_the_training_may_be_changed(recipe, run):
+def test_only_keys_without_effect_on_training_may_change(recipe, run):
     out = run(4)
     for change in (
         *("run.steps=9", "logging.console=false", "validation.every=3", "checkpoint.every=1", "reward.timeout_s=7"),
@@ -254,7 +254,7 @@ def test_only_what_does_not_change_the_training_may_be_changed(recipe, run):
         assert named in message
 
 
-def test_every_number_of_a_recipe_but_those_listed_makes_another_run(recipe):
+def test_numbers_that_are_not_listed_as_changeable_must_stay_equal(recipe):
     here = recipe("data.choose=reward_std")
     values = here.model_dump(mode="json")
     for section, keys in values.items():
@@ -274,7 +274,7 @@ def section_of(recipe, name, values):
     return type(getattr(recipe, name)).model_validate(values[name])
 
 
-def test_what_is_held_out_decides_what_is_trained_on(root, tmp_path):
+def test_a_changed_holdout_makes_another_run(root, tmp_path):
     path, out = root / "tests" / "recipes" / "sd3_sft.yaml", f"run.output_dir={tmp_path}"
     there, here = recipe_file.load_recipe(path, [out]), recipe_file.load_recipe(path, [out, "validation.holdout=0.5"])
     assert output.list_recipe_changes(there, here) == ["validation.holdout: 0.02 there, 0.5 here"]
@@ -312,7 +312,7 @@ def test_finished_run_without_a_checkpoint_cannot_be_made_longer(recipe, run):
     assert "optimizer.lr" in refusal(recipe("optimizer.lr=1"))
 
 
-def test_files_that_are_not_ours_are_refused_or_ignored(recipe, run):
+def test_unrelated_files_are_refused_or_ignored(recipe, run):
     out, deep = run(4), "[" * 100_000
     for text in ("[]", deep, '{"status": "finished", "step": Infinity}', '{"status": "finished", "step": {}}'):
         (out / "result.json").write_text(text)
@@ -343,7 +343,7 @@ def test_checkpoint_of_another_folder_begins_a_new_run_there(recipe, run):
     assert find_run_start(recipe(f"run.resume={path}"), 2).step == 6
 
 
-def test_path_that_is_no_checkpoint_is_refused(recipe):
+def test_a_path_without_a_checkpoint_is_refused(recipe):
     message = refusal(recipe("run.resume=atuo"))
     assert message.startswith("run.resume: atuo is not a complete checkpoint: set auto, never")
 
@@ -389,7 +389,7 @@ def test_overwriting_knows_an_input_by_any_spelling(recipe, run, tmp_path, monke
             find_run_start(recipe(override), 2, overwrite=True)
 
 
-def test_a_tiny_model_is_no_path_inside_the_folder(recipe, root, tmp_path, monkeypatch):
+def test_a_tiny_model_does_not_count_as_a_path_in_the_folder(recipe, root, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     prompts = f"data.path={root / 'recipes' / 'prompts' / 'colors'}"
     tiny = recipe("model.path=tiny:sd3", prompts)

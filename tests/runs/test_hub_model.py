@@ -33,7 +33,7 @@ def leave_run(folder, of):
     (folder / "recipe.yaml").write_text(recipe_file.dump_recipe(of))
 
 
-def test_a_new_run_takes_the_commit_that_the_branch_is_at(site, root, tmp_path):
+def test_a_new_run_uses_the_current_commit_of_the_branch(site, root, tmp_path):
     commit = site.repos[NAME].commit
     for words in ([], ["model.revision=v2"], [f"model.revision={commit}"]):
         found = pin_commit(recipe(root, tmp_path, *words))
@@ -47,7 +47,7 @@ def test_a_new_run_takes_the_commit_that_the_branch_is_at(site, root, tmp_path):
         pin_commit(recipe(root, tmp_path, "model.revision=v3"))
 
 
-def test_a_run_that_goes_on_takes_its_own(site, root, tmp_path):
+def test_a_resumed_run_uses_its_recorded_commit(site, root, tmp_path):
     leave_run(tmp_path / "out", recipe(root, tmp_path, f"model.revision={OLD}"))
     assert pin_commit(recipe(root, tmp_path)).model.revision == OLD
     assert pin_commit(recipe(root, tmp_path, "model.revision=v2")).model.revision == OLD
@@ -58,7 +58,7 @@ def test_a_run_that_goes_on_takes_its_own(site, root, tmp_path):
     assert pin_commit(recipe(root, tmp_path, f"model.revision={'cd' * 20}")).model.revision == "cd" * 20
 
 
-def test_a_run_of_another_model_says_nothing(site, root, tmp_path):
+def test_the_commit_of_a_run_of_another_model_is_not_used(site, root, tmp_path):
     leave_run(tmp_path / "out", recipe(root, tmp_path, "model.path=some/other", f"model.revision={OLD}"))
     assert pin_commit(recipe(root, tmp_path)).model.revision == site.repos[NAME].commit
 

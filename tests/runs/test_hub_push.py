@@ -67,7 +67,7 @@ def send(recipe, lora, is_stopped=lambda: False):
     push.finish(is_stopped)
 
 
-def test_an_export_arrives_whole_with_a_card_without_paths(site, run, tmp_path):
+def test_an_export_is_pushed_with_a_model_card_without_paths(site, run, tmp_path):
     recipe, lora = run
     send(recipe, lora)
     assert site.commits == [(REPO, "step 2")]
@@ -92,7 +92,7 @@ def test_an_export_arrives_whole_with_a_card_without_paths(site, run, tmp_path):
     assert Path(hf_hub_download(REPO, "adapter_config.json")).read_text() == "{}"
 
 
-def test_a_hub_that_refuses_is_a_warning_with_the_command_that_sends_it_later(site, run, caplog, monkeypatch):
+def test_a_refused_push_warns_with_the_command_to_repeat_it(site, run, caplog, monkeypatch):
     recipe, lora = run
     site.repos[REPO] = Repo({}, refusal=(403, "Forbidden"))
     with caplog.at_level(logging.WARNING):
@@ -108,7 +108,7 @@ def test_a_hub_that_refuses_is_a_warning_with_the_command_that_sends_it_later(si
 
 
 @check_each("limits", [{"MIN_WAIT_S": 0.5}, {"STOPPED_WAIT_S": 0.1}])
-def test_a_hub_that_accepts_connections_and_never_replies_does_not_hold_the_run(run, caplog, monkeypatch, limits):
+def test_a_silent_hub_does_not_delay_the_run(run, caplog, monkeypatch, limits):
     """Without a time limit the upload would wait for an hour, even after a signal."""
     recipe, lora = run
     monkeypatch.setattr(hub_push, "POLL_INTERVAL_S", 0.05)
@@ -165,7 +165,7 @@ def test_a_card_publishes_neither_addresses_nor_secrets(run, root, tmp_path):
     assert public["sampling"]["solver"] == "dpm2"
 
 
-def test_the_samples_of_a_card_are_of_the_last_step(tmp_path):
+def test_the_model_card_shows_samples_of_the_last_step(tmp_path):
     for name in ("step_2", "step_10", "step_x", "step_"):
         (tmp_path / "samples" / name).mkdir(parents=True)
         (tmp_path / "samples" / name / "0000.png").touch()

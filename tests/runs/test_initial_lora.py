@@ -43,7 +43,7 @@ def file(tmp_path):
     return made
 
 
-def test_a_kohya_file_gives_the_values_of_its_layers_alone(model, file):
+def test_a_kohya_file_gives_the_values_of_its_layers(model, file):
     start = load_initial_lora(recipe(file()), model)
     assert start.keys() == {f"transformer_blocks.0.attn.to_out.0.lora_{x}.weight" for x in "AB"}
     assert load_initial_lora(recipe(file(), init_from=None), model) is None
@@ -67,7 +67,7 @@ def test_a_kohya_file_gives_the_values_of_its_layers_alone(model, file):
         ({}, {"init_from": "nowhere/lora"}, "nowhere/lora does not exist; name a .safetensors file or an export"),
     ],
 )
-def test_what_does_not_fit_is_one_sentence(model, file, written, lora, said):
+def test_unsuitable_files_are_one_line_errors(model, file, written, lora, said):
     path = file(**written)
     with pytest.raises(UserError) as caught:
         load_initial_lora(recipe(path, **lora), model)

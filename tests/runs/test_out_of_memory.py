@@ -27,14 +27,14 @@ def told(error, device=CPU, phase="train"):
     return str(raised.value)
 
 
-def test_an_allocation_of_the_cpu_that_fails_is_one_sentence():
+def test_a_failed_cpu_allocation_is_a_one_line_error():
     with pytest.raises(OutOfMemory) as raised, explain_out_of_memory(CPU, lambda phase: ["less"], lambda: "train"):
         torch.empty(TOO_MANY, dtype=torch.uint8)
     assert str(raised.value).startswith("out of memory on cpu in phase train: requested 1048576.0 GiB more, the")
     assert str(raised.value).endswith("; change less")
 
 
-def test_the_sentence_of_a_gpu_has_its_peak_its_total_and_what_others_hold(monkeypatch):
+def test_the_error_of_a_gpu_has_peak_total_and_other_memory(monkeypatch):
     seen = []
 
     def of(value):
@@ -58,7 +58,7 @@ def test_the_sentence_of_a_gpu_has_its_peak_its_total_and_what_others_hold(monke
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
-def test_other_words_for_it_are_known(error):
+def test_other_out_of_memory_messages_are_recognized(error):
     assert "requested" not in told(error, phase=None)
     assert told(error, phase=None).startswith("out of memory on cpu: the peak of the process was ")
 
@@ -80,7 +80,7 @@ def nft_with(root, *overrides):
     return recipe_file.load_recipe(root / "tests" / "recipes" / "sd3_nft.yaml", overrides)
 
 
-def test_advice_begins_with_what_costs_least_in_the_phase(root):
+def test_advice_starts_with_the_cheapest_key_of_the_phase(root):
     nft = nft_with(root, "engine.micro_batch_size=8", "engine.max_forward_batch=4", "engine.deepspeed=zero2")
     train = suggest_keys_after_oom(nft, "train", num_ranks=8)
     assert train[:2] == ["model.gradient_checkpointing: true", "engine.micro_batch_size below 8"]
@@ -107,7 +107,7 @@ def test_advice_for_distillation_fits_its_phases_and_its_engine(root):
         assert "engine.deepspeed: zero3_offload" not in keys  # several adapters do not support offload
 
 
-def test_keys_that_are_at_their_end_are_left_out(root):
+def test_keys_at_their_minimum_are_omitted(root):
     least = ["model.gradient_checkpointing=true", "engine.micro_batch_size=1", "engine.deepspeed=zero3_offload"]
     left = suggest_keys_after_oom(nft_with(root, *least), "train", num_ranks=1)
     assert not any(word in key for word in ("checkpointing", "micro_batch", "zero3", "parallel") for key in left)

@@ -85,7 +85,7 @@ def test_the_newest_checkpoint_wins_wherever_it_is(recipe, leave, address, tmp_p
     assert find_run_start(recipe(), WORLD).step == 7
 
 
-def test_a_checkpoint_without_its_mark_is_not_taken_up(recipe, leave, address):
+def test_a_checkpoint_without_its_marker_is_not_used(recipe, leave, address):
     leave(4, 6)
     transfer.remove_objects([f"{address}/checkpoints/step_6/{store.COMPLETE}"])
     assert find_run_start(recipe(), WORLD).step == 4
@@ -106,7 +106,7 @@ def test_a_run_in_the_storage_is_refused_like_one_in_the_folder(recipe, leave, a
     assert find_run_start(recipe(), WORLD, overwrite=True) == RunStart()
 
 
-def test_checkpoints_of_a_storage_that_lack_files_are_no_reason_to_begin_again(recipe, leave, address):
+def test_incomplete_stored_checkpoints_are_an_error_instead_of_a_restart(recipe, leave, address):
     leave(4)
     transfer.remove_objects([f"{address}/checkpoints/step_4/recipe.yaml"])
     with pytest.raises(
@@ -115,7 +115,7 @@ def test_checkpoints_of_a_storage_that_lack_files_are_no_reason_to_begin_again(r
         find_run_start(recipe(), WORLD)
 
 
-def test_overwriting_leaves_a_storage_alone_that_no_run_recorded(recipe, leave, address):
+def test_overwriting_keeps_a_storage_without_a_recorded_run(recipe, leave, address):
     transfer.put_object(b"source", f"{address}/reward/code.py")
     with pytest.raises(RecipeError, match=rf"{address} contains reward, which \.wfm_run\.json does not list"):
         find_run_start(recipe(), WORLD, overwrite=True)
@@ -127,7 +127,7 @@ def test_a_run_that_has_finished_elsewhere_has_nothing_to_do(recipe, leave):
     assert find_run_start(recipe("run.steps=9"), WORLD).step == 8
 
 
-def test_folders_of_somebody_else_are_not_taken(recipe, address):
+def test_a_storage_with_unrecorded_files_is_refused(recipe, address):
     transfer.put_object(b"somebody's", f"{address}/samples/mine.png")
     with pytest.raises(RecipeError, match=rf"checkpoint.storage {address} contains samples, which belong to no run"):
         find_run_start(recipe(), WORLD)
@@ -153,7 +153,7 @@ def test_a_run_begins_from_a_checkpoint_at_an_address(recipe, leave, address, tm
 
 
 @check_each("value", ["/mnt/backup", "gs://bucket/run", "s3://", "s3:///"])
-def test_what_is_no_s3_address_is_refused(recipe, value):
+def test_invalid_s3_addresses_are_refused(recipe, value):
     with pytest.raises(RecipeError, match=r"checkpoint\.storage.*s3://BUCKET/FOLDER"):
         recipe(f"checkpoint.storage={value}")
 
@@ -171,7 +171,7 @@ def test_the_doctor_writes_to_the_storage_and_cleans_up(recipe, address):
         doctor_recipe.storage_summary(recipe("checkpoint.storage=s3://nobodys/run"))
 
 
-def test_an_address_becomes_a_folder_for_as_long_as_it_is_read(leave, address, tmp_path, capsys):
+def test_a_stored_checkpoint_is_downloaded_while_it_is_read(leave, address, tmp_path, capsys):
     leave(4)
     with remote_store.open_locally(f"{address}/checkpoints/step_4/", tmp_path) as folder:
         assert folder.name == "step_4"
@@ -186,7 +186,7 @@ def test_an_address_becomes_a_folder_for_as_long_as_it_is_read(leave, address, t
     assert capsys.readouterr().err == f"error: {address}/nothing: not found\n"
 
 
-def test_what_is_missing_is_one_sentence(tmp_path):
+def test_missing_objects_are_one_line_errors(tmp_path):
     names = [f"samples/step_{n}/0000.png" for n in range(5)]
     copies = StorageCopies(address="s3://b/run", missing=names, reason="it is gone")
     assert copies.missing_message(tmp_path) == (
@@ -195,7 +195,7 @@ def test_what_is_missing_is_one_sentence(tmp_path):
     )
 
 
-def test_a_result_that_the_storage_does_not_take_is_missing(tmp_path, monkeypatch):
+def test_a_result_that_cannot_be_uploaded_is_reported_as_missing(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise StorageError("the quota is used up")
 

@@ -63,7 +63,7 @@ def test_a_teacher_is_loaded_under_its_policy_in_the_scale_of_the_run(model, tmp
     assert load_teachers(recipe(), model) == {}
 
 
-def test_the_teacher_init_is_the_lora_that_the_run_starts_from(model, tmp_path):
+def test_the_teacher_init_is_the_initial_lora_of_the_run(model, tmp_path):
     save_file(lora_tensors(rank=4, alpha=8.0), tmp_path / "a.safetensors")
     start = recipe("init", lora={"init_from": str(tmp_path / "a.safetensors")})
     assert torch.equal(
@@ -86,7 +86,7 @@ MAGNITUDE = {f"transformer.{LAYER}.lora_magnitude_vector": torch.ones(32)}
         ({}, {"dora": True}, "do not support lora.dora and lora.modules_to_save yet"),
     ],
 )
-def test_a_lora_that_cannot_teach_is_one_sentence(model, tmp_path, written, lora, said):
+def test_an_unsuitable_teacher_is_a_one_line_error(model, tmp_path, written, lora, said):
     save_file(lora_tensors(**written), tmp_path / "a.safetensors")
     with pytest.raises(UserError) as caught:
         load_teachers(recipe(tmp_path / "a.safetensors", lora=lora), model)

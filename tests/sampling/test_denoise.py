@@ -119,7 +119,7 @@ def test_dpm2_is_nearer_to_the_exact_end_than_euler_on_stock_grids_too(grid, gai
 
 
 @pytest.mark.parametrize("solver", ["ode", "dpm2"])
-def test_the_model_is_asked_at_the_grid_untruncated_once_a_step(solver):
+def test_the_model_is_called_once_per_step_at_the_exact_noise_level(solver):
     sigmas, model = shift_three(10), Field(wavy)
     denoised(model, torch.zeros(3, 1, 2, 2), sigmas, solver)
     assert model.sigmas == sigmas[:-1].tolist()
@@ -140,7 +140,7 @@ def test_the_loop_never_reads_a_value_from_the_device(solver):
     assert out.shape == noise.shape
 
 
-def test_no_graph_is_kept():
+def test_no_autograd_graph_is_kept():
     weight = torch.ones((), requires_grad=True)
     out = denoised(lambda x, s: weight * x, torch.ones(1, 1, 2, 2), shift_three(3), "dpm2")
     assert not out.requires_grad

@@ -83,7 +83,7 @@ def test_steps_of_2ab_equal_the_residual_form(num_steps):
 
 @pytest.mark.parametrize("solver", ["edm_2ab", "edm_euler"])
 @given(st.integers(1, 60), st.floats(0, 3))
-def test_a_constant_x0_hat_is_kept_by_every_step(solver, num_steps, s_churn):
+def test_every_step_preserves_a_constant_x0_prediction(solver, num_steps, s_churn):
     for step in plan(num_steps, solver, s_churn=s_churn).steps:
         assert step.state_coef + step.clean_coef + step.previous_clean_coef == pytest.approx(1)
         assert 0 < step.state_coef < 1
@@ -140,7 +140,7 @@ def test_gain_is_the_derivative_of_the_mean_in_units_of_its_noise():
     ("keys", "want"),
     [({}, [0, 1, 2, 3, 4]), ({"s_churn": 0}, []), ({"s_t_max": 30.0}, [1, 2, 3, 4]), ({"s_t_min": 1.0}, [0, 1, 2, 3])],
 )
-def test_trainable_steps_are_those_that_churn_follows(keys, want):
+def test_trainable_steps_precede_churn(keys, want):
     levels = karras_levels(6)
     assert levels[1] > 30 > levels[2]
     assert levels[4] > 1 > levels[5]
@@ -148,14 +148,14 @@ def test_trainable_steps_are_those_that_churn_follows(keys, want):
 
 
 @pytest.mark.parametrize(("solver", "num_steps"), [("edm_2ab", 60), ("edm_euler", 200)])
-def test_churn_keeps_the_data_law(solver, num_steps):
+def test_churn_preserves_the_data_distribution(solver, num_steps):
     clean = plan(num_steps, solver).denoise(gaussian(1.3, 0.4), normal(1, 1, 200, 200).float(), [5]).clean_latents
     assert clean.dtype == torch.float32
     assert clean.mean().item() == pytest.approx(1.3, abs=0.02)
     assert clean.std().item() == pytest.approx(0.4, rel=0.03)
 
 
-def test_a_sample_depends_on_its_noise_and_seed_alone():
+def test_a_sample_depends_only_on_its_noise_and_seed():
     xi = normal(3, 2, 4, 5).float()
     whole = plan(5, stored=(1, 3)).denoise(wavy, xi, [7, 8, 9])
     alone = plan(5, stored=(1, 3)).denoise(wavy, xi[1:2], [8])
@@ -165,7 +165,7 @@ def test_a_sample_depends_on_its_noise_and_seed_alone():
     assert sorted(whole.states) == [1, 3]
 
 
-def test_the_model_is_asked_once_a_step_and_once_for_the_result():
+def test_the_model_is_called_once_per_step_and_once_for_the_result():
     asked = []
     plan(7).denoise(lambda x, sigma: asked.append(sigma) or wavy(x, sigma), normal(1, 1, 2, 2), [0])
     assert asked == [step.sigma for step in plan(7).steps] + [0.01 / 1.01]
@@ -179,7 +179,7 @@ def test_the_loop_never_reads_a_value_from_the_device():
     assert out.clean_latents.device.type == "meta"
 
 
-def test_given_frames_stay_what_they_are_and_their_noise_touches_nothing():
+def test_conditioning_frames_do_not_change_and_their_noise_has_no_effect():
     video, xi = normal(2, 2, 3, 4, 4, seed=1).float(), normal(2, 2, 3, 4, 4).float()
     conditioning = get_clean_frames(add_clean_frames({}, video, torch.tensor([1, 2])))
 
@@ -195,7 +195,7 @@ def test_given_frames_stay_what_they_are_and_their_noise_touches_nothing():
     assert torch.equal(other[~mask], clean[~mask])
 
 
-def test_no_graph_is_kept():
+def test_no_autograd_graph_is_kept():
     weight = torch.ones((), requires_grad=True)
     assert not plan(3).denoise(lambda x, sigma: weight * x, torch.ones(1, 1, 2, 2), [0]).clean_latents.requires_grad
 
@@ -208,7 +208,7 @@ def test_no_graph_is_kept():
         ("edm_2ab", 300, {"s_churn": 30.0, "s_t_max": 20.0}, "do not decrease"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(solver, num_steps, keys, message):
+def test_invalid_plans_are_refused(solver, num_steps, keys, message):
     with pytest.raises(ValueError, match=message):
         plan(num_steps, solver, **keys)
 

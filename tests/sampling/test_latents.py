@@ -10,7 +10,7 @@ SHAPES = [(2, 3, 5, 7), (3, 1, 3, 5, 2)]
 
 
 @check_each("shape", [(4, 3, 5), (1, 1, 1), (2, 3, 4, 5)])
-def test_plain_diffusers_draws_the_same_noise_from_the_seeds(shape):
+def test_plain_diffusers_generates_the_same_noise_from_the_seeds(shape):
     seeds = [0, 7, 2**62 + 11]
     generators = [torch.Generator("cpu").manual_seed(s) for s in seeds]
     theirs = randn_tensor((3, *shape), generator=generators, dtype=torch.float32)
@@ -30,7 +30,7 @@ def test_noise_depends_on_the_seed_and_not_on_the_batch_or_the_global_state():
     assert not torch.equal(together[0], together[1])
 
 
-def test_noise_on_the_cpu_is_that_of_the_low_32_bits():
+def test_cpu_noise_uses_the_low_32_bits_of_the_seed():
     whole, low, other = draw_cpu_normal([5 + 2**40, 5, 4], (2, 4, 4))
     assert torch.equal(whole, low)
     assert not torch.equal(low, other)
@@ -42,7 +42,7 @@ def test_noise_for_no_samples_is_refused():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_drawn_noise_is_that_of_the_contract_and_goes_into_the_latents(shape):
+def test_noise_follows_the_contract_and_is_written_into_the_latents(shape):
     clean, sigma, seeds = torch.randn(shape), torch.linspace(0.1, 1, shape[0]), [2**62 + i for i in range(shape[0])]
     noisy, noise = add_noise(clean, sigma, seeds)
     assert torch.equal(noise, normal_noise(torch.tensor(seeds), clean[0].numel()).view(shape))
@@ -68,6 +68,6 @@ def test_drawn_noise_is_that_of_the_contract_and_goes_into_the_latents(shape):
         (torch.zeros(0, 1, 3, 3), torch.zeros(0, 1, 3, 3), torch.zeros(0), "non-empty"),
     ],
 )
-def test_what_does_not_belong_together_is_refused(clean, noise, sigma, message):
+def test_mismatched_arguments_are_refused(clean, noise, sigma, message):
     with pytest.raises(ValueError, match=message):
         noisy_latents(clean, noise, sigma)

@@ -66,7 +66,7 @@ def test_stored_steps_are_the_published_steps_and_their_log_probabilities(solver
 
 
 @check_each("solver", LEVELS)
-def test_training_computes_the_bits_of_the_stored_log_probability_in_any_batch(solver):
+def test_training_reproduces_stored_log_probs_bit_for_bit_in_any_batch(solver):
     plan = plan_of(solver, stored_steps=range(9))
     trajectory = plan.denoise(wavy, start(), [7, 8])
     for step in trajectory.stored_steps:
@@ -77,7 +77,7 @@ def test_training_computes_the_bits_of_the_stored_log_probability_in_any_batch(s
 
 
 @check_each("solver", LEVELS)
-def test_a_stochastic_grid_begins_at_one(solver):
+def test_a_stochastic_grid_starts_at_one(solver):
     almost = plan_of(solver, grid(0.9997, *SHIFT_3[1:]))
     assert almost.steps == plan_of(solver).steps
     assert torch.equal(almost.table, plan_of(solver).table)
@@ -117,7 +117,7 @@ def test_without_noisy_steps_a_stochastic_plan_has_the_bits_of_ode():
 
 
 @check_each("solver", LEVELS)
-def test_what_a_sample_becomes_depends_on_its_seed_alone(solver):
+def test_a_sample_depends_only_on_its_seed(solver):
     noise, plan = start((3, 2, 3, 5)), plan_of(solver, stored_steps=[1, 4])
     together = plan.denoise(wavy, noise, [11, 12, 13])
     turned = plan.denoise(wavy, noise.flip(0), [13, 12, 11])
@@ -175,7 +175,7 @@ WINDOWS = {
 
 
 @check_each("name", WINDOWS)
-def test_windows_are_steps_that_may_be_trained_on(name):
+def test_windows_are_the_trainable_steps(name):
     window = WINDOWS[name]
     window.check_steps(10)
     seen = set()
@@ -188,17 +188,17 @@ def test_windows_are_steps_that_may_be_trained_on(name):
     assert max(seen) <= 8
 
 
-def test_without_a_window_all_but_the_last_step_are_trained_on():
+def test_without_a_window_all_steps_except_the_last_are_trained():
     assert trainable_steps(None, 10, run_seed=0, step=1) == all_trainable_steps(None, 10) == list(range(9))
 
 
-def test_a_progressive_window_moves_and_begins_again():
+def test_a_progressive_window_moves_and_starts_again():
     window = ProgressiveWindow(kind="progressive", size=4, stride=2, iters_per_position=3, range=(1, 9))
     firsts = [trainable_steps(window, 10, run_seed=0, step=step)[0] for step in range(1, 13)]
     assert firsts == [1, 1, 1, 3, 3, 3, 5, 5, 5, 2, 2, 2]  # 5 positions: after 1, 3, 5 follows 7, which wraps to 2
 
 
-def test_random_windows_take_every_place_equally_often():
+def test_random_windows_have_every_position_equally_often():
     num_draws, window = 4000, RandomWindow(kind="random", size=3, range=(1, 9))
     places = Counter(trainable_steps(window, 10, run_seed=0, step=step)[0] for step in range(num_draws))
     assert sorted(places) == [1, 2, 3, 4, 5, 6]
@@ -219,7 +219,7 @@ def test_subsets_take_every_index_equally_often():
 
 @given(st.integers(2, 30), st.integers(1, 30), st.integers(0, 30), st.integers(0, 30))
 @settings(deadline=None)
-def test_a_range_that_cannot_hold_the_window_is_refused_and_any_other_can_be_drawn_from(num_steps, size, first, last):
+def test_a_random_window_must_fit_into_its_range(num_steps, size, first, last):
     window = RandomWindow(kind="random", size=size, range=(first, last))
     if last > num_steps - 1 or last - first < size:
         with pytest.raises(ValueError, match=rf"size {size} and range \[{first}, {last}\] with {num_steps} steps"):

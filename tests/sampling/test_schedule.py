@@ -25,7 +25,7 @@ def test_shift_keeps_the_ends():
     assert invert_shift(grid(0.0, 1.0), 3.0).tolist() == [0.0, 1.0]
 
 
-def test_euler_steps_walk_the_grid():
+def test_euler_steps_follow_the_grid():
     steps = solver_steps("ode", grid(1.0, 0.75, 0.5, 0.0))
     assert [(s.sigma, s.sigma_next, s.correction) for s in steps] == [
         (1.0, 0.75, 0.0),

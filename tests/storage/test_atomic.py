@@ -39,7 +39,7 @@ def test_a_folder_in_which_a_file_still_grows_is_not_stale(tmp_path):
         (folder / "checkpoint").mkdir(parents=True)
         (folder / "checkpoint" / "weights").touch()
         for path in (folder, folder / "checkpoint"):
-            os.utime(path, (0.0, 0.0))  # as three days after the writer has created the last file
+            os.utime(path, (0.0, 0.0))  # folders that got their last file long ago
     os.utime(folders[1] / "checkpoint" / "weights", (0.0, 0.0))
     atomic.remove_stale(folders, time.time())
     assert [folder.exists() for folder in folders] == [True, False]
@@ -70,7 +70,7 @@ def test_killed_writer_loses_nothing_and_the_next_one_cleans_up(tmp_path, moment
     assert (os.listdir(tmp_path), os.listdir(out), (out / "file").read_text()) == (["out"], ["file"], "3")
 
 
-def test_folders_of_similar_names_are_the_users(tmp_path):
+def test_folders_with_similar_names_are_kept(tmp_path):
     for name in ("out", "out.tmp", "out.old"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").write_text("1")
@@ -80,17 +80,17 @@ def test_folders_of_similar_names_are_the_users(tmp_path):
     assert (tmp_path / "out.old" / "mine").exists()
 
 
-def test_text_is_replaced_whole(tmp_path):
+def test_text_is_replaced_atomically(tmp_path):
     path = tmp_path / "result.json"
     atomic.write_text(path, "one")
-    with path.open() as reader:  # has the old file, whatever happens to the name
+    with path.open() as reader:  # still reads the old file after the replacement
         atomic.write_text(path, "zw\u00f6lf")
         assert reader.read() == "one"
     assert path.read_text(encoding="utf-8") == "zw\u00f6lf"
     assert os.listdir(tmp_path) == ["result.json"]
 
 
-def test_writers_of_one_file_at_a_time_do_not_meet(tmp_path):
+def test_concurrent_writers_of_a_file_do_not_interfere(tmp_path):
     path = tmp_path / "index.json"
     with atomic.new_file(path) as slow, atomic.new_file(path) as quick:
         slow.write_text("slow")

@@ -1,4 +1,4 @@
-"""Addresses, credentials, and S3 over a network that fails: real requests to a server on this machine."""
+"""Addresses, credentials, and S3 over a failing network, with real requests to a server on this machine."""
 
 import os
 import socket
@@ -48,7 +48,7 @@ def test_a_connection_that_is_cut_is_opened_again_a_few_times(proxy, monkeypatch
             storage.read_range(FILE, 0, 1)
 
 
-def test_what_does_not_exist_is_no_failure_of_the_storage(proxy, tmp_path):
+def test_a_missing_object_is_not_a_storage_failure(proxy, tmp_path):
     for address in (f"s3://{s3.BUCKET}/nothing", str(tmp_path / "nothing")):
         for read in (lambda address: storage.read_range(address, 0, 1), storage.file_version):
             with pytest.raises(FileNotFoundError):
@@ -84,7 +84,7 @@ def test_errors_and_logs_show_no_key(proxy, monkeypatch, caplog):
     assert "hunter2" not in str(raised.value) + caplog.text
 
 
-def test_without_the_variables_awss_own_ways_are_used():
+def test_without_variables_the_default_credentials_of_aws_are_used():
     options = storage.s3_options({}, 1)
     assert (options["key"], options["secret"], options["client_kwargs"]) == (None, None, {})
 

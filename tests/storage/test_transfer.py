@@ -1,4 +1,4 @@
-"""Whole files to a real S3 server and back, while connections break, answers are errors and bytes change on the way."""
+"""Uploads to and downloads from a real S3 server, with broken connections, error responses and changed bytes."""
 
 import hashlib
 import os
@@ -34,7 +34,7 @@ def stored(s3_server, name):
 
 
 @pytest.mark.usefixtures("small_parts")
-def test_what_arrives_is_what_was_sent_and_comes_back(s3_server, s3_proxy, file, tmp_path):
+def test_uploads_and_downloads_are_lossless(s3_server, s3_proxy, file, tmp_path):
     moved = []
     digest = transfer.upload_file(file, f"{ROOT}/file", on_progress=moved.append)
     assert digest == hashlib.sha256(CONTENT).hexdigest()
@@ -45,7 +45,7 @@ def test_what_arrives_is_what_was_sent_and_comes_back(s3_server, s3_proxy, file,
     assert s3_proxy.num_failed == 0
 
 
-def test_a_file_that_grows_is_sent_as_long_as_it_was(s3_server, s3_proxy, file):
+def test_a_growing_file_is_uploaded_with_its_initial_size(s3_server, s3_proxy, file):
     assert transfer.upload_file(file, f"{ROOT}/log", size=1000) == hashlib.sha256(CONTENT[:1000]).hexdigest()
     assert stored(s3_server, "log") == CONTENT[:1000]
     transfer.upload_file(file, f"{ROOT}/log", size=0)
@@ -64,7 +64,7 @@ def test_a_request_that_fails_is_tried_again(s3_server, s3_proxy, file, fault):
 
 @pytest.mark.usefixtures("small_parts")
 @pytest.mark.parametrize("fault", ["upload_cuts", "errors", "flips"])
-def test_a_failed_upload_leaves_what_was_there_and_no_paid_for_parts(s3_server, s3_proxy, file, fault, monkeypatch):
+def test_a_failed_upload_keeps_the_old_object_and_removes_its_parts(s3_server, s3_proxy, file, fault, monkeypatch):
     monkeypatch.setattr(transfer, "NUM_TRIES", 1)
     transfer.put_object(b"before", f"{ROOT}/kept")
     setattr(s3_proxy, fault, 100)
@@ -78,13 +78,13 @@ def test_a_failed_upload_leaves_what_was_there_and_no_paid_for_parts(s3_server, 
     assert stored(s3_server, "kept") == CONTENT
 
 
-def test_a_byte_that_changed_on_the_way_is_noticed(s3_proxy, file):
+def test_a_byte_changed_in_transit_is_detected(s3_proxy, file):
     s3_proxy.flips = 1
     with pytest.raises(StorageError, match="was damaged in transit: the storage reports another MD5 than was sent"):
         transfer.upload_file(file, f"{ROOT}/flipped")
 
 
-def test_an_object_that_was_damaged_later_is_not_taken_up(s3_server, s3_proxy, file, tmp_path):
+def test_a_damaged_object_is_refused(s3_server, s3_proxy, file, tmp_path):
     digest = transfer.upload_file(file, f"{ROOT}/damaged")
     s3_server[1].put_object(Bucket=s3.BUCKET, Key="run/damaged", Body=CONTENT[::-1])
     (tmp_path / "back").write_bytes(b"before")
@@ -111,14 +111,14 @@ def test_names_texts_copies_and_removal(s3_server, s3_proxy):
         transfer.read_text(f"{ROOT}/list/0/a")
 
 
-def test_long_lists_are_read_to_their_end(s3_proxy, monkeypatch):
+def test_long_listings_are_complete(s3_proxy, monkeypatch):
     monkeypatch.setattr(transfer, "KEYS_PER_PAGE", 2)
     for number in range(5):
         transfer.put_object(b"", f"{ROOT}/many/{number}")
     assert sorted(transfer.list_objects(f"{ROOT}/many")) == ["0", "1", "2", "3", "4"]
 
 
-def test_a_storage_is_writable_or_says_why_not(s3_server, s3_proxy, monkeypatch):
+def test_a_storage_that_is_not_writable_gives_the_reason(s3_server, s3_proxy, monkeypatch):
     transfer.require_writable(ROOT)
     assert [name for name in transfer.list_objects(ROOT) if ".wfm_ds" in name] == []
     with pytest.raises(StorageError, match=r"s3://nobodys/run/\.wfm_ds-\w+: the bucket does not exist"):

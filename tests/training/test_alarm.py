@@ -40,19 +40,19 @@ def alarms(rng, prompts, **settings):
     return found
 
 
-def test_a_run_that_is_fooled_raises_it_and_names_the_judge():
+def test_a_hacked_reward_raises_the_alarm_and_names_the_held_out_reward():
     found = [alarms(np.random.default_rng(seed), 32, judged=-0.75) for seed in range(20)]
     assert sum(LOOKS - 1 in one for one in found) >= 19
     assert all(names == {"judge0"} for one in found for names in one.values())
     assert min(look for one in found for look in one) >= 2  # never at the first comparison
 
 
-def test_a_healthy_run_raises_none():
+def test_a_healthy_run_raises_no_alarm():
     found = [bool(alarms(np.random.default_rng(seed), 16, judged=0.5)) for seed in range(60)]
     assert sum(found) <= 2
 
 
-def test_a_judge_that_falls_alone_is_no_hacking():
+def test_a_fall_of_all_rewards_is_not_reward_hacking():
     """The trained reward falls too: the run is broken, which its reward curve shows."""
     alarm, rng = RewardAlarm([]), np.random.default_rng(0)
     for total, judges in curves(rng, 32, judged=-1.0):
@@ -60,7 +60,7 @@ def test_a_judge_that_falls_alone_is_no_hacking():
         assert not alarm.falling_rewards
 
 
-def test_it_goes_on_where_a_run_was_stopped_and_forgets_another_evaluation():
+def test_a_resumed_alarm_continues_and_a_changed_evaluation_resets_it():
     looks = list(curves(np.random.default_rng(3), 32, judged=-1.0))
     looks[0][1]["judge1"][0, 0] = np.nan  # a failed reward
     whole, first, second, other = RewardAlarm(["p"]), RewardAlarm(["p"]), RewardAlarm(["p"]), RewardAlarm(["q"])
@@ -76,7 +76,7 @@ def test_it_goes_on_where_a_run_was_stopped_and_forgets_another_evaluation():
 
 
 @check_each("raised", [True, False])
-def test_the_end_of_a_run_repeats_the_alarm(raised):
+def test_the_alarm_is_repeated_at_the_end_of_a_run(raised):
     alarm, lines = RewardAlarm([]), []
     resumed = RewardAlarm([])  # after the last evaluation
     alarm.falling_rewards = {"ocr": 1.5} if raised else {}
@@ -95,7 +95,7 @@ def test_the_end_of_a_run_repeats_the_alarm(raised):
     assert (lines[-1] == message) == raised
 
 
-def test_without_a_trained_reward_there_are_changes_and_no_alarm():
+def test_without_a_trained_reward_changes_are_reported_but_no_alarm():
     alarm = RewardAlarm([])
     ones, zeros = np.ones((6, 1)), np.zeros((6, 1))
     assert alarm.update(None, {"a": zeros}) == {}

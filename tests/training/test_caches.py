@@ -64,7 +64,7 @@ def filled(recipe, model, data, ranks):
     return [CacheFiller(recipe, model, data, rank, ranks).fill_caches() for rank in range(ranks)]
 
 
-def test_ranks_share_the_work_and_nothing_is_done_twice(sft):
+def test_ranks_split_the_work_and_nothing_is_computed_twice(sft):
     recipe = sft("validation.num_prompts=2")
     model, data = load_model(recipe, CPU), load_data(recipe)
     texts = {"shade 0", "shade 1", "shade 2", NegativeText("")}
@@ -83,7 +83,7 @@ def test_ranks_share_the_work_and_nothing_is_done_twice(sft):
     cache.encode(list(texts))
 
 
-def test_encoders_stay_while_a_text_is_missing(sft):
+def test_encoders_are_kept_while_a_text_is_missing(sft):
     recipe = sft()
     model, data = load_model(recipe, CPU), load_data(recipe)
     seen = []
@@ -134,7 +134,7 @@ def test_guidance_needs_its_negative_texts(sft, root, tiny_pipelines, tmp_path):
     assert set(collect_run_texts(many, model, data)) >= {p.text for p in data.prompts}
 
 
-def test_cached_latents_stand_in_for_decoding_and_encoding(sft, images):
+def test_cached_latents_replace_decoding_and_encoding(sft, images):
     recipe = sft()
     model, data = load_model(recipe, CPU), load_data(recipe)
     cache, (frames,) = open_latent_cache(recipe, model), build_buckets(recipe, model).framings
@@ -175,7 +175,7 @@ def test_bad_media_are_counted_up_to_the_limit(sft, images):
         filled(sft("data.max_bad_fraction=0.2"), model, data, 1)
 
 
-def test_each_size_of_the_buckets_has_latents_of_its_own(sft, images):
+def test_each_bucket_size_has_its_own_latents(sft, images):
     Image.new("RGB", (32, 64), "red").save(images / "1.png")
     recipe = sft("data.buckets=[[16, 16], [32, 16]]", "validation.holdout=0")
     model, data = load_model(recipe, CPU), load_data(recipe)
@@ -190,7 +190,7 @@ def test_each_size_of_the_buckets_has_latents_of_its_own(sft, images):
 
 
 @pytest.mark.parametrize("override", ["data.cache_dir=null", "data.crop=random", "data.clip=random"])
-def test_latents_that_differ_each_epoch_cannot_be_kept(sft, override):
+def test_latents_that_differ_each_epoch_cannot_be_cached(sft, override):
     with pytest.raises(RecipeError, match="cache_latents needs cache_dir, clip: centre and crop: centre"):
         sft(override)
 

@@ -31,12 +31,12 @@ def model(tiny_pipelines):
         ("cosmos25_ddrl", ["algorithm.data_beta=0"], 13),
     ],
 )
-def test_rollouts_need_no_more_of_a_medium_than_they_are_given(model, name, overrides, frames):
+def test_rollouts_read_only_the_conditioning_frames(model, name, overrides, frames):
     recipe = recipe_file.load_recipe(TINY / f"{name}.yaml", [*EDM, *overrides])
     assert {framing.num_frames for framing in build_buckets(recipe, model).framings} == {frames}
 
 
-def test_frames_that_are_not_given_are_zeros():
+def test_frames_without_conditioning_are_zero():
     latents = torch.randn(3, 2, 4, 5)
     whole = pad_num_frames(latents, 6)
     assert whole.shape == (3, 6, 4, 5)

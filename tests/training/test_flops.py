@@ -50,14 +50,14 @@ def attention_flops(model):
     return 4 * width * (config.num_layers * joint**2 + len(config.dual_attention_layers) * image**2)
 
 
-def test_forward_is_two_per_multiply_add_of_what_a_real_forward_runs(model):
+def test_forward_flops_are_two_per_multiply_add_of_a_real_forward(model):
     linear = 2 * sum(n for n, _ in multiply_adds(model.unwrapped_denoiser, one_sample(model)).values())
     flops = count_flops(model, SHAPE, model.encode_text(["a"]))
     assert flops.forward == linear + attention_flops(model) == flops.forward_without_adapters
     assert flops.recompute == 0
 
 
-def test_backward_is_two_forwards_but_for_the_gradients_of_the_inputs(model):
+def test_backward_flops_are_two_forwards_minus_unneeded_input_gradients(model):
     by_layer = multiply_adds(model.unwrapped_denoiser, one_sample(model))
     first = [name for name, (_, passes_on) in by_layer.items() if not passes_on]
     assert "context_embedder" in first
@@ -106,7 +106,7 @@ def test_counting_leaves_the_model_alone_and_takes_no_memory(model):
     assert not model.unwrapped_denoiser.is_gradient_checkpointing
 
 
-def test_of_two_experts_a_forward_runs_one(tiny_pipelines):
+def test_a_forward_runs_one_of_two_experts(tiny_pipelines):
     counts = []
     for family in ("wan21", "wan22"):
         model = registry.load_model(tiny_pipelines(family), dtype=torch.float32, device="cpu")
@@ -115,7 +115,7 @@ def test_of_two_experts_a_forward_runs_one(tiny_pipelines):
     assert counts[0] == counts[1]
 
 
-def test_work_counts_adapters_backward_and_recomputation_where_they_are():
+def test_flops_include_adapters_backward_and_recomputation():
     forwards = {"policy": ForwardCount(2, 10), "ref": ForwardCount(1, 10, 10), "uncond": ForwardCount(3, 20, 10)}
     flops = Flops(forward=110, backward=200, recompute=90, forward_without_adapters=100)
     assert flops_by_purpose(forwards, flops) == {

@@ -84,7 +84,7 @@ def test_diffusion_nft_runs_the_forwards_of_its_formula():
 
 
 @pytest.mark.parametrize("regenerate", [True, False])
-def test_candidates_take_few_steps_each_and_what_is_kept_all_of_them(regenerate):
+def test_candidates_take_few_steps_and_selected_samples_all_steps(regenerate):
     explore = {"group_size": 10, "steps": 3, "regenerate": regenerate}
     recipe = rl({"name": "diffusion_nft"}, {"explore": explore}, guidance=2.0, engine={"max_forward_batch": 16})
     plain = step_of(rl({"name": "diffusion_nft"}, guidance=2.0, engine={"max_forward_batch": 16}), step=2, world=2)
@@ -102,7 +102,7 @@ def test_folded_forwards_are_those_that_the_loop_makes(sizes, most):
 
 
 @given(st.sampled_from([1.0, 4.0]), st.sampled_from([0.0, 0.1]), st.integers(1, 3), st.integers(2, 9))
-def test_guidance_doubles_what_is_asked_and_no_kl_asks_no_reference(w, kl_beta, updates, micro):
+def test_guidance_doubles_the_forwards_and_without_kl_the_reference_has_none(w, kl_beta, updates, micro):
     recipe = nft(guidance=w, kl_beta=kl_beta, updates_per_rollout=updates, engine={"micro_batch_size": micro})
     forwards = step_of(recipe, step=5)
     terms = 24 * 9
@@ -124,7 +124,7 @@ def test_guidance_doubles_what_is_asked_and_no_kl_asks_no_reference(w, kl_beta, 
         ({"flat_steps": 3, "initial": 0, "slope": 0.1, "max": 0.5}, [0.5, 0.5, 1]),
     ],
 )
-def test_old_is_asked_only_where_it_differs_from_the_trained_weights(decay, share_of_old):
+def test_old_runs_forwards_only_if_it_differs_from_the_trained_weights(decay, share_of_old):
     recipe = nft(old_decay=decay, updates_per_rollout=2)
     terms = 24 * 9
     assert [step_of(recipe, step)["old"].samples / terms for step in (1, 2, 3)] == share_of_old
@@ -133,7 +133,7 @@ def test_old_is_asked_only_where_it_differs_from_the_trained_weights(decay, shar
 
 
 @pytest.mark.parametrize("window", [None, {"kind": "random", "size": 2}])
-def test_flow_grpo_trains_its_noisy_steps_and_recalls_old_for_later_updates_only(window):
+def test_flow_grpo_trains_noisy_steps_and_evaluates_old_only_for_later_updates(window):
     noisy = 9 if window is None else 2
     batches = {"micro_batch_size": 6, "max_forward_batch": 12}
     forwards = step_of(grpo(window=window, engine=batches, updates_per_rollout=3, old_log_prob="recompute"), step=1)
@@ -162,7 +162,7 @@ def test_ddrl_adds_its_data_to_the_trained_samples_and_no_forward(first_only, da
 
 
 @pytest.mark.parametrize(("first_only", "data"), [(False, 24 * 3), (True, 24)])
-def test_data_in_forwards_of_its_own_adds_a_forward_for_each_micro_batch_that_has_any(first_only, data):
+def test_separate_data_adds_a_forward_to_each_micro_batch_with_data(first_only, data):
     settings = {"train_on": [0, 2, 4], "ratio_norm": "std_scaled", "data_on_first_only": first_only, "data_beta": 0.1}
     engine = {"micro_batch_size": 5, "max_forward_batch": 10}
     separate = rl({"name": "ddrl", "data_forward": "separate", **settings}, {"solver": "edm_2ab"}, engine=engine)
@@ -174,7 +174,7 @@ def test_data_in_forwards_of_its_own_adds_a_forward_for_each_micro_batch_that_ha
     assert step_of(joint, step=2)["policy"].samples == forwards["policy"].samples
 
 
-def test_guidance_in_the_range_of_one_expert_is_counted_there_alone():
+def test_guidance_of_one_expert_is_counted_only_in_its_range():
     recipe, sigmas = grpo(guidance=4.5), torch.linspace(1, 0, 11, dtype=torch.float64)
     algorithm, guided = build_rl_algorithm(recipe, sigmas), lambda sigma: sigma > 0.65  # 4 of 10 levels
     forwards = count_rl_step(recipe, derive_run_sizes(recipe, 1), algorithm, 1, guided=guided)
@@ -191,7 +191,7 @@ def test_joint_guidance_halves_the_forwards_of_batches_that_fit_twice(most, call
     assert step_of(rl({"name": "diffusion_nft"}, **settings), step=1)["rollout"] == ForwardCount(calls, 24 * 20)
 
 
-def test_merged_adapters_are_seen_by_no_rollout():
+def test_rollouts_with_merged_lora_run_without_adapters():
     recipe = nft(guidance=2.0)
     merged = Recipe.model_validate(
         recipe.model_dump() | {"rollout": recipe.rollout.model_dump() | {"merge_lora": True}}
@@ -200,7 +200,7 @@ def test_merged_adapters_are_seen_by_no_rollout():
     assert step_of(recipe, step=1)["rollout"].without_adapters == 0
 
 
-def test_best_of_n_trains_its_share():
+def test_best_of_n_trains_its_fraction_of_the_samples():
     assert step_of(grpo(best_of_n=2), step=1)["policy"].samples == 24 * 9 // 2
 
 
@@ -272,7 +272,7 @@ def test_sft_and_evaluations():
     }  # only logged samples are generated
 
 
-def test_dpo_asks_policy_and_reference_about_both_media_of_each_pair():
+def test_dpo_runs_policy_and_reference_on_both_media_of_each_pair():
     recipe = Recipe.model_validate(
         {
             "run": {"output_dir": "out", "steps": 3},
@@ -291,7 +291,7 @@ def test_dpo_asks_policy_and_reference_about_both_media_of_each_pair():
     assert count_evaluation(recipe, 2, num_prompts=1, num_images=3) == {"validation": held_out}
 
 
-def test_sums_leave_out_what_never_runs():
+def test_sums_omit_purposes_without_forwards():
     assert sum_forwards(
         {"a": count_batched_forwards(5, 2, num_passes=2), "b": ForwardCount(0, 0)}, {"a": ForwardCount(1, 2, 2)}
     ) == {"a": ForwardCount(7, 12, 2)}

@@ -34,7 +34,7 @@ def recipe_of(root, squares, *overrides):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen25vl", "qwen3vl"])
 @pytest.mark.parametrize("changes", [[], ["model.gradient_checkpointing=true"], ["algorithm.freeze=[vision, merger]"]])
-def test_activations_are_those_that_live_in_a_step(root, squares, family, changes):
+def test_estimated_activations_equal_the_live_tensors_of_a_step(root, squares, family, changes):
     recipe = recipe_of(root, squares, f"model.path=tiny:{family}", "data.max_tokens=1024", *changes)
     model = language_model.load_language_model(str(get_tiny_folder(family)), torch.float32)
     reader = make_sample_reader(recipe, model)

@@ -1,4 +1,4 @@
-"""Limits of the training loop."""
+"""The limit on consecutive optimizer steps with a non-finite loss."""
 
 import math
 
@@ -12,7 +12,7 @@ APPLIED = StepResult(is_applied=True, grad_norm=1.0, is_clipped=False, lr=0.1)
 SKIPPED = StepResult(is_applied=False, grad_norm=math.nan, is_clipped=False, lr=0.1)
 
 
-def test_steps_of_another_adapter_do_not_hide_a_student_that_never_trains():
+def test_steps_of_another_adapter_do_not_reset_the_count_of_skipped_steps():
     limit = NonFiniteLimit()
     for _ in range(MAX_NONFINITE_STEPS - 1):
         limit.check(APPLIED, ["a"], "fake")

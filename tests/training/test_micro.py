@@ -53,7 +53,7 @@ def updates_of(ranks, expert_of, num_experts, has_gradient):
 
 @given(st.lists(terms_of_a_rank, min_size=1, max_size=3))
 @settings(deadline=None)
-def test_all_ranks_get_equally_many_terms_of_each_expert_and_lose_none_that_counts(drawn):
+def test_all_ranks_get_equally_many_terms_of_each_expert_and_lose_none(drawn):
     ranks = ranks_of(drawn)
     after = padded_terms(ranks, two_experts, 2)
     counts = {tuple(sum(two_experts(t.sigma) == s for t in terms) for s in (0, 1)) for terms in after}
@@ -67,7 +67,7 @@ def test_all_ranks_get_equally_many_terms_of_each_expert_and_lose_none_that_coun
     assert len(after[0]) <= 2 * needed
 
 
-def test_terms_of_several_teachers_are_padded_to_equal_forwards_and_never_share_one():
+def test_terms_of_different_teachers_have_separate_padded_forwards():
     ranks = [[0, 0, 2], [2, 2, 2], [1, 0, 0]]
     ranks = [[LossTerm(row=row, sigma=LOW, weight=1.0, teacher=t) for row, t in enumerate(rank)] for rank in ranks]
     passed = []
@@ -84,7 +84,7 @@ def test_terms_of_several_teachers_are_padded_to_equal_forwards_and_never_share_
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=6, max_size=6), min_size=1, max_size=3))
 @settings(deadline=None)
-def test_with_one_expert_the_longest_rank_decides(weights):
+def test_with_one_expert_all_ranks_are_padded_to_the_longest(weights):
     ranks = ranks_of([[(LOW, w) for w in rank] for rank in weights])
     most = int(max(sum(rank) for rank in weights))
     for before, after in zip(ranks, padded_terms(ranks, one_expert, 1), strict=True):
@@ -93,7 +93,7 @@ def test_with_one_expert_the_longest_rank_decides(weights):
             assert after == before
 
 
-def test_a_rank_without_terms_of_an_expert_asks_it_at_another_ranks_noise_level():
+def test_a_rank_without_terms_of_an_expert_pads_with_another_ranks_noise_level():
     ranks = ranks_of([[(HIGH, 1.0)], [(LOW, 1.0)]])
     first, second = padded_terms(ranks, two_experts, 2)
     assert [(t.sigma, t.weight) for t in first] == [(HIGH, 1.0), (LOW, 0.0)]
@@ -122,7 +122,7 @@ def test_terms_without_a_gradient_are_left_out_and_counted(drawn, silent):
 
 @given(terms_of_a_rank, st.integers(1, 4))
 @settings(deadline=None)
-def test_micro_batches_have_one_expert_each_and_hold_every_term_once(drawn, size):
+def test_each_micro_batch_has_one_expert_and_each_term_is_in_one(drawn, size):
     [terms] = ranks_of([drawn])
     parts = split_into_micro_batches(terms, size, two_experts)
     assert sorted(t.row for part, _ in parts for t in part) == [t.row for t in terms]
@@ -158,7 +158,7 @@ def batch(first, count, expert):
     return MicroBatch(inputs, expert)
 
 
-def test_forwards_without_gradient_are_shared_by_neighbours_of_one_expert():
+def test_neighbouring_micro_batches_of_an_expert_share_forwards_without_gradient():
     micros = [batch(0, 3, 0), batch(3, 3, 0), batch(6, 2, 0), batch(8, 3, 1), batch(11, 9, 1)]
     groups = list(group_micro_batches(micros, 6))
     assert [[len(m.batch.sigma) for m in group] for group in groups] == [[3, 3], [2], [3], [9]]

@@ -72,7 +72,7 @@ def images(tmp_path):
     return folder
 
 
-def test_good_recipes_pass_and_write_nothing(rl, sft, tmp_path):
+def test_valid_recipes_pass_and_write_nothing(rl, sft, tmp_path):
     check_and_load_data(rl(), world_size=2)
     check_and_load_data(sft(), world_size=2)
     assert not (tmp_path / "out").exists()
@@ -86,7 +86,7 @@ def test_report_names_the_derived_numbers(sft):
     assert text.endswith("all checks passed")
 
 
-def test_report_says_how_often_prompts_come_that_rewards_choose_among(rl, caplog):
+def test_the_report_says_how_often_prompts_chosen_by_rewards_repeat(rl, caplog):
     spread = str(check_run(rl("run.steps=40", "data.choose=reward_std"), world_size=1))
     assert "prompts                    12, by reward_std, 6.67 draws each\n" in spread
     assert "data.choose" not in caplog.text
@@ -102,7 +102,7 @@ def test_report_says_how_often_prompts_come_that_rewards_choose_among(rl, caplog
         ("cudnn", r"cudnn supports heads of 8 to 128|cudnn does not support float32: set model\.dtype: bfloat16"),
     ],
 )
-def test_a_kernel_of_attention_that_cannot_serve_is_refused(sft, name, words):
+def test_an_attention_kernel_that_cannot_be_used_is_refused(sft, name, words):
     assert "attention                  native" in str(check_run(sft(), world_size=1))
     with pytest.raises(UserError, match=rf"^model\.attention: {words}.*, or set it to auto or native$"):
         str(check_run(sft(f"model.attention={name}"), world_size=1))
@@ -120,7 +120,7 @@ def test_replicas_must_fit_on_a_node(sft, monkeypatch):
 
 
 @pytest.mark.parametrize("variable", ["LOCAL_SIZE", "LOCAL_WORLD_SIZE"])
-def test_a_service_for_one_host_is_refused_on_two(rl, sft, monkeypatch, variable):
+def test_a_local_reward_service_is_refused_on_two_hosts(rl, sft, monkeypatch, variable):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", variable: "1", **MASTER}.items():
         monkeypatch.setenv(name, value)
     words = "cannot be reached by 1 of 2 ranks, which run on other hosts: "
@@ -133,14 +133,14 @@ def test_a_service_for_one_host_is_refused_on_two(rl, sft, monkeypatch, variable
     preflight.check_hosts(rl("reward.spawn=false", "reward.endpoint=tcp://10.0.0.5:6100"), 2, 1)
 
 
-def test_rollout_workers_for_one_host_are_refused_on_two(rl, root):
+def test_local_rollout_workers_are_refused_on_two_hosts(rl, root):
     recipe = rl("rollout.mode=async", "reward.spawn=false", "reward.endpoint=tcp://10.0.0.5:6100")
     with pytest.raises(RecipeError, match=r"^rollout\.bind: ipc cannot be reached by 1 of 2 ranks"):
         preflight.check_hosts(recipe, 2, 1)
     preflight.check_hosts(recipe, 2, 2)
 
 
-def test_more_ranks_than_gpus_are_warned_of(rl, monkeypatch):
+def test_more_ranks_than_gpus_cause_a_warning(rl, monkeypatch):
     monkeypatch.setattr(preflight, "uses_cuda", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     [warning] = preflight.host_warnings(rl(), 16)
@@ -152,7 +152,7 @@ def test_more_ranks_than_gpus_are_warned_of(rl, monkeypatch):
     assert preflight.host_warnings(rl(), 16) == []
 
 
-def test_rewards_on_gpus_are_not_started_on_a_machine_without(rl, monkeypatch, caplog):
+def test_rewards_on_gpus_are_not_started_on_a_machine_without_gpus(rl, monkeypatch, caplog):
     monkeypatch.setattr(preflight, "is_accelerator_present", lambda: False)
     check_run(rl("reward.functions=[{name: color, device: 'cuda:7'}]"), world_size=1)
     assert "the rewards were not started: this machine has no GPU for color" in caplog.text
@@ -196,7 +196,7 @@ def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
         (["data.buckets=[[16, 0]]"], RecipeError, "data.buckets"),
     ],
 )
-def test_what_cannot_work_is_refused_in_one_sentence(rl, tmp_path, overrides, error, message):
+def test_a_recipe_that_cannot_work_is_refused_in_one_sentence(rl, tmp_path, overrides, error, message):
     with pytest.raises(error, match=message) as raised:
         check_and_load_data(rl(*overrides), world_size=4)
     assert "\n" not in str(raised.value)
@@ -219,7 +219,7 @@ def test_values_that_deepspeed_rejects_are_refused_with_their_key(rl, tmp_path, 
     assert "\n" not in str(raised.value)
 
 
-def test_a_check_waits_only_briefly_for_a_reward_service_that_nobody_started(rl, tmp_path, monkeypatch):
+def test_a_check_waits_only_briefly_for_a_missing_reward_service(rl, tmp_path, monkeypatch):
     assert preflight.SERVICE_WAIT_S <= 10
     monkeypatch.setattr(preflight, "SERVICE_WAIT_S", 0.3)
     address = f"ipc://{tmp_path / 'dead'}"
@@ -279,7 +279,7 @@ def test_the_advice_about_validation_prompts_fits_the_data(rl, tmp_path):
     assert find_warnings("validation.every=1", f"validation.prompts={many}", "validation.num_prompts=32") == []
 
 
-def test_report_looks_into_the_first_files(sft, images):
+def test_the_report_reads_the_first_files(sft, images):
     for i in range(4):
         (images / f"{i:02d}.png").write_bytes(b"")
     check_and_load_data(sft(), world_size=1)  # a start checks file names only
@@ -288,7 +288,7 @@ def test_report_looks_into_the_first_files(sft, images):
     assert "all checks passed" in str(check_run(sft("data.max_bad_fraction=0.2"), world_size=1))
 
 
-def test_few_broken_media_are_judged_by_the_size_of_their_data_set(sft, images, caplog, monkeypatch):
+def test_the_limit_of_broken_media_is_relative_to_the_data_set(sft, images, caplog, monkeypatch):
     (images / "00.png").write_bytes(b"")
     data = load_data(sft("validation.holdout=0"))
     assert data.num_samples == 40
@@ -308,7 +308,7 @@ def test_few_broken_media_are_judged_by_the_size_of_their_data_set(sft, images, 
 
 
 @pytest.mark.parametrize("buckets", ["[[16, 16], [16, 18]]", "auto"])
-def test_sizes_of_buckets_that_the_family_has_not_are_refused_and_others_are_looked_into(sft, images, buckets):
+def test_unsupported_bucket_sizes_are_refused_and_others_are_checked(sft, images, buckets):
     Image.new("RGB", (64, 32)).save(images / "01.png")
     (images / "02.png").write_bytes(b"")
     with pytest.raises(RecipeError, match=r"data\.buckets: size \[\d+, \d+\] is not supported: .* must be a"):
@@ -343,7 +343,9 @@ FRAMES, LAYERS = "algorithm.max_num_conditional_frames", "lora.target_modules: "
         ),
     ],
 )
-def test_what_the_model_cannot_do_is_a_recipe_error(rl, sft, ddrl, tiny_pipelines, kind, family, overrides, message):
+def test_a_setting_that_the_model_lacks_is_a_recipe_error(
+    rl, sft, ddrl, tiny_pipelines, kind, family, overrides, message
+):
     places = [f"model.path={tiny_pipelines(family)}", *(["model.guardrail=off"] if family == "cosmos25" else [])]
     recipe = {"rl": rl, "sft": sft, "ddrl": ddrl}[kind](*places, *overrides)
     if message is None:
@@ -381,7 +383,7 @@ def test_a_size_too_small_for_the_ranks_of_a_replica_is_refused(
         assert str(refused.value).startswith(f"{where}: size {small} cannot be split over ranks: ")
 
 
-def test_what_two_experts_need_is_checked_with_the_model(rl, tiny_pipelines):
+def test_requirements_of_two_experts_are_checked_with_the_model(rl, tiny_pipelines):
     two, guided = (
         f"model.path={tiny_pipelines('wan22')}",
         ["sampling.guidance_scale=4", "sampling.guidance_scale_low=3"],
@@ -395,7 +397,7 @@ def test_what_two_experts_need_is_checked_with_the_model(rl, tiny_pipelines):
         rl(two, "sampling.guidance_scale_low=3")
 
 
-def test_random_denoiser_follows_from_the_run_seed(sft):
+def test_the_random_denoiser_depends_only_on_the_run_seed(sft):
     def first_weight(*overrides):
         model = load_on_cpu(sft(*overrides))
         return next(p for name, p in model.denoiser.named_parameters() if name.endswith("to_q.weight")).detach()
@@ -442,7 +444,7 @@ def test_ddrl_takes_its_prompts_from_the_captions_of_all_media(ddrl):
 
 
 @pytest.mark.parametrize("kind", ["index", "call", "lora", "fine"])
-def test_flow_matching_on_a_distilled_model_is_warned_of(load, rl, images, tiny_pipelines, tmp_path, caplog, kind):
+def test_flow_matching_on_a_distilled_model_causes_a_warning(load, rl, images, tiny_pipelines, tmp_path, caplog, kind):
     folder, lora = tmp_path / "model", tmp_path / "lora"
     shutil.copytree(tiny_pipelines("flux2" if kind == "index" else "sd3"), folder)
     lora.mkdir()
@@ -484,7 +486,7 @@ def test_each_family_has_its_own_argument_for_no_guidance(tiny_pipelines, tmp_pa
     assert read_few_steps(tmp_path, registry.find_family(folder), index) == steps
 
 
-def test_a_guided_teacher_without_a_measured_spread_is_warned_of(load):
+def test_a_guided_teacher_without_a_measured_spread_causes_a_warning(load):
     (warning,) = preflight.spread_warnings(load("sd3_dmd2", "p", "rollout.group_size=1"))
     assert "set group_size to 2" in warning
     for words in (["algorithm.teacher.guidance_scale=1", "rollout.group_size=1"], []):
@@ -504,7 +506,7 @@ def test_a_student_of_noisy_rollouts_is_warned_that_its_evaluation_has_no_noise(
     assert preflight.noisy_student_warnings(rl(*noisy)) == []
 
 
-def test_a_model_that_knows_no_guidance_cannot_be_a_guided_teacher(load, tiny_pipelines):
+def test_a_model_without_guidance_cannot_be_a_guided_teacher(load, tiny_pipelines):
     words = [f"model.path={tiny_pipelines('flux2_dev')}", "sampling.height=32", "sampling.width=48"]
     with pytest.raises(
         RecipeError, match=r"dmd2 has a teacher with guidance_scale 4, which this model does not support"
@@ -525,6 +527,6 @@ def test_a_prompt_without_a_teacher_is_refused(load, root):
         check_and_load_data(load("sd3_opd", root / "recipes" / "prompts" / "colors", teachers), 1)
 
 
-def test_a_recipe_that_is_probably_not_meant_is_warned_of(ddrl, caplog):
+def test_a_probably_unintended_recipe_causes_a_warning(ddrl, caplog):
     check_and_load_data(ddrl("algorithm.data_beta=0"), 1)
     assert "is not regularized by data" in caplog.text

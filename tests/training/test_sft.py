@@ -37,7 +37,7 @@ def captions(root, share):
     return [SftLoop.sample_caption(trainer, image) for image in images]
 
 
-def test_dropped_captions_are_what_guidance_contrasts_with(root):
+def test_dropped_captions_become_the_unconditional_text_of_guidance(root):
     assert captions(root, 0.0) == ["a cat"] * 200
     assert captions(root, 1.0) == [NegativeText("")] * 200
     some = captions(root, 0.25)
@@ -54,7 +54,7 @@ def alone():
 
 
 @pytest.mark.parametrize("batch", [1, 3, 8, 100])
-def test_validation_encodes_each_image_once_and_keeps_no_more_than_a_batch_of_them(
+def test_validation_encodes_each_image_once_and_keeps_one_batch(
     root, tiny_pipelines, alone, tmp_path, monkeypatch, batch
 ):
     samples = []

@@ -49,7 +49,7 @@ def run(tmp_path, root, tiny_pipelines, alone, cache):
     return begin
 
 
-def test_the_default_cache_is_filled_and_the_encoders_leave(run, cache, caplog):
+def test_the_default_cache_is_filled_and_the_encoders_are_freed(run, cache, caplog):
     caplog.set_level(logging.INFO)
     recipe, model, data, texts = run()
     needed = collect_run_texts(recipe, model, data)
@@ -66,21 +66,21 @@ def test_the_default_cache_is_filled_and_the_encoders_leave(run, cache, caplog):
     assert "encoded " not in caplog.text
 
 
-def test_without_it_texts_are_encoded_when_they_are_needed(run, cache):
+def test_without_the_cache_texts_are_encoded_when_needed(run, cache):
     _, model, _, texts = run("data.cache_text=off")
     assert len(model.components_with_prefix("text_encoder")) == 3
     assert texts.folder is None
     assert not cache.exists()
 
 
-def test_a_folder_of_ones_own_is_filled_too(run, cache, tmp_path):
+def test_a_cache_folder_of_the_user_is_filled_too(run, cache, tmp_path):
     _, model, _, texts = run(f"data.cache_dir={tmp_path / 'own'}")
     assert model.components_with_prefix("text_encoder") == {}
     assert texts.folder == tmp_path / "own" / "text"
     assert not cache.exists()
 
 
-def test_too_many_bytes_or_texts_stay_with_the_encoders(run, monkeypatch, caplog):
+def test_with_too_many_texts_the_encoders_are_kept(run, monkeypatch, caplog):
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(caches, "MAX_EMBEDDING_BYTES", 1000)
     recipe, model, data, _ = run()
@@ -94,7 +94,7 @@ def test_too_many_bytes_or_texts_stay_with_the_encoders(run, monkeypatch, caplog
     )
 
 
-def test_a_cache_that_cannot_be_written_ends_no_run(run, cache, caplog):
+def test_a_cache_that_cannot_be_written_does_not_stop_the_run(run, cache, caplog):
     caplog.set_level(logging.INFO)
     cache.write_text("a file where the folder should be")
     with pytest.raises(Exception, match=r"cannot be written .*: set data\.cache_dir to a writable folder"):
@@ -105,7 +105,7 @@ def test_a_cache_that_cannot_be_written_ends_no_run(run, cache, caplog):
     assert texts.encode(["a cat"])["prompt_embeds"].shape[0] == 1
 
 
-def test_a_disk_that_is_full_names_the_folder(run, monkeypatch):
+def test_the_error_for_a_full_disk_names_the_folder(run, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 

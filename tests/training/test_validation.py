@@ -12,14 +12,15 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from wfm_ds.distributed import progress
-from wfm_ds.training.validation import Validator, correlation_metrics, partial_scores, rank_correlation
+from wfm_ds.training.validation import Validator, partial_scores
+from wfm_ds.training.validation_metrics import correlation_metrics, rank_correlation
 from wfm_ds.types import Score
 
 FEW = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=12)
 
 
 @given(FEW)
-def test_rank_correlation_is_spearmans_with_ties(pairs):
+def test_rank_correlation_equals_spearmans_with_ties(pairs):
     first, second = zip(*pairs, strict=True)
     found = rank_correlation(pairs)
     if len(set(first)) == 1 or len(set(second)) == 1:
@@ -28,7 +29,7 @@ def test_rank_correlation_is_spearmans_with_ties(pairs):
         assert found == pytest.approx(stats.spearmanr(first, second).statistic, abs=1e-12)
 
 
-def test_rank_correlation_sees_the_order_alone():
+def test_rank_correlation_depends_only_on_the_order():
     values = np.linspace(-1, 2, 7)
     assert rank_correlation(list(zip(values, np.exp(values), strict=True))) == pytest.approx(1)
     assert rank_correlation(list(zip(values, -np.exp(values), strict=True))) == pytest.approx(-1)
@@ -75,7 +76,7 @@ def test_a_long_validation_shows_that_it_still_runs(monkeypatch, capsys):
     validation.job = SimpleNamespace(
         timer=lambda name: contextlib.nullcontext(), engine=engine, evaluation_policy="ema", sampler=sampler
     )
-    validation.items, validation.scorers, validation.rollout_plan = [], [], None
+    validation.items, validation.scorers, validation.recordings, validation.rollout_plan = [], [], None, None
 
     def wait_for(text):
         shown, deadline_s = "", time.monotonic() + 10

@@ -77,7 +77,7 @@ def collect(client, count=1):
 
 
 class RawPeer:
-    """Raw client or worker that can send messages which real ones never send."""
+    """A bare client or worker that can send messages which real clients and workers never send."""
 
     def __init__(self, stack, endpoint):
         self.context, self.mids = zmq.Context(), itertools.count(1)

@@ -47,7 +47,7 @@ class Model(RuleBasedStateMachine):
 TestAgenda = Model.TestCase
 
 
-def test_places_that_are_left_do_not_add_up():
+def test_removed_entries_do_not_accumulate():
     agenda = PriorityQueue()
     agenda.put("a first one that stays", -1.0)
     for number in range(10_000):

@@ -67,7 +67,7 @@ def kill(process):
     process.wait()
 
 
-def test_the_next_start_removes_what_killed_processes_left_and_nothing_that_is_in_use(base, started):
+def test_the_next_start_removes_folders_of_killed_processes_only(base, started):
     killed, left = started(OWNER)
     _, in_use = started(OWNER)
     kill(killed)
@@ -80,7 +80,7 @@ def test_the_next_start_removes_what_killed_processes_left_and_nothing_that_is_i
     assert not mine.exists()
 
 
-def test_a_folder_whose_maker_was_killed_is_in_use_while_a_socket_is_bound_there(base, started):
+def test_a_folder_is_in_use_while_a_socket_in_it_is_bound(base, started):
     owner, left = started(OWNER)
     guest, said = started(GUEST, left)
     assert said == "bound"
@@ -91,7 +91,7 @@ def test_a_folder_whose_maker_was_killed_is_in_use_while_a_socket_is_bound_there
     assert not list(base.iterdir())
 
 
-def test_what_is_not_ours_stays(base):
+def test_unrelated_folders_are_kept(base):
     (base / "wfm-pipes-notebook").mkdir()
     (base / "wfm-pipes-4242-notebook").mkdir()  # another user's number
     (base / "wfm-policy-12345678").mkdir()
@@ -106,14 +106,14 @@ def test_what_is_not_ours_stays(base):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_what_belongs_to_another_user_stays(base):
+def test_folders_of_other_users_are_kept(base):
     (base / f"{FOLDER_PREFIX}another1").mkdir()
     os.chown(base / f"{FOLDER_PREFIX}another1", 12345, 12345)
     assert remove_orphaned_folders(base) == []
     assert hold_folder(base / f"{FOLDER_PREFIX}another1") is None
 
 
-def test_a_folder_that_somebody_removed_is_made_again_and_in_use(base):
+def test_a_removed_folder_is_created_again(base):
     folder = SocketFolder()
     os.rmdir(folder.path)  # a service does this when it ends
     folder.restore()
@@ -123,7 +123,7 @@ def test_a_folder_that_somebody_removed_is_made_again_and_in_use(base):
     assert not list(base.iterdir())
 
 
-def test_folders_that_are_made_while_others_sweep_are_there(base):
+def test_new_folders_survive_a_concurrent_cleanup(base):
     """Before it is locked, a new folder looks like an orphaned one."""
     stop = threading.Event()
 
@@ -147,7 +147,7 @@ def test_folders_that_are_made_while_others_sweep_are_there(base):
             thread.join()
 
 
-def test_a_router_gives_the_folder_up_when_it_is_released(base):
+def test_a_router_keeps_its_folder_in_use_until_it_removes_its_files(base):
     context, folder = zmq.Context(), SocketFolder()
     router = Router(context, f"ipc://{folder.path}/clients")
     folder._unlock()  # as if its creator was killed
@@ -158,7 +158,7 @@ def test_a_router_gives_the_folder_up_when_it_is_released(base):
     assert remove_orphaned_folders(base) == [base / folder.path.name]
 
 
-def test_no_place_is_a_sentence(monkeypatch):
+def test_no_writable_folder_for_sockets_is_a_user_error(monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/no/such/place")
     monkeypatch.setattr("tempfile.gettempdir", lambda: "/" + "x" * 100)
     monkeypatch.setattr(os, "access", lambda path, mode: False)

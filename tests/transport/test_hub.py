@@ -57,7 +57,7 @@ def submit_each(client, numbers, prefix="t"):
     client.submit([{"i": i} for i in range(len(numbers))], tensors, tasks)
 
 
-def test_every_task_is_done_once_and_each_worker_gets_its_rows(stack, folder):
+def test_every_task_is_done_once_with_its_rows(stack, folder):
     hub = a_hub(stack, folder)
     for i in range(2):
         a_worker(stack, hub, double, f"w{i}")
@@ -148,7 +148,7 @@ def test_slow_work_that_reports_progress_is_left_alone(stack, folder):
     assert attempts == [1]
 
 
-def test_what_a_lost_worker_held_is_done_by_another(stack, folder):
+def test_tasks_of_a_lost_worker_are_done_by_another(stack, folder):
     hub = a_hub(stack, folder)
     raw = RawWorker(stack, hub)
     client = a_client(stack, hub)
@@ -161,7 +161,7 @@ def test_what_a_lost_worker_held_is_done_by_another(stack, folder):
     raw.hear("who")  # it must introduce itself if it is still alive
 
 
-def test_a_worker_that_vanished_unnoticed_is_found_out_when_it_is_sent_a_task(stack, folder):
+def test_a_vanished_worker_is_detected_when_it_is_sent_a_task(stack, folder):
     hub = a_hub(stack, folder)
     raw = RawWorker(stack, hub, name="a")  # the first to get a task
     raw.dealer.close()
@@ -173,7 +173,7 @@ def test_a_worker_that_vanished_unnoticed_is_found_out_when_it_is_sent_a_task(st
     assert time.monotonic() - started < 10
 
 
-def test_tasks_and_completions_that_got_lost_with_a_connection_are_sent_again(stack, folder):
+def test_messages_lost_with_a_connection_are_sent_again(stack, folder):
     hub = a_hub(stack, folder)
     raw = RawWorker(stack, hub)
     task = {"id": "t", "kind": KIND, "start": 0, "stop": 1, "deadline_s": DEADLINE_S}
@@ -193,7 +193,7 @@ def test_tasks_and_completions_that_got_lost_with_a_connection_are_sent_again(st
         client.dealer.close()
 
 
-def test_a_completion_that_comes_twice_is_one_outcome_and_rubbish_is_none(stack, folder):
+def test_a_repeated_completion_is_one_outcome_and_an_invalid_one_is_none(stack, folder):
     hub = RawHub(stack, folder)
     client = PipeClient(hub.router.endpoint, run="run", client="ann")
     stack.callback(client.close)
@@ -210,7 +210,7 @@ def test_a_completion_that_comes_twice_is_one_outcome_and_rubbish_is_none(stack,
     assert client.take_outcomes(0.3) == []
 
 
-def test_a_new_hub_gets_everything_unfinished_again(stack, folder):
+def test_a_new_broker_gets_all_unfinished_tasks_again(stack, folder):
     done, gate = [], threading.Event()
 
     def handle(task, progress):
@@ -237,7 +237,7 @@ def test_a_new_hub_gets_everything_unfinished_again(stack, folder):
     assert client.silence_s() < 3
 
 
-def test_what_does_not_fit_waits_or_is_refused_by_name(stack, folder):
+def test_tasks_above_the_limit_wait_or_are_refused(stack, folder):
     hub = a_hub(stack, folder, max_bytes=40)
     a_worker(stack, hub, double)
     client = a_client(stack, hub)
@@ -292,7 +292,7 @@ def test_a_newer_client_of_the_same_name_replaces_the_older(stack, folder):
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(50_000, marks=pytest.mark.slow)])
-def test_workers_messages_drawn_from_a_seed_are_answered_or_rejected(stack, folder, count):
+def test_random_messages_of_workers_are_answered_or_rejected(stack, folder, count):
     hub = a_hub(stack, folder)
     a_worker(stack, hub, double)
     client = a_client(stack, hub)
@@ -313,7 +313,7 @@ def test_failures_of_tasks_that_a_worker_does_not_have_are_not_logged(stack, fol
     assert not [record for record in caplog.records if "failed on" in record.getMessage()]
 
 
-def test_nobody_answering_is_an_error_that_says_where(stack, tmp_path):
+def test_an_unreachable_broker_is_an_error_with_its_address(stack, tmp_path):
     pipes, contents = tmp_path / "pipes.json", ("{", "[" * 100_000, "[]", '{"clients": 3}')
     contents = (*contents, '{"clients": "tcp://example.org:5"}')
     for content in (None, *contents):
@@ -343,7 +343,7 @@ def test_endpoints_are_ipc_unless_there_are_keys():
             check_endpoint(endpoint, keys=True)
 
 
-def test_one_path_is_bound_once_and_a_stale_one_again(stack, folder):
+def test_a_path_is_bound_once_and_a_stale_one_is_reused(stack, folder):
     a_hub(stack, folder)
     with pytest.raises(PipeError, match="another process already does"):
         Broker(clients=f"ipc://{folder}/c", workers=f"ipc://{folder}/w2", kinds={})
@@ -357,7 +357,7 @@ def test_one_path_is_bound_once_and_a_stale_one_again(stack, folder):
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_hub_that_stops_waits_until_its_client_has_what_finished(stack, folder):
+def test_a_stopping_broker_waits_until_its_client_has_all_results(stack, folder):
     hub = a_hub(stack, folder)
     a_worker(stack, hub, lambda task, progress: {})
     client = RawPeer(stack, hub.client_endpoint)
@@ -374,7 +374,7 @@ def test_a_hub_that_stops_waits_until_its_client_has_what_finished(stack, folder
     until(lambda: not stopping.is_alive())
 
 
-def test_a_hub_that_stops_answers_every_question_or_cancels_it(stack, folder, monkeypatch):
+def test_a_stopping_broker_answers_or_cancels_every_request(stack, folder, monkeypatch):
     hub = a_hub(stack, folder)
     assert hub.request_status().result(DEADLINE_S).counts == {}
     asked = []

@@ -86,13 +86,13 @@ def test_a_client_with_its_key_is_served(stack, folders):
     assert a_sum(client) == [30_000_000]
 
 
-def test_the_hubs_own_process_is_let_in(stack, folders):
+def test_the_process_of_the_broker_needs_no_key(stack, folders):
     hub = a_hub(stack, folders[0])
     a_client(stack, hub, load_broker_keys(folders[0]).local_client_keys).attach(DEADLINE_S)
     a_client(stack, hub, load_client_keys(folders[0])).attach(DEADLINE_S)
 
 
-def test_an_ipv6_address_is_an_address(stack, folders):
+def test_ipv6_addresses_are_supported(stack, folders):
     with socket.socket(socket.AF_INET6) as probe:
         try:
             probe.bind(("::1", 0))
@@ -105,7 +105,7 @@ def test_an_ipv6_address_is_an_address(stack, folders):
     assert a_sum(client) == [30_000_000]
 
 
-def test_a_refusal_is_not_waited_for(stack, folders, tmp_path):
+def test_a_refusal_ends_the_wait(stack, folders, tmp_path):
     hub = a_hub(stack, folders[0])
     create_key_pair(tmp_path / "bob", "bob")
     shutil.copy(folders[0] / "public" / "hub.key", tmp_path / "bob" / "public")
@@ -131,7 +131,7 @@ def says(client, words):
         assert time.monotonic() < deadline_s, error.value
 
 
-def test_a_key_that_the_hub_does_not_know_is_a_sentence_until_it_does(stack, folders, tmp_path):
+def test_an_unknown_key_is_an_error_until_the_broker_has_it(stack, folders, tmp_path):
     hub = a_hub(stack, folders[0])
     bob = tmp_path / "bob"
     create_key_pair(bob, "bob")
@@ -143,7 +143,7 @@ def test_a_key_that_the_hub_does_not_know_is_a_sentence_until_it_does(stack, fol
     assert a_sum(client) == [30_000_000]
 
 
-def test_a_file_that_is_no_key_shuts_nobody_else_out(stack, folders, caplog):
+def test_an_invalid_key_file_does_not_affect_other_keys(stack, folders, caplog):
     """The file is half copied, empty, or deleted between listing and reading (a dangling link)."""
     hub = a_hub(stack, folders[0])
     for number, content in enumerate(("curve\n    public-key", 'curve\n    public-key = "half', "", None)):
@@ -154,7 +154,7 @@ def test_a_file_that_is_no_key_shuts_nobody_else_out(stack, folders, caplog):
         assert f"{odd} cannot be read as a key" in caplog.text
 
 
-def test_another_hubs_key_and_no_key_are_sentences_and_nothing_is_delivered(stack, folders, tmp_path):
+def test_a_wrong_or_missing_broker_key_is_an_error_and_nothing_is_delivered(stack, folders, tmp_path):
     hub = a_hub(stack, folders[0], clients=None)
     create_key_pair(tmp_path / "other", "hub")
     shutil.copy(tmp_path / "other" / "public" / "hub.key", folders[1] / "public")
@@ -167,7 +167,7 @@ def test_another_hubs_key_and_no_key_are_sentences_and_nothing_is_delivered(stac
     assert list(hub.request_status().result(DEADLINE_S).clients) == ["run/ann"]
 
 
-def test_workers_with_a_key_of_their_own_work_and_others_are_told_why_not(stack, folders, tmp_path, caplog):
+def test_only_workers_with_an_accepted_key_get_tasks(stack, folders, tmp_path, caplog):
     hub_folder, ann = folders
     hub = a_hub_for_machines(stack, hub_folder)
     for name in ("eve", "bob"):
@@ -191,7 +191,7 @@ def test_workers_with_a_key_of_their_own_work_and_others_are_told_why_not(stack,
     until(lambda: hub.worker_ids() == ["ann", "unlisted"])
 
 
-def test_a_name_belongs_to_the_key_that_took_it_first(stack, folders, tmp_path, caplog):
+def test_a_name_belongs_to_the_first_key_that_uses_it(stack, folders, tmp_path, caplog):
     """An accepted machine cannot take another machine's tasks or speak for another client."""
     hub_folder, ann = folders
     hub = a_hub_for_machines(stack, hub_folder)
@@ -211,7 +211,7 @@ def test_a_name_belongs_to_the_key_that_took_it_first(stack, folders, tmp_path, 
     a_client(stack, hub, load_client_keys(hub_folder)).attach(DEADLINE_S)  # a restart of the first client
 
 
-def test_a_hub_without_keys_is_a_sentence_for_a_client_with_some(stack, folders):
+def test_a_broker_without_keys_is_an_error_for_a_client_with_keys(stack, folders):
     hub = peers.a_hub(stack, stack.enter_context(SocketFolder()))
     says(a_client(stack, hub, load_client_keys(folders[1])), "or it has none")
 
@@ -219,7 +219,7 @@ def test_a_hub_without_keys_is_a_sentence_for_a_client_with_some(stack, folders)
 # Key files
 
 
-def test_a_new_pair_is_private_and_never_overwritten(tmp_path):
+def test_a_new_key_pair_is_private_and_never_overwritten(tmp_path):
     command = [sys.executable, "-m", "wfm_ds", "keys", "new", str(tmp_path / "k"), "ann"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, umask=0)
     secret, public = tmp_path / "k" / "ann.key_secret", tmp_path / "k" / "public" / "ann.key"
@@ -235,7 +235,7 @@ def test_a_new_pair_is_private_and_never_overwritten(tmp_path):
 
 
 @check_each("there", ["ann.key_secret", "public/ann.key"])
-def test_half_a_pair_is_named_and_left_as_it_is(tmp_path, there):
+def test_an_incomplete_key_pair_is_named_and_not_changed(tmp_path, there):
     create_key_pair(tmp_path, "ann")
     for file in {"ann.key_secret", "public/ann.key"} - {there}:
         (tmp_path / file).unlink()
@@ -247,7 +247,7 @@ def test_half_a_pair_is_named_and_left_as_it_is(tmp_path, there):
     assert (tmp_path / there).read_bytes() == content
 
 
-def test_a_name_is_plain(tmp_path, capsys):
+def test_key_names_are_restricted(tmp_path, capsys):
     for name in ("", "../x", "a b", "a/b", "x" * 65):
         assert keys.main(["new", str(tmp_path), name]) == 2
         assert "is not a valid key name" in capsys.readouterr().err
@@ -275,7 +275,7 @@ def test_folders_that_others_can_write_are_refused(folders, place):
         load(folder)
 
 
-def test_what_is_missing_or_no_key_is_named(folders, tmp_path):
+def test_missing_and_invalid_keys_are_named(folders, tmp_path):
     hub, ann = folders
     with pytest.raises(KeyFileError, match=r"nowhere/hub\.key_secret cannot be read as a key"):
         load_broker_keys(tmp_path / "nowhere")
@@ -304,7 +304,7 @@ def test_secrets_are_not_printed(folders):
         assert some.secret.decode() not in repr(some)
 
 
-def test_a_file_that_is_no_key_is_one_line_however_many_handshakes_there_are(folders, caplog):
+def test_an_invalid_key_file_is_logged_once(folders, caplog):
     keys = load_broker_keys(folders[0])
     (folders[0] / "public" / "half.key").write_text("curve")
     assert not any(keys.is_allowed(b"x" * 40) for _ in range(100))

@@ -53,7 +53,7 @@ def test_a_task_is_leased_once_in_submit_order_within_credit():
     assert finished(ledger) == [("1", True, "")]
 
 
-def test_the_first_result_wins_and_others_are_recognised():
+def test_the_first_result_counts_and_duplicates_are_recognized():
     ledger = holding("t")
     assert ledger.record_result("w0", "t", 1, 0.5, {"n": 1}) is ReportStatus.ACCEPTED
     assert ledger.record_result("w0", "t", 1, 0.5, {"n": 2}) is ReportStatus.DUPLICATE
@@ -65,7 +65,7 @@ def test_the_first_result_wins_and_others_are_recognised():
     assert finished(ledger) == []
 
 
-def test_a_stalled_lease_moves_but_its_worker_gets_nothing_more_until_it_reports():
+def test_a_stalled_task_moves_and_its_worker_gets_no_task_until_it_reports():
     ledger = holding("t")
     assert ledger.expire_leases(STALL_S) == []
     assert ledger.expire_leases(STALL_S + 0.1) == [("w0", "t", 1)]
@@ -79,7 +79,7 @@ def test_a_stalled_lease_moves_but_its_worker_gets_nothing_more_until_it_reports
     assert leased(ledger) == [("w0", "u", 1)], "it has reported; w1 still works on t"
 
 
-def test_a_worker_is_told_again_that_it_hangs_after_each_stall_even_in_a_cancelled_task():
+def test_a_stalled_worker_is_notified_after_each_stall():
     for cancelled in ([], ["t"]):
         ledger = holding("t")
         ledger.cancel_tasks("ann", cancelled)
@@ -87,7 +87,7 @@ def test_a_worker_is_told_again_that_it_hangs_after_each_stall_even_in_a_cancell
         assert ledger.counts["requeued"] == 1 - len(cancelled), "the task moves once"
 
 
-def test_a_failure_of_an_earlier_lease_says_nothing_about_this_one():
+def test_a_failure_of_an_earlier_lease_does_not_affect_the_current_one():
     ledger = holding("t")
     assert ledger.record_failure("w0", "t", 1, "no luck", fatal=False) is ReportStatus.ACCEPTED
     assert leased(ledger) == [("w0", "t", 2)]
@@ -118,7 +118,7 @@ def test_a_task_that_kills_its_workers_is_quarantined_with_the_reasons():
     assert leased(ledger) == [("w9", "good", 1)]
 
 
-def test_workers_that_leave_cost_a_task_nothing():
+def test_workers_that_leave_do_not_count_as_attempts():
     ledger = a_ledger()
     ledger.submit(a_task("t"))
     for life in range(5 * MAX_ATTEMPTS):
@@ -133,7 +133,7 @@ def test_workers_that_leave_cost_a_task_nothing():
     assert finished(ledger) == [("t", False, "killed (3 attempts)")]
 
 
-def test_what_was_never_sent_waits_again_unsuspected():
+def test_tasks_that_were_never_sent_wait_again_without_an_attempt():
     ledger = holding("a", "b", "c")
     ledger.requeue_unsent("w0", ["a", "unknown"])
     assert ledger.remove_lost_worker("w0", "killed") == ["b", "c"]
@@ -141,7 +141,7 @@ def test_what_was_never_sent_waits_again_unsuspected():
     assert leased(ledger) == [("w1", "a", 2)], "b is suspected: it is held alone"
 
 
-def test_another_worker_is_preferred_for_another_attempt():
+def test_a_second_attempt_prefers_another_worker():
     ledger = a_ledger()
     up(ledger, "w0")
     up(ledger, "w1")
@@ -153,7 +153,7 @@ def test_another_worker_is_preferred_for_another_attempt():
     assert finished(ledger) == [("t", False, "no luck; hopeless (2 attempts)")]
 
 
-def test_credit_counts_rows_and_one_task_however_large_is_always_given():
+def test_credit_counts_rows_and_allows_one_task_of_any_size():
     ledger = a_ledger()
     up(ledger, credit=4)
     for task_id, rows in (("a", 3), ("b", 2), ("c", 1)):
@@ -166,7 +166,7 @@ def test_credit_counts_rows_and_one_task_however_large_is_always_given():
     assert leased(ledger) == [("w1", "large", 1)]
 
 
-def test_what_may_have_killed_a_worker_is_tried_again_alone():
+def test_suspected_tasks_are_retried_alone():
     ledger = holding("a", "b", "c")
     ledger.remove_lost_worker("w0", "killed")
     up(ledger, "w1", credit=3)
@@ -178,7 +178,7 @@ def test_what_may_have_killed_a_worker_is_tried_again_alone():
     assert [g[1] for g in leased(ledger)] == ["a-later", "b-later", "c-later"]
 
 
-def test_each_kind_may_have_a_limit_of_its_own():
+def test_each_task_kind_can_have_its_own_limit():
     ledger = a_ledger(max_waiting=3, max_waiting_by_kind={"a": 1})
     up(ledger)
     ledger.submit(a_task("a1"))
@@ -194,7 +194,7 @@ def test_each_kind_may_have_a_limit_of_its_own():
     assert ledger.summarize_load(7.0) == ({"a": (1, 1), "b": (2, 0)}, {"w0": 7.0})
 
 
-def test_who_watches_hears_of_each_end_once_with_the_payload():
+def test_watchers_get_each_outcome_once_with_its_payload():
     heard = []
     ledger = a_ledger(on_end=lambda task, completion: heard.append((task.payload, completion.ok, completion.reason)))
     up(ledger)
@@ -221,7 +221,7 @@ def test_a_cancelled_task_keeps_its_worker_busy_until_it_reports():
     assert finished(ledger) == []
 
 
-def test_refusals_say_why():
+def test_refusals_have_a_reason():
     ledger = a_ledger(max_waiting=2, max_bytes=12)
     with pytest.raises(TaskRejected, match=r"unknown task kind c; available: a, b"):
         ledger.submit(a_task("t", kind="c"))
@@ -241,7 +241,7 @@ def test_refusals_say_why():
     assert ledger.submit(a_task("v", num_bytes=3))
 
 
-def test_a_kind_that_is_down_fails_at_once_by_name():
+def test_tasks_of_a_kind_that_is_down_fail_at_once():
     ledger = a_ledger()
     ledger.submit(a_task("waits"))
     ledger.disable_kind("a", "reward a is down")
@@ -250,7 +250,7 @@ def test_a_kind_that_is_down_fails_at_once_by_name():
     assert finished(ledger) == [("waits", False, "reward a is down"), ("comes later", False, "reward a is down")]
 
 
-def test_a_deadline_ends_what_waits():
+def test_a_deadline_ends_waiting_tasks():
     ledger = a_ledger()
     ledger.submit(a_task("t", deadline_s=5.0))
     ledger.expire_leases(4.9)

@@ -54,7 +54,7 @@ def check(ledger):
 
 
 class Model(RuleBasedStateMachine):
-    """Events in any order, also from confused or malicious peers; the invariants are checked after each."""
+    """Events in any order, also from faulty or malicious peers. The invariants are checked after each event."""
 
     def __init__(self):
         super().__init__()

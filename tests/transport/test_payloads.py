@@ -51,7 +51,7 @@ def test_any_client_of_the_run_fetches_a_result_until_it_is_released(stack):
         ann.fetch_results(["a"], DEADLINE_S)
 
 
-def test_another_run_cannot_have_a_result_dropped(stack):
+def test_another_run_cannot_release_a_result(stack):
     hub = a_hub(stack, stack.folder)
     ann, eve = a_client(stack, hub), a_client(stack, hub, run="other")
     a_worker(stack, hub, ramp)
@@ -67,7 +67,7 @@ def test_another_run_cannot_have_a_result_dropped(stack):
     assert len(ann.fetch_results(["a"], DEADLINE_S)["a"].read_tensors()[0]) == 5
 
 
-def test_an_announcement_goes_with_the_tasks_leased_after_it_and_its_files_can_be_read(stack, tmp_path):
+def test_an_announcement_is_sent_with_later_tasks_and_its_files_are_served(stack, tmp_path):
     hub = a_hub(stack, stack.folder)
     ann, eve = a_client(stack, hub), a_client(stack, hub, run="workers", name="w")
     content = np.random.default_rng(0).integers(0, 256, MAX_FRAME_BYTES + 11).astype(np.uint8)
@@ -84,7 +84,7 @@ def test_an_announcement_goes_with_the_tasks_leased_after_it_and_its_files_can_b
             list(eve.read_file(name, 1, DEADLINE_S))
 
 
-def test_a_release_that_is_lost_is_repeated(stack, monkeypatch):
+def test_a_lost_release_is_repeated(stack, monkeypatch):
     """Without the repetition, the broker would keep the tensors forever."""
     heard = []
 
@@ -110,7 +110,7 @@ def test_a_release_that_is_lost_is_repeated(stack, monkeypatch):
         client.fetch_results(["a"], DEADLINE_S)
 
 
-def test_payloads_that_keep_coming_are_waited_for_each_as_long_as_the_first(stack, monkeypatch):
+def test_each_payload_has_the_full_timeout(stack, monkeypatch):
     """The broker sends each payload only after the client has received the previous one and waits again."""
     waits, again = [], threading.Condition()
 
@@ -141,7 +141,7 @@ def test_payloads_that_keep_coming_are_waited_for_each_as_long_as_the_first(stac
     assert waits == [4 * DEADLINE_S] * 3
 
 
-def test_the_spool_counts_what_it_holds():
+def test_the_spool_counts_its_bytes():
     spool = Spool()
     specs, _ = pack_tensors([("x", np.zeros(10, np.float32))])
     spool.put("a", "run/ann", tuple(specs), ())

@@ -1,4 +1,4 @@
-"""The client's pending submissions without a broker: order and times of sending. Also clock and log throttling."""
+"""throttling of logs."""
 
 import itertools
 import logging
@@ -36,7 +36,7 @@ def sent(pending, now_s, again_s=2.0):
     return first
 
 
-def test_few_are_in_flight_and_each_that_is_accepted_makes_room_for_one():
+def test_the_number_of_submissions_in_flight_is_limited():
     pending = unfinished()
     assert sent(pending, 0.0) == [f"{i}a" for i in range(MAX_IN_FLIGHT)]
     pending.mark_accepted(["0a", "unknown"])
@@ -46,7 +46,7 @@ def test_few_are_in_flight_and_each_that_is_accepted_makes_room_for_one():
     assert sent(pending, 2.0) == [f"{i}a" for i in range(1, MAX_IN_FLIGHT)], "not accepted in time"
 
 
-def test_a_full_hub_is_asked_later_and_a_new_one_at_once():
+def test_a_full_broker_gets_submissions_later_and_a_new_one_at_once():
     pending = unfinished()
     sent(pending, 0.0)
     pending.retry_later("1b", 5.0)
@@ -57,7 +57,7 @@ def test_a_full_hub_is_asked_later_and_a_new_one_at_once():
     assert sent(pending, 6.1)[0] == "0a"
 
 
-def test_a_task_ends_once_and_its_submission_with_the_last_of_them():
+def test_a_submission_ends_with_its_last_task():
     pending = unfinished()
     assert [pending.drop_task(task_id) for task_id in ("0a", "0a", "0b")] == [True, False, True]
     assert not {"0a", "0b"} & set(pending.task_ids())
@@ -65,7 +65,7 @@ def test_a_task_ends_once_and_its_submission_with_the_last_of_them():
     assert sent(pending, 9.0)[0] == "1a"
 
 
-def test_requests_are_repeated_when_they_are_proven_lost_and_not_before():
+def test_open_requests_are_limited_and_only_lost_ones_are_repeated():
     times, requests, is_open, seen = itertools.count(), PayloadRequests("me"), True, []
 
     def send(message_type, fields):
@@ -96,14 +96,14 @@ def test_requests_are_repeated_when_they_are_proven_lost_and_not_before():
         assert mark[0].startswith("me/"), "time alone repeats only marks, which may be lost as well"
 
 
-def test_the_clock_goes_with_the_time_and_stands_still_while_nobody_looks():
+def test_the_clock_does_not_count_suspended_time():
     clock = ActiveClock(100.0)
     assert [clock.tick(now_s) for now_s in (100.5, 101.0)] == [100.5, 101.0]
     assert clock.tick(1000.0) == 101.0 + MAX_STEP_S
     assert clock.tick(1000.5) == 101.5 + MAX_STEP_S == clock.now_s
 
 
-def test_the_log_has_one_line_a_minute_of_each_kind_and_a_count_of_the_others(caplog):
+def test_repeated_log_lines_are_counted_and_logged_once_a_minute(caplog):
     clock, log = [0.0], logging.getLogger("test.throttle")
     log.addFilter(RepeatFilter(lambda: clock[0]))
     for number in range(1000):

@@ -39,7 +39,7 @@ def submit(rows, tensors, mid=7):
 
 @given(st.lists(st.dictionaries(st.text("abc", max_size=3), plain, max_size=3), max_size=3), st.lists(arrays))
 @settings(max_examples=80, deadline=None)
-def test_decoding_gives_back_whatever_could_be_encoded(rows, tensors):
+def test_decoding_inverts_encoding(rows, tensors):
     message = wire.decode_message([bytes(frame) for frame in submit(rows, tensors)], ALL)
     assert (message.type, message.message_id, message.fields["rows"]) == ("submit", 7, rows)
     for got, want in zip(message.read_tensors(), tensors, strict=True):
@@ -57,7 +57,7 @@ def test_anything_else_is_a_wire_error(seed, types, junk):
             assert sum(array.nbytes for array in message.read_tensors()) == sum(map(len, frames[1:]))
 
 
-def test_what_is_wrong_is_named():
+def test_errors_name_the_wrong_field():
     since = {"v": wire.PROTOCOL_VERSION, "t": "since", "mid": 1, "seq": 0}
     media = {**since, "t": "submit", "rows": [{}], "tasks": []}
     del media["seq"]
@@ -90,7 +90,7 @@ def test_what_is_wrong_is_named():
             wire.decode_message(frames, ALL)
 
 
-def test_what_no_message_can_carry_is_an_error_of_its_sender():
+def test_unsupported_values_are_errors_of_the_sender():
     for value in (2**64, object(), np.float32(1), "\ud800", "x" * 70000, np.zeros(2)):
         with pytest.raises(WireError, match=r"not a plain value|header of 7"):
             submit([{"value": value}], [])

@@ -61,7 +61,7 @@ def steps(stack, hub):
     return steps
 
 
-def test_a_task_that_is_leased_again_while_it_runs_is_reported_under_its_new_lease(hub, steps):
+def test_a_running_task_that_is_leased_again_is_reported_under_the_new_lease(hub, steps):
     for task_id, ends_as in (("works", "result"), ("fails", "failed")):
         hub.lease(task_id, 1)
         hub.hear_mark(task_id, 1, 1, 2)
@@ -74,7 +74,7 @@ def test_a_task_that_is_leased_again_while_it_runs_is_reported_under_its_new_lea
     assert steps.began == [("works", 1), ("fails", 1)], "neither is done twice"
 
 
-def test_a_task_that_was_given_back_and_leased_again_is_done_as_the_newer(hub, steps):
+def test_a_returned_task_that_is_leased_again_is_reported_under_the_new_lease(hub, steps):
     hub.lease("works", 1)
     hub.hear_mark("works", 1, 1, 2)
     hub.lease("later", 1)
@@ -89,7 +89,7 @@ def test_a_task_that_was_given_back_and_leased_again_is_done_as_the_newer(hub, s
     assert steps.began == [("works", 1), ("later", 2)]
 
 
-def test_a_worker_says_of_a_lease_whose_task_never_reached_it_that_it_has_it_not(hub, steps):
+def test_a_worker_returns_a_lease_without_its_task(hub, steps):
     """Otherwise the broker would reserve the worker's slot for this task and never lease it another."""
     hub.say("stalled", id="t", attempt=7)
     failed = hub.hear("failed")
@@ -119,7 +119,7 @@ def test_workers_that_leave_in_the_middle_of_a_task_are_not_its_attempts(stack):
     assert (outcome.ok, outcome.meta) == (True, {"attempt": MAX_ATTEMPTS + 2})
 
 
-def test_a_task_that_ends_its_worker_is_given_up_although_nobody_watches_the_process(stack):
+def test_a_task_that_ends_its_workers_fails_without_a_supervisor(stack):
     hub = a_hub(stack, stack.folder, stall_s=600.0)
     client = a_client(stack, hub)
     submit(client, "t")

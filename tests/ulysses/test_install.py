@@ -1,4 +1,4 @@
-"""Which modules are known; what becomes of them needs ranks (distributed/test_ulysses.py)."""
+"""Supported transformers and their grids of tokens. tests/multi_rank/test_ulysses.py tests outputs and gradients."""
 
 from types import SimpleNamespace
 
@@ -71,7 +71,7 @@ def test_an_int_patch_size_is_for_height_and_width(config, shape, num_tokens):
         ({"transformer_class": nn.Linear, "patch_embedding": None}, "mine:Mine does not set patch_embedding"),
     ],
 )
-def test_a_family_that_does_not_fit_is_named(attributes, says, monkeypatch):
+def test_an_invalid_family_is_named(attributes, says, monkeypatch):
     attributes = {"__module__": "mine", "__name__": "Mine", "patch_embedding": "embed", **attributes}
     mine = SimpleNamespace(**{name: value for name, value in attributes.items() if value is not None})
     monkeypatch.setattr(install, "concrete_subclasses", lambda base: [UlyssesSD3, mine])

@@ -34,7 +34,7 @@ def build_rl_algorithm(recipe: Recipe, sigmas: Tensor, model: ModelProperties | 
     if missing := sorted({*policies, algorithm.rollout_policy} - provided):
         raise RecipeError(
             f"algorithm.name {path}: references or rollout_policy names {' and '.join(missing)}, but list_policies of "
-            "its settings does not: return it there"
+            "the settings does not return it: add it there"
         )
     return algorithm
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Array: TypeAlias = npt.NDArray[np.float64]
 Indices: TypeAlias = npt.NDArray[np.intp]
 
-STD_OFFSET = 1e-4  # DiffusionNFT's and Flow-GRPO's
+STD_OFFSET = 1e-4  # added to a standard deviation before division, as in DiffusionNFT and Flow-GRPO
 CONSTANT_TOLERANCE = 1e-6  # a group is constant if its reward range is at most this, relative to max(1, |mean|)
 ADVANTAGE_MODES: dict[str, Callable[[Array], Array]] = {
     "all": lambda a: a,
@@ -110,8 +110,8 @@ def compute_advantages(
 
     transform: elementwise function. If all rewards of a group are equal, its advantages before `transform` are exactly
     0, or None with `zero_std: drop`. best_of_n ranks the values after `transform`; in a tie, the earlier sample wins.
-    Without ties, reordered samples get bit-identical advantages. Raises ValueError for unequal lengths and for
-    non-finite rewards.
+    Without ties, the order of the samples does not change a sample's advantage by a single bit. Raises ValueError for
+    unequal lengths and for non-finite rewards.
     """
     valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
     raw = _normalize_advantages(columns, valid, compared, settings)
@@ -156,8 +156,8 @@ def _compare_groups(
     """Check rewards and groups. Returns (valid, compared, columns, constant).
 
     valid: indices of samples with a reward. compared: these indices by group, without groups that have only one reward.
-    columns: result of `_reward_columns`. constant: one flag for each group in `compared`. It is true if all samples of
-    the group have the same rewards.
+    columns: result of `_reward_columns`. constant: for each group in `compared`, whether all samples of the group have
+    the same rewards.
     """
     if len(rewards.totals) != len(groups):
         raise ValueError(f"{len(rewards.totals)} rewards but {len(groups)} group ids")
@@ -300,7 +300,7 @@ def _group_members(valid: Iterable[int], groups: Sequence[str]) -> dict[str, lis
     return members
 
 
-# Values are sorted before summation: the result does not depend on the order of the samples, bit for bit.
+# Values are sorted before summation, so that the order of the samples does not change the rounding of the result.
 def _stable_mean(values: Iterable[float]) -> float:
     return float(np.mean(np.sort(np.fromiter(values, np.float64))))
 

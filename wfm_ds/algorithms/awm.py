@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms.base import ModelProperties
     from wfm_ds.recipe.schema import Recipe
 
-POWER_OFFSET = 1e-10  # added to the squared error before the power: its slope at 0 would be infinite
+POWER_OFFSET = 1e-10  # added to the squared error before the power, because the slope of a power can be infinite at 0
 
 
 def matching_log_prob(error: Tensor, sigma: Tensor, weighting: str, power: float) -> Tensor:
@@ -64,7 +64,8 @@ class Awm(ForwardProcess):
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         require_latents(velocity=velocity, clean=batch.clean_latents, noise=batch.noise, **references)
         log_prob = self._log_prob(velocity, batch)
-        # Without an `old` prediction the weights are equal, so the log-probabilities are bit-identical.
+        # The `old` prediction is missing if the old weights equal the trained weights. Then both log-probabilities are
+        # bit-identical.
         old_log_prob = self._log_prob(references["old"], batch) if "old" in references else log_prob.detach()
         log_ratio, clip = log_prob - old_log_prob, self.settings.clip_ratio
         policy = loss = ppo_clip_loss(log_ratio, batch.credit, clip, clip)

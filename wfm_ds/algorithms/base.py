@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Stats: TypeAlias = dict[str, "Tensor | tuple[Tensor, Tensor]"]
 """{metric tag: detached values [B], or (values [B], mask [B]) if only some loss terms count}; see meter.Meter."""
-QUANTILE_MARGIN = 2.0**-33  # draws keep this distance from 0 and 1: no velocity can be learned at sigma 0
+QUANTILE_MARGIN = 2.0**-33  # random draws keep this distance from 0 and 1: the velocity at sigma 0 cannot be learned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +39,9 @@ class LossTerm:
 
     row: int  # index of the sample among this rank's rollouts
     sigma: float
-    weight: float  # 1; 0 for padding, so that all ranks run equal forward passes
+    weight: float  # 1; 0 for padding, which makes all ranks run the same number of forward passes
     num_parts: int = 1  # forward and backward passes that its loss needs (LossTermBatch.parts)
-    teacher: int = 0  # index of the teacher that its loss needs; micro-batches have terms of one teacher
+    teacher: int = 0  # index of the teacher that its loss needs; all terms of a micro-batch have the same teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class LossTermBatch:
     latents: Tensor  # [B, ...], denoiser input
     sigma: Tensor  # [B]
     weight: Tensor  # [B]
-    prompts: Sequence[Prompt]  # encoded at the forward pass, to avoid one copy per noise level
+    prompts: Sequence[Prompt]  # encoded just before the forward pass, so that embeddings are not stored per noise level
     conditioning_frames: ConditioningFrames | None = None
     group_statistics: Tensor | None = None  # [B], see RlAlgorithm.group_statistics
 
@@ -107,9 +107,9 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     While the weights of such a policy equal the trained weights, the policy is missing from the loss's `references`.
     The loss then uses the detached prediction of the trained policy instead."""
     reference_weights: Mapping[str, str] = MappingProxyType({})
-    """{reference: policy of the engine with its weights}, for references with another name than their policy."""
+    """{reference: policy of the engine that has its weights}. Only references with another name than their policy."""
     reference_guidance: Mapping[str, float] = MappingProxyType({})
-    """{reference: guidance scale}, for references that do not use the guidance of the rollout."""
+    """{reference: guidance scale}. References that are missing here use the guidance scale of the rollout."""
     num_teachers = 1
     """Number of teachers between which the loss terms are divided (LossTerm.teacher)."""
     uses_old_predictions = False
@@ -138,7 +138,7 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
         """Return the sampling plan of this RL step: how rollouts are denoised and which steps are stored."""
 
     def initial_equal_policies(self, recipe: Recipe) -> set[str]:
-        """Return the policies whose weights are the trained weights before the first update of a run."""
+        """Return the policies that are known to have the trained weights before the first update of a run."""
         if recipe.lora is not None and recipe.lora.init_from is not None:
             return {self.rollout_policy} - {"ref"}  # ref is the base model, without the LoRA that the run starts from
         return {self.rollout_policy}
@@ -160,7 +160,7 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     def compute_advantages(self, rewards: Rewards, groups: Sequence[str]) -> Advantages:
         """Return one advantage per sample of all ranks; None for samples that are not trained on.
 
-        Without rewards, the advantages are 0, or None for failed samples.
+        If the algorithm uses no rewards, advantages are 0, or None for failed samples.
         """
         settings = self.settings.advantages
         if settings is None:

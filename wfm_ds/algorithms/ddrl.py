@@ -1,8 +1,8 @@
 """DDRL (arXiv 2512.04332): policy gradients on churned EDM rollouts, regularized by a diffusion loss on data.
 
 For each trained step, a rollout stores only the input latents of the denoiser. The transition to the next state is
-Gaussian. Its mean is affine in the velocity. Its noise is drawn again from the sample's seed. Its gain and std are
-constants of the sampling plan. The loss functions are in ddrl_losses.py.
+Gaussian, with a mean that is affine in the velocity. The sampling plan defines the gain and the std of each transition.
+The noise is not stored: training draws it again from the sample's seed. The loss functions are in ddrl_losses.py.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
             )
         if RANDOM_STEP in train_on and not set(stochastic) - set(train_on):
             raise RecipeError(
-                f"algorithm.train_on: -1 adds another one of the stochastic steps {stochastic}, but {train_on} has "
-                "all of them. Remove -1"
+                f"algorithm.train_on: -1 adds a random one of the stochastic steps {stochastic}, but {train_on} lists "
+                "all of them already. Remove -1"
             )
         trained = stochastic if RANDOM_STEP in train_on else train_on
         low_noise = [k for k in trained if self.edm_plan.steps[k].std < MIN_STD]
@@ -331,7 +331,7 @@ def make_noisy_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], state
     clean = torch.stack([sample.data_latents for _, _, sample in chosen if sample.data_latents is not None])
     seeds = [data.seed for _, data, _ in chosen]
     (sigma,) = lists_to_device(states.device, [data.sigma for _, data, _ in chosen])
-    if chosen[0][1].is_rollout_noise:  # equal for all terms, because the recipe sets it
+    if chosen[0][1].is_rollout_noise:  # a setting of the recipe, so it is equal for all terms
         noise = draw_cpu_normal(seeds, clean.shape[1:], states.device)
         latents = noisy_latents(clean, noise, sigma)
     else:

@@ -39,7 +39,7 @@ def log_ratio(
     the result depends on `norm`:
 
         gaussian    -q/(2 std^2) = mean(noise*d - d^2/2), independent of the coordinates
-        literal     -q, as in the published code: in EDM coordinates, high noise levels dominate
+        literal     -q, as in the published code; in EDM coordinates, high noise levels then dominate the loss
         std_scaled  -q/(2 std)
 
     Equal velocities give exactly 0, because the code computes mean(noise*d - d^2/2) and not q. Raises ValueError for
@@ -57,7 +57,8 @@ def reference_kl(
 ) -> Tensor:
     """Return the KL divergence per element of two transitions, mean((mu - mu_ref)^2)/(2 std^2): [B].
 
-    With norm `literal`, the result is not divided, like in the published code. The arguments are those of log_ratio.
+    With norm `literal`, the result is mean((mu - mu_ref)^2), as in the published code. The arguments are those of
+    log_ratio.
     """
     require_latents(velocity=velocity, ref_velocity=ref_velocity)
     require_vectors(velocity, gain=gain, std=std)

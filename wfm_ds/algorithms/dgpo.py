@@ -1,8 +1,9 @@
 """DGPO (arXiv 2510.08425): direct group preference optimization, weighted by advantages.
 
-The loss decreases the velocity errors of samples with positive advantage and increases the errors of other samples. The
-weight of a group is large at first. It decreases when the policy prefers the better samples of the group more strongly
-than the reference policy does. Samples of a group share noise levels and noise, so that their errors are comparable.
+The loss decreases the velocity errors of samples with positive advantage and increases the errors of samples with
+negative advantage. The weight of a group is 1/2 at first. It decreases as the policy learns to prefer the better
+samples of the group more strongly than the reference policy does. Samples of a group share noise levels and noise, so
+that their errors are comparable.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Dgpo(ForwardProcess):
 
         loss = sigmoid(sum over the group of A beta (l - l_ref) / K) A l + kl_beta mean((v - v_ref)^2)
 
-    The sum is over a group's samples at one noise level. The sigmoid has no gradient. The first term has no gradient
-    if the ratio exp(l_old - l) is outside the clip range in the direction of A. The old policy is a moving average of
-    the trained weights.
+    The sum is over a group's samples at one noise level. No gradient flows through the sigmoid. The first term has no
+    gradient if the ratio exp(l_old - l) is outside the clip range in the direction of A. The old policy is a moving
+    average of the trained weights.
     """
 
     Settings = DgpoAlgorithm

@@ -71,10 +71,10 @@ def nft_loss(
     latents = {"velocity": velocity, "old_velocity": old_velocity, "clean_latents": clean_latents, "noise": noise}
     require_latents(**latents, **({} if ref_velocity is None else {"ref_velocity": ref_velocity}))
     require_vectors(velocity, sigma=sigma, reward_weight=reward_weight)
-    fraction: Tensor | float = 1.0  # of elements that count
+    fraction: Tensor | float = 1.0  # fraction of the elements that the mask does not exclude
     if mask is not None:
-        # With zeros all errors are 0 on excluded frames. Quotients of two means stay correct; other means have to be
-        # divided by the fraction of elements that count.
+        # Setting excluded frames to 0 makes all their errors 0. Quotients of two means stay correct. Other means must
+        # be divided by the fraction of elements that are not excluded.
         velocity, old_velocity, clean_latents, noise = (t * mask for t in latents.values())
         ref_velocity = None if ref_velocity is None else ref_velocity * mask
         fraction = sample_mean(mask)
@@ -94,7 +94,7 @@ def nft_loss(
     loss_B = policy_B
     if parts.kl is not None:
         kl_B = parts.kl / fraction
-        loss_B = policy_B + kl_beta * kl_B  # not in place: loss/policy must not include it
+        loss_B = policy_B + kl_beta * kl_B  # not in place, because the metric loss/policy must not include the KL
         deviation = parts.stats["old_ref_deviation"] / fraction
         stats |= {"loss/kl": kl_B, "kl/ref": kl_B, "nft/old_ref_deviation": deviation}
     return loss_B, {tag: value.detach() for tag, value in stats.items()}
@@ -109,7 +109,7 @@ def reward_weights(advantages: Sequence[float] | npt.NDArray[np.float64], adv_cl
 
 
 def old_decay(setting: str | DecaySchedule, num_updates: int) -> float:
-    """Return decay d of `old <- d*old + (1-d)*theta` after num_updates steps."""
+    """Return decay d of `old <- d*old + (1-d)*trained weights` after num_updates optimizer steps."""
     if isinstance(setting, str):
         flat_steps, initial, slope, maximum = OLD_DECAY_PRESETS[setting]
     else:

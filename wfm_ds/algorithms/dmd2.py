@@ -1,12 +1,12 @@
 """DMD2 (arXiv 2405.14867) without real images: the student's samples follow the distribution of the teacher's samples.
 
-Each denoising step k of a rollout predicts clean latents h = x_k - sigma_k * v(x_k). With noise, they become
-y = (1 - s) * h + s * eps at a random level s. At y, the frozen teacher predicts the clean latents of the teacher's
-distribution. A second trained network, the fake score, predicts those of the student's own distribution. Their
-difference is the direction in which the student's predictions move.
+Each denoising step k of a rollout predicts clean latents h = x_k - sigma_k * v(x_k). Adding noise eps at a random level
+s gives y = (1 - s) * h + s * eps. From y, the frozen teacher predicts the clean latents of the teacher's distribution.
+A second trained network, the fake score, predicts the clean latents of the student's own distribution. The difference
+of the two predictions is the direction in which the student's predictions move.
 
-Each RL step first trains the fake score on the predictions of the rollout, then the student. The predictions do not
-change in between, so that all updates use the same rollout.
+Each RL step first trains the fake score on the predictions of the rollout, and then the student. All updates of the
+step use the same rollout and its stored predictions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from wfm_ds.types import Rollout
 
 TEACHER = "teacher"
-MIN_SCALE = 1e-3  # of the division in dmd_direction
+MIN_SCALE = 1e-3  # lower bound of the divisor in dmd_direction
 
 
 def dmd_direction(
@@ -100,7 +100,7 @@ def draw_level(levels: NoiseLevels, shift: float, quantile: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dmd2Term(LossTerm):
-    """A sample predicted at a denoising step, and the noise level and noise for the teacher and the fake score."""
+    """One denoising step of a sample, and the noise that is added to its prediction for the teacher and fake score."""
 
     trains_fake: bool
     denoise_step: int
@@ -108,7 +108,7 @@ class Dmd2Term(LossTerm):
     noise_seed: int
     advantage: float = 0.0
     transition_factor: float = 0.0  # TransitionReward.factor
-    reward_level: float = 0.0  # of diffusion_nft's loss
+    reward_level: float = 0.0  # noise level for diffusion_nft's loss
     reward_noise_seed: int = 0
 
 
@@ -126,7 +126,7 @@ class TransitionReward:
     next_latents: Tensor  # [B, ...]
     coefficients: Tensor  # [B,5] float64
     advantage: Tensor  # [B]
-    factor: Tensor  # [B], so that the mean over all steps is that over the steps with noise; 0 for the other steps
+    factor: Tensor  # [B], number of all steps / number of steps with noise; 0 for steps without noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,7 @@ class TransitionTerm(LossTerm):
     denoise_step: int  # index of the denoising step
     transition_index: int  # index of its transition in the rollout
     advantage: float
-    is_first_update: bool  # in the first update of the RL step, before the rollout weights change
+    is_first_update: bool  # whether it is trained in the first update of the RL step, before the weights change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ class PolicyComparison:
     old_log_prob: Tensor
     log_ratio: Tensor  # GRPO-Guard's log ratio, if enabled
     divergence: Tensor | None  # divergence from the old policy, if trust_region is `divergence`
-    drift: Tensor | None  # staleness: change from the rollout policy to the old policy / trust region
+    drift: Tensor | None  # staleness: difference between rollout policy and old policy, divided by the trust region
     start_divergence: Tensor | None  # divergence from the rollout policy before the first update, if known
 
 
@@ -142,8 +142,9 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
         super().__init__(recipe, sigmas, model)
         s = self.settings
-        # Stale samples: ratios are relative either to the weights that generated them (`rollout`), or to the weights at
-        # the start of the RL step. In the second case terms that are unlikely under these weights are dropped.
+        # Ratios of stale samples compare the trained weights either with the weights that generated the samples
+        # (`rollout`), or with the weights at the start of the RL step. In the second case, loss terms are dropped if
+        # these two sets of weights predict too differently (`max_drift`).
         self.has_stale_samples = recipe.is_async and recipe.rl.rollout.max_staleness > 0
         self.drops_stale_terms = self.has_stale_samples and s.old_log_prob != "rollout"
         self.uses_old_predictions = s.old_log_prob == "recompute" or self.drops_stale_terms
@@ -151,7 +152,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         self.clip_low, self.clip_high = s.clip_ratio_low or s.clip_ratio, s.clip_ratio_high or s.clip_ratio
         self.uses_divergence = s.trust_region == "divergence"
         self.compares_means = s.guard or self.uses_divergence
-        # The first update only needs stored means if it compares against the rollout policy.
+        # Rollouts store means if an update compares with the rollout policy. With `auto`, the first update does not.
         with_rollout = s.old_log_prob == "rollout" or (
             s.old_log_prob == "auto" and s.updates_per_rollout > 1 and not self.uses_old_predictions
         )
@@ -299,7 +300,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         stored: Tensor | None,
         recompute: Callable[[Tensor, TransitionBatch], Tensor],
     ) -> Tensor:
-        """Return the old policy's `value`: the current one, the one stored by the rollout, or a recomputed one."""
+        """Return the value of the old policy: recomputed from `old`, equal to `value`, or as stored by the rollout."""
         if self.uses_old_predictions and "old" in references:
             return recompute(references["old"], batch)
         if self.uses_old_predictions or (self.settings.old_log_prob == "auto" and batch.is_first_update):

@@ -123,10 +123,10 @@ def draw_training_sigmas(
 ) -> Tensor:
     """Draw the noise level of each sample of a micro-batch: [B] float32 in (0, 1] and within `band`, on the CPU.
 
-    positions: index of each sample in the endless pass over the data, unique in a run. Optimizer step s (from 1) trains
-    positions (s-1)*global_batch to s*global_batch - 1. A noise level depends only on (run_seed, position), not on rank
-    or micro-batch. With `algorithm.stratified`, the density is split into global_batch strata of equal probability, and
-    a permutation seeded by (run_seed, step) gives each position of a global batch a different stratum.
+    positions: index of each sample in the sequence of all samples of the run, over all epochs. Optimizer step s (from
+    1) trains on positions (s-1)*global_batch to s*global_batch - 1. A noise level depends only on (run_seed, position),
+    not on rank or micro-batch. With `algorithm.stratified`, the density is split into global_batch strata of equal
+    probability, and a permutation seeded by (run_seed, step) gives each position of a global batch a different stratum.
     """
     draws = [draw_uniform(run_seed, "training_sigma", position) for position in positions]
     if algorithm.stratified:
@@ -153,7 +153,7 @@ def clamp_to_band(sigma: Tensor, band: SigmaBand) -> Tensor:
     return sigma.clamp(minimum, maximum)
 
 
-@functools.lru_cache(maxsize=2)  # called once per sample with the same arguments for a global batch
+@functools.lru_cache(maxsize=2)  # all samples of a global batch call it with the same arguments
 def _batch_strata(run_seed: int, batch: int, global_batch: int) -> list[int]:
     return draw_permutation(global_batch, run_seed, "sigma_strata", batch)
 

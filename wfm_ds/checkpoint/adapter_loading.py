@@ -1,4 +1,4 @@
-"""Loads an exported LoRA (export/weights.py) into a model. The LoRA keeps the scale of its training."""
+"""Loads an exported LoRA (export/weights.py) into a model, with the scale alpha / rank of its training."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def add_peft_methods(network: Any) -> Any:
 def load_adapter(model: DiffusionModel, folder: Path) -> None:
     """Add the LoRA in `folder` (`safetensors/step_N/lora` of a run) to the model's unwrapped denoiser and activate it.
 
-    Raises ModelError if a file is missing or damaged, lacks alpha, or does not fit the model completely. diffusers
-    would ignore tensors that do not fit, and would use the rank as alpha.
+    Raises ModelError if a file is missing or damaged, lacks alpha, or does not fit the model completely. Without these
+    checks, diffusers would ignore tensors that do not fit, and would use the rank in place of a missing alpha.
     """
     paths = {part: find_adapter_file(folder, part) for part in model.denoiser_components}
     tensor_names = {part: read_adapter_names(path) for part, path in paths.items()}

@@ -23,7 +23,7 @@ from wfm_ds.export.target import ExportTarget
 from wfm_ds.export.weights import LORA_KEY, WHOLE_LAYER_KEY, TensorSource, adapter_shapes
 
 ADAPTER_INFIX = ".default."  # the trained adapter's name within its parameter names
-UNSUPPORTED_OPTIONS = ("lora_bias", "use_qalora", "layer_replication")  # options that change the update
+UNSUPPORTED_OPTIONS = ("lora_bias", "use_qalora", "layer_replication")  # PEFT options that change the formula of LoRA
 WRAPPERS = ("module.", "transformer.")  # prefixes that training frameworks add to the denoiser's parameter names
 # Raised when a pickle is damaged or needs classes that are not installed.
 PICKLE_ERRORS = (OSError, ValueError, RuntimeError, KeyError, EOFError, ImportError, AttributeError, TypeError)
@@ -162,7 +162,10 @@ def collect_lora_layers(
 
 
 def is_deepspeed_checkpoint(folder: Path) -> bool:
-    """Return whether DeepSpeed wrote this checkpoint folder, or the folder named in its file `latest`."""
+    """Return whether DeepSpeed's save_checkpoint wrote this folder.
+
+    The folder is a single checkpoint, or has a file `latest` with the name of the newest checkpoint in it.
+    """
     return (folder / "latest").is_file() or any(folder.glob("*_optim_states.pt"))
 
 

@@ -1,10 +1,10 @@
 """The state of a run's engine and training loop in a checkpoint, with one file per rank.
 
-    wfm_rank00000.safetensors, ...     float32 tensors: this rank's shards of the trained weights, the other policies
-                                       and the optimizer states, with those of extra adapters. The metadata contains
-                                       the engine's counters, the state of the training loop, the export settings, and
-                                       the layout of the shards, which is needed to load them on a different number of
-                                       ranks.
+    wfm_rank00000.safetensors, ...     float32 tensors: this rank's shards of the trained weights, the other policies,
+                                       the extra adapters and the optimizer states. The metadata contains the engine's
+                                       counters, the state of the training loop, the export settings, and the layout
+                                       of the shards. A run with a different number of ranks needs this layout to load
+                                       the shards.
     recipe.yaml                        the resolved recipe
 
 Frozen weights are not stored, because they are in the base model. Random states are not stored, because the seed of
@@ -61,7 +61,7 @@ class RankState:
 def capture_state(engine: DenoiserEngine, loop: Mapping[str, Any], target: ExportInfo, dtype: torch.dtype) -> RankState:
     """Copy this rank's state to host memory.
 
-    loop: state of the training loop as JSON. target, dtype: export settings that `wfm convert` reads later.
+    loop: state of the training loop, JSON values. target, dtype: export settings that `wfm convert` reads later.
     """
     tensors = {
         flat_name(name, group): flat.to("cpu", copy=True)

@@ -3,8 +3,8 @@
     s3://bucket/run/checkpoints/step_400/wfm_rank00000.safetensors, ...    the files of the local folder
     s3://bucket/run/checkpoints/step_400/COMPLETE                          the local COMPLETE, plus SHA-256 digests
 
-S3 cannot rename, so only the object COMPLETE marks a checkpoint as complete. It is written last. It is removed first
-when a checkpoint is replaced or removed.
+S3 cannot rename, so only the object COMPLETE marks a checkpoint as complete. COMPLETE is the last object to be written,
+and the first to be removed when a checkpoint is replaced or removed.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class RemoteCheckpoint:
     step: int
     world_size: int
     metadata: Mapping[str, Any]
-    files: Mapping[str, int]  # bytes by name, without COMPLETE
-    sha256: Mapping[str, str]  # digests by file name, for all files of checkpoints that wfm_ds uploaded
+    files: Mapping[str, int]  # {file name: bytes}, without COMPLETE
+    sha256: Mapping[str, str]  # {file name: digest}; empty if the checkpoint was not uploaded by wfm_ds
     marker_text: str  # the text of COMPLETE
 
 
@@ -173,7 +173,7 @@ def _fetch_files(address: str, sizes: Mapping[str, int], folder: Path) -> None:
 def _safe_path(folder: Path, name: str, address: str) -> Path:
     file = folder / name
     if not file.resolve().is_relative_to(folder.resolve()):
-        raise StorageError(f"{address} has {name}, a path outside of its folder: no run wrote it")
+        raise StorageError(f"{address} names the file {name} outside of its folder: use another checkpoint")
     return file
 
 
@@ -206,8 +206,8 @@ def publish_checkpoint(
 def prune_checkpoints(root: str, *, newest: int, keep: int) -> None:
     """Remove old and incomplete checkpoints from S3.
 
-    Two kinds of complete checkpoints are kept: the last `keep` up to step `newest`, and all after this step, because
-    they belong to another run.
+    The last `keep` complete checkpoints up to step `newest` are kept. Complete checkpoints after this step are kept
+    too, because another run wrote them.
     newest: step of the caller's newest checkpoint.
     Raises StorageError if S3 fails.
     """

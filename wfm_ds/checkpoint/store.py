@@ -133,7 +133,7 @@ def _create_folder(making: Path) -> None:
 def _remove_folder(folder: Path) -> None:
     try:
         shutil.rmtree(folder)
-    except OSError as error:  # complete checkpoints are safe, and the run should not fail for disk space
+    except OSError as error:  # only a warning: the folder wastes disk space, but complete checkpoints are intact
         log.warning("%s could not be removed (%s)", folder, error)
 
 

@@ -150,7 +150,7 @@ def _run_command(arguments: list[str], show: bool) -> None:
     Raises UserError if the command prints `error: ...` and exits with code 2. Raises RunError for any other failure.
     """
     last: deque[str] = deque(maxlen=ERROR_LINES)
-    plain = {**os.environ, "NO_COLOR": "1"}  # the output is searched for the error
+    plain = {**os.environ, "NO_COLOR": "1"}  # the output is searched for the line with the error
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=plain) as process:
         assert process.stdout is not None
         try:

@@ -20,7 +20,7 @@ LEVEL_TOLERANCE = 1e-6  # call.json may have rounded levels
 
 
 def fill_from_call(args: argparse.Namespace, repo: str, pipeline: Path, folders: Sequence[Path]) -> dict[str, Any]:
-    """Set the options that call.json contains if they are unset, and return the content of call.json.
+    """Set options that the user did not set to their values in call.json, and return the content of call.json.
 
     These are --steps, --grid, --shift, --solver, --guidance, --guidance-low, --max-sequence-length,
     --negative-prompt (if there is guidance) and --embedded-guidance.
@@ -106,13 +106,13 @@ def read_scheduler(folder: Path, steps: int) -> dict[str, Any]:
         require_number(file, config, "shift_terminal", 0, 1)
         require_number(file, config, "num_train_timesteps", 1, math.inf)
         shift = find_even_shift(config, steps)
-    if shift is None and file == lora_file:  # for levels in call.json, or for a single step
+    if shift is None and file == lora_file:  # without shift_terminal, or for a single step
         shift = own_shift
     return solver if shift is None else {"grid": "even", "shift": shift, **solver}
 
 
 def require_number(file: Path, config: Mapping[str, Any], name: str, low: float, high: float) -> float:
-    """Return the value of this name. Raises UserError if it is not a number between `low` and `high`, without these."""
+    """Return the value of `name` in `config`. Raises UserError unless it is a number with low < value < high."""
     value: Any = config.get(name)
     if type(value) not in (int, float) or not low < value < high:
         bounds = f"above {low}" if high == math.inf else f"between {low} and {high}"

@@ -16,6 +16,7 @@ from typing import Any
 
 from wfm_ds.data.caption_table import read_rows
 from wfm_ds.data.captioned_folder import MEDIA_FOLDERS, files_below
+from wfm_ds.data.folder_layout import is_lerobot
 from wfm_ds.data.samples import MEDIA_SUFFIXES, is_encodable
 from wfm_ds.errors import DataError
 from wfm_ds.program import CommandParser, run_command
@@ -137,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
+    if is_lerobot(args.folder):
+        raise DataError(f"{args.folder} is a LeRobot dataset, whose tasks are its captions: set data.kind: lerobot")
     if args.table is not None:
         captions: Mapping[str, Caption] = read_caption_table(args.table)
     else:

@@ -19,7 +19,7 @@ def parser() -> CommandParser:
     )
     p.add_recipe_arguments()
     p.add_argument(
-        "--gpus", type=parse_positive, metavar="N", help="number of GPUs (default: all here, else the minimum)"
+        "--gpus", type=parse_positive, metavar="N", help="number of GPUs (default: all here; without GPUs, the minimum)"
     )
     p.add_argument("--tiny", action="store_true", help="check the tiny version that wfm train --tiny runs")
     p.add_argument("--json", action="store_true", help="print one JSON object with sizes in bytes")

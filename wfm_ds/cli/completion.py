@@ -13,7 +13,7 @@ from wfm_ds.program import CommandParser
 
 Commands: TypeAlias = Mapping[str, tuple[str, str]]
 """{command: (module, description)}"""
-RECIPE_FUNCTION = "_wfm_recipe_files"  # "files": shtab's script then escapes special characters in its results
+RECIPE_FUNCTION = "_wfm_recipe_files"  # shtab escapes special characters in results of functions named *_files
 RECIPE_COMPLETER = {"bash": RECIPE_FUNCTION, "zsh": RECIPE_FUNCTION}
 PREAMBLES = {
     "bash": """\
@@ -39,7 +39,7 @@ FOLDER_LINES = {
 }
 RECIPE_ARGUMENTS = frozenset({"recipe", "words"})  # `words`: of wfm recipes
 FILE_ARGUMENTS = frozenset({"model", "models", "lora", "checkpoint", "path", "image", "video"})
-"""Arguments that are no Path, because an address or a name is possible, but usually are a file or folder."""
+"""Arguments that are usually a file or folder, but may also be an address or a name and thus are no Path."""
 
 
 def parser() -> CommandParser:
@@ -115,6 +115,6 @@ def read_parser(module: str, *, hides_positionals: bool) -> argparse.ArgumentPar
             action.complete = completer  # type: ignore[attr-defined]
         if not action.option_strings and hides_positionals:
             action.help = argparse.SUPPRESS
-        elif not action.option_strings and action.help == argparse.SUPPRESS:  # of wfm recipes; shtab would omit it
+        elif not action.option_strings and action.help == argparse.SUPPRESS:  # shtab would omit it
             action.help = action.dest
     return parser

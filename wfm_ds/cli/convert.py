@@ -213,7 +213,7 @@ def convert_lora(path: Path, args: argparse.Namespace) -> str:
     from wfm_ds.export.target import ExportTarget
     from wfm_ds.export.weights import LORA_FOLDER, new_export_folder, write_lora
 
-    if path.resolve() == Path(args.checkpoint).resolve():  # else an intermediate file
+    if path.resolve() == Path(args.checkpoint).resolve():  # not for an intermediate file
         require_no_policy(args.policy, path)
     layout: str = args.layout or "diffusers"
     if args.merge and args.base is None:

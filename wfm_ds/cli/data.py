@@ -6,9 +6,9 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from wfm_ds.program import CommandParser, run_command
 
@@ -28,10 +28,15 @@ LAYOUT_NAMES = {
 def parser() -> CommandParser:
     p = CommandParser(
         prog="wfm data",
-        description="Show how data.kind: folder reads a folder, its contents and three captions.",
+        description="Show how data.kind: folder reads a folder, its contents and three captions. Of a LeRobot dataset: "
+        "its episodes, cameras, features and tasks.",
         epilog="Example: %(prog)s my_images",
     )
-    p.add_argument("folder", type=Path, help="folder with images or videos and their captions (docs/data.md)")
+    p.add_argument(
+        "folder",
+        help="folder with images or videos and their captions (docs/data.md), or a LeRobot dataset: a folder, "
+        "owner/name on the Hub or an s3:// address (docs/robots.md)",
+    )
     p.add_argument("--prompt", help="data.prompt: caption for images and videos without one")
     p.add_argument("--caption-column", metavar="NAME", help="data.caption_column: table column with the captions")
     p.key_options = {"data.prompt": "--prompt", "data.caption_column": "--caption-column"}
@@ -44,14 +49,51 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> None:
     from wfm_ds.data.folder import load_folder
-    from wfm_ds.data.folder_layout import detect_layout
+    from wfm_ds.data.folder_layout import demo_command, detect_layout, is_lerobot
+    from wfm_ds.data.lerobot_files import is_hub_dataset
     from wfm_ds.recipe.data import DataRecipe
+    from wfm_ds.storage.filesystem import is_remote
 
-    layout = detect_layout(args.folder)
-    recipe = DataRecipe(kind="folder", path=str(args.folder), prompt=args.prompt, caption_column=args.caption_column)
-    dataset = load_folder(recipe, args.folder, layout)
+    folder = Path(args.folder).expanduser()
+    is_on_hub = is_hub_dataset(args.folder) and demo_command(folder) is None
+    if is_remote(args.folder) or is_on_hub or is_lerobot(folder):
+        sys.stdout.write("\n".join(describe_lerobot(args.folder)) + "\n")
+        return
+    layout = detect_layout(folder)
+    recipe = DataRecipe(kind="folder", path=str(folder), prompt=args.prompt, caption_column=args.caption_column)
+    dataset = load_folder(recipe, folder, layout)
     lines = [f"{dataset.source}: {LAYOUT_NAMES[layout.kind]} ({layout.sign})", *summary_lines(dataset)]
     sys.stdout.write("\n".join(lines) + "\n")
+
+
+def describe_lerobot(path: str) -> list[str]:
+    """Return a description of the LeRobot datasets at a path, from their metadata. Raises DataError."""
+    from wfm_ds.data.lerobot_files import download_metadata
+    from wfm_ds.data.lerobot_info import find_roots, read_episodes, read_info
+
+    lines: list[str] = []
+    for root in find_roots(download_metadata(path)).values():
+        info = read_info(root)
+        episodes = read_episodes(info, info.cameras)
+        lengths = [episode.length for episode in episodes]
+        tasks = list(dict.fromkeys(task for episode in episodes for task in episode.tasks))
+        cameras = [f"{name} {describe_size(info.features[name])}" for name in info.cameras]
+        shown = ", ".join(json.dumps(task, ensure_ascii=False) for task in tasks[:NUM_CAPTIONS])
+        lines += [
+            f"{root}: LeRobot dataset {info.version}",
+            f"episodes   {len(episodes)} of {min(lengths)} to {max(lengths)} frames, {sum(lengths)} in total",
+            f"fps        {info.fps:g}",
+            f"cameras    {', '.join(cameras) or 'none'}",
+            f"features   {', '.join(f'{name} [{width}]' for name, width in info.widths.items())}",
+            f"tasks      {len(tasks)}: {shown}" if tasks else "tasks      none: set data.prompt",
+        ]
+    return lines
+
+
+def describe_size(feature: Mapping[str, Any]) -> str:
+    """Return `width x height` of a camera."""
+    sizes = dict(zip(feature.get("names") or ("height", "width", "channels"), feature["shape"], strict=False))
+    return f"{sizes.get('width', '?')} x {sizes.get('height', '?')}"
 
 
 def summary_lines(dataset: SampleSet) -> list[str]:

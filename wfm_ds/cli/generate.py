@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from wfm_ds.cli.sampling_options import (
     KEY_OPTIONS,
     add_sampling_options,
+    choose_layout,
     iterate_samples,
     load_sampler,
     memory_advice,
-    parse_natural,
     parse_seed,
     require_empty,
     sampling_summary,
@@ -31,8 +31,9 @@ from wfm_ds.program import CommandParser, run_command
 if TYPE_CHECKING:
     import torch
 
+    from wfm_ds.data.clip_layout import ClipLayout
     from wfm_ds.models.sampler import Sampler
-    from wfm_ds.types import Prompt
+    from wfm_ds.types import ConditioningFrames, Prompt
 
 PAGE_NAME = "index.html"
 NOT_FINITE_MESSAGE = "non-finite latents: this sample is invalid"
@@ -73,9 +74,18 @@ def parser() -> CommandParser:
         "--actions",
         metavar="FILE",
         type=Path,
-        help="an .npy file [FRAMES-1,D] for every video, normalized as by data.actions.normalize in training",
+        help="an .npy file [FRAMES-1,D] for every video, normalized as by data.actions.normalize in training; with "
+        "--clips, FRAMES is the length of the whole video",
     )
-    p.add_argument("--domain", type=parse_natural, metavar="N", help="the embodiment of --actions")
+    p.add_argument(
+        "--domain", type=parse_domain, help="the robot of --actions: a number or a name such as droid_lerobot"
+    )
+    p.add_argument(
+        "--viewpoint",
+        type=parse_viewpoint,
+        metavar="VIEW",
+        help="the camera of --actions in captions, such as concat_view (data.viewpoint in training; default ego_view)",
+    )
     p.add_argument(
         "--camera",
         metavar="FILE|KEYS",
@@ -105,6 +115,8 @@ def run(args: argparse.Namespace) -> None:
         raise UserError("--lora: not allowed with --pipeline; to use an export as the base of a LoRA, set --model")
     if args.domain is not None and args.actions is None:
         raise UserError("--domain: needs --actions")
+    if args.viewpoint is not None and args.actions is None:
+        raise UserError("--viewpoint: needs --actions")
     if args.intrinsics is not None and args.camera is None:
         raise UserError("--intrinsics: needs --camera")
     if args.first_frame is not None:
@@ -115,6 +127,25 @@ def run(args: argparse.Namespace) -> None:
     with contextlib.ExitStack() as resources:
         fetch_exports(args, resources)
         generate_samples(args)
+
+
+def parse_domain(text: str) -> int:
+    """Return the number of a robot. text: the number, or a name (recipe/actions.py)."""
+    from wfm_ds.recipe.actions import check_domain, find_embodiment
+
+    try:
+        return int(text) if text.isascii() and text.isdecimal() else find_embodiment(check_domain(text)).domain
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def parse_viewpoint(text: str) -> str:
+    from wfm_ds.recipe.actions import check_viewpoint
+
+    try:
+        return check_viewpoint(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def check_first_frame(file: Path, num_frames: int) -> None:
@@ -160,26 +191,34 @@ def generate_samples(args: argparse.Namespace) -> None:
 
 
 def load_and_generate(args: argparse.Namespace, prompts: Sequence[Prompt]) -> None:
+    from wfm_ds.models.assets.text_cache import require_viewpoints
     from wfm_ds.runs.generation_inputs import collect_inputs, encode_first_frame, list_option_inputs
 
     sampler = load_sampler(args, list_option_inputs(args))
     sampler.model.check_prompts([prompt.text for prompt in prompts])
-    frame, inputs = encode_first_frame(sampler, args.first_frame), collect_inputs(sampler, args)
-    prompts = [replace(prompt, inputs=inputs) for prompt in prompts]
+    layout = choose_layout(sampler, args.clips)
+    frame, inputs = encode_first_frame(sampler, args.first_frame), collect_inputs(sampler, args, layout)
+    if args.viewpoint is not None:
+        require_viewpoints(sampler.model, sampler.settings, "--viewpoint")
+    prompts = [replace(prompt, inputs=inputs, viewpoint=args.viewpoint) for prompt in prompts]
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        write_samples(sampler, [(prompt, seed) for prompt in prompts for seed in args.seeds], args, frame)
+        write_samples(sampler, [(prompt, seed) for prompt in prompts for seed in args.seeds], args, frame, layout)
     except OSError as error:
         raise UserError(f"{args.out} cannot be written ({error}); free space or choose another folder") from error
     sys.stdout.write(f"{args.out / PAGE_NAME}\n")
 
 
 def write_samples(
-    sampler: Sampler, items: Sequence[tuple[Prompt, int]], args: argparse.Namespace, frame: torch.Tensor | None = None
+    sampler: Sampler,
+    items: Sequence[tuple[Prompt, int]],
+    args: argparse.Namespace,
+    frame: torch.Tensor | None,
+    layout: ClipLayout,
 ) -> None:
     """Generate samples and write each to a file at once. At the end, write samples.jsonl and the HTML page.
 
-    items: (prompt, seed) of each sample. frame: latents [C,T,h,w] of the first frame.
+    items: (prompt, seed) of each sample. frame: latents [C,T,h,w] of the first frame. layout: of the clips of a video.
     """
     from wfm_ds.distributed.progress import track_progress
     from wfm_ds.monitoring import gallery
@@ -187,12 +226,13 @@ def write_samples(
 
     rows: list[dict[str, Any]] = []
     entries: list[gallery.GalleryEntry] = []
-    generated = iterate_samples(sampler, items, args.batch, frame)
+    load_frames = None if frame is None else lambda prompts: repeat_first_frame(frame, len(prompts))
+    generated = iterate_samples(sampler, items, args.batch, load_frames, layout, args.clips)
     with track_progress(generated, "generating samples", total=len(items)) as tracked:
-        for sample, finite in tracked:
-            failure = "" if finite else NOT_FINITE_MESSAGE
+        for sample, clips in tracked:
+            failure = "" if clips[-1].is_finite else NOT_FINITE_MESSAGE
             row = write_sample_file(args.out, len(rows), sample)
-            rows.append(row if finite else {**row, "failure": failure})
+            rows.append({**row, "failure": failure} if failure else row)
             height, width = sample.frames.shape[1:3]
             entries.append(
                 gallery.GalleryEntry(
@@ -211,6 +251,15 @@ def write_samples(
     )
 
 
+def repeat_first_frame(frame: torch.Tensor, count: int) -> ConditioningFrames:
+    """Return the latents [C,T,h,w] of the first frame as conditioning frames of `count` samples."""
+    import torch
+
+    from wfm_ds.types import ConditioningFrames
+
+    return ConditioningFrames(torch.stack([frame] * count), torch.ones(count, dtype=torch.int64))
+
+
 def page_title(args: argparse.Namespace) -> str:
     base = str(args.model or args.pipeline)
     return f"{base} with {args.lora}" if args.lora is not None else base
@@ -223,9 +272,11 @@ def page_settings(sampler: Sampler, args: argparse.Namespace) -> dict[str, str]:
         "sampling": sampling_summary(sampler.settings),
         "solver": sampler.eval_solver,
         **negative,
+        **({"clips": str(args.clips)} if args.clips > 1 else {}),
         **({"first frame": args.first_frame.name} if args.first_frame is not None else {}),
         **({"actions": args.actions.name} if args.actions is not None else {}),
         **({"domain": str(args.domain)} if args.domain is not None else {}),
+        **({"viewpoint": args.viewpoint} if args.viewpoint is not None else {}),
         **({"camera": args.camera} if args.camera is not None else {}),
         "prompts": args.prompts.name,
         "seeds": ", ".join(map(str, args.seeds)),

@@ -114,12 +114,12 @@ def run(args: argparse.Namespace) -> int:
     sys.stdout.write(f"wrote {file}; {'running' if args.submit else 'next'}: {shlex.join(command)}\n")
     if args.submit:
         sys.stdout.flush()
-        os.execvp(command[0], command)  # not a child: the script for pdsh must receive Ctrl-C and SIGTERM
+        os.execvp(command[0], command)  # not a child process, because the pdsh script must receive Ctrl-C and SIGTERM
     return 0
 
 
 def list_storage_warnings(args: argparse.Namespace, recipe: Recipe) -> list[str]:
-    """Return a warning for each setting because of which a run could lose all its steps if a machine fails."""
+    """Return warnings about settings with which the failure of a machine loses all steps of the run."""
     warnings = []
     if recipe.checkpoint.every == 0:
         warnings.append("checkpoint.every is not set: after the failure of a machine, the run starts at step 0 again")
@@ -158,7 +158,7 @@ def require_fitting_options(args: argparse.Namespace, target: str) -> None:
     if args.volume is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*:/[\w./-]*", args.volume):
         raise UserError(f"--volume {args.volume}: expected NAME:PATH, such as shared:/shared")
     if args.accelerator is not None and not re.fullmatch(r"[\w.-]+", args.accelerator):
-        raise UserError(f"--accelerator {args.accelerator}: expected a type such as H100; --gpus is their number")
+        raise UserError(f"--accelerator {args.accelerator}: expected a type such as H100; set the number with --gpus")
     tool = submit_command(target, "", Path())[0] if target != "pdsh" else "pdsh"
     if args.submit and args.out == "-":
         raise UserError("--submit needs a file: remove --out -")
@@ -192,7 +192,7 @@ def read_hosts(args: argparse.Namespace) -> tuple[tuple[str, ...], int]:
 
 
 def job_name(args: argparse.Namespace) -> str:
-    """Return --name, or the recipe's name as a valid name of Kubernetes. Raises UserError if --name is not valid."""
+    """Return --name, or the recipe's name in a form that Kubernetes allows. Raises UserError if --name is invalid."""
     from wfm_ds.recipe.file import resolve_recipe_path
     from wfm_ds.recipe.shipped_recipes import recipe_name
 
@@ -216,7 +216,7 @@ def format_slurm(job: ClusterJob) -> str:
 
 
 def format_k8s(job: ClusterJob) -> str:
-    """Return the manifest. It contains the recipe, unless it is a shipped one, which is in the image."""
+    """Return the manifest. It contains the recipe, except for shipped recipes, which are in the image."""
     from wfm_ds.recipe.file import read_recipe_tree
     from wfm_ds.recipe.tree import to_yaml
 
@@ -298,7 +298,7 @@ def read_volume(volume: str, recipe: Recipe) -> tuple[str, str]:
 
 
 def write_job(args: argparse.Namespace, target: str, name: str, text: str) -> Path:
-    """Write the job to --out or to a file named after the job. Raises UserError if another text is there."""
+    """Write the job to --out or to a file named after the job. Raises UserError if the file exists with other text."""
     suffix = {"slurm": "sbatch", "k8s": "k8s.yaml", "skypilot": "sky.yaml", "pdsh": "pdsh.sh"}[target]
     file = Path(args.out) if args.out is not None else Path(f"{name}.{suffix}")
     if file.exists() and not args.force and file.read_bytes() != text.encode():

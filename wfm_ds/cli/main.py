@@ -42,6 +42,7 @@ COMMANDS = {
     "data": ("wfm_ds.cli.data", "show how a folder of images or videos with captions is read"),
     "data prompts": ("wfm_ds.cli.prompts", "download a published prompt set"),
     "data captions": ("wfm_ds.cli.captions", "write captions for the images and videos in a folder"),
+    "data stats": ("wfm_ds.cli.data_stats", "write the statistics of a data set's actions"),
     "data embeddings": ("wfm_ds.data.embeddings", "convert the text embeddings of a Cosmos folder"),
     "data prepare": ("wfm_ds.data.prepare", "fill the cache of text embeddings and latents of a recipe"),
     "data digits": ("wfm_ds.demos.digits_data", "write the digits data of the image quickstart"),

@@ -28,8 +28,7 @@ MARKER_FILE = "QUICKSTART"
 SHOWN_LINE = re.compile(r"\d\d:\d\d:\d\d (?:INFO (step .*)|((?:WARNING|ERROR|CRITICAL) .*))")
 """Lines of a training's log that the quickstart shows: progress, evaluations, warnings and errors."""
 FEW_STEPS = "fewstep"  # starts from the result of the demo digits
-DEMOS = ("digits", "shapes", "actions", FEW_STEPS)
-DEFAULT_RL = "nft"
+DEMOS = ("digits", "shapes", "actions", "long", FEW_STEPS)
 OLD_NAMES = {"digits": "digits", "moving": "shapes", "world": "actions"}  # {value of --world, the former option: demo}
 
 
@@ -39,18 +38,18 @@ def parser() -> CommandParser:
         "--demo",
         choices=DEMOS,
         default=DEMOS[0],
-        help="handwritten digits (default), videos of moving shapes, videos that follow actions, or few-step "
-        "distillation of the digits",
+        help="handwritten digits (default), videos of moving shapes, videos that follow actions, long videos made clip "
+        "by clip, or few-step distillation of the digits",
     )
     p.add_argument("--world", dest="demo", type=parse_old_name, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     p.add_argument(
         "--output",
         type=Path,
-        help="output folder; replaced if a quickstart has written it (default outputs/quickstart, -video, -world or "
-        "-fewstep)",
+        help="output folder; replaced if a quickstart has written it (default outputs/quickstart, -video, -world, "
+        "-long or -fewstep)",
     )
     p.add_argument("--seed", type=int, default=0, help="run.seed of all runs")
-    p.add_argument("--rl", metavar="RECIPE", help=f"RL recipe of the demo (default {DEFAULT_RL})")
+    p.add_argument("--rl", metavar="RECIPE", help="RL recipe of the demo (default nft; long: nft and nft_history)")
     p.add_argument(
         "--start",
         type=Path,
@@ -75,7 +74,8 @@ def run(args: argparse.Namespace) -> None:
         run_few_steps(args.output, args.start, args.seed)
         return
     demo = load_demo(args.demo)
-    run_demo(demo, args.output or demo.output, args.rl or DEFAULT_RL, args.seed, is_control=args.control)
+    rl_recipes = demo.rl_recipes if args.rl is None else (args.rl,)
+    run_demo(demo, args.output or demo.output, rl_recipes, args.seed, is_control=args.control)
 
 
 def require_fitting_options(args: argparse.Namespace) -> None:
@@ -87,14 +87,15 @@ def require_fitting_options(args: argparse.Namespace) -> None:
         raise UserError(f"--start is only for --demo {FEW_STEPS}: remove it")
 
 
-def run_demo(demo: Demo, output: Path, rl_recipe: str, seed: int, *, is_control: bool = False) -> None:
+def run_demo(demo: Demo, output: Path, rl_recipes: Sequence[str], seed: int, *, is_control: bool = False) -> None:
     start_s = time.monotonic()
-    require_rl_recipe(demo, rl_recipe)
+    for name in rl_recipes:
+        require_rl_recipe(demo, name)
     prepare_folder(demo, output)
     sft_result = run_sft(demo, output, output / "sft", seed)
-    folder = output / rl_recipe
-    run_rl(demo, output, folder, sft_result, seed, f"reward.shuffle={str(is_control).lower()}")
-    write_report(demo, output, folder, seconds=time.monotonic() - start_s)
+    for name in rl_recipes:
+        run_rl(demo, output, output / name, sft_result, seed, f"reward.shuffle={str(is_control).lower()}")
+    write_report(demo, output, output / rl_recipes[-1], seconds=time.monotonic() - start_s)
 
 
 def run_few_steps(output: Path | None, start: Path | None, seed: int) -> None:
@@ -120,7 +121,7 @@ def run_few_steps(output: Path | None, start: Path | None, seed: int) -> None:
     quiet_libraries()  # else transformers logs warnings
     if is_empty:
         print_text(f"{start} has no digits quickstart, so it runs first.")
-        run_demo(load_demo("digits"), start, few_steps.TEACHER_RUN, seed)
+        run_demo(load_demo("digits"), start, [few_steps.TEACHER_RUN], seed)
     replace_folder(folder)
     start_s = time.monotonic()
     for name, (recipe, overrides) in few_steps.RUNS.items():
@@ -157,6 +158,10 @@ def load_demo(name: str) -> Demo:
         from wfm_ds.demos.actions import ActionsDemo
 
         return ActionsDemo()
+    if name == "long":
+        from wfm_ds.demos.long_actions import LongActionsDemo
+
+        return LongActionsDemo()
     from wfm_ds.demos.shapes import ShapesDemo
 
     return ShapesDemo()
@@ -174,7 +179,7 @@ def prepare_folder(demo: Demo, folder: Path) -> None:
 
     print_text(f"Preparing the data ({demo.description}) and a model with random weights.")
     demo.write_data(folder / "data")
-    write_tiny_model(demo.name, folder / "model")
+    write_tiny_model(demo.pipeline or demo.name, folder / "model")
 
 
 def replace_folder(folder: Path) -> None:

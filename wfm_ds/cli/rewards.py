@@ -48,12 +48,13 @@ def describe_reward(reward: type[Reward]) -> str:
     """Return the name, outputs, options and requirements of a reward, one per line, and its docstring."""
     parameters = reward.option_parameters().values()
     options = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
+    needs = (*reward.required_metadata, *reward.required_inputs, *(["a recording"] if reward.needs_reference else []))
     rows = {
         "scores": format_media_types(reward),
         "value": reward.primary_output,
         "outputs": ", ".join(f"{name} {format_range(range_)}" for name, range_ in reward.outputs.items()),
         "options": options or "none",
-        "needs": ", ".join((*reward.required_metadata, *reward.required_inputs)) or "no metadata or inputs",
+        "needs": ", ".join(needs) or "no metadata or inputs",
         "max batch": f"{reward.max_batch} items",
     }
     body = "".join(f"  {name:11}{text}\n" for name, text in rows.items())

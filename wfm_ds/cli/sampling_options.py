@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
@@ -13,12 +14,15 @@ from wfm_ds.recipe.shared_defaults import DEFAULT_EVAL_STEPS, DEFAULT_FPS, DEFAU
 from wfm_ds.seeds import MAX_SEED
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
+    from wfm_ds.data.clip_layout import ClipLayout
     from wfm_ds.models.sampler import Sampler
     from wfm_ds.monitoring.samples import GeneratedSample
     from wfm_ds.recipe.sampling import SamplingRecipe
-    from wfm_ds.types import Prompt
+    from wfm_ds.types import ConditioningFrames, Prompt
 
 FORWARD_PURPOSE = "sample"  # counts its forward passes under this name
 SHARED_KEYS = ("family", "revision", "guardrail", "prompt_template", "embedded_guidance", "attention")
@@ -74,6 +78,13 @@ def add_sampling_options(p: argparse.ArgumentParser, *, requires_size: bool = Tr
     p.add_argument("--height", type=parse_positive, required=requires_size, help="pixels")
     p.add_argument("--width", type=parse_positive, required=requires_size, help="pixels")
     p.add_argument("--frames", type=parse_positive, default=1, help="frames of a video (default 1)")
+    p.add_argument(
+        "--clips",
+        type=parse_positive,
+        default=1,
+        metavar="K",
+        help="clips of --frames frames per video; each continues the last frames of the one before (default 1)",
+    )
     p.add_argument(
         "--fps", type=parse_above_zero, default=DEFAULT_FPS, help=f"frame rate of a video (default {DEFAULT_FPS:g})"
     )
@@ -263,32 +274,60 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
     return sampler
 
 
-def iterate_samples(
-    sampler: Sampler, items: Sequence[tuple[Prompt, int]], batch: int, frame: torch.Tensor | None = None
-) -> Iterator[tuple[GeneratedSample, bool]]:
-    """Yield (sample, whether its latents are finite) in the order of `items`.
+def choose_layout(sampler: Sampler, num_clips: int, num_latents: int = 1) -> ClipLayout:
+    """Return the layout of the clips of a sample. num_latents: see choose_clip_layout.
 
-    items: (prompt, seed) of each sample. batch: batch size. frame: latents [C,T,h,w] of the first frame.
+    Raises UserError if the model cannot continue a clip.
     """
-    import torch
+    from wfm_ds.data.clip_layout import ClipLayout
+    from wfm_ds.models.clips import choose_clip_layout
 
+    if num_clips == 1:
+        return ClipLayout(sampler.settings.num_frames)
+    try:
+        return choose_clip_layout(sampler.model, sampler.settings, num_latents)
+    except UserError as error:
+        raise UserError(f"--clips: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class SampleClip:
+    """One clip of a generated sample. An image, or a video of one clip, is its own only clip."""
+
+    prompt: Prompt  # with the inputs of this clip
+    pixels: npt.NDArray[np.uint8]  # image [H,W,3] or video [F,H,W,3]
+    is_finite: bool  # False if the latents of this or an earlier clip were not finite
+
+
+def iterate_samples(
+    sampler: Sampler,
+    items: Sequence[tuple[Prompt, int]],
+    batch: int,
+    load_frames: Callable[[Sequence[Prompt]], ConditioningFrames] | None = None,
+    layout: ClipLayout | None = None,
+    num_clips: int = 1,
+) -> Iterator[tuple[GeneratedSample, list[SampleClip]]]:
+    """Yield (sample, its clips) in the order of `items`.
+
+    items: (prompt, seed) of each sample. batch: batch size. load_frames: returns the conditioning frames of prompts.
+    layout: layout of the clips if num_clips is above 1. The prompts then have the inputs of all clips.
+    """
     from wfm_ds.chunks import split_into_chunks
+    from wfm_ds.data.clip_layout import ClipLayout
+    from wfm_ds.models.clips import generate_clips
     from wfm_ds.monitoring.samples import GeneratedSample
-    from wfm_ds.types import ConditioningFrames
 
     settings, plan = sampler.settings, sampler.evaluation_plan()
+    layout = layout or ClipLayout(settings.num_frames)
+    fps = settings.fps if sampler.model.is_video else None
     for part in split_into_chunks(items, batch):
         prompts, seeds = [prompt for prompt, _ in part], [seed for _, seed in part]
-        conditioning = None
-        if frame is not None:
-            conditioning = ConditioningFrames(
-                torch.stack([frame] * len(part)), torch.ones(len(part), dtype=torch.int64)
-            )
-        latents = sampler.generate(FORWARD_PURPOSE, prompts, seeds, plan, conditional_frames=conditioning).clean_latents
-        media, finite = sampler.decode_to_uint8(latents)
-        for (prompt, seed), item, is_finite in zip(part, media, finite, strict=True):
-            fps = settings.fps if sampler.model.is_video else None
-            yield GeneratedSample(prompt=prompt.text, prompt_id=prompt.id, seed=seed, pixels=item, fps=fps), is_finite
+        frames = None if load_frames is None else load_frames(prompts)
+        clips = list(generate_clips(sampler, FORWARD_PURPOSE, prompts, seeds, plan, layout, num_clips, frames))
+        videos = layout.join([clip.pixels for clip in clips])
+        for i, (prompt, seed) in enumerate(part):
+            sample = GeneratedSample(prompt=prompt.text, prompt_id=prompt.id, seed=seed, pixels=videos[i], fps=fps)
+            yield sample, [SampleClip(clip.prompts[i], clip.pixels[i], clip.is_finite[i]) for clip in clips]
 
 
 def sampling_summary(settings: SamplingRecipe) -> str:

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
         sys.stdout.write(f"{shlex.join(['deepspeed', *command_line])}\n")
         return 0
     has_hostfile = args.hostfile is not None or launch.DEFAULT_HOSTFILE.is_file()
-    if not has_hostfile:  # other machines may have other files, and more ranks
+    if not has_hostfile:  # the machines of a hostfile may have other files
         if args.tiny:
             from wfm_ds.demos.tiny_data import write_tiny_data
 
@@ -82,7 +82,7 @@ def launcher_arguments(args: argparse.Namespace) -> list[str]:
         raise UserError("--nodes requires --hostfile")
     if args.hostfile is not None and not args.hostfile.is_file():
         raise UserError(f"--hostfile: file {args.hostfile} not found")
-    arguments = [] if args.verbose else ["--log_level", "critical"]  # errors: only repeats the failed command
+    arguments = [] if args.verbose else ["--log_level", "critical"]  # its errors only repeat the failed command
     if args.hostfile is not None:
         arguments += ["--hostfile", str(args.hostfile)]
     if args.nodes is not None:

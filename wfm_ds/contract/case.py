@@ -90,7 +90,7 @@ class FixedGridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
         self.grid = [float(sigma) for sigma in sigmas[:-1]]
         return self
 
-    # diffusers checks whether the signature has `sigmas`.
+    # Keep the parameter `sigmas`, because diffusers checks whether the signature has it.
     def set_timesteps(
         self, num_inference_steps: int | None = None, device: Any = None, sigmas: Any = None, **_: Any
     ) -> None:
@@ -146,9 +146,8 @@ def run_reference_pipeline(pipeline: Any, case: Case, sigmas: Sequence[float] | 
     count = len(call["prompt"])
     if isinstance(call.get("negative_prompt"), str):
         call["negative_prompt"] = [call["negative_prompt"]] * count
-    call = {
-        name: list(value) if isinstance(value, list) else value for name, value in call.items()
-    }  # pipelines may modify lists
+    # Copy all lists, because pipelines may modify them.
+    call = {name: list(value) if isinstance(value, list) else value for name, value in call.items()}
     shared = {name: call.pop(name) for name in case.shared_arguments if name in call}
     calls = [shared | {name: _select_sample(value, i) for name, value in call.items()} for i in range(count)]
     call |= shared

@@ -19,7 +19,7 @@ from wfm_ds.models.conditioning_frames import MASK_KEY
 if TYPE_CHECKING:
     from wfm_ds.models.base import DiffusionModel
 
-MAX_NAMES_SHOWN = 3  # in a message
+MAX_NAMES_SHOWN = 3  # maximum number of parameter names in a message
 
 INVALID_ARGUMENTS: tuple[tuple[str, Callable[[Any, Any, Any], tuple[Any, Any, Any]]], ...] = (
     ("sigma [2, 1]", lambda x, s, c: (x, s[:, None], c)),
@@ -29,7 +29,7 @@ INVALID_ARGUMENTS: tuple[tuple[str, Callable[[Any, Any, Any], tuple[Any, Any, An
     ("a sigma above 1", lambda x, s, c: (x, s + 1, c)),
     ("a sigma of NaN", lambda x, s, c: (x, s * float("nan"), c)),
     ("bfloat16 latents", lambda x, s, c: (x.bfloat16(), s, c)),
-    ("latents with an axis too many", lambda x, s, c: (x[..., None], s, c)),
+    ("latents with one axis too many", lambda x, s, c: (x[..., None], s, c)),
     ("an unknown key", lambda x, s, c: (x, s, {**c, "train_frames": s})),
     ("a missing key", lambda x, s, c: (x, s, dict(list(c.items())[1:]))),
     ("one row of text", lambda x, s, c: (x, s, {n: t[:1] for n, t in c.items()})),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from wfm_ds.contract.family_under_test import CheckFailed, FamilyUnderTest, fail_unless, require_close
 
-MAX_BF16_ERROR = {"denoiser": 2e-2, "vae": 5e-2}  # maximum difference of bfloat16 and float32, relative to the norm
+MAX_BF16_ERROR = {"denoiser": 2e-2, "vae": 5e-2}  # maximum bfloat16 error, relative to the norm
 
 
 def require_value_error(description: str, call: Callable[..., Any], *arguments: Any) -> None:
@@ -86,7 +86,7 @@ def check_bfloat16_denoiser(subject: FamilyUnderTest) -> None:
     for name, parameter in low.denoiser.named_parameters():
         expected = torch.float32 if any(part in name.split(".") for part in float32_modules) else torch.bfloat16
         fail_unless(parameter.dtype == expected, f"{name} is {parameter.dtype}, not {expected}")
-    # A text encoder stored with the denoiser is loaded with it.
+    # A text encoder that is stored in the denoiser's folder is loaded in the denoiser's dtype.
     stored_together = list(low.text_encoders().values()) if {*low.text_folders()} & {*low.denoiser_components} else []
     others = {p.dtype for part in low.auxiliary_modules() if part not in stored_together for p in part.parameters()}
     fail_unless(others == {torch.float32}, f"components other than the denoiser are {others}, not all float32")

@@ -198,6 +198,8 @@ class BatchReader(ABC):
         sample, framing, epoch = candidate.sample, candidate.framing, candidate.epoch
         draw = self._make_draw(epoch, sample.id)
         prompt = sample.prompt if self.inputs is None else self.inputs.load_prompt(sample, framing, draw)
+        if sample.texts:
+            prompt = replace(prompt, text=sample.texts[int(draw("caption") * len(sample.texts))])
 
         def decode_media(media: Media, rejected: TrainingSample | None = None) -> TrainingSample:
             pixels = None

@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from wfm_ds.data.action_data import ActionData
 from wfm_ds.data.datasets import TrainingData
+from wfm_ds.data.episode import CameraSpan, EpisodeVideo
+from wfm_ds.data.episode_rows import EpisodeRows, EpisodeWindow
 from wfm_ds.data.hf_dataset import HfColumn, HfMedia
-from wfm_ds.data.inputs import ActionData
 from wfm_ds.data.samples import LocalFile, Media, Sample, pack_prompt, unpack_prompt
 from wfm_ds.data.trajectories import ActionScaling
 from wfm_ds.data.webdataset import IndexEntry, TarMember
@@ -43,7 +45,7 @@ def read_on_main(world: World, read: Callable[[], TrainingData]) -> TrainingData
 
 def pack_data(data: TrainingData) -> dict[str, Any] | None:
     """Return the data as JSON. Returns None if a sample has a user-defined media class."""
-    versions: dict[str, list[str | int]] = {}
+    versions: dict[str, Any] = {}
     try:
         samples, held_out = ([_pack_sample(s, versions) for s in part] for part in (data.samples, data.held_out))
     except _UserMediaError:
@@ -64,7 +66,7 @@ def pack_data(data: TrainingData) -> dict[str, Any] | None:
 
 
 def unpack_data(packed: dict[str, Any]) -> TrainingData:
-    versions = {shard: tuple(version) for shard, version in packed["versions"].items()}
+    versions = {key: _unpack_version(version) for key, version in packed["versions"].items()}
     samples, held_out = ([_unpack_sample(row, versions) for row in packed[part]] for part in ("samples", "held_out"))
     prompts = packed["prompts"]
     return TrainingData(
@@ -80,40 +82,56 @@ def unpack_data(packed: dict[str, Any]) -> TrainingData:
 def _pack_actions(actions: ActionData) -> list[Any]:
     scaling, library = actions.scaling, {} if actions.library is None else {"library": actions.library}
     scales = None if scaling is None else [scaling.low.tolist(), scaling.scale.tolist(), scaling.offset]
-    return [actions.width, scales, pack_arrays(library)]
+    return [
+        actions.width,
+        scales,
+        pack_arrays(library),
+        {name: _pack_actions(one) for name, one in actions.sets.items()},
+    ]
 
 
 def _unpack_actions(packed: Sequence[Any]) -> ActionData:
-    width, scales, library = packed
+    width, scales, library, sets = packed
     scaling = None
     if scales is not None:
         low, spread, offset = scales
         scaling = ActionScaling(np.asarray(low, np.float64), np.asarray(spread, np.float64), offset)
-    return ActionData(width=width, scaling=scaling, library=unpack_arrays(library).get("library"))
+    parts = {name: _unpack_actions(one) for name, one in sets.items()}
+    return ActionData(width=width, scaling=scaling, library=unpack_arrays(library).get("library"), sets=parts)
 
 
-def _pack_sample(sample: Sample, versions: dict[str, list[str | int]]) -> list[Any]:
+def _pack_sample(sample: Sample, versions: dict[str, Any]) -> list[Any]:
     embedding = None if sample.embedding is None else str(sample.embedding)
     media = [_pack_media(item, versions) for item in sample.all_media]
     files = {name: _pack_media(file, versions) for name, file in sample.files.items()}
-    return [sample.id, media, pack_prompt(sample.prompt), embedding, files]
+    rows = None
+    if sample.episode is not None:
+        if not isinstance(sample.episode.source, EpisodeRows):
+            raise _UserMediaError
+        rows = f"rows {id(sample.episode.source)}"  # shared by the windows of an episode
+        versions.setdefault(rows, asdict(sample.episode.source))
+    return [sample.id, media, pack_prompt(sample.prompt), embedding, files, list(sample.texts), rows]
 
 
-def _pack_media(media: Media, versions: dict[str, list[str | int]]) -> Any:
+def _pack_media(media: Media, versions: dict[str, Any]) -> Any:
     if isinstance(media, LocalFile):
         return os.fspath(media.file)
     if isinstance(media, HfMedia):
         key = f"{media.column.name} of {media.column.files[0]}"
         versions[key] = [media.column.name, *media.column.files]
         return [key, media.row, media.suffix]
+    if isinstance(media, EpisodeVideo):
+        key = f"views {id(media.views)}"
+        versions.setdefault(key, {"views": [[asdict(camera) for camera in row] for row in media.views]})
+        return {"name": media.name, "views": key, "fps": media.fps, "first": media.first, "length": media.length}
     if isinstance(media, TarMember):
         versions[media.shard] = list(media.version)
         return [media.shard, asdict(media.member)]
     raise _UserMediaError
 
 
-def _unpack_sample(row: Sequence[Any], versions: dict[str, tuple[str | int, ...]]) -> Sample:
-    sample_id, packed, prompt, embedding, files = row
+def _unpack_sample(row: Sequence[Any], versions: dict[str, Any]) -> Sample:
+    sample_id, packed, prompt, embedding, files, texts, rows = row
     media, *rejected = (_unpack_media(item, versions) for item in packed)
     path = None if embedding is None else Path(embedding)
     return Sample(
@@ -123,12 +141,25 @@ def _unpack_sample(row: Sequence[Any], versions: dict[str, tuple[str | int, ...]
         embedding=path,
         rejected=rejected[0] if rejected else None,
         files={name: _unpack_media(file, versions) for name, file in files.items()},
+        texts=tuple(texts),
+        episode=EpisodeWindow(versions[rows], media.first, media.length) if isinstance(media, EpisodeVideo) else None,
     )
 
 
-def _unpack_media(packed: Any, versions: dict[str, tuple[str | int, ...]]) -> Media:
+def _unpack_version(version: Any) -> Any:
+    """Return the version of a tar, the files of a column, or the views or rows of an episode."""
+    if isinstance(version, list):
+        return tuple(version)
+    if "views" in version:
+        return tuple(tuple(CameraSpan(**camera) for camera in row) for row in version["views"])
+    return EpisodeRows(**version)
+
+
+def _unpack_media(packed: Any, versions: dict[str, Any]) -> Media:
     if isinstance(packed, str):
         return LocalFile(packed)
+    if isinstance(packed, dict):
+        return EpisodeVideo(**(packed | {"views": versions[packed["views"]]}))
     if len(packed) == 3:
         key, row, suffix = packed
         column, *files = map(str, versions[key])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -14,28 +12,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+from wfm_ds.data.action_data import ActionData, load_action_data
 from wfm_ds.data.batch_reader import BatchReader
 from wfm_ds.data.buckets import Buckets, automatic_sizes
-from wfm_ds.data.captioned_folder import CaptionedFolder, CosmosFolder
 from wfm_ds.data.folder import load_folder
-from wfm_ds.data.hf_dataset import HfDataset
 from wfm_ds.data.hf_stream import HfStream, StreamSource
-from wfm_ds.data.inputs import ActionData, InputReader, load_action_data
+from wfm_ds.data.inputs import InputReader
+from wfm_ds.data.lerobot import split_windows
 from wfm_ds.data.media import load_media
 from wfm_ds.data.order import BatchSource
 from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
-from wfm_ds.data.preference_pairs import load_pairs
 from wfm_ds.data.prompts import load_prompt_file, load_prompts
-from wfm_ds.data.samples import NUM_SHOWN, REASONS, Media, Sample, SampleSet, SampleSetMixture
-from wfm_ds.data.webdataset import TarShards
+from wfm_ds.data.sample_sets import log_scan_result, scan_paths
+from wfm_ds.data.samples import NUM_SHOWN, REASONS, Media, Sample, SampleSet
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.progress import ProgressDisplay, track_progress
 from wfm_ds.errors import DataError, RecipeError
-from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.shared_defaults import user_cache_folder
 from wfm_ds.types import Prompt
-from wfm_ds.user_class import import_class
 
 if TYPE_CHECKING:
     from wfm_ds.distributed.world import World
@@ -93,15 +87,14 @@ def load_data(recipe: Recipe) -> TrainingData:
         prompts = load_prompts(data.folder, data.name, data.split)
     elif recipe.is_rl:
         scan = scan_paths(data, data.shard_patterns, pairs=False)
-        samples, bad = scan.epoch_samples(scan.samples), scan.bad
+        held_out = scan_held_out(recipe) or []
+        samples, bad = list_epoch(recipe, scan, exclude_samples(scan.samples, held_out), held_out), scan.bad
         prompts = [sample.prompt for sample in samples]
-        if validation.path is not None:
-            held_out = scan_paths(data, [validation.path], pairs=False).samples
     else:
         scan = scan_paths(data, data.shard_patterns, pairs=recipe.algorithm.takes_pairs)
         (samples, held_out), bad = split_samples(scan, recipe), scan.bad
     examples = list_validation_prompts(recipe, prompts, held_out or samples)[: validation.num_prompts]
-    actions = load_action_data(recipe, [*samples, *held_out])
+    actions = load_action_data(recipe, samples, held_out)
     return TrainingData(
         prompts=prompts, samples=samples, bad=bad, held_out=held_out, validation_prompts=examples, actions=actions
     )
@@ -116,7 +109,8 @@ def list_validation_prompts(recipe: Recipe, prompts: list[Prompt], samples: Sequ
     DataError for an invalid prompt file.
     """
     if recipe.validation.prompts:
-        return load_prompt_file(recipe.validation.prompts)
+        loaded = load_prompt_file(recipe.validation.prompts)
+        return [dataclasses.replace(prompt, viewpoint=recipe.data.viewpoint) for prompt in loaded]
     if not samples and not recipe.data.streaming:
         return prompts
     # Samples with equal captions still differ in their conditioning frames or inputs.
@@ -128,103 +122,51 @@ def list_validation_prompts(recipe: Recipe, prompts: list[Prompt], samples: Sequ
 def split_samples(dataset: SampleSet, recipe: Recipe) -> tuple[list[Sample], list[Sample]]:
     """Return the training samples of one epoch, and the held-out samples.
 
-    Held-out samples come from validation.path. If it is not set, they are split off the training data.
+    Held-out samples come from validation.path or validation.episodes. If neither is set, they are split off the
+    training data. Raises DataError if no training samples remain.
     """
     data, validation = recipe.data, recipe.validation
-    if validation.path is not None:
-        return dataset.epoch_samples(dataset.samples), scan_paths(
-            data, [validation.path], pairs=recipe.algorithm.takes_pairs
-        ).samples
+    held_out = scan_held_out(recipe)
+    if held_out is not None:
+        return list_epoch(recipe, dataset, exclude_samples(dataset.samples, held_out), held_out), held_out
     samples, held_out = dataset.split_holdout(validation.holdout)
     if not samples:
         raise DataError(f"{data.path}: validation.holdout {validation.holdout} leaves no training samples: lower it")
-    return dataset.epoch_samples(samples), held_out
+    return list_epoch(recipe, dataset, samples, held_out), held_out
 
 
-def scan_paths(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> SampleSet:
-    """Scan the data at these paths and log the rejected entries. Several paths are allowed only for tar shards.
+def scan_held_out(recipe: Recipe) -> list[Sample] | None:
+    """Return the samples of validation.path or validation.episodes. Returns None if neither is set."""
+    data, validation = recipe.data, recipe.validation
+    if validation.path is None and validation.episodes is None:
+        return None
+    if data.kind == "lerobot":
+        data = data.model_copy(update={"episodes": validation.episodes})
+    paths = data.shard_patterns if validation.path is None else [validation.path]
+    return scan_paths(data, paths, pairs=recipe.algorithm.takes_pairs).samples
 
-    pairs: whether the algorithm trains on preference pairs. Raises DataError if the data is invalid or does not suit
-    the algorithm (see `check_pairs`).
+
+def exclude_samples(samples: Sequence[Sample], held_out: Sequence[Sample]) -> list[Sample]:
+    """Return the samples without the held-out episodes. Raises DataError if none remain."""
+    names = {sample.media.name for sample in held_out if sample.episode is not None}
+    remaining = [sample for sample in samples if sample.media.name not in names]
+    if names and not remaining:
+        raise DataError("all training samples are also validation samples: change data.episodes or validation.episodes")
+    return remaining
+
+
+def list_epoch(
+    recipe: Recipe, dataset: SampleSet, training: Sequence[Sample], held_out: Sequence[Sample]
+) -> list[Sample]:
+    """Return the training samples of one epoch: windows of recorded episodes, and repeats of a mixture.
+
+    A window is long enough for all clips of a history and, without held-out samples, for those of validation.
     """
-    dataset = build_sample_set(data, paths)
-    check_pairs(dataset, pairs)
-    return log_scan_result(dataset)
-
-
-def log_scan_result(dataset: SampleSet) -> SampleSet:
-    """Log the notes and rejected entries of a scan result, and return the result."""
-    for note in dataset.notes:
-        log.warning("%s: %s", dataset.source, note)
-    for reason, names in dataset.bad.items():
-        log.warning("%s: %d skipped, %s, e.g. %s", dataset.source, len(names), REASONS[reason], names[0])
-    return dataset
-
-
-def check_pairs(dataset: SampleSet, pairs: bool) -> None:
-    """Raise DataError if the samples do not suit the algorithm.
-
-    pairs: True if all samples must be preference pairs, False if no sample may be a pair.
-    """
-    mismatch = next((sample for sample in dataset.samples if (sample.rejected is not None) != pairs), None)
-    if mismatch is not None:
-        wanted = "a pair: set `rejected`" if pairs else "a single image or video: omit `rejected`"
-        raise DataError(f"{dataset.source}: this algorithm needs {mismatch.id} to be {wanted}")
-
-
-def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
-    if data.is_user_kind:
-        return build_user_sample_set(data, paths)
-    if data.kind == "pairs":
-        return load_pairs(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
-    if data.kind == "sets":
-        if list(paths) != data.shard_patterns:  # validation.path: one folder
-            return load_folder(data, Path(paths[0]))
-        return SampleSetMixture(
-            {
-                name: (build_sample_set(part, part.shard_patterns), weight)
-                for name, (part, weight) in data.set_recipes().items()
-            }
-        )
-    if data.kind == "hf":
-        return HfDataset(data, paths[0])
-    if data.kind == "webdataset":
-        return TarShards(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
-    (folder,), cache_dir = map(Path, paths), data.cache_dir or user_cache_folder()
-    if data.kind == "folder":
-        return load_folder(data, folder)
-    if data.kind == "cosmos":
-        return CosmosFolder(
-            folder, allow_pickle=data.allow_pickle, max_bad_fraction=data.max_bad_fraction, cache_dir=cache_dir
-        )
-    return CaptionedFolder(folder, max_bad_fraction=data.max_bad_fraction, cache_dir=cache_dir)
-
-
-def build_user_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
-    """Scan the data with the user's SampleSet class.
-
-    Raises DataError if the class is invalid or rejects data.options.
-    """
-    key = "data.kind"
-    make: Callable[..., SampleSet] = import_class(data.kind, SampleSet, key=key, error=DataError)
-    arguments: dict[str, Any] = {"max_bad_fraction": data.max_bad_fraction, **data.options}
-    try:
-        inspect.signature(make).bind(list(paths), **arguments)
-    except TypeError as error:
-        raise DataError(f"{key} {data.kind}: data.options do not fit its constructor: {error}") from error
-    try:
-        dataset: SampleSet = make(list(paths), **arguments)
-    except OSError as error:
-        raise DataError(f"{key} {data.kind}: {', '.join(paths)} cannot be read: {error}") from error
-    dataset.samples.sort(key=lambda sample: sample.id)
-    ids = [sample.id for sample in dataset.samples]
-    if duplicate := next((current for current, following in itertools.pairwise(ids) if current == following), None):
-        raise DataError(f"{key} {data.kind}: two samples have the id {duplicate}; ids must be unique")
-    if unknown := sorted(dataset.bad.keys() - REASONS.keys()):
-        raise DataError(
-            f"{key} {data.kind}: unknown reject reasons {', '.join(unknown)}; valid are {', '.join(REASONS)}"
-        )
-    return dataset
+    num_clips = 1 + (recipe.rl.rollout.history.clips if recipe.is_rl else 0)
+    if not held_out:
+        num_clips = max(num_clips, recipe.validation.clips)
+    windows = split_windows(training, num_clips * recipe.sampling.num_frames, recipe.data.fps)
+    return dataset.epoch_samples(windows)
 
 
 def build_buckets(recipe: Recipe, model: SizedModel) -> Buckets:

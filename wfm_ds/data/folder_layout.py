@@ -23,6 +23,7 @@ TABLE_NAMES = tuple(f"metadata.{suffix}" for suffix in ("jsonl", "csv", "parquet
 DOCS_HINT = "(see docs/data.md)"
 CONVERSATION = re.compile(rb'"(conversations|messages)"\s*:\s*\[')
 PROBED_BYTES = 1 << 16
+LEROBOT_INFO = "meta/info.json"
 SAVED_FILES = ("state.json", "dataset_info.json")  # written by save_to_disk of `datasets`
 
 
@@ -38,11 +39,8 @@ class FolderLayout:
 def detect_layout(folder: Path) -> FolderLayout:
     """Detect the layout of a folder. Raises DataError if the folder cannot be listed, or is a LeRobot dataset."""
     names = list_names(folder)
-    if "meta" in names and os.path.isfile(folder / "meta" / "info.json"):
-        raise DataError(
-            f"{shorten_path(folder)} is a LeRobot dataset, which cannot be read. Write NAME.mp4 and NAME.json with "
-            "prompt and actions for each episode into a new folder (docs/inputs.md)"
-        )
+    if os.path.isfile(folder / LEROBOT_INFO):
+        raise DataError(f"{shorten_path(folder)} is a LeRobot dataset: set data.kind: lerobot (docs/robots.md)")
     if (sign := cosmos_sign(folder, names)) is not None:
         return FolderLayout("cosmos", sign, folder)
     if names and all(name.lower().endswith(".tar") for name in names):
@@ -55,7 +53,20 @@ def detect_layout(folder: Path) -> FolderLayout:
         return FolderLayout("hf", " and ".join(SAVED_FILES), folder)
     if (shards := parquet_sign(folder, names)) is not None:
         return FolderLayout("hf", shards, folder)
+    if is_lerobot(folder):
+        raise DataError(f"{shorten_path(folder)} contains LeRobot datasets: set data.kind: lerobot (docs/robots.md)")
     return FolderLayout("media", "default layout", folder)
+
+
+def is_lerobot(folder: Path) -> bool:
+    """Return whether a folder, or a folder directly below it, is a LeRobot dataset."""
+    if os.path.isfile(folder / LEROBOT_INFO):
+        return True
+    try:
+        with os.scandir(folder) as entries:
+            return any(entry.is_dir() and os.path.isfile(os.path.join(entry, LEROBOT_INFO)) for entry in entries)
+    except OSError:
+        return False
 
 
 def list_names(folder: Path) -> list[str]:

@@ -10,39 +10,33 @@ input FIRST_FRAME is decoded from the image or video, so data.inputs does not li
 from __future__ import annotations
 
 import contextlib
-import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
 
+from wfm_ds.data.action_data import ActionData, dataset_name
+from wfm_ds.data.action_space import ActionSpace
+from wfm_ds.data.input_files import CAMERA_KEY, READ_ERRORS, read_raw_input
 from wfm_ds.data.media import clip_frames, load_media, media_size
 from wfm_ds.data.pixels import BadMedia, Draw, Framing, crop_box
-from wfm_ds.data.samples import IMAGE_SUFFIXES, LocalFile, Media, RemoteFile, Sample
+from wfm_ds.data.samples import IMAGE_SUFFIXES, Media, Sample
 from wfm_ds.data.trajectories import (
     ACTIONS,
+    DOMAIN,
     INTRINSICS,
     POSES,
     ActionScaling,
     Floats,
     compose_actions,
     crop_intrinsics,
-    load_scaling,
-    read_npy,
     require_rigid,
-    to_float32,
 )
-from wfm_ds.errors import DataError
-from wfm_ds.recipe.data import ActionsRecipe
+from wfm_ds.recipe.actions import ActionsRecipe, find_embodiment
+from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.storage.filesystem import open_regular
 from wfm_ds.types import FIRST_FRAME, Prompt
-
-READ_ERRORS = (OSError, ValueError, KeyError)
-CAMERA_KEY = "camera"
 
 
 class DeclaredInput(Protocol):
@@ -76,6 +70,8 @@ class InputReader:
     scaling: ActionScaling | None
     validate: Callable[[Mapping[str, Floats]], object]  # raises ValueError for inputs that the model rejects
     needs_first_frame: bool = False  # the model is also conditioned on the first frame
+    domain: int | None = None  # input `domain` of all samples; None: the value of each sample
+    sets: Mapping[str, InputReader] = field(default_factory=dict)  # readers of the data sets of a mixture
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, model: ConditionedModel, actions: ActionData | None) -> InputReader | None:
@@ -84,22 +80,33 @@ class InputReader:
         if not (recipe.data.inputs or first_frame):
             return None
         size = recipe.sampling
-        return cls(
+        reader = cls(
             input_ndims={name: model.input_specs[name].rank for name in recipe.data.inputs},
             num_frames=size.num_frames,
             actions=recipe.data.actions,
-            width=None if actions is None else actions.width,
-            scaling=None if actions is None else actions.scaling,
+            width=None,
+            scaling=None,
             validate=lambda inputs: model.encode_inputs([inputs], size.num_frames, (size.height, size.width)),
             needs_first_frame=first_frame,
         )
+        if actions is None:
+            return reader
+        parts = {name: part for name, (part, _) in recipe.data.set_recipes().items() if name in actions.sets}
+        sets = {name: reader.for_data(part, actions.sets[name]) for name, part in parts.items()}
+        return replace(reader.for_data(recipe.data, actions), sets=sets)
+
+    def for_data(self, data: DataRecipe, actions: ActionData) -> InputReader:
+        """Return this reader with the action space, scaling and domain of a data set."""
+        domain = None if data.domain is None else find_embodiment(data.domain).domain
+        return replace(self, actions=data.actions, width=actions.width, scaling=actions.scaling, domain=domain)
 
     def load_prompt(self, sample: Sample, framing: Framing, draw: Draw) -> Prompt:
         """Return the sample's prompt with the conditioning inputs of the clip that `load_media` would decode.
 
         Raises BadMedia with reason `bad_actions` or `bad_input`, or with the reason why the image or video is unusable.
         """
-        inputs = self._read_inputs(sample, framing, draw) if self.input_ndims else {}
+        reader = self.sets.get(dataset_name(sample), self)
+        inputs = reader._read_inputs(sample, framing, draw) if self.input_ndims else {}
         if self.needs_first_frame:
             inputs[FIRST_FRAME] = load_first_frame(sample.media, framing, draw)
         metadata = strip_inputs(sample.prompt.metadata, list(self.input_ndims))
@@ -111,20 +118,40 @@ class InputReader:
         inputs: dict[str, Floats] = {}
         for name in self.input_ndims:
             with convert_input_errors(name, sample.media):
-                raw = read_raw_input(sample, name)
-                inputs[name] = self._select_frames(name, raw, frames, self.num_frames if total is None else total)
+                if name == DOMAIN and self.domain is not None:
+                    inputs[name] = self._read_domain(sample)
+                elif name == ACTIONS and sample.episode is not None:
+                    inputs[name] = self._read_episode_actions(sample, frames)
+                else:
+                    raw = read_raw_input(sample, name)
+                    inputs[name] = self._select_frames(name, raw, frames, self.num_frames if total is None else total)
                 if name == INTRINSICS:
                     inputs[name] = transform_intrinsics(inputs[name], sample.media, framing, draw)
         with convert_input_errors(next(iter(inputs)), sample.media):
             self.validate(inputs)
         return inputs
 
+    def _read_domain(self, sample: Sample) -> Floats:
+        stored = sample.prompt.metadata.get(DOMAIN, self.domain)
+        if stored != self.domain:
+            raise ValueError(f"{stored} in the caption file, but data.domain is {self.domain}: remove one of them")
+        return np.asarray(self.domain, np.float32)
+
+    def _read_episode_actions(self, sample: Sample, frames: Sequence[int]) -> Floats:
+        assert sample.episode is not None
+        first = sample.episode.first
+        actions = ActionSpace.from_recipe(self.actions)(sample.episode.rows(), [first + frame for frame in frames])
+        if not np.isfinite(actions).all():
+            raise ValueError("contains NaN or infinite numbers")
+        require_shape(actions, (len(frames) - 1, self.width))
+        return actions if self.scaling is None else self.scaling(actions)
+
     def _select_frames(self, name: str, raw: Floats, frames: Sequence[int], total: int) -> Floats:
         if not np.isfinite(raw).all():
             raise ValueError("contains NaN or infinite numbers")
         if name == ACTIONS:
             require_shape(raw, (total - 1, self.width))
-            selected = compose_actions(raw, frames, self.actions.compose)
+            selected = compose_actions(raw, frames, self.actions.compose, self.actions.rest)
             return selected if self.scaling is None else self.scaling(selected)
         if name == POSES:
             require_shape(raw, (total, 4, 4))
@@ -170,34 +197,6 @@ def transform_intrinsics(intrinsics: Floats, media: Media, framing: Framing, dra
     return crop_intrinsics(intrinsics, box, (framing.height, framing.width))
 
 
-def read_raw_input(sample: Sample, name: str) -> Floats:
-    """Return the input `name` for all frames of the file, as float32. Raises KeyError, OSError or ValueError."""
-    camera = sample.prompt.metadata.get(CAMERA_KEY)
-    mappings = [sample.prompt.metadata, *([camera] if isinstance(camera, dict) else [])]
-    value = next((mapping[name] for mapping in mappings if name in mapping), None)
-    if value is None:
-        raise ValueError("missing in the caption file")
-    if isinstance(value, str):
-        with find_sibling_file(sample, value).open() as file:
-            return read_npy(file)
-    return to_float32(np.asarray(value))
-
-
-def find_sibling_file(sample: Sample, name: str) -> Media:
-    """Return the .npy file `name` next to the sample, in its folder or tar. Raises ValueError or FileNotFoundError."""
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or not name.endswith(".npy"):
-        raise ValueError(f"{name} is not an .npy file below the folder of the image or video")
-    if name in sample.files:
-        return sample.files[name]
-    media = sample.media
-    if isinstance(media, LocalFile):
-        return LocalFile(os.path.join(os.path.dirname(media.file), name))
-    if isinstance(media, RemoteFile):
-        return RemoteFile(f"{media.address.rpartition('/')[0]}/{name}")
-    raise FileNotFoundError(f"{name} not found next to {media.name}")
-
-
 def strip_inputs(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return a copy of the metadata without the inputs `names`, for rewards.
 
@@ -207,75 +206,3 @@ def strip_inputs(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str,
     if isinstance(camera, dict) and any(name in camera and name not in metadata for name in names):
         names = [*names, CAMERA_KEY]
     return {key: value for key, value in metadata.items() if key not in names}
-
-
-NUM_PROBED = 16  # number of samples read to find the width of the actions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActionData:
-    """Width and scaling of the actions in the training data, and optional additional action trajectories for RL."""
-
-    width: int  # numbers per action
-    scaling: ActionScaling | None = None
-    library: Floats | None = None  # [N,F-1,D], scaled; from rollout.trajectory_library
-
-
-def load_action_data(recipe: Recipe, samples: Sequence[Sample]) -> ActionData | None:
-    """Return the ActionData of a recipe. Returns None if data.inputs does not contain actions.
-
-    Raises DataError if a file with actions cannot be used.
-    """
-    if ACTIONS not in recipe.data.inputs:
-        return None
-    scaling = load_scaling(recipe.data.actions)
-    width = recipe.data.actions.width or (len(scaling.low) if scaling else None) or probe_action_width(samples)
-    if scaling is not None and width != len(scaling.low):
-        raise DataError(f"data.actions.width {width} does not match data.actions.stats with {len(scaling.low)} numbers")
-    trajectories = None
-    if recipe.is_rl and recipe.rl.rollout.trajectory_library is not None:
-        path = Path(recipe.rl.rollout.trajectory_library)
-        trajectories = load_trajectory_library(path, (recipe.sampling.num_frames - 1, width), scaling)
-    return ActionData(width=width, scaling=scaling, library=trajectories)
-
-
-def probe_action_width(samples: Sequence[Sample]) -> int:
-    """Return the most common action width D in the first samples of the dataset.
-
-    Raises DataError if none of these samples has actions [N-1 steps, D].
-    """
-    widths: Counter[int] = Counter()
-    for sample in samples[:NUM_PROBED]:
-        try:
-            raw = read_raw_input(sample, ACTIONS)
-        except READ_ERRORS:
-            continue
-        if raw.ndim == 2:
-            widths[raw.shape[1]] += 1
-    if not widths:
-        raise DataError(
-            f"data.inputs: none of the first {min(len(samples), NUM_PROBED)} samples has readable actions [N-1,D]. "
-            "Set `actions` in each NAME.json to an .npy file"
-        )
-    return widths.most_common(1)[0][0]
-
-
-def load_trajectory_library(path: Path, shape: tuple[int, int], scaling: ActionScaling | None) -> Floats:
-    """Load action trajectories, float32 [N trajectories, F-1 steps, D], from an .npy file.
-
-    The trajectories are scaled like the training actions. shape: the required shape (F-1, D) of a trajectory, for clips
-    of F frames. Raises DataError if the file is unreadable, has a different shape or contains non-finite numbers.
-    """
-    try:
-        with open_regular(path) as file:
-            trajectories = read_npy(file)
-    except (OSError, ValueError) as error:
-        raise DataError(f"rollout.trajectory_library: {path} cannot be read: {error}") from error
-    if trajectories.ndim != 3 or not len(trajectories) or not np.isfinite(trajectories).all():
-        raise DataError(f"rollout.trajectory_library: {path} must contain finite numbers [N,F-1,D]")
-    if trajectories.shape[1:] != shape:
-        raise DataError(
-            f"rollout.trajectory_library: {path} has trajectories of shape {list(trajectories.shape[1:])}, this recipe "
-            f"needs {list(shape)}"
-        )
-    return trajectories if scaling is None else scaling(trajectories)

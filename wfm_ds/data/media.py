@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Iterator, Sequence, Set
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import av
 import numpy as np
@@ -15,6 +17,7 @@ from av.video.reformatter import Colorspace
 from av.video.stream import VideoStream
 from PIL import Image
 
+from wfm_ds.data.episode import CameraSpan, EpisodeVideo, compose_views, picture_size
 from wfm_ds.data.pixels import (
     DECODE_ERRORS,
     BadMedia,
@@ -27,6 +30,8 @@ from wfm_ds.data.pixels import (
     load_image,
 )
 from wfm_ds.data.samples import IMAGE_SUFFIXES, Media
+
+Pixels = TypeVar("Pixels", bound="Image.Image | npt.NDArray[np.uint8]")
 
 
 def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
@@ -58,26 +63,51 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
 
     Raises BadMedia with reason `decode`, `too_small`, or a reason of choose_frames.
     """
+    position = framing.crop_position(draw)
+
+    def fit(rgb: Image.Image) -> npt.NDArray[np.uint8]:
+        check_size(media, framing, rgb.height, rgb.width)
+        return np.array(crop_to_cover(rgb, framing, position))
+
+    if isinstance(media, EpisodeVideo):
+        chosen = choose_frames(media, media.seconds, framing, draw)[: framing.num_frames]
+        return np.stack([fit(image) for image in decode_episode(media, chosen)])
     with open_video(media) as container:
         stream = container.streams.video[0]
-        times, keys = read_timestamps(container, stream)
+        times, starts = read_timestamps(container, stream)
         seconds = np.array(times) * float(stream.time_base or 1)
         wanted = [times[i] for i in choose_frames(media, seconds, framing, draw)][: framing.num_frames]
-        start = keys[max(0, bisect.bisect_right(keys, wanted[0]) - 1)] if keys else times[0]
-        position, frames = framing.crop_position(draw), dict[int, npt.NDArray[np.uint8]]()
-        for seek_time in (start, times[0]):  # retry from the start for files with wrong keyframe flags
-            if missing := set(wanted) - frames.keys():
-                for time, frame in decode_frames(container, stream, seek_time, missing):
-                    rgb = frame_to_rgb(media, frame)
-                    check_size(media, framing, rgb.height, rgb.width)
-                    frames[time] = np.array(crop_to_cover(rgb, framing, position))
-        if missing := set(wanted) - frames.keys():
-            raise BadMedia("decode", media.name, f"{len(missing)} of {len(set(wanted))} frames cannot be decoded")
+        start = starts[max(0, bisect.bisect_right(starts, wanted[0]) - 1)] if starts else times[0]
+        frames = read_frames(media, container, wanted, (start, times[0]), fit)
     return np.stack([frames[time] for time in wanted])
 
 
+def decode_episode(media: EpisodeVideo, chosen: Sequence[int]) -> Iterator[Image.Image]:
+    """Yield the images at these indices of an episode's frames. Raises BadMedia."""
+    cameras = [[read_camera(media, camera, chosen) for camera in row] for row in media.views]
+    for i in range(len(chosen)):
+        yield compose_views([[frames[i] for frames in row] for row in cameras])
+
+
+def read_camera(media: EpisodeVideo, camera: CameraSpan, chosen: Sequence[int]) -> list[Image.Image]:
+    """Return a camera's frames at these indices. A frame is shown within half a frame of its recorded time.
+
+    Raises BadMedia with reason `decode`, also if a frame is missing.
+    """
+    with open_video(camera.media) as container:
+        stream = container.streams.video[0]
+        unit, origin = float(stream.time_base or 1), stream.start_time or 0
+        wanted = [origin + round((camera.start + (media.first + i) / media.fps) / unit) for i in chosen]
+        tolerance = int(0.5 / media.fps / unit)
+        starts = (wanted[0] - tolerance, origin)
+        frames = read_frames(camera.media, container, wanted, starts, lambda rgb: rgb, tolerance)
+    return [frames[time] for time in wanted]
+
+
 def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], int]:
-    """Return (frame indices of the clip, number of frames in the file). Does not decode frames. Raises BadMedia."""
+    """Return (frame indices of the clip, number of frames in the video). Does not decode frames. Raises BadMedia."""
+    if isinstance(media, EpisodeVideo):
+        return list(choose_frames(media, media.seconds, framing, draw)), media.length
     with open_video(media) as container:
         stream = container.streams.video[0]
         times, _ = read_timestamps(container, stream)
@@ -87,12 +117,24 @@ def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], 
 
 def video_size(media: Media) -> tuple[int, int]:
     """Return height and width of a video after it is rotated upright. Decodes the first frame. Raises BadMedia."""
+    if isinstance(media, EpisodeVideo):
+        (first,) = read_camera(media, media.views[0][0], [0])
+        return picture_size([len(row) for row in media.views], (first.height, first.width))
     with open_video(media) as container:
         frame = next(container.decode(container.streams.video[0]), None)
         if frame is None:
             raise BadMedia("decode", media.name, "no frame can be decoded")
         is_rotated = frame.rotation // 90 % 2
         return (frame.width, frame.height) if is_rotated else (frame.height, frame.width)
+
+
+def video_duration(media: Media) -> float:
+    """Return the length of a video file in seconds, from its header. Raises BadMedia."""
+    with open_video(media) as container:
+        stream = container.streams.video[0]
+        if stream.duration is None or stream.time_base is None:
+            return (container.duration or 0) / av.time_base
+        return float(stream.duration * stream.time_base)
 
 
 @contextlib.contextmanager
@@ -111,12 +153,34 @@ def open_video(media: Media) -> Iterator[InputContainer]:
 
 
 def read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
-    """Return (times of all frames, times of the keyframes), both ascending. Does not decode frames.
+    """Return (times of all frames, times to seek to), both ascending. Does not decode frames.
 
-    The times are in units of the stream's time base.
+    The times are in units of the stream's time base. They come from the index of an MP4 or MOV file, in which FFmpeg
+    itself finds the keyframe before a time. For other files, all packets are read, and the keyframes are the times to
+    seek to.
     """
+    if (times := read_index(container, stream)) is not None:
+        return times, times
     is_keyframe = {p.pts: p.is_keyframe for p in container.demux(stream) if p.pts is not None and not p.is_discard}
     return sorted(is_keyframe), sorted(time for time, is_key in is_keyframe.items() if is_key)
+
+
+def read_index(container: InputContainer, stream: VideoStream) -> list[int] | None:
+    """Return the times of all frames from the index of an MP4 or MOV file, ascending, in units of the time base.
+
+    Returns None if the index does not determine them: in truncated and fragmented files, files with an edit list that
+    hides frames, and files that have both B-frames and a variable frame rate. The index lists decoding times, from
+    which the display order of B-frames follows only at a constant rate.
+    """
+    entries = list(stream.index_entries)
+    if "mp4" not in container.format.name or stream.start_time is None or not 0 < stream.frames == len(entries):
+        return None
+    times = [entry.timestamp for entry in entries]
+    is_regular = len({after - before for before, after in itertools.pairwise(times)}) <= 1
+    is_complete = all(not entry.is_discard and entry.pos + entry.size <= container.size for entry in entries)
+    if not is_complete or (stream.codec_context.has_b_frames and not is_regular):
+        return None
+    return [time - times[0] + stream.start_time for time in times]
 
 
 def choose_frames(media: Media, seconds: npt.NDArray[np.float64], framing: Framing, draw: Draw) -> Sequence[int]:
@@ -161,17 +225,43 @@ def nearest_frame(seconds: npt.NDArray[np.float64], moment: float) -> int:
     return before if moment - seconds[before] <= seconds[after] - moment else after
 
 
-def decode_frames(
-    container: InputContainer, stream: VideoStream, start: int, wanted: Set[int]
-) -> Iterator[tuple[int, VideoFrame]]:
-    """Seek to the time `start` and decode. Yield (time, frame) for each frame at a time in `wanted`."""
+def read_frames(
+    media: Media,
+    container: InputContainer,
+    wanted: Sequence[int],
+    starts: Sequence[int],
+    convert: Callable[[Image.Image], Pixels],
+    tolerance: int = 0,
+) -> dict[int, Pixels]:
+    """Decode the frame nearest to each time in `wanted` and return {time: convert(upright RGB image)}.
+
+    All times are in units of the stream's time base. starts: times to seek to. The later ones are tried if frames are
+    missing, as in files with wrong keyframe flags. Raises BadMedia with reason `decode` if no frame is within
+    `tolerance` of a time.
+    """
+    frames, distances = dict[int, Pixels](), dict[int, int]()
+    for start in starts:
+        missing = set(wanted) - frames.keys()
+        for frame_time, frame in decode_frames(container, start, max(missing, default=start) + tolerance):
+            near = {time: abs(time - frame_time) for time in missing}
+            near = {time: d for time, d in near.items() if d <= min(tolerance, distances.get(time, tolerance + 1) - 1)}
+            if near:
+                frames |= dict.fromkeys(near, convert(frame_to_rgb(media, frame)))
+                distances |= near
+        if len(frames) == len(set(wanted)):
+            return frames
+    num_missing = len(set(wanted) - frames.keys())
+    raise BadMedia("decode", media.name, f"{num_missing} of {len(set(wanted))} frames cannot be decoded")
+
+
+def decode_frames(container: InputContainer, start: int, last: int) -> Iterator[tuple[int, VideoFrame]]:
+    """Seek to the time `start` and decode up to the time `last`. Yield (time, frame)."""
+    stream = container.streams.video[0]
     container.seek(start, stream=stream)
-    last = max(wanted)
     for frame in container.decode(stream):
         if frame.pts is None:
             continue
-        if frame.pts in wanted:
-            yield frame.pts, frame
+        yield frame.pts, frame
         if frame.pts >= last:
             return
 

@@ -15,6 +15,7 @@ from PIL import ExifTags, Image, ImageOps
 
 from wfm_ds.data.samples import Media
 from wfm_ds.errors import DataError, UserError
+from wfm_ds.storage.filesystem import LFS_ADVICE, LFS_SIGN
 
 # Supported formats. By default Pillow tries all its formats, some of them through external programs.
 FORMATS = ("JPEG", "PNG", "WEBP")
@@ -91,7 +92,16 @@ def convert_decode_errors(media: Media, errors: tuple[type[Exception], ...] = DE
     except UserError:
         raise
     except errors as error:
-        raise BadMedia("decode", media.name, f"cannot be decoded, {type(error).__name__}: {error}") from error
+        detail = f"is {LFS_ADVICE}" if is_lfs_pointer(media) else f"cannot be decoded, {type(error).__name__}: {error}"
+        raise BadMedia("decode", media.name, detail) from error
+
+
+def is_lfs_pointer(media: Media) -> bool:
+    try:
+        with media.open() as file:
+            return file.read(len(LFS_SIGN)) == LFS_SIGN
+    except (OSError, UserError):
+        return False
 
 
 def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:

@@ -8,13 +8,16 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
 
 from wfm_ds.errors import DataError
 from wfm_ds.seeds import draw_uniform
 from wfm_ds.storage.filesystem import file_version, is_remote, open_regular, open_stream
 from wfm_ds.transport.arrays import pack_arrays, unpack_arrays
 from wfm_ds.types import Prompt
+
+if TYPE_CHECKING:
+    from wfm_ds.data.episode_rows import EpisodeWindow
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +143,8 @@ class Sample:
     embedding: Path | None = None  # precomputed text embedding: safetensors, or pickle if data.allow_pickle
     rejected: Media | None = None  # for pairs: the image or video that `media` is preferred to
     files: Mapping[str, Media] = field(default_factory=dict)  # .npy files of the same tar by name, for inputs
+    episode: EpisodeWindow | None = None  # part of a recorded episode, with its states and actions
+    texts: tuple[str, ...] = ()  # captions; each epoch draws one; empty: the prompt's text
 
     @property
     def all_media(self) -> list[Media]:
@@ -230,13 +235,17 @@ def parse_object(content: bytes) -> dict[str, Any] | None:
 def pack_prompt(prompt: Prompt) -> list[Any]:
     """Return a prompt as a JSON list. `unpack_prompt` is the inverse."""
     packed = [prompt.id, prompt.text, prompt.negative_text, dict(prompt.metadata)]
+    if prompt.viewpoint is not None:
+        return [*packed, pack_arrays(prompt.inputs), prompt.viewpoint]
     return [*packed, pack_arrays(prompt.inputs)] if prompt.inputs else packed
 
 
 def unpack_prompt(packed: Sequence[Any]) -> Prompt:
-    prompt_id, text, negative_text, metadata, *inputs = packed
-    arrays = unpack_arrays(inputs[0]) if inputs else {}
-    return Prompt(id=prompt_id, text=text, negative_text=negative_text, metadata=metadata, inputs=arrays)
+    prompt_id, text, negative, metadata, inputs, viewpoint = (*packed, None, None)[:6]
+    arrays = unpack_arrays(inputs) if inputs else {}
+    return Prompt(
+        id=prompt_id, text=text, negative_text=negative, metadata=metadata, inputs=arrays, viewpoint=viewpoint
+    )
 
 
 class SampleSetMixture(SampleSet):

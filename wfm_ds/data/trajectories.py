@@ -5,15 +5,16 @@ from __future__ import annotations
 import itertools
 import json
 import tokenize
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from wfm_ds.errors import DataError
-from wfm_ds.recipe.data import ActionsRecipe
+from wfm_ds.recipe.actions import ActionsRecipe
 from wfm_ds.storage.filesystem import read_regular
 
 # Errors that numpy raises for damaged files.
@@ -55,11 +56,11 @@ POSE_WIDTH = 9  # numbers of a pose action: translation [3] and the first two co
 STATS_KEYS = {"quantile": ("q01", "q99"), "meanstd": ("mean", "std")}  # lists in the stats file, [D] each
 
 
-def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None) -> Floats:
+def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None, rest: str = "first") -> Floats:
     """Return the actions [len(frames)-1,D] that lead from each selected frame to the next.
 
     actions: [N-1,D]. Row i is the action between frames i and i + 1. compose: how to combine the actions between two
-    selected frames, `sum` or `pose` (see `pose_product`). None: raise ValueError if frames are skipped or repeated.
+    selected frames, `sum` or `pose` (see `compose_poses`). None: raise ValueError if frames are skipped or repeated.
     """
     spans = list(itertools.pairwise(frames))
     if compose is None and any(stop != start + 1 for start, stop in spans):
@@ -74,12 +75,35 @@ def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None)
             "data.actions.compose, or data.fps to the rate of the file"
         )
     if compose == "pose":
-        if actions.shape[1] != POSE_WIDTH:
+        if actions.shape[1] < POSE_WIDTH:
             raise ValueError(
-                f"data.actions.compose: pose needs {POSE_WIDTH} numbers per action, got {actions.shape[1]}"
+                f"data.actions.compose: pose needs {POSE_WIDTH} numbers per pose, got {actions.shape[1]} per action"
             )
-        return np.stack([pose_product(actions[start:stop]) for start, stop in spans])
+        return np.stack([compose_poses(actions, start, stop, rest) for start, stop in spans])
     return np.stack([actions[start:stop].sum(0, dtype=np.float64) for start, stop in spans]).astype(np.float32)
+
+
+def compose_poses(actions: Floats, start: int, stop: int, rest: str) -> Floats:
+    """Combine the actions from frame `start` to frame `stop` into one: k poses of 9 numbers, then fewer than 9 others.
+
+    rest: whether the other numbers, such as a gripper, are those of the `first` or the `last` combined action. If
+    start = stop, they are those of the action after or before this frame.
+    """
+    width = actions.shape[1] // POSE_WIDTH * POSE_WIDTH
+    poses = [pose_product(actions[start:stop, i : i + POSE_WIDTH]) for i in range(0, width, POSE_WIDTH)]
+    row = min(start, len(actions) - 1) if rest == "first" else max(stop - 1, 0)
+    return np.concatenate([*poses, actions[row, width:]])
+
+
+def relative_poses(rotations: npt.NDArray[np.float64], positions: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the motions [N-1,9] between N poses: inv(T_i) T_i+1, as translation and two columns of the rotation.
+
+    rotations: [N,3,3]. positions: [N,3].
+    """
+    inverse = rotations[:-1].swapaxes(1, 2)
+    moves = np.einsum("nij,nj->ni", inverse, np.diff(positions, axis=0))
+    turns = inverse @ rotations[1:]
+    return np.concatenate([moves, turns[:, :, 0], turns[:, :, 1]], axis=1)
 
 
 def pose_product(poses: Floats) -> Floats:
@@ -136,20 +160,26 @@ class ActionScaling:
         return np.where(constant, 0, scaled).astype(np.float32)
 
 
-def load_scaling(actions: ActionsRecipe) -> ActionScaling | None:
+def load_scaling(actions: ActionsRecipe, stats: Mapping[str, Sequence[float]] | None = None) -> ActionScaling | None:
     """Return the scaling from data.actions.stats. Returns None if actions are not normalized.
 
-    Raises DataError if the file cannot be used.
+    stats: {q01, q99, mean, std: [D]} of `stats: data`. None: read the file. Raises DataError if the file cannot be
+    used.
     """
     if actions.normalize == "none" or actions.stats is None:
         return None
     first, second = STATS_KEYS[actions.normalize]
     try:
-        stats = json.loads(read_regular(actions.stats))
+        stats = json.loads(read_regular(Path(actions.stats))) if stats is None else stats
         a, b = (np.asarray(stats[key], np.float64) for key in (first, second))
     except OSError as error:
         raise DataError(f"data.actions.stats: {actions.stats} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(stats, dict) and any(isinstance(one, dict) and "mean" in one for one in stats.values()):
+            raise DataError(
+                f"data.actions.stats: {actions.stats} is LeRobot's, with statistics by feature whose quantiles are not "
+                "those of all rows. Set stats: data, or a file that `wfm data stats` wrote"
+            ) from error
         raise DataError(
             f"data.actions.stats: {actions.stats} must be a JSON object with the lists {first} and {second}, one "
             "entry per action component"

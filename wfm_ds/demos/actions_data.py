@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from PIL import Image
 
 from wfm_ds.demos.files import data_parser, require_new_folder, write_video
@@ -33,11 +34,17 @@ def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
     """
     generator = np.random.Generator(np.random.PCG64(derive_seed(0, "brightness", folder.name, number)))
     moves, wrong_moves = sample_moves(generator), sample_moves(generator)
-    stem, frames = f"{number:04}", render_frames(frame_brightness(generator.uniform(-MAX_START, MAX_START), moves))
-    write_video(folder / f"{stem}.mkv", frames, FPS)
-    np.save(folder / f"{stem}.actions.npy", encode_actions(wrong_moves if generator.random() < wrong else moves))
-    (folder / f"{stem}.json").write_text(json.dumps({"prompt": PROMPT, "actions": f"{stem}.actions.npy"}) + "\n")
+    frames = render_frames(frame_brightness(generator.uniform(-MAX_START, MAX_START), moves))
+    write_files(folder, number, frames, wrong_moves if generator.random() < wrong else moves)
     return frames
+
+
+def write_files(folder: Path, number: int, frames: Frames, moves: npt.NDArray[np.int64]) -> None:
+    """Write frames [T,8,16,3] as NNNN.mkv, moves [M] as NNNN.actions.npy, and NNNN.json with the prompt."""
+    stem = f"{number:04}"
+    write_video(folder / f"{stem}.mkv", frames, FPS)
+    np.save(folder / f"{stem}.actions.npy", encode_actions(moves))
+    (folder / f"{stem}.json").write_text(json.dumps({"prompt": PROMPT, "actions": f"{stem}.actions.npy"}) + "\n")
 
 
 def write_brightness(out: Path) -> int:

@@ -19,13 +19,17 @@ class Demo(ABC):
     """A quickstart demo: its data, an untrained tiny model, and the SFT and RL recipes in recipes/NAME/."""
 
     name: ClassVar[str]
-    """Name of the tiny pipeline, and of the demo's folder in recipes/."""
+    """Name of the demo's folder in recipes/."""
+    pipeline: ClassVar[str] = ""
+    """Tiny pipeline with random weights. Empty: the one with the demo's name."""
     description: ClassVar[str]
     """Short description of the data, for messages."""
     sft_data: ClassVar[str]
     """Subfolder of the data that SFT trains on."""
     rl_data: ClassVar[str] = "prompts"
     """Subfolder of the data that RL uses: prompts, or clips that provide the first frames of the samples."""
+    rl_recipes: ClassVar[Sequence[str]] = ("nft",)
+    """RL recipes that the quickstart runs by default, each from the SFT model. The report is about the last one."""
     output: ClassVar[Path]
     """Default output folder of the quickstart."""
     curves: ClassVar[Mapping[str, str]] = {}
@@ -55,6 +59,10 @@ class Demo(ABC):
 
         run: output folder of the RL run.
         """
+
+    def page_sections(self, folder: Path, run: Path) -> list[str]:
+        """Return HTML for the report page, instead of the curves and the samples of an RL run."""
+        return []
 
     @abstractmethod
     def generate_arguments(self, folder: Path) -> str:

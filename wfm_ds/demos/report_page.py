@@ -13,24 +13,20 @@ from urllib.parse import quote
 
 from wfm_ds.demos.base import Demo, load_evaluations
 from wfm_ds.monitoring.gallery import html_document
+from wfm_ds.monitoring.line_chart import CHART_STYLE, Curve, chart_html
 from wfm_ds.monitoring.samples import SAMPLES_FILE, list_sample_folders
 from wfm_ds.storage import atomic
 from wfm_ds.storage.json_lines import read_json_rows
 
 PAGE_FILE = "index.html"
 MIN_POINTS = 3  # of a curve; two points show no course
-WIDTH, HEIGHT = 640, 240  # of the plot area of the chart, in pixels
-MARGIN = 40  # around the plot area, for the labels of the axes
-COLORS = ("#1a7f37", "#0969da", "#bc4c00")  # of the curves, readable on white and on black
 MIN_IMAGE_WIDTH = 650  # pixels; narrower images of samples are enlarged by an integer factor
 MAX_VIDEOS = 12  # MP4 samples of an evaluation
 STAGES = {"before": "before RL", "after": "after RL"}
 """{name of the files with samples, without suffix: caption}"""
 
-Curve = Sequence[tuple[int, float]]
-"""(RL step, value from 0 to 1) of each evaluation."""
-
-STYLE = """
+STYLE = (
+    """
 .pair { display: flex; flex-wrap: wrap; gap: 1rem; margin: .5rem 0; }
 .pair figure { max-width: 48%; min-width: 20rem; }
 .pair img { width: auto; max-width: 100%; }
@@ -39,10 +35,10 @@ STYLE = """
 figcaption { font-weight: 600; }
 table { border-collapse: collapse; font-size: .9rem; margin: .5rem 0; }
 th, td { text-align: left; padding: .25rem 1rem .25rem 0; font-variant-numeric: tabular-nums; }
-svg { display: block; max-width: 100%; height: auto; }
-svg text { font-size: 12px; fill: currentColor; }
 pre { overflow-x: auto; padding: .6rem; background: #8882; border-radius: .3rem; font-size: .85rem; }
 """.rstrip()
+    + f"\n{CHART_STYLE}"
+)
 
 
 def write_page(demo: Demo, folder: Path, run: Path, report: Sequence[str]) -> None:
@@ -50,74 +46,32 @@ def write_page(demo: Demo, folder: Path, run: Path, report: Sequence[str]) -> No
 
     run: output folder of the RL run. report: lines of the report, in Markdown.
     """
-    curves = load_curves(run, demo.curves)
-    parts = []
-    if any(len(points) >= MIN_POINTS for points in curves.values()):
-        parts += ["<h2>Score over the RL steps, on held-out noise seeds</h2>", chart_html(curves)]
-    parts += [
-        "<h2>Samples</h2>",
-        *images_html(folder),
-        *videos_html(folder, run),
-        "<h2>Result</h2>",
-        report_html(report),
-    ]
-    links = ", ".join(f'<a href="{escape(name)}/index.html">{escape(name)}</a>' for name in ("sft", run.name))
-    parts.append(f"<p>Pages of the two runs, with all metrics and samples: {links}</p>")
+    parts = demo.page_sections(folder, run) or run_sections(demo, folder, run)
+    parts += ["<h2>Result</h2>", report_html(report)]
+    runs = sorted(file.parent for file in folder.glob("*/metrics.jsonl"))
+    links = ", ".join(f'<a href="{escape(one.name)}/index.html">{escape(one.name)}</a>' for one in runs)
+    parts.append(f"<p>Pages of the runs, with all metrics and samples: {links}</p>")
     page = html_document(f"Quickstart: {demo.description}", {}, "\n".join(parts), style=STYLE)
     atomic.write_text(folder / PAGE_FILE, page)
 
 
+def run_sections(demo: Demo, folder: Path, run: Path) -> list[str]:
+    """Return HTML: the curves of an RL run, and its samples before and after RL."""
+    curves = load_curves(run, demo.curves)
+    parts = ["<h2>Samples</h2>", *images_html(folder), *videos_html(folder, run)]
+    if any(len(points) >= MIN_POINTS for points in curves.values()):
+        parts[:0] = ["<h2>Score over the RL steps, on held-out noise seeds</h2>", chart_html(curves, "RL step")]
+    return parts
+
+
 def load_curves(run: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
-    """Return {label: curve} of the evaluations of a run. tags: {label: name of the metric}."""
+    """Return {label: curve over the RL steps} of the evaluations of a run. tags: {label: name of a metric in 0..1}."""
     return {
         label: [
             (int(samples.name.removeprefix("step_")), metrics[tag]) for samples, metrics in load_evaluations(run, tag)
         ]
         for label, tag in tags.items()
     }
-
-
-def chart_html(curves: Mapping[str, Curve]) -> str:
-    """Return HTML: a line chart whose y axis goes from 0 to 1, and a legend with each curve's first and last value."""
-    legend, lines = [], []
-    last_step = max(points[-1][0] for points in curves.values())
-    for color, (label, points) in zip(itertools.cycle(COLORS), curves.items(), strict=False):
-        legend.append(
-            f'<div><b style="color: {color}">&#9679; {escape(label)}</b>: '
-            f"{points[0][1]:.3f} &rarr; {points[-1][1]:.3f}</div>"
-        )
-        lines.append(curve_svg(points, color, last_step))
-    ticks = [axis_tick(value / 4) for value in range(5)]
-    for step in sorted({step for points in curves.values() for step, _ in points}):
-        x, _ = chart_position(step, 0.0, last_step)
-        ticks.append(f'<text x="{x:.0f}" y="{MARGIN + HEIGHT + 18}" text-anchor="middle">{step}</text>')
-    width, height = WIDTH + 2 * MARGIN, HEIGHT + 2 * MARGIN
-    return (
-        f"<div>{''.join(legend)}</div>\n"
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" role="img" aria-label="{escape(", ".join(curves))}">\n'
-        f"{''.join(ticks)}\n{''.join(lines)}\n"
-        f'<text x="{MARGIN + WIDTH / 2:.0f}" y="{MARGIN + HEIGHT + 36}" text-anchor="middle">RL step</text></svg>'
-    )
-
-
-def curve_svg(points: Curve, color: str, last_step: int) -> str:
-    positions = [chart_position(step, value, last_step) for step, value in points]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
-    dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}"/>' for x, y in positions)
-    return f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>{dots}'
-
-
-def chart_position(step: int, value: float, last_step: int) -> tuple[float, float]:
-    """Return the pixel (x, y) of a point in the chart."""
-    return MARGIN + WIDTH * step / last_step, MARGIN + HEIGHT * (1 - value)
-
-
-def axis_tick(value: float) -> str:
-    y = MARGIN + HEIGHT * (1 - value)
-    return (
-        f'<path d="M{MARGIN} {y:.0f}h{WIDTH}" stroke="currentColor" stroke-opacity=".2"/>'
-        f'<text x="{MARGIN - 8}" y="{y + 4:.0f}" text-anchor="end">{value:g}</text>'
-    )
 
 
 def images_html(folder: Path) -> list[str]:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from wfm_ds.demos.actions_data import write_clip
 from wfm_ds.demos.digits_data import write_digits
+from wfm_ds.demos.long_actions_data import WalkSet, write_walk
 from wfm_ds.demos.room_data import write_room
 from wfm_ds.demos.squares_data import write_squares
 from wfm_ds.errors import DataError
@@ -19,7 +20,7 @@ from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.tiny import describe_tiny_recipe, tiny_data_folder
 from wfm_ds.storage import atomic
 
-NUM_ACTION_CLIPS = 24
+NUM_ACTION_CLIPS, NUM_WALK_CLIPS = 24, 3
 
 
 def write_action_clips(folder: Path) -> int:
@@ -27,13 +28,32 @@ def write_action_clips(folder: Path) -> int:
     folder.mkdir(parents=True)
     for number in range(1, NUM_ACTION_CLIPS + 1):
         write_clip(folder, number, wrong=0.0)
-        path = folder / f"{number:04}.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"domain": 0}) + "\n")
+    add_domain(folder)
     return NUM_ACTION_CLIPS
 
 
+def write_long_action_clips(folder: Path) -> int:
+    """Write videos of several clips of the long-video demo with domain number 0. Return the number of videos."""
+    folder.mkdir(parents=True)
+    for number in range(1, NUM_ACTION_CLIPS + 1):
+        write_walk(folder, number, WalkSet(folder.name, NUM_ACTION_CLIPS, NUM_WALK_CLIPS))
+    add_domain(folder)
+    return NUM_ACTION_CLIPS
+
+
+def add_domain(folder: Path) -> None:
+    for path in folder.glob("*.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"domain": 0}) + "\n")
+
+
 WRITERS: Mapping[str, Callable[[Path], int]] = MappingProxyType(
-    {"digits": write_digits, "room": write_room, "brightness": write_action_clips, "squares": write_squares}
+    {
+        "digits": write_digits,
+        "room": write_room,
+        "brightness": write_action_clips,
+        "walks": write_long_action_clips,
+        "squares": write_squares,
+    }
 )
 
 

@@ -1,4 +1,4 @@
-"""Detect what this machine offers a process: accelerator, deterministic kernels, ranks, threads and ports.
+"""Accelerator detection, deterministic kernels, and the ranks per node, threads and free ports of this machine.
 
 Importing this module does not import torch.
 """
@@ -60,8 +60,8 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
     """Make torch use only deterministic kernels inside the context, if `enabled`.
 
     Enter the context before this process uses a GPU. Operations without a deterministic kernel raise an error. Raises
-    RecipeError if CUBLAS_WORKSPACE_CONFIG has a value with which cuBLAS is nondeterministic, or if it is unset although
-    CUDA is already initialized.
+    RecipeError if CUBLAS_WORKSPACE_CONFIG has a value with which cuBLAS is nondeterministic, or if the variable is
+    unset and CUDA is already initialized.
     """
     if not enabled:
         yield

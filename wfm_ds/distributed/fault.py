@@ -1,7 +1,7 @@
 """Find the rank that made a run fail, from the reports of all ranks.
 
-Uses no sockets and no clock: heartbeat.py calls it on rank 0. Three kinds of faults end a run: a rank is gone (its
-process or machine), a rank failed with an error, or a rank is stuck while the others wait for it.
+heartbeat.py calls it on rank 0 and passes the reports and the time. Three kinds of faults end a run: a rank is gone
+(its process or machine), a rank failed with an error, or a rank is stuck while the others wait for it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RankRecord:
 
 
 class RankStates:
-    """The states of all ranks, and the fault that follows from them. Times `now_s` are in seconds."""
+    """The states of all ranks, and the fault that is deduced from them. Times `now_s` are in seconds."""
 
     def __init__(self, size: int, *, silent_s: float, stuck_s: float, max_gap_s: float) -> None:
         """Create an empty table for `size` ranks.
@@ -110,9 +110,10 @@ class RankStates:
         return self._blame_stuck(now_s)
 
     def _is_settled(self, now_s: float, ended_at_s: float) -> bool:
-        """Return whether the cause of the first failure, at `ended_at_s`, is certain.
+        """Return whether the ranks have had enough time to report the cause of the failure at `ended_at_s`.
 
-        If all failures are secondary, each running rank must have sent a heartbeat after `ended_at_s`.
+        At least SETTLE_S seconds must have passed. If all failures are secondary, each running rank must also have sent
+        a heartbeat after `ended_at_s`.
         """
         running, ended = self._ranks_in_state("runs"), [*self._ranks_in_state("gone"), *self._ranks_in_state("failed")]
         is_known = not all(member.is_secondary for member in ended) or all(m.heard_at_s > ended_at_s for m in running)
@@ -131,7 +132,8 @@ class RankStates:
         """Return the fault if at least one rank is gone or failed.
 
         The fault blames all ranks that are gone. If no rank is gone, it blames a rank that failed by its own error. If
-        there is none either, it blames the ranks for which a failed rank was waiting.
+        all failures are secondary, it blames the running ranks with the fewest started operations, because the failed
+        ranks waited for them.
         """
         gone = self._ranks_in_state("gone")
         if gone:
@@ -143,12 +145,12 @@ class RankStates:
         first = next((member for member in failed if not member.is_secondary), failed[0])
         most = max(member.num_started for member in failed)
         behind = [member for member in self._ranks_in_state("runs") if member.num_started < most]
-        if first.is_secondary and behind:  # these ranks have not reached the operation that failed
+        if first.is_secondary and behind:  # these ranks have not started the operation that failed
             least = min(member.num_started for member in behind)
             last = [member for member in behind if member.num_started == least]
             return Fault(
                 rank_numbers(last),
-                f"{describe_ranks(last)} missing: at {last[0].operation}, and {first.describe()} failed waiting: "
+                f"{describe_ranks(last)} missing: at {last[0].operation}; {first.describe()} failed while it waited: "
                 f"{first.reason}",
                 stuck=True,
             )

@@ -20,7 +20,7 @@ from wfm_ds.distributed.ranks import find_launched_rank
 from wfm_ds.errors import RecipeError
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-LAUNCH_GPUS = "WFM_LAUNCH_GPUS"  # rollout/service.py removes launcher variables from workers
+LAUNCH_GPUS = "WFM_LAUNCH_GPUS"  # removed from rollout workers, like all variables of the launcher
 ALL_GPUS = "all"
 CUDA_DEVICE = re.compile(r"cuda(?::(\d+))?")
 COUNT_SCRIPT = "import torch; print(torch.cuda.device_count())"
@@ -64,7 +64,7 @@ class MachineGpus:
         if not self.all:
             return "this machine has no GPU for this run"
         last = len(self.all) - 1
-        return f"this machine has {len(self.all)} for this run, cuda:0{f' to cuda:{last}' if last else ''}"
+        return f"the run's GPUs on this machine are cuda:0{f' to cuda:{last}' if last else ''}"
 
 
 def find_machine_gpus(num_ranks: int) -> MachineGpus:

@@ -130,7 +130,7 @@ class RankRegistry:
             line.close()
 
     def _send_to_all(self, **message: Any) -> None:
-        for _, line in sorted(self._connections.items(), reverse=True):  # rank 0 last: it exits upon receipt
+        for _, line in sorted(self._connections.items(), reverse=True):  # rank 0 last: this process then exits
             line.send(**message)
 
     def _receive_messages(self, timeout_s: float) -> None:
@@ -141,7 +141,7 @@ class RankRegistry:
         for rank, line in list(self._connections.items()):
             if line.sock in readable:
                 self._read_rank(rank, line)
-        # Last: admitting a rank reads from its socket, and a second read could block forever.
+        # Admit new ranks last: this reads from their sockets, and a second read in the same call could block forever.
         for line in [line for line in self._unauthenticated if line.sock in readable]:
             self._admit_rank(line)
 
@@ -233,7 +233,7 @@ class Heartbeat:
     ) -> None:
         """Connect to rank 0. Raises UserError if it is unreachable.
 
-        on_end: receives the fault's text before the process exits, unless the main thread waits in `report_failure`.
+        on_end: called with the fault's text before the process exits, unless the main thread waits in `report_failure`.
         registry: the RankRegistry, on rank 0 only.
         """
         self.rank, self.registry, self._liveness, self._silent_s = rank, registry, liveness, silent_s

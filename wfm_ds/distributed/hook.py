@@ -22,8 +22,8 @@ SWITCHES = frozenset(
         *("--bind_cores_to_rank", "-q", "--quiet", "-h", "--help"),
     )
 )
-"""The runner's options without a value; all others have a value. A test compares this set with the runner's parser."""
-# Options with a value that this package reads.
+"""DeepSpeed's options without a value; all others have one. A test compares this set with DeepSpeed's parser."""
+# Options with a value that wfm_ds.launch reads.
 VALUE_OPTIONS = (
     *("--hostfile", "--node_rank", "--master_port"),
     *("--num_gpus", "--num_accelerators", "--num_nodes", "--include", "--exclude"),

@@ -29,7 +29,7 @@ from wfm_ds.program import USER_ERROR_CODE, print_error
 MAX_EXIT_CODE = 255
 ORPHAN_EXIT_CODE = 77  # exit code of a rank after its launcher has died
 PARENT_CHECK_INTERVAL_S = 5.0
-EXIT_WAIT_S = 15.0  # the launcher polls its ranks every second and ends them one by one
+EXIT_WAIT_S = 15.0  # time for the launcher to end a rank: it polls its ranks every second and ends them one by one
 
 
 class StopFlag:
@@ -74,7 +74,7 @@ def install_signal_handlers() -> StopFlag:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _STOP_FLAG.raise_flag)
     signal.signal(signal.SIGUSR1, _STOP_FLAG.request_save)
-    # launch.py blocks them for DeepSpeed's processes, and ranks inherit that.
+    # launch.py blocks these two signals in DeepSpeed's processes, and the ranks inherit the blocked signals.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGUSR1})
     return _STOP_FLAG
 
@@ -160,7 +160,7 @@ def write_status(status: Literal["finished", "preempted"], step: int) -> None:
 def read_preempted_code(environ: Mapping[str, str]) -> int:
     """Return WFM_PREEMPTED_CODE, the exit code of a run that saved a checkpoint and stopped on request. Default: 0.
 
-    Schedulers start a job again if it ends with another code. Raises UserError if it is not a number from 0 to 255.
+    Set it to a code at which the scheduler starts the job again. Raises UserError if it is not a number from 0 to 255.
     """
     text = environ.get("WFM_PREEMPTED_CODE", "0")
     if not text.isdecimal() or int(text) > MAX_EXIT_CODE:
@@ -171,8 +171,8 @@ def read_preempted_code(environ: Mapping[str, str]) -> int:
 def exit_with_user_error(message: str, *, prints: bool) -> NoReturn:
     """Print `error: MESSAGE` if `prints` is set, and exit with code 2. Raises SystemExit.
 
-    All ranks call this function in their main thread. A rank that prints exits at once; the others wait silently until
-    the launcher ends them.
+    All ranks call this function in their main thread. A rank that prints exits at once. The others wait silently, at
+    most EXIT_WAIT_S seconds, until the launcher ends them.
     """
     if prints:
         print_error(message)
@@ -184,8 +184,8 @@ def exit_with_user_error(message: str, *, prints: bool) -> NoReturn:
 def fail_rank(message: str) -> NoReturn:
     """Exit because of a user error, e.g. in the recipe. Call before the process group exists.
 
-    The first rank of each node prints the message, because nodes may have different files and GPUs. If the variables of
-    the launcher contradict each other, perhaps on this rank only, this rank prints the message.
+    The first rank of each node prints the message, because nodes may have different files and GPUs. This rank also
+    prints the message if the launcher's variables contradict each other, since that may be so on this rank only.
     """
     try:
         launched = find_launched_rank(os.environ)
@@ -198,7 +198,7 @@ def _wait_for_signal(timeout_s: float) -> None:
     """Wait up to `timeout_s` for SIGTERM or SIGINT. Returns immediately if one has already arrived.
 
     sigtimedwait would not work, because the kernel may deliver the signal to a torch thread that does not block it. A
-    wake-up file descriptor works for all threads.
+    wake-up file descriptor works for a signal in any thread.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

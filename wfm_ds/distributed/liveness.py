@@ -1,8 +1,9 @@
 """Count the operations that the main thread starts: forward passes, optimizer steps, collectives.
 
-heartbeat.py sends the count to rank 0. If the counts of all ranks stop, the run hangs, and the ranks wait for the rank
-with the lowest count. Long work without such operations (scans, caches, exports) increases a second count, which only
-shows that the rank is not stuck. It is never compared between ranks, because they do different amounts of this work.
+heartbeat.py sends the count to rank 0. If no count increases any more, the run hangs, and the other ranks wait for the
+rank with the lowest count. Long work without such operations (scans, caches, exports) increases a second count, which
+only shows that the rank is not stuck. It is never compared between ranks, because they do different amounts of this
+work.
 """
 
 from __future__ import annotations

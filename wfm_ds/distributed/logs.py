@@ -51,7 +51,7 @@ class _TruncationFilter(logging.Filter):
         text = str(record.msg)
         if not text.startswith(TRUNCATION_TEXT):
             return True
-        if not text.endswith(TRUNCATION_NOTE):  # else another handler has added it
+        if not text.endswith(TRUNCATION_NOTE):  # the filter of another handler may have added it
             record.msg = text + TRUNCATION_NOTE
         limit = text.partition(":")[0]
         is_first = limit not in self._limits
@@ -123,7 +123,7 @@ def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
         root.addHandler(logging.NullHandler())  # else logging prints the warnings of every rank
     logging.captureWarnings(True)
     for name in NOISY_LIBRARIES:
-        if not (name.startswith("torch") and "TORCH_LOGS" in os.environ):  # else the user has enabled torch's logs
+        if not (name.startswith("torch") and "TORCH_LOGS" in os.environ):  # set by users who want torch's log lines
             _quiet_library(logging.getLogger(name))
 
 

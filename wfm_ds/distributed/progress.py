@@ -1,4 +1,4 @@
-"""Progress of waits outside of training steps: a bar on a terminal, else a line every LINE_INTERVAL_S seconds.
+"""Progress display for waits outside of training steps: a bar on a terminal, else a line every LINE_INTERVAL_S seconds.
 
 Only rank 0 shows it. Short waits show nothing. The progress of training is in monitoring/monitor.py.
 """
@@ -36,8 +36,8 @@ def track_progress(items: Iterable[Item], title: str, *, total: int) -> Iterator
     """Return an iterator over `items` that shows how many are done, with the estimated remaining time.
 
     title: what is done, such as "encoding texts". total: number of items. Each item also counts as progress for the
-    hang watchdog (liveness.py). A context manager, because an error in the loop must end the display before its message
-    is shown.
+    hang watchdog (liveness.py). It is a context manager, so that the display ends before the message of an error in the
+    loop is shown.
     """
 
     def count_items() -> Iterator[Item]:
@@ -135,7 +135,7 @@ def open_console() -> Console | None:
 
     All bars must use it: rich draws simultaneous bars below each other only if they have the same console.
     """
-    return _stderr_console() if sys.stderr.isatty() else None  # rich also counts a pipe as a terminal with FORCE_COLOR
+    return _stderr_console() if sys.stderr.isatty() else None  # with FORCE_COLOR, rich treats pipes as terminals
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """Find the rank of this process in the environment variables of its launcher.
 
-No other module reads these variables. A launcher that runs inside another one wins: DeepSpeed's launcher or torchrun
-inside a task of srun or mpirun, and mpirun inside a task of srun. docs/multi-node.md has a table of the variables. Does
-not import torch.
+No other module reads these variables. If one launcher runs inside another, the variables of the inner one are used:
+DeepSpeed's launcher or torchrun inside a task of srun or mpirun, and mpirun inside a task of srun. docs/multi-node.md
+has a table of the variables. Does not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DEFAULT_PORT = 29500  # of torchrun and DeepSpeed's launcher
 FIRST_JOB_PORT, NUM_JOB_PORTS = 15000, 10000  # below the ports that Linux gives to clients
 INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID of the shell that salloc starts on a compute node
 ADVICE = "see docs/multi-node.md"
-# Variables that only these launchers set, besides RANK.
+# Each of these variables, together with RANK, identifies a launcher.
 LAUNCHER_MARKS = {"TORCHELASTIC_RUN_ID": "torchrun", "CROSS_RANK": "deepspeed"}
 # Set by launchers for their ranks.
 RANK_VARIABLES = re.compile(
@@ -85,9 +85,9 @@ MPI_VARIABLES = (
 
 
 def find_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
-    """Return the rank that a launcher gave to this process, or None if none did: the process is a run of its own.
+    """Return the rank that a launcher gave to this process, or None if no launcher started the process.
 
-    Raises UserError if the variables contradict each other or do not suffice.
+    Raises UserError if the variables contradict each other or are incomplete.
     """
     environ = {name: value for name, value in environ.items() if value}
     launcher = next((name for mark, name in LAUNCHER_MARKS.items() if mark in environ), None)
@@ -168,10 +168,10 @@ def _find_mpi_task(environ: Mapping[str, str]) -> _Position | None:
 
 
 def _find_srun_task(environ: Mapping[str, str]) -> _Position | None:
-    """Return the position in a step of several tasks that srun started, else None.
+    """Return the rank of this process if srun started it as one of several tasks of a step, else None.
 
-    Shells of salloc and batch scripts have SLURM_NTASKS too, but they are no tasks of a step. SLURM_STEP_NUM_TASKS is
-    preferred, because salloc's shell on a compute node is a step of one task.
+    Shells of salloc and batch scripts have SLURM_NTASKS too, but they are not tasks of a step. SLURM_STEP_NUM_TASKS is
+    used instead of SLURM_NTASKS, because salloc's shell on a compute node is a step of one task.
     """
     steps = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
     is_step = any(name in environ for name in steps) and environ.get("SLURM_STEP_ID") != INTERACTIVE_STEP
@@ -220,7 +220,7 @@ def _tasks_per_node(environ: Mapping[str, str], size: int) -> list[int]:
 
 
 def _require_equal_variables(environ: Mapping[str, str], task: _Position) -> None:
-    """Raise UserError if RANK and similar variables are set and differ from those of the task."""
+    """Raise UserError if RANK and similar variables are set and contradict the task of srun or mpirun."""
     names = {"RANK": task.rank, "WORLD_SIZE": task.size, "LOCAL_RANK": task.local_rank}
     names |= {"LOCAL_SIZE": task.local_size, "LOCAL_WORLD_SIZE": task.local_size}
     for name, value in names.items() if "RANK" in environ else ():
@@ -238,7 +238,7 @@ def _require_consistent(position: _Position) -> None:
         return
     raise UserError(
         f"rank {rank} of {size} with local rank {local_rank} of {local_size} (variables of {launcher}) is impossible: "
-        f"ranks start at 0, and those of a node are consecutive ({ADVICE})"
+        f"ranks start at 0, and the ranks of a node are consecutive ({ADVICE})"
     )
 
 
@@ -251,7 +251,7 @@ def _find_master(environ: Mapping[str, str], position: _Position) -> tuple[str, 
     if position.local_size == position.size:
         return LOOPBACK, port
     if position.launcher == "srun" and (hosts or "SLURM_LAUNCH_NODE_IPADDR" in environ):
-        # The second variable is the machine on which srun was typed, often the first node.
+        # SLURM_LAUNCH_NODE_IPADDR is the machine on which srun was called, often the first node.
         return first_slurm_host(hosts) if hosts else environ["SLURM_LAUNCH_NODE_IPADDR"], port
     raise UserError(
         f"{position.launcher} started ranks on several nodes: set MASTER_ADDR on all of them to an address of the "
@@ -262,7 +262,7 @@ def _find_master(environ: Mapping[str, str], position: _Position) -> tuple[str, 
 def _job_port(environ: Mapping[str, str], launcher: str) -> int:
     """Return a port that depends on the job, so that two jobs on one node rarely choose the same one."""
     names = ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID"]
-    if launcher == "srun":  # mpirun starts only the ranks of other nodes in a step
+    if launcher == "srun":  # not for mpirun, which starts the ranks of its own node outside of a step
         names.append("SLURM_STEP_ID")
     job = ".".join(environ[name] for name in names if name in environ)
     return FIRST_JOB_PORT + zlib.crc32(job.encode()) % NUM_JOB_PORTS if job else DEFAULT_PORT

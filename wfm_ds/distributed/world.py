@@ -185,7 +185,7 @@ class World:
         """Return the JSON value of the replica's leader on all ranks of the replica. Collective in the replica."""
         if self.replica is None:
             return value
-        LIVENESS.record_progress("a broadcast in a replica")  # the number of calls differs between replicas
+        LIVENESS.record_progress("a broadcast in a replica")  # the number of calls differs between ranks
         return _broadcast_json(self.rank - self.sp_rank, self.replica.host_group, value, is_source=self.is_leader)
 
     def broadcast_tensor_in_replica(self, tensor: Tensor | None) -> Tensor:

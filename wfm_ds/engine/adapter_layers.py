@@ -20,7 +20,7 @@ from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sections import LoraRecipe
 
 BLOCK_NUMBER = "{}"
-"""Placeholder for a block's number in a target name."""
+"""Placeholder in a target name that matches the number of any block, for example `blocks.{}.attn.to_k`."""
 
 
 def match_linear_layers(network: nn.Module, targets: Iterable[str]) -> list[str]:
@@ -61,8 +61,8 @@ def check_lora_layers(network: nn.Module, lora: LoraRecipe, default_targets: Seq
     for name, part in _match_modules(network, targets):
         if not isinstance(part, nn.Linear):
             raise RecipeError(
-                f"lora.target_modules: {name} is of type {type(part).__name__}, and an export has only adapters of "
-                "linear layers: remove it, or train it in full with lora.modules_to_save"
+                f"lora.target_modules: {name} is of type {type(part).__name__}, but only linear layers can have an "
+                "exported adapter: remove it, or train it in full with lora.modules_to_save"
             )
     for suffix in lora.modules_to_save:
         matches = list(_match_modules(network, [suffix]))

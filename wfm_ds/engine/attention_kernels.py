@@ -29,13 +29,13 @@ from wfm_ds.ulysses.sd3 import SD3JointAttention
 
 Capability = tuple[int, int]
 
-CUDNN_FASTER_CAPABILITY: Capability = (9, 0)  # from this one on, cuDNN is faster and `auto` selects it
+CUDNN_FASTER_CAPABILITY: Capability = (9, 0)  # `auto` selects cuDNN from this compute capability on: it is faster there
 REPLACEMENT_PROCESSORS: Mapping[type, Any] = {
     JointAttnProcessor2_0: SD3JointAttention,
     CosmosAttnProcessor2_0: Cosmos25Attention,
 }
-"""Replacements for diffusers' attention processors that bypass diffusers' dispatcher or call it without a backend."""
-# Processors that mask the padding of the text.
+"""{processor of diffusers: its replacement}. The former bypass diffusers' dispatcher, or call it without a backend."""
+# Processors that pass an attention mask for padded texts. No kernel of this module supports masks.
 MASKED_PROCESSORS = frozenset(
     {
         SanaAttnProcessor2_0,
@@ -111,7 +111,7 @@ def choose_kernel(
 def find_obstacle(
     name: AttentionName, denoiser: nn.Module, dtype: torch.dtype, capability: Capability | None, *, trains: bool
 ) -> str | None:
-    """Return why a kernel cannot be used, and how to fix it. Returns None if it can be used.
+    """Return the reason why a kernel cannot be used, with a fix; None if the kernel can be used.
 
     capability: compute capability of the GPU; None on a CPU.
     """
@@ -148,7 +148,7 @@ def find_obstacle(
         )
         return (
             f"needs a CUDA GPU of compute capability {least_capability[0]}.{least_capability[1]} or newer, below "
-            f"{too_new[0]}.{too_new[1]}, and {here}: use another device"
+            f"{too_new[0]}.{too_new[1]}, but {here}: use another device"
         )
     return None
 
@@ -170,13 +170,13 @@ def attention_layers(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def use_kernel(denoiser: nn.Module, name: AttentionName) -> None:
-    """Make all attention layers use a kernel that `choose_kernel` returned.
+    """Set the kernel of all attention layers. name: result of `choose_kernel`.
 
-    Sequence parallelism, if any, must be installed first.
+    If the denoiser uses sequence parallelism, install that first.
     """
     if name == "native":
         return
-    # Not diffusers' set_attention_backend, which also changes every other model in the process.
+    # Do not call diffusers' set_attention_backend, because it also changes every other model in the process.
     for _, layer in attention_layers(denoiser):
         processor = REPLACEMENT_PROCESSORS.get(type(layer.processor))
         if processor is not None:
@@ -185,6 +185,6 @@ def use_kernel(denoiser: nn.Module, name: AttentionName) -> None:
 
 
 def current_kernel(denoiser: nn.Module) -> AttentionName:
-    """Return the kernel that `use_kernel` set for a denoiser."""
+    """Return the kernel that `use_kernel` set for a denoiser; `native` if it set none."""
     backends = {getattr(layer.processor, "_attention_backend", None) for _, layer in attention_layers(denoiser)}
     return next((name for name, kernel in KERNELS.items() if kernel.backend in backends), "native")

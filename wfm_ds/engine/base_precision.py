@@ -25,7 +25,7 @@ LAYER_CLASSES: dict[BasePrecision, type[FrozenLinear]] = {
     "int8": Int8Linear,
     "nf4": Nf4Linear,
 }
-SIDE_MULTIPLE = 16  # torch._scaled_mm requires matrix sides that are multiples of it
+SIDE_MULTIPLE = 16  # torch._scaled_mm requires that both sides of a matrix are multiples of this number
 
 
 def quantise_base(
@@ -54,7 +54,7 @@ def quantise_base(
         setattr(denoiser.get_submodule(parent), name, LAYER_CLASSES[precision](layer, dtype, device))
         count += layer.in_features * layer.out_features
     if device.type != "meta":
-        how = ", emulated: on a CPU this is for tests" if in_float8 and device.type == "cpu" else ""
+        how = " (emulated on the CPU, for tests only)" if in_float8 and device.type == "cpu" else ""
         logger.info("%.1f million frozen weights in %s%s", count / 1e6, precision, how)
     return count
 

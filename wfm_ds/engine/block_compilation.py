@@ -1,8 +1,8 @@
 """torch.compile for the denoiser's repeated blocks, one block at a time.
 
-Blocks of the same structure share compiled code. Hooks on a block are not compiled. The code of a forward pass depends
-only on its shapes, the active adapters and whether gradients are enabled, so a resumed run computes the same results as
-an uninterrupted one.
+Blocks of the same structure share compiled code. Hooks on a block are not compiled. Which compiled code a forward pass
+uses depends only on its shapes, the active adapters and whether gradients are enabled. A resumed run therefore computes
+the same results as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MAX_GRAPHS = 256
 Each combination of block structure, input shapes, policy and gradient mode needs its own version. torch's default of 8
 is too low. Beyond the limit, a forward pass raises an error instead of running uncompiled."""
 
-# Round half-precision values inside fused operators at the same places as eager kernels do. Without this, a forward
-# pass with gradient, which keeps other intermediate values than one without, has different results in bfloat16, and the
-# ratio of two equal policies is not 1.
+# Inside fused operators, round half-precision values at the same places as eager kernels. Otherwise, a forward pass
+# with gradients stores other intermediate values than a forward pass without gradients, and rounds differently in
+# bfloat16. The probability ratio of two equal policies would then differ from 1.
 COMPILE_OPTIONS = {"emulate_precision_casts": True}
 
 
@@ -51,9 +51,9 @@ def compile_blocks(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]
 
 
 def lift_recompile_limits(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiled function so that every thread that calls it gets higher recompile limits.
+    """Wrap a compiled function so that it raises torch's recompile limits in the calling thread.
 
-    torch stores these limits per thread.
+    torch stores these limits per thread, so each thread must raise them.
     """
 
     @functools.wraps(compiled)

@@ -1,9 +1,10 @@
 """Record the GPU kernels of a network's forward pass as a CUDA graph, and launch them together in later calls.
 
-A graph reads and writes the memory addresses of its recording. Arguments are therefore copied to the recorded inputs,
-results are copied from the recorded outputs, and weights must be changed in place. If a weight's address changes, all
-graphs are recorded again. The network's Python code runs only during recording. Only calls without gradients are
-supported. On a CPU, the network is called normally. This module has not yet been run on a GPU.
+A graph reads and writes the memory addresses that its kernels used during recording. Arguments are therefore copied to
+the recorded inputs, results are copied from the recorded outputs, and weights must be changed in place. If a weight has
+a new address at the start of a rollout, all graphs are recorded again. The network's Python code runs only during
+recording. Only calls without gradients are supported. On a CPU, the network is called normally. This module has not yet
+been run on a GPU.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class GraphReplayer:
         Calls do not check the addresses, because checking 700 weights takes longer than the call itself.
         """
         if any(parameter.data_ptr() != address for parameter, address in self._weight_addresses):
-            log.info("the addresses of the weights have changed: forward passes are recorded again")
+            log.info("addresses of weights have changed: CUDA graphs of all forward passes are recorded again")
             self._recordings.clear()
             self._weight_addresses = []
 
@@ -88,7 +89,7 @@ class GraphReplayer:
 
 
 class ReplayingNetwork:
-    """Wrapper of a network: calls are replayed, and attributes are read from the network."""
+    """Wraps a network: calls replay CUDA graphs, and attributes are read from the network."""
 
     def __init__(self, network: Any) -> None:
         self._network = network

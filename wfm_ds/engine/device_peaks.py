@@ -21,7 +21,8 @@ class DevicePeak:
     float32: float
 
 
-# Words in a device's name, and its peak. The first matching row wins, so specific rows come first.
+# Each row: words that the device's name must contain, and the device's peak. The first matching row wins, so specific
+# rows come first.
 DEVICE_PEAKS = (
     ({"B200"}, DevicePeak(2250.0, 1125.0, 75.0)),
     ({"H200", "NVL"}, DevicePeak(835.5, 417.5, 60.0)),

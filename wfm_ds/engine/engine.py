@@ -1,9 +1,9 @@
 """DenoiserEngine: the denoiser with DeepSpeed.
 
-Handles loss scaling, optimizer steps, the learning rate, the active policy, and gathering of full tensors. Does not
-depend on algorithms, model families or files. theta denotes the trained weights (policy `train`). The other policies
-are old, ref, ema, and the extra and frozen adapters of a LoRA run (policies.py). An update is an optimizer step that
-was not skipped.
+The engine scales losses, runs optimizer steps, sets the learning rate, switches policies, and gathers full tensors. It
+does not depend on algorithms, model families or files. The policy `train` has the trained weights. The other policies
+are `old`, `ref`, `ema`, and the extra and frozen adapters of a LoRA run (policies.py). An update is an optimizer step
+that was not skipped.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ NO_EXTRA_ADAPTERS: Mapping[str, ExtraAdapter] = MappingProxyType({})
 
 
 class EngineForward:
-    """The denoiser that model families call. A call runs the active policy. Attributes are those of the module."""
+    """The denoiser that model families call. A call runs the active policy. Attributes are read from the module."""
 
-    # Not the DeepSpeed engine itself, because its `config` would hide diffusers' `config`.
+    # Model families do not get the DeepSpeed engine itself, because its `config` would hide diffusers' `config`.
     def __init__(self, engine: DenoiserEngine) -> None:
         self._engine = engine
 
@@ -114,16 +114,15 @@ class DenoiserEngine(OptimizerSteps):
         self.forward_module = cast(nn.Module, EngineForward(self))
         self.copies = {name: ShardedCopy(self.shards) for name in sorted(policy_copies(policies, lora=self.uses_lora))}
         self._adapter_policies = (*self.adapter_updates, *frozen_adapters)  # policies with an adapter but no copy
-        self._stale_adapters: set[str] = (
-            set()
-        )  # policies with copies that changed after their adapters were last written
+        # Policies with a copy that is newer than the adapter of the same name.
+        self._stale_adapters: set[str] = set()
         uses_graphs = recipe.rollout is not None and recipe.rollout.cuda_graph
         self.graphs = GraphReplayer(ds, module.parameters) if uses_graphs else None
         self.is_replaying = False
         uses_dropout = recipe.lora is not None and recipe.lora.dropout > 0
         self.dropout = AdapterDropout(module, recipe.run.seed, world.rank) if uses_dropout else None
         self._guard = RankGuard(world) if recipe.engine.guard else None
-        self._last_ema_update = 0  # last update included in the average
+        self._last_ema_update = 0  # number of updates at the last call of update_ema
 
     @classmethod
     def build(
@@ -155,8 +154,8 @@ class DenoiserEngine(OptimizerSteps):
         block_classes: classes of the repeated blocks.
         frozen: names of parameters that full training does not train.
         initial_adapter: initial adapter tensors, named as in `iter_full_tensors`.
-        extra_adapters: further trained adapters, by policy. They start from the values of the adapter `default`.
-        frozen_adapters: tensors of further adapters that are never trained, by policy.
+        extra_adapters: {policy: adapter that is also trained}. These adapters start equal to `default`.
+        frozen_adapters: {policy: tensors of an adapter that is never trained}.
         count_flops: whether to count FLOPs. If so, tensor arguments of the denoiser must have one row per sample.
         shard_tokens: function that installs sequence parallelism over the ranks of a replica.
         find_part: maps a parameter's name to its network component, such as an expert. A step may run only some
@@ -244,9 +243,9 @@ class DenoiserEngine(OptimizerSteps):
 
         Collective. Cannot be nested. name: `train`, a policy copy, an extra adapter or a frozen adapter.
 
-        Outside `train_adapter`, gradients are enabled for the policy `train` without `merge` only. Group forward passes
-        by policy, because every switch of the policy takes time. (It copies weights, and at ZeRO-3 it resets
-        DeepSpeed's prefetch order.)
+        Gradients are disabled inside the context, unless it changes nothing: `train` is active already and `merge` is
+        false. Group forward passes by policy, because every switch of the policy takes time. (A switch copies weights,
+        and at ZeRO-3 it resets DeepSpeed's prefetch order.)
 
         merge: merge the policy's adapter into the weights (adapter_layers.py). LoRA at ZeRO-3 does not support this.
         """
@@ -384,7 +383,7 @@ class DenoiserEngine(OptimizerSteps):
 
     def _require_policy(self, name: str) -> None:
         if name in self._adapter_policies:
-            raise ValueError(f"{name} is an adapter without copy: only use_policy and train_adapter know it")
+            raise ValueError(f"{name} is an adapter without policy copy: only use_policy and train_adapter accept it")
         if name not in self.policies:
             names = " ".join([*sorted(self.policies), *self._adapter_policies])
             raise ValueError(f"unknown policy {name}; this engine has train {names}")

@@ -37,7 +37,7 @@ class Flops:
     """FLOPs of one forward pass of a denoiser and of its backward pass."""
 
     forward: int
-    backward: int  # with respect to everything that trains; frozen weights pass gradients through but receive none
+    backward: int  # gradients of trained weights and of activations; frozen weights only pass gradients through
     recompute: int  # forward passes repeated in the backward pass, if blocks are checkpointed
     forward_without_adapters: int  # equals `forward` if there are no adapters
 

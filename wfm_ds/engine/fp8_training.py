@@ -27,7 +27,8 @@ from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sections import Fp8Training
 
 logger = logging.getLogger(__name__)
-ROW_MULTIPLE = 16  # the number of rows must be a multiple of it; the gradient of a weight sums over rows
+# TransformerEngine requires a multiple of this number of rows, because the gradient of a weight is a sum over rows.
+ROW_MULTIPLE = 16
 
 
 def train_in_float8(
@@ -39,7 +40,8 @@ def train_in_float8(
 ) -> int:
     """Replace the denoiser's `eligible_layers` by float8 layers of `library`, which share the original parameters.
 
-    Returns the number of replaced layers; 0 if `library` is None. On a CPU, torchao emulates the products, for tests.
+    Returns the number of replaced layers; 0 if `library` is None. On a CPU, torchao emulates the matrix products, which
+    is slow and only for tests.
     Raises RecipeError if the library cannot be imported, the GPU does not support float8, or no layer is eligible.
     """
     if library is None:
@@ -53,7 +55,7 @@ def train_in_float8(
     for path, layer in layers:
         parent, _, name = path.rpartition(".")
         setattr(denoiser.get_submodule(parent), name, convert(layer))
-    how = ", emulated: on a CPU this is for tests" if device.type == "cpu" else ""
+    how = " (emulated on the CPU, for tests only)" if device.type == "cpu" else ""
     logger.info("%d linear layers train in float8 with %s%s", len(layers), library, how)
     return len(layers)
 
@@ -66,7 +68,7 @@ def torchao_layer_factory(device: torch.device) -> Callable[[nn.Linear], nn.Modu
     config = dataclasses.replace(
         Float8LinearConfig.from_recipe_name("rowwise"),
         emulate=device.type == "cpu",
-        pad_inner_dim=True,  # the gradient of a weight sums over tokens, and their number need not be a multiple of 16
+        pad_inner_dim=True,  # the gradient of a weight sums over tokens, which are not always a multiple of 16
     )
     return lambda layer: Float8Linear.from_float(layer, config=config)
 
@@ -78,7 +80,7 @@ def te_layer_factory(key: str, device: torch.device) -> Callable[[nn.Linear], nn
     recipe key, if the device is not a GPU or TransformerEngine cannot be imported.
     """
     if device.type != "cuda":
-        raise RecipeError(f"{key} needs a GPU, but the device is {device.type}: torchao's products are emulated there")
+        raise RecipeError(f"{key} needs a GPU, but the device is {device.type}: use torchao, which emulates float8")
     try:
         import transformer_engine.pytorch as te
         from transformer_engine.common.recipe import Float8CurrentScaling

@@ -2,8 +2,8 @@
 
 Checkpoints store the states of all optimizers in AdamW's format: `step` is one number; `exp_avg` and `exp_avg_sq` are
 float32 with one element per master weight. So a run can resume with a different number of ranks. For an 8-bit
-optimizer, checkpoints also store the scale of each element. With it, the exact 8-bit codes are restored if each block
-still contains the same elements.
+optimizer, checkpoints also store the scale of each element. If each block still contains the same elements, these
+scales restore the exact 8-bit codes.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def adapter_parameters(denoiser: nn.Module, adapter: str) -> list[nn.Parameter]:
 
 
 def make_adapterwise(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return a subclass that is an AdapterwiseOptimizer."""
+    """Return a subclass of `optimizer_class` with the mixin AdapterwiseOptimizer."""
     adapterwise_class = type(f"Adapterwise{optimizer_class.__name__}", (AdapterwiseOptimizer, optimizer_class), {})
     ZERO_SUPPORTED_OPTIMIZERS.append(adapterwise_class)  # otherwise DeepSpeed warns that the optimizer is untested
     return adapterwise_class
@@ -100,8 +100,8 @@ def make_adapterwise(optimizer_class: type[torch.optim.Optimizer]) -> type[torch
 class AdapterwiseOptimizer(torch.optim.Optimizer):
     """Mixin for an optimizer with one parameter group per adapter. Its `step` changes only the active adapter.
 
-    ZeRO steps all groups. A learning rate of 0 would not protect the other adapters, because their moments and step
-    counts would change.
+    ZeRO steps all groups. To set the learning rate of the other adapters to 0 would not be enough, because their
+    moments and step counts would still change.
     """
 
     active_adapter = DEFAULT_ADAPTER
@@ -134,7 +134,7 @@ def read_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Ten
     states = {"step": torch.tensor(float(state["step"]))}
     for name, number in MOMENTS.items():
         values = state[f"state{number}"].cpu()
-        # 0: not quantised; the library leaves small tensors in float32
+        # A scale of 0 means not quantised: bitsandbytes leaves small tensors in float32.
         scale = torch.zeros_like(values, dtype=torch.float32)
         if values.dtype == torch.uint8:
             values, scale = decode_blocks(values, state[f"absmax{number}"].cpu(), state[f"qmap{number}"].cpu())
@@ -146,7 +146,7 @@ def write_states(optimizer: torch.optim.Optimizer, flat: Tensor, states: Mapping
     """Set one master tensor's optimizer states. states: result of `read_states` for the same elements."""
     state = optimizer.state[flat]
     if "fused" in optimizer.defaults:
-        on_device = optimizer.defaults["fused"]  # fused AdamW keeps the step counter on this device
+        on_device = optimizer.defaults["fused"]  # fused AdamW keeps the step counter on the device of the weights
         state |= {name: value.to(flat.device) if value.ndim or on_device else value for name, value in states.items()}
         return
     group = optimizer.param_groups[0]

@@ -25,7 +25,7 @@ from wfm_ds.types import DEFAULT_ADAPTER
 class StepResult:
     """The outcome of an optimizer step. All ranks get equal values."""
 
-    # False if a gradient was not finite on some rank, or if there were no loss terms; no weight changed on any rank
+    # False if a gradient was not finite on some rank, or if there were no loss terms. Then no rank changed its weights.
     is_applied: bool
     grad_norm: float  # global, before clipping, unscaled; NaN if not applied
     is_clipped: bool
@@ -61,9 +61,9 @@ class OptimizerSteps:
         self.total_updates = total_updates
         self.active_policy = "train"
         self.trained_adapter = DEFAULT_ADAPTER  # the adapter that the next optimizer step trains
-        self.num_updates = 0  # without those of extra adapters
+        self.num_updates = 0  # updates of `default`, or of the model in full training
         self.adapter_updates = {name: 0 for name in optimizer_options if name != DEFAULT_ADAPTER}
-        self.num_skipped = 0  # with those of extra adapters
+        self.num_skipped = 0  # skipped steps of all adapters
         self.shards = Shards(ds)
         self.extra_shards = {name: Shards(ds, name) for name in self.adapter_updates}
         self._adapters = adapters
@@ -139,8 +139,9 @@ class OptimizerSteps:
         LIVENESS.start_operation("a backward pass of the denoiser")
         last = self._num_backwards == self._expected_backwards
         self.ds.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages over ranks and divides by its own number of micro-steps, whatever the actual number. The
-        # ranks of a replica hold partial sums of one gradient, so the factor is the number of ranks, not of replicas.
+        # DeepSpeed averages over ranks and divides by its configured number of micro-steps, even if the actual number
+        # differs. The ranks of a replica hold partial sums of one gradient, so the factor is the number of ranks, not
+        # of replicas.
         scale = self.world.size * self.accumulation / num_terms
         self.ds.backward(loss_sum * scale)
         if not last:

@@ -1,8 +1,8 @@
-"""The policies (sets of weights) of one denoiser, and the LoRA adapters with which it switches between them.
+"""The LoRA adapters of a denoiser. The denoiser switches between policies (sets of weights) by activating adapters.
 
-The policies are theta (the trained weights), old, ref and ema. A LoRA run can have further policies: adapters that are
-trained in addition to theta, and frozen adapters. shards.py keeps the copies of old, ref and ema. engine.py and the
-training loops decide when a policy changes.
+The policies are `train` (the trained weights, adapter `default`), `old`, `ref` and `ema`. A LoRA run can have further
+policies: adapters that are trained in addition to `default`, and frozen adapters. shards.py keeps the copies of `old`,
+`ref` and `ema`. engine.py and the training loops decide when a policy changes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ RESERVED_NAMES = frozenset({DEFAULT_ADAPTER, "train", "old", "ref", "ema", "merg
 
 
 def check_adapter_names(names: Sequence[str], *, lora: bool) -> None:
-    """Raise ValueError for names of extra and frozen adapters that PEFT or the engine cannot use, or without LoRA."""
+    """Raise ValueError if PEFT or the engine cannot use the names of these extra and frozen adapters.
+
+    Without LoRA, any name is an error.
+    """
     if names and not lora:
         raise ValueError(f"extra and frozen adapters need LoRA training: {', '.join(names)}")
     for name in names:
@@ -58,9 +61,10 @@ def add_adapters(
 ) -> Adapters:
     """Add the trained adapter `default`, and a frozen copy of it for each name in `names`.
 
-    Call it before DeepSpeed starts. seed: seed of the initial A matrices. initial_values: initial tensors of all these
-    adapters. extra: names of further trained adapters, which start from the same values. frozen: {name of a further
-    frozen adapter: its tensors}. Raises RecipeError if no layer can be adapted, and ValueError if tensors do not fit.
+    Call it before DeepSpeed starts. seed: seed of the initial A matrices. initial_values: initial tensors of `default`,
+    `names` and `extra`. extra: names of further trained adapters, which start equal to `default`. frozen: {name of a
+    further frozen adapter: its tensors}. Raises RecipeError if no layer can be adapted, and ValueError if tensors do
+    not fit.
     """
     copies = (DEFAULT_ADAPTER, *names, *extra)
     denoiser.requires_grad_(False)
@@ -79,7 +83,7 @@ def add_adapters(
     try:
         for name in (*copies, *frozen):
             with torch.random.fork_rng(list(devices)):
-                torch.manual_seed(seed)  # the same for each adapter, so that all start equal on every rank
+                torch.manual_seed(seed)  # the same seed for each adapter: all adapters start equal, on every rank
                 module.add_adapter(config, adapter_name=name)
     except ValueError as error:  # raised by PEFT if no name matches, or for a layer type that it does not support
         raise RecipeError(f"lora.target_modules: {', '.join(targets)} cannot be adapted: {error}") from error
@@ -116,7 +120,7 @@ class Adapters:
         module: Any = denoiser
         module.enable_adapters()
         module.set_adapter(DEFAULT_ADAPTER)
-        for name, parameter in denoiser.named_parameters():  # PEFT has just set the flags of the adapters only
+        for name, parameter in denoiser.named_parameters():  # PEFT has enabled gradients of `default` only
             parameter.requires_grad_(any(f".{adapter}." in name for adapter in trained))
         self.layers = find_adapter_layers(denoiser)
         self._module_copies = [part for part in denoiser.modules() if isinstance(part, ModulesToSaveWrapper)]

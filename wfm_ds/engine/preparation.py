@@ -1,7 +1,8 @@
 """Preparation of the denoiser for DeepSpeed: weight placement, adapters, sequence parallelism and kernels.
 
-Weights are moved from memory-mapped files to the device one parameter at a time, so at most one is in memory twice. All
-ranks of a machine share the mapped pages (models/loading.py). At ZeRO-3, each rank copies only its shards.
+Weights are moved from memory-mapped files to the device one parameter at a time, so at most one parameter is in memory
+twice. All ranks of a machine share the mapped pages (models/assets/loading.py). At ZeRO-3, each rank copies only its
+shards.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def partition_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: tor
     init = deepspeed.zero.Init(
         config_dict_or_path=dict(config),
         dtype=dtype,
-        # Reuse the group (hpZ) of an earlier engine in this process.
+        # Reuse the process group for hpZ that an earlier engine in this process created.
         zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
     )
     parameter: Any

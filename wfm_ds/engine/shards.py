@@ -45,8 +45,8 @@ def adapter_state_name(adapter: str, state: str) -> str:
 class Shards:
     """This rank's shards of the fp32 master weights in an initialised DeepSpeed engine at ZeRO stage 1, 2 or 3.
 
-    If the engine trains several adapters, an instance covers only one of them, and the numbers of optimizer groups are
-    those within the instance.
+    If the engine trains several adapters, an instance covers only one of them and numbers the optimizer groups of this
+    adapter from 0.
     """
 
     def __init__(self, ds: Any, adapter: str = DEFAULT_ADAPTER) -> None:
@@ -122,7 +122,7 @@ class Shards:
 
     def _stage_3_slices(self) -> Iterator[tuple[nn.Parameter, ShardSlice]]:
         rank = dist.get_rank()
-        # the attribute has this name in bf16 and fp32 too
+        # DeepSpeed uses the name fp16_groups in bf16 and fp32 too
         for index, group in enumerate(self._select_groups(self.ds.optimizer.fp16_groups)):
             low = 0
             for parameter in group:

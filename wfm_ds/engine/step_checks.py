@@ -16,11 +16,11 @@ from wfm_ds.distributed.world import World
 from wfm_ds.errors import ModelError
 
 PartLookup = Callable[[str], str]
-MAX_NAMED = 3  # maximum number of names in the error
+MAX_NAMED = 3  # maximum number of parameter names in the error message
 
 
 def single_part(name: str) -> str:
-    """Assign every parameter to the same component. For networks of which all parts run in every step."""
+    """Assign every parameter to the same component. For networks that run all their parts in every step."""
     return ""
 
 
@@ -69,7 +69,8 @@ class GradientWatch:
         """
         reached = world.max_over_ranks({name: float(name in self._names_with_gradient) for name in self.watched})
         parts = {self._find_part(name) for name, has_gradient in reached.items() if has_gradient}
-        if not parts and not self._has_checked:  # otherwise the step ran a component that was checked before
+        # If an earlier call has checked a component, a step without new gradients may have run this component again.
+        if not parts and not self._has_checked:
             parts = set(map(self._find_part, reached))
         self._has_checked = True
         checked = [name for name in reached if self._find_part(name) in parts]
@@ -78,8 +79,8 @@ class GradientWatch:
         if missed := [name.replace(f".{self._adapter or 'default'}", "") for name in checked if not reached[name]]:
             more = f" and {len(missed) - MAX_NAMED} more" if len(missed) > MAX_NAMED else ""
             error = ModelError(
-                f"{', '.join(missed[:MAX_NAMED])}{more}: trained parameters received no gradient, and weight decay "
-                "alone would change them; add them to the family's unused_parameter_patterns (for a reasoner: "
+                f"{', '.join(missed[:MAX_NAMED])}{more}: trained parameters received no gradient, so only weight decay "
+                "would change them; add them to the family's unused_parameter_patterns (for a reasoner: "
                 "language.freeze), or remove their layers from lora.target_modules"
             )
             error.agreed = True
@@ -95,7 +96,7 @@ class RankGuard:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        # A separate group, so that it cannot pair with another collective.
+        # A separate process group, so that torch cannot match the all-reduce with another collective.
         self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=world.timeout_s))
         self.num_checks = 0
 
@@ -118,7 +119,7 @@ class RankGuard:
             dist.all_reduce(marks, op=dist.ReduceOp.MAX, group=self._group)
         except RuntimeError as error:
             raise RuntimeError(
-                f"rank {world.rank} is at forward pass {self.num_checks} {what}, and another rank did not reach "
+                f"rank {world.rank} waits at forward pass {self.num_checks} {what}, but another rank did not reach "
                 f"it within {world.timeout_s:g} s: all ranks must run the same forward passes"
             ) from error
         if int(marks[0].sum()):

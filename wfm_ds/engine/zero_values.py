@@ -17,7 +17,7 @@ def check_zero_values(recipe: Recipe) -> None:
     """
     source = find_deepspeed_config(recipe.engine.deepspeed)
     zero = read_deepspeed_config(source)["zero_optimization"]
-    zero.pop("zero_hpz_partition_size", None)  # may be a word that wfm_ds replaces
+    zero.pop("zero_hpz_partition_size", None)  # may be "auto", which wfm_ds replaces by a number
     try:
         DeepSpeedZeroConfig(**zero)
     except ValidationError as error:

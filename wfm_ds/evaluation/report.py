@@ -15,11 +15,21 @@ from html import escape
 from typing import Any
 from urllib.parse import quote
 
-import numpy as np
-
+from wfm_ds.evaluation.clip_report import clips_dict, format_clip_tables, render_clip_section
 from wfm_ds.evaluation.paired_statistics import Difference, MeanEstimate, ratio_bounds
 from wfm_ds.evaluation.results import EvaluationResults, ModelComparison, ModelResults
+from wfm_ds.evaluation.table_cells import (
+    align_columns,
+    diversity_remark,
+    estimate_dict,
+    format_interval,
+    format_number,
+    format_ratio,
+    format_value,
+    mean_or_nan,
+)
 from wfm_ds.monitoring.gallery import SMALL_SIDE, html_document
+from wfm_ds.monitoring.line_chart import CHART_STYLE
 from wfm_ds.storage.atomic import finite_or_none
 
 MARKS = {"trained": "T", "held_out": "", "related": "R"}
@@ -53,6 +63,7 @@ def format_text(results: EvaluationResults) -> str:
             align_columns(rows)
             + f"\nverdict: {model_comparison.verdict.name.upper()}: {model_comparison.verdict.message}"
         )
+    blocks += format_clip_tables(results)
     return "\n\n".join([*blocks, *("\n".join(lines) for lines in (list(list_notes(results)),) if lines)]) + "\n"
 
 
@@ -119,6 +130,7 @@ def format_json(results: EvaluationResults) -> str:
         "diversity_by": results.embedder_name,
         "base": model_dict(results.base, results.means),
         "models": [comparison_dict(other) for other in results.comparisons],
+        **({"clips": clips} if (clips := clips_dict(results)) else {}),
         "published": {
             name: [
                 {
@@ -178,13 +190,6 @@ def difference_dict(gap: Difference | None) -> dict[str, Any] | None:
     }
 
 
-def estimate_dict(estimate: MeanEstimate | None) -> dict[str, Any] | None:
-    if estimate is None:
-        return None
-    fields = {"value": estimate.value, "low": estimate.low, "high": estimate.high}
-    return {**fields, "prompts": estimate.num_prompts, "samples": estimate.num_samples}
-
-
 def format_csv(results: EvaluationResults) -> str:
     """Return CSV text with one line per sample.
 
@@ -202,49 +207,6 @@ def format_csv(results: EvaluationResults) -> str:
     return buffer.getvalue()
 
 
-# ---- cells
-
-
-def format_value(estimate: MeanEstimate | None) -> str:
-    return "-" if estimate is None else format_number(estimate.value)
-
-
-def format_interval(estimate: MeanEstimate | None, sign: str = "") -> str:
-    if estimate is None:
-        return "-"
-    return f"{format_number(estimate.value, sign)}{format_bounds(estimate.low, estimate.high, sign)}"
-
-
-def format_ratio(estimate: MeanEstimate | None) -> str:
-    if estimate is None:
-        return "-"
-    return f"x{format_number(estimate.value)}{format_bounds(*(ratio_bounds(estimate) or (None, None)))}"
-
-
-def diversity_remark(estimate: MeanEstimate | None) -> str:
-    bounds = None if estimate is None else ratio_bounds(estimate)
-    return "decreased" if bounds is not None and bounds[1] < 1 else ""
-
-
-def format_bounds(low: float | None, high: float | None, sign: str = "") -> str:
-    return "" if low is None or high is None else f" [{format_number(low, sign)}, {format_number(high, sign)}]"
-
-
-def format_number(value: float, sign: str = "") -> str:
-    return "-" if math.isnan(value) else f"{value:{sign}.3g}" if abs(value) < 100 else f"{value:{sign}.1f}"
-
-
-def mean_or_nan(values: Any) -> float:
-    return float(np.nanmean(values)) if not np.isnan(values).all() else math.nan
-
-
-def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows of cells as lines of text with aligned columns."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in padded)
-
-
 STYLE = """
 table { border-collapse: collapse; font-size: .9rem; }
 .scroll { overflow-x: auto; }
@@ -256,7 +218,7 @@ td { font-variant-numeric: tabular-nums; }
 .verdict.hacked { border-color: #c22; }
 .verdict.improved { border-color: #1a9; }
 .notes { font-size: .85rem; opacity: .8; }
-svg { display: block; }
+h3 { font-size: .95rem; font-weight: 600; margin: 1.2rem 0 .3rem; }
 """
 HALF, HEIGHT = 90, 16  # half width and height of an interval plot, in pixels
 
@@ -268,9 +230,10 @@ def render_page(results: EvaluationResults) -> str:
     parts += [render_comparison(results, model_comparison) for model_comparison in results.comparisons] or [
         render_base(results)
     ]
+    parts += [section] if (section := render_clip_section(results)) else []
     parts.append(f'<div class="notes">{"".join(f"<p>{escape(note)}</p>" for note in list_notes(results))}</div>')
     parts += [render_samples(results, index) for index in range(len(results.prompts))]
-    return html_document(f"Evaluation of {title}", details, "\n".join(parts), style=STYLE)
+    return html_document(f"Evaluation of {title}", details, "\n".join(parts), style=STYLE + CHART_STYLE)
 
 
 def render_comparison(results: EvaluationResults, comparison: ModelComparison) -> str:

@@ -212,6 +212,7 @@ class ModelResults:
     sizes: Sequence[tuple[int, int]]  # height and width of each in pixels
     samples: SampleScores
     diversity: Array | None  # [P]; None with one seed
+    clips: Sequence[SampleScores] = ()  # scores by clip, with the similarity to recordings; empty if not measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The call of plain diffusers that generates the validation samples of a recipe with `sampling.eval_grid: even`."""
+"""The pipeline call of diffusers that generates the same samples as the validation with `sampling.eval_grid: even`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class FewStepCall:
     """The scheduler that the pipeline needs, and the arguments of its call other than prompts and inputs."""
 
     arguments: Mapping[str, Any]
-    scheduler: Mapping[str, Any] | None  # content of scheduler_config.json; None: that of the pipeline
+    scheduler: Mapping[str, Any] | None  # content of scheduler_config.json; None: the pipeline's own scheduler
 
 
 def build_few_step_call(model: DiffusionModel, sampling: SamplingRecipe) -> FewStepCall:
-    """Return the pipeline call for even levels.
+    """Return the pipeline call for evenly spaced noise levels.
 
     A pipeline that passes `sigmas` to an Euler scheduler gets the levels before the timestep shift, and a changed
-    scheduler only if the shift or the solver differs. Any other pipeline gets a scheduler with these levels. For
+    scheduler only if the shift or the solver differs. Any other pipeline gets a new scheduler with these levels. For
     `eval_solver: cps`, each step of the scheduler adds noise. Raises ModelError if plain diffusers cannot use the
     levels or the guidance.
     """
@@ -48,7 +48,7 @@ def build_few_step_call(model: DiffusionModel, sampling: SamplingRecipe) -> FewS
         changes: dict[str, Any] = {}
         if bool(config.get("stochastic_sampling")) != adds_noise:
             changes["stochastic_sampling"] = adds_noise
-        if config.get("shift_terminal"):  # it would move all levels so that the last one has this value
+        if config.get("shift_terminal"):  # would scale all levels, so that the last level has this value
             changes["shift_terminal"] = None
         if sampling.grid_shift is not None:
             changes |= {"shift": sampling.grid_shift, "use_dynamic_shifting": False}

@@ -20,7 +20,7 @@ SAFETY_CHECKER = "safety_checker"
 def loading_lines(base: Path, exported: Path, lora: bool) -> str:
     """Return Python code that loads the result of `export_weights` with diffusers alone.
 
-    base: the pipeline folder that was trained. Raises ModelError if the folder has no readable index.
+    base: the pipeline folder that was trained. Raises ModelError if its model_index.json cannot be read.
     """
     pipeline = base if lora else exported
     hub_origin = snapshot_origin(pipeline)
@@ -32,7 +32,9 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
         arguments.append(f'variant="{variant}"')
     lines = ["from diffusers import DiffusionPipeline"]
     if _builds_safety_checker(pipeline):
-        lines.append("# builds its safety checker, which needs its package, unless you pass safety_checker=...:")
+        lines.append(
+            "# diffusers builds a safety checker, which needs its package, unless you pass safety_checker=...:"
+        )
     lines.append(f"pipe = DiffusionPipeline.from_pretrained({', '.join(arguments)})")
     if lora:
         name = json.dumps(str(exported))
@@ -56,7 +58,7 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
             lines.append(f"from diffusers import {scheduler}")
             lines.append(f"pipe.scheduler = {scheduler}.from_pretrained({name})")
     if (exported / CALL_FILE).exists() and read_call_json(exported) != read_call_json(base):
-        lines.append(f"# it was trained with the call arguments in {exported / CALL_FILE}")
+        lines.append(f"# pass the call arguments in {exported / CALL_FILE}, with which it was trained")
     return "\n".join(lines)
 
 
@@ -70,7 +72,7 @@ def _network_without_loader(pipeline: Path) -> str | None:
 
 
 def _components_to_disable(pipeline: Path) -> list[str]:
-    """Return components that the pipeline class requires but the pipeline does not have, such as T5 of SD3.
+    """Return components that the pipeline class requires but this folder does not have, such as T5 of SD3.
 
     diffusers loads the pipeline only if these components are passed as None.
     """

@@ -1,4 +1,4 @@
-"""The pipeline that a LoRA belongs to. It provides the layer names, and the base weights that some layouts need."""
+"""Reads a LoRA with its base pipeline, which provides layer names, and base weights that some layouts need."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from wfm_ds.models.lora_layer_names import LoraNameTable
 def read_lora(path: Path, base: Path | None) -> tuple[LoraSource, type[DiffusionModel] | None]:
     """Read a LoRA in any layout. Returns (LoRA, its model family).
 
-    base: pipeline folder that determines the family. If it is None, the layer names of the LoRA determine the
-    family. If not exactly one family knows all of these names, they must be diffusers' names, and the returned family
-    is None.
+    base: pipeline folder that determines the family. If it is None, the layer names of the LoRA determine the family.
+    If no family or several families know all of these names, the names must be diffusers' names, and the returned
+    family is None.
     Raises ModelError if the LoRA cannot be read or its layer names are unknown.
     """
     if base is not None:

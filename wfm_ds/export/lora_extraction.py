@@ -36,7 +36,7 @@ def extract_lora(
     rank: maximum rank per layer.
     energy: fraction of each layer's squared weight change that the LoRA must represent. It determines the rank of each
     layer.
-    Raises ModelError if the models have different tensors, or if all weights of their linear layers are the same.
+    Raises ModelError if the models have different tensors, or if all their linear layers have equal weights.
     """
     extraction = LoraExtraction()
     shapes, trained_weights, base_weights = (

@@ -1,8 +1,8 @@
 """Reads LoRA files in the layouts of diffusers, PEFT, kohya and ComfyUI, and converts layer names to diffusers'.
 
-A key consists of a prefix, the name of a layer and a suffix. All three differ between tools. The scale is in the file
-header (diffusers), in adapter_config.json (PEFT) or in `.alpha` tensors (kohya, ComfyUI). lora_layouts.py writes these
-layouts.
+The key of a tensor consists of a prefix, the name of a layer and a suffix. All three differ between tools. Alpha is in
+the file header (diffusers), in adapter_config.json (PEFT) or in `.alpha` tensors (kohya, ComfyUI). lora_layouts.py
+writes these layouts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DOTTED_PREFIXES = (
     "diffusion_model.",
     *(f"{part}." for part in LORA_FILES),
 )
-MAX_NAME_CHARS = 200  # of a tensor; the longest real names have about 100
+MAX_NAME_CHARS = 200  # maximum length of a tensor name; the longest names of real models have about 100 characters
 TENSOR_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 TEXT_PREFIXES = ("lora_te", "text_encoder")
 FLAT_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
@@ -347,7 +347,7 @@ def _make_layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str,
     if alpha_tensor is not None and alpha_tensor.numel() != 1:
         raise ModelError(f"{where}: alpha must be one number, got {list(alpha_tensor.shape)}")
     if settings is not None and alpha_tensor is None and rank != (settings_rank := layer_rank(settings, module)):
-        raise ModelError(f"{where} has rank {rank}, but its settings have {settings_rank}; copy the LoRA again")
+        raise ModelError(f"{where} has rank {rank}, but rank {settings_rank} in its settings; copy the LoRA again")
     settings_alpha = float(rank) if settings is None else layer_alpha(settings, module, rank)
     magnitude = group.get("lora_magnitude_vector", group.get("dora_scale"))
     if magnitude is not None and magnitude.numel() != len(B):

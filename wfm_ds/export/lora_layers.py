@@ -85,7 +85,7 @@ def fuse_layers(members: Sequence[LoraLayer | None]) -> LoraLayer:
         filled = [replace(member, alpha=first.scale * member.rank) for member in filled]
     magnitudes = [member.magnitude for member in members if member is not None and member.magnitude is not None]
     if magnitudes and len(magnitudes) < len(members):
-        raise ModelError("cannot fuse DoRA of only some layers that form one original layer; target all of them")
+        raise ModelError("several layers form one original layer, but only some of them have DoRA; target all of them")
     B = first.B.new_zeros(rows * len(filled), sum(member.rank for member in filled), *first.B.shape[2:])
     column = 0
     for index, member in enumerate(filled):

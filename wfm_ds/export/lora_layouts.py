@@ -89,9 +89,9 @@ def expert_files(out: Path, parts: list[str]) -> dict[str, Path]:
 def kohya_tensors(layers: LoraLayers, family: type[DiffusionModel]) -> dict[str, Tensor]:
     """Return {key: tensor} in kohya's layout, with the tensors down, up and alpha of each layer.
 
-    A key starts with `lora_unet_`, followed by the layer's name with underscores instead of dots. It is the name in the
-    original (non-diffusers) model, or diffusers' name for families whose trainers use that (Z-Image). The DoRA
-    magnitude is stored as `dora_scale` [out, 1], as in LyCORIS.
+    A key starts with `lora_unet_`, followed by the layer's name with underscores instead of dots. This is the name in
+    the original (non-diffusers) model, or in diffusers if the trainers of the family use diffusers' names (Z-Image).
+    The DoRA magnitude is stored as `dora_scale` [out, 1], as in LyCORIS.
     """
     if family.kohya_uses_diffusers_names:
         _require_original_names(layers, family)

@@ -14,9 +14,9 @@ from wfm_ds.errors import ModelError
 from wfm_ds.storage.filesystem import shorten_error, shorten_path
 
 MAX_PATTERN_CHARS = 200
-MAX_REGEXES = 8  # of a file
+MAX_REGEXES = 8  # maximum number of regular expressions in a file
 PLAIN_PATTERN = re.compile(r"[\w.-]+")
-# Constructs whose matching time may grow exponentially: quantified groups, lookarounds, back-references, {counts}.
+# Constructs that may take exponential time to match: quantified groups, lookarounds, back-references, {counts}.
 SLOW_REGEX = re.compile(r"\)[*+?]|\(\?|\\\d|\{")
 Value = TypeVar("Value")
 
@@ -87,7 +87,8 @@ def peft_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 def layer_alpha(settings: Mapping[str, Any], module: str, rank: int) -> float:
     """Return the alpha of a layer, such that the scale is alpha / rank.
 
-    PEFT's settings contain alpha. For rsLoRA it is multiplied by sqrt(rank).
+    PEFT's scale for rsLoRA is alpha / sqrt(rank). For rsLoRA, the alpha of the settings is therefore multiplied by
+    sqrt(rank).
     """
     alpha = float(_select_value(settings.get("alpha_pattern"), module, settings["lora_alpha"]))
     return alpha * math.sqrt(rank) if settings.get("use_rslora") else alpha

@@ -87,7 +87,7 @@ def link_files(base: Path, out: Path, files: Iterable[Path]) -> None:
 
 
 def replace_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
-    """Write a scheduler config into a pipeline folder without a scheduler, and its class into model_index.json."""
+    """Write a scheduler config into a pipeline folder that has no scheduler, and name its class in model_index.json."""
     index = read_index(folder) | {SCHEDULER_FOLDER: ["diffusers", config["_class_name"]]}
     write_json(folder / INDEX_FILE, index)
     (folder / SCHEDULER_FOLDER).mkdir()
@@ -95,7 +95,7 @@ def replace_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON atomically. If the file is a link to another file, this file does not change. Raises OSError."""
+    """Write JSON atomically. If `file` is a hard link, the original file does not change. Raises OSError."""
     atomic.write_text(file, json.dumps(content, indent=2) + "\n")
 
 

@@ -47,7 +47,7 @@ class ExportTarget:
     # entries of call.json that the base's call.json does not have
     call_arguments: Mapping[str, Any] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()  # patterns of tensors that full training leaves unchanged (models/base.py)
-    scheduler: Mapping[str, Any] | None = None  # config of the scheduler that replaces the base's
+    scheduler: Mapping[str, Any] | None = None  # config of the scheduler that replaces the base pipeline's scheduler
 
     @classmethod
     def from_model(cls, model: DiffusionModel, sampling: SamplingRecipe | None = None) -> ExportTarget:

@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-# Names of torch's dtypes in the header, in the order of tensors in a file.
+# {torch dtype: its name in the header}. A file contains its tensors in this order of dtypes.
 DTYPE_NAMES = {
     torch.int64: "I64",
     torch.float64: "F64",

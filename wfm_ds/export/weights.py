@@ -1,8 +1,8 @@
 """Exports a run's weights as a LoRA or as a pipeline folder that diffusers loads. A run cannot resume from an export.
 
-All ranks iterate over the engine's tensors, because each tensor is gathered collectively. Rank 0 writes. If writing
-fails, rank 0 iterates to the end before it raises, so that no rank hangs in a gather. The caller must make all ranks
-agree on the outcome: `world.run_checked(lambda: export_weights(...))`.
+All ranks iterate over the engine's tensors, because each tensor is gathered collectively. Only rank 0 writes. If
+writing fails, rank 0 iterates to the end before it raises, so that no other rank hangs in a gather. The caller must
+make all ranks agree on the outcome: `world.run_checked(lambda: export_weights(...))`.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def export_weights(
     Full training: makes `out` a pipeline folder. The denoiser is stored in `dtype`, in files of at most `shard_bytes`.
     Only one tensor is in memory at a time. All other files are shared with `target.base`.
     If writing fails, no incomplete `out` is left. An earlier export in `out` is replaced.
-    trained_only: after full training, write only the trained tensors, so that `out` is not a pipeline. For LoRA, do not
-    warn about an adapter without effect.
+    trained_only: after full training, write only the trained tensors; `out` is then not a complete pipeline. For LoRA,
+    do not warn about an adapter without effect.
     Returns the LoRA folder or the pipeline folder. Raises UserError on rank 0 if the tensors do not match the target or
     are not finite, or if `out` cannot be written.
     """
@@ -123,7 +123,7 @@ def export_weights(
 def _write_call_arguments(target: ExportTarget, folder: Path) -> None:
     """Write call.json if the call arguments of training differ from those in the base folder."""
     if target.call_arguments:
-        # This replaces the file; it may be a link to the base model's file, which does not change.
+        # write_text replaces the file. If it is a hard link, the base model's call.json does not change.
         atomic.write_text(folder / CALL_FILE, call_json(target.base, target.call_arguments))
 
 
@@ -207,8 +207,9 @@ def write_lora(
     shapes: function that returns {name: shape} of a component's state dict. The LoRA must fit these shapes. If it is
     None, shapes are not checked.
     """
-    # Without the prefix diffusers loads nothing, and without this metadata it uses the rank as alpha, both silently. A
-    # dropout would stay enabled, because PEFT creates layers in train mode although the denoiser is not.
+    # Without the prefix of the keys, diffusers loads nothing. Without this metadata, it uses the rank as alpha. Both
+    # happen silently. Dropout is set to 0 here, because it would stay enabled after loading: PEFT creates layers in
+    # train mode even if the denoiser is in eval mode.
     header_settings = dict(settings) | {"modules_to_save": None, "lora_dropout": 0.0}
     metadata = {f"{LORA_PREFIX}.{key}": value for key, value in header_settings.items()}
     header = {"format": "pt", METADATA_KEY: json.dumps(metadata, indent=2, sort_keys=True)}
@@ -303,7 +304,7 @@ def _write_denoiser(
 
     Each tensor is written before the next one is gathered. whole: include the untrained tensors from the base folder.
     """
-    missing: dict[str, StoredTensorSpec] = {}  # by their names in `stream`
+    missing: dict[str, StoredTensorSpec] = {}  # {name in `stream`: spec} of the tensors that are not written yet
     with contextlib.ExitStack() as stack:
         locations: dict[str, tuple[TensorFile, str]] = {}
         for part in target.parts:

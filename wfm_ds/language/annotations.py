@@ -22,14 +22,14 @@ ROLES: Mapping[str, Role] = {
     **{"system": "system", "user": "user", "assistant": "assistant"},
 }
 MEDIA_KINDS: tuple[MediaKind, ...] = ("image", "video")
-UNENCODABLE = "\ud800"  # `is_encodable` is False for a row with it
+UNENCODABLE = "\ud800"  # not valid in UTF-8; `is_encodable` returns False for a row that contains it
 TAG = re.compile(r"<(image|video)>")
 SUFFIXES = (".json", ".jsonl")
 REASONS = {
     "row": "not a JSON object with `conversations` or `messages`",
     "no_answer": "no question followed by an answer",
     "turn": "turn with an unknown role, out of order, or without text",
-    "no_media": "more <image> or <video> tags than media in the row",
+    "no_media": "more <image> or <video> tags than images or videos in the row",
     "media": "missing or damaged image or video, or extreme aspect ratio",
     "too_long": "more tokens than data.max_tokens",
 }
@@ -140,10 +140,7 @@ def _json_or_none(content: bytes) -> Any:
 
 
 def _parse_integer(digits: str) -> int | str:
-    """Parse an integer. If it has more digits than Python allows, return a string.
-
-    The string makes the row of the integer unusable.
-    """
+    """Parse an integer. If it has more digits than Python allows, return a string that makes its row unusable."""
     try:
         return int(digits)
     except ValueError:
@@ -155,7 +152,7 @@ def parse_conversation(
 ) -> Conversation:
     """Parse an annotation row to a conversation. Raises BadConversation if the row is unusable.
 
-    root: folder that relative media paths refer to. system_prompt: used for rows that have no system prompt.
+    root: folder of images and videos with relative paths. system_prompt: used for rows that have no system prompt.
     """
     if not isinstance(row, dict) or not is_encodable(row):
         raise BadConversation("row", name, "not a JSON object")
@@ -212,7 +209,7 @@ def _parse_part(part: Any, name: str) -> Part:
 def _assign_media(
     turns: Sequence[Turn], listed: Mapping[MediaKind, Sequence[str]], name: str, root: str | None
 ) -> list[Turn]:
-    """Locate all images and videos. The first tag of a kind gets the first listed file of this kind, and so on.
+    """Locate all images and videos. The n-th tag of a kind gets the n-th listed file of this kind.
 
     If the row lists more files than it has tags, the surplus files at the start of the list are inserted before the
     first question, as in LLaVA.

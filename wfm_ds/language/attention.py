@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-ATTENTION_NAME = "wfm_ds_rows"  # in transformers' registry; it builds no mask for unknown names
+ATTENTION_NAME = "wfm_ds_rows"  # in transformers' attention registry; transformers builds masks only for its own names
 
 
 def has_windows(network: Any) -> bool:

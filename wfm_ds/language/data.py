@@ -83,7 +83,7 @@ def read_annotations(recipe: Recipe, paths: Sequence[str]) -> Annotations:
         digest.update(content)
         for place, row in parse_rows(file, content):
             LIVENESS.record_progress()
-            name = place.removeprefix(folder)  # the ids decide what is held out, which must not depend on the folder
+            name = place.removeprefix(folder)  # ids select held-out conversations and must not depend on the folder
             try:
                 conversations.append(parse_conversation(row, name, root=root, system_prompt=system_prompt))
             except BadConversation as error:
@@ -188,7 +188,7 @@ def load_conversations(recipe: Recipe, reader: ConversationReader, world: World)
 
 
 def split_holdout(dataset: SizedConversations, share: float) -> tuple[SizedConversations, SizedConversations]:
-    """Return (training, held-out) conversations like `choose_held_out`. share: fraction of held-out conversations."""
+    """Split conversations by `choose_held_out`. Returns (training, held-out). share: fraction that is held out."""
     is_held_out = choose_held_out([conversation.id for conversation in dataset.conversations], share)
     parts: tuple[SizedConversations, SizedConversations] = (SizedConversations([], []), SizedConversations([], []))
     for conversation, size, held_out in zip(dataset.conversations, dataset.sizes, is_held_out, strict=True):

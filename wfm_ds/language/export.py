@@ -42,7 +42,7 @@ STEM = "model"
 CONFIG = "config.json"
 ADAPTER, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth")
-# Prefixes of transformers 5 and of older files. Both can be loaded; exports use the names of the base model.
+# (prefix in transformers 5, prefix in older files). transformers loads both. Exports use the names of the base model.
 PREFIX_ALIASES = (("model.language_model.", "model."), ("model.visual.", "visual."))
 
 

@@ -56,7 +56,7 @@ class SequenceSize:
 class Layer:
     """A linear layer: its number of weights, and the type of its inputs (such as tokens or patches)."""
 
-    kind: str  # items it is applied to: patch, merged, token or labelled
+    kind: str  # applied to each patch, merged patch, token or labelled token: patch, merged, token or labelled
     weights: int  # number of weights per item
     is_trained: bool
     has_input_gradient: bool  # an earlier parameter is trained, so its input has a gradient
@@ -95,10 +95,7 @@ class SequenceWork:
         return work
 
     def estimate(self, size: SequenceSize) -> FlopCount:
-        """Return the FLOPs of the forward pass, the backward pass and the recomputation for one sequence.
-
-        Gradient checkpointing causes the recomputation.
-        """
+        """Return the FLOPs of a forward and backward pass on one sequence, and of recomputation in checkpointing."""
         patches = size.num_patches
         items = {
             "patch": patches,

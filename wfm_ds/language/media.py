@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageOps
 
-from wfm_ds.data.media import decode_frames, frame_to_rgb, open_video, read_timestamps, video_size
+from wfm_ds.data.media import open_video, read_frames, read_timestamps, video_size
 from wfm_ds.data.pixels import FORMATS, BadMedia, convert_decode_errors, image_size
 from wfm_ds.data.pixels import to_rgb as image_to_rgb
 from wfm_ds.data.samples import Media, media_from_path
@@ -136,10 +136,5 @@ class MediaReader:
             stream = container.streams.video[0]
             times, _ = read_timestamps(container, stream)
             wanted = [times[i] for i in indices]
-            frames = {
-                time: frame_to_rgb(file, frame)
-                for time, frame in decode_frames(container, stream, times[0], set(wanted))
-            }
-        if missing := set(wanted) - frames.keys():
-            raise BadMedia("decode", file.name, f"{len(missing)} of {len(wanted)} frames cannot be decoded")
+            frames = read_frames(file, container, wanted, (times[0],), lambda rgb: rgb)
         return [frames[time] for time in wanted]

@@ -1,9 +1,8 @@
 """Memory estimate of a vision-language training run: the engine memory that every run needs, plus activations.
 
-The activations and logits of the decoder are counted on the meta device, for a packed sequence of `data.max_tokens`
-tokens. Its numbers of labelled tokens and of image and video tokens are the largest that occur in the data. The
-activations of the vision tower are measured on the CPU for two small images and extrapolated linearly in the number of
-patches.
+The activations and logits of the decoder are counted on the meta device, for one forward pass with upper bounds of its
+token counts (`largest_row_size`). The activations of the vision tower are measured on the CPU for two small images and
+extrapolated linearly in the number of patches.
 """
 
 from __future__ import annotations
@@ -56,7 +55,8 @@ def estimate_language_memory(
 def largest_row_size(recipe: Recipe, data: LanguageData, order: PackingOrder) -> ConversationSize:
     """Return upper bounds of the token counts of a forward pass.
 
-    Each bound is the maximum over the packed sequences of the first epoch, times the micro-batch size.
+    A bound is the maximum over the packed sequences of the first epoch, times the micro-batch size. With data.pack, the
+    number of tokens of a sequence is data.max_tokens.
     """
     num_rows = next(k for k in range(len(data.training.sizes) + 1) if order.locate(k)[0] > 0)
     rows = [[data.training.sizes[i] for i in order.conversations(place)] for place in range(num_rows)]

@@ -49,7 +49,7 @@ class LanguageModel:
     tokenizer: Any
     image_processor: Any
     dtype: torch.dtype
-    group: ProcessGroup | None = None  # ranks that share each sequence (sequence_parallel.py)
+    group: ProcessGroup | None = None  # ranks over which the tokens of a sequence are sharded (sequence_parallel.py)
     uses_segments: bool = False  # forward passes need the segment lengths (attention.py)
     forward_module: Any = field(init=False)  # the network, or the engine that wraps it
 
@@ -211,8 +211,8 @@ def load_language_model(path: str, dtype: torch.dtype, revision: str | None = No
 def checkpoint_blocks(network: Any) -> None:
     """Enable non-reentrant gradient checkpointing of the transformer blocks.
 
-    transformers makes embedding outputs require gradients, which only reentrant checkpointing needs. This function
-    undoes that. Otherwise, a frozen vision tower would run a useless backward pass.
+    transformers also makes the outputs of embeddings require gradients, which only reentrant checkpointing needs. This
+    function disables these gradients, because a frozen vision tower would run a useless backward pass for them.
     """
     network.gradient_checkpointing_enable({"use_reentrant": False})
     network.disable_input_require_grads()

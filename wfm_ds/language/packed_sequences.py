@@ -75,7 +75,7 @@ class SizeCache:
             with atomic.new_file(self.file) as part, part.open("wb") as out:
                 np.save(out, np.array(sizes, np.int32).reshape(-1, 3))
         except OSError as error:
-            log.warning("%s cannot be written (%s); the next run measures lengths again", self.file, error)
+            log.warning("%s cannot be written (%s); the next run counts all tokens again", self.file, error)
 
 
 Positions = Callable[["ConversationSample"], Tensor]  # rotary positions [3, L] int64 of one conversation
@@ -255,7 +255,7 @@ class SequencePacker:
     def pack_samples(self, samples: Sequence[ConversationSample]) -> PackedSequence:
         """Pack samples into one sequence. If the list is empty, return a blank sequence without labels."""
         kinds = {kind for sample in samples for kind, _ in sample.pixels}
-        # A sequence must not be empty, so use a blank sample also for data without media.
+        # The blank samples also fill a sequence without samples, because a sequence must not be empty.
         missing_blanks = [b for b in self._blanks if b.pixels[0][0] not in kinds]
         parts = [*samples, *(missing_blanks if missing_blanks or samples else self._blanks[:1])]
         ids = torch.tensor([token for part in parts for token in part.tokens.ids])

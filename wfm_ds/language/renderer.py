@@ -46,7 +46,7 @@ class Renderer:
                 f"{tokenizer.name_or_path}: the tokenizer has no chat template or no {' and '.join(self.pads.values())}"
                 "; use a Qwen-VL model"
             )
-        # Start and end tokens are part of the match: some models repeat them for each frame of a video.
+        # The pattern includes the start and end tokens, because some models repeat them for each frame of a video.
         pads = "|".join(re.escape(pad) for pad in self.pads.values())
         self._media_pattern = re.compile(rf"(?:<\|vision_start\|>)?(?P<pad>{pads})(?:<\|vision_end\|>)?")
 
@@ -101,7 +101,7 @@ class Renderer:
 
         To locate an answer, the template is applied twice: to the turns before the answer (with the generation prompt),
         and to the turns up to and including the answer. The first text must be a prefix of the second text. The
-        remaining second text, up to the end-of-turn token, is the answer.
+        rest of the second text, up to the end-of-turn token, is the answer.
         """
         turns = conversation.turns
         answer_turns = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
@@ -131,7 +131,7 @@ class Renderer:
             if start <= begins and ends <= end and begins < ends and ids[i] not in media_ids:
                 labels[i] = ids[i]
         if labels:
-            labels[0] = IGNORE_INDEX  # in a packed sequence it would be predicted from the previous conversation
+            labels[0] = IGNORE_INDEX  # a packed sequence would predict the first token from the previous conversation
         return labels
 
 

@@ -1,4 +1,4 @@
-"""Sequence parallelism in the language model. The ranks of a replica divide the tokens (DeepSpeed-Ulysses).
+"""Sequence parallelism in the language model (DeepSpeed-Ulysses): the tokens are sharded over the ranks of a replica.
 
 Every rank embeds the text, images and videos of the whole packed sequence. In the decoder, each rank has a shard of the
 tokens, with their positions and, in Qwen3-VL, the deepstack features of image and video tokens. In attention, each rank
@@ -64,7 +64,7 @@ def install_sequence_parallel(network: nn.Module, group: ProcessGroup) -> None:
     unwrapped: Any = network
     decoder = unwrapped.model.language_model
     AttentionInterface.register(ATTENTION_NAME, ulysses_attention_forward)
-    decoder.config._attn_implementation = ATTENTION_NAME  # transformers builds no mask for unknown names
+    decoder.config._attn_implementation = ATTENTION_NAME  # transformers builds masks only for its own names
 
     def shard_call(arguments: dict[str, Any]) -> None:
         shard_arguments(arguments, group)
@@ -73,9 +73,9 @@ def install_sequence_parallel(network: nn.Module, group: ProcessGroup) -> None:
 
 
 def tokens_per_rank(count: int, num_ranks: int) -> list[int]:
-    """Return the number of tokens of each rank, at least one.
+    """Return the number of tokens of each rank. Every rank has at least one token.
 
-    `pad_tokens` pads sequences that are too short for this.
+    `pad_tokens` pads sequences that have fewer tokens than ranks.
     """
     count = max(count, num_ranks)
     return [count // num_ranks + (rank < count % num_ranks) for rank in range(num_ranks)]

@@ -1,6 +1,6 @@
 """Reader of the packed sequences of each training step. It reads one step ahead.
 
-The sequences of a step depend only on the step.
+The choice of the sequences depends only on the step number, so a resumed run reads the same sequences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from wfm_ds.language.data import LanguageData
 from wfm_ds.language.packed_sequences import ConversationReader, ConversationSample
 from wfm_ds.seeds import derive_seed
 
-WINDOW = 1024  # packing window in an epoch's order; keeps distant conversations apart
+WINDOW = 1024  # number of consecutive conversations of an epoch that are packed together
 
 
 def pack_items(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -71,7 +71,7 @@ class PackingOrder:
         for start in range(0, count, WINDOW):
             window = order[start : start + WINDOW]
             bins = pack_items([self.lengths[item] for item in window], self.capacity)
-            # Packing sorts by length; restore a training order.
+            # Packing has sorted the conversations by length, so restore a random or the original order.
             random_order = permutation(len(bins), derive_seed(self.seed, "row_order", epoch, start)).tolist()
             order_in_window = (
                 random_order if self.shuffle else sorted(range(len(bins)), key=lambda bin_index: min(bins[bin_index]))
@@ -83,7 +83,7 @@ class PackingOrder:
 log = logging.getLogger(__name__)
 
 READ_TIMEOUT_S = 300.0
-MIN_TRIED = 100  # minimum denominator of the fraction of bad conversations
+MIN_TRIED = 100  # minimum denominator of the bad fraction, so that one bad conversation does not end a new run
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +143,7 @@ class SequenceSource:
         self.bad, self.tried = self.bad + bad, self.tried + tried
         if self.bad > max_bad_fraction * max(self.tried, MIN_TRIED):
             raise DataError(
-                f"{self.bad} of {self.tried} conversations have unreadable media (data.max_bad_fraction: "
+                f"{self.bad} of {self.tried} conversations have unreadable images or videos (data.max_bad_fraction: "
                 f"{max_bad_fraction:g}); "
                 "see the log"
             )

@@ -47,7 +47,8 @@ def build_shadow_model(model: DiffusionModel, recipe: Recipe, policies: frozense
     shadow.pipeline.vae = copy_to_meta(model.pipeline.vae)
     shadow.unwrapped_denoiser = shadow.denoiser = denoiser = copy_to_meta(model.unwrapped_denoiser)
     shadow.device, shadow.dtype = META, dtype
-    if type(model).text_shapes is DiffusionModel.text_shapes:  # it encodes a text, which a copy without weights cannot
+    # The base class's method encodes a text. A copy without weights cannot do this, so store the shapes.
+    if type(model).text_shapes is DiffusionModel.text_shapes:
         shapes = model.text_shapes()
         shadow.text_shapes = lambda: shapes  # type: ignore[method-assign]
     quantise_base(denoiser, model.block_classes, recipe.model.base_precision, dtype, META)
@@ -79,8 +80,8 @@ def measure_denoiser_passes(
     A training pass is a forward pass with gradient, followed by its backward pass.
     shape: latent shape of one sample.
     ranks: number of ranks that split the tokens of a sample.
-    With several ranks, two sizes are measured and the memory per rank is interpolated between them. A part of the
-    memory depends on the text only, so it cannot simply be divided by `ranks`.
+    With several ranks, two sizes are measured, and the memory per rank is calculated from them as a linear function of
+    the size. The memory cannot simply be divided by `ranks`, because a part of it depends only on the text.
     """
     module: Any = shadow.unwrapped_denoiser
     if checkpointing:
@@ -148,7 +149,7 @@ def _predict_velocity(shadow: DiffusionModel, shape: Sequence[int], batch: int, 
     conditioning = empty_conditioning(shadow.text_shapes(), text_dtype, batch)
     conditioning |= empty_conditioning(shadow.input_shapes(shape), torch.float32, batch)
     latents, sigma = torch.empty(batch, *shape, device=META), torch.empty(batch, device=META)
-    return shadow.denoise(latents, sigma, conditioning, 0)  # all experts have the same shape
+    return shadow.denoise(latents, sigma, conditioning, 0)  # all experts have the same architecture
 
 
 def measure_decode_bytes(shadow: DiffusionModel, shape: Sequence[int], batch: int) -> int:

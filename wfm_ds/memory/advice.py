@@ -19,8 +19,8 @@ from wfm_ds.recipe.schema import Recipe
 from wfm_ds.ulysses.install import ulysses_families
 
 GPU_SIZES_GB = (24, 32, 40, 48, 80, 141, 192)  # memory sizes of GPUs in GB
-USABLE_FRACTION = 0.92  # of GPU memory; the CUDA context, library workspaces and fragmentation use the rest
-SAFE_FRACTION = 0.8  # up to this fraction a slightly larger batch still fits
+USABLE_FRACTION = 0.92  # fraction of GPU memory for tensors; the CUDA context, libraries and fragmentation use the rest
+SAFE_FRACTION = 0.8  # up to this fraction of GPU memory, a slightly larger batch still fits
 
 # Memory categories of the estimate, cheapest to reduce first.
 PARTS_BY_COST = (
@@ -36,9 +36,9 @@ def estimate_phase(phase: str) -> str:
     """Return the phase of the memory estimate to which a stopwatch phase belongs."""
     if phase in ("rollout", "validation"):
         return "sampling"
-    if phase.endswith("_forward") and phase != "group_statistics_forward":  # that has the batch size of training
+    if phase.endswith("_forward") and phase != "group_statistics_forward":  # group statistics use training batches
         return "references"
-    return "train" if phase.endswith("_train") else phase  # of an extra adapter
+    return "train" if phase.endswith("_train") else phase  # NAME_train is the training of an extra adapter
 
 
 def fits_memory(needed: int, memory: int) -> bool:
@@ -161,7 +161,7 @@ def suggest_sharding(recipe: Recipe) -> list[str]:
     try:
         folder = locate_pipeline(recipe.model.path, recipe.model.family, recipe.model.revision)
     except UserError:
-        supports = True  # a check without the model
+        supports = True  # the model is not on this machine, so its networks are unknown
     else:
         supported = {network.__name__ for network in ulysses_families()}
         components = read_json(folder / "model_index.json").values()

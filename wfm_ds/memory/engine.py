@@ -33,13 +33,14 @@ class EngineMemory:
         parameters = list(network.parameters())
         self.numel = sum(p.numel() for p in parameters)  # includes the adapters of all policies
         self.num_trained = sum(p.numel() for p in parameters if p.requires_grad)  # includes extra adapters
-        # Extra adapters have the size of the exported one, are neither copied nor exported, and are trained in turn.
+        # An extra adapter has the size of the exported adapter. It has no policy copies and is not exported, and each
+        # optimizer step trains only one adapter.
         self.num_exported = self.num_trained // (1 + len(recipe.algorithm.extra_adapters))
 
     def state_parts(self) -> dict[str, int]:
         """Return {category: bytes} of the engine's permanent memory: weights, policy copies and optimizer states.
 
-        With ZeRO stage 3, the result also contains gradients and buffers.
+        With ZeRO stage 3, the result also contains the gradients and the reduction bucket, which are never freed.
         """
         shared = self.world_size if self.zero_config["stage"] == 3 else 1
         # Buffers (position tables, a quantized base) are not sharded.
@@ -49,7 +50,7 @@ class EngineMemory:
             ranks = self.zero_config["zero_hpz_partition_size"]
             weights += self.numel * self.compute_bytes // (min(self.world_size, 8) if ranks == "auto" else ranks)
         parts = {"weights": weights}
-        if not self.is_offloaded:  # else masters, moments, copies and gradients are on the host
+        if not self.is_offloaded:  # otherwise masters, moments, copies and gradients are on the host
             parts["policies"] = self.num_exported * FLOAT32_BYTES * self.num_copies // self.world_size
             parts["optimizer states"] = (
                 int(self.num_trained * OPTIMIZER_STATE_BYTES[self.recipe.optimizer.name]) // self.world_size

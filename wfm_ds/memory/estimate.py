@@ -89,7 +89,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory per rank of a run with this recipe.
 
-    model: the loaded model, or a copy on the meta device (models/meta_loading.py), before an engine changes its
+    model: the loaded model, or a copy on the meta device (models/assets/meta_loading.py), before an engine changes its
     denoiser.
     device: `cuda` or `cpu`. On the CPU, text encoders are float32.
     encoder_bytes: size of the text encoders, if `model` does not contain them.
@@ -103,10 +103,12 @@ def estimate_memory(
         static = sums.state_parts() | sums.static_parts() | ({"text encoders": encoders} if keeps_encoders else {})
         phases: dict[str, dict[str, int]] = {"texts": sums.static_parts() | {"text encoders": encoders}}
         phases |= {name: static | parts for name, parts in sums.phase_parts().items()}
-    except RuntimeError as error:  # NotImplementedError is one
+    except RuntimeError as error:  # this includes NotImplementedError
         if "meta tensor" not in str(error):
             raise
-        raise ModelError(f"the family {model.family} reads tensor values, so it cannot run without weights") from error
+        raise ModelError(
+            f"the family {model.family} reads tensor values, which do not exist on the meta device"
+        ) from error
     return MemoryEstimate.from_engine(sums, phases, sums.num_parameters)
 
 
@@ -180,12 +182,13 @@ class _DiffusionMemory(EngineMemory):
         These passes generate rollouts and validation samples, and compute reference predictions.
         """
         num_validated = self.recipe.validation.num_prompts * len(self.recipe.validation.seeds)
-        if not self.recipe.is_rl:
+        if not self.recipe.is_rl and self.recipe.validation.clips == 1:
             num_validated = min(num_validated, self.recipe.logging.num_samples)
         counts = [math.ceil(num_validated / self.run_sizes.num_replicas)]
         if self.recipe.is_rl:
             counts += [self.run_sizes.samples_per_rank, self.run_sizes.candidates_per_rank]
-        halves = 2 if self.recipe.joint_guidance_batches else 1  # joint guidance runs both halves in one forward pass
+        # Joint guidance runs the conditional and the unconditional batch in one forward pass.
+        halves = 2 if self.recipe.joint_guidance_batches else 1
         return min(self.recipe.engine.max_forward_batch, halves * max(counts))
 
     def training_batch_size(self) -> int:
@@ -241,7 +244,8 @@ class _DiffusionMemory(EngineMemory):
     def measure_reference_passes(self, of_samples: PassMemory) -> PassMemory | None:
         """Return the memory of a forward pass of a reference policy, or None if the loss has no reference policies.
 
-        of_samples: memory of a forward pass in a rollout. In RL it is returned, because both use the same batch size.
+        of_samples: memory of a forward pass in a rollout. In RL, reference policies have the same batch size, so it is
+        also theirs.
         """
         if self.recipe.is_rl:
             return of_samples if self.algorithm.uses_old_predictions or self.algorithm.references else None

@@ -4,8 +4,7 @@ Counts are per rank. They are the same on all ranks, because the ranks of a repl
 Counts are exact if no optimizer step is skipped, with three exceptions:
 
 With two experts, each micro-batch has loss terms of only one expert. An optimizer step may therefore run one more
-forward pass for each purpose. If data samples have separate forward passes, the purpose `policy` may need yet another
-one.
+forward pass for each purpose, and two more for the purpose `policy` if data samples have separate forward passes.
 
 With `data.buckets`, the validation loss runs one more forward pass per additional image size.
 
@@ -105,8 +104,9 @@ def count_rl_step(
     only some noise levels. The count assumes that the rollout and the loss terms use guidance equally often.
     exploration_sigmas: noise levels at which candidates of sampling.explore are denoised.
     The actual count is lower if samples or loss terms are dropped (failed rewards, `zero_std: drop`, no gradient), and
-    higher if groups are refilled. For best_of_n, the count assumes that every optimizer step trains the same fraction
-    of its samples. This is exact if each rank has whole groups and trains them in one optimizer step.
+    higher if groups are refilled or have a history (rollout.history). For best_of_n, the count assumes that every
+    optimizer step trains the same fraction of its samples. This is exact if each rank has whole groups and trains them
+    in one optimizer step.
     """
     policy, sigmas = algorithm.rollout_policy, denoiser_sigmas(algorithm.plan(step))
     num_guided = sum(map(guided or guidance_predicate(recipe), sigmas))
@@ -144,14 +144,15 @@ def count_update(
     adapter, terms = algorithm.choose_adapter(step, update), terms_per_update(recipe, derived)
     size = recipe.engine.micro_batch_size
     calls = math.ceil(terms / size)
-    if adapter != DEFAULT_ADAPTER:  # its loss uses no other policies
+    if adapter != DEFAULT_ADAPTER:  # the loss of an extra adapter uses no other policies
         return {f"{adapter}_{TRAINING_PURPOSE}": ForwardCount(calls, terms)}
     num_split = algorithm.settings.num_separate_data_terms(terms)
     sizes = [
         *map(len, split_into_chunks(range(terms - num_split), size)),
         *map(len, split_into_chunks(range(num_split), size)),
     ]
-    calls, data_calls = len(sizes), math.ceil(num_split / size)  # a term and its data share a forward unless split
+    # A loss term and its data sample share a forward pass, unless the algorithm separates them.
+    calls, data_calls = len(sizes), math.ceil(num_split / size)
     passes = algorithm.settings.passes_per_term
     training = ForwardCount(passes * calls + data_calls, passes * terms + algorithm.settings.num_data_terms(terms))
     references = ForwardCount(num_grouped_calls(sizes, recipe.engine.max_forward_batch), terms)
@@ -236,7 +237,7 @@ def count_evaluation(
     guided: function that returns whether predictions at a noise level use guidance. See count_rl_step.
     """
     num_samples = min(num_prompts, recipe.validation.num_prompts) * len(recipe.validation.seeds)
-    if not recipe.is_rl:
+    if not recipe.is_rl and recipe.validation.clips == 1:
         num_samples = min(num_samples, recipe.logging.num_samples)
     steps = recipe.sampling.eval_steps
     if guided_steps is None:
@@ -250,6 +251,7 @@ def count_evaluation(
         len(rollout_sigmas),
         sum(map(guided or guidance_predicate(recipe), rollout_sigmas)),
     )
+    count = sum([count] * recipe.validation.clips, NO_FORWARDS)
     return {
         "validation": count + (NO_FORWARDS if recipe.is_rl else count_validation_loss(recipe, num_replicas, num_images))
     }
@@ -337,7 +339,7 @@ def flops_by_purpose(forwards: Mapping[str, ForwardCount], flops: Flops) -> dict
     """
     work = {}
     for purpose, f in forwards.items():
-        trains = purpose == TRAINING_PURPOSE or purpose.endswith(f"_{TRAINING_PURPOSE}")  # of an extra adapter
+        trains = purpose == TRAINING_PURPOSE or purpose.endswith(f"_{TRAINING_PURPOSE}")  # NAME_policy: extra adapter
         with_adapters = f.samples - f.without_adapters
         forward = with_adapters * flops.forward + f.without_adapters * flops.forward_without_adapters
         num_backward = f.samples if trains else 0

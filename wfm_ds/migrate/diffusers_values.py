@@ -49,8 +49,8 @@ def zero_config_name(shards: int, replicas: int, source: CosmosConfig) -> str:
     if replicas == 1:
         return "zero3"
     source.add_note(
-        f"engine.deepspeed zero3_hpz: Cosmos-RL has {replicas} sharded replicas of the weights; here there is one set "
-        "of shards, plus a copy within each node for the backward pass; use zero3 on a single node"
+        f"engine.deepspeed zero3_hpz: Cosmos-RL has {replicas} sharded replicas of the weights; wfm_ds has one set of "
+        "shards, plus a copy within each node for the backward pass; use zero3 on a single node"
     )
     return "zero3_hpz"
 
@@ -82,14 +82,14 @@ def warmup_steps(value: float, source: CosmosConfig) -> int:
         return value
     num_steps = source.steps or source.settings.get("train.max_num_steps")
     if num_steps is None:
-        raise NoCounterpart("a fraction of an unknown number of steps; set --steps")
+        raise NoCounterpart("a fraction of the number of steps, which is unknown; set --steps")
     return round(value * int(num_steps))
 
 
 def lr_schedule(value: str, source: CosmosConfig) -> str:
     if source.settings.get("train.optm_decay_ratio", 1) != 1:
         source.add_note(
-            "optimizer.schedule decays from the end of the warm-up to the last step, whatever train.optm_decay_ratio is"
+            "optimizer.schedule decays from the end of the warm-up to the last step and ignores train.optm_decay_ratio"
         )
     return choice_converter({"cosine": "cosine", "linear": "linear", "none": "constant"})(value, source)
 
@@ -101,7 +101,7 @@ def require_ema(value: Any, source: CosmosConfig) -> Any:
 
 
 def ema_interval(value: int, source: CosmosConfig) -> int:
-    return int(require_ema(max(value, 1), source))  # 0 in Cosmos-RL: every step
+    return int(require_ema(max(value, 1), source))  # Cosmos-RL's 0 means every step
 
 
 def ema_decay(value: bool, source: CosmosConfig) -> Any:
@@ -208,7 +208,7 @@ def advantage_std(value: bool, source: CosmosConfig) -> str:
 
 def lora_targets(value: Any, _: CosmosConfig) -> list[str]:
     if not isinstance(value, list):
-        raise NoCounterpart("list the layers, or omit the key for the attention projections of the model family")
+        raise NoCounterpart("list the layers, or omit the key to adapt the attention projections of the model family")
     return value
 
 

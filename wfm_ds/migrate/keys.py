@@ -22,7 +22,7 @@ from wfm_ds.migrate.wfm_values import VIDEO_DATA
 
 DIFFUSERS_MODES, WFM_MODES = (SFT, NFT), (DDRL, WFM_SFT)
 TRAINER_MODES = (*DIFFUSERS_MODES, VLM_SFT)
-ABSENT = object()  # no default; None could be one
+ABSENT = object()  # marks a key without default value, because None can be a default value
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ LORA_INIT = choice_converter({"gaussian": "gaussian", True: "default"})
 OLD_DECAY = choice_converter({0: "copy", 1: "standard", 2: "slow"})
 EDM_SOLVER = choice_converter({"2ab": "edm_2ab", "1euler": "edm_euler"})
 
-# Rows of more general modes first: a later row overrides the default of an earlier one for the same recipe key.
+# Rows for several modes come first, because a later row overrides an earlier row's default for the same recipe key.
 MAPPINGS_BY_MODES: dict[tuple[str, ...], tuple[KeyMapping, ...]] = {
     TRAINER_MODES: (
         KeyMapping("policy.model_name_or_path", "model.path", diffusion.model_folder),
@@ -298,10 +298,10 @@ MODE_SETTINGS: dict[str, dict[str, Any]] = {
     WFM_SFT: {"algorithm.name": "sft", "algorithm.flow_shift": 1.0, "data.kind": "cosmos"},
 }
 
-# Tables that are single values, because their keys are names chosen by the user.
+# Tables that are read as a single value, because their keys are names that the user has chosen.
 WHOLE_TABLES = (f"{REMOTE_REWARD}.reward_fn", "train.optm_lr", "policy.lora.alpha_pattern", "policy.lora.r_pattern")
 
-# Old and misspelt names: the current key, and what Cosmos-RL does with the name.
+# Old and misspelt names. RENAMED_KEYS: {name: (current key, what Cosmos-RL does with this name)}.
 MOVED_TABLES = {"policy.diffusers_config": "policy.diffusers", "policy.diffusers.lora": "policy.lora"}
 _OLDER_NAME = "moved in current versions"
 RENAMED_KEYS = {

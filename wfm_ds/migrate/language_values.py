@@ -16,21 +16,21 @@ def annotation_path(value: str, source: CosmosConfig) -> str:
     if not value:
         raise NoCounterpart("empty value")
     source.add_note(
-        "data.pack false: a batch has as many conversations as in Cosmos-RL, packed without padding; true "
-        "fills sequences of data.max_tokens, and engine.micro_batch_size counts sequences"
+        "data.pack: false makes batches with the same number of conversations as in Cosmos-RL, without padding; true "
+        "fills sequences up to data.max_tokens, and engine.micro_batch_size then counts sequences"
     )
     return value
 
 
 def media_folder(value: str, _: CosmosConfig) -> str:
     if not value:
-        raise NoCounterpart("empty value: annotations have absolute paths, as they do without data.media_path")
+        raise NoCounterpart("empty value: paths in the annotations are absolute; omit data.media_path")
     return value
 
 
 def system_turn(value: str, _: CosmosConfig) -> str:
     if not value:
-        raise NoCounterpart("empty value: the chat template decides, as it does without data.system_prompt")
+        raise NoCounterpart("empty value: the chat template chooses the system prompt; omit data.system_prompt")
     return value
 
 
@@ -53,7 +53,7 @@ def holdout_fraction(value: float, _: CosmosConfig) -> float:
 
 
 def num_readers(value: int, _: CosmosConfig) -> int:
-    return max(value, 1)  # 0 in Cosmos-RL: read in the training process
+    return max(value, 1)  # Cosmos-RL's 0 means that the training process reads the data
 
 
 def count_conversations(source: CosmosConfig) -> int | None:

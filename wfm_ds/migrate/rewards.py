@@ -13,8 +13,8 @@ from wfm_ds.migrate.config import CosmosConfig, NoCounterpart
 WFM_REWARD = "model.rl.reward_config"
 USE_REMOTE = "train.train_policy.use_remote_reward"
 SERVICE_NOTE = (
-    "rewards named remote/NAME use Cosmos-RL's service, set by REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and "
-    "REMOTE_REWARD_TOKEN; without the prefix, wfm_ds computes the reward (docs/rewards.md)"
+    "rewards named remote/NAME use Cosmos-RL's service at REMOTE_REWARD_ENQUEUE_URL and REMOTE_REWARD_FETCH_URL with "
+    "REMOTE_REWARD_TOKEN; without the prefix remote/, wfm_ds computes the reward (docs/rewards.md)"
 )
 
 

@@ -18,7 +18,7 @@ FLOAT32 = "master weights, optimizer states and reductions are always float32"
 FOLDER = "model.path is a folder: download this revision"
 PIPELINE = "defined by the pipeline folder"
 SEEDS = "all randomness is derived from run.seed"
-ON_POLICY = "rollouts are on-policy"
+ON_POLICY = "rollouts are on-policy unless rollout.mode is async: then see rollout.max_staleness"
 LOADER = "each rank prefetches with data.workers threads"
 TRACKERS = "see logging.trackers, and metrics.jsonl in run.output_dir"
 VALIDATION = "validation.prompts is a file, and validation uses the training rewards"
@@ -56,7 +56,7 @@ _DIFFUSION_ROWS = (
     (
         "rollout",
         "backend n_generation_to_batch batch_size mode async_config.*",
-        "each rank alternates between rollout and training",
+        "by default, each rank alternates between rollout and training; see rollout.mode",
     ),
     ("rollout", "seed", SEEDS),
     ("rollout", "async_r2r_sync prefetch_rollout broadcast_all_params", ON_POLICY),
@@ -78,7 +78,9 @@ _DIFFUSION_ROWS = (
     ("train", "optm_decay_ratio", "schedules decay until the last step"),
     ("train", "optm_warmup_start_factor", "warm-up starts at 0"),
     ("train", "sync_weight_interval", ON_POLICY),
-    ("train", "async_tp_enabled fp8.* fp4.* activation_offload deterministic", NOT_AVAILABLE),
+    ("train", "async_tp_enabled fp4.* activation_offload", NOT_AVAILABLE),
+    ("train", "fp8.*", "see model.fp8_training"),
+    ("train", "deterministic", "see engine.deterministic"),
     ("train", "compile", "see engine.compile"),
     ("train", "fa_version", "see model.attention"),
     (
@@ -90,7 +92,7 @@ _DIFFUSION_ROWS = (
     ("train", "sequence_packing", LANGUAGE_ONLY),
     ("train.ckpt", "save_mode", "checkpoints are always written atomically"),
     ("train.ckpt", "save_freq_in_epoch", "use steps: checkpoint.every"),
-    ("train.ckpt", "upload_hf hf_repo_name", NOT_AVAILABLE),
+    ("train.ckpt", "upload_hf hf_repo_name", "see export.push_to_hub"),
     ("train.ckpt", "upload_s3 s3_bucket s3_prefix", STORAGE),
     ("train.train_policy", "type trainer_type", "became algorithm.name"),
     ("train.train_policy", "uncentralized_training", ONE_PROGRAM),
@@ -137,7 +139,7 @@ _DIFFUSION_ROWS = (
     ("model", "denoise_replace_gt_frames adjust_video_noise rectified_flow_t_scaling_factor", PIPELINE),
     ("model", "rectified_flow_loss_weight_uniform loss_reduce loss_scale", "the velocity loss is a mean over elements"),
     ("model", "conditioner", "algorithm ddrl has no caption dropout"),
-    ("model", "min_num_conditional_frames max_num_conditional_frames", "model.rl has the keys that are used"),
+    ("model", "min_num_conditional_frames max_num_conditional_frames", "model.rl has the same keys, which are used"),
     (
         "model",
         "input_data_key input_caption_key input_image_key resize_online",
@@ -192,7 +194,7 @@ _DIFFUSION_ROWS = (
     ("checkpoint", "save_to_object_store.* load_from_object_store.*", STORAGE),
 )
 
-# Keys with other reasons for vision-language models, or only for them.
+# Keys that only vision-language models have, or that have a different reason for these models.
 LANGUAGE_RL = "RL of language models is not available"
 NO_PADDING = "the conversations of a micro-batch are packed into one sequence without padding"
 _LANGUAGE_ROWS = (
@@ -202,7 +204,7 @@ _LANGUAGE_ROWS = (
     ("policy", "enable_liger_kernel enable_liger_cross_entropy", "logits are computed only for labelled tokens"),
     ("policy", "enable_liger_fused_cross_entropy", "logits are computed only for labelled tokens"),
     ("policy", "aux_loss_coeff", NOT_AVAILABLE),
-    ("policy.parallelism", "cp_size cp_rotate_method", "a conversation stays on one rank"),
+    ("policy.parallelism", "cp_size cp_rotate_method", "see engine.sequence_parallel"),
     ("train", "sequence_packing max_token_len_per_mini_batch", NO_PADDING),
     ("train", "compile", "sequence lengths vary"),
     ("train", "fa_version", "FlashAttention 2 is used if it is installed"),
@@ -219,7 +221,7 @@ _LANGUAGE_ROWS = (
     ("custom.vision", "total_pixels", "data.video.total_pixels auto computes the same value as Cosmos-RL"),
     ("train.train_policy", "dataset.name dataset.split dataset.subset dataset.revision", "data.path names annotations"),
     ("train.train_policy", "dataset.local_dir", "data.path names annotations"),
-    ("train.train_policy", "enable_dataset_cache", "lengths are read from file headers at each start"),
+    ("train.train_policy", "enable_dataset_cache", "data.cache_dir caches the token counts"),
     ("train.train_policy", "conversation_column_name", "rows have `conversations` or `messages`"),
     ("train.train_policy", "system_prompt", "see data.system_prompt"),
     ("train.train_policy", "balance_dp_token max_token_len_per_mini_batch", NO_PADDING),

@@ -64,7 +64,7 @@ def groups_per_step(_: Any, source: CosmosConfig) -> int:
 def shard_zero_config(_: Any, source: CosmosConfig) -> str:
     ranks = source["model_parallel.context_parallel_size"] * num_model_copies(source)
     source.add_note(
-        f"the configuration is for {ranks} GPUs; wfm_ds computes the same step on any number that the groups allow"
+        f"the configuration is for {ranks} GPUs; wfm_ds computes the same step on every number of GPUs that it accepts"
     )
     return zero_config_name(source["model.fsdp_shard_size"], source["model.dp_replicate_size"], source)
 
@@ -73,7 +73,7 @@ def context_parallel(value: int, source: CosmosConfig) -> int:
     if value > 1 and source.mode == DDRL:
         source.add_note(
             f"algorithm.std_unbiased: Cosmos-RL counts each reward {value} times in a group's std, once per rank of "
-            "model_parallel.context_parallel_size; wfm_ds counts it one time"
+            "model_parallel.context_parallel_size; wfm_ds counts each reward one time"
         )
     return value
 
@@ -99,7 +99,7 @@ def power_ema(_: Any, source: CosmosConfig) -> tuple[float, int]:
     decay = round((1 - 1 / (last + 1)) ** exponent, 6) if last > 0 else 0.0
     source.add_note(
         f"ema: model.ema.enabled is true by default in Cosmos-RL. Its decay at step t is (1 - 1/(t + 1)) ** "
-        f"{exponent:.2f}; here it rises as (1 + j)/(10 + j) to ema.decay, the value of Cosmos-RL at the last step"
+        f"{exponent:.2f}; in wfm_ds it rises as (1 + j)/(10 + j) to ema.decay, the value of Cosmos-RL at the last step"
     )
     return decay, 1
 

@@ -49,16 +49,17 @@ class DiffusionModel(NoiseSchedule):
 
     pipeline_classes: ClassVar[tuple[str, ...]]  # values of _class_name in model_index.json
     conditioning_keys: ClassVar[frozenset[str]]  # keys that encode_text returns and denoise expects
-    default_lora_targets: tuple[str, ...]  # suffixes of linear layers; {} is a block number
+    default_lora_targets: tuple[str, ...]  # suffixes of linear layers; {} matches any block number
     lora_layer_names: ClassVar[tuple[LoraLayerName, ...]] = ()  # layer names in LoRA files of other tools
     comfyui_prefix: ClassVar[Literal["transformer", "diffusion_model"]] = "diffusion_model"  # prefix in LoRA files
     kohya_uses_diffusers_names: ClassVar[bool] = False  # otherwise kohya's LoRA files use the original names
     required_components: ClassVar[tuple[str, ...]]  # components that must not be null in model_index.json
-    block_classes: ClassVar[tuple[type[nn.Module], ...]]  # for gradient checkpointing, ZeRO-3 leaves, torch.compile
-    prompt_templates: ClassVar[tuple[str, ...]] = ()  # choices for the recipe if the pipeline wraps prompts
-    default_image_size: ClassVar[int | None] = None  # in pixels, if the config has no sample_size
+    # Classes of the repeated blocks. torch.compile and low-precision weights are applied to these blocks only.
+    block_classes: ClassVar[tuple[type[nn.Module], ...]]
+    prompt_templates: ClassVar[tuple[str, ...]] = ()  # values of model.prompt_template if the pipeline wraps prompts
+    default_image_size: ClassVar[int | None] = None  # height and width in pixels if the config has no sample_size
     has_guardrail: ClassVar[bool] = False  # whether the pipeline has a safety checker
-    guidance_arguments: ClassVar[tuple[str, ...]] = ("guidance_scale",)  # of the pipeline call, one for each expert
+    guidance_arguments: ClassVar[tuple[str, ...]] = ("guidance_scale",)  # pipeline call arguments, one per expert
     input_specs: ClassVar[Mapping[str, InputSpec]] = {}  # the inputs that data.inputs may name: actions, c2w, ...
     # Defaults of the family. An instance may override them, depending on the loaded pipeline.
     denoiser_components: tuple[str, ...] = ("transformer",)  # names in model_index.json; Wan 2.2 has two
@@ -165,7 +166,7 @@ class DiffusionModel(NoiseSchedule):
     def prepare_for_lora(self, targets: Sequence[str]) -> None:
         """Prepare the denoiser for LoRA adapters on the linear layers with a suffix in `targets`.
 
-        A family can override this method and run frozen layers in encode_text, which is called once per prompt.
+        A family can override this method to move frozen layers into encode_text, which runs only once per prompt.
         """
 
     def check_sampling(self, sampling: SamplingRecipe) -> None:
@@ -190,8 +191,10 @@ class DiffusionModel(NoiseSchedule):
             if matches_any_pattern(name, self.unused_parameter_patterns)
         )
 
-    def format_prompt(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
-        """Return the text to encode. Some pipelines append the size in pixels and the duration to the prompt."""
+    def format_prompt(
+        self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False, viewpoint: str = ""
+    ) -> str:
+        """Return the text to encode. Some pipelines append the size, the duration or data.viewpoint to the prompt."""
         return text
 
     @abstractmethod
@@ -269,7 +272,7 @@ class DiffusionModel(NoiseSchedule):
         }
 
     def components_with_prefix(self, prefix: str) -> dict[str, Any]:
-        """Return {name: component} of the pipeline. Missing components are omitted."""
+        """Return {name: component} for the pipeline's components with this prefix. Absent components are omitted."""
         parts = self.pipeline.components.items()
         return {name: part for name, part in parts if name.startswith(prefix) and part is not None}
 
@@ -324,7 +327,10 @@ class DiffusionModel(NoiseSchedule):
         return ((0.0, 1.0),)
 
     def select_expert(self, sigma: float) -> int:
-        """Return the index of the expert network for this sigma. A limit has the same expert in float32 and float64."""
+        """Return the index of the expert network for this sigma.
+
+        A sigma at the limit between two experts gets the same expert in float32 and float64.
+        """
         return next(i for i, (low, _) in enumerate(self.sigma_ranges) if sigma >= low - SIGMA_ERROR)
 
     def check_denoise(

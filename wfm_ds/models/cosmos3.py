@@ -6,6 +6,7 @@ Only the network's generation tower is trained and used for denoising. The text 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 import torch
-from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import _SYSTEM_PROMPT_IMAGE, _SYSTEM_PROMPT_VIDEO
+from diffusers.pipelines.cosmos.pipeline_cosmos3_omni import (
+    _ACTION_VIEWPOINT_TEMPLATES,
+    _SYSTEM_PROMPT_IMAGE,
+    _SYSTEM_PROMPT_VIDEO,
+)
 from torch import Tensor, nn
 
 from wfm_ds.errors import ModelError
@@ -35,6 +40,11 @@ TEXT_KEYS = ("text_keys", "text_values", "text_mask")
 ASSUMED_TEXT_TOKENS = 512  # text length for estimates; the pipeline does not truncate text
 UNUSED_HEADS = ("audio_*", "action_proj_out.*")  # heads for audio and action prediction, which is not supported
 ACTION_LAYERS = ("action_*",)
+OTHER_VIEWPOINTS = {
+    "top_down_2d_view": "This video is captured from a top-down view of a flat 2D scene.",
+    "video_game_view": "This video is captured from an in-game camera perspective in a virtual environment.",
+}
+"""Caption sentences that the diffusers pipeline lacks, from cosmos-framework (action/utils/viewpoint_utils.py)."""
 SYSTEM_PROMPTS = {True: _SYSTEM_PROMPT_IMAGE, False: _SYSTEM_PROMPT_VIDEO}  # key: whether the sample is an image
 
 
@@ -104,12 +114,14 @@ class Cosmos3(DiffusionModel):
     def check_prompts(self, prompts: Sequence[str]) -> None:
         guardrail.require_safe_prompts(self.pipeline.safety_checker, prompts)
 
-    def format_prompt(self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False) -> str:
+    def format_prompt(
+        self, text: str, height: int, width: int, num_frames: int, *, negative: bool = False, viewpoint: str = ""
+    ) -> str:
         """Format a prompt as the diffusers pipeline does.
 
         Without actions, sentences about size and duration are appended. In negative prompts, they are negated.
-        With actions, a prompt becomes a JSON object with size, duration and viewpoint. Negative prompts and prompts
-        that already are JSON objects stay unchanged.
+        With actions, a prompt becomes a JSON object with size, duration and viewpoint (default ego_view). Negative
+        prompts and prompts that already are JSON objects stay unchanged.
         Some pipelines also prepend a system prompt.
         """
         is_image = num_frames == 1
@@ -117,8 +129,11 @@ class Cosmos3(DiffusionModel):
             text = self.append_size_sentences(text, height, width, num_frames, negative)
         elif not negative and not text.lstrip().startswith("{"):
             text = self.pipeline._build_action_json_prompt(
-                text, view_point="ego_view", num_frames=num_frames, fps=self.fps, height=height, width=width
+                text, view_point=None, num_frames=num_frames, fps=self.fps, height=height, width=width
             )
+            viewpoint = viewpoint or "ego_view"
+            framing = {**_ACTION_VIEWPOINT_TEMPLATES, **OTHER_VIEWPOINTS}.get(viewpoint, viewpoint)
+            text = json.dumps({"cinematography": {"framing": framing}, **json.loads(text)})
         return f"{SYSTEM_PROMPTS[is_image]}\n{text}" if self.pipeline.config.default_use_system_prompt else text
 
     def append_size_sentences(self, text: str, height: int, width: int, num_frames: int, negative: bool) -> str:

@@ -122,14 +122,14 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
     fps: float = 24.0  # frames per second of all videos
     temporal_compression: int = 4  # pixel frames per latent frame after the first
 
-    # diffusers derives the config keys from the signature.
+    # Keep the signature of the base class, because diffusers derives the config keys from it.
     @functools.wraps(Cosmos3OmniTransformer.__init__)  # type: ignore[misc]
     def __init__(self, *arguments: Any, **config: Any) -> None:
         super().__init__(*arguments, **config)
         for name in ("embed_tokens", "norm", "lm_head", "rotary_emb"):
             delattr(self, name)
         layers = self.get_submodule("layers").children()
-        self.sequence = nn.Identity()  # hook at which ranks take their shard of the tokens (ulysses/cosmos3.py)
+        self.sequence = nn.Identity()  # sequence parallelism shards the tokens at this module (ulysses/cosmos3.py)
         self.layers = nn.ModuleList(GenerationLayer(layer) for layer in layers)
         if self.config.action_gen:
             self.action_proj_in = DomainLinear(self.action_dim, self.config.hidden_size, self.num_embodiment_domains)
@@ -168,7 +168,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
                 positions.append(self.action_positions(actions.shape[1]))
         rotation = self.rotary_tables(torch.cat(positions, 1), after_text, dtype)
         tokens = self.sequence(tokens)
-        # A single text has no padding. A mask would rule out fast kernels.
+        # A single text has no padding and needs no mask. With a mask, the fast attention kernels could not be used.
         mask = None if len(latents) == 1 else text_mask.bool()
         for index, layer in enumerate(self.layers):
             text = text_keys[:, :, index].to(dtype), text_values[:, :, index].to(dtype), mask

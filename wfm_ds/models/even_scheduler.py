@@ -16,7 +16,7 @@ from typing import Any
 
 from diffusers import FlowMatchEulerDiscreteScheduler
 
-TOLERANCE = 1e-6  # of a shift that is computed twice
+TOLERANCE = 1e-6  # relative tolerance for comparing a scheduler's shift with the expected shift
 
 
 def even_levels(num_steps: int) -> list[float]:
@@ -29,9 +29,9 @@ def build_even_scheduler(
 ) -> Any | None:
     """Return a FlowMatchEulerDiscreteScheduler with evenly spaced noise levels, to which this shift is applied.
 
-    Its timesteps are not rounded. It takes Euler steps; with stochastic_sampling, each step but the last adds noise to
-    the predicted clean latents. The levels are only right for `num_steps` steps. Returns None if no such scheduler
-    exists, which is possible only for large shifts and many steps.
+    Its timesteps are not rounded. It takes Euler steps; with stochastic_sampling, each step except the last adds noise
+    to the predicted clean latents. The levels are evenly spaced only if the pipeline runs `num_steps` steps. Returns
+    None if no such scheduler exists, which is possible only for large shifts and many steps.
     """
     own_shift = _scheduler_shift(shift, num_steps, num_train_timesteps)
     if own_shift is None:
@@ -46,7 +46,7 @@ def build_even_scheduler(
 
 
 def find_even_shift(config: Any, num_steps: int) -> float | None:
-    """Return the shift with which `build_even_scheduler` made the scheduler with this config for `num_steps` steps.
+    """Return the shift for which `build_even_scheduler` built a scheduler with this config and `num_steps` steps.
 
     Returns None for any other scheduler with a `shift_terminal`.
     """

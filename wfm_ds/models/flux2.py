@@ -49,7 +49,7 @@ LORA_NAMES = (
 )
 
 
-GUIDANCE_SCALE_KEY = "guidance_scale"  # argument of the pipeline call: network input for dev, w for klein
+GUIDANCE_SCALE_KEY = "guidance_scale"  # argument of the pipeline call: embedded guidance scale for dev, w for klein
 
 
 class Flux2(DiffusionModel):

@@ -14,4 +14,4 @@ class InputSpec:
 
     rank: int  # number of axes of one sample's array; 0: a scalar
     required: bool = False
-    requires_input: str | None = None  # name of an input that this one is only used with
+    requires_input: str | None = None  # name of an input that must be given together with this one

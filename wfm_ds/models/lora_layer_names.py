@@ -22,7 +22,7 @@ class LoraLayerName:
 
     diffusers: str  # with BLOCK, such as `blocks.{}.attn1.to_q`
     original: str
-    index: int = 0  # number of the slice; the rows of the original weight have `num_slices` equal slices
+    index: int = 0  # from 0; the rows of the original weight consist of `num_slices` equal slices
     num_slices: int = 1
 
 

@@ -18,7 +18,7 @@ from wfm_ds.sampling.plan import apply_shift
 if TYPE_CHECKING:
     from wfm_ds.recipe.sampling import SamplingRecipe
 
-SIGMA_ERROR = 1e-6  # of sigmas that diffusers computes in float32
+SIGMA_ERROR = 1e-6  # maximum rounding error of sigmas, which diffusers computes in float32
 
 
 class NoiseSchedule(PixelCodec):
@@ -97,7 +97,8 @@ class NoiseSchedule(PixelCodec):
             return None
         if config.get("use_dynamic_shifting"):
             mu = self.schedule_arguments(shape, num_steps).get("mu")
-            # diffusers computes mu / (mu + 1 / t - 1), or the same with e^mu. Both are a shift as in flow_shift.
+            # diffusers computes sigma = mu / (mu + 1 / q - 1), or the same with e^mu in place of mu. This equals the
+            # formula in flow_shift with s = mu or s = e^mu.
             return None if mu is None else math.exp(mu) if config.time_shift_type == "exponential" else float(mu)
         shift = config.get("shift", config.get("flow_shift"))
         if shift is not None and config.get("shift_terminal"):

@@ -41,7 +41,7 @@ REQUIRED_ATTRIBUTES = tuple(
     for name in inspect.get_annotations(parent)
     if name not in INSTANCE_ATTRIBUTES and not hasattr(DiffusionModel, name)
 )
-# Requested pipelines that the family interface cannot express yet.
+# Pipelines that users requested, but that the interface of model families cannot support yet.
 UNSUPPORTED_PIPELINES = {
     **dict.fromkeys(
         ("LTX2Pipeline", "LTX2ImageToVideoPipeline"),

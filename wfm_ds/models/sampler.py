@@ -1,7 +1,7 @@
 """Sampling of images or videos from prompts and noise seeds, for rollouts, validation and `wfm generate`.
 
 Each forward pass of the denoiser is counted under a purpose, such as rollout or validation. An optional check compares
-the forward passes of all ranks. A GPU decodes latents on a separate CUDA stream, in parallel with later work.
+the forward passes of all ranks. On a GPU, latents are decoded on a separate CUDA stream, in parallel with later work.
 The streams have not run on a GPU yet; tests check the order of the CUDA calls.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import vae
-from wfm_ds.models.assets.text_cache import Text, TextCache, format_prompts
+from wfm_ds.models.assets.text_cache import PromptText, Text, TextCache, format_prompts, prompt_text
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.conditioning_frames import add_clean_frames
 from wfm_ds.recipe.sampling import CPS_EVAL_NOISE, SamplingRecipe
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from wfm_ds.engine.engine import DenoiserEngine
     from wfm_ds.types import Conditioning, ConditioningFrames
 
-UNCONDITIONAL = "uncond"  # training counts negative forward passes under this purpose; rollouts use their own
+UNCONDITIONAL = "uncond"  # purpose of the unconditional forward passes in training; sampling uses its own purpose
 
 
 class DenoiseFunction(Protocol):
@@ -273,18 +273,18 @@ class Sampler:
         shape: shape of one sample's latents. Default: latent_shape.
         guided: whether predictions use guidance. Default: whether any expert uses guidance in the recipe.
         """
-        positive = self.encode_texts([prompt.text for prompt in prompts], shape)
+        positive = self.encode_texts([prompt_text(prompt) for prompt in prompts], shape)
         negative = None
         if self.settings.uses_guidance() if guided is None else guided:
             negative = self.encode_texts(negative_texts(self.model, self.settings, prompts), shape)
         shared = self.encode_inputs([prompt.inputs for prompt in prompts], conditional_frames, shape)
         return GuidanceConditioning(positive | shared, None if negative is None else negative | shared)
 
-    def encode_texts(self, texts: Sequence[Text], shape: Sequence[int] | None = None) -> Conditioning:
+    def encode_texts(self, texts: Sequence[PromptText], shape: Sequence[int] | None = None) -> Conditioning:
         """Format and encode texts. shape: shape of one sample's latents. Default: latent_shape."""
         return self.text_cache.encode(self.format_prompts(texts, shape))
 
-    def format_prompts(self, texts: Sequence[Text], shape: Sequence[int] | None = None) -> list[Text]:
+    def format_prompts(self, texts: Sequence[PromptText], shape: Sequence[int] | None = None) -> list[Text]:
         return format_prompts(self.model, texts, self.pixel_size(shape), self.settings.num_frames)
 
     def encode_inputs(

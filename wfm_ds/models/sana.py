@@ -44,7 +44,7 @@ class Sana(DiffusionModel):
     pipeline_classes: ClassVar[tuple[str, ...]] = ("SanaPipeline",)
     required_components = ("transformer", "vae", "scheduler", "tokenizer", "text_encoder")
     conditioning_keys = frozenset({"prompt_embeds", "prompt_attention_mask"})
-    default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")  # of self- and cross-attention
+    default_lora_targets = ("to_q", "to_k", "to_v", "to_out.0")  # layers of self-attention and cross-attention
     lora_layer_names = LORA_NAMES
     block_classes = (SanaTransformerBlock,)
     prompt_templates = ("stock", "none")
@@ -95,7 +95,7 @@ class Sana(DiffusionModel):
         output: Tensor = self.denoiser(
             hidden_states=latents.to(self.dtype),
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
-            # `attention_mask` is a different argument, with which padding would be attended to.
+            # The argument `attention_mask` is a different one and would not mask the padding of the text.
             encoder_attention_mask=conditioning["prompt_attention_mask"],
             timestep=time,
             return_dict=False,

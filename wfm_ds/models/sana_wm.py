@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 INSTRUCTION = "chi_prompt"  # argument of the pipeline call: lines before each prompt; null: the default
 POSES_KEY, INTRINSICS_KEY = "c2w", "intrinsics"
 RAYMAP, RAYS, ANGLES, PLUCKER = CAMERA_KEYS = ("raymap", "rays", "ray_angles", "chunk_plucker")
-UNUSED_GATES = ("A_log", "dt_bias", "beta_proj.*", "gate_proj.*")  # unused by softmax blocks, present in checkpoints
+UNUSED_GATES = ("A_log", "dt_bias", "beta_proj.*", "gate_proj.*")  # softmax blocks have these weights but ignore them
 
 
 class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # type: ignore[misc]
@@ -118,7 +118,7 @@ class SanaWM(DiffusionModel):
         head = "\n".join(self.instruction or DEFAULT_CHI_PROMPT)
         if not head:
             return self.encode_tokens(prompts, self.max_sequence_length)
-        # Same count as in the diffusers pipeline, which includes <bos>.
+        # The same number of tokens as in the diffusers pipeline. The encoded head includes <bos>.
         whole = self.encode_tokens(
             prompts, len(self.pipeline.tokenizer.encode(head)) + self.max_sequence_length - 2, head
         )

@@ -40,10 +40,7 @@ LORA_NAMES = (
     ),
 )
 
-UNUSED_TEXT_LAYERS = (
-    "attn.add_q_proj",
-    "attn.norm_added_q",
-)  # layers of the last block, which has no other text layers
+UNUSED_TEXT_LAYERS = ("attn.add_q_proj", "attn.norm_added_q")  # text query layers of the last block
 
 
 class StableDiffusion3(DiffusionModel):

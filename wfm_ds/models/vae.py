@@ -24,7 +24,8 @@ MAX_PIXELS_PER_BATCH = 2**20
 """Maximum number of pixels that a float32 VAE processes together: one image of 1024 x 1024. A larger sample is
 processed alone. The limit is fixed, so that results do not depend on the free memory."""
 MAX_SIZE_MULTIPLE = 1024  # largest multiple of height and width to try, in pixels
-POSTERIOR_ATTRIBUTES = ("latent_dist", "latents", "latent")  # KL and Wan, AutoencoderTiny, AutoencoderDC
+# Attribute of the encoder's output that has the latents, for KL and Wan VAEs, AutoencoderTiny and AutoencoderDC.
+POSTERIOR_ATTRIBUTES = ("latent_dist", "latents", "latent")
 
 
 def encode_normalized(vae: Any, pixels: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ LORA_NAMES = tuple(
 ) + map_layers("blocks.{}", "blocks.{}", {"ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2"})
 IMAGE_ATTENTION_LAYERS = ("add_k_proj", "add_v_proj")  # layers of the attention to CLIP embeddings
 LORA_NAMES += map_layers("blocks.{}.attn2", "blocks.{}.cross_attn", {"add_k_proj": "k_img", "add_v_proj": "v_img"})
-IMAGE_TO_VIDEO_TEXT_TOKENS = 512  # diffusers splits image and text tokens by this fixed number
+IMAGE_TO_VIDEO_TEXT_TOKENS = 512  # diffusers assumes this number when it separates text tokens from image tokens
 
 
 class Experts(nn.Module):
@@ -101,7 +101,7 @@ class WanVariant:
 
     networks: Mapping[str, Any]  # experts by component name, high noise first
     boundary_ratio: float | None  # sigma between the two experts of 2.2 A14B; None: one network
-    expand_timesteps: bool  # TI2V: the network takes one time per token
+    expand_timesteps: bool  # TI2V: the network receives one timestep per token
     image_conditioner: ImageConditioner | None  # for image-to-video networks
 
 

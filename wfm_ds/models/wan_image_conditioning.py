@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 CHANNELS_KEY, EMBEDS_KEY = "image_channels", "image_embeds"
-MAX_CACHE_BYTES = 2**30  # on the host: 120 videos of 81 frames of 480 x 832
+MAX_CACHE_BYTES = 2**30  # on the host: the first frames of about 100 videos with 81 frames of 480 x 832
 
 
 class ImageConditioner:

@@ -45,7 +45,8 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
         for layer in self.noise_refiner:
             image = self._run_layer(layer, image, None, image_rope, time)
         text, text_rope = self._text_tokens(encoder_hidden_states, text_length)
-        attended = None  # a single text only has learned padding; a mask would rule out fast kernels
+        # A single text has only learned padding and needs no mask. With a mask, fast kernels could not be used.
+        attended = None
         if len(text) > 1:
             attended = torch.arange(text.shape[1], device=text.device) < padded_length[:, None]
         for layer in self.context_refiner:

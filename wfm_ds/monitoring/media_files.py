@@ -29,8 +29,8 @@ Color: TypeAlias = tuple[int, int, int]
 # x264 quality without visible loss. B-frames are off: with B-frames, the same frames gave different bytes in about one
 # of a hundred small files (the assembler code reads uninitialised memory).
 X264_OPTIONS = {"crf": "18", "bf": "0"}
-ENCODER_THREADS = 4  # constant, because the bytes would depend on the number of cores
-BT709 = 1  # ITU-T H.273 code for primaries, transfer and matrix of HD video; without it, players guess by the size
+ENCODER_THREADS = 4  # constant, so that the bytes do not depend on the number of cores
+BT709 = 1  # ITU-T H.273 code of HD video for primaries, transfer and matrix; without it, players guess by the size
 MIN_GIF_DELAY_MS = 20  # browsers show shorter delays as 100 ms
 GAP = 2  # pixels between cells
 TEXT_HEIGHT = 14  # pixels per line of text

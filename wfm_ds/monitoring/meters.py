@@ -34,7 +34,7 @@ class Meter:
     """
 
     def __init__(self) -> None:
-        # Tensors on the device, by the names that were added together. `x_std^2` is the mean square of `x_std`.
+        # Tensors on the device. The keys are the names of one call of `add`. `x_std^2` is the mean square of `x_std`.
         self._sums: dict[tuple[str, ...], Tensor] = {}  # [2, N] float64: weighted values, weights
         self._maxima: dict[tuple[str, ...], Tensor] = {}  # [N]
 
@@ -107,7 +107,7 @@ def sum_weighted(stats: Sequence[Tensor | tuple[Tensor, Tensor]], num_squared: i
 
 
 class HostClock:
-    """Clock for the CPU, which works synchronously. It uses the time of this process."""
+    """Clock for runs on the CPU, where each operation is complete when its call returns."""
 
     def record_time(self) -> Any:
         return time.monotonic()

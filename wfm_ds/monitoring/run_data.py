@@ -132,7 +132,7 @@ class RunReader:
         self._clock = BoundedCurve()
         self._is_alarmed = False  # whether the last evaluation raised the alarm
         self._start_time: float | None = None  # time of the first line in seconds since the epoch
-        # the run's last step; from `rollout/step` in RL, where a step may have several optimizer steps
+        # the run's last step; in RL it is read from `rollout/step`, since it may have several optimizer steps
         self._step = 0
 
     def _add_metrics_line(self, line: str) -> None:

@@ -29,7 +29,7 @@ PAGE_MARKER = (
     "<!-- the page of a run of wfm_ds -->"  # index.html without this marker is the user's and is not overwritten
 )
 UPDATE_INTERVAL_S = 10.0
-MAX_TIME_SHARE = 0.005  # largest share of the time spent on the page: in long runs it takes longer to write
+MAX_TIME_SHARE = 0.005  # largest fraction of the run's time spent on the page, which takes longer to write in long runs
 MAX_BYTES = 2 << 20
 PACKAGES = ("wfm_ds", "torch", "diffusers", "transformers", "peft", "deepspeed")
 
@@ -65,7 +65,8 @@ def encode_script(content: Mapping[str, Any]) -> str:
     text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     for name in ("panels", "samples"):
         if len(text) > MAX_BYTES:
-            text = json.dumps({**content, name: []}, allow_nan=False, separators=(",", ":"))
+            content = {**content, name: []}
+            text = json.dumps(content, allow_nan=False, separators=(",", ":"))
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return f"wfmRun({text});\n"

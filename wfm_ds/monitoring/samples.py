@@ -19,7 +19,7 @@ from wfm_ds.storage.atomic import finite_or_none
 
 SAMPLES_FILE = "samples.jsonl"
 MIN_CELL = 64  # pixels; smaller samples are enlarged in the grid to be visible
-# Limits for animations, which use about half a byte per pixel and frame: a page with many of them must stay usable.
+# Limits that keep pages with many animations small: a GIF has about half a byte per pixel and frame.
 MAX_ANIMATED_CELL, MAX_ANIMATED_FRAMES = 160, 32
 
 

@@ -1,10 +1,10 @@
-"""Experiment trackers by name. The library of a tracker is imported when a run starts with it.
+"""Experiment trackers by name. A tracker's library is imported only in runs that use the tracker.
 
 tensorboard: event files in the run's folder, without a service.
-wandb: Weights & Biases. Without an API key and without WANDB_MODE it runs offline; the folder can be synced later.
+wandb: Weights & Biases. If neither an API key nor WANDB_MODE is set, it stores the run locally for a later upload.
 mlflow: logs to MLFLOW_TRACKING_URI if that is set, otherwise to a SQLite file in the run's folder.
 trackio: a SQLite file, by default in the run's folder. View it with `TRACKIO_DIR=... trackio show`.
-swanlab: SwanLab. Without an API key and without SWANLAB_MODE it runs offline; the folder can be synced later.
+swanlab: SwanLab. If neither an API key nor SWANLAB_MODE is set, it stores the run locally for a later upload.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MLFLOW_STATUSES = {"finished": "FINISHED", "preempted": "KILLED", "failed": "FAI
 SWANLAB_STATES = {"finished": "success", "preempted": "aborted", "failed": "crashed"}
 TRACKIO_VARIABLE = "TRACKIO_DIR"  # folder of its files; read by trackio at import
 WANDB_SERVICE = "https://api.wandb.ai"
-WANDB_STEP = "step"  # separate from wandb's own step, which cannot decrease: a resumed run repeats steps
+WANDB_STEP = "step"  # our x axis: a resumed run repeats steps, and wandb's own step cannot decrease
 TENSORBOARD_FLUSH_S = 15
 RL_KEY, HELD_OUT_KEY = "reward.functions", "validation.held_out_rewards"
 CHART_LAYOUT: Mapping[str, Mapping[str, tuple[str, list[str]]]] = {
@@ -83,7 +83,7 @@ def chart_layout(recipe: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
 class TensorBoard:
     """Logs numbers, a grid and a table of samples, and videos as GIFs.
 
-    A tag gets a chart only when one of its values is not 0.
+    A tag gets a chart at its first value that is not 0.
     """
 
     name = "tensorboard"
@@ -197,7 +197,7 @@ def has_wandb_key() -> bool:
 
 
 def caption_images(image_class: Callable[..., Any], samples: Sequence[GeneratedSample]) -> list[Any]:
-    """Return the first frame of each sample as an image of a tracker with a caption."""
+    """Return the first frame of each sample with a caption. image_class: image class of a tracker's library."""
     return [image_class(reduce_image(sample.frames[0]), caption=sample_caption(sample)) for sample in samples]
 
 
@@ -220,7 +220,7 @@ class MLflow:
         local_uri = f"sqlite:///{database}"
         uri = run.options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or local_uri
         if uri == local_uri and not database.is_file():
-            run.forget(MLFLOW_ID)  # the run continues on another machine, but its database is not copied
+            run.forget(MLFLOW_ID)  # the run was resumed on another machine, to which the database is not copied
         self._client: Any = MlflowClient(uri)
         self._id = run.load_or_create(MLFLOW_ID, lambda: self._create_run(run, is_here=uri.startswith("sqlite")))
         self._client.update_run(self._id, status="RUNNING")

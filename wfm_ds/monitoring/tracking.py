@@ -22,8 +22,9 @@ log = logging.getLogger(__name__)
 TRACKERS_FOLDER = "trackers"  # folder in the run's folder for local files of trackers
 WANDB_ID, MLFLOW_ID, TRACKIO_ID, SWANLAB_ID = "wandb_id", "mlflow_run", "trackio_run", "swanlab_id"
 RUN_ID_FILES = tuple(f"{TRACKERS_FOLDER}/{name}" for name in (WANDB_ID, MLFLOW_ID, TRACKIO_ID, SWANLAB_ID))
-"""Files in the run's folder with the run's id in a tracker. They are copied with checkpoints, so that a run that
-continues on another machine continues in the tracker too."""
+"""Files in the run's folder with the run's id in each tracker.
+
+They are copied with checkpoints, so that a run resumed on another machine also resumes in the tracker."""
 START_S, FINISH_S = 90.0, 30.0
 MAX_QUEUED_SAMPLES = 4  # evaluations with samples queued for a slow tracker; their images are in memory
 

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, PositiveFloat, PositiveInt, Tag, model_validator
 
+from wfm_ds.recipe.actions import ActionsRecipe, Domain, Viewpoint
 from wfm_ds.recipe.section import Decay, Fraction, Section, UserAddress, UserClass, UserPath, value_form
 from wfm_ds.user_class import is_user_class
 
 BucketSize = tuple[PositiveInt, PositiveInt]
+INPUT_KINDS = ("paired", "folder", "webdataset", "lerobot")  # kinds of captioned videos that can have data.inputs
+EpisodeSlice = Annotated[str, Field(pattern=r"^(-?[0-9]+)?:(-?[0-9]+)?$")]
+"""Episodes by their order, like a Python slice: `0:-500` for all except the last 500."""
+Views = Annotated[list[Annotated[list[str], Field(min_length=1)]], Field(min_length=1)]
 
 
 class DataSetRecipe(Section):
     """One data set of `data.kind: sets`."""
 
     path: UserAddress
-    """Like `data.path`. Relative paths are relative to `data.path`."""
+    """Like `data.path`. Relative paths of folders are relative to `data.path`."""
     weight: PositiveFloat = 1.0
     """Relative sampling weight."""
-    kind: Literal["folder", "hf", "paired", "cosmos", "webdataset"] = "folder"
+    kind: Literal["folder", "hf", "paired", "cosmos", "webdataset", "lerobot"] = "folder"
     """Like `data.kind`."""
     name: Annotated[str, Field(pattern=r"^[^/#\s]+$")] | None = None
     """Prefix of the sample ids. Unset: the last component of `path`."""
@@ -32,6 +38,16 @@ class DataSetRecipe(Section):
     """Like `data.image_column`."""
     split: str = "train"
     """Split of the data set. Only for `kind: hf`."""
+    views: Views | None = None
+    """Like `data.views`."""
+    episodes: EpisodeSlice | None = None
+    """Like `data.episodes`."""
+    actions: ActionsRecipe | None = None
+    """Like `data.actions`. Unset: `data.actions`."""
+    domain: Domain | None = None
+    """Like `data.domain`. Unset: `data.domain`."""
+    viewpoint: Viewpoint | None = None
+    """Like `data.viewpoint`. Unset: `data.viewpoint`."""
 
 
 class PixelsRecipe(Section):
@@ -60,59 +76,45 @@ class VideoRecipe(Section):
     """Maximum number of pixels over all frames of a video. `auto`: the pixels of 0.9 * `max_tokens` tokens."""
 
 
-class ActionsRecipe(Section):
-    """Width, normalization and composition of actions. Read if `data.inputs` contains `actions`."""
-
-    width: PositiveInt | None = None
-    """Numbers per action. Samples with a different width are invalid. Unset: the width of `stats`, else the most common
-    one among the first samples."""
-    stats: UserPath | None = None
-    """JSON file with statistics for `normalize`: lists `q01` and `q99`, or `mean` and `std`, with one number per action
-    component."""
-    normalize: Literal["none", "quantile", "meanstd"] = "none"
-    """`quantile`: map q01 to -1 and q99 to 1. `meanstd`: subtract the mean and divide by std. Constant components
-    become 0. The model and the rewards receive normalized actions."""
-    compose: Literal["sum", "pose"] | None = None
-    """How to combine the actions between two frames of a clip if `data.fps` is below the frame rate of the file. `sum`:
-    add them. `pose`: compose relative poses of 9 numbers (translation and two columns of the rotation matrix), each in
-    the frame of the previous one. Unset: such clips are invalid."""
-
-    @model_validator(mode="after")
-    def _check_stats(self) -> ActionsRecipe:
-        if (self.stats is None) != (self.normalize == "none"):
-            raise ValueError("stats and normalize belong together: set both, or neither")
-        return self
-
-
 class DataRecipe(Section):
     """Training data: captioned images or videos (SFT, RL), preference pairs (DPO), prompts (RL) or conversations
     (vlm_sft). If a description starts with kinds, such as `hf:`, the key is only for these kinds."""
 
-    kind: Literal["folder", "hf", "paired", "cosmos", "webdataset", "sets", "pairs", "prompts", "llava"] | UserClass
+    kind: (
+        Literal["folder", "hf", "paired", "cosmos", "webdataset", "lerobot", "sets", "pairs", "prompts", "llava"]
+        | UserClass
+    )
     """Format of the data. Captioned images or videos: `folder`, any layout of docs/data_layouts.md, detected
     automatically; `paired`, NAME.png or NAME.mp4 with NAME.txt or a NAME.json with `prompt`; `cosmos`, videos/NAME.mp4
-    with metas/NAME.txt; `webdataset`, tar shards; `hf`, a data set of the datasets library by Hub id or folder; `sets`,
-    a weighted mix of these; `package.module:Class`, your own reader. DPO: `pairs`, a .jsonl file with `prompt`,
-    `chosen` and `rejected`, or tar shards. RL: `prompts`, a prompt set; captioned images or videos for ddrl and for
-    conditioning frames. vlm_sft: `llava`, conversations about images and videos (docs/reasoner.md)."""
+    with metas/NAME.txt; `webdataset`, tar shards; `hf`, a data set of the datasets library by Hub id or folder;
+    `lerobot`, recorded episodes of robots (docs/robots.md); `sets`, a weighted mix of these; `package.module:Class`,
+    your own reader. DPO: `pairs`, a .jsonl file with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a
+    prompt set; captioned images or videos for ddrl and for conditioning frames. vlm_sft: `llava`, conversations about
+    images and videos (docs/reasoner.md)."""
     path: Annotated[
         Annotated[UserAddress, Tag("scalar")] | Annotated[list[UserAddress], Field(min_length=1), Tag("list")],
         Discriminator(value_form),
     ]
     """Location of the data: usually a folder. sets: the folder that paths of the sets are relative to. hf:
-    `owner/name` or a folder. webdataset: tar files (a path, a glob, a range {000..123} or a list of these), local or
-    s3://. pairs: the same, or a .jsonl file. llava: annotations (a .json or .jsonl file, a folder or a list of these;
-    s3:// folders end with a slash)."""
+    `owner/name` or a folder. lerobot: the same, or an s3:// folder; the data sets below a folder are read together.
+    webdataset: tar files (a path, a glob, a range {000..123} or a list of these), local or s3://. pairs: the same, or a
+    .jsonl file. llava: annotations (a .json or .jsonl file, a folder or a list of these; s3:// folders end with a
+    slash)."""
     sets: Annotated[list[DataSetRecipe], Field(min_length=1)] | None = None
     """sets: the data sets to mix, sampled in proportion to their weights (docs/data_layouts.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Your own kind: keyword arguments of its constructor. hf: keyword arguments of load_dataset, such as `name` and
-    `revision`."""
+    `revision`. lerobot: `revision`, a branch, tag or commit on the Hub."""
+    views: Views | None = None
+    """lerobot: cameras to show, in rows from top to bottom: `[[wrist], [left, right]]` shows two cameras of half the
+    size below the first. Unset: the only camera."""
+    episodes: EpisodeSlice | None = None
+    """lerobot: episodes to use, by their order: `0:-500` for all except the last 500. Unset: all."""
     streaming: bool = False
     """hf, SFT only: stream the rows in stored order instead of writing them to disk first (docs/data_processing.md).
     Needs `shuffle: false` and, for Hub data sets, a commit in `options.revision`."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
-    """folder: caption for images and videos that have none. Unset: such files are invalid."""
+    """folder, lerobot: caption for images, videos and episodes that have none. Unset: these are invalid."""
     caption_column: str | None = None
     """folder, hf: column with the captions. Unset: the first of `text`, `prompt` and `caption` that exists."""
     image_column: str | None = None
@@ -164,7 +166,13 @@ class DataRecipe(Section):
     numbers or the name of an .npy file in the same folder (docs/inputs.md). All samples must have them, and the model
     must support them."""
     actions: ActionsRecipe = ActionsRecipe()
-    """Width, normalization and composition of actions."""
+    """Action space, width, normalization and composition of actions."""
+    domain: Domain | None = None
+    """Input `domain` of all samples: the name of a robot that Cosmos3 knows, such as `droid_lerobot`, or its number
+    (docs/robots.md). Unset: the value in NAME.json."""
+    viewpoint: Viewpoint | None = None
+    """Position of the camera in the captions of Cosmos3 with actions, or a sentence that describes it (docs/robots.md).
+    Unset: `ego_view`."""
     workers: Annotated[int, Field(ge=1, le=256)] = 2
     """Threads per rank that read and decode samples ahead."""
     allow_pickle: bool = False
@@ -217,9 +225,17 @@ class DataRecipe(Section):
             name = one.name or one.path.rstrip("/").rpartition("/")[2]
             if name in recipes:
                 raise ValueError(f"two sets are called {name}: rename one of them")
-            path = one.path if "://" in one.path or one.kind == "hf" else str(self.folder / one.path)
-            keys = one.model_dump(include={"kind", "prompt", "caption_column", "image_column", "split"})
+            is_named = one.kind == "hf" or (one.kind == "lerobot" and not os.path.isdir(self.folder / one.path))
+            path = one.path if "://" in one.path or is_named else str(self.folder / one.path)
+            keys = one.model_dump(
+                include={"kind", "prompt", "caption_column", "image_column", "split", "views", "episodes"}
+            )
             shared = self.model_dump(include={"max_bad_fraction", "cache_dir"})
+            if one.kind in INPUT_KINDS:
+                shared["inputs"] = self.inputs
+                for key in ("actions", "domain", "viewpoint"):
+                    own = getattr(one, key)
+                    shared[key] = getattr(self, key) if own is None else own
             recipes[name] = (DataRecipe(path=path, **keys, **shared), one.weight)
         return recipes
 
@@ -229,20 +245,26 @@ class DataRecipe(Section):
 
     @model_validator(mode="after")
     def _check_kind(self) -> DataRecipe:
-        if self.options and not self.is_user_kind and self.kind != "hf":
-            raise ValueError(f"options is only for kind hf or package.module:Class, not {self.kind}: remove it")
+        if self.options and not self.is_user_kind and self.kind not in ("hf", "lerobot"):
+            raise ValueError(
+                f"options is only for kind hf, lerobot or package.module:Class, not {self.kind}: remove it"
+            )
+        if self.kind == "lerobot" and self.options.keys() - {"revision"}:
+            raise ValueError(f"options of kind lerobot has only the key revision, not {', '.join(self.options)}")
         if "streaming" in self.options and self.kind == "hf":
             raise ValueError("options.streaming: use the key data.streaming instead")
         self._check_streaming()
         if (self.kind == "sets") != (self.sets is not None):
             raise ValueError("kind sets and the key sets belong together: set both, or neither")
         self.set_recipes()
-        if self.kind != "folder":
-            self.require_defaults("prompt", unless="kind: folder")
+        if self.kind not in ("folder", "lerobot"):
+            self.require_defaults("prompt", unless="kind: folder or lerobot")
+        if self.kind != "lerobot":
+            self.require_defaults("views", "episodes", unless="kind: lerobot")
         if self.kind not in ("folder", "hf"):
             self.require_defaults("caption_column", "image_column", unless="kind: folder or hf")
         many = self.kind in ("webdataset", "pairs", "llava") or self.is_user_kind
-        if not many and (not isinstance(self.path, str) or "://" in self.path):
+        if not many and (not isinstance(self.path, str) or ("://" in self.path and self.kind != "lerobot")):
             raise ValueError(f"kind {self.kind} reads one local folder: lists and URLs are for webdataset and pairs")
         addresses = (*self.shard_patterns, self.media_path or "")
         if self.kind == "llava" and any("://" in a and not a.startswith("s3://") for a in addresses):
@@ -255,12 +277,16 @@ class DataRecipe(Section):
             raise ValueError(f"allow_pickle is for the embeddings of kind cosmos, not {self.kind}: remove it")
         if self.prompt is not None and not self.prompt.strip():
             raise ValueError("prompt is blank: set a caption, or remove it")
-        if self.inputs and not (self.kind in ("paired", "folder", "webdataset", "sets") or self.is_user_kind):
-            raise ValueError(f"inputs is for kind paired, folder, webdataset or sets, not {self.kind}: remove it")
+        if self.inputs and not (self.kind in (*INPUT_KINDS, "sets") or self.is_user_kind):
+            raise ValueError(f"inputs is for kind {', '.join(INPUT_KINDS)} or sets, not {self.kind}: remove it")
         if len(set(self.inputs)) < len(self.inputs):
             raise ValueError(f"inputs has duplicates: {self.inputs}")
         if "actions" not in self.inputs:
-            self.require_defaults("actions", unless="inputs: [actions]")
+            self.require_defaults("actions", "viewpoint", unless="inputs: [actions]")
+        if self.actions.space is not None and self.kind not in ("lerobot", "sets") and not self.is_user_kind:
+            raise ValueError(f"actions.space is for kind lerobot or sets, not {self.kind}: remove it")
+        if "domain" not in self.inputs:
+            self.require_defaults("domain", unless="inputs: [actions, domain]")
         if isinstance(self.buckets, list) and len(set(self.buckets)) < len(self.buckets):
             raise ValueError(f"buckets has a duplicate size: {[list(size) for size in self.buckets]}")
         if self.choose == "even":

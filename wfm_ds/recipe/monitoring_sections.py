@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from wfm_ds.recipe.data import EpisodeSlice
 from wfm_ds.recipe.section import Section, Seed, UserAddress, UserPath
 from wfm_ds.recipe.sections import HeldOutReward
 
@@ -33,6 +34,11 @@ class ValidationRecipe(Section):
     `logging.num_samples` samples."""
     seeds: list[Seed] = Field(default=[1000001], min_length=1)
     """Noise seeds. Each prompt is sampled once per seed."""
+    clips: Annotated[int, Field(ge=1, le=99)] = 1
+    """Number of clips per sample, for samples conditioned on frames. Each clip has `sampling.num_frames` frames and
+    continues the last frames of the clip before it, with the next actions or camera poses. Scores are reported by
+    clip, with the similarity to the recorded video (docs/long_videos.md). Videos in the data that are too short for
+    all clips are skipped."""
     rollout_correlation: bool = False
     """RL: also sample the same prompts and seeds with the rollout's steps and solver, and report the rank correlation
     of the two rewards (docs/choosing.md)."""
@@ -45,8 +51,12 @@ class ValidationRecipe(Section):
     path: UserAddress | None = None
     """Validation data in the format of `data.kind`, for the validation loss (SFT, DPO) and for samples conditioned on
     frames. Unset: the `holdout` fraction of the training data; in RL the training data."""
+    episodes: EpisodeSlice | None = None
+    """Episodes of `data.kind: lerobot` to validate on instead of the `holdout` fraction, by their order: `-500:` for
+    the last 500. They are not trained on."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    """SFT and DPO: fraction of the training data held out for validation, selected by a hash of the sample id."""
+    """SFT and DPO: fraction of the training data held out for validation, selected by a hash of the sample id (lerobot:
+    of the episode)."""
     num_images: PositiveInt = 64
     """SFT and DPO: number of samples for the validation loss, each at eight noise levels. The first samples by id are
     used."""

@@ -21,6 +21,7 @@ from wfm_ds.recipe.algorithms import (
 )
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.monitoring_sections import LoggingRecipe, ValidationRecipe
+from wfm_ds.recipe.rollout import RolloutRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.section import Section
 from wfm_ds.recipe.sections import (
@@ -34,7 +35,6 @@ from wfm_ds.recipe.sections import (
     OptimizerRecipe,
     RewardFunction,
     RewardRecipe,
-    RolloutRecipe,
     RunRecipe,
 )
 from wfm_ds.recipe.weight_checks import check_weights
@@ -262,6 +262,12 @@ class Recipe(Section):
                 f"(algorithm.min_num_conditional_frames {least}): remove it, and set validation.path"
             )
 
+        if self.validation.clips > 1 and self.algorithm.conditioning_frame_range[1] == 0:
+            raise ValueError(
+                f"validation.clips {self.validation.clips} continues clips by conditioning frames: set "
+                "algorithm.max_num_conditional_frames, or remove it"
+            )
+
     def _check_trajectories(self) -> None:
         """Check data.inputs and rollout.trajectories.
 
@@ -406,7 +412,7 @@ CONDITIONAL_KEYS = (
     ),
     ConditionalKeys(
         "validation",
-        ("prompts", "num_prompts", "seeds", "held_out_rewards"),
+        ("prompts", "num_prompts", "seeds", "clips", "held_out_rewards"),
         lambda recipe: not recipe.algorithm.trains_language,
     ),
     ConditionalKeys("validation", ("rollout_correlation",), lambda recipe: recipe.uses_rewards),
@@ -415,6 +421,7 @@ CONDITIONAL_KEYS = (
         ("path",),
         lambda recipe: not recipe.is_rl or recipe.algorithm.conditioning_frame_range[1] > 0,
     ),
+    ConditionalKeys("validation", ("episodes",), lambda recipe: recipe.data.kind == "lerobot"),
     ConditionalKeys("validation", ("holdout", "num_images"), lambda recipe: not recipe.is_rl),
     ConditionalKeys("logging", ("sample_every",), lambda recipe: not recipe.algorithm.trains_language),
 )

@@ -19,6 +19,7 @@ from pydantic_core import ErrorDetails
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.algorithms import find_user_settings
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.recipe.section import CLASS_PATTERN
 from wfm_ds.recipe.tree import KeyPath, RecipeProblem, RecipeTree, join_key_path
 from wfm_ds.user_class import CLASS_PATH_FORM
 
@@ -158,7 +159,7 @@ def _describe_member(slot: SchemaNode) -> str:
         return f"a mapping with keys of {', '.join(slot.type.model_fields)}"
     if origin is dict:
         return "a mapping"
-    if any(getattr(c, "pattern", None) for c in slot.constraints):
+    if any(getattr(c, "pattern", None) == CLASS_PATTERN for c in slot.constraints):
         return CLASS_PATH_FORM
     bounds = [
         f"{BOUND_SYMBOLS[type(c)][1]} {getattr(c, BOUND_SYMBOLS[type(c)][0])}"

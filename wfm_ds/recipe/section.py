@@ -90,7 +90,8 @@ DeviceName = Annotated[str, AfterValidator(check_device_name)]
 HubName = Annotated[str, AfterValidator(check_hub_name)]
 StorageAddress = Annotated[str, AfterValidator(check_storage_address)]
 """An s3:// address, without a trailing slash, to which a run's files are copied."""
-UserClass = Annotated[str, Field(pattern=r"^[^:\s]+:[^:\s]+$")]
+CLASS_PATTERN = r"^[^:\s]+:[^:\s]+$"
+UserClass = Annotated[str, Field(pattern=CLASS_PATTERN)]
 """Import path of a user's class: `package.module:Class` (user_class.py)."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]

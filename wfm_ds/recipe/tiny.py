@@ -58,7 +58,13 @@ TINY_FAMILIES = (
     # The models of the quickstarts, by the folders of their runs.
     TinyFamily("moving", ("quickstart-video",), is_video=True),
     TinyFamily(
-        "world", ("quickstart-world",), height=8, width=16, is_video=True, has_action_inputs=True, has_guardrail=True
+        "world",
+        ("quickstart-world", "quickstart-long"),
+        height=8,
+        width=16,
+        is_video=True,
+        has_action_inputs=True,
+        has_guardrail=True,
     ),
     TinyFamily("digits", ("quickstart",), height=8, width=8),
 )
@@ -86,9 +92,12 @@ LORA_RANK = 4
 MAX_SEQUENCE_PARALLEL = 2  # the tiny networks have two attention heads
 CLIP_FPS = 8.0
 NUM_ACTION_FRAMES, ACTION_SIZE = 9, (8, 16)  # of the brightness clips
+MAX_HISTORY_CLIPS, MAX_VALIDATION_CLIPS = 1, 2  # with actions; the other built-in videos are too short
 CAMERA_INPUTS, ACTION_INPUTS = frozenset({"c2w", "intrinsics"}), frozenset({"actions", "domain"})
 # Rewards that need no weights: for any data, for prompts (the built-in ones name colours), and for actions.
-WEIGHT_FREE_REWARDS = frozenset({"mock", "jpeg_compressibility", "jpeg_incompressibility", "motion", "consistency"})
+WEIGHT_FREE_REWARDS = frozenset(
+    {"mock", "jpeg_compressibility", "jpeg_incompressibility", "motion", "consistency", "continuation"}
+)
 PROMPT_REWARDS = frozenset({"color"})
 ACTION_REWARDS = frozenset({"brightness", "seen_action"})
 
@@ -231,7 +240,7 @@ def _data_section(recipe: Recipe) -> Values:
     if set(data.inputs) <= CAMERA_INPUTS:
         source, is_video = "room/clips", recipe.sampling.num_frames > 1
     elif set(data.inputs) <= ACTION_INPUTS:
-        source, is_video = "brightness", True
+        source, is_video = "walks" if _needs_long_videos(recipe) else "brightness", True
     else:
         raise RecipeError(
             f"data.inputs {', '.join(data.inputs)}: --tiny has clips with {', '.join(sorted(CAMERA_INPUTS))} or "
@@ -239,6 +248,10 @@ def _data_section(recipe: Recipe) -> Values:
         )
     source, fps = (source, CLIP_FPS) if is_video else ("digits/images", None)
     return kept | {"kind": "paired", "path": str(folder / source), "fps": fps, "max_upscale": 8.0}
+
+
+def _needs_long_videos(recipe: Recipe) -> bool:
+    return recipe.validation.clips > 1 or (recipe.is_rl and recipe.rl.rollout.history.clips > 0)
 
 
 def _engine_keys(recipe: Recipe, world_size: int) -> Values:
@@ -317,6 +330,7 @@ def _rollout_keys(recipe: Recipe) -> Values:
     keys: Values = {"prompts_per_step": max(2, recipe.rl.algorithm.num_sample_parts), "group_size": GROUP_SIZE}
     keys |= {"base_precision": None, "cuda_graph": False, "trajectory_library": None, "keys": None, "bind": "ipc"}
     keys |= {"devices": None, "policy_folder": None, "spawn": 1}
+    keys["history"] = {"clips": min(rollout.history.clips, MAX_HISTORY_CLIPS if "actions" in recipe.data.inputs else 0)}
     return keys | ({"trajectories": "shuffle"} if rollout.trajectories == "library" else {})
 
 
@@ -355,10 +369,12 @@ def _stand_in_rewards(recipe: Recipe) -> dict[str, float]:
 
 def _validation_keys(recipe: Recipe) -> Values:
     validation = recipe.validation
-    keys: Values = {"every": 0, "path": None}
+    most_clips = MAX_VALIDATION_CLIPS if "actions" in recipe.data.inputs else 1
+    keys: Values = {"every": 0, "path": None, "episodes": None, "clips": min(validation.clips, most_clips)}
     if not recipe.algorithm.trains_language:
         keys |= {"prompts": None, "num_prompts": 2, "seeds": validation.seeds[:1]}
         keys["held_out_rewards"] = _list_held_out_rewards(recipe)
     if not recipe.is_rl:
-        keys |= {"holdout": 0.2 if validation.holdout > 0 or validation.path else 0.0, "num_images": 4}
+        has_holdout = validation.holdout > 0 or validation.path or validation.episodes
+        keys |= {"holdout": 0.2 if has_holdout else 0.0, "num_images": 4}
     return keys

@@ -6,7 +6,8 @@ from typing import Protocol
 
 from wfm_ds.recipe.algorithms import AlgorithmSettings
 from wfm_ds.recipe.algorithms.base import RecipeSections
-from wfm_ds.recipe.sections import BasePrecision, LoraRecipe, RolloutRecipe
+from wfm_ds.recipe.rollout import RolloutRecipe
+from wfm_ds.recipe.sections import BasePrecision, LoraRecipe
 
 
 class WeightSections(RecipeSections, Protocol):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -17,7 +18,9 @@ from wfm_ds.rollout.groups import (
     plan_step_samples,
     stack_conditioning_frames,
 )
-from wfm_ds.rollout.rewards import FiniteCheck, RewardClient, ScoringQueue, gather_scores
+from wfm_ds.rollout.histories import HistoryLayout, ReplicaHistories
+from wfm_ds.rollout.rewards import RewardClient, gather_scores
+from wfm_ds.rollout.scoring_queue import FiniteCheck, ScoringQueue
 from wfm_ds.runs.job import Job
 from wfm_ds.sampling.denoise import SamplingPlan, Trajectory
 from wfm_ds.types import Score
@@ -26,10 +29,21 @@ from wfm_ds.types import Score
 class ColocatedSource:
     """Rollout source that generates the samples on the training ranks and sends them to the reward service."""
 
-    def __init__(self, job: Job, groups: GroupSource, rewards: RewardClient | None, algorithm: RlAlgorithm) -> None:
-        """rewards: client of the reward service. None: the samples are neither decoded nor scored."""
+    def __init__(
+        self,
+        job: Job,
+        groups: GroupSource,
+        rewards: RewardClient | None,
+        algorithm: RlAlgorithm,
+        layout: HistoryLayout | None = None,
+    ) -> None:
+        """rewards: client of the reward service. None: the samples are neither decoded nor scored.
+
+        layout: clips before the samples, and their recordings. None: there are none.
+        """
         self.job, self.groups, self.rewards, self.algorithm = job, groups, rewards, algorithm
         self.settings = job.recipe.rl.rollout
+        self.histories = None if layout is None else ReplicaHistories(job, layout)
         self.scoring = FiniteCheck() if rewards is None else ScoringQueue(job, rewards)
 
     def publish_policy(self, step: int) -> None:
@@ -47,8 +61,11 @@ class ColocatedSource:
 
         Each replica generates its shard of the samples.
         """
-        samples = self.plan_samples(self.groups.step_groups(step), self.settings.group_size, step)
-        return self.generate_samples(samples, self.algorithm.plan(step))
+        groups, plan = self.groups.step_groups(step), self.algorithm.plan(step)
+        if self.histories is not None:
+            with self.rollout_policy():
+                groups = self.histories.start_samples(groups, plan)
+        return self.generate_samples(self.plan_samples(groups, self.settings.group_size, step), plan)
 
     def plan_samples(
         self, groups: Sequence[Group], group_size: int, step: int, *, first_group: int = 0
@@ -64,6 +81,17 @@ class ColocatedSource:
             first_group=first_group,
         )
 
+    @contextlib.contextmanager
+    def rollout_policy(self) -> Iterator[None]:
+        """Use the rollout policy without gradients in the `with` block."""
+        engine = self.job.engine
+        with (
+            engine.use_policy(self.algorithm.rollout_policy, merge=self.settings.merge_lora),
+            engine.replay_graphs(),
+            torch.no_grad(),
+        ):
+            yield
+
     def generate_samples(self, samples: Sequence[RolloutSample], plan: SamplingPlan) -> StepRollouts:
         """Denoise this replica's shard of the samples with the rollout policy and send it for scoring. Collective.
 
@@ -76,11 +104,7 @@ class ColocatedSource:
         local = samples[shard.start : shard.stop]
         padded = [*local, *[samples[0]] * (len(shards[0]) - len(local))]
         trajectories: list[tuple[Sequence[RolloutSample], Trajectory]] = []
-        with (
-            job.engine.use_policy(self.algorithm.rollout_policy, merge=self.settings.merge_lora),
-            job.engine.replay_graphs(),
-            torch.no_grad(),
-        ):
+        with self.rollout_policy():
             for chunk in split_into_chunks(padded, job.recipe.engine.max_forward_batch):
                 trajectory = job.sampler.generate(
                     "rollout",
@@ -96,7 +120,8 @@ class ColocatedSource:
                 if unpadded:
                     with job.timer("decode"):
                         clean = trajectory.clean_latents[: len(unpadded)]
-                        self.scoring.submit(clean, [s.sample_id for s in unpadded], [s.prompt for s in unpadded])
+                        ids, prompts = [s.sample_id for s in unpadded], [s.prompt for s in unpadded]
+                        self.scoring.submit(clean, ids, prompts, [s.group.reference for s in unpadded])
         with job.timer("decode"):
             failures = self.scoring.flush()
         rollouts = [

@@ -11,37 +11,44 @@ import json
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from wfm_ds.algorithms.advantages import group_variance
-from wfm_ds.data.batch_reader import BatchReader, TrainingSample, read_on_leader
 from wfm_ds.data.prompt_weights import RewardStdTable, Weights, draw_prompts
 from wfm_ds.data.prompts import PromptOrder
-from wfm_ds.data.samples import pack_prompt, unpack_prompt
+from wfm_ds.data.samples import pack_prompt
 from wfm_ds.rollout.rewards import Scores
-from wfm_ds.rollout.trajectories import CounterfactualTrajectories
 from wfm_ds.sampling.denoise import Trajectory
 from wfm_ds.seeds import derive_seed
 from wfm_ds.types import ConditioningFrames, Prompt, Rollout, Score, Transition
 
-if TYPE_CHECKING:
-    from wfm_ds.runs.job import Job
-
 log = logging.getLogger(__name__)
+
+Images: TypeAlias = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Prompt and data that all samples of a group share."""
+    """Prompt and data that all samples of a group share.
+
+    A group with history continues clips that the rollout policy generates first (histories.py). Before that, `prompt`
+    has the inputs of all clips, and `data` the conditioning frames of the first clip.
+    """
 
     prompt: Prompt
     data: Tensor | None = None  # clean latents [C,...] float32 of the captioned sample, on replicas that need them
     num_conditioning_frames: int = 0  # number of latent frames at the start of `data` that condition the samples
+    history_seeds: tuple[int, ...] = ()  # noise seeds of the clips before the samples
+    recording: Images | None = None  # [frames of all clips,H,W,3], on the leaders of replicas that need it
+    clip: int = 0  # index of the samples' clip; 0 although there are history_seeds: the history was not finite
+    reference: Images | None = None  # [T,H,W,3]: how the recording continues, after encoding and decoding
 
 
 def stack_conditioning_frames(groups: Sequence[Group]) -> ConditioningFrames | None:
@@ -174,76 +181,6 @@ class RewardStdGroups:
     def _prompts_hash(self) -> str:
         packed = json.dumps([pack_prompt(prompt) for prompt in self.prompts], sort_keys=True)
         return hashlib.blake2b(packed.encode(), digest_size=16).hexdigest()
-
-
-class CaptionedGroups:
-    """Group source for captioned images or videos.
-
-    Group g of RL step s is at position (s-1) * num_groups + g of the data order. Each replica reads and encodes only
-    the data of its own samples. Replicas exchange their captions, because a replica may have replaced a corrupt sample.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        reader: BatchReader,
-        encode: Callable[[Sequence[TrainingSample]], Tensor] | None,
-        num_conditioning_frames: tuple[int, int] = (0, 0),
-        trajectories: CounterfactualTrajectories | None = None,
-    ) -> None:
-        """Create the source from a data reader.
-
-        encode: collective function that encodes samples to clean latents [B, ...] float32, for `Group.data`.
-        num_conditioning_frames: smallest and largest number of conditioning frames of a group, in latent frames.
-        trajectories: object that replaces the recorded actions and camera paths. None keeps them.
-        """
-        self.trajectories = trajectories
-        self.job, self.reader, self.encode, self.num_conditioning_frames = job, reader, encode, num_conditioning_frames
-        self.num_groups, size = job.recipe.rl.rollout.prompts_per_step, job.recipe.rl.rollout.group_size
-        first = job.world.dp_rank * job.run_sizes.samples_per_rank
-        self.local_groups = range(first // size, (first + job.run_sizes.samples_per_rank - 1) // size + 1)
-        self._reader_states: dict[int, dict[str, Any]] = {}  # (corrupt files) before each step
-
-    def step_groups(self, step: int) -> list[Group]:
-        job = self.job
-        self._reader_states.setdefault(step, self.reader.state())
-        positions = [(step - 1) * self.num_groups + g for g in self.local_groups]
-        with job.timer("data_wait"):
-            next_positions = [position + self.num_groups for position in positions]
-            samples = read_on_leader(job.world, lambda: self.reader.read_positions(positions, ahead=next_positions))
-        with job.timer("encode"):
-            # One by one: the last bits of a latent must not depend on the batch.
-            encode = self.encode
-            local = dict(zip(self.local_groups, samples, strict=True))
-            data = {} if encode is None else {g: encode([s])[0] for g, s in local.items()}
-        captions = [[g, pack_prompt(s.prompt)] for g, s in local.items()]
-        prompts = {g: unpack_prompt(packed) for part in job.world.gather_from_leaders(captions) for g, packed in part}
-        if self.trajectories is not None:
-            in_order = [prompts[g] for g in range(self.num_groups)]
-            prompts = dict(enumerate(self.trajectories.replace_trajectories(in_order, step)))
-        return [
-            Group(prompt=prompts[g], data=data.get(g), num_conditioning_frames=self._draw_num_frames(step, g))
-            for g in range(self.num_groups)
-        ]
-
-    def _draw_num_frames(self, step: int, group: int) -> int:
-        low, high = self.num_conditioning_frames
-        return low + derive_seed(self.job.recipe.run.seed, "given_frames", step, group) % (high - low + 1)
-
-    def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
-        """Delete the reader states that were stored for finished steps. The rewards are not used."""
-        self._reader_states = {later: state for later, state in self._reader_states.items() if later > step}
-
-    def data_metrics(self) -> dict[str, float]:
-        return self.reader.bad_counts(self.job.world.sum_over_replicas)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the readers' state before the first unfinished step. A resumed run reads this step again."""
-        reader_state = self._reader_states[min(self._reader_states)] if self._reader_states else self.reader.state()
-        return {"sources": self.job.world.gather_from_leaders(reader_state)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.reader.restore_from_ranks(state["sources"], self.job.world.dp_rank, self.job.world.dp_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

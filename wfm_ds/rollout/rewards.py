@@ -6,11 +6,10 @@ Every sample gets a Score for every reward: a finite number, or a failure with a
 from __future__ import annotations
 
 import uuid
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +37,8 @@ LATENTS = "latents"  # name in the failed Scores of runs without rewards
 NUM_REASONS = 5  # failure reasons in one log line
 Scores = dict[str, dict[str, Score]]
 """{sample id: {reward name: Score}}."""
+References: TypeAlias = Sequence[npt.NDArray[np.uint8] | None]
+"""Recorded frames [T,H,W,3] that samples should show, one item per sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class RewardClient:
         """
         self._reward = reward
         self.names = [function.name for function in reward.functions]
+        self.needs_reference = False  # whether a reward of the service compares samples with references
         self._lost_after_s = lost_after_s
         # Unique: the service treats tasks with equal ids as the same work, also across sessions of a run.
         self._client_id = f"{client}-{uuid.uuid4().hex[:12]}"
@@ -89,16 +91,19 @@ class RewardClient:
 
     def submit(self, batch: MediaBatch) -> None:
         """Send a copy of the batch to the service, which scores it with all rewards. Does not wait for the scores."""
-        media = np.array(batch.media)
+        media, references = list(np.array(batch.media)), batch.references if self.needs_reference else ()
         rows = [
             {"id": sample_id, "prompt": batch.prompts[i], "metadata": dict(batch.metadata[i]), "fps": batch.fps}
             | ({"inputs": pack_arrays(batch.inputs[i])} if batch.inputs and batch.inputs[i] else {})
             for i, sample_id in enumerate(batch.sample_ids)
         ]
+        for i, reference in enumerate(references):
+            if reference is not None:  # one array per row: the reference follows the video's own frames
+                media[i], rows[i]["reference"] = np.concatenate([media[i], reference]), len(reference)
         deadline_s = self._pipe.now_s() + self._reward.timeout_s
         max_rows = {f"score:{reward}": max_batch for reward, max_batch in self._max_batch.items()}
         for piece in submit_rows(
-            self._pipe.submit, rows, list(media), max_rows, self._new_task_id, deadline_s + DEADLINE_SLACK_S
+            self._pipe.submit, rows, media, max_rows, self._new_task_id, deadline_s + DEADLINE_SLACK_S
         ):
             sample_ids = tuple(batch.sample_ids[piece.start : piece.stop])
             ticket = _RewardTask(piece.kind.removeprefix("score:"), sample_ids, deadline_s)
@@ -144,6 +149,7 @@ class RewardClient:
                 f"the reward service at {self._pipe.endpoint} computes {function.name} with the options "
                 f"{info.get('options')}, but the recipe has {function.options}: change one of them"
             )
+        self.needs_reference = self.needs_reference or bool(info.get("needs_reference"))
         return int(info["max_batch"])
 
     def _new_task_id(self, kind: str) -> str:
@@ -209,6 +215,27 @@ def decode_in_replica(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8],
     return ReplicaDecoding(job, latents).wait()
 
 
+def decode_on_all_ranks(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
+    """Do the same as `decode_in_replica`, but return the images on all ranks of the replica."""
+    images, is_finite = decode_in_replica(job, latents)
+    shared = job.world.broadcast_tensor_in_replica(torch.from_numpy(images) if job.world.is_leader else None)
+    return shared.cpu().numpy(), is_finite
+
+
+def list_reference_rewards(reward: RewardRecipe | None) -> list[str]:
+    """Return the names of the rewards that compare samples with recordings.
+
+    The user's classes in a running service are omitted, because they may not exist here.
+    """
+    from wfm_reward import registry
+
+    if reward is None:
+        return []
+    known = registry.list_reward_names()
+    names = [f.name for f in reward.functions if reward.spawn or f.name.partition("/")[0] in known]
+    return [name for name in names if registry.get_reward_class(name).needs_reference]
+
+
 class ReplicaDecoding:
     """Decodes samples on all ranks of a replica. Each rank decodes a contiguous shard."""
 
@@ -228,84 +255,6 @@ class ReplicaDecoding:
         return self._world.gather_replica_rows(images, self._counts), is_finite
 
 
-class ScoringQueue:
-    """Decodes denoised chunks and sends them to the reward service. All methods are collective in the replica.
-
-    On a GPU, a side stream decodes a chunk while the next chunk is denoised. Chunks are merged until every rank of the
-    replica has a sample to decode.
-    """
-
-    def __init__(self, job: Job, rewards: RewardClient) -> None:
-        self.job, self.rewards = job, rewards
-        self._fps = job.recipe.sampling.fps if job.model.is_video else None
-        self._waiting: list[DenoisedChunk] = []  # fewer samples than ranks
-        self._decoding: deque[tuple[ReplicaDecoding, DenoisedChunk]] = deque()  # at most two
-        self._failures: Scores = {}
-
-    def submit(self, latents: Tensor, sample_ids: Sequence[str], prompts: Sequence[Prompt]) -> None:
-        """Start decoding a chunk, and send the previous chunk for scoring.
-
-        On a CPU, decoding ends before this method returns, and this chunk is sent too.
-        """
-        self._waiting.append(DenoisedChunk(latents, sample_ids, prompts))
-        if sum(len(chunk.latents) for chunk in self._waiting) >= self.job.world.sp_size:
-            self._start_decoding()
-            self._send_decoded(num_kept=int(self._decoding[-1][0].is_pending))
-
-    def flush(self) -> Scores:
-        """Send the remaining chunks for scoring.
-
-        Returns failed Scores for the samples with non-finite latents since the last call.
-        """
-        if self._waiting:
-            self._start_decoding()
-        self._send_decoded(num_kept=0)
-        failures, self._failures = self._failures, {}
-        return failures
-
-    def _start_decoding(self) -> None:
-        chunk, self._waiting = DenoisedChunk.concatenate(self._waiting), []
-        self._decoding.append((ReplicaDecoding(self.job, chunk.latents), chunk))
-
-    def _send_decoded(self, num_kept: int) -> None:
-        """Send the decoded chunks for scoring in order, except for the last `num_kept` chunks."""
-        while len(self._decoding) > num_kept:
-            decoding, chunk = self._decoding.popleft()
-            images, is_finite = decoding.wait()
-            self._failures |= submit_finite_samples(
-                self.rewards, images, is_finite, chunk.sample_ids, chunk.prompts, self._fps
-            )
-
-
-class FiniteCheck:
-    """Replaces ScoringQueue in runs without rewards: it only finds samples whose latents are not finite."""
-
-    def __init__(self) -> None:
-        self._chunks: list[tuple[Tensor, Sequence[str]]] = []  # (whether each sample is finite, sample ids)
-
-    def submit(self, latents: Tensor, sample_ids: Sequence[str], prompts: Sequence[Prompt]) -> None:
-        self._chunks.append((latents.flatten(1).isfinite().all(1), sample_ids))  # read later, to not wait for the GPU
-
-    def flush(self) -> Scores:
-        """Return failed Scores for the samples with non-finite latents since the last call."""
-        chunks, self._chunks = self._chunks, []
-        failed = [i for is_finite, ids in chunks for i, ok in zip(ids, is_finite.tolist(), strict=True) if not ok]
-        return {i: {LATENTS: Score(sample_id=i, reward=LATENTS, failure=NOT_FINITE)} for i in failed}
-
-
-@dataclass(frozen=True, slots=True)
-class DenoisedChunk:
-    latents: Tensor  # [B, ...]
-    sample_ids: Sequence[str]
-    prompts: Sequence[Prompt]
-
-    @classmethod
-    def concatenate(cls, chunks: Sequence[DenoisedChunk]) -> DenoisedChunk:
-        latents = chunks[0].latents if len(chunks) == 1 else torch.cat([chunk.latents for chunk in chunks])
-        ids = [sample_id for chunk in chunks for sample_id in chunk.sample_ids]
-        return cls(latents, ids, [prompt for chunk in chunks for prompt in chunk.prompts])
-
-
 def submit_finite_samples(
     rewards: RewardClient,
     images: npt.NDArray[np.uint8],
@@ -313,10 +262,12 @@ def submit_finite_samples(
     sample_ids: Sequence[str],
     prompts: Sequence[Prompt],
     fps: float | None,
+    references: References = (),
 ) -> Scores:
     """Submit the samples with finite latents for scoring. Returns failed Scores for the other samples.
 
     fps: frame rate of videos, None for images.
+    references: recorded frames that the samples are compared with, one per sample, or empty.
     """
     rows = [i for i, ok in enumerate(is_finite) if ok]
     if rows and len(images):
@@ -328,6 +279,7 @@ def submit_finite_samples(
                 metadata=[prompts[i].metadata for i in rows],
                 inputs=[drop_first_frame(prompts[i].inputs) for i in rows],
                 fps=fps,
+                references=[references[i] for i in rows] if references else (),
             )
         )
     failed = [sample_id for sample_id, ok in zip(sample_ids, is_finite, strict=True) if not ok]

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from wfm_ds.data.inputs import ActionData
+from wfm_ds.data.action_data import ActionData
 from wfm_ds.data.order import permutation
 from wfm_ds.data.trajectories import ACTIONS, DOMAIN, POSES, Floats
 from wfm_ds.recipe.schema import Recipe

@@ -1,4 +1,4 @@
-"""The downloads of a recipe: model, published prompts and reward weights that are not here yet."""
+"""Plan what to download for a recipe: the model, published prompts and reward weights that this machine lacks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from wfm_ds.storage.filesystem import existing_parent
 GLOB_CHARACTERS = frozenset("*?[{")
 TRANSFORMERS_FILES = (*language_folders.FILE_PATTERNS, "pytorch_model*.bin")
 GUARDRAIL_NOTE = (
-    "guardrail: the package cosmos_guardrail downloads nvidia/Cosmos-Guardrail1, which requires that you accept its "
-    "licence, when the run starts (not with model.guardrail: off)"
+    "guardrail: when the run starts, the package cosmos_guardrail downloads nvidia/Cosmos-Guardrail1: accept its "
+    "licence on the Hub first, or set model.guardrail: off"
 )
 
 
@@ -43,7 +43,7 @@ class FetchItem:
     """`model`, `prompts` or the name of a reward."""
     source: str
     num_bytes: int
-    """Bytes that are not here yet."""
+    """Bytes to download."""
     licence: str
     target: Path
     """Folder of the files."""
@@ -75,9 +75,9 @@ class FetchPlan:
 
 
 def plan_downloads(recipe: Recipe) -> FetchPlan:
-    """List the downloads of a recipe. Requests sizes and licences of missing files from the servers, but no weights.
+    """List the downloads of a recipe. Requests only the sizes and licences of missing files.
 
-    The cache then still has the same branches, so that offline runs load the same files as before. Raises UserError if
+    Branches in the cache keep their commits, so that offline runs load the same files as before. Raises UserError if
     files are missing and the Hub cannot be reached or denies access, and ModelError if the model is not supported.
     """
     plan = FetchPlan()
@@ -145,7 +145,10 @@ def list_pipeline_files(repo: str, folder: Path) -> list[DryRunFileInfo]:
 def plan_hub_files(
     purpose: str, repo: str, revision: str | None, files: Sequence[DryRunFileInfo]
 ) -> Iterator[FetchItem]:
-    """Yield the download of these files, if some are missing. The download moves the cached branch `revision`."""
+    """Yield the download of these files, if some are missing.
+
+    The download updates the commit of the branch `revision` in the cache.
+    """
     missing = [file for file in files if file.will_download]
     if missing:
         commit = missing[0].commit_hash

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from wfm_ds.data.clip_layout import ClipLayout
 from wfm_ds.data.inputs import transform_intrinsics
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
@@ -127,12 +128,12 @@ def image_framing(settings: SamplingRecipe) -> Framing:
     return Framing(height=settings.height, width=settings.width, max_upscale=math.inf)
 
 
-def collect_inputs(sampler: Sampler, args: argparse.Namespace) -> InputArrays:
+def collect_inputs(sampler: Sampler, args: argparse.Namespace, layout: ClipLayout) -> InputArrays:
     """Return the model inputs that all videos share, as {name: float32 array}.
 
-    The inputs are actions, domain and camera path, and also the pixels of the first frame if the model does not use its
-    latents. Raises UserError if the model does not support an input, if a required input is missing, or if a file
-    cannot be used.
+    The inputs are actions, domain and camera path of all args.clips clips, and also the pixels of the first frame if
+    the model does not use its latents. Raises UserError if the model does not support an input, if a required input is
+    missing, or if a file cannot be used.
     """
     model, size, names = sampler.model, sampler.settings, list_option_inputs(args)
     for name in names:
@@ -149,8 +150,10 @@ def collect_inputs(sampler: Sampler, args: argparse.Namespace) -> InputArrays:
         inputs |= read_actions(args)
     if args.camera is not None:
         inputs |= read_camera_inputs(args, size)
-    if inputs:
-        check_model_inputs(model, inputs, size, args)
+    if args.clips > 1:
+        check_total_frames(inputs, layout, args)
+    for clip in range(args.clips if inputs else 0):
+        check_model_inputs(model, layout.slice_inputs(inputs, clip) if args.clips > 1 else inputs, size, args)
     if args.first_frame is not None and not model.uses_clean_frames:
         inputs[FIRST_FRAME] = load_first_frame(sampler, args.first_frame).astype(np.float32)
     return inputs
@@ -172,6 +175,17 @@ def read_camera_inputs(args: argparse.Namespace, size: SamplingRecipe) -> InputA
             image = LocalFile(str(args.first_frame))
             inputs[INTRINSICS] = transform_intrinsics(inputs[INTRINSICS], image, image_framing(size), draw_centre)
     return inputs
+
+
+def check_total_frames(inputs: InputArrays, layout: ClipLayout, args: argparse.Namespace) -> None:
+    """Raise UserError unless actions and camera path have the length of all clips of a video."""
+    total = layout.total_frames(args.clips)
+    for name, rows in ((ACTIONS, total - 1), (POSES, total), (INTRINSICS, total)):
+        if name in inputs and (name != INTRINSICS or inputs[name].ndim > 1) and len(inputs[name]) != rows:
+            raise UserError(
+                f"{INPUT_OPTIONS[name]}: {name} has {len(inputs[name])} rows, but {args.clips} clips of "
+                f"{layout.num_frames} frames that overlap by {layout.overlap} need {rows}"
+            )
 
 
 def check_model_inputs(

@@ -49,7 +49,7 @@ PUBLIC_TEXTS = (
     *("algorithm.name", "reward.functions.name", "validation.held_out_rewards.name"),
     *("lora.target_modules", "lora.modules_to_save", "data.inputs"),
 )
-"""Keys whose text is published if it is a name. Other keys publish only numbers, true, false and choices."""
+"""Keys whose text the model card shows if it matches NAME. Other keys show only numbers, true, false and choices."""
 NAME = re.compile(r"[A-Za-z_][\w.-]*(:\w+)?(/[\w.-]+)?")  # of a reward, layer, input, or class (package.module:Class)
 
 

@@ -29,14 +29,14 @@ POLICY = "policy"  # weights for the workers of an active async run
 ROLLOUT = "rollout"  # addresses for rollout workers, and logs of spawned workers (kept like REWARD)
 TRACKERS = "trackers"  # files of wandb, mlflow, trackio and swanlab
 EARLIER = "earlier"  # metrics of attempts without a checkpoint, numbered from 1
-PAGE, PAGE_FOLDER = "index.html", "page"  # the run page; does not make a folder a run
+PAGE, PAGE_FOLDER = "index.html", "page"  # the run page; a folder that has only the page is not a run
 RUN_FOLDERS = (
     *(TENSORBOARD, "samples", EXPORTS, CHECKPOINTS, "logs", REWARD, FETCHED, POLICY, ROLLOUT, EARLIER),
     PAGE_FOLDER,
     TRACKERS,
 )
 RUN_NAMES = (*RUN_FILES, PAGE, *RUN_FOLDERS)
-BAD_JSON = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # content of another kind
+BAD_JSON = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)  # JSON of another structure
 RECORD_FILE = ".wfm_run.json"  # lists the names that a run has written here and --overwrite may remove
 
 
@@ -47,7 +47,7 @@ class RunContents:
     key: str  # recipe key and value, for messages
     location: str  # folder or address
     files: tuple[str, ...]  # existing RUN_FILES; empty: no run
-    unrecorded: tuple[str, ...]  # names of a run not listed in the record: possibly third-party files
+    unrecorded: tuple[str, ...]  # existing RUN_NAMES that the record file does not list: possibly not written by a run
     checkpoint: Checkpoint | RemoteCheckpoint | None  # newest complete checkpoint
     damaged: tuple[str, ...]  # why each of the other checkpoints is incomplete
     finished_step: int | None  # last step of a finished run

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 SENT_FILES_NAME = ".storage.json"
 PASS_INTERVAL_S = 300.0  # interval for growing files; checkpoints and exports are uploaded immediately
-FIRST_RETRY_S, LAST_RETRY_S = 2.0, 60.0  # waiting time after failed passes: doubles from the first to the last
+FIRST_RETRY_S, LAST_RETRY_S = 2.0, 60.0  # wait after the first failed pass, then doubled up to LAST_RETRY_S
 MIRRORED_FOLDERS = ("samples", "safetensors", "tensorboard", "logs", EARLIER, PAGE_FOLDER)  # in addition to checkpoints
 LAST_FILES = ("model_index.json", "adapter_config.json", "samples.jsonl")  # uploaded after the files they refer to
 MIB = 1 << 20
@@ -66,13 +66,13 @@ class Mirror:
     def __init__(self, folder: Path, address: str, *, keep: int) -> None:
         self.folder, self.address, self.keep = folder, address, keep
         self._sent = self._read_sent_files()
-        self._copied_objects: dict[tuple[int, ...], str] = {}  # uploaded objects of hard-linked files, by identity
+        self._copied_objects: dict[tuple[int, ...], str] = {}  # S3 objects of hard-linked files, by inode and state
         self._wakeup = threading.Event()
         self._is_finishing = False  # finish() was called
-        self._complete = threading.Event()  # all files were uploaded after that
+        self._complete = threading.Event()  # all files are uploaded since finish() was called
         self._last_progress_s = time.monotonic()
         self._most_bytes: dict[str, int] = {}  # bytes of the best attempt to upload a file
-        self._is_claimed = False  # the record of the run's names is uploaded
+        self._is_claimed = False  # the record file is uploaded
         self._is_closed = False
         self.failure = ""  # why the last round of uploads failed; empty if it succeeded
         self._thread = threading.Thread(target=self._run_thread, name="mirror", daemon=True)
@@ -132,7 +132,7 @@ class Mirror:
         stored = transfer.list_objects(self.address)
         transfer.remove_objects([f"{self.address}/{RESULT_FILE}"] if RESULT_FILE in stored else [])
         self._sent = {name: sent for name, sent in self._sent.items() if stored.get(name) == sent.stored_size}
-        for step in self._complete_steps():  # COMPLETE lists its files
+        for step in self._complete_steps():  # the file COMPLETE lists the checkpoint's files
             files = json.loads((self.folder / marker_name(step)).read_text(encoding="utf-8"))["files"]
             folder = f"{CHECKPOINTS}/step_{step}"
             if any(stored.get(f"{folder}/{name}") != size for name, size in files.items()):
@@ -145,7 +145,7 @@ class Mirror:
         self._wakeup.set()
 
     def list_unverified_steps(self) -> Collection[int]:
-        """Return the steps of local checkpoints that must not be removed: those newer than all uploaded ones."""
+        """Return the steps of local checkpoints that must not be removed: those after the newest upload."""
         verified = max((step for step in self._complete_steps() if self._is_sent(marker_name(step))), default=-1)
         return [step for step in self._complete_steps() if step > verified]
 
@@ -207,7 +207,7 @@ class Mirror:
 
     def _report_failure(self, reason: str) -> None:
         if not self.failure:
-            log.warning("%s; retrying, and removing nothing from %s meanwhile", reason, self.folder)
+            log.warning("%s; retrying; checkpoints stay in %s until they are uploaded", reason, self.folder)
         self.failure = reason
 
     def _send_all(self) -> None:

@@ -15,6 +15,7 @@ from wfm_ds.engine.preparation import DTYPES
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.models import registry
+from wfm_ds.models.assets.text_cache import require_viewpoints
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.recipe.deepspeed import require_idle_expert_support
 from wfm_ds.recipe.schema import Recipe
@@ -78,7 +79,7 @@ def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
         check_lora_layers(model.denoiser, recipe.lora, model.default_lora_targets)
     target = ExportTarget.from_model(model, size)
     for component in target.parts:
-        target.meta_network(component)  # an export at the end needs it, so a missing class is an error now
+        target.meta_network(component)  # the export at the end needs the network's class; report a missing class now
     if settings.denoiser_init == "random":
         registry.randomize_denoiser(model, recipe.run.seed)
     return model
@@ -118,6 +119,9 @@ def check_data_inputs(recipe: Recipe, model: DiffusionModel) -> None:
             raise RecipeError(
                 f"data.inputs {name}: {model.family} needs {partner} with it: add {partner}, or remove {name}"
             )
+    views = [recipe.data.viewpoint, *(part.viewpoint for part, _ in recipe.data.set_recipes().values())]
+    if any(views):
+        require_viewpoints(model, recipe.sampling, "data.viewpoint")
     if missing := [
         name for name, spec in model.input_specs.items() if spec.required and name not in recipe.data.inputs
     ]:

@@ -74,7 +74,7 @@ def fetch_model(recipe: Recipe, world: World) -> None:
     """Download a model from the Hub to the cache of each machine. Collective.
 
     One process per machine downloads. The other processes wait without a timeout. If a download fails, all ranks raise
-    ModelError.
+    UserError.
     """
     model = recipe.model
     if not world.broadcast(hub.is_repo_id(model.path)):  # rank 0 decides: a local folder may exist only on its machine

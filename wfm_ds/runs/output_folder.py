@@ -57,7 +57,7 @@ MAY_CHANGE = (
     *("rollout.spawn", "rollout.devices", "rollout.bind", "rollout.keys", "rollout.policy_folder", "rollout.in_flight"),
     *("rollout.worker_timeout_s", "rollout.timeout_s"),
 )
-# These keys determine the training samples.
+# Exceptions: these keys determine which samples are used for training.
 MAY_NOT_CHANGE = ("validation.path", "validation.holdout")
 # Keys of each reward that affect only the reward service.
 REWARD_MAY_CHANGE = {"reward": {"functions": {"__all__": {"workers", "max_batch", "device"}}}}
@@ -201,7 +201,7 @@ def require_other_run(recipe: Recipe) -> None:
         key, own = "run.output_dir", is_inside_folder(path, folder.resolve())
     if own:
         raise RecipeError(
-            f"run.resume {resume} is a checkpoint of {key} itself, which continues from its newest one: remove "
+            f"run.resume {resume} is a checkpoint of {key} itself, which continues from its newest checkpoint: remove "
             "run.resume, or set run.output_dir and checkpoint.storage to new locations to start from this checkpoint"
         )
 

@@ -112,7 +112,7 @@ class RunShutdown:
             if heartbeat is not None:
                 heartbeat.stop()
             return ErrorCause(str(error), is_reported_here=self.world.is_main)
-        if isinstance(error, UserError):  # the others wait for this rank in a collective and end through the heartbeat
+        if isinstance(error, UserError):  # the other ranks wait in a collective; the heartbeat ends them
             self.exit_code = USER_ERROR_CODE
             fault = (
                 heartbeat.report_failure(f"{SINGLE_RANK_ERROR}{error}", is_secondary=False)
@@ -160,7 +160,8 @@ def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
 
     ending = RunShutdown(world)
     try:
-        # A rank that ends because of another rank uses its exit code: the launcher reports the first one it sees.
+        # All ranks exit with the code of the faulty rank, because the launcher reports the first exit code that it
+        # sees.
         ending.heartbeat = start_heartbeat(
             world,
             stuck_s=stuck_s,
@@ -182,7 +183,7 @@ def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
 
 
 def discard_new_run(folder: Path, start: RunStart) -> Callable[[str], None]:
-    """Return a function that gets the error message of a failure and clears the folder if a new run made no step."""
+    """Return a recorder (see `use_recorder`) that clears the folder if a new run fails before its first step."""
 
     def record(message: str) -> None:
         from wfm_ds.runs.layout import REWARD, ROLLOUT

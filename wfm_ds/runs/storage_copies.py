@@ -91,7 +91,7 @@ def open_run_folder(
 def fetch_start_checkpoint(recipe: Recipe, world: World, mirror: Mirror | None, start: RunStart) -> RunStart:
     """Download the checkpoint of `start` if it is in S3. Returns `start` with its local path. Collective.
 
-    Raises StorageError if the download fails.
+    Raises UserError on all ranks if the download fails.
     """
     address, folder = start.checkpoint, recipe.run.output_dir
     if address is None or not is_remote(address):
@@ -145,8 +145,8 @@ def finish_copies(recipe: Recipe, world: World, mirror: Mirror | None) -> Storag
 def send_missing_copies(recipe: Recipe, world: World, done: int) -> StorageCopies | None:
     """Upload the missing files of a finished run to S3. done: the run's last step. Collective.
 
-    Does nothing if the folder is not on this machine or S3 has a newer state. Raises StorageError if S3 fails, and
-    RecipeError if the folder or result.json cannot be read.
+    Does nothing if the folder is not on this machine or S3 has a newer state. Raises UserError if S3 fails, or if the
+    folder or result.json cannot be read.
     """
     folder = recipe.run.output_dir
     if recipe.checkpoint.storage is None or not world.broadcast((folder / RESULT_FILE).exists()):

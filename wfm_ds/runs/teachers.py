@@ -23,9 +23,9 @@ from wfm_ds.runs.initial_lora import load_initial_lora, read_fitting_lora
 def load_teachers(recipe: Recipe, model: DiffusionModel) -> dict[str, dict[str, Tensor]]:
     """Return {policy: {engine parameter name: tensor}} of the teachers that have a LoRA.
 
-    A LoRA of another rank or scale is converted to those of the recipe. model: the loaded model, before an engine
-    changes its denoiser. Raises ModelError if a LoRA cannot be read or is for another base, and RecipeError if it does
-    not fit the recipe.
+    Each LoRA is converted to the recipe's rank and scale. model: the loaded model, before an engine changes its
+    denoiser. Raises ModelError if a LoRA cannot be read or is for another base, and RecipeError if it does not fit the
+    recipe.
     """
     teachers = {}
     for policy, teacher in recipe.algorithm.list_lora_teachers().items():
@@ -62,7 +62,7 @@ def load_teacher_lora(
 
 
 def fit_rank(layer: LoraLayer, rank: int, scale: float) -> LoraLayer:
-    """Return a layer with the same update, whose rank is `rank` and whose B is multiplied by `scale` when it is used.
+    """Return a layer with this rank and scale and the same weight change `scale * B @ A`.
 
     rank: at least the layer's rank. New rows of A and columns of B are 0.
     """

@@ -168,7 +168,7 @@ class FlowPlan:
 
 
 def step_noise_seeds(seeds: Sequence[int], step: int) -> Tensor:
-    """Return the seed of each sample's noise at this step, [B] int64 on the CPU (wfm_kernels noise contract)."""
+    """Return the seed of each sample's noise at this step, [B] int64 on the CPU. seeds: one seed per sample."""
     return torch.tensor([derive_seed(seed, "sde_noise", step) for seed in seeds], dtype=torch.int64)
 
 

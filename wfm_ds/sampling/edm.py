@@ -122,9 +122,8 @@ class EdmPlan:
         """
         require_latents(noise=noise)
         noisy = [k for k in (INITIAL_CHURN, *range(len(self.steps))) if self._noise_std(k) > 0]
-        keys = {
-            k: step_noise_seeds(seeds, k).to(noise.device) for k in noisy
-        }  # before the loop: copies may synchronize
+        # Copy all seeds before the loop, because a copy may make the host wait for the device.
+        keys = {k: step_noise_seeds(seeds, k).to(noise.device) for k in noisy}
 
         def add_churn(state: Tensor, k: int) -> Tensor:
             return state + self._noise_std(k) * draw_device_normal(keys[k], state) if k in keys else state
@@ -176,7 +175,7 @@ def make_edm_plan(solver: str, num_steps: int, churn: Churn, *, stored_steps: Se
         now = decay_gain
         if k > 0 and solver == "edm_2ab":
             now += h / math.log(step_levels[k - 1] / level) * (1 - decay_gain / h)
-        # The noise of step k raises S_{k+1}. No noise is added at the last level, which gives the result.
+        # The noise of step k raises S_{k+1}. The last level gets no noise, because the prediction there is the result.
         std = churn.noise_std(levels[k + 1]) if k + 1 < num_steps else 0.0
         steps.append(
             EdmStep(level=level, state_coef=math.exp(-h), clean_coef=now, previous_clean_coef=decay_gain - now, std=std)

@@ -1,7 +1,7 @@
 """Latents: shape checks, noise that depends only on each sample's seed, masks, and per-sample means.
 
 Initial noise equals the noise that diffusers draws on the CPU from the same seed. All other noise is drawn on the
-device of the latents (noise contract of wfm_kernels).
+device of the latents by the generator in wfm_kernels/noise.py.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def draw_device_normal(seeds: Tensor, like: Tensor) -> Tensor:
     """Return standard normal noise with the shape [B, ...], dtype and device of `like`.
 
     Sample i depends only on seeds[i]. seeds: [B] int64 on the device of `like`. The noise is drawn on this device
-    without host synchronization (wfm_kernels noise contract).
+    without host synchronization (wfm_kernels/noise.py).
     """
     return flow_noise(like, torch.zeros(len(like), dtype=like.dtype, device=like.device), seeds=seeds)[1].to(like.dtype)
 

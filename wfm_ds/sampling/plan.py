@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from wfm_ds.recipe.sampling import SamplingRecipe, Window
 
 FLOW_SOLVERS = ("ode", "dpm2")
-# The second-order term extrapolates the last two predictions linearly in log-SNR. For steps much longer than the
-# previous one this is worse than Euler, for example at the end of the default SD3 grid, which ends close to 0. Grids of
-# multistep schedulers have no step more than twice as long as the previous one.
+# The second-order term extrapolates the last two predictions linearly in log-SNR. If a step is much longer than the
+# previous step, this is less accurate than an Euler step. An example is the end of SD3's default grid, where sigma is
+# close to 0. In the grids of multistep schedulers, no step is more than twice as long as the previous step.
 MAX_STEP_GROWTH = 2.0
 STD_COLUMN = 2  # column of a coefficient table: standard deviation of the noise of a step
 
@@ -120,7 +120,7 @@ def stochastic_plan(
     chosen = list(range(len(steps)))[: -1 if solver == "dance" else None] if noisy_steps is None else list(noisy_steps)
     start, end = grid[:-1], grid[1:]
     table = sde_coefficients("ode", start, end)
-    # sigma_max is the second level of the full grid, whichever steps are noisy.
+    # sigma_max is the second level of the full grid. It does not depend on which steps are noisy.
     table[chosen] = sde_coefficients(solver, start[chosen], end[chosen], eta=noise_level, sigma_max=float(grid[1]))
     if gaussian:
         table = use_gaussian_log_prob(table)

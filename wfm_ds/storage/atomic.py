@@ -66,7 +66,7 @@ def remove_stale(paths: Iterable[Path], now_s: float) -> None:
     """
     for path in paths:
         with contextlib.suppress(OSError):  # already removed, or of another user; it does no harm
-            # Writing a file does not change the times of the folders above it.
+            # Check files too: writing to a file does not change the modification time of its folder.
             if now_s - max(changed.lstat().st_mtime for changed in (path, *path.rglob("*"))) > STALE_S:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 

@@ -24,13 +24,15 @@ from wfm_ds.errors import DataError, StorageError, escape_controls
 
 NUM_TRIES = 8  # per request; the waits in between grow, about a minute in total
 CONNECT_TIMEOUT_S = 10
-READ_TIMEOUT_S = 60  # without receiving data
+READ_TIMEOUT_S = 60  # maximum time without receiving data
 MAX_SHOWN_CHARS = 200  # of a path in messages
 ACCESS_KEY = "PROD_S3_CHECKPOINT_ACCESS_KEY_ID"
 SECRET_KEY = "PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY"
 ENDPOINT = "PROD_S3_CHECKPOINT_ENDPOINT_URL"
 REGION = "PROD_S3_CHECKPOINT_REGION_NAME"
 RANGE_PATTERN = re.compile(r"\{(\d+)\.\.(\d+)\}")
+LFS_SIGN = b"version https://git-lfs.github.com/spec/"  # a file that Git LFS has not downloaded starts with this
+LFS_ADVICE = "a Git LFS pointer, not the file itself: run git lfs pull"
 
 BUFFER_BYTES = 256 * 1024  # per request; enough for the headers of most images
 

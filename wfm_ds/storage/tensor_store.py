@@ -29,7 +29,7 @@ class TensorStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder  # also has the temporary files, so that finding them does not list all entries
+        self.folder = folder  # also has the temporary files: a search for stale ones then need not list all entries
 
     def __contains__(self, key: TensorKey) -> bool:
         return self._tensor_names(key) is not None

@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,7 +35,15 @@ from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError
 from wfm_ds.memory.activations import text_bytes
 from wfm_ds.models.assets.latent_cache import LatentCache
-from wfm_ds.models.assets.text_cache import Text, TextCache, create_text_store, format_prompts, remove_unused_folders
+from wfm_ds.models.assets.text_cache import (
+    PromptText,
+    Text,
+    TextCache,
+    create_text_store,
+    format_prompts,
+    prompt_text,
+    remove_unused_folders,
+)
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.models.sampler import negative_texts
 from wfm_ds.pinned_memory import copy_to_device
@@ -51,7 +59,7 @@ log = logging.getLogger(__name__)
 
 MAX_DECODED_MEDIA = 16  # images or videos decoded in memory at once
 MAX_EMBEDDING_BYTES = 64 * 2**30  # largest size on disk of the embeddings that are precomputed automatically
-MAX_TEXTS_PER_DRAW = 2  # texts per sample that the run draws; above this, precomputing wastes time
+MAX_TEXTS_PER_DRAW = 2  # texts per sample that the run draws; with more texts, many embeddings would never be used
 PRECOMPUTE_HINT = "set data.cache_dir and run wfm data prepare"
 
 
@@ -100,15 +108,17 @@ def collect_run_texts(recipe: Recipe, model: DiffusionModel, data: TrainingData)
     """Return the formatted captions, prompts and negative prompts that the run will encode, without duplicates."""
     validation_prompts = data.validation_prompts[: recipe.validation.num_prompts]
     prompts = [*rollout_prompts(recipe, data), *validation_prompts]
-    by_size = defaultdict[ImageSize, list[Text]](list)
-    by_size[recipe.sampling.height, recipe.sampling.width] += [prompt.text for prompt in prompts]
+    by_size = defaultdict[ImageSize, list[PromptText]](list)
+    by_size[recipe.sampling.height, recipe.sampling.width] += map(prompt_text, prompts)
     empty_caption = [NegativeText("")] if data.samples and recipe.data.caption_dropout > 0 else []
     guided = recipe.uses_guidance
     if guided:
         by_size[recipe.sampling.height, recipe.sampling.width] += negative_texts(model, recipe.sampling, prompts)
     for size, samples in group_samples_by_size(recipe, model, data).items():
         sample_prompts = [sample.prompt for sample in samples]
-        by_size[size] += [*(prompt.text for prompt in sample_prompts), *empty_caption]
+        by_size[size] += [*map(prompt_text, sample_prompts), *empty_caption]
+        alternatives = (replace(sample.prompt, text=text) for sample in samples for text in sample.texts)
+        by_size[size] += map(prompt_text, alternatives)
         if guided and recipe.is_rl:
             by_size[size] += negative_texts(model, recipe.sampling, sample_prompts)
     captions = [format_prompts(model, texts, size, recipe.sampling.num_frames) for size, texts in by_size.items()]
@@ -231,8 +241,8 @@ def precompute_texts(
 ) -> TextCache:
     """Open the run's text cache, encode the missing texts and free the text encoders. Collective.
 
-    The text encoders stay in memory if the run still needs them. The log then gives the reason. Call this after
-    `mark_frozen_layers` and before the engine is built.
+    The text encoders stay in memory if the run still needs them. With data.cache_text: auto, the log gives the reason.
+    Call this after `mark_frozen_layers` and before the engine is built.
     """
     texts: TextCache = world.run_checked(lambda: open_text_cache(recipe, model, data))
     if texts.folder is None:

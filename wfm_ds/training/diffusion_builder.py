@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,10 @@ from wfm_ds.models.conditioning_frames import pad_num_frames
 from wfm_ds.recipe.run_sizes import RunSizes, derive_run_sizes
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RewardRecipe
+from wfm_ds.rollout.captioned_groups import CaptionedGroups
 from wfm_ds.rollout.colocated import ColocatedSource
-from wfm_ds.rollout.groups import CaptionedGroups, PromptGroups, RewardStdGroups
+from wfm_ds.rollout.groups import PromptGroups, RewardStdGroups
+from wfm_ds.rollout.histories import HistoryLayout, choose_history_layout
 from wfm_ds.rollout.remote.async_source import start_async_source
 from wfm_ds.rollout.reward_service import RewardService
 from wfm_ds.rollout.rewards import RewardClient
@@ -55,7 +58,7 @@ from wfm_ds.training.preflight import check_and_load_data, data_summary
 from wfm_ds.training.rl import RlLoop
 from wfm_ds.training.sft import SftLoop, ValidationLoss
 from wfm_ds.training.validation import Validator
-from wfm_ds.training.validation_frames import load_validation_prompts
+from wfm_ds.training.validation_frames import load_validation_samples
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -275,8 +278,7 @@ def build_sft_loop(
     algorithm = build_supervised_algorithm(recipe)
     judges = connect_reward_client(job, endpoint, recipe.held_out_reward_settings, "-judges", resources)
     loss = ValidationLoss(job, algorithm, held_out, framings) if held_out else None
-    shown, frames = load_validation_prompts(job, data)
-    validator = Validator(job, shown, held_out_rewards=judges, loss=loss, frames=frames)
+    validator = Validator(job, load_validation_samples(job, data), held_out_rewards=judges, loss=loss)
     return SftLoop(job, algorithm, source, validator, exporter, checkpoints)
 
 
@@ -291,21 +293,22 @@ def build_rl_loop(
 ) -> RlLoop:
     recipe, reward = job.recipe, job.recipe.reward
     rewards = connect_reward_client(job, endpoint, reward, "", resources)
-    groups = build_group_source(job, algorithm, data, resources)
+    layout = job.world.run_checked(lambda: choose_history_layout(recipe, job.model))
+    groups = build_group_source(job, algorithm, data, layout, resources)
     source: RolloutSource
     if recipe.is_async:
         assert endpoint is not None
-        source = start_async_source(job, groups, algorithm, endpoint, resources)
+        source = start_async_source(job, groups, algorithm, endpoint, resources, layout)
     elif recipe.selects_samples:
         assert rewards is not None
         assert isinstance(groups, PromptGroups | RewardStdGroups), "the recipe needs data.kind: prompts"
         source = SelectiveSource(job, groups, rewards, algorithm)
     else:
-        source = ColocatedSource(job, groups, rewards, algorithm)
+        source = ColocatedSource(job, groups, rewards, algorithm, layout)
     plan = algorithm.plan if recipe.validation.rollout_correlation else None
-    shown, frames = load_validation_prompts(job, data)
+    samples = load_validation_samples(job, data)
     judges = connect_reward_client(job, endpoint, recipe.held_out_reward_settings, "-judges", resources)
-    validator = Validator(job, shown, rewards=rewards, held_out_rewards=judges, rollout_plan=plan, frames=frames)
+    validator = Validator(job, samples, rewards=rewards, held_out_rewards=judges, rollout_plan=plan)
     return RlLoop(job, algorithm, source, validator, exporter, checkpoints)
 
 
@@ -322,7 +325,9 @@ def connect_reward_client(
     return client
 
 
-def build_group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, resources: ExitStack) -> GroupSource:
+def build_group_source(
+    job: Job, algorithm: RlAlgorithm, data: TrainingData, layout: HistoryLayout | None, resources: ExitStack
+) -> GroupSource:
     """Build the source of rollout groups from a list of prompts or from captioned images and videos."""
     recipe, seed = job.recipe, job.recipe.run.seed
     num_groups = recipe.rl.rollout.prompts_per_step
@@ -333,12 +338,17 @@ def build_group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, res
     if not data.samples:
         return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
     inputs = InputReader.from_recipe(recipe, job.model, data.actions)
+    buckets, keeps_recordings = build_buckets(recipe, job.model), layout is not None and layout.keeps_recordings
+    num_pixel_frames = buckets.framings[0].num_frames  # of the conditioning frames, or of a clip to train on
+    if layout is not None:
+        layout.check_library(data.actions)
+        buckets, inputs = layout.extend_buckets(buckets), layout.extend_inputs(inputs)
     # unit: all groups of a step come from one size bucket, because the rollouts of a step have one size.
     source = build_batch_source(
         recipe,
         job.world,
         data,
-        build_buckets(recipe, job.model),
+        buckets,
         global_batch=num_groups,
         unit=num_groups,
         cached_latents=job.read_cached_latents,
@@ -348,9 +358,12 @@ def build_group_source(job: Job, algorithm: RlAlgorithm, data: TrainingData, res
     num_frames = algorithm.settings.conditioning_frame_range
 
     def encode_batch(samples: Sequence[TrainingSample]) -> Tensor:
+        if keeps_recordings:
+            samples = [replace(s, pixels=None if s.pixels is None else s.pixels[:num_pixel_frames]) for s in samples]
         latents = load_clean_latents(job, samples)
         return pad_num_frames(latents, job.sampler.latent_shape[1]) if num_frames[1] else latents
 
     frame_range = job.model.clean_frame_range(num_frames)
     encode = encode_batch if frame_range[1] or trains_on_data(recipe) else None
-    return CaptionedGroups(job, source, encode, frame_range, CounterfactualTrajectories(recipe, data.actions))
+    trajectories = CounterfactualTrajectories(recipe, data.actions)
+    return CaptionedGroups(job, source, encode, frame_range, trajectories, keeps_recordings=keeps_recordings)

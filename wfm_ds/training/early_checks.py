@@ -1,6 +1,6 @@
-"""Checks that need no torch: they refuse a mistake in a recipe before the start has cost seconds.
+"""Checks that do not import torch, so that mistakes in a recipe are reported at once.
 
-The checks of `preflight.py` and of the start itself cover the rest: sizes, contents of the data, memory.
+`preflight.py` and the start of the run check the rest: sizes, content of the data, memory.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from wfm_ds.data.captioned_folder import require_media_folder
 from wfm_ds.data.folder_layout import detect_layout
+from wfm_ds.data.lerobot_info import find_roots
 from wfm_ds.data.prompts import load_prompt_file, load_prompts
 from wfm_ds.distributed.accelerator import is_accelerator_present
 from wfm_ds.engine.optional_packages import require_packages
@@ -35,8 +36,7 @@ def check_early(recipe: Recipe, world_size: int | None = None, *, overwrite: boo
     Raises UserError.
     """
     require_usable_folder(recipe.run.output_dir)
-    # An earlier run of a model on the Hub names its commit, a storage may have newer checkpoints, and run.resume may be
-    # an address: these checks need a network.
+    # `find_run_start` needs the network if the model's commit must be resolved on the Hub, or if checkpoints are in S3.
     needs_network = (
         hub.is_repo_id(recipe.model.path) or recipe.checkpoint.storage is not None or is_remote(recipe.run.resume)
     )
@@ -86,6 +86,9 @@ def require_data_paths(data: DataRecipe, paths: list[str]) -> None:
         require_files(annotation_files(local))
     elif data.kind in ("webdataset", "pairs"):
         require_files([file for path in local for file in expand_pattern(path)])
+    elif data.kind == "lerobot":
+        if local and os.path.isdir(local[0]):  # otherwise on the Hub
+            find_roots(local[0])
     elif data.kind == "folder":
         detect_layout(Path(paths[0]))
     else:
@@ -130,9 +133,9 @@ def require_free_port(endpoint: str) -> None:
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as ZeroMQ: a closed connection is no obstacle
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # like ZeroMQ
         try:
             probe.bind((host.strip("[]"), int(port)))
         except OSError as error:
-            if error.errno == errno.EADDRINUSE:  # other errors: perhaps a check for another machine
+            if error.errno == errno.EADDRINUSE:  # not other errors: this may check another machine
                 raise RecipeError(f"rollout.bind: port {port} of {endpoint} is in use: choose another port") from error

@@ -132,11 +132,11 @@ def build_language_loop(
     """
     model, data, settings = setup.model, setup.data, recipe.language_settings
     derived = derive_run_sizes(recipe, world.size)
-    # Every packed sequence gets a blank item of each media kind in the data: the vision tower must run on all ranks.
+    # Every packed sequence gets a blank item of each media kind, because the vision tower must run on all ranks.
     kinds = [kind for kind in MEDIA_KINDS if kind in data.media_kinds] or ["image"]
     blanks = [setup.reader.blank_sample(kind) for kind in MEDIA_KINDS if kind in kinds]
     target = LanguageTarget.from_network(model.network, model.path)
-    # Before the model is sharded or gets adapters.
+    # Copy the network before it is sharded or gets adapters.
     work = SequenceWork(make_meta_copy(recipe, model), checkpointing=recipe.model.gradient_checkpointing)
     engine = world.run_checked(lambda: build_language_engine(recipe, world, model))
     resumed_at = start.step if start.checkpoint else None

@@ -234,10 +234,10 @@ def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool)
     `save` (checkpoint requested) and `writing`.
     """
     first, *others = report.metrics_by_update
-    work = job.pop_work()  # part of the step time: the first call takes seconds
+    work = job.pop_work()  # before the step time is read: the first call takes seconds
     local_times = job.timer.end_step()
     flags = {"save": job.stop_flag.take_save_request(), "stop": job.stop_flag.is_set, "writing": writing}
-    largest = job.world.max_over_ranks({**local_times, **flags})  # times and memory peaks of the slowest rank
+    largest = job.world.max_over_ranks({**local_times, **flags})  # maximum over ranks of times, memory and flags
     times = {name: largest[name] for name in local_times}
     speed = speed_metrics(job, work, report, times["time/step"])
     counts = job.pop_forward_counts()
@@ -282,7 +282,7 @@ def speed_summary(device: torch.device, metrics: Mapping[str, float]) -> str:
 
 
 def engine_metrics(job: CommonJob, result: StepResult, prefix: str = "") -> dict[str, float]:
-    """Return the metrics of an optimizer step. prefix: prefix of their names in `optim/`, of an adapter."""
+    """Return the metrics of an optimizer step. prefix: text between `optim/` and their names, for further adapters."""
     return {
         f"optim/{prefix}grad_norm": result.grad_norm,
         f"optim/{prefix}clipped": float(result.is_clipped),

@@ -173,7 +173,7 @@ def pad_across_ranks(
     expert_of: function that returns the expert for a noise level.
     max_over_ranks: function that returns the maximum of each value over all ranks.
     has_gradient: function that returns whether a loss term can have a gradient.
-    num_teachers: number of teachers between which the loss terms of all ranks are divided.
+    num_teachers: number of teachers. The field `teacher` of a loss term is below this number.
 
     Padding terms have weight 0. If no loss term on any rank has a gradient but some have weight 1, every rank gets one
     padding term, because the optimizer step must still run. If no loss term on any rank has weight 1, the result is
@@ -256,7 +256,7 @@ def group_micro_batches(micros: Iterable[MicroBatch], max_terms: int) -> Iterato
     """
     group: list[MicroBatch] = []
     for full in micros:
-        micro = full.reference_inputs()  # may be smaller: without the data samples of DDRL
+        micro = full.reference_inputs()  # may have fewer loss terms: DDRL's data samples need no reference
         count = sum(len(m.batch.sigma) for m in [*group, micro])
         if group and (count > max_terms or micro.expert != group[0].expert):
             yield group

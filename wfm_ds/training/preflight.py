@@ -22,6 +22,7 @@ from wfm_ds.data.datasets import (
 )
 from wfm_ds.data.hf_stream import HfStream
 from wfm_ds.data.inputs import InputReader
+from wfm_ds.data.lerobot import check_video_files
 from wfm_ds.distributed.accelerator import is_accelerator_present, ranks_per_node, uses_cuda
 from wfm_ds.engine.optional_packages import require_packages
 from wfm_ds.engine.zero_values import check_zero_values
@@ -40,6 +41,7 @@ from wfm_ds.recipe.run_sizes import derive_run_sizes, num_replicas
 from wfm_ds.recipe.sampling import CPS_EVAL_NOISE
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import RewardFunction
+from wfm_ds.rollout.histories import check_references, choose_history_layout, history_warnings
 from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.runs.check_report import CheckReport, gpu_memory, start_summary
 from wfm_ds.runs.model_loading import choose_attention, find_family, load_model
@@ -53,7 +55,7 @@ from wfm_ds.types import Prompt
 log = logging.getLogger(__name__)
 
 NUM_CHECKED_SAMPLES = 32  # samples that --check reads
-SERVICE_WAIT_S = 8.0  # of a check for a running reward service; a run waits longer, because services may start later
+SERVICE_WAIT_S = 8.0  # wait of `--check` for a reward service; a run waits longer, because the service may start later
 MIN_PROMPT_DRAWS = 3  # draws per prompt in a run; with fewer, reward statistics of most prompts are unreliable
 
 
@@ -152,11 +154,13 @@ def check_and_load_data(recipe: Recipe, world_size: int) -> TrainingData:
         *few_step_warnings(recipe),
         *spread_warnings(recipe),
         *noisy_student_warnings(recipe),
+        *history_warnings(recipe),
     ]:
         log.warning(warning)
     if recipe.is_async:
         check_workers(recipe)
     if recipe.all_reward_settings is not None:
+        check_references(recipe)
         check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.validation_prompts]}.values()))
     return data
 
@@ -204,7 +208,7 @@ def host_warnings(recipe: Recipe, world_size: int) -> list[str]:
     The function assumes that every machine has as many GPUs as this one.
     """
     num_gpus = torch.cuda.device_count() if uses_cuda() else 0
-    if num_gpus == 0:  # perhaps a check for another machine
+    if num_gpus == 0:  # the check may be for another machine
         return []
     try:
         check_hosts(recipe, world_size, min(num_gpus, world_size))
@@ -272,7 +276,7 @@ def few_step_warnings(recipe: Recipe) -> list[str]:
 
 
 def spread_warnings(recipe: Recipe) -> list[str]:
-    """Return a warning if guided teachers may narrow the samples of a prompt and the run does not measure it."""
+    """Return a warning if guided teachers may make samples of a prompt similar and the run does not measure it."""
     guided = any(teacher.guidance_scale > 1 for teacher in recipe.algorithm.list_teachers())
     if not guided or recipe.rl.rollout.group_size > 1:
         return []
@@ -283,7 +287,7 @@ def spread_warnings(recipe: Recipe) -> list[str]:
 
 
 def noisy_student_warnings(recipe: Recipe) -> list[str]:
-    """Return a warning if a student learns on rollouts with noise, but is evaluated and exported without."""
+    """Return a warning if a student is trained on rollouts with added noise, but evaluated and exported without it."""
     sampling = recipe.sampling
     if not recipe.algorithm.list_teachers() or not sampling.is_stochastic or sampling.eval_solver == "cps":
         return []
@@ -302,7 +306,7 @@ def noisy_student_warnings(recipe: Recipe) -> list[str]:
 def check_run(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> CheckReport:
     """Check data, model, rewards and memory of a run with `world_size` ranks. Raises UserError if it cannot run.
 
-    The check covers everything that a run does before its first step.
+    It includes all checks that a run makes before its first step.
     """
     from wfm_ds.training.language_builder import check_language_run
 
@@ -315,18 +319,21 @@ def check_diffusion_run(recipe: Recipe, world_size: int, *, overwrite: bool = Fa
     recipe = pin_commit(recipe, overwrite=overwrite)
     start = find_run_start(recipe, world_size, overwrite=overwrite)
     data = check_and_load_data(limit_service_wait(recipe), world_size)
+    check_video_files(recipe.data)
     model = load_model(recipe, torch.device("cpu"))
     kernel = choose_attention(recipe, model, select_device(None))
     samples = data.samples
     if recipe.data.streaming:
         samples = [row.sample for row in HfStream(recipe.data).read(NUM_CHECKED_SAMPLES)]
     num_samples, inputs = len(samples) + len(data.held_out), InputReader.from_recipe(recipe, model, data.actions)
-    find_usable_samples(
-        samples, recipe, build_buckets(recipe, model), NUM_CHECKED_SAMPLES, dataset_size=num_samples, inputs=inputs
-    )
+    buckets, layout = build_buckets(recipe, model), choose_history_layout(recipe, model)
+    if layout is not None:
+        layout.check_library(data.actions)
+        buckets, inputs = layout.extend_buckets(buckets), layout.extend_inputs(inputs)
+    find_usable_samples(samples, recipe, buckets, NUM_CHECKED_SAMPLES, dataset_size=num_samples, inputs=inputs)
     for warning in host_warnings(recipe, world_size):
         log.warning(warning)
-    if gpu_rewards := rewards_without_gpu(recipe):  # perhaps a check for another machine
+    if gpu_rewards := rewards_without_gpu(recipe):  # the check may be for another machine
         log.warning("the rewards were not started: this machine has no GPU for %s", ", ".join(gpu_rewards))
     else:
         check_spawned_rewards(recipe)

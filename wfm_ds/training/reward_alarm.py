@@ -35,7 +35,7 @@ class RewardAlarm:
         self._key = list(key)
         self._first: dict[str, Array] = {}  # total reward (key "") and held-out rewards at the first evaluation
         self._suspects: set[str] = set()
-        self.falling_rewards: dict[str, float] = {}  # held-out rewards that raise the alarm now, and decrease in sd
+        self.falling_rewards: dict[str, float] = {}  # {reward that raises the alarm now: its decrease in sd}
 
     def update(self, total: Array | None, held_out_rewards: Mapping[str, Array]) -> dict[str, float]:
         """Compare an evaluation with the first one, set `falling_rewards` and return metrics.

@@ -19,6 +19,7 @@ from wfm_ds.monitoring.run_data import ALARM_PREFIX
 from wfm_ds.pinned_memory import OffloadBuffer, copy_to_device, free_memory, lists_to_device
 from wfm_ds.recipe.shared_defaults import DEFAULT_MAX_FAILED_FRACTION
 from wfm_ds.rollout.groups import RolloutSource, StepRollouts, group_rewards
+from wfm_ds.rollout.histories import history_metrics
 from wfm_ds.rollout.rewards import summarize_failures
 from wfm_ds.rollout.spread import measure_spread
 from wfm_ds.runs.job import Job
@@ -155,6 +156,9 @@ class RlLoop(TrainingLoop):
             stats = reward_stats(scores, groups, self.reward.functions) | stats
             for warning in reward_warnings(stats, self.reward.functions, len(scores)):
                 log.warning("step %d: %s", self.step, warning)
+        if self.job.recipe.rl.rollout.history.clips:
+            names = [] if self.reward is None else [function.name for function in self.reward.functions]
+            stats = stats | history_metrics(rollouts.samples, scores, names)
         stats = stats | self.source.step_metrics()
         return advantages, stats | {"rollout/samples": float(valid), "rollout/step": float(self.step)}
 

@@ -28,7 +28,7 @@ from wfm_ds.chunks import split_into_chunks
 from wfm_ds.data.batch_reader import BatchReader, TrainingSample, read_on_leader
 from wfm_ds.data.pixels import Framing
 from wfm_ds.data.samples import Sample
-from wfm_ds.models.assets.text_cache import Text, format_prompts
+from wfm_ds.models.assets.text_cache import PromptText, Text, format_prompts, prompt_text
 from wfm_ds.models.base import NegativeText
 from wfm_ds.models.conditioning_frames import MASK_KEY
 from wfm_ds.pinned_memory import free_memory, lists_to_device
@@ -199,10 +199,10 @@ class SftLoop(TrainingLoop):
             texts += format_prompts(self.job.model, [self.sample_caption(sample)], size, sampler.settings.num_frames)
         return texts
 
-    def sample_caption(self, sample: TrainingSample) -> Text:
+    def sample_caption(self, sample: TrainingSample) -> PromptText:
         """Return the sample's caption, or an empty caption with probability data.caption_dropout."""
         dropped = draw_uniform(self.job.recipe.run.seed, "caption_dropout", sample.epoch, sample.sample_id)
-        return NegativeText("") if dropped < self.job.recipe.data.caption_dropout else sample.prompt.text
+        return NegativeText("") if dropped < self.job.recipe.data.caption_dropout else prompt_text(sample.prompt)
 
 
 def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Tensor:
@@ -321,7 +321,7 @@ class ValidationLoss:
             noise=noise,
             latents=noisy_latents(clean, noise, sigma),
             sigma=sigma,
-            texts=self.job.sampler.format_prompts([sample.prompt.text for sample in samples], clean.shape[1:]) * times,
+            texts=self.job.sampler.format_prompts([prompt_text(s.prompt) for s in samples], clean.shape[1:]) * times,
             inputs=[sample.prompt.inputs for sample in samples] * times,
             num_conditioning_frames=conditioning_frame_counts(self.frame_range, draws * times),
         )

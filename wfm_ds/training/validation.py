@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,16 +14,28 @@ import numpy.typing as npt
 import torch
 
 from wfm_ds.chunks import split_into_chunks
+from wfm_ds.data.clip_layout import ClipLayout
 from wfm_ds.distributed.progress import show_wait
-from wfm_ds.evaluation.paired_statistics import estimate_mean
+from wfm_ds.evaluation.clip_curves import average_clips
+from wfm_ds.evaluation.recordings import Recordings
 from wfm_ds.evaluation.results import scores_by_reward, total_rewards
+from wfm_ds.models.clips import GeneratedClips, generate_clips, reconstruct_clip
 from wfm_ds.monitoring.run_data import ALARM_PREFIX
 from wfm_ds.monitoring.samples import GeneratedSample, write_samples
-from wfm_ds.rollout.rewards import RewardClient, Scores, decode_in_replica, gather_scores, submit_finite_samples
+from wfm_ds.rollout.rewards import (
+    NOT_FINITE,
+    RewardClient,
+    Scores,
+    decode_in_replica,
+    decode_on_all_ranks,
+    gather_scores,
+    submit_finite_samples,
+)
 from wfm_ds.runs.job import Job
 from wfm_ds.sampling.denoise import SamplingPlan
 from wfm_ds.training.reward_alarm import RewardAlarm
-from wfm_ds.training.validation_frames import ValidationFrames
+from wfm_ds.training.validation_frames import ValidationSamples
+from wfm_ds.training.validation_metrics import clip_metrics, correlation_metrics, order_by_prompt, reward_metrics
 from wfm_ds.types import Prompt, Score
 
 log = logging.getLogger(__name__)
@@ -44,28 +57,31 @@ class Validator:
     def __init__(
         self,
         job: Job,
-        prompts: Sequence[Prompt],
+        samples: ValidationSamples,
         *,
         rewards: RewardClient | None = None,
         held_out_rewards: RewardClient | None = None,
         loss: LossMetric | None = None,
         rollout_plan: Callable[[int], SamplingPlan] | None = None,
-        frames: ValidationFrames | None = None,
     ) -> None:
-        """frames: conditioning frames of the prompts.
+        """rollout_plan: function that returns the sampling plan of rollouts for an RL step.
 
-        rollout_plan: function that returns the sampling plan of rollouts for an RL step. If it is given, the validator
-        also generates and scores samples with this plan.
+        If it is given, the validator also generates and scores samples with this plan.
         """
         settings = job.recipe.validation
-        self.job, self.loss, self.rollout_plan, self.frames = job, loss, rollout_plan, frames
-        chosen = prompts[: settings.num_prompts]
+        self.job, self.samples, self.loss, self.rollout_plan = job, samples, loss, rollout_plan
+        self.num_clips = settings.clips
+        chosen = samples.prompts[: settings.num_prompts]
         # Seed-major: the first samples have different prompts.
         items = [(prompt, seed) for seed in settings.seeds for prompt in chosen]
         self.scorers = [client for client in (rewards, held_out_rewards) if client is not None]
         held_out_names = sorted(reward.name for reward in settings.held_out_rewards)
-        self.alarm = RewardAlarm([[prompt.id for prompt in chosen], settings.seeds, held_out_names])
-        self.items = items if self.scorers else items[: job.recipe.logging.num_samples]  # else only to show
+        clips = [self.num_clips] if self.num_clips > 1 else []
+        self.alarm = RewardAlarm([[prompt.id for prompt in chosen], settings.seeds, held_out_names, *clips])
+        # Recordings are measured only clip by clip: a single clip stays close to its conditioning frames.
+        self.recordings = samples.recordings if self.num_clips > 1 else None
+        is_scored = bool(self.scorers or self.recordings)
+        self.items = items if is_scored else items[: job.recipe.logging.num_samples]  # else only to show
         self.last_metrics: dict[str, float] = {}
         self._evaluated_at = -1
         self._failed_scores: Scores = {}  # failed samples of this rank since the last collection of scores
@@ -104,7 +120,11 @@ class Validator:
         wait = show_wait("generating validation samples")
         with job.timer("validation"), wait, job.engine.use_policy(policy), torch.no_grad():
             media = self.generate_samples(
-                self.items, job.sampler.evaluation_plan(), id_prefix=f"val/{step}", scorers=self.scorers
+                self.items,
+                job.sampler.evaluation_plan(),
+                id_prefix=f"val/{step}",
+                scorers=self.scorers,
+                recordings=self.recordings,
             )
             if self.rollout_plan is not None:
                 plan = self.rollout_plan(max(step, 1))
@@ -112,11 +132,15 @@ class Validator:
         with job.timer("validation"), show_wait("computing the validation loss"):
             metrics = self.loss.measure_loss() if self.loss is not None else {}
         gathered = self.collect_scores()
-        scores = self.select_scores(f"val/{step}", gathered)
+        clips = self.select_scores(f"val/{step}", gathered)
+        scores = [average_clips(sample) for sample in zip(*clips, strict=True)]
         metrics |= self.score_metrics(step, scores)
+        if self.num_clips > 1:
+            metrics |= self.clip_metrics(clips)
         if self.rollout_plan is not None:
+            rolled_out = zip(*self.select_scores(f"val/{step}/rollout", gathered), strict=True)
             prompts = [prompt.id for prompt, _ in self.items]
-            metrics |= correlation_metrics(scores, self.select_scores(f"val/{step}/rollout", gathered), prompts)
+            metrics |= correlation_metrics(scores, [average_clips(sample) for sample in rolled_out], prompts)
         self._write_samples(step, self.items, media, scores)
         if metrics:
             job.monitor.log_scalars(step * job.run_sizes.updates_per_step, metrics)
@@ -138,36 +162,62 @@ class Validator:
         *,
         id_prefix: str = "",
         scorers: Sequence[RewardClient] = (),
+        recordings: Recordings | None = None,
     ) -> list[npt.NDArray[np.uint8]]:
         """Generate a sample for each item, submit the samples to the reward clients, and return some of them on rank 0.
 
-        Returns the first `logging.num_samples` samples, as uint8 images [H,W,3] or videos [T,H,W,3].
-        items: (prompt, seed) pairs. Item k is scored under the sample id `<id_prefix>/<k>`.
+        Returns the first `logging.num_samples` samples, as uint8 images [H,W,3] or videos [T,H,W,3]. T counts the
+        frames of all clips.
+        items: (prompt, seed) pairs. Item k is scored under the sample id `<id_prefix>/<k>` (see clip_id).
+        recordings: recordings that the samples are compared with.
         """
-        job, world = self.job, self.job.world
+        job, world, layout = self.job, self.job.world, self.samples.layout
         shard_size = math.ceil(len(items) / world.dp_size)
         shard = range(world.dp_rank * shard_size, (world.dp_rank + 1) * shard_size)
         num_shown = min(job.recipe.logging.num_samples, len(items))
+        decode = decode_in_replica if self.num_clips == 1 else decode_on_all_ranks
         shown: list[npt.NDArray[np.uint8]] = []
         for part in split_into_chunks(shard, job.recipe.engine.max_forward_batch):
             chosen = [items[k % len(items)] for k in part]
             prompts, seeds = [prompt for prompt, _ in chosen], [seed for _, seed in chosen]
-            frames = None if self.frames is None else self.frames.load_frames(prompts)
-            latents = job.sampler.generate("validation", prompts, seeds, plan, conditional_frames=frames).clean_latents
-            media, finite = decode_in_replica(job, latents)
-            # Repeat items, so that all replicas run the same forward passes. Scores of repeated items are not read.
-            ids, fps = [f"{id_prefix}/{k}" for k in part], job.recipe.sampling.fps if job.model.is_video else None
-            for client in scorers:
-                failed = submit_finite_samples(client, media, finite, ids, prompts, fps)
-                self._failed_scores = merge_scores(self._failed_scores, failed)
-            shown += list(media[: min(num_shown, shard_size) - len(shown)])
+            frames = None if self.samples.frames is None else self.samples.frames.load_frames(prompts)
+            scoring = ClipScoring(
+                job=job,
+                layout=layout,
+                sample_ids=[f"{id_prefix}/{k}" for k in part],
+                scorers=scorers,
+                recordings=recordings,
+                recorded=self._load_recordings(prompts, scorers, recordings),
+            )
+            clips = generate_clips(
+                *(job.sampler, "validation", prompts, seeds, plan, layout, self.num_clips, frames),
+                decode=lambda latents: decode(job, latents),
+            )
+            videos = []
+            for clip, generated in enumerate(clips):
+                # Repeat items, so that all replicas run the same forward passes. Scores of repeated items are not read.
+                if world.is_leader:
+                    failed = scoring.submit(clip, generated)
+                    self._failed_scores = merge_scores(self._failed_scores, failed)
+                videos.append(generated.pixels)
+            shown += list(layout.join(videos)[: min(num_shown, shard_size) - len(shown)])
         if num_shown <= shard_size or not world.is_leader:  # rank 0 has all of them; other ranks' results are unused
             return shown
         return [item for part in world.gather_leader_arrays(np.stack(shown)) for item in part][:num_shown]
 
+    def _load_recordings(
+        self, prompts: Sequence[Prompt], scorers: Sequence[RewardClient], recordings: Recordings | None
+    ) -> list[npt.NDArray[np.uint8] | str]:
+        """Return the recordings of the prompts on replica leaders, if a measure or reward needs them, or else []."""
+        known = recordings or self.samples.recordings
+        is_needed = recordings is not None or any(client.needs_reference for client in scorers)
+        if known is None or not is_needed or not self.job.world.is_leader:
+            return []
+        return [known.load(prompt.id) for prompt in prompts]
+
     def collect_scores(self) -> Scores:
         """Wait for outstanding scores and return the scores of all ranks, on every rank. Collective."""
-        if not self.scorers:
+        if not (self.scorers or self.recordings):
             return {}
         local_scores = self._failed_scores
         for client in self.scorers:
@@ -192,9 +242,17 @@ class Validator:
                 log.warning("%s step %d: %s", ALARM_PREFIX, step, self.alarm.summary())
         return metrics
 
-    def select_scores(self, id_prefix: str, gathered: Scores) -> list[Mapping[str, Score]]:
-        """Return the scores of the samples `<id_prefix>/<k>` in the order of `self.items`, or [] without scores."""
-        return [gathered[f"{id_prefix}/{k}"] for k in range(len(self.items))] if gathered else []
+    def clip_metrics(self, clips: Sequence[Sequence[Mapping[str, Score]]]) -> dict[str, float]:
+        """Return the metrics of each clip. clips: for each clip, the scores of all items."""
+        recipe, num_seeds = self.job.recipe, len(self.job.recipe.validation.seeds)
+        held_out = [reward.name for reward in recipe.validation.held_out_rewards]
+        ordered = [order_by_prompt(scores, num_seeds) for scores in clips if scores]
+        return clip_metrics(ordered, num_seeds, held_out) if ordered else {}
+
+    def select_scores(self, id_prefix: str, gathered: Scores) -> list[list[Mapping[str, Score]]]:
+        """Return for each clip the scores of all samples, in the order of `self.items`, or [] without scores."""
+        numbers = range(len(self.items)) if gathered else ()
+        return [[gathered[clip_id(f"{id_prefix}/{k}", clip)] for k in numbers] for clip in range(self.num_clips)]
 
     def _write_samples(
         self,
@@ -221,6 +279,46 @@ class Validator:
         self.job.monitor.log_samples(step * self.job.run_sizes.updates_per_step, "samples", samples)
 
 
+def clip_id(sample_id: str, clip: int) -> str:
+    """Return the id under which a clip of a sample is scored. The first clip has the id of the sample."""
+    return sample_id if clip == 0 else f"{sample_id}/clip_{clip + 1}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipScoring:
+    """Submits the clips of B samples for scoring and compares them with recordings. Used on replica leaders."""
+
+    job: Job
+    layout: ClipLayout
+    sample_ids: Sequence[str]
+    scorers: Sequence[RewardClient]
+    recordings: Recordings | None  # computes the similarity of the clips to `recorded`
+    recorded: Sequence[npt.NDArray[np.uint8] | str]  # from Recordings.load, one per sample; empty if not needed
+
+    def submit(self, clip: int, generated: GeneratedClips) -> Scores:
+        """Submit one clip of all samples. Returns the scores that do not come from reward clients."""
+        fps = self.job.recipe.sampling.fps if self.job.model.is_video else None
+        ids = [clip_id(sample_id, clip) for sample_id in self.sample_ids]
+        references = [self._reference(recorded, clip) for recorded in self.recorded]
+        scores: Scores = {}
+        for client in self.scorers:
+            failed = submit_finite_samples(
+                client, generated.pixels, generated.is_finite, ids, generated.prompts, fps, references
+            )
+            scores = merge_scores(scores, failed)
+        if self.recordings is not None:
+            for i, finite in enumerate(generated.is_finite):
+                recorded = self.recorded[i] if finite else NOT_FINITE
+                similarity = self.recordings.score_clip(ids[i], generated.pixels[i], clip, recorded)
+                scores = merge_scores(scores, {ids[i]: similarity})
+        return scores
+
+    def _reference(self, recorded: npt.NDArray[np.uint8] | str, clip: int) -> npt.NDArray[np.uint8] | None:
+        if isinstance(recorded, str) or not any(client.needs_reference for client in self.scorers):
+            return None
+        return reconstruct_clip(self.job.sampler, recorded, self.layout, clip)
+
+
 def partial_scores(scores: Mapping[str, Score]) -> dict[str, float]:
     """Return {`reward/part`: value} for the partial scores of one sample."""
     return {f"{name}/{part}": value for name, score in scores.items() for part, value in score.parts.items()}
@@ -234,80 +332,3 @@ def is_due(step: int, every: int) -> bool:
 def merge_scores(first: Scores, second: Scores) -> Scores:
     """Merge two dicts {sample: {reward name: score}}. The two dicts may contain different rewards of a sample."""
     return {sample: {**first.get(sample, {}), **second.get(sample, {})} for sample in {**first, **second}}
-
-
-def order_by_prompt(scores: Sequence[Mapping[str, Score]], num_seeds: int) -> list[Mapping[str, Score]]:
-    """Reorder scores from seed-major to prompt-major order.
-
-    Seed-major order starts with all prompts of the first seed, prompt-major order with all seeds of the first prompt.
-    """
-    num_prompts = len(scores) // num_seeds
-    return [scores[seed * num_prompts + prompt] for prompt in range(num_prompts) for seed in range(num_seeds)]
-
-
-def reward_metrics(
-    samples: Sequence[Mapping[str, Score]], num_seeds: int, held_out_rewards: Collection[str] = ()
-) -> dict[str, float]:
-    """Return `val/reward/<name>/mean`, `val/reward/<name>/ci95` and `val/reward/<name>/failed` for each reward.
-
-    `ci95` is half the width of the 95 % confidence interval of the mean over prompts. `failed` is the number of failed
-    scores. Held-out rewards have the prefix `val/held_out/<name>/` instead. samples: scores in prompt-major order.
-    """
-    metrics: dict[str, float] = {}
-    for tag, values in sorted(scores_by_reward(samples, num_seeds).items()):
-        kind = "held_out" if any(tag == name or tag.startswith(f"{name}/") for name in held_out_rewards) else "reward"
-        mean = estimate_mean(values)
-        if mean is not None:
-            metrics[f"val/{kind}/{tag}/mean"] = mean.value
-        if mean is not None and mean.half_width is not None:
-            metrics[f"val/{kind}/{tag}/ci95"] = mean.half_width
-        if tag in samples[0]:
-            metrics[f"val/{kind}/{tag}/failed"] = float(sum(s[tag].failure is not None for s in samples))
-    return metrics
-
-
-def correlation_metrics(
-    evaluated: Sequence[Mapping[str, Score]], rolled_out: Sequence[Mapping[str, Score]], prompts: Sequence[str]
-) -> dict[str, float]:
-    """Compare the rewards of evaluation samples with those of rollout samples for the same prompts and seeds.
-
-    Returns three metrics per reward, with the prefix `val/reward/<name>/`. `rollout_mean` is the mean reward of the
-    rollout samples. `rank_correlation` is computed over all pairs of samples. `rank_correlation_within_prompts` is
-    computed per prompt and then averaged. Training depends on the last metric, because advantages compare samples of
-    one prompt.
-    """
-    metrics: dict[str, float] = {}
-    for name in sorted(rolled_out[0]):  # held-out rewards do not score rollouts
-        values = [(e[name].value, r[name].value, p) for e, r, p in zip(evaluated, rolled_out, prompts, strict=True)]
-        pairs = [(a, b, prompt) for a, b, prompt in values if a is not None and b is not None]
-        if not pairs:
-            continue
-        by_prompt = [[(a, b) for a, b, other in pairs if other == prompt] for prompt in dict.fromkeys(prompts)]
-        within_prompts = [rho for part in by_prompt if (rho := rank_correlation(part)) is not None]
-        overall = rank_correlation([(a, b) for a, b, _ in pairs])
-        metrics[f"val/reward/{name}/rollout_mean"] = float(np.mean([b for _, b, _ in pairs]))
-        if overall is not None:
-            metrics[f"val/reward/{name}/rank_correlation"] = overall
-        if within_prompts:
-            metrics[f"val/reward/{name}/rank_correlation_within_prompts"] = float(np.mean(within_prompts))
-    return metrics
-
-
-def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Return Spearman's rank correlation of (x, y) pairs. Equal values get the mean of their ranks.
-
-    Returns None for fewer than two pairs, and if all x or all y are equal.
-    """
-    if len(pairs) < 2:
-        return None
-    first, second = (mean_ranks(side) for side in np.asarray(pairs, np.float64).T)
-    if first.std() == 0 or second.std() == 0:
-        return None
-    return float(np.corrcoef(first, second)[0, 1])
-
-
-def mean_ranks(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the rank of each value, starting at 1. Equal values get the mean of their ranks."""
-    _, index, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks: npt.NDArray[np.float64] = (np.cumsum(counts) - (counts - 1) / 2)[index]
-    return ranks

@@ -1,20 +1,27 @@
-"""Prompts and conditioning frames of validation samples, and clean latents of single images or videos."""
+"""Prompts, conditioning frames and recordings of validation samples, and clean latents of single images or videos."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from wfm_ds.data.batch_reader import choose_on_leader
 from wfm_ds.data.buckets import Buckets
+from wfm_ds.data.clip_layout import ClipLayout
 from wfm_ds.data.datasets import TrainingData, build_buckets, find_usable_samples
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
 from wfm_ds.data.samples import Media, Sample
+from wfm_ds.evaluation.recordings import Recordings
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.clips import choose_clip_layout
 from wfm_ds.models.conditioning_frames import pad_num_frames
+from wfm_ds.models.sampler import Sampler
+from wfm_ds.recipe.schema import Recipe
 from wfm_ds.runs.job import Job
 from wfm_ds.types import ConditioningFrames, Prompt
 
@@ -22,16 +29,14 @@ from wfm_ds.types import ConditioningFrames, Prompt
 class ValidationFrames:
     """The conditioning frames of validation samples. They do not depend on the step or the number of ranks.
 
-    The frames of a prompt are encoded at first use and kept in host memory. If the recipe allows several frame counts,
-    successive samples use them in turn, from the largest to the smallest.
+    The frames of a prompt are encoded at first use and kept in host memory.
     """
 
     def __init__(self, job: Job, samples: Sequence[Sample], framing: Framing) -> None:
         """samples: data samples of the validation prompts. The caller has checked that they can be read."""
-        low, high = job.recipe.algorithm.conditioning_frame_range
         self.job, self.framing = job, framing
         self.media = {sample.prompt.id: sample.media for sample in samples}
-        self.frame_counts = {sample.prompt.id: high - k % (high - low + 1) for k, sample in enumerate(samples)}
+        self.frame_counts = count_conditioning_frames(job.recipe, samples)
         self._latents: dict[str, Tensor] = {}  # on the host, by prompt id
 
     def load_frames(self, prompts: Sequence[Prompt]) -> ConditioningFrames:
@@ -53,31 +58,92 @@ class ValidationFrames:
         return self._latents[prompt_id]
 
 
-def load_validation_prompts(job: Job, data: TrainingData) -> tuple[Sequence[Prompt], ValidationFrames | None]:
-    """Return the validation prompts with their inputs (actions, cameras), and their conditioning frames. Collective.
+def count_conditioning_frames(recipe: Recipe, samples: Sequence[Sample]) -> dict[str, int]:
+    """Return {prompt id: number of conditioning latent frames}.
 
-    The conditioning frames are None if the run does not use them or if validation.prompts is set.
+    If the recipe allows several numbers, successive samples use them in turn, from the largest to the smallest. With
+    several clips (validation.clips), all samples use the largest.
     """
-    recipe = job.recipe
+    low, high = recipe.algorithm.conditioning_frame_range
+    low = low if recipe.validation.clips == 1 else high
+    return {sample.prompt.id: high - k % (high - low + 1) for k, sample in enumerate(samples)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationSamples:
+    """The prompts of validation samples, with their inputs, and the data that the samples are compared with."""
+
+    prompts: Sequence[Prompt]  # with the inputs (actions, cameras) of all clips
+    frames: ValidationFrames | None = None  # None: the run does not use them, or validation.prompts is set
+    layout: ClipLayout
+    recordings: Recordings | None = None  # None: the prompts are texts, or the data are images
+
+
+def load_validation_samples(job: Job, data: TrainingData) -> ValidationSamples:
+    """Return the validation prompts with their inputs, conditioning frames and recordings. Collective."""
+    recipe, num_clips = job.recipe, job.recipe.validation.clips
+    layout = validation_layout(recipe, job.sampler)
     uses_frames = recipe.algorithm.conditioning_frame_range[1] > 0
     if recipe.validation.prompts is not None or not (uses_frames or recipe.data.inputs):
-        return data.validation_prompts, None
-    inputs = InputReader.from_recipe(recipe, job.model, data.actions)
-    prompt_ids = {prompt.id for prompt in data.validation_prompts}
-    samples = [sample for sample in data.held_out or data.samples if sample.prompt.id in prompt_ids]
-    samples = list({sample.prompt.id: sample for sample in samples}.values())  # weighted data sets repeat samples
-    # Validation samples have one size, even if training uses several.
-    size = Buckets(build_buckets(recipe, job.model).framings[0], [(recipe.sampling.height, recipe.sampling.width)])
+        return ValidationSamples(prompts=data.validation_prompts, layout=layout)
+    framing = validation_framing(recipe, job.model, layout)
+    samples = list_validation_samples(data)
 
     def choose_samples() -> list[Sample]:
-        return find_usable_samples(
-            samples, recipe, size, len(samples), dataset_size=data.num_samples, what="validation samples", inputs=inputs
-        )
+        return choose_validation_samples(recipe, job.model, data, framing, layout)
 
     chosen = choose_on_leader(job.world, samples, choose_samples)
     pins = job.model.clean_frame_range(recipe.algorithm.conditioning_frame_range)[1] > 0
-    frames = ValidationFrames(job, chosen, size.framings[0]) if pins else None
-    return [sample.prompt for sample in chosen], frames
+    return ValidationSamples(
+        prompts=[sample.prompt for sample in chosen],
+        frames=ValidationFrames(job, chosen, framing) if pins else None,
+        layout=layout,
+        recordings=Recordings.from_samples(chosen, framing, layout, num_clips) if uses_frames else None,
+    )
+
+
+def validation_layout(recipe: Recipe, sampler: Sampler) -> ClipLayout:
+    """Return the layout of the clips of validation samples. They overlap by the largest number of conditioning frames.
+
+    Raises ModelError if the model cannot continue clips, as the recipe requires.
+    """
+    num_latents = recipe.algorithm.conditioning_frame_range[1]
+    if num_latents == 0:
+        return ClipLayout(recipe.sampling.num_frames)
+    return choose_clip_layout(sampler.model, recipe.sampling, num_latents)
+
+
+def validation_framing(recipe: Recipe, model: DiffusionModel, layout: ClipLayout) -> Framing:
+    """Return the framing of validation samples. They have one size, even if training uses several.
+
+    With several clips, the framing covers all of them, so that shorter videos are skipped.
+    """
+    size, num_clips = recipe.sampling, recipe.validation.clips
+    framing = replace(build_buckets(recipe, model).framings[0], height=size.height, width=size.width)
+    return framing if num_clips == 1 else replace(framing, span=layout.total_frames(num_clips))
+
+
+def list_validation_samples(data: TrainingData) -> list[Sample]:
+    """Return the data samples of the validation prompts."""
+    prompt_ids = {prompt.id for prompt in data.validation_prompts}
+    samples = [sample for sample in data.held_out or data.samples if sample.prompt.id in prompt_ids]
+    return list({sample.prompt.id: sample for sample in samples}.values())  # weighted data sets repeat samples
+
+
+def choose_validation_samples(
+    recipe: Recipe, model: DiffusionModel, data: TrainingData, framing: Framing, layout: ClipLayout
+) -> list[Sample]:
+    """Return the usable validation samples. Their prompts have the inputs of all clips.
+
+    Raises DataError if too many samples are invalid.
+    """
+    samples, inputs = list_validation_samples(data), InputReader.from_recipe(recipe, model, data.actions)
+    if inputs is not None and recipe.validation.clips > 1:
+        inputs = layout.extend_reader(inputs, recipe.validation.clips)
+    size = Buckets(framing, [(framing.height, framing.width)])
+    return find_usable_samples(
+        samples, recipe, size, len(samples), dataset_size=data.num_samples, what="validation samples", inputs=inputs
+    )
 
 
 def load_media_latents(job: Job, media: Media, framing: Framing) -> Tensor:
@@ -89,7 +155,12 @@ def load_media_latents(job: Job, media: Media, framing: Framing) -> Tensor:
     cache = job.latent_cache
     latents = None if cache is None else cache.read(media, framing)
     if latents is None:
-        latents = job.model.encode_uint8([load_media(media, framing, draw_centre)])[0]
+        latents = encode_media(job.model, media, framing)
         if cache is not None:
             cache.write(media, framing, latents)
     return latents.to(job.world.device)
+
+
+def encode_media(model: DiffusionModel, media: Media, framing: Framing) -> Tensor:
+    """Return the clean latents of the centre crop of an image or video. Raises BadMedia."""
+    return model.encode_uint8([load_media(media, framing, draw_centre)])[0]

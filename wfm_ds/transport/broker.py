@@ -151,7 +151,7 @@ class Broker:
         future: Future[BrokerStatus] = Future()
         self._status_requests.append(future)
         self._commands.put(self._answer_status_requests)
-        if self._is_closed or not self.is_alive():  # checked last: closing cancels earlier requests
+        if self._is_closed or not self.is_alive():  # check last: closing cancels queued requests
             future.cancel()
         return future
 

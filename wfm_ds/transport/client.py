@@ -44,7 +44,7 @@ peer_log = get_throttled_logger(f"{__name__}.peers")
 
 POLL_MS = 100
 ATTACH_INTERVAL_S = 0.1  # between attempts to attach; each one looks up the broker's address again
-REPORT_DELAY_S = 2.0  # `attach` logs what it waits for after this time
+REPORT_DELAY_S = 2.0  # after this time, `attach` logs what it waits for
 REJECTION_TIMEOUT_S = 5.0  # `attach` fails early if the broker still rejects the client after this time
 SINCE_INTERVAL_S = 2.0  # between `since` messages, which also keep the session alive
 RELEASE_RETRY_S = 2.0  # a `release` is repeated until the broker confirms it

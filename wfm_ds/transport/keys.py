@@ -25,7 +25,7 @@ from wfm_ds.errors import UserError
 from wfm_ds.program import run_command
 from wfm_ds.transport.throttle import get_throttled_logger
 
-# Anyone can trigger a handshake, which reads the key folder.
+# Throttled, because anyone can start a handshake, and each handshake reads the key folder and may log warnings.
 peer_log = get_throttled_logger(f"{__name__}.peers")
 
 BROKER_NAME = "hub"

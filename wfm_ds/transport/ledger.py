@@ -66,7 +66,7 @@ class Ledger:
         self.counts: Counter[str] = Counter()
         self.held_bytes = 0
         self._entries: dict[str, TaskEntry] = {}
-        self._waiting: dict[str, PriorityQueue[str]] = {kind: PriorityQueue() for kind in stall_s}  # by submission
+        self._waiting: dict[str, PriorityQueue[str]] = {kind: PriorityQueue() for kind in stall_s}  # oldest first
         self._deadlines: PriorityQueue[str] = PriorityQueue()  # deadlines of waiting tasks
         # (worker, task id) by the time at which the lease stalls, including void leases
         self._stalls: PriorityQueue[tuple[str, str]] = PriorityQueue()
@@ -184,7 +184,7 @@ class Ledger:
     def record_result(
         self, worker: str, task_id: str, attempt: int, seconds: float, meta: Mapping[str, Any]
     ) -> ReportStatus:
-        """Record the result of a task. The worker may then drop its copy, whatever status is returned."""
+        """Record the result of a task. The worker may then drop its copy, regardless of the returned status."""
         is_current = self._end_lease(worker, task_id)
         entry = self._entries.get(task_id)
         if entry is None:

@@ -22,7 +22,7 @@ from wfm_ds.errors import UserError
 log = logging.getLogger(__name__)
 
 MAX_IPC_PATH_BYTES = 107  # limit of sockaddr_un
-MAX_NAME_BYTES = 48  # of a folder and a file in it, joined
+MAX_NAME_BYTES = 48  # of a folder name and a file name, joined
 FOLDER_PREFIX = f"wfm-pipes-{os.geteuid()}-"
 MAX_ATTEMPTS = 100
 FOLDER_NAME = re.compile(rf"{FOLDER_PREFIX}[a-z0-9_]{{8}}")  # mkdtemp appends the random part
@@ -99,7 +99,7 @@ def _find_base_folder() -> Path:
 def _remove_if_orphaned(path: Path) -> bool:
     """Remove the folder if it belongs to this user, is not locked, and contains only files. Returns True if removed."""
     with _open_own_folder(path) as folder:
-        with contextlib.suppress(OSError):  # it is held, already removed, or contains a folder
+        with contextlib.suppress(OSError):  # the folder is locked, already removed, or contains a folder
             if folder is None:
                 return False
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -35,10 +35,10 @@ from wfm_ds.transport.wire import MAX_FRAME_BYTES, Buffer, Message, TensorSpec, 
 peer_log = get_throttled_logger(f"{__name__}.peers")
 
 LINGER_MS = 2000
-HIGH_WATER_MARK = 64  # messages to send; a safety net, since credit limits the queue
+HIGH_WATER_MARK = 64  # unsent messages per peer; rarely reached, because the workers' credit limits them
 ZAP_DOMAIN = b"wfm"
 REOPEN_DELAY_S = 1.0  # before reconnecting to a broker that rejected this peer
-MAX_STEP_S = 2.0  # of ActiveClock, whose owner ticks several times a second; a longer step is a suspension
+MAX_STEP_S = 2.0  # longest step of ActiveClock; if two ticks are further apart, the process was suspended
 MESSAGES_PER_TURN = 256  # per MessagePort, so that neither port starves the other
 WILDCARD_HOSTS = ("*", "0.0.0.0", "::")
 
@@ -379,8 +379,9 @@ def _set_options(sock: zmq.Socket[Any], endpoint: str) -> None:
     sock.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + 64 * 1024)  # per frame
     sock.set(zmq.HANDSHAKE_IVL, 5000)  # silent connections release their descriptor soon
     sock.set(zmq.BACKLOG, 512)
-    # The kernel closes a connection to a machine that is gone after 10 s. Not with heartbeats of ZeroMQ: libzmq 4.3.5
-    # aborts if one is due after the peer hung up and before its last message was read (libzmq issue 4364).
+    # If the peer's machine is gone, the kernel closes the connection after 10 s. ZeroMQ's heartbeats are not used for
+    # this: libzmq 4.3.5 aborts if a heartbeat is due after the peer hung up and before its last message was read
+    # (libzmq issue 4364).
     sock.set(zmq.TCP_KEEPALIVE, 1)
     sock.set(zmq.TCP_KEEPALIVE_IDLE, 4)
     sock.set(zmq.TCP_KEEPALIVE_INTVL, 2)

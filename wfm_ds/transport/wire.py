@@ -147,7 +147,7 @@ def decode_message(frames: Sequence[Buffer], expected: frozenset[str]) -> Messag
     if specs and message_type not in TYPES_WITH_TENSORS:
         raise WireError(f"{message_type} cannot have tensors")
     tensor_sizes = [spec.nbytes for spec in specs]
-    # Before the list of frames, which a wrong shape would make long.
+    # Check this before the list of frame sizes is built, because an invalid shape could make the list huge.
     _check_limits(len(specs), sum(tensor_sizes), sum(spec.num_frames for spec in specs))
     expected_sizes = [min(MAX_FRAME_BYTES, n - at) for n in tensor_sizes for at in range(0, n, MAX_FRAME_BYTES)]
     sizes = [len(frame) for frame in frames[1:]]

@@ -253,7 +253,7 @@ class LeaseWorker:
             self.disconnected.set()
             self._tasks.put(None)
             if self._ends_process and not self._main_done.wait(1.0):
-                os._exit(0)  # still running a task that is no longer needed
+                os._exit(0)  # the main thread still runs a task that is no longer needed
 
     def _poll_sockets(self, dealer: Dealer) -> Mapping[Any, int]:
         poller = zmq.Poller()

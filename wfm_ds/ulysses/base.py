@@ -32,12 +32,11 @@ class UlyssesTransformer(ABC):
     """
 
     transformer_class: ClassVar[type[nn.Module]]
-    patch_embedding: ClassVar[str]  # name of the module with the output to be sharded
+    patch_embedding: ClassVar[str]  # name of the module that outputs the tokens to shard
     shards_heads: ClassVar[bool] = True  # whether attention shards the heads
     shard_unit: ClassVar[str] = "tokens"  # plural name of the smallest possible shard, for messages
-    unsupported_arguments: ClassVar[
-        Mapping[str, str]
-    ] = {}  # unsupported arguments of forward, with a description for messages
+    # {argument of forward that is not supported: its description for messages}
+    unsupported_arguments: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, transformer: Any, group: ProcessGroup) -> None:
         """Shard the transformer. Raises UserError if it cannot be sharded."""
@@ -177,7 +176,7 @@ def patch_grid(shape: Sequence[int], patch_size: Sequence[int]) -> list[int]:
 
 
 def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Call `change` with a module's arguments {name: value} before each forward pass. It edits them in place.
+    """Call `change` before each forward pass of a module. `change` edits the arguments {name: value} in place.
 
     Positional arguments stay positional.
     """
@@ -200,7 +199,7 @@ def install_halo_exchange(convolution: nn.Module, group: ProcessGroup) -> None:
     The convolution must pad its inputs [B,C,n,W] by one line. The padding along W and at both ends of the sequence
     remains zero.
     """
-    for part in convolution.modules():  # also inside a LoRA layer: the base and lora_A pad, lora_B does not
+    for part in convolution.modules():  # in a LoRA layer, the base layer and lora_A pad, but lora_B does not
         if isinstance(part, nn.Conv2d) and part.padding[0]:
             assert part.padding[0] == 1, part
             part.padding = (0, int(part.padding[1]))

@@ -62,7 +62,8 @@ def all_to_all(
     pieces_by_rank = zip(*(x.split_with_sizes(list(split_sizes), split_dim) for x in tensors), strict=True)
     for block, shape, pieces in zip(outbox.split_with_sizes(sent_sizes), sent, pieces_by_rank, strict=True):
         for target, piece in zip(block.view(count, *shape), pieces, strict=True):
-            target.copy_(piece)  # not stack(out=): when compiled it assumes that output and inputs have one layout
+            # torch.stack(out=) would fail when compiled: it assumes the same memory layout for output and inputs.
+            target.copy_(piece)
     dist.all_to_all_single(inbox, outbox, received_sizes, sent_sizes, group=group)
     blocks = [b.view(count, *shape) for b, shape in zip(inbox.split_with_sizes(received_sizes), received, strict=True)]
     return tuple(torch.cat([block[i] for block in blocks], concat_dim) for i in range(count))

@@ -28,7 +28,7 @@ def ulysses_families() -> dict[type[nn.Module], type[UlyssesTransformer]]:
     """Return {transformer class: family} for all concrete subclasses of UlyssesTransformer.
 
     These are the families of this package, and the families in modules that are already imported, such as the module of
-    `model.family`. Raises UserError if a family has no transformer class, or two families have the same.
+    `model.family`. Raises UserError if a family has no transformer class, or if two families have the same class.
     """
     import_families()
     by_class: dict[type[nn.Module], type[UlyssesTransformer]] = {}

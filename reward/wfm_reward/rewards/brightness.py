@@ -1,4 +1,4 @@
-"""Rewards of the action quickstart: does the brightness follow the actions, and a held-out reward."""
+"""Rewards of the action quickstart: whether the brightness follows the actions, and a held-out reward."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 from aiohttp.web import Server
 
 TICK_S = 1.0  # seconds between checks for idle connections, and before accepting again after an error
-DESCRIPTOR_SHARE = 4  # 1 / fraction of descriptors for HTTP; trainers and workers need the rest
+DESCRIPTOR_SHARE = 4  # HTTP may use a quarter of the descriptors; trainers and workers need the rest
 BACKLOG = 128
 
 

@@ -141,7 +141,7 @@ class ScoreJobs:
                 media = await self._decode_latents(request, decoder, deadline_s)
                 job.decode_s = time.monotonic() - start_s
             await self._score_items(job, request, media, deadline_s)
-        except Exception as error:  # nobody awaits this task; errors become failures with a reason
+        except Exception as error:  # no code awaits this task, so errors become failures with a reason
             log.exception("request %s failed", job.id)
             for results in job.results.values():
                 missing = [i for i, item in enumerate(results.items) if item is None]

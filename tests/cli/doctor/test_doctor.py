@@ -86,7 +86,7 @@ def test_a_port_in_use_is_an_error_where_machines_must_agree_on_it():
     assert doctor_machine.port_finding(port, is_needed=True).level == "ok"
 
 
-def test_a_machine_without_shared_memory_or_a_gpu_is_told(tmp_path):
+def test_missing_shared_memory_and_gpus_are_reported(tmp_path):
     finding = doctor_machine.shm_finding(tmp_path / "none")
     assert (finding.level, str(tmp_path) in finding.text) == ("warning", True)
     if not torch.cuda.is_available():
@@ -163,7 +163,7 @@ def test_samples_that_ranks_cannot_share_are_an_error(recipe):
     assert run_check("batch", lambda: doctor_recipe.batch_summary(recipe(), 3)).level == "error"
 
 
-def test_prompts_that_come_too_seldom_to_be_chosen_by_rewards_are_a_warning(recipe):
+def test_too_rarely_repeated_prompts_for_selection_are_a_warning(recipe):
     findings = doctor_recipe.recipe_findings(recipe("data.choose=reward_std"), 1)
     finding = next(f for f in findings if f.name == "prompts")
     assert (finding.level, "each of its 12 prompts only 0.33 times" in finding.text) == ("warning", True)

@@ -37,7 +37,7 @@ def script(folder, text, name="deepspeed"):
         ("", False),
     ],
 )
-def test_lines_that_are_for_us(line, ours):
+def test_command_lines_that_wfm_ds_handles(line, ours):
     assert hook.is_wfm_command(line.split()) is ours
 
 
@@ -58,18 +58,18 @@ def test_the_hook_is_one_line_that_asks_for_the_scripts_name_first():
         ("no program", "warning", "does not run"),
     ],
 )
-def test_the_script_is_asked(tmp_path, text, level, says):
+def test_the_script_is_found_and_checked(tmp_path, text, level, says):
     found = script_finding(script(tmp_path / "bin", text))
     assert found.level == level
     assert says in found.text
 
 
-def test_a_script_that_is_missing_is_told_of(tmp_path):
+def test_a_missing_script_is_reported(tmp_path):
     found = script_finding(tmp_path)
     assert (found.level, found.text) == ("warning", f"{tmp_path / 'deepspeed'} does not exist")
 
 
-def test_what_is_missing_is_put_back_once(tmp_path):
+def test_repair_restores_missing_files_once(tmp_path):
     packages = tmp_path / "site-packages"
     packages.mkdir()
     scripts = script(tmp_path / "bin", STOCK, "deepspeed.pt")

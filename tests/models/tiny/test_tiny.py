@@ -59,7 +59,7 @@ def test_two_processes_write_the_same_bytes(tmp_path):
 
 
 @each_family(tiny.FAMILIES)
-def test_the_saved_pipeline_draws_what_the_one_in_memory_draws(tiny_pipelines, family):
+def test_the_saved_pipeline_generates_the_images_of_the_one_in_memory(tiny_pipelines, family):
     folder = tiny_pipelines(family)
     pipeline, call = tiny.build_tiny_pipeline(family)
     reloaded = load_reference_pipeline(folder, CASES[family])
@@ -80,7 +80,7 @@ def test_sizes_are_as_documented():
     assert (count(sd3.transformer), count(digits.transformer), count(digits.vae)) == (87_168, 1_295_180, 666)
 
 
-def test_writing_disturbs_no_random_state(tmp_path):
+def test_writing_a_pipeline_does_not_change_random_states(tmp_path):
     torch.manual_seed(1)
     want = torch.rand(4)
     torch.manual_seed(1)
@@ -88,7 +88,7 @@ def test_writing_disturbs_no_random_state(tmp_path):
     assert torch.equal(torch.rand(4), want)
 
 
-def test_a_folder_in_use_is_left_alone(tmp_path, capsys):
+def test_a_used_folder_is_not_changed(tmp_path, capsys):
     note = tmp_path / "note.txt"
     note.write_text("mine")
     assert main(["sd3", str(tmp_path)]) == 2
@@ -107,7 +107,7 @@ def test_the_command_writes_into_an_empty_folder(tmp_path, capsys):
     assert (tmp_path / "model_index.json").is_file()
 
 
-def test_the_command_names_the_families_it_knows(tmp_path, capsys):
+def test_the_command_lists_its_families(tmp_path, capsys):
     assert main(["sdxl", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error == f"error: sdxl is not a tiny pipeline; use one of {', '.join(tiny.FAMILIES)}\n"

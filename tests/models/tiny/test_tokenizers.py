@@ -31,7 +31,7 @@ def encode(name, text):
 
 
 @check_each("name", TOKENIZERS)
-def test_every_word_is_one_token_of_its_own_also_in_a_sentence(name):
+def test_every_word_is_one_token_also_in_a_sentence(name):
     ids = [encode(name, word) for word in ALL_WORDS[name]]
     assert all(len(word_ids) == 1 for word_ids in ids)
     assert len({word_ids[0] for word_ids in ids}) == len(ALL_WORDS[name])
@@ -72,7 +72,7 @@ def test_qwen_s_digits_are_tokens_and_a_chat_has_its_marks():
     assert qwen.eos_token == "<|im_end|>"
 
 
-def test_chains_build_the_word_next_to_its_mark():
+def test_merges_build_a_word_next_to_its_space_marker():
     assert suffix_merges("red", "</w>") == [("e", "d</w>"), ("r", "ed</w>")]
     assert suffix_merges("a", "</w>") == []
     assert prefix_merges("_", ["red", "rod"]) == [("_", "r"), ("_r", "e"), ("_re", "d"), ("_r", "o"), ("_ro", "d")]

@@ -161,7 +161,7 @@ def memory_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
 def disk_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
     """Compare the free disk space with the size of all exports and of checkpoint.keep + 1 checkpoints.
 
-    The old checkpoints still exist while the additional one is written.
+    The old checkpoints are removed only after the new one is written.
     """
     existing = existing_parent(recipe.run.output_dir.absolute())
     free = shutil.disk_usage(existing).free

@@ -33,6 +33,8 @@ class DataSummary:
     description: str
     num_samples: int
     recipe_path: str  # value of data.path
+    kind: str = "folder"  # value of data.kind of images and videos
+    views: Sequence[Sequence[str]] | None = None  # value of data.views
     sizes: Sequence[tuple[int, int]] = ()  # height and width of the measured files
     frame_counts: Sequence[int] = ()  # of the measured videos
     metadata_keys: frozenset[str] = frozenset()  # keys that all samples or prompts have: inputs, metadata of rewards
@@ -62,7 +64,7 @@ def read_data(path: Path, *, prompt: str | None = None, media_path: str | None =
     Raises DataError if the data is missing, damaged or of an unknown kind.
     """
     from wfm_ds.data.folder import find_conversations
-    from wfm_ds.data.folder_layout import detect_layout, has_conversations
+    from wfm_ds.data.folder_layout import detect_layout, has_conversations, is_lerobot
 
     if path.is_file():
         if has_conversations(path):
@@ -75,6 +77,8 @@ def read_data(path: Path, *, prompt: str | None = None, media_path: str | None =
             f"{path} is not data for training: expected a folder, a .txt or .jsonl file of prompts, a .jsonl file of "
             "preference pairs, or a .json or .jsonl file of conversations (docs/data.md)"
         )
+    if is_lerobot(path):
+        return read_lerobot(path, prompt)
     layout = detect_layout(path)
     if layout.kind == "webdataset" and has_pair_members(path):
         return read_pairs(path, str(path / "*.tar"))
@@ -106,7 +110,7 @@ def has_pair_members(folder: Path) -> bool:
 def read_media(folder: Path, layout: FolderLayout, prompt: str | None) -> DataSummary:
     """Read a folder with the rules of `data.kind: folder`. Raises DataError if it is invalid."""
     from wfm_ds.data.folder import load_folder
-    from wfm_ds.data.inputs import CAMERA_KEY
+    from wfm_ds.data.input_files import CAMERA_KEY
     from wfm_ds.recipe.data import DataRecipe
 
     sample_set = load_folder(DataRecipe(kind="folder", path=str(folder), prompt=prompt), folder, layout)
@@ -118,9 +122,26 @@ def read_media(folder: Path, layout: FolderLayout, prompt: str | None) -> DataSu
     return measure_samples(sample_set, "media", path=folder, recipe_path=str(folder), metadata_keys=shared)
 
 
+def read_lerobot(folder: Path, prompt: str | None) -> DataSummary:
+    """Read the first camera of a LeRobot dataset. Raises DataError if it is invalid."""
+    from wfm_ds.data.lerobot_info import find_roots, read_info
+    from wfm_ds.data.sample_sets import build_sample_set
+    from wfm_ds.recipe.data import DataRecipe
+
+    info = read_info(next(iter(find_roots(str(folder)).values())))
+    views = [info.cameras[:1]] if len(info.cameras) > 1 else None
+    sample_set = build_sample_set(
+        DataRecipe(kind="lerobot", path=str(folder), views=views, prompt=prompt), [str(folder)]
+    )
+    keys = frozenset({"actions"} if "action" in info.widths else ())
+    return measure_samples(
+        sample_set, "media", path=folder, recipe_path=str(folder), metadata_keys=keys, kind="lerobot", views=views
+    )
+
+
 def read_pairs(path: Path, recipe_path: str) -> DataSummary:
     """Read preference pairs. Raises DataError if they are invalid."""
-    from wfm_ds.data.datasets import build_sample_set
+    from wfm_ds.data.sample_sets import build_sample_set
     from wfm_ds.recipe.data import DataRecipe
 
     sample_set = build_sample_set(DataRecipe(kind="pairs", path=recipe_path), [recipe_path])
@@ -163,8 +184,11 @@ def measure_samples(sample_set: SampleSet, content: DataContent, **fields: Any) 
 
 def count_frames(media: Media) -> int:
     """Return the number of frames of a video, without decoding it. Raises BadMedia."""
+    from wfm_ds.data.episode import EpisodeVideo
     from wfm_ds.data.media import open_video, read_timestamps
 
+    if isinstance(media, EpisodeVideo):
+        return media.length
     with open_video(media) as container:
         return len(read_timestamps(container, container.streams.video[0])[0])
 

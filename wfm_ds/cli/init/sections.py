@@ -96,8 +96,9 @@ def create_supervised_sections(request: RecipeRequest, model: PipelineSummary) -
     inputs = choose_inputs(request, model)
     starts_with_frame = model.needs_image or task == "actions"
     lines = [
-        RecipeLine("kind", "pairs" if task == "dpo" else "folder"),
+        RecipeLine("kind", "pairs" if task == "dpo" else data.kind),
         RecipeLine("path", data.recipe_path),
+        *view_lines(data),
         *prompt_lines(request),
         *([] if task == "dpo" else [RecipeLine("caption_dropout", 0.1, "for classifier-free guidance")]),
         *size_lines(data.sizes, height, width),
@@ -148,7 +149,8 @@ def create_rl_sections(request: RecipeRequest, model: PipelineSummary) -> Sectio
     if is_prompt_file:
         lines = prompt_file_lines(request)
     else:
-        lines = [RecipeLine("kind", "folder"), RecipeLine("path", data.recipe_path), *input_lines(inputs)]
+        lines = [RecipeLine("kind", data.kind), RecipeLine("path", data.recipe_path), *view_lines(data)]
+        lines += input_lines(inputs)
         lines += prompt_lines(request)
     moves = not {"actions", "c2w"}.isdisjoint(inputs) and data.num_samples > 1
     height, width, why = model.height, model.width, "default of the pipeline"
@@ -246,6 +248,11 @@ def input_lines(inputs: Sequence[str]) -> list[RecipeLine]:
     if "actions" in inputs:
         comment = "to normalize the actions, set actions.stats and actions.normalize (docs/inputs.md)"
     return [RecipeLine("inputs", list(inputs), comment)] if inputs else []
+
+
+def view_lines(data: DataSummary) -> list[RecipeLine]:
+    comment = "the first camera; rows of several are shown in one image (docs/robots.md)"
+    return [] if data.views is None else [RecipeLine("views", data.views, comment)]
 
 
 def prompt_lines(request: RecipeRequest) -> list[RecipeLine]:

@@ -8,7 +8,7 @@ from wfm_ds.models.assets.text_cache import TEXT_FOLDER
 from wfm_ds.recipe.shared_defaults import user_cache_folder
 from wfm_ds.storage import atomic
 
-FILE_FOLDERS = ("captions", "latents", "lengths", "tars/*", TEXT_FOLDER)  # have temporary files, in each cache
+FILE_FOLDERS = ("captions", "latents", "lengths", "tars/*", TEXT_FOLDER)  # folders of a cache with temporary files
 
 
 def remove_temporary_files(cache_dir: Path | None, now_s: float) -> None:

@@ -12,8 +12,8 @@ from wfm_ds.models.assets.released_repos import FEW_STEP_REPOS
 if TYPE_CHECKING:
     from wfm_ds.models.base import DiffusionModel
 
-MAX_FEW_STEPS = 6  # of a model that counts as distilled if it needs no guidance
-FLUX2_STEPS = 4  # of the distilled FLUX.2-klein, whose model_index.json has is_distilled
+MAX_FEW_STEPS = 6  # a model without guidance counts as distilled if it needs at most this number of steps
+FLUX2_STEPS = 4  # steps of the distilled FLUX.2-klein, which has is_distilled in its model_index.json
 
 
 def find_few_steps(path: str, folder: Path, family: type[DiffusionModel]) -> int | None:
@@ -31,7 +31,7 @@ def find_few_steps(path: str, folder: Path, family: type[DiffusionModel]) -> int
 def read_few_steps(folder: Path, family: type[DiffusionModel], index: Mapping[str, Any]) -> int | None:
     """Return the number of steps in call.json of a model or LoRA.
 
-    Returns None without this file, if it does not disable guidance, or with more than MAX_FEW_STEPS steps.
+    Returns None if the file is missing, does not disable guidance, or has more than MAX_FEW_STEPS steps.
     family, index: the model's family and the content of its model_index.json.
     """
     call = read_call_json(folder)

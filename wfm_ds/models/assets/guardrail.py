@@ -1,4 +1,4 @@
-"""The safety checker that some pipelines have, and the class that replaces it if the recipe turns it off."""
+"""The safety checker that some pipelines have, and the class that replaces it with `model.guardrail: off`."""
 
 from __future__ import annotations
 

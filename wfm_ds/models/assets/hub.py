@@ -57,7 +57,7 @@ INDEX = "model_index.json"
 REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
 INDEX_NAME = re.compile(r".+\.safetensors\.index(?:\.(?P<variant>\w+))?\.json")
-HUB_PAGES = ("models", "datasets", "spaces")  # Hub pages, not owners: `models/x` is a local folder
+HUB_PAGES = ("models", "datasets", "spaces")  # not owners of repositories, so `models/x` is a local folder
 PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 WEIGHTS = ".safetensors"
 PROGRESS_INTERVAL_S = 30.0
@@ -93,7 +93,7 @@ def is_commit(revision: str | None) -> bool:
 @functools.cache
 def can_find_host(host: str | None) -> bool:
     """Return whether DNS resolves a host name. Also returns True if a proxy is set."""
-    if urllib.request.getproxies().keys() - {"no"}:  # `no` is NO_PROXY
+    if urllib.request.getproxies().keys() - {"no"}:  # the key `no` is the variable NO_PROXY, not a proxy
         return True
     try:
         return bool(socket.getaddrinfo(host, None))
@@ -109,8 +109,8 @@ def is_offline() -> bool:
 def resolve_commit(repo: str, revision: str | None) -> str:
     """Return the current commit of a branch or tag. revision: None is the branch main; a commit is returned unchanged.
 
-    Without a connection, the commit of the last download is returned. The branches of the cache do not change. Raises
-    HubConnectionError if there is neither a connection nor a download, and ModelError like `list_files`.
+    Without a connection, the commit of the last download is returned. The branches recorded in the Hub cache do not
+    change. Raises HubConnectionError if there is neither a connection nor a download, and ModelError like `list_files`.
     """
     if revision is not None and is_commit(revision):
         return revision
@@ -137,8 +137,8 @@ def find_cached_snapshot(repo: str, revision: str | None) -> Path | None:
 def download_first_file(repo: str, name: str, revision: str | None) -> Path:
     """Download a file to the Hub cache and return its snapshot folder.
 
-    Without a network, only the cache is read. Otherwise huggingface_hub would first repeat the request for half a
-    minute. Raises the errors of hf_hub_download.
+    Without a network, only the cache is read, because huggingface_hub would repeat the request for half a minute before
+    it reads the cache. Raises the errors of hf_hub_download.
     """
     return Path(hf_hub_download(repo, name, revision=revision, local_files_only=is_offline())).parent
 

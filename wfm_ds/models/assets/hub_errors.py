@@ -22,7 +22,7 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models.assets.released_repos import suggest_released_repo
 from wfm_ds.storage.filesystem import shorten_error
 
-# Of the HTTP client and of hf_xet, which downloads large files: lost connections, and answers that are not HTTP.
+# Errors of the HTTP client and of hf_xet (which downloads large files): lost connections and responses other than HTTP.
 CONNECTION_ERRORS = (errors.HTTPError, ConnectionError, TimeoutError, RuntimeError)  # type: ignore[attr-defined]
 
 
@@ -36,7 +36,7 @@ def translate_hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     at = f" --revision {revision}" if revision is not None else ""
     try:
         yield
-    except ModelError:  # a ValueError too
+    except ModelError:  # also a ValueError, which the last clause would convert
         raise
     except GatedRepoError as error:
         raise ModelError(licence_message(repo)) from error

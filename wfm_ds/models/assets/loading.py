@@ -43,7 +43,7 @@ MAX_TIMESTEPS, MAX_LAYERS = 1_000_000, 10_000
 LAYER_KEY = re.compile(r"layers|blocks|depth")
 USE_ORIGINAL = "use the original pipeline, with F32, BF16 or F16 weights in safetensors files"
 SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # safetensors' names
-ABSENT_COMPONENT = [None, None]  # an absent component in model_index.json
+ABSENT_COMPONENT = [None, None]  # entry of an absent component in model_index.json
 
 
 @contextmanager
@@ -302,7 +302,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Return {tensor: file name} of the index of a sharded safetensors file. Raises ModelError if it has none."""
+    """Return {tensor name: file name} from the index of sharded weights. Raises ModelError if the index is invalid."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ModelError(f"{index} has no weight_map of file names; copy or download the model again")

@@ -16,6 +16,7 @@ import logging
 import shutil
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -25,11 +26,23 @@ from torch import Tensor
 from wfm_ds.errors import DataError, ModelError
 from wfm_ds.models.base import DiffusionModel, NegativeText
 from wfm_ds.pinned_memory import copy_to_device
+from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.shared_defaults import user_cache_folder
 from wfm_ds.storage.tensor_store import TensorStore, canonical_json
+from wfm_ds.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class ViewpointText:
+    """A prompt with the position of the camera (data.viewpoint)."""
+
+    text: str
+    viewpoint: str
+
 
 Text: TypeAlias = str | NegativeText
+PromptText: TypeAlias = Text | ViewpointText
 log = logging.getLogger(__name__)
 
 MAX_CACHE_BYTES = 2 << 30
@@ -42,14 +55,31 @@ LAST_USE_FILE = "opened"  # file in the folder; its mtime is when a run last ope
 UNUSED_S = 90 * 24 * 3600.0
 
 
-def format_prompts(model: DiffusionModel, texts: Sequence[Text], size: tuple[int, int], num_frames: int) -> list[Text]:
+def prompt_text(prompt: Prompt) -> PromptText:
+    """Return the prompt as an argument of `format_prompts`."""
+    return prompt.text if prompt.viewpoint is None else ViewpointText(prompt.text, prompt.viewpoint)
+
+
+def format_prompts(
+    model: DiffusionModel, texts: Sequence[PromptText], size: tuple[int, int], num_frames: int
+) -> list[Text]:
     """Format prompts and negative prompts as the diffusers pipeline does for this size (height, width) in pixels."""
-    return [
-        NegativeText(model.format_prompt(text.text, *size, num_frames, negative=True))
-        if isinstance(text, NegativeText)
-        else model.format_prompt(text, *size, num_frames)
-        for text in texts
-    ]
+
+    def format_text(text: PromptText) -> Text:
+        if isinstance(text, NegativeText):
+            return NegativeText(model.format_prompt(text.text, *size, num_frames, negative=True))
+        if isinstance(text, ViewpointText):
+            return model.format_prompt(text.text, *size, num_frames, viewpoint=text.viewpoint)
+        return model.format_prompt(text, *size, num_frames)
+
+    return [format_text(text) for text in texts]
+
+
+def require_viewpoints(model: DiffusionModel, size: SamplingRecipe, key: str) -> None:
+    """Raise ModelError if the model's captions do not contain the view. key: the recipe key or option that sets it."""
+    shape = (size.height, size.width, size.num_frames)
+    if model.format_prompt("", *shape, viewpoint="wrist_view") == model.format_prompt("", *shape):
+        raise ModelError(f"{key}: captions of {model.family} ({model.path}) do not mention the view: remove it")
 
 
 class PrecomputedEmbedding(Protocol):
@@ -148,8 +178,8 @@ class TextCache:
 
     def _host_rows(self, texts: Iterable[Text]) -> dict[Text, EmbeddingRow]:
         cached = {text: self._on_host.get(text) for text in texts}
-        # Encode one by one: in a batch the last bits of a row depend on the batch size and thus on the cache;
-        # a resumed run would differ from an uninterrupted one.
+        # Encode texts one by one. In a batch, the last bits of an embedding depend on the batch size, and thus on which
+        # texts are cached already. A resumed run would then differ from an uninterrupted one.
         new = {text: self._load_or_encode(text) for text, row in cached.items() if row is None}
         self._on_host.put(new)
         return {text: row or new[text] for text, row in cached.items()}
@@ -206,7 +236,7 @@ class TextCache:
         if row is None and not self._warned:
             self._warned = True
             log.warning(
-                "text embeddings of shape %s in the data do not match this model's text encoder: encoding captions",
+                "text embeddings of shape %s in the data do not fit this model: the captions are encoded instead",
                 list(embedding.shape),
             )
         return row

@@ -66,7 +66,8 @@ def pipeline_variant(folder: Path) -> str | None:
     variants = {variant for part in sorted(folder.iterdir()) if part.is_dir() and (variant := select_variant(part))}
     if len(variants) > 1:
         raise ModelError(
-            f"{folder}: components have different variants ({', '.join(sorted(variants))}); diffusers can load only one"
+            f"{folder}: components have different variants ({', '.join(sorted(variants))}); keep one, because "
+            "diffusers loads only one"
         )
     return variants.pop() if variants else None
 
@@ -74,7 +75,7 @@ def pipeline_variant(folder: Path) -> str | None:
 def fingerprint_folders(folder: Path, parts: Iterable[str]) -> str:
     """Return a SHA-256 hex digest of the pipeline subfolders in `parts`, such as "vae".
 
-    Configs and tokenizer files are hashed completely. Of a weight file, only the size, the header, the first MiB and
+    Configs and tokenizer files are hashed completely. For a weight file, only the size, the header, the first MiB and
     the last MiB are hashed. Weight files that would not be loaded are skipped. Raises ModelError if a file cannot be
     read.
     """

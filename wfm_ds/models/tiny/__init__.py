@@ -1,8 +1,8 @@
 """Tiny random pipelines for tests, laptops and the quickstart: `wfm models tiny FAMILY OUT_DIR`.
 
-Each is a complete folder that plain diffusers loads offline. Its bytes are identical on every run, because vocabularies
-are written by hand and weights use fixed seeds. Its `call.json` contains the pipeline call arguments for one small
-image or video.
+Each tiny pipeline is a complete folder that plain diffusers loads offline. The bytes of its files are the same on every
+run, because vocabularies are written by hand and weights use fixed seeds. Its `call.json` contains the pipeline call
+arguments for one small image or video.
 """
 
 from __future__ import annotations

@@ -30,7 +30,8 @@ Parts = dict[str, Any]
 
 CLIP_SEEDS, T5_SEED, TEXT_SEED, MISTRAL_SEED, CLIP_IMAGE_SEED = (11, 12), 13, 14, 15, 21
 CLIP_IMAGE_SIDE, CLIP_IMAGE_WIDTH = 16, 16  # the width is image_dim of the transformer
-# Words and punctuation of Qwen-Image's template. They make it exactly the 34 tokens that the pipeline drops.
+# Words and punctuation of Qwen-Image's template. If each of them is one token, the template has 34 tokens. The pipeline
+# drops exactly this number of tokens.
 QWEN_IMAGE_WORDS = (
     *("Describe", "image", "by", "detailing", "color", "shape", "size", "texture", "quantity"),
     *("spatial", "relationships", "objects", "background", ",", ":", "\u010a"),  # the newline of byte-level BPE
@@ -164,7 +165,8 @@ def flux2_dev_text() -> Parts:
     """
     from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 
-    # The pipeline prepends this to every prompt. With one token per word a short sequence still fits the prompt.
+    # The pipeline prepends this message to every prompt. Each word is one token, so a short sequence has room for the
+    # prompt.
     tokenizer = mistral_tokenizer([word.strip(string.punctuation) for word in SYSTEM_MESSAGE.split()])
     config = transformers.Mistral3Config(
         text_config={

@@ -13,7 +13,7 @@ from wfm_ds.models.tiny.tokenizers import chat_tokenizer
 
 QWEN25_SEED, QWEN3_SEED, QWEN3_MOE_SEED = 21, 22, 23
 QWEN25_TOKEN_SIDE, QWEN3_TOKEN_SIDE, QWEN3_PATCH = 28, 32, 16  # pixels; a token is four patches
-MAX_TOKENS = 16  # of an image
+MAX_TOKENS = 16  # maximum number of tokens of an image
 TIED = {"tie_word_embeddings": True}  # as in the small released models
 EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
 

@@ -29,7 +29,7 @@ QWEN_SPECIAL_TOKENS = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 )
-# Pipelines prepend these to every prompt. With one token per word a short sequence still fits the prompt.
+# Pipelines prepend these words to every prompt. Each word is one token, so a short sequence has room for the prompt.
 QWEN_SYSTEM_WORDS = (
     *("You", "are", "helpful", "assistant", "who", "will", "provide", "prompts", "to", "an", "image", "generator"),
     *("system", "user"),

@@ -15,6 +15,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_va
 
 from wfm_ds.recipe.algorithms.advantages import AdvantageSettings
 from wfm_ds.recipe.data import DataRecipe
+from wfm_ds.recipe.rollout import MAX_CHUNK, RolloutRecipe
 from wfm_ds.recipe.sampling import EDM_SOLVERS, SamplingRecipe
 from wfm_ds.recipe.section import Decay, Section, UserAddress
 from wfm_ds.recipe.sections import (
@@ -23,7 +24,6 @@ from wfm_ds.recipe.sections import (
     LoraRecipe,
     ModelRecipe,
     RewardRecipe,
-    RolloutRecipe,
     RunRecipe,
 )
 from wfm_ds.types import Prompt
@@ -253,9 +253,35 @@ class RolloutSettings(AlgorithmSettings):
                     "rollout.group_size 1: advantages compare the samples of a prompt, set it to at least 2"
                 )
         self._check_solver(recipe.sampling.solver)
+        if recipe.rl.rollout.history.clips:
+            self._check_history(recipe)
         if recipe.rl.rollout.policy is not None and not self.reads_rollout_policy:
             raise ValueError(
                 f"rollout.policy is only for algorithm ddrl, {self.name} has a fixed rollout policy: remove it"
+            )
+
+    def _check_history(self, recipe: RecipeSections) -> None:
+        """Raise ValueError if samples cannot continue clips of the policy."""
+        rollout = recipe.rl.rollout
+        key, max_chunk = (
+            f"rollout.history.clips {rollout.history.clips}",
+            min(recipe.engine.max_forward_batch, MAX_CHUNK),
+        )
+        if recipe.sampling.num_frames == 1:
+            raise ValueError(f"{key} needs videos, but sampling.num_frames is 1: raise it, or remove rollout.history")
+        if self.conditioning_frame_range[0] == 0:
+            raise ValueError(
+                f"{key} needs conditioning frames for all samples: set algorithm.min_num_conditional_frames above 0"
+            )
+        if self.num_data_terms(self.terms_per_sample(recipe.sampling)) > 0:
+            raise ValueError(
+                f"{key} does not match the recorded clips, which algorithm {self.name} also trains on: set "
+                "algorithm.data_beta: 0, or remove rollout.history"
+            )
+        if rollout.mode == "async" and rollout.group_size > max_chunk:
+            raise ValueError(
+                f"{key} with rollout.mode: async needs all samples of a group in one batch: rollout.group_size "
+                f"{rollout.group_size} is above {max_chunk}, the smaller of engine.max_forward_batch and {MAX_CHUNK}"
             )
 
     def _check_solver(self, solver: str) -> None:

@@ -8,8 +8,8 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, mod
 
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.algorithms.base import ConditioningFramesSettings, ModelProperties, RecipeSections
+from wfm_ds.recipe.rollout import RolloutRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.recipe.sections import RolloutRecipe
 
 
 class DdrlAlgorithm(ConditioningFramesSettings):

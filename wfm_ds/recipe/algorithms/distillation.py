@@ -21,9 +21,9 @@ from wfm_ds.recipe.algorithms.base import (
     RecipeSections,
     TeacherSettings,
 )
+from wfm_ds.recipe.rollout import RolloutRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.section import Section
-from wfm_ds.recipe.sections import RolloutRecipe
 from wfm_ds.types import Prompt
 
 FAKE_SCORE = "fake"  # adapter of DMD2's second trained network

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from wfm_ds.recipe.algorithms.base import ConditioningFramesSettings, RecipeSections, count_of_fraction
+from wfm_ds.recipe.rollout import RolloutRecipe
 from wfm_ds.recipe.sampling import DEFAULT_NOISE_LEVELS, SamplingRecipe
-from wfm_ds.recipe.sections import RolloutRecipe
 
 
 class FlowGrpoAlgorithm(ConditioningFramesSettings):

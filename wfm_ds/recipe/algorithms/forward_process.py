@@ -19,9 +19,9 @@ from pydantic import (
 )
 
 from wfm_ds.recipe.algorithms.base import ConditioningFramesSettings, ModelProperties, RecipeSections, count_of_fraction
+from wfm_ds.recipe.rollout import RolloutRecipe
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.recipe.section import Decay, Section, value_form
-from wfm_ds.recipe.sections import RolloutRecipe
 
 
 class ForwardProcessSettings(ConditioningFramesSettings):

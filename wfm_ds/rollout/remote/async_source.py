@@ -16,8 +16,9 @@ from wfm_ds.distributed.accelerator import ranks_per_node
 from wfm_ds.errors import RunError, describe_error
 from wfm_ds.models.conditioning_frames import pad_num_frames
 from wfm_ds.rollout.groups import Group, GroupSource, RolloutSample, StepRollouts, extract_rollout, plan_step_samples
+from wfm_ds.rollout.histories import HistoryLayout, replace_conditioning_frames
 from wfm_ds.rollout.remote.identity import compute_identity
-from wfm_ds.rollout.remote.packing import empty_rollout, unpack_trajectory, validate_trajectory
+from wfm_ds.rollout.remote.packing import empty_rollout, unpack_trajectory, validate_history, validate_trajectory
 from wfm_ds.rollout.remote.publisher import PolicyPublisher, remove_publications
 from wfm_ds.rollout.remote.scheduler import ChunkPlan, ChunkScheduler
 from wfm_ds.rollout.remote.service import RolloutService, load_trainer_keys
@@ -56,13 +57,15 @@ class AsyncSource:
         endpoint: str,
         keys: ClientKeys | None,
         service: RolloutService | None,
+        layout: HistoryLayout | None = None,
     ) -> None:
         """Create the source. Collective.
 
         service: the rollout service on rank 0, None on other ranks.
+        layout: clips before the samples, and their recordings. None: there are none.
         """
         self.job, self.groups, self.algorithm = job, groups, algorithm
-        self.settings, self.service = job.recipe.rl.rollout, service
+        self.settings, self.service, self.layout = job.recipe.rl.rollout, service, layout
         self.session_id = str(job.world.broadcast(uuid.uuid4().hex[:12]))
         run = job.recipe.run.output_dir.name[:100].replace("/", "_")
         self.client = PipeClient(endpoint, run=f"{run}-{self.session_id}", client=f"rank{job.world.rank}", keys=keys)
@@ -87,8 +90,9 @@ class AsyncSource:
             self.publisher.publish(step)
         admitted = self.scheduler.admit_steps(step) if self.scheduler is not None else None
         for admitted_step in self.job.world.broadcast(admitted):
-            self._groups[admitted_step] = self.groups.step_groups(admitted_step)
-            groups = gather_conditioning_frames(self.job, self._groups[admitted_step])
+            read = self.groups.step_groups(admitted_step)
+            groups = gather_recordings(self.job, gather_conditioning_frames(self.job, read))
+            self._groups[admitted_step] = [dataclasses.replace(group, recording=None) for group in read]
             if self.scheduler is not None:
                 self.scheduler.submit_step(admitted_step, groups)
 
@@ -125,6 +129,7 @@ class AsyncSource:
         )
         plans = job.world.broadcast(self.scheduler.plan_step(step) if self.scheduler else None)
         chunks = [ChunkPlan(**plan) for plan in plans]
+        samples = self._slice_prompts(samples, chunks)
         count = job.run_sizes.samples_per_rank
         first = job.world.dp_rank * count
         local_chunks = [chunk for chunk in chunks if chunk.first < first + count and chunk.stop > first]
@@ -132,7 +137,7 @@ class AsyncSource:
         error = ""
         try:
             if job.world.is_leader:
-                tensors = self._fetch_chunks(local_chunks, step)
+                tensors = self._fetch_chunks(local_chunks, samples, step)
         except (PipeError, KeyError, IndexError, TypeError, ValueError) as raised:
             error = f"rank {job.world.rank} cannot get the samples of step {step}: {describe_error(raised)}"
         errors = [e for e in job.world.gather(error) if e]
@@ -157,7 +162,20 @@ class AsyncSource:
     def close(self) -> None:
         self.client.close()
 
-    def _fetch_chunks(self, chunks: Sequence[ChunkPlan], step: int) -> dict[str, _ChunkTensors]:
+    def _slice_prompts(self, samples: list[RolloutSample], chunks: Sequence[ChunkPlan]) -> list[RolloutSample]:
+        """Return the samples with the inputs of their clips."""
+        if self.layout is None:
+            return samples
+        groups = [self.layout.slice_group(samples[chunk.first].group, chunk.clip) for chunk in chunks]
+        return [
+            dataclasses.replace(sample, group=group)
+            for chunk, group in zip(chunks, groups, strict=True)
+            for sample in samples[chunk.first : chunk.stop]
+        ]
+
+    def _fetch_chunks(
+        self, chunks: Sequence[ChunkPlan], samples: Sequence[RolloutSample], step: int
+    ) -> dict[str, _ChunkTensors]:
         """Download the tensors of these chunks and return {task id: tensors}.
 
         Abandoned chunks are skipped, because they have no samples. Raises ValueError if a chunk does not match the
@@ -173,6 +191,8 @@ class AsyncSource:
             try:
                 trajectory = unpack_trajectory(chunk.layout, tensors[task_id])
                 validate_trajectory(trajectory, chunk.stop - chunk.first, plan, shape)
+                if chunk.clip:
+                    validate_history(tensors[task_id], samples[chunk.first].group)
             except (KeyError, IndexError, TypeError, ValueError) as error:
                 raise ValueError(f"{task_id} is malformed: {describe_error(error)}") from error
         return tensors
@@ -196,6 +216,9 @@ class AsyncSource:
             for name in names
         }
         trajectory = unpack_trajectory(chunk.layout, shared)
+        if chunk.clip:
+            group = replace_conditioning_frames(samples[chunk.first].group, shared["history"])
+            samples = [dataclasses.replace(sample, group=group) for sample in samples]
         return [extract_rollout(samples[i], trajectory, i - chunk.first, replace_nonfinite=False) for i in rows]
 
     def _merge_scores(
@@ -228,7 +251,12 @@ class AsyncSource:
 
 
 def start_async_source(
-    job: Job, groups: GroupSource, algorithm: RlAlgorithm, rewards: str, resources: ExitStack
+    job: Job,
+    groups: GroupSource,
+    algorithm: RlAlgorithm,
+    rewards: str,
+    resources: ExitStack,
+    layout: HistoryLayout | None = None,
 ) -> AsyncSource:
     """Start the broker and the workers on rank 0 and connect all ranks to the broker. Collective.
 
@@ -247,7 +275,7 @@ def start_async_source(
         resources.callback(service.stop)
     endpoint = world.broadcast(service.endpoint if service is not None else None)
     keys = world.run_checked(lambda: load_trainer_keys(settings))
-    source = AsyncSource(job, groups, algorithm, endpoint, keys and keys.local_client_keys, service)
+    source = AsyncSource(job, groups, algorithm, endpoint, keys and keys.local_client_keys, service, layout)
     resources.callback(source.close)
     world.run_checked(lambda: source.client.attach(ATTACH_S))
     return source
@@ -271,3 +299,18 @@ def gather_conditioning_frames(job: Job, groups: Sequence[Group]) -> list[Group]
             frames = world.transfer_tensor(frames, owner, 0)
         conditioned.append(dataclasses.replace(group, data=pad_num_frames(frames.cpu(), latents.shape[1])))
     return conditioned
+
+
+def gather_recordings(job: Job, groups: Sequence[Group]) -> list[Group]:
+    """Return the groups with `recording`. Complete only on rank 0. Collective. Call it on all ranks with all groups."""
+    world, recording = job.world, next((group.recording for group in groups if group.recording is not None), None)
+    if recording is None:  # no rewards need them, or this rank is not a replica leader
+        return list(groups)
+    complete: list[Group] = []
+    for g, group in enumerate(groups):
+        owner = g * job.recipe.rl.rollout.group_size // job.run_sizes.samples_per_rank
+        frames = recording if group.recording is None else group.recording
+        if owner and world.dp_rank in (0, owner):
+            frames = world.transfer_tensor(torch.from_numpy(frames), owner, 0).numpy()
+        complete.append(dataclasses.replace(group, recording=frames))
+    return complete

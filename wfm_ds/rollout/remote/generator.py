@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,13 +17,13 @@ from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe.sampling import SamplingRecipe
-from wfm_ds.rollout.groups import stack_conditioning_frames
+from wfm_ds.rollout.groups import Group, stack_conditioning_frames
+from wfm_ds.rollout.histories import HistoryLayout, HistoryWalker
 from wfm_ds.rollout.remote.packing import ChunkTask
 from wfm_ds.rollout.remote.publisher import PolicyManifest
 from wfm_ds.rollout.remote.weights import PolicyWeights
 from wfm_ds.sampling.denoise import Trajectory
 from wfm_ds.transport.worker import ReportProgress
-from wfm_ds.types import ConditioningFrames
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedChunk:
     publication: int  # RL step after which the weights were published; one for the whole chunk
+    group: Group  # at the start of its samples
     trajectory: Trajectory
     images: npt.NDArray[np.uint8]  # [n,H,W,3] or [n,T,H,W,3]
     is_finite: Sequence[bool]
@@ -49,9 +50,11 @@ class ChunkGenerator:
         weights: PolicyWeights,
         joint_rows: Mapping[str, int],
         on_chunk_start: Callable[[], None] | None = None,
+        layout: HistoryLayout | None = None,
     ) -> None:
         """joint_rows: passed to Sampler as `max_joint_rows`.
 
+        layout: clips before the samples, and their recordings. None: there are none.
         on_chunk_start: function that is called after the weights of a chunk are loaded.
         """
         self._forward = CountingForward(model.denoise)
@@ -63,6 +66,9 @@ class ChunkGenerator:
             max_joint_rows=joint_rows,
         )
         self.algorithm, self.weights, self._on_chunk_start = algorithm, weights, on_chunk_start
+        self.walker = None
+        if layout is not None:
+            self.walker = HistoryWalker(self.sampler, layout, self.sampler.decode_to_uint8)
         self._progress: ReportProgress | None = None  # of the current chunk
         self._lock = threading.Lock()
 
@@ -78,21 +84,24 @@ class ChunkGenerator:
             publication = self.weights.load_publication(manifest)
             if self._on_chunk_start is not None:
                 self._on_chunk_start()
-            samples, device = task.samples, self.sampler.model.device
-            frames = stack_conditioning_frames([sample.group for sample in samples])
-            if frames is not None:
-                frames = ConditioningFrames(frames.latents.to(device), frames.counts)
+            samples, group, plan = task.samples, task.samples[0].group, self.algorithm.plan(task.step)
+            if group.data is not None:
+                group = replace(group, data=group.data.to(self.sampler.model.device))
+            if self.walker is not None:
+                group = self.walker.add_reference(self.walker.start_samples({0: group}, plan)[0])
             trajectory = self.sampler.generate(
                 "rollout",
-                [sample.prompt for sample in samples],
+                [group.prompt] * len(samples),
                 [sample.noise_seed for sample in samples],
-                self.algorithm.plan(task.step),
+                plan,
                 seeds=[sample.seed for sample in samples],
-                conditional_frames=frames,
+                conditional_frames=stack_conditioning_frames([group] * len(samples)),
             )
             decoding = self.sampler.start_decoding(trajectory.clean_latents)
         images, is_finite = decoding.wait()  # on a GPU this overlaps with the next lane's denoising
-        return GeneratedChunk(publication=publication, trajectory=trajectory, images=images, is_finite=is_finite)
+        return GeneratedChunk(
+            publication=publication, group=group, trajectory=trajectory, images=images, is_finite=is_finite
+        )
 
     def _forward_with_progress(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /

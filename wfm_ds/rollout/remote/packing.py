@@ -14,6 +14,7 @@ from torch import Tensor
 from wfm_ds.data.samples import pack_prompt, unpack_prompt
 from wfm_ds.models.conditioning_frames import pad_num_frames
 from wfm_ds.rollout.groups import Group, RolloutSample, replace_nonfinite_values
+from wfm_ds.rollout.histories import conditioning_tensor
 from wfm_ds.sampling.denoise import SamplingPlan, StoredStep, Trajectory
 from wfm_ds.types import Rollout, Transition
 
@@ -28,7 +29,10 @@ class ChunkTask:
     samples: Sequence[RolloutSample]
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return JSON rows: the first describes the task, and each further row names an input array of the prompt."""
+        """Return JSON rows: the first describes the task, and each further row names an array.
+
+        These arrays are the inputs of the prompt, and the recording if the group has one.
+        """
         first = self.samples[0]
         data, inputs = first.group.data, first.prompt.inputs
         task = {
@@ -37,21 +41,24 @@ class ChunkTask:
             "prompt": pack_prompt(replace(first.prompt, inputs={})),
             "members": [[s.sample_id, s.seed, s.noise_seed] for s in self.samples],
             **({} if data is None else {"latent_frames": data.shape[1]}),
+            **({"history": list(first.group.history_seeds)} if first.group.history_seeds else {}),
         }
-        return [task, *({"input": name} for name in inputs)]
+        recording = [] if first.group.recording is None else [{"recording": True}]
+        return [task, *({"input": name} for name in inputs), *recording]
 
-    def to_arrays(self) -> list[tuple[str, npt.NDArray[np.float32]]]:
-        """Return [(name, array)]: the conditioning frames, followed by the prompt's input arrays.
+    def to_arrays(self) -> list[tuple[str, npt.NDArray[Any]]]:
+        """Return [(name, array)]: the conditioning frames, followed by the prompt's input arrays and the recording.
 
         The conditioning frames are an array [C,n,h,w] of n latent frames, and n may be 0. If the group has no latents,
-        this array is empty, with shape [0]. If the prompt has no inputs either, returns [].
+        this array is empty, with shape [0]. If there are no other arrays either, returns [].
         """
         group, inputs = self.samples[0].group, self.samples[0].prompt.inputs
-        if group.data is None and not inputs:
+        if group.data is None and not inputs and group.recording is None:
             return []
         empty = np.zeros(0, np.float32)
         frames = empty if group.data is None else group.data[:, : group.num_conditioning_frames].cpu().numpy()
-        return [("frames", frames), *inputs.items()]
+        recording = [] if group.recording is None else [("recording", group.recording)]
+        return [("frames", frames), *inputs.items(), *recording]
 
     @classmethod
     def from_rows(cls, rows: Sequence[Mapping[str, Any]], arrays: Sequence[npt.NDArray[Any]] = ()) -> ChunkTask:
@@ -62,6 +69,12 @@ class ChunkTask:
         row, *input_rows = rows
         if input_rows and len(arrays) != len(rows):
             raise ValueError(f"{len(arrays)} arrays for {len(rows)} rows")
+        recording = None
+        if input_rows and input_rows[-1].get("recording"):
+            input_rows.pop()
+            *arrays, recording = arrays
+            if recording.ndim != 4 or recording.dtype != np.uint8:
+                raise ValueError(f"invalid recording: {list(recording.shape)} {recording.dtype}")
         inputs = {str(input_row["input"]): array for input_row, array in zip(input_rows, arrays[1:], strict=True)}
         if any(array.dtype != np.float32 for array in inputs.values()):
             raise ValueError("inputs must be float32")
@@ -71,7 +84,13 @@ class ChunkTask:
             if frames.ndim != 4 or frames.dtype != np.float32 or not 0 <= frames.shape[1] < row["latent_frames"]:
                 raise ValueError(f"invalid conditioning frames: {list(frames.shape)} {frames.dtype}")
             data = pad_num_frames(torch.from_numpy(frames), row["latent_frames"])
-        group = Group(prompt=prompt, data=data, num_conditioning_frames=0 if data is None else arrays[0].shape[1])
+        group = Group(
+            prompt=prompt,
+            data=data,
+            num_conditioning_frames=0 if data is None else arrays[0].shape[1],
+            history_seeds=tuple(int(seed) for seed in row.get("history", [])),
+            recording=recording,
+        )
         samples = [
             RolloutSample(sample_id=sample_id, group_id=row["group"], group=group, seed=seed, noise_seed=noise_seed)
             for sample_id, seed, noise_seed in row["members"]
@@ -114,6 +133,11 @@ def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], NamedArrays
     return steps, [(name, replace_nonfinite_values(tensor).float().cpu().numpy()) for name, tensor in arrays]
 
 
+def pack_history(group: Group) -> NamedArrays:
+    """Return the conditioning frames that a worker generated, or [] if the samples continue recorded frames."""
+    return [("history", conditioning_tensor(group).cpu().numpy())] if group.clip else []
+
+
 def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Trajectory:
     """Return the trajectory that `pack_trajectory` packed.
 
@@ -153,6 +177,13 @@ def validate_trajectory(trajectory: Trajectory, count: int, plan: SamplingPlan, 
     for name, tensor, size in expected:
         if tuple(tensor.shape) != size or tensor.dtype != torch.float32:
             raise ValueError(f"{name}: expected {list(size)} float32, got {list(tensor.shape)} {tensor.dtype}")
+
+
+def validate_history(tensors: Mapping[str, Tensor], group: Group) -> None:
+    """Raise KeyError or ValueError if a worker's conditioning frames do not have the shape of the recorded ones."""
+    frames, expected = tensors["history"], conditioning_tensor(group)
+    if frames.shape != expected.shape or frames.dtype != torch.float32:
+        raise ValueError(f"history: expected {list(expected.shape)} float32, got {list(frames.shape)} {frames.dtype}")
 
 
 def empty_rollout(sample: RolloutSample, plan: SamplingPlan, shape: Sequence[int], device: torch.device) -> Rollout:

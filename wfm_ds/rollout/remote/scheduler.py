@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from wfm_ds.recipe.rollout import MAX_CHUNK
 from wfm_ds.rollout import TASK_KIND
 from wfm_ds.rollout.groups import Group, RolloutSample, plan_step_samples
 from wfm_ds.rollout.remote.coordinator import ClosedChunk, Coordinator, GroupChunk
@@ -25,7 +26,6 @@ from wfm_ds.transport.wire import WireError
 
 log = logging.getLogger(__name__)
 
-MAX_CHUNK = 32  # samples: their scores fit into the header of one message
 LOOK_S = 0.2  # poll interval
 TASK_S = 7 * 86400.0  # lifetime of a task in the broker; rollout.timeout_s ends the run much earlier
 
@@ -39,6 +39,7 @@ class ChunkPlan:
     task_id: str
     staleness: int | None  # age of its weights in RL steps; None: the chunk has no samples
     reason: str  # why it has no samples
+    clip: int  # index of the samples' clip
     layout: Mapping[str, Any]  # layout of the trajectory, from pack_trajectory
     scores: Sequence[Any]  # from pack_scores
 
@@ -121,18 +122,21 @@ class ChunkScheduler:
 
     def plan_step(self, step: int) -> list[dict[str, Any]]:
         """Remove a complete step and return its ChunkPlans as JSON values, in the order of the samples."""
+        plans = [dataclasses.asdict(self._plan_chunk(closed)) for closed in self.coordinator.pop_step(step)]
         del self._samples[step]
-        return [dataclasses.asdict(self._plan_chunk(closed)) for closed in self.coordinator.pop_step(step)]
+        return plans
 
     def _plan_chunk(self, closed: ClosedChunk) -> ChunkPlan:
         chunk, base = closed.chunk, closed.chunk.group * self.job.recipe.rl.rollout.group_size
-        meta = self._results.pop(closed.task_id, {"layout": {}, "scores": []})
+        num_clips = len(self._samples[chunk.step][base].group.history_seeds)
+        meta = self._results.pop(closed.task_id, {"layout": {}, "scores": [], "clip": num_clips})
         return ChunkPlan(
             first=base + chunk.first,
             stop=base + chunk.stop,
             task_id=closed.task_id,
             staleness=None if closed.publication is None else chunk.step - 1 - closed.publication,
             reason=closed.reason,
+            clip=meta["clip"],
             layout=meta["layout"],
             scores=meta["scores"],
         )
@@ -160,9 +164,12 @@ class ChunkScheduler:
             publication = int(meta["publication"])
             if meta["life"] != self.session_id:
                 publication = -1
-            expected = {s.sample_id for s in self._chunk_samples(chunk)}
+            samples = self._chunk_samples(chunk)
+            expected = {s.sample_id for s in samples}
             if unpack_scores(meta["scores"]).keys() != expected or not isinstance(meta["layout"], dict):
                 raise ValueError("wrong samples")
+            if meta["clip"] not in (0, len(samples[0].group.history_seeds)):
+                raise ValueError("wrong clip")
         except (KeyError, TypeError, ValueError) as error:
             self.client.release_results([outcome.id])
             self.coordinator.abandon_chunk(outcome.id, f"malformed result of a worker: {error}")

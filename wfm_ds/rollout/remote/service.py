@@ -18,8 +18,9 @@ from wfm_ds.distributed.accelerator import find_free_port, uses_cuda
 from wfm_ds.distributed.gpus import find_machine_gpus, gpu_environment
 from wfm_ds.distributed.ranks import remove_rank_variables
 from wfm_ds.errors import RecipeError
+from wfm_ds.recipe.rollout import RolloutRecipe
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.sections import RewardRecipe, RolloutRecipe
+from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout import TASK_KIND
 from wfm_ds.rollout.child_process import RestartingProcess, read_last_error
 from wfm_ds.runs.layout import ROLLOUT

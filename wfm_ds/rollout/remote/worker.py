@@ -190,6 +190,7 @@ def build_generator(
     from wfm_ds.models.assets.cache_cleanup import remove_temporary_files
     from wfm_ds.models.assets.loading import select_device
     from wfm_ds.models.assets.text_cache import TextCache, create_text_store, open_store_folder
+    from wfm_ds.rollout.histories import choose_history_layout
     from wfm_ds.rollout.remote.generator import ChunkGenerator
     from wfm_ds.rollout.remote.identity import compute_identity, require_same_identity
     from wfm_ds.rollout.remote.weights import PolicyWeights
@@ -223,7 +224,14 @@ def build_generator(
         network: Any = ReplayingNetwork(model.denoiser)
         model.denoiser, on_chunk_start = network, network.drop_stale_recordings
     return ChunkGenerator(
-        model, texts, recipe.sampling, algorithm, weights, recipe.joint_guidance_batches, on_chunk_start
+        model,
+        texts,
+        recipe.sampling,
+        algorithm,
+        weights,
+        recipe.joint_guidance_batches,
+        on_chunk_start,
+        choose_history_layout(recipe, model),
     )
 
 
@@ -308,7 +316,7 @@ class WorkerLanes:
         """
         from wfm_ds.distributed.accelerator import device_context
         from wfm_ds.memory.advice import OutOfMemory, explain_out_of_memory, suggest_keys_after_oom
-        from wfm_ds.rollout.remote.packing import ChunkTask, pack_trajectory
+        from wfm_ds.rollout.remote.packing import ChunkTask, pack_history, pack_trajectory
         from wfm_ds.rollout.remote.publisher import PolicyManifest
         from wfm_ds.rollout.rewards import pack_scores, submit_finite_samples
 
@@ -332,17 +340,25 @@ class WorkerLanes:
             for worker in self.lease_workers:
                 worker.stop()  # their chunks go to workers with more memory, without counting as attempts
             raise TaskFailed(str(error), fatal=False) from error
-        samples, is_video = work.samples, self.generator.sampler.model.is_video
+        samples, group, is_video = work.samples, generated.group, self.generator.sampler.model.is_video
         failures = submit_finite_samples(
             rewards,
             generated.images,
             generated.is_finite,
             [s.sample_id for s in samples],
-            [s.prompt for s in samples],
+            [group.prompt] * len(samples),
             self.recipe.sampling.fps if is_video else None,
+            [group.reference] * len(samples),
         )
         layout, arrays = pack_trajectory(generated.trajectory)
+        arrays = [*arrays, *pack_history(group)]
         scores = rewards.wait() | failures
         packed = pack_scores({s.sample_id: scores[s.sample_id] for s in samples}, MAX_FAILURE_CHARS)
-        meta = {"life": manifest.session_id, "publication": generated.publication, "layout": layout, "scores": packed}
+        meta = {
+            "life": manifest.session_id,
+            "publication": generated.publication,
+            "clip": group.clip,
+            "layout": layout,
+            "scores": packed,
+        }
         return TaskResult(meta, arrays)

@@ -1,0 +1,86 @@
+"""Similarity of a video to the recording that it continues."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from wfm_reward.base import ItemReward, MediaItem, Range, RewardError, Score
+from wfm_reward.rewards._weights import load_pretrained
+from wfm_reward.similarity import MAX_PSNR_DB, psnr, ssim
+
+FULL_SCORE_DB = 40.0  # PSNR of a video that the eye cannot tell from the recording
+
+
+class Continuation(ItemReward):
+    """Weighted mean of PSNR / 40 dB (at most 1), SSIM and 1 - LPIPS between a video and its recording.
+
+    Conditioning frames are omitted. The recording is encoded and decoded by the VAE first, so that a perfect sample
+    scores 1. Only videos from a run whose trajectories are those of the data have a recording. Parts: `psnr_db`,
+    `ssim`, and `lpips` if it has a weight.
+    """
+
+    name = "continuation"
+    media_types = frozenset({"video"})
+    outputs: ClassVar = {
+        "continuation": Range(-1.0, 1.0),
+        "psnr_db": Range(0.0, MAX_PSNR_DB),
+        "ssim": Range(-1.0, 1.0),
+        "lpips": Range(0.0, float("inf")),
+    }
+    primary_output = "continuation"
+    needs_reference = True
+
+    def __init__(
+        self, device: str = "cpu", *, psnr: float = 1.0, ssim: float = 1.0, lpips: float = 0.0, net: str = "alex"
+    ) -> None:
+        """Store the options. Raises RewardError for weights below 0, or if all are 0.
+
+        psnr, ssim, lpips: weights. A weight of 0 disables the part. net: network of LPIPS (package `lpips`): alex, vgg
+        or squeeze.
+        """
+        super().__init__(device)
+        if min(psnr, ssim, lpips) < 0 or psnr + ssim + lpips <= 0:
+            raise RewardError(
+                f"reward {self.name}: the weights psnr {psnr:g}, ssim {ssim:g} and lpips {lpips:g} must be at least 0, "
+                "and one above 0"
+            )
+        self.weights, self.net = {"psnr": psnr, "ssim": ssim, "lpips": lpips}, net
+
+    def load(self) -> None:
+        if self.weights["lpips"]:
+
+            def load_network(net: str) -> Any:
+                import lpips
+
+                return lpips.LPIPS(net=net, verbose=False).eval().to(self.device)
+
+            self._lpips = load_pretrained(self.name, "the LPIPS network", self.net, load_network)
+
+    def score_item(self, item: MediaItem) -> Score:
+        reference = item.reference
+        assert reference is not None, "the worker requires it"
+        frames = item.frames[-len(reference) :]
+        if frames.shape != reference.shape:
+            return item.fail(f"the reference has shape {list(reference.shape)}, the video {list(item.frames.shape)}")
+        parts = {"psnr_db": psnr(frames, reference)}
+        terms = {"psnr": min(1.0, parts["psnr_db"] / FULL_SCORE_DB)}
+        if self.weights["ssim"]:
+            parts["ssim"] = terms["ssim"] = ssim(frames, reference)
+        if self.weights["lpips"]:
+            parts["lpips"] = self.measure_lpips(frames, reference)
+            terms["lpips"] = max(-1.0, 1.0 - parts["lpips"])
+        total = sum(self.weights[name] * term for name, term in terms.items())
+        return item.score(total / sum(self.weights.values()), **parts)
+
+    def measure_lpips(self, frames: npt.NDArray[np.uint8], reference: npt.NDArray[np.uint8]) -> float:
+        """Return the mean LPIPS distance over the frames."""
+        import torch
+
+        def to_tensor(images: npt.NDArray[np.uint8]) -> torch.Tensor:
+            return torch.from_numpy(images).permute(0, 3, 1, 2).to(self.device).float() / 127.5 - 1
+
+        with torch.inference_mode():
+            return float(self._lpips(to_tensor(frames), to_tensor(reference)).mean())

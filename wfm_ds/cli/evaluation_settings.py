@@ -1,0 +1,152 @@
+"""Sampling options and rewards of `wfm evaluate`, with defaults from recipes of runs."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from wfm_ds.cli.sampling_options import add_sampling_options
+from wfm_ds.errors import UserError
+
+if TYPE_CHECKING:
+    from wfm_ds.cli.evaluation_models import EvaluatedModel
+    from wfm_ds.evaluation.results import ModelResults, TrainedRewards
+    from wfm_ds.recipe.schema import Recipe
+    from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
+    from wfm_ds.types import Prompt
+
+SAMPLING_OPTIONS = {  # {option: key of the recipe section `sampling` that provides its default}
+    "height": "height",
+    "width": "width",
+    "frames": "num_frames",
+    "fps": "fps",
+    "steps": "eval_steps",
+    "grid": "eval_grid",
+    "shift": "grid_shift",
+    "solver": "eval_solver",
+    "guidance": "guidance_scale",
+    "guidance_low": "guidance_scale_low",
+    "guidance_batch": "guidance_batch",
+    "negative_prompt": "negative_prompt",
+}
+MODEL_OPTIONS = (
+    *("max_sequence_length", "prompt_template", "guardrail", "family", "vae_dtype", "attention"),
+    "embedded_guidance",
+)
+MAX_PROMPT_BATCH = 8  # samples of a prompt that are generated together by default
+
+
+def fill_options(args: argparse.Namespace, entries: Sequence[EvaluatedModel], recipe: Recipe | None) -> None:
+    """Set omitted options in `args` from the recipe, or else to the defaults of `wfm generate`.
+
+    Options that the recipe does not set come from the call.json of the trained models or of the base model. Raises
+    UserError if the pipeline has no default size, or if the options do not fit together.
+    """
+    from wfm_ds.cli.call_defaults import fill_from_call
+    from wfm_ds.models import registry
+
+    defaults = argparse.ArgumentParser()
+    add_sampling_options(defaults)
+    values: dict[str, Any] = {name: defaults.get_default(name) for name in (*SAMPLING_OPTIONS, *MODEL_OPTIONS)}
+    if recipe is not None:
+        values |= {name: getattr(recipe.sampling, key) for name, key in SAMPLING_OPTIONS.items()}
+        values |= {name: getattr(recipe.model, name) for name in MODEL_OPTIONS}
+        is_even = (args.grid or values["grid"]) == "even"
+        if not is_even:  # the shift is that of the rollouts
+            values["shift"] = None
+        if values["solver"] == ("dpm2" if is_even else "cps"):  # --grid is not that of the recipe
+            values["solver"] = None
+    values["batch"] = min(args.seeds, MAX_PROMPT_BATCH)
+    values["clips"] = recipe.validation.clips if recipe is not None and args.data is not None else 1
+    for name, value in values.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+    folders = [
+        entry.lora or registry.resolve_pipeline(entry.model, args.family, entry.revision, weights=False)
+        for entry in (*entries[1:], entries[0])
+    ]
+    call = fill_from_call(args, entries[0].model, folders[-1], folders)
+    for name in ("height", "width"):
+        if getattr(args, name) is None and call.get(name) is None:
+            raise UserError(
+                f"--{name} is required: no run recipe found, and {entries[0].argument}/call.json has no {name}"
+            )
+        setattr(args, name, getattr(args, name) or call[name])
+
+
+def select_functions(
+    args: argparse.Namespace,
+    entries: Sequence[EvaluatedModel],
+    prompts: Sequence[Prompt],
+    data_recipe: Recipe | None = None,
+) -> dict[str, RewardFunction]:
+    """Return {reward name: settings} for the rewards in --rewards and --held-out.
+
+    The default of --rewards and all reward options come from the runs, or else from the recipe --data. Raises
+    UserError if a reward is unknown or cannot score these prompts, if runs use different options for it, or if a
+    held-out reward was used for training.
+    """
+    from wfm_ds.models import registry
+    from wfm_ds.recipe.sections import RewardFunction
+    from wfm_ds.training.preflight import check_reward_needs
+    from wfm_reward import registry as rewards
+
+    known: dict[str, RewardFunction] = {}
+    for entry in entries:
+        for function in run_functions(entry.recipe):
+            if known.setdefault(function.name, function).options != function.options:
+                raise UserError(
+                    f"{entry.argument}: its run uses other options for {function.name}: evaluate the runs separately"
+                )
+    for function in run_functions(data_recipe):
+        known.setdefault(function.name, function)
+    trained = {name for entry in entries for name in training_reward_names(entry.recipe)}
+    reward_names = list(known) if args.rewards is None else args.rewards
+    if not reward_names:
+        raise UserError("--rewards is required, e.g. --rewards pickscore; see wfm rewards")
+    for name in args.held_out:
+        if name in (trained or reward_names):
+            raise UserError(f"--held-out: {name} was used for training, so it is not held out: move it to --rewards")
+    functions: dict[str, RewardFunction] = {}
+    video = registry.find_family(
+        registry.resolve_pipeline(entries[0].model, args.family, entries[0].revision), args.family
+    ).is_video
+    inputs = [] if data_recipe is None else data_recipe.data.inputs
+    for name in dict.fromkeys([*reward_names, *args.held_out]):
+        rewards.get_reward_class(name)
+        options = known[name].options if name in known else {}
+        functions[name] = RewardFunction(name=name, options=options, device=args.reward_device)
+        check_reward_needs(functions[name], prompts, is_local=True, makes_video=video, provided_inputs=inputs)
+    return functions
+
+
+def run_functions(recipe: Recipe | None) -> list[RewardFunction]:
+    return [] if recipe is None or recipe.reward is None else recipe.reward.functions
+
+
+def training_reward_names(recipe: Recipe | None) -> list[str]:
+    return [function.name for function in run_functions(recipe) if function.weight != 0]
+
+
+def training_rewards(
+    recipe: Recipe | None, args: argparse.Namespace, measured: Sequence[str], base: ModelResults
+) -> TrainedRewards:
+    """Return the rewards that a model was trained on. They come from its recipe or, without one, from --rewards.
+
+    measured: names of all measured rewards. base: results of the base model.
+    """
+    from wfm_ds.evaluation.results import TrainedRewards, scores_by_reward, unit_std_reward_recipe
+    from wfm_reward.registry import get_reward_class
+
+    names = training_reward_names(recipe) if recipe is not None else list(args.rewards or [])
+    measured_names = [name for name in names if name in measured]
+    reward: RewardRecipe | None = None
+    if recipe is not None and recipe.reward is not None and measured_names:
+        functions = [function for function in recipe.reward.functions if function.name in measured_names]
+        reward = recipe.reward.model_copy(update={"functions": functions})
+    elif measured_names:
+        reward = unit_std_reward_recipe(measured_names, scores_by_reward(base.samples, args.seeds))
+    backbones = {get_reward_class(name).backbone for name in names} - {""}
+    related = frozenset(name for name in measured if name not in names and get_reward_class(name).backbone in backbones)
+    return TrainedRewards(names=names, reward=reward, related=related)

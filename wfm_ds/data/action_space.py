@@ -1,0 +1,286 @@
+"""Actions between the frames of a clip, from the states and actions that a robot data set stores (data.actions.space).
+
+The pose of frame i is T_i (4 x 4). The action from frame i to frame j is the motion inv(T_i) T_j in the gripper's own
+axes, as 9 numbers: its translation and the first two columns of its rotation matrix (Zhou et al., CVPR 2019). It is
+exact for any two frames, so clips may have any frame rate. The presets give the numbers of NVIDIA's cosmos-framework
+(cosmos_framework/data/generator/action/datasets), on which the action weights of Cosmos3 were trained.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from wfm_ds.data.agibot import agibot_poses
+from wfm_ds.data.rotations import Doubles, rotation_matrices
+from wfm_ds.data.trajectories import Floats, compose_actions, relative_poses
+from wfm_ds.errors import DataError
+from wfm_ds.recipe.actions import ActionSpaceRecipe, ActionsRecipe, PoseRecipe, ValueRecipe, Vector, parse_columns
+
+Rows: TypeAlias = Mapping[str, Floats]
+"""Features of an episode: {name: [frames of the episode, D]}."""
+DEFAULT_FEATURE = "action"
+
+
+class SpacePart(Protocol):
+    """A part of the numbers of an action."""
+
+    @property
+    def features(self) -> Mapping[str, int]:
+        """The features that the part reads, and the smallest width of each."""
+
+    def __call__(self, rows: Rows, frames: Sequence[int]) -> Doubles | Floats:
+        """Return the numbers [len(frames)-1, D] between the frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredActions:
+    """Rows of a feature. Row i is the action between frames i and i + 1."""
+
+    feature: str
+    compose: str | None = None
+    rest: str = "first"
+
+    @property
+    def features(self) -> Mapping[str, int]:
+        return {self.feature: 1}
+
+    def __call__(self, rows: Rows, frames: Sequence[int]) -> Floats:
+        return compose_actions(rows[self.feature], frames, self.compose, self.rest)
+
+
+@dataclass(frozen=True, slots=True)
+class PoseMotion:
+    """Motion of a pose between neighbouring frames of the clip, [F-1,9]."""
+
+    feature: str
+    columns: slice  # x, y, z and the rotation
+    rotation: str
+    turn: tuple[Vector, ...]  # T_i = stored pose * (turn, shift)
+    shift: Vector = (0, 0, 0)
+
+    @classmethod
+    def from_recipe(cls, recipe: PoseRecipe) -> PoseMotion:
+        return cls(recipe.feature, parse_columns(recipe.at), recipe.rotation, recipe.turn, recipe.shift)
+
+    @property
+    def features(self) -> Mapping[str, int]:
+        return {self.feature: self.columns.stop}
+
+    def __call__(self, rows: Rows, frames: Sequence[int]) -> Doubles:
+        states = rows[self.feature][list(frames), self.columns].astype(np.float64)
+        matrices = rotation_matrices(states[:, 3:], self.rotation)
+        return relative_poses(matrices @ np.array(self.turn), states[:, :3] + matrices @ np.array(self.shift))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValues:
+    """Numbers of the first or the next row of each action, [F-1,D]: scale * value + offset, at least `low`."""
+
+    feature: str
+    columns: slice
+    is_next: bool = False
+    scale: float = 1
+    offset: float = 0
+    low: float = -np.inf
+    expected: tuple[float, float] = (-np.inf, np.inf)  # range of the stored values
+
+    @classmethod
+    def from_recipe(cls, recipe: ValueRecipe) -> StoredValues:
+        columns = slice(None) if recipe.at is None else parse_columns(recipe.at)
+        scale, offset = (-1, 1) if recipe.invert else (1, 0)
+        return cls(recipe.feature, columns, recipe.row == "next", scale, offset)
+
+    @property
+    def features(self) -> Mapping[str, int]:
+        return {self.feature: self.columns.stop or 1}
+
+    def __call__(self, rows: Rows, frames: Sequence[int]) -> Doubles:
+        chosen = frames[1:] if self.is_next else frames[:-1]
+        values = rows[self.feature][list(chosen), self.columns].astype(np.float64)
+        if wrong := values[(values < self.expected[0]) | (values > self.expected[1])].tolist():
+            least, most = self.expected
+            raise ValueError(f"{self.feature} has {wrong[0]:g}, expected {least:g} to {most:g}")
+        return (self.scale * values + self.offset).clip(self.low)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredMotion:
+    """Stored motions to the next frame: a translation and a rotation vector, as nine numbers [F-1,9]."""
+
+    feature: str
+
+    @property
+    def features(self) -> Mapping[str, int]:
+        return {self.feature: 6}
+
+    def __call__(self, rows: Rows, frames: Sequence[int]) -> Doubles:
+        if (np.diff(frames) != 1).any():
+            raise ValueError(
+                f"the clip skips or repeats frames, but each row of {self.feature} moves by one frame: set data.fps "
+                "to the rate of the file"
+            )
+        stored = rows[self.feature][list(frames[:-1])].astype(np.float64)
+        turns = rotation_matrices(stored[:, 3:6], "axis_angle")
+        return np.concatenate([stored[:, :3], turns[:, :, 0], turns[:, :, 1]], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class AgibotMotion:
+    """Motion of a link of the AgiBot G1 between neighbouring frames, [F-1,9], from the angles of its joints."""
+
+    link: str
+
+    @property
+    def features(self) -> Mapping[str, int]:
+        names = {"joint": 14, "head": 2, "waist": 2, "robot": 3}
+        return {f"observation.states.{name}.position": width for name, width in names.items()} | {
+            "observation.states.robot.orientation": 4
+        }
+
+    def __call__(self, rows: Rows, frames: Sequence[int]) -> Doubles:
+        chosen = {name: rows[name][list(frames)].astype(np.float64) for name in self.features}
+        return relative_poses(*agibot_poses(self.link, *chosen.values()))
+
+
+LIBERO_MOTION = StoredMotion("action")
+GRIPPER = StoredValues("action", slice(6, 7))
+# AgiBot stores its grippers as 0 (open) to 120 degrees (closed), and slightly more in some episodes.
+AGIBOT_GRIPPERS = [
+    StoredValues("observation.states.effector.position", slice(i, i + 1), True, -1 / 120, 1, 0, (0, 125))
+    for i in (0, 1)
+]
+DROID_TURN = ((0, -1, 0), (1, 0, 0), (0, 0, 1))
+PRESETS: Mapping[str, Sequence[Sequence[SpacePart]]] = {
+    "droid": [
+        # nvidia/Cosmos3-DROID, in which 1 is a closed gripper
+        [
+            PoseMotion("observation.state.cartesian_position", slice(0, 6), "euler_xyz", DROID_TURN),
+            StoredValues("action.gripper_position", slice(0, 1), scale=-1, offset=1),
+        ],
+        [PoseMotion("observation.state", slice(0, 6), "euler_xyz", DROID_TURN), GRIPPER],
+    ],
+    "bridge": [
+        [
+            PoseMotion(
+                "observation.state",
+                slice(0, 6),
+                "euler_xyz",
+                ((0, -1, 0), (-1, 0, 0), (0, 0, -1)),
+                (0, 0, 0.093575),
+            ),
+            GRIPPER,
+        ]
+    ],
+    "fractal": [
+        [
+            PoseMotion(
+                "observation.state",
+                slice(0, 7),
+                "quat_xyzw",
+                (
+                    (0.0008686425, 0.9999897671, 0.0044397163),
+                    (-0.9999987346, 0.0008745501, -0.0013288658),
+                    (-0.0013327349, -0.0044385564, 0.9999892615),
+                ),
+                (-0.0050618476, -0.0016717725, -0.1635144743),
+            ),
+            GRIPPER,
+        ]
+    ],
+    "libero": [[LIBERO_MOTION, GRIPPER]],
+    "umi": [
+        [
+            PoseMotion(
+                "observation.state.right_main_camera_trajectory_xyz_wxyz",
+                slice(0, 7),
+                "quat_wxyz",
+                ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
+                (0, 0.086, 0.09),
+            ),
+            StoredValues("observation.state.right_gripper_width_m", slice(0, 1), is_next=True),
+        ]
+    ],
+    "agibot": [
+        [
+            AgibotMotion("head"),
+            AgibotMotion("right"),
+            AGIBOT_GRIPPERS[1],
+            AgibotMotion("left"),
+            AGIBOT_GRIPPERS[0],
+        ]
+    ],
+}
+"""{preset: lists of parts}. The first list with all its features in the data set is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class ActionSpace:
+    """Makes the actions of a clip from the features of its episode. Thread-safe."""
+
+    choices: Sequence[Sequence[SpacePart]]  # lists of parts; the first with all features is used
+
+    @classmethod
+    def from_recipe(cls, recipe: ActionsRecipe) -> ActionSpace:
+        space = recipe.space or ActionSpaceRecipe(feature=DEFAULT_FEATURE)
+        if isinstance(space, str):
+            return cls(PRESETS[space])
+        if space.feature is not None:
+            return cls([[StoredActions(space.feature, recipe.compose, recipe.rest)]])
+        return cls([[*map(PoseMotion.from_recipe, space.poses), *map(StoredValues.from_recipe, space.then)]])
+
+    def find_features(self, widths: Mapping[str, int]) -> list[str]:
+        """Return the names of the features that are read. widths: {name: numbers per frame} of the data set's features.
+
+        Raises DataError if a feature is missing or too narrow.
+        """
+        needed = list_features(self._choose_parts(widths))
+        for name, width in needed.items():
+            if name not in widths:
+                nearest = difflib.get_close_matches(name, widths, n=len(widths), cutoff=0)
+                raise DataError(
+                    f"data.actions.space: the data set has no feature {name}. It has {', '.join(nearest) or 'none'}"
+                )
+            if widths[name] < width:
+                raise DataError(
+                    f"data.actions.space: {name} has {widths[name]} numbers per frame, the space reads {width}"
+                )
+        return list(needed)
+
+    def count_frames(self, rows: Rows) -> int:
+        """Return the number of frames of the episode. Raises KeyError for a missing feature."""
+        return len(rows[next(iter(list_features(self._choose_parts(rows))))])
+
+    def __call__(self, rows: Rows, frames: Sequence[int]) -> Floats:
+        """Return the actions float32 [len(frames)-1, D] between these frames of the episode.
+
+        Raises ValueError if the rows do not reach to the last frame or cannot be used, and KeyError for a missing
+        feature.
+        """
+        parts = self._choose_parts(rows)
+        for name, width in list_features(parts).items():
+            length, stored = rows[name].shape
+            if length <= frames[-1] or stored < width:
+                raise ValueError(
+                    f"{name} is [{length}, {stored}], the clip needs row {frames[-1]} and {width} numbers per row"
+                )
+        return np.concatenate([part(rows, frames) for part in parts], axis=1).astype(np.float32)
+
+    def _choose_parts(self, names: Collection[str]) -> Sequence[SpacePart]:
+        if len(self.choices) == 1:
+            return self.choices[0]
+        available = set(names)
+        return next((parts for parts in self.choices if available >= list_features(parts).keys()), self.choices[0])
+
+
+def list_features(parts: Sequence[SpacePart]) -> dict[str, int]:
+    """Return {feature: smallest width} of the features that the parts read."""
+    widths: dict[str, int] = {}
+    for part in parts:
+        for name, width in part.features.items():
+            widths[name] = max(width, widths.get(name, 0))
+    return widths

@@ -1,0 +1,58 @@
+"""Frames of long videos that are generated clip by clip (models/clips.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from wfm_ds.data.inputs import InputReader
+from wfm_ds.data.trajectories import ACTIONS, INTRINSICS, POSES, Floats
+from wfm_ds.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class ClipLayout:
+    """Position of the clips in a long video. Clips have equal lengths and overlap. The first clip is clip 0."""
+
+    num_frames: int  # pixel frames of a clip
+    overlap: int = 0  # first frames of a clip that are the last frames of the clip before it; 0: single clips
+    num_latents: int = 0  # latent frames that the overlapping frames are encoded to
+
+    def total_frames(self, num_clips: int) -> int:
+        """Return the number of frames of the long video."""
+        return self.first_frame(num_clips - 1) + self.num_frames
+
+    def first_frame(self, clip: int) -> int:
+        """Return the index of the clip's first frame in the long video."""
+        return clip * (self.num_frames - self.overlap)
+
+    def slice_inputs(self, inputs: Mapping[str, Floats], clip: int) -> dict[str, Floats]:
+        """Return a clip's actions and camera path. `inputs` has those of the long video. Other inputs are unchanged."""
+        start, cut = self.first_frame(clip), dict(inputs)
+        if ACTIONS in cut:
+            cut[ACTIONS] = cut[ACTIONS][start : start + self.num_frames - 1]
+        for name, ndim in ((POSES, 3), (INTRINSICS, 2)):
+            if name in cut and cut[name].ndim == ndim:  # intrinsics [4] are those of all frames
+                cut[name] = cut[name][start : start + self.num_frames]
+        return cut
+
+    def slice_prompt(self, prompt: Prompt, clip: int) -> Prompt:
+        return replace(prompt, inputs=self.slice_inputs(prompt.inputs, clip))
+
+    def extend_reader(self, reader: InputReader, num_clips: int) -> InputReader:
+        """Return a reader that reads the inputs of all clips and validates those of each clip."""
+
+        def validate_clips(inputs: Mapping[str, Floats]) -> None:
+            for clip in range(num_clips):
+                reader.validate(self.slice_inputs(inputs, clip))
+
+        return replace(reader, num_frames=self.total_frames(num_clips), validate=validate_clips)
+
+    def join(self, clips: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
+        """Concatenate the clips of B videos, uint8 [B,F,H,W,3] each, to long videos. A single clip is unchanged."""
+        if len(clips) == 1:
+            return clips[0]
+        return np.concatenate([clips[0], *(clip[:, self.overlap :] for clip in clips[1:])], axis=1)

@@ -1,0 +1,99 @@
+"""Videos of recorded episodes: frames of one or more cameras, each in a part of a video file."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import BinaryIO, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image
+
+from wfm_ds.data.samples import Media, media_from_path
+
+
+@dataclass(frozen=True, slots=True)
+class CameraSpan:
+    """The part of a video file that shows one episode."""
+
+    address: str  # path or s3:// address
+    start: float  # time of the episode's first frame, in seconds from the start of the file
+
+    @property
+    def media(self) -> Media:
+        return media_from_path(self.address)
+
+
+Views: TypeAlias = Sequence[Sequence[CameraSpan]]
+"""The cameras in one image: rows from top to bottom, each from left to right."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeVideo:
+    """The frames of a window of an episode. Several cameras are composed into one image. Implements `Media`."""
+
+    name: str
+    views: Views
+    fps: float  # frame rate of the recording
+    first: int  # index of the window's first frame in the episode
+    length: int  # frames
+
+    @property
+    def suffix(self) -> str:
+        return ".mp4"
+
+    @property
+    def seconds(self) -> npt.NDArray[np.float64]:
+        """Times of the frames, [length], from the first frame on."""
+        return np.arange(self.length) / self.fps
+
+    def open(self) -> BinaryIO:
+        """Open the file of the first camera. It may contain other episodes too."""
+        return self.views[0][0].media.open()
+
+    def identity(self) -> tuple[str | int, ...]:
+        cameras = [(*camera.media.identity(), repr(camera.start)) for row in self.views for camera in row]
+        shape = [str(len(row)) for row in self.views]
+        return *(part for camera in cameras for part in camera), *shape, repr(self.fps), self.first, self.length
+
+
+def view_places(rows: Sequence[int], size: tuple[int, int]) -> list[list[tuple[int, int, int, int]]]:
+    """Return the place (left, top, width, height) of each camera in the composed image.
+
+    rows: number of cameras in each row. size: (height, width) of the first camera, which keeps its size. All rows are
+    as wide as the first one. The cameras of a row share its width equally, and their places have the aspect ratio of
+    the first camera: below one camera, two cameras have half its height and width.
+    """
+    height, width = size
+    total, top, places = width * rows[0], 0, []
+    for count in rows:
+        edges = [total * i // count for i in range(count + 1)]
+        row_height = round(height * rows[0] / count)
+        places.append([(left, top, right - left, row_height) for left, right in itertools.pairwise(edges)])
+        top += row_height
+    return places
+
+
+def picture_size(rows: Sequence[int], size: tuple[int, int]) -> tuple[int, int]:
+    """Return (height, width) of the composed image. The arguments are those of `view_places`."""
+    left, top, width, height = view_places(rows, size)[-1][-1]
+    return top + height, left + width
+
+
+def compose_views(views: Sequence[Sequence[Image.Image]]) -> Image.Image:
+    """Return one image of the cameras at the places of `view_places`. Each camera is resized to its place."""
+    first, rows = views[0][0], [len(row) for row in views]
+    if rows == [1]:
+        return first
+    size = (first.height, first.width)
+    height, width = picture_size(rows, size)
+    composed = Image.new("RGB", (width, height))
+    for camera, place in zip(itertools.chain(*views), itertools.chain(*view_places(rows, size)), strict=True):
+        left, top, place_width, place_height = place
+        image = camera
+        if image.size != (place_width, place_height):
+            image = image.resize((place_width, place_height), Image.Resampling.BICUBIC)
+        composed.paste(image, (left, top))
+    return composed

@@ -1,0 +1,55 @@
+"""Arrays of samples as stored: .npy files and numbers of caption files, and the actions of recorded episodes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import PurePosixPath
+
+import numpy as np
+
+from wfm_ds.data.action_space import ActionSpace
+from wfm_ds.data.samples import LocalFile, Media, RemoteFile, Sample
+from wfm_ds.data.trajectories import ACTIONS, Floats, read_npy, to_float32
+from wfm_ds.recipe.actions import ActionsRecipe
+
+READ_ERRORS = (OSError, ValueError, KeyError)
+CAMERA_KEY = "camera"
+
+
+def read_actions(sample: Sample, actions: ActionsRecipe) -> Floats:
+    """Return the actions [N-1,D] between all frames of a sample: as stored, or computed for its whole episode.
+
+    Raises KeyError, OSError or ValueError.
+    """
+    if sample.episode is None:
+        return read_raw_input(sample, ACTIONS)
+    rows, space = sample.episode.rows(), ActionSpace.from_recipe(actions)
+    return space(rows, range(space.count_frames(rows)))
+
+
+def read_raw_input(sample: Sample, name: str) -> Floats:
+    """Return the input `name` for all frames of the file, as float32. Raises KeyError, OSError or ValueError."""
+    camera = sample.prompt.metadata.get(CAMERA_KEY)
+    mappings = [sample.prompt.metadata, *([camera] if isinstance(camera, dict) else [])]
+    value = next((mapping[name] for mapping in mappings if name in mapping), None)
+    if value is None:
+        raise ValueError("missing in the caption file")
+    if isinstance(value, str):
+        with find_sibling_file(sample, value).open() as file:
+            return read_npy(file)
+    return to_float32(np.asarray(value))
+
+
+def find_sibling_file(sample: Sample, name: str) -> Media:
+    """Return the .npy file `name` next to the sample, in its folder or tar. Raises ValueError or FileNotFoundError."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not name.endswith(".npy"):
+        raise ValueError(f"{name} is not an .npy file below the folder of the image or video")
+    if name in sample.files:
+        return sample.files[name]
+    media = sample.media
+    if isinstance(media, LocalFile):
+        return LocalFile(os.path.join(os.path.dirname(media.file), name))
+    if isinstance(media, RemoteFile):
+        return RemoteFile(f"{media.address.rpartition('/')[0]}/{name}")
+    raise FileNotFoundError(f"{name} not found next to {media.name}")

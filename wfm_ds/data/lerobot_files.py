@@ -1,0 +1,48 @@
+"""Download of LeRobot datasets from the Hugging Face Hub to the Hub cache of this machine."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+
+from wfm_ds.errors import DataError
+from wfm_ds.storage.filesystem import is_remote, shorten_error
+
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+META_FILES = ("meta/*", "*/meta/*")
+
+
+def is_hub_dataset(path: str) -> bool:
+    """Return whether a path is owner/name on the Hub and not a local folder."""
+    return not is_remote(path) and REPO_ID.fullmatch(path) is not None and not os.path.isdir(path)
+
+
+def download_metadata(path: str, revision: str | None = None) -> str:
+    """Return the folder of a dataset on the Hub after downloading its metadata. Other paths are returned unchanged.
+
+    Raises DataError.
+    """
+    return download_files(path, revision, META_FILES) if is_hub_dataset(path) else path
+
+
+def download_files(repo: str, revision: str | None, patterns: Sequence[str]) -> str:
+    """Download the files of a dataset on the Hub that match a pattern. Return the snapshot folder, named by its commit.
+
+    Cached files are not downloaded again. Raises DataError.
+    """
+    from huggingface_hub import constants, errors, snapshot_download
+
+    try:
+        return snapshot_download(
+            repo,
+            repo_type="dataset",
+            revision=revision,
+            allow_patterns=list(patterns),
+            local_files_only=constants.HF_HUB_OFFLINE,
+        )
+    except (OSError, ValueError, RuntimeError, errors.HTTPError) as error:  # type: ignore[attr-defined]
+        raise DataError(
+            f"{repo} is neither a folder nor a dataset that can be downloaded from the Hub ({shorten_error(error)}). "
+            f"On a machine with network access: hf download --repo-type dataset {repo}"
+        ) from error

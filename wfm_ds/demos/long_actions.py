@@ -1,0 +1,141 @@
+"""The long-video demo: videos of 12 clips, in which each clip starts from the last frame of the clip before it.
+
+The report compares the SFT model, RL on single clips, and RL on the policy's own history.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from wfm_ds.demos.actions_data import PROMPTS, START
+from wfm_ds.demos.base import Demo, load_evaluations
+from wfm_ds.demos.long_actions_data import NUM_CLIPS, WALK_SETS, write_walks
+from wfm_ds.demos.shapes import load_video
+from wfm_ds.monitoring.line_chart import Curve, chart_html
+from wfm_ds.storage.json_lines import read_json_rows
+from wfm_reward.brightness_demo import FRAMES_PER_MOVE, HEIGHT, NUM_FRAMES, WIDTH
+
+PSNR = "val/recording/psnr"
+FOLLOWING = ("val/held_out/brightness/following", "val/reward/brightness/following")  # with and without training on it
+TITLES: Mapping[str, str] = {
+    "sft": "SFT",
+    "nft": "RL on single clips",
+    "nft_history": "RL on own history",
+    "nft_naive": "RL on own history, naive reward",
+}
+"""{name of a recipe and its run folder: title}"""
+PSNR_CLIPS, FOLLOWING_CLIPS = (1, 4, 8, 12), (1, 12)  # in the table
+NUM_SHOWN = 3  # walks in the image
+SCALE = 2
+IMAGE_FILE = "walks.png"
+
+ClipScores = Mapping[str, Curve]
+"""{title of a model: [(clip, mean score)]}"""
+
+
+class LongActionsDemo(Demo):
+    name = "long"
+    pipeline = "world"
+    description = "a grey wall that follows actions for 12 clips"
+    sft_data = "clips"
+    rl_data = "walks"
+    rl_recipes = ("nft", "nft_history")
+    output = Path("outputs/quickstart-long")
+
+    def write_data(self, out: Path) -> int:
+        return write_walks(out)
+
+    def sft_overrides(self, folder: Path) -> list[str]:
+        return [f"data.cache_dir={folder / 'cache'}", *self.rl_overrides(folder)]
+
+    def rl_overrides(self, folder: Path) -> list[str]:
+        return [f"validation.path={folder / 'data' / 'held_out'}"]
+
+    def write_comparison(self, folder: Path, run: Path) -> list[str]:
+        runs = list_runs(folder)
+        write_walk_image(folder / IMAGE_FILE, runs, folder / "data" / "held_out")
+        image_path = (
+            f"Image: {folder / IMAGE_FILE}. In each group of rows, the first one is the recorded video, and the others "
+            "are the videos of the models with the same first frame and actions."
+        )
+        return [*clip_table(load_clip_scores(runs, PSNR), load_clip_scores(runs, *FOLLOWING)), "", image_path]
+
+    def page_sections(self, folder: Path, run: Path) -> list[str]:
+        runs = list_runs(folder)
+        psnr = load_clip_scores(runs, PSNR)
+        top = max(value for curve in psnr.values() for _, value in curve)
+        return [
+            "<h2>PSNR to the recorded video by clip, in dB</h2>",
+            chart_html(psnr, "clip", (0.0, 4 * (top // 4 + 1))),
+            "<h2>Fraction of actions followed by clip</h2>",
+            chart_html(load_clip_scores(runs, *FOLLOWING), "clip"),
+            "<h2>Samples</h2>",
+            f'<p><img src="{IMAGE_FILE}" alt="recorded and generated videos"></p>',
+        ]
+
+    def generate_arguments(self, folder: Path) -> str:
+        data = folder / "data"
+        actions = data / "held_out" / f"{WALK_SETS[-1].num_videos:04}.actions.npy"
+        return (
+            f"--prompts {data / PROMPTS} --height {HEIGHT} --width {WIDTH} --frames {NUM_FRAMES} --fps 8 --steps 8 "
+            f"--clips {NUM_CLIPS} --guardrail off --first-frame {data / START} --actions {actions} "
+            f"--seeds 1 2 3 4 --batch 4 --out {folder / 'more'}"
+        )
+
+
+def list_runs(folder: Path) -> dict[str, Path]:
+    """Return {title: run folder} of the finished runs of a quickstart, in the order of TITLES."""
+    return {title: folder / name for name, title in TITLES.items() if (folder / name / "result.json").exists()}
+
+
+def load_clip_scores(runs: Mapping[str, Path], *prefixes: str) -> ClipScores:
+    """Return a score by clip from the last evaluation of each run. The first of the metrics that a run has counts.
+
+    prefixes: metric names without `/clip_K`.
+    """
+    scores = {}
+    for title, run in runs.items():
+        metrics = list(read_json_rows(run / "metrics.jsonl"))
+        prefix = next(p for p in prefixes if any(f"{p}/clip_01" in record for record in metrics))
+        _, last = load_evaluations(run, f"{prefix}/clip_01")[-1]
+        scores[title] = [(clip, last[f"{prefix}/clip_{clip:02}"]) for clip in range(1, NUM_CLIPS + 1)]
+    return scores
+
+
+def clip_table(psnr: ClipScores, following: ClipScores) -> list[str]:
+    """Return the lines of a Markdown table with one row for each model."""
+    heads = [*(f"PSNR, clip {k}" for k in PSNR_CLIPS), *(f"actions followed, clip {k}" for k in FOLLOWING_CLIPS)]
+    rows = []
+    for title in psnr:
+        by_clip, followed = dict(psnr[title]), dict(following[title])
+        cells = [*(f"{by_clip[k]:.1f}" for k in PSNR_CLIPS), *(f"{followed[k]:.3f}" for k in FOLLOWING_CLIPS)]
+        rows.append(f"| {title} | {' | '.join(cells)} |")
+    return [f"| on {WALK_SETS[-1].num_videos} held-out walks | {' | '.join(heads)} |", "|---" * 7 + "|", *rows]
+
+
+def write_walk_image(path: Path, runs: Mapping[str, Path], held_out: Path) -> None:
+    """Write an image with groups of rows: a recorded video, and below it the video of each model.
+
+    A row has one frame per move. The models have the same first frame and actions as the recorded video.
+    """
+    from wfm_ds.monitoring.media_files import image_grid, save_png
+
+    samples = {title: read_walks(run) for title, run in runs.items()}
+    frames, titles = [], []
+    for prompt_id in list(next(iter(samples.values())))[:NUM_SHOWN]:
+        videos: dict[str, Path] = {"recorded": held_out / f"{prompt_id}.mkv"}
+        videos |= {title: walks[prompt_id] for title, walks in samples.items()}
+        for title, video in videos.items():
+            frames += list(load_video(video)[::FRAMES_PER_MOVE])
+            titles.append(title)
+    save_png(path, image_grid(frames, len(frames) // len(titles), scale=SCALE, row_titles=titles))
+
+
+def read_walks(run: Path) -> dict[str, Path]:
+    """Return {prompt id: video file} of the first noise seed in the last evaluation of a run."""
+    folder, _ = load_evaluations(run, f"{PSNR}/clip_01")[-1]
+    files: dict[str, Path] = {}
+    for row in read_json_rows(folder / "samples.jsonl"):
+        files.setdefault(row["prompt_id"], folder / row["file"])
+    return files

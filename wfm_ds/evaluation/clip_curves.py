@@ -1,0 +1,64 @@
+"""Scores of long videos clip by clip: their mean over the clips of a video, and their drift.
+
+The drift of a score in clip k is its difference from the score of the first clip of the same video.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from wfm_ds.evaluation.paired_statistics import Array, MeanEstimate, estimate_mean
+from wfm_ds.evaluation.results import SampleScores, scores_by_reward
+from wfm_ds.types import Score
+
+
+@dataclass(frozen=True, slots=True)
+class ClipCurve:
+    """Estimates of one score by clip, from the first to the last. An estimate is None if all scores are missing."""
+
+    means: Sequence[MeanEstimate | None]
+    drifts: Sequence[MeanEstimate | None]  # from the second clip
+
+
+def clip_curve(scores: Sequence[Array]) -> ClipCurve:
+    """Return the curve of a score. scores: [P prompts, S seeds] in each clip."""
+    return ClipCurve([estimate_mean(one) for one in scores], [estimate_mean(one - scores[0]) for one in scores[1:]])
+
+
+def scores_by_clip(clips: Sequence[SampleScores], num_seeds: int) -> dict[str, list[Array]]:
+    """Return {score: its values [P prompts, S seeds] in each clip}. Names are those of scores_by_reward.
+
+    clips: the scores of the samples in each clip. Missing values become NaN.
+    """
+    by_clip = [scores_by_reward(samples, num_seeds) for samples in clips]
+    names = dict.fromkeys(name for scores in by_clip for name in scores)
+    missing = np.full((len(clips[0]) // num_seeds, num_seeds), np.nan) if clips else np.empty(0)
+    return {name: [scores.get(name, missing) for scores in by_clip] for name in names}
+
+
+def average_clips(clips: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
+    """Return the mean scores of a sample over its clips.
+
+    A score that failed in one of the clips has failed. A partial score is averaged over the clips that have it.
+    """
+    first = clips[0]
+    return dict(first) if len(clips) == 1 else {name: average_scores([clip[name] for clip in clips]) for name in first}
+
+
+def average_scores(scores: Sequence[Score]) -> Score:
+    first = scores[0]
+    failure = next((f"clip {k}: {score.failure}" for k, score in enumerate(scores, 1) if score.failure), None)
+    if failure is not None:
+        return Score(sample_id=first.sample_id, reward=first.reward, failure=failure)
+    names = dict.fromkeys(name for score in scores for name in score.parts)
+    parts = {name: float(np.mean([score.parts[name] for score in scores if name in score.parts])) for name in names}
+    return Score(
+        sample_id=first.sample_id,
+        reward=first.reward,
+        value=float(np.mean([score.value for score in scores if score.value is not None])),
+        seconds=sum(score.seconds for score in scores),
+        parts=parts,
+    )

@@ -1,0 +1,138 @@
+"""Long videos as a sequence of clips. Each clip is conditioned on the last frames of the clip before it.
+
+The last frames are rounded to uint8 and encoded again, as if they came from a file. They are the first frames of the
+next clip, so clips overlap. Actions and camera paths of a clip are a slice of those of the long video.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from wfm_ds.data.clip_layout import ClipLayout
+from wfm_ds.errors import ModelError
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.conditioning_frames import pad_num_frames
+from wfm_ds.models.sampler import Sampler
+from wfm_ds.recipe.sampling import SamplingRecipe
+from wfm_ds.sampling.denoise import SamplingPlan
+from wfm_ds.seeds import derive_seed
+from wfm_ds.types import FIRST_FRAME, ConditioningFrames, Prompt
+
+Videos: TypeAlias = npt.NDArray[np.uint8]
+"""[B,F,H,W,3] uint8."""
+DecodeFunction: TypeAlias = Callable[[Tensor], tuple[Videos, list[bool]]]
+"""Decodes latents [B,C,T,h,w] to (videos, whether the latents of each video are finite), as Sampler.decode_to_uint8."""
+
+
+def choose_clip_layout(model: DiffusionModel, settings: SamplingRecipe, num_latents: int = 1) -> ClipLayout:
+    """Return the layout of clips that are conditioned on the last frames of the clip before them.
+
+    num_latents: number of conditioning frames of a clip, in latent frames.
+    Raises ModelError if the model does not support as many conditioning frames, or if they cover the whole clip.
+    """
+    if num_latents < 1 or num_latents not in model.conditioning_frame_counts:
+        raise ModelError(
+            f"{model.path}: {model.family} cannot continue a clip, it does not support {num_latents} conditioning "
+            "frames: generate one clip"
+        )
+    shape = model.latent_shape(settings.height, settings.width, settings.num_frames)
+    if shape[1] <= num_latents:
+        raise ModelError(
+            f"clips of {settings.num_frames} frames are too short to be continued: {shape[1]} latent frames, of which "
+            f"{num_latents} would be conditioning frames; increase the number of frames"
+        )
+    frames_per_latent = (settings.num_frames - 1) // (shape[1] - 1)
+    return ClipLayout(settings.num_frames, 1 + (num_latents - 1) * frames_per_latent, num_latents)
+
+
+def encode_last_frames(sampler: Sampler, videos: Videos, layout: ClipLayout) -> Tensor:
+    """Encode the last `layout.overlap` frames of each video. Returns latents [B,C,T,h,w] float32 on the device.
+
+    T is the number of latent frames of a clip. The latents after the first `layout.num_latents` frames are zero.
+    """
+    latents = sampler.model.encode_uint8(list(videos[:, -layout.overlap :]))
+    return pad_num_frames(latents, sampler.latent_shape[1])
+
+
+def condition_on_last_frames(
+    sampler: Sampler, prompts: Sequence[Prompt], videos: Videos, layout: ClipLayout
+) -> tuple[list[Prompt], ConditioningFrames | None]:
+    """Return the prompts and conditioning frames of clips that continue `videos`.
+
+    A model that does not use latents of the first frame receives its pixels as the input FIRST_FRAME of the prompts.
+    The conditioning frames are then None.
+    """
+    if not sampler.model.uses_clean_frames:
+        last = videos[:, -1].astype(np.float32)
+        return [
+            replace(prompt, inputs={**prompt.inputs, FIRST_FRAME: frame})
+            for prompt, frame in zip(prompts, last, strict=True)
+        ], None
+    counts = torch.full((len(prompts),), layout.num_latents, dtype=torch.int64)
+    return list(prompts), ConditioningFrames(encode_last_frames(sampler, videos, layout), counts)
+
+
+def reconstruct_clip(
+    sampler: Sampler, recording: npt.NDArray[np.uint8], layout: ClipLayout, clip: int
+) -> npt.NDArray[np.uint8]:
+    """Encode and decode one clip of a recording, uint8 [total_frames,H,W,3]. Returns the frames after the overlap.
+
+    A reward that compares samples with recordings should not measure the error of the VAE.
+    """
+    start = layout.first_frame(clip)
+    latents = sampler.model.encode_uint8([recording[start : start + layout.num_frames]])
+    videos, _ = sampler.decode_to_uint8(latents)
+    frames: npt.NDArray[np.uint8] = videos[0, layout.overlap :]
+    return frames
+
+
+def clip_seed(seed: int, clip: int) -> int:
+    """Return the noise seed of a clip of the long video with noise seed `seed`. The first clip has this seed."""
+    return seed if clip == 0 else derive_seed(seed, "clip", clip)
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedClips:
+    """One clip of each of B long videos."""
+
+    prompts: Sequence[Prompt]  # with the inputs of this clip
+    pixels: Videos
+    is_finite: Sequence[bool]  # False if the latents of this or an earlier clip of the video were not finite
+
+
+def generate_clips(
+    sampler: Sampler,
+    purpose: str,
+    prompts: Sequence[Prompt],
+    noise_seeds: Sequence[int],
+    plan: SamplingPlan,
+    layout: ClipLayout,
+    num_clips: int,
+    conditional_frames: ConditioningFrames | None = None,
+    *,
+    decode: DecodeFunction | None = None,
+) -> Iterator[GeneratedClips]:
+    """Generate B long videos clip by clip. Yields one clip of all videos at a time.
+
+    prompts: with the inputs of all frames of the long videos. noise_seeds: see `clip_seed`.
+    conditional_frames: conditioning frames of the first clip.
+    decode: default Sampler.decode_to_uint8. Must return the videos on every rank that runs the forward passes.
+    """
+    decode, frames = decode or sampler.decode_to_uint8, conditional_frames
+    pixels, is_finite = np.empty(0, np.uint8), [True] * len(prompts)
+    for clip in range(num_clips):
+        cut = [layout.slice_prompt(prompt, clip) for prompt in prompts]
+        if clip > 0:
+            cut, frames = condition_on_last_frames(sampler, cut, pixels, layout)
+        seeds = [clip_seed(seed, clip) for seed in noise_seeds]
+        latents = sampler.generate(purpose, cut, seeds, plan, conditional_frames=frames).clean_latents
+        pixels, finite = decode(latents)
+        is_finite = [before and now for before, now in zip(is_finite, finite, strict=True)]
+        yield GeneratedClips(cut, pixels, is_finite)

@@ -1,0 +1,212 @@
+"""The recipe's `data.actions`, and the robots that Cosmos3 knows."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from dataclasses import dataclass
+from operator import mul
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Discriminator, Field, PositiveInt, Tag, model_validator
+
+from wfm_ds.recipe.section import Section, UserPath, value_form
+
+ROTATION_WIDTHS = {"euler_xyz": 3, "axis_angle": 3, "quat_xyzw": 4, "quat_wxyz": 4, "rot6d": 6}
+TURN_TOLERANCE = 1e-3
+
+Columns = Annotated[str, Field(pattern=r"^[0-9]{1,4}:[0-9]{1,4}$")]
+"""Columns of a feature like a Python slice: `0:6` for the first six numbers."""
+Vector = tuple[float, float, float]
+SpaceName = Literal["droid", "bridge", "fractal", "libero", "umi", "agibot"]
+
+
+@dataclass(frozen=True, slots=True)
+class Embodiment:
+    """A robot in the training data of Cosmos3."""
+
+    domain: int  # index of the network's action weights
+    width: int | None = None  # numbers per action; None: not fixed
+    space: SpaceName | None = None  # action space that makes these actions from stored states
+
+
+EMBODIMENTS = {
+    "no_action": Embodiment(0),
+    "av": Embodiment(1, 9),
+    "camera_pose": Embodiment(2, 9),
+    "hand_pose": Embodiment(3),
+    "pusht": Embodiment(4, 2),
+    "libero": Embodiment(5, None, "libero"),
+    "umi": Embodiment(6, 10, "umi"),
+    "bridge_orig_lerobot": Embodiment(7, 10, "bridge"),
+    "droid_lerobot": Embodiment(8, 10, "droid"),
+    "robomind-franka": Embodiment(8, 10),
+    "galbot": Embodiment(9, 30),
+    "robomind-franka-dual": Embodiment(12, 20),
+    "robomind-ur": Embodiment(13, 10),
+    "agibotworld": Embodiment(15, 29, "agibot"),
+    "xdof_yam": Embodiment(16, 20),
+    "robotwin": Embodiment(17, 14),
+    "fractal": Embodiment(20, 10, "fractal"),
+    "drawanything": Embodiment(21, 3),
+    "behavior1k_lerobot": Embodiment(22, 23),
+    "maniparena": Embodiment(23, 20),
+}
+"""Robots by name, from the tables of cosmos-framework (data/generator/action/utils/domain_utils.py) and diffusers."""
+
+
+def check_domain(domain: int | str) -> int | str:
+    """Return the domain. Raises ValueError for an unknown name."""
+    if isinstance(domain, str) and domain not in EMBODIMENTS:
+        nearest = difflib.get_close_matches(domain, EMBODIMENTS, n=1, cutoff=0)
+        raise ValueError(f"unknown robot {domain}: did you mean {nearest[0]}? Known are {', '.join(EMBODIMENTS)}")
+    return domain
+
+
+Domain = Annotated[Annotated[int, Field(ge=0)] | str, AfterValidator(check_domain)]
+
+
+VIEWPOINTS = ("ego_view", "third_person_view", "wrist_view", "concat_view", "top_down_2d_view", "video_game_view")
+
+
+def check_viewpoint(viewpoint: str) -> str:
+    """Return the viewpoint. Raises ValueError unless it is one of VIEWPOINTS or a sentence, which has spaces."""
+    if viewpoint not in VIEWPOINTS and " " not in viewpoint.strip():
+        nearest = difflib.get_close_matches(viewpoint, VIEWPOINTS, n=1, cutoff=0)
+        raise ValueError(f"unknown view {viewpoint}: did you mean {nearest[0]}? Or describe the view in a sentence")
+    return viewpoint
+
+
+Viewpoint = Annotated[str, AfterValidator(check_viewpoint)]
+
+
+def find_embodiment(domain: int | str) -> Embodiment:
+    """Return the robot of a domain. A number that no robot has is a robot of unknown width."""
+    if isinstance(domain, str):
+        return EMBODIMENTS[domain]
+    return next((robot for robot in EMBODIMENTS.values() if robot.domain == domain), Embodiment(domain))
+
+
+def parse_columns(columns: str) -> slice:
+    """Return the slice of `a:b`. Raises ValueError unless a < b."""
+    start, stop = map(int, columns.split(":"))
+    if start >= stop:
+        raise ValueError(f"columns {columns} are empty: write first:last+1, such as 0:6")
+    return slice(start, stop)
+
+
+def is_rotation(rows: tuple[Vector, Vector, Vector]) -> bool:
+    """Return whether two rows are orthonormal and the third is their cross product."""
+    x, y, z = rows
+    cross = (x[1] * y[2] - x[2] * y[1], x[2] * y[0] - x[0] * y[2], x[0] * y[1] - x[1] * y[0])
+    errors = [math.hypot(*x) - 1, math.hypot(*y) - 1, sum(map(mul, x, y)), math.dist(cross, z)]
+    return all(abs(error) < TURN_TOLERANCE for error in errors)
+
+
+class PoseRecipe(Section):
+    """A pose of the robot in each frame. Its action is the motion to the next frame of the clip: 3 numbers of
+    translation and two columns of the rotation matrix."""
+
+    feature: str
+    """Feature with the pose: x, y, z, then the rotation."""
+    at: Columns
+    """Columns of the feature, such as `0:6`."""
+    rotation: Literal["euler_xyz", "axis_angle", "quat_xyzw", "quat_wxyz", "rot6d"]
+    """Format of the rotation. `euler_xyz`: angles about the fixed axes x, y, z in this order, in radians. `rot6d`: the
+    first two columns of the matrix."""
+    turn: tuple[Vector, Vector, Vector] = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
+    """Rotation matrix from the stored axes of the gripper to the axes of the model, multiplied from the right. Cosmos3
+    uses the axes of OpenCV: x to the right, y down, z forward."""
+    shift: Vector = (0, 0, 0)
+    """Position of the model's point of reference in the stored axes, such as the camera's offset from the gripper."""
+
+    @model_validator(mode="after")
+    def _check_pose(self) -> PoseRecipe:
+        columns, width = parse_columns(self.at), 3 + ROTATION_WIDTHS[self.rotation]
+        if columns.stop - columns.start != width:
+            raise ValueError(f"a pose with {self.rotation} has {width} numbers, columns {self.at} do not")
+        if not is_rotation(self.turn):
+            raise ValueError("turn is not a rotation matrix: its rows must be orthonormal, with determinant 1")
+        return self
+
+
+class ValueRecipe(Section):
+    """Numbers that are used as stored, such as the state of a gripper."""
+
+    feature: str
+    """Feature with the numbers."""
+    at: Columns | None = None
+    """Columns of the feature, such as `6:7`. Unset: all."""
+    row: Literal["first", "next"] = "first"
+    """`first`: the row of the frame that the action starts from. `next`: the row of the frame that it leads to."""
+    invert: bool = False
+    """Use 1 - x, for example if 1 is a closed gripper and the model expects 1 for an open one."""
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> ValueRecipe:
+        if self.at is not None:
+            parse_columns(self.at)
+        return self
+
+
+class ActionSpaceRecipe(Section):
+    """Actions made from the features of a robot data set: either a stored `feature`, or `poses` and `then`."""
+
+    feature: str | None = None
+    """Feature with the actions as stored: row i is the action between frames i and i + 1."""
+    poses: list[PoseRecipe] = Field(default_factory=list)
+    """Poses. Their motion between the frames of the clip is computed, exact at any frame rate."""
+    then: list[ValueRecipe] = Field(default_factory=list)
+    """Numbers that follow the poses."""
+
+    @model_validator(mode="after")
+    def _check_parts(self) -> ActionSpaceRecipe:
+        if (self.feature is None) != bool(self.poses or self.then):
+            raise ValueError("set feature: NAME for actions as stored, or poses and then, not both")
+        return self
+
+
+class ActionsRecipe(Section):
+    """Action space, width, normalization and composition of actions. Read if `data.inputs` contains `actions`."""
+
+    space: (
+        Annotated[
+            Annotated[SpaceName, Tag("scalar")] | Annotated[ActionSpaceRecipe, Tag("mapping")],
+            Discriminator(value_form),
+        ]
+        | None
+    ) = None
+    """lerobot: how actions are made from the stored features. A name: as NVIDIA's cosmos-framework does for this data
+    set (docs/robots.md). Unset: the feature `action` as stored."""
+    width: PositiveInt | None = None
+    """Numbers per action. Samples with a different width are invalid. Unset: the width of `stats`, else the most common
+    one among the first samples."""
+    stats: Literal["data"] | UserPath | None = None
+    """JSON file with statistics for `normalize`: lists `q01` and `q99`, or `mean` and `std`, with one number per action
+    component (written by `wfm data stats`). `data`: the statistics of all actions of the training data."""
+    normalize: Literal["none", "quantile", "meanstd"] = "none"
+    """`quantile`: map q01 to -1 and q99 to 1. `meanstd`: subtract the mean and divide by std. Constant components
+    become 0. The model and the rewards receive normalized actions."""
+    compose: Literal["sum", "pose"] | None = None
+    """How to combine the actions between two frames of a clip if `data.fps` is below the frame rate of the file. `sum`:
+    add them. `pose`: compose relative poses of 9 numbers (translation and two columns of the rotation matrix), each in
+    the frame of the previous one; the numbers after the last whole pose follow `rest`. Unset: such clips are
+    invalid."""
+    rest: Literal["first", "last"] = "first"
+    """With `compose: pose`: take the numbers after the poses, such as a gripper, from the first or the last of the
+    combined actions."""
+
+    @model_validator(mode="after")
+    def _check_stats(self) -> ActionsRecipe:
+        if (self.stats is None) != (self.normalize == "none"):
+            raise ValueError("stats and normalize belong together: set both, or neither")
+        if self.compose != "pose":
+            self.require_defaults("rest", unless="compose: pose")
+        if self.compose is not None and self.space is not None and not self.is_stored_space:
+            raise ValueError("compose: only read for stored actions; poses are exact at any frame rate: remove it")
+        return self
+
+    @property
+    def is_stored_space(self) -> bool:
+        """Whether the actions are rows of one stored feature."""
+        return isinstance(self.space, ActionSpaceRecipe) and self.space.feature is not None

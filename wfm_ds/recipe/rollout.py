@@ -1,0 +1,99 @@
+"""The recipe section rollout.
+
+Attribute docstrings document the keys: docs/recipes.md is generated from them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from wfm_ds.recipe.section import Section, UserPath
+from wfm_ds.recipe.sections import BasePrecision
+
+MAX_CHUNK = 32  # samples that a worker generates as one task: their scores fit into the header of one message
+
+
+class HistoryRecipe(Section):
+    """Clips that the rollout policy generates before the samples of a group."""
+
+    clips: Annotated[int, Field(ge=0, le=64)] = 0
+    """Maximum number of clips before the samples. A group has 0 to this many, all equally often. Each clip continues
+    the last frames of the clip before it, with the next actions or camera poses of the trajectory, so videos in `data`
+    must be long enough for one more clip. Only the samples are trained on. 0: samples continue recorded frames."""
+
+
+class RolloutRecipe(Section):
+    """RL: the samples generated per step, and the processes that generate them. Keys described with `async:` are only
+    for `mode: async`."""
+
+    mode: Literal["colocated", "async"] = "colocated"
+    """`colocated`: the training ranks generate the samples. `async`: separate worker processes generate them while the
+    ranks train (docs/async.md)."""
+    prompts_per_step: PositiveInt = 48
+    """Prompts (groups) per RL step, over all ranks."""
+    group_size: PositiveInt = 24
+    """Samples per prompt. Advantages compare the samples of the same prompt, so algorithms with rewards need at least
+    2."""
+    max_refills: Annotated[int, Field(ge=0, le=100)] = 0
+    """Maximum number of rounds per RL step that replace groups with equal or missing rewards by groups of other prompts
+    (dynamic sampling of DAPO, arXiv 2503.14476). Needs `data.kind: prompts` and colocated rollouts."""
+    policy: Literal["current", "reference"] | None = None
+    """ddrl only: the policy that generates the samples. Unset: `current`. The other algorithms define their own rollout
+    policy."""
+    trajectories: Literal["data", "shuffle", "library"] = "data"
+    """Actions or camera paths that condition the samples, if `data.inputs` contains any. `data`: the trajectory of the
+    sample's own clip. `shuffle`: the trajectory of another clip of the same step and `domain`. `library`: a random one
+    from `trajectory_library`. With `shuffle` and `library`, rewards must not compare samples with the clip, which does
+    not show the trajectory."""
+    trajectory_library: UserPath | None = None
+    """With `trajectories: library`: .npy file with unscaled actions [N, num_frames - 1, width]. With
+    `history`, a trajectory must have the actions of all clips."""
+    history: HistoryRecipe = HistoryRecipe()
+    """Samples continue the policy's own clips instead of recorded frames, as in a long video made clip by clip
+    (docs/long_videos.md)."""
+    merge_lora: bool = False
+    """Merge the LoRA into the weights while samples are generated: faster forward passes, but a copy of the adapted
+    layers' weights takes extra memory. Not for algorithms that compare log-probabilities, nor for zero3 with colocated
+    rollouts."""
+    base_precision: BasePrecision | None = None
+    """async with LoRA: `model.base_precision` of the workers. If it differs from training, the rollout policy differs
+    slightly; only for algorithms that do not use rollout log-probabilities. Unset: `model.base_precision`."""
+    cuda_graph: bool = False
+    """Record rollout forward passes as CUDA graphs, one per batch size. Each graph keeps the memory of a forward pass.
+    Not for zero3 or `engine.sequence_parallel` with colocated rollouts. No effect on CPUs."""
+    max_staleness: NonNegativeInt = 1
+    """async: maximum age of a sample in RL steps when it is trained on. The policy is published to the workers after
+    each RL step. 0: strictly on-policy; the samples of a step are generated after the previous step."""
+    spawn: Annotated[int, Field(ge=0, le=256)] = 1
+    """async: workers that rank 0 starts on its machine. 0: only workers started separately."""
+    devices: Annotated[list[str], Field(min_length=1)] | None = None
+    """async: devices of the spawned workers in order, such as `cuda:6`. Numbers count all GPUs available to the run on
+    the trainer's machine (docs/async.md). Required if the trainer uses GPUs. Unset: cpu."""
+    bind: str = "ipc"
+    """async: address at which workers reach the trainer. `ipc`: only this machine and user. A `tcp://` address of one
+    network interface: uses this port and the next one; needs `keys`."""
+    keys: UserPath | None = None
+    """async with a `tcp://` address: folder with the trainer's secret key (hub.key_secret) and the public keys of the
+    workers (docs/async.md). Needed on every node."""
+    policy_folder: UserPath | None = None
+    """async: folder to publish the policy to after each step; each run uses its own subfolder. Use /dev/shm for workers
+    on this machine, or a shared file system. Unset: inside `run.output_dir`."""
+    in_flight: Annotated[int, Field(ge=1, le=16)] = 2
+    """async: number of chunks that each worker processes at a time. One is denoised while the others wait for their
+    scores."""
+    worker_timeout_s: PositiveFloat = 30.0
+    """async: a worker without a heartbeat for this many seconds is considered lost, and its chunks go to other
+    workers."""
+    timeout_s: PositiveFloat = 600.0
+    """async: a chunk without progress for this many seconds plus reward.timeout_s goes to another worker (later with
+    in_flight above 2, docs/async.md). The run ends if no chunk finishes for this long."""
+
+    @model_validator(mode="after")
+    def _check_unused_keys(self) -> RolloutRecipe:
+        if (self.trajectories == "library") != (self.trajectory_library is not None):
+            raise ValueError("trajectories: library and trajectory_library belong together: set both, or neither")
+        if self.keys is not None and self.bind == "ipc":
+            raise ValueError("keys needs a tcp:// address: set bind to one, or remove keys")
+        return self

@@ -1,0 +1,110 @@
+"""Groups of captioned images or videos."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from wfm_ds.data.batch_reader import BatchReader, TrainingSample, read_on_leader
+from wfm_ds.data.samples import pack_prompt, unpack_prompt
+from wfm_ds.rollout.groups import Group, RewardedGroup
+from wfm_ds.rollout.trajectories import CounterfactualTrajectories
+from wfm_ds.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from wfm_ds.runs.job import Job
+
+
+class CaptionedGroups:
+    """Group source for captioned images or videos.
+
+    Group g of RL step s is at position (s-1) * num_groups + g of the data order. Each replica reads and encodes only
+    the data of its own samples. Replicas exchange their captions, because a replica may have replaced a corrupt sample.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        reader: BatchReader,
+        encode: Callable[[Sequence[TrainingSample]], Tensor] | None,
+        num_conditioning_frames: tuple[int, int] = (0, 0),
+        trajectories: CounterfactualTrajectories | None = None,
+        *,
+        keeps_recordings: bool = False,
+    ) -> None:
+        """Create the source from a data reader.
+
+        encode: collective function that encodes samples to clean latents [B, ...] float32, for `Group.data`.
+        num_conditioning_frames: smallest and largest number of conditioning frames of a group, in latent frames.
+        trajectories: object that replaces the recorded actions and camera paths. None keeps them.
+        keeps_recordings: whether the groups have the decoded frames as `recording`.
+        """
+        self.trajectories, self.keeps_recordings = trajectories, keeps_recordings
+        self.job, self.reader, self.encode, self.num_conditioning_frames = job, reader, encode, num_conditioning_frames
+        self.num_groups, size = job.recipe.rl.rollout.prompts_per_step, job.recipe.rl.rollout.group_size
+        first = job.world.dp_rank * job.run_sizes.samples_per_rank
+        self.local_groups = range(first // size, (first + job.run_sizes.samples_per_rank - 1) // size + 1)
+        self._reader_states: dict[int, dict[str, Any]] = {}  # (corrupt files) before each step
+
+    def step_groups(self, step: int) -> list[Group]:
+        job = self.job
+        self._reader_states.setdefault(step, self.reader.state())
+        positions = [(step - 1) * self.num_groups + g for g in self.local_groups]
+        with job.timer("data_wait"):
+            next_positions = [position + self.num_groups for position in positions]
+            samples = read_on_leader(job.world, lambda: self.reader.read_positions(positions, ahead=next_positions))
+        with job.timer("encode"):
+            # One by one: the last bits of a latent must not depend on the batch.
+            encode = self.encode
+            local = dict(zip(self.local_groups, samples, strict=True))
+            data = {} if encode is None else {g: encode([s])[0] for g, s in local.items()}
+        captions = [[g, pack_prompt(s.prompt)] for g, s in local.items()]
+        prompts = {g: unpack_prompt(packed) for part in job.world.gather_from_leaders(captions) for g, packed in part}
+        if self.trajectories is not None:
+            in_order = [prompts[g] for g in range(self.num_groups)]
+            prompts = dict(enumerate(self.trajectories.replace_trajectories(in_order, step)))
+        seeds = draw_history_seeds(job.recipe.run.seed, step, self.num_groups, job.recipe.rl.rollout.history.clips)
+        return [
+            Group(
+                prompt=prompts[g],
+                data=data.get(g),
+                num_conditioning_frames=self._draw_num_frames(step, g),
+                history_seeds=seeds[g],
+                recording=local[g].pixels if self.keeps_recordings and g in local else None,
+            )
+            for g in range(self.num_groups)
+        ]
+
+    def _draw_num_frames(self, step: int, group: int) -> int:
+        low, high = self.num_conditioning_frames
+        return low + derive_seed(self.job.recipe.run.seed, "given_frames", step, group) % (high - low + 1)
+
+    def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
+        """Delete the reader states that were stored for finished steps. The rewards are not used."""
+        self._reader_states = {later: state for later, state in self._reader_states.items() if later > step}
+
+    def data_metrics(self) -> dict[str, float]:
+        return self.reader.bad_counts(self.job.world.sum_over_replicas)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the readers' state before the first unfinished step. A resumed run reads this step again."""
+        reader_state = self._reader_states[min(self._reader_states)] if self._reader_states else self.reader.state()
+        return {"sources": self.job.world.gather_from_leaders(reader_state)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.reader.restore_from_ranks(state["sources"], self.job.world.dp_rank, self.job.world.dp_size)
+
+
+def draw_history_seeds(run_seed: int, step: int, num_groups: int, max_clips: int) -> list[tuple[int, ...]]:
+    """Return the noise seeds of the clips before the samples, for each group of an RL step.
+
+    A group has 0 to `max_clips` of them. All numbers are equally often in a step, up to rounding.
+    """
+    order = sorted(range(num_groups), key=lambda g: derive_seed(run_seed, "history", step, g))
+    lengths = {g: rank * (max_clips + 1) // num_groups for rank, g in enumerate(order)}
+    return [
+        tuple(derive_seed(run_seed, "history_noise", step, g, clip) for clip in range(lengths[g]))
+        for g in range(num_groups)
+    ]

@@ -1,0 +1,275 @@
+"""Groups that continue the policy's own clips instead of recorded frames (rollout.history).
+
+The rollout policy generates the clips before the samples, one per group. The last frames of a clip, as uint8, are the
+conditioning frames of the next one. The samples continue the last clip. Only the samples are trained on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from wfm_ds.data.buckets import Buckets
+from wfm_ds.data.clip_layout import ClipLayout
+from wfm_ds.data.inputs import InputReader
+from wfm_ds.errors import RecipeError
+from wfm_ds.models.base import DiffusionModel
+from wfm_ds.models.clips import DecodeFunction, choose_clip_layout, condition_on_last_frames, reconstruct_clip
+from wfm_ds.models.conditioning_frames import pad_num_frames
+from wfm_ds.models.sampler import Sampler
+from wfm_ds.recipe.schema import Recipe
+from wfm_ds.rollout.groups import Group, Images, RolloutSample, stack_conditioning_frames
+from wfm_ds.rollout.rewards import decode_on_all_ranks, list_reference_rewards
+from wfm_ds.sampling.denoise import SamplingPlan
+from wfm_ds.types import FIRST_FRAME, Score
+
+if TYPE_CHECKING:
+    from wfm_ds.data.action_data import ActionData
+    from wfm_ds.runs.job import Job
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryLayout:
+    """Frames of the longest group of a run: the clips before its samples, and its samples."""
+
+    layouts: Mapping[int, ClipLayout]  # by number of conditioning latent frames
+    max_clips: int  # before the samples
+    keeps_recordings: bool  # whether samples are compared with the recordings that they continue
+
+    @property
+    def num_frames(self) -> int:
+        """Number of frames of the longest sequence of clips."""
+        return max(layout.total_frames(self.max_clips + 1) for layout in self.layouts.values())
+
+    def group_layout(self, group: Group) -> ClipLayout:
+        """Return the layout for a group. Models that receive the pixels of the first frame have one layout."""
+        return self.layouts[max(1, group.num_conditioning_frames)]
+
+    def slice_group(self, group: Group, clip: int) -> Group:
+        """Return the group with the inputs of one clip. `group.prompt` has the inputs of all clips."""
+        return replace(group, prompt=self.group_layout(group).slice_prompt(group.prompt, clip), clip=clip)
+
+    def extend_buckets(self, buckets: Buckets) -> Buckets:
+        """Return buckets whose clips cover all frames of a group. If recordings are kept, all frames are decoded."""
+        framing, total = buckets.framings[0], self.num_frames
+        if self.keeps_recordings:
+            return Buckets(replace(framing, num_frames=total, span=None), buckets.sizes)
+        return Buckets(replace(framing, span=total), buckets.sizes)
+
+    def extend_inputs(self, reader: InputReader | None) -> InputReader | None:
+        """Return a reader of the inputs of all clips of a group."""
+        longest = max(self.layouts.values(), key=lambda layout: layout.total_frames(self.max_clips + 1))
+        return None if reader is None else longest.extend_reader(reader, self.max_clips + 1)
+
+    def check_library(self, actions: ActionData | None) -> None:
+        """Raise RecipeError if the trajectories of rollout.trajectory_library are too short."""
+        library = None if actions is None else actions.library
+        if library is not None and library.shape[1] < self.num_frames - 1:
+            raise RecipeError(
+                f"rollout.trajectory_library has {library.shape[1]} actions per trajectory, rollout.history.clips "
+                f"{self.max_clips} needs {self.num_frames - 1}: use longer trajectories, or fewer clips"
+            )
+
+
+def choose_history_layout(recipe: Recipe, model: DiffusionModel) -> HistoryLayout | None:
+    """Return the clips of the run's groups, or None if it has neither histories nor rewards that need recordings.
+
+    Raises ModelError if the model cannot continue clips.
+    """
+    if not recipe.is_rl:
+        return None
+    max_clips, keeps_recordings = recipe.rl.rollout.history.clips, bool(list_reference_rewards(recipe.reward))
+    if max_clips == 0 and not keeps_recordings:
+        return None
+    low, high = recipe.algorithm.conditioning_frame_range
+    layouts = {n: choose_clip_layout(model, recipe.sampling, n) for n in range(low, high + 1)}
+    return HistoryLayout(layouts, max_clips, keeps_recordings)
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryWalker:
+    """Generates the clips before the samples of groups, with the active weights.
+
+    Clips are generated one by one: the samples of a group must not depend on which other groups this rank has.
+    """
+
+    sampler: Sampler
+    layout: HistoryLayout
+    decode: DecodeFunction  # must return the videos on all ranks of a replica
+
+    @torch.no_grad()
+    def start_samples(
+        self, groups: Mapping[int, Group], plan: SamplingPlan, num_clips: Sequence[int] | None = None
+    ) -> dict[int, Group]:
+        """Generate the clips before the samples. Returns the groups at the start of their samples.
+
+        num_clips: number of first, second, ... clips to generate, if other ranks must run the same forward passes.
+        None: as many as needed.
+        If the latents of a group are not finite, its samples start with the recorded frames (clip 0).
+        """
+        videos, broken, spare = dict[int, Images](), set[int](), next(iter(groups))
+        for clip, count in enumerate(count_clips(groups.values()) if num_clips is None else num_clips):
+            going = [g for g, group in groups.items() if len(group.history_seeds) > clip]
+            for g in going:
+                videos[g], is_finite = self.generate_clip(groups[g], clip, videos.get(g), plan)
+                broken |= set() if is_finite else {g}
+            for _ in range(count - len(going)):
+                self.generate_clip(replace(groups[spare], history_seeds=(0,) * (clip + 1)), clip, None, plan)
+        starts = {
+            g: (0, None) if g in broken else (len(group.history_seeds), videos.get(g)) for g, group in groups.items()
+        }
+        return {g: self.begin_clip(groups[g], clip, video) for g, (clip, video) in starts.items()}
+
+    def generate_clip(self, group: Group, clip: int, video: Images | None, plan: SamplingPlan) -> tuple[Images, bool]:
+        """Return a clip [F,H,W,3] that continues `video`, and whether its latents are finite."""
+        start = self.begin_clip(group, clip, video)
+        latents = self.sampler.generate(
+            "rollout",
+            [start.prompt],
+            [group.history_seeds[clip]],
+            plan,
+            conditional_frames=stack_conditioning_frames([start]),
+            shape=None if start.data is None else start.data.shape,
+        ).clean_latents
+        (pixels,), (is_finite,) = self.decode(latents)
+        return pixels, is_finite
+
+    def begin_clip(self, group: Group, clip: int, video: Images | None) -> Group:
+        """Return the group at the start of a clip, conditioned on the last frames of `video` [F,H,W,3].
+
+        If `video` is None, the conditioning frames do not change.
+        """
+        cut = self.layout.slice_group(group, clip)
+        if video is None:
+            return cut
+        layout = self.layout.group_layout(group)
+        (prompt,), frames = condition_on_last_frames(self.sampler, [cut.prompt], video[None], layout)
+        return replace(cut, prompt=prompt, data=cut.data if frames is None else frames.latents[0])
+
+    def add_reference(self, group: Group) -> Group:
+        """Return the group with the recorded frames that its samples should show. Without `recording`, it has none.
+
+        The recorded clip is encoded and decoded, because a reward should not measure the error of the VAE. The
+        conditioning frames are omitted.
+        """
+        if group.recording is None:
+            return group
+        layout = self.layout.group_layout(group)
+        reference = reconstruct_clip(self.sampler, group.recording, layout, group.clip)
+        return replace(group, reference=reference, recording=None)
+
+
+def count_clips(groups: Iterable[Group]) -> list[int]:
+    """Return how many groups have a first, a second, ... clip before their samples."""
+    lengths = [len(group.history_seeds) for group in groups]
+    return [sum(length > clip for length in lengths) for clip in range(max(lengths, default=0))]
+
+
+class ReplicaHistories:
+    """Histories of colocated rollouts. The first replica with samples of a group generates its clips."""
+
+    def __init__(self, job: Job, layout: HistoryLayout) -> None:
+        self.job = job
+        self.walker = HistoryWalker(job.sampler, layout, lambda latents: decode_on_all_ranks(job, latents))
+
+    def start_samples(self, groups: Sequence[Group], plan: SamplingPlan) -> list[Group]:
+        """Return all groups of an RL step at the start of their samples. Collective.
+
+        The result is identical on every rank, except for conditioning frames and `reference`. Call this with the
+        rollout policy. All replicas run the same forward passes.
+        """
+        world, size, share = self.job.world, self.job.recipe.rl.rollout.group_size, self.job.run_sizes.samples_per_rank
+        owners = [g * size // share for g in range(len(groups))]
+        by_replica = [
+            {g: group for g, group in enumerate(groups) if owners[g] == replica} for replica in range(world.dp_size)
+        ]
+        counts = [count_clips(owned.values()) for owned in by_replica]
+        num_clips = [max(count) for count in itertools.zip_longest(*counts, fillvalue=0)]
+        first_local = world.dp_rank * share // size
+        spare = {first_local: replace(groups[first_local], history_seeds=())}  # for replicas without a first sample
+        started = self.walker.start_samples(by_replica[world.dp_rank] or spare, plan, num_clips)
+        broken = [g for g in by_replica[world.dp_rank] if started[g].clip < len(groups[g].history_seeds)]
+        all_broken = {g for part in world.gather_from_leaders(broken) for g in part} if num_clips else set[int]()
+        result = []
+        for g, group in enumerate(groups):
+            clip = 0 if g in all_broken else len(group.history_seeds)
+            start = started[g] if owners[g] == world.dp_rank else self.walker.layout.slice_group(group, clip)
+            last = ((g + 1) * size - 1) // share
+            for target in range(owners[g] + 1, last + 1) if clip else ():
+                if world.dp_rank in (owners[g], target):  # all ranks transfer in the same order: no deadlocks
+                    frames = world.transfer_tensor(conditioning_tensor(start), owners[g], target)
+                    start = replace_conditioning_frames(start, frames)
+            result.append(self.walker.add_reference(start))
+        return result
+
+
+def conditioning_tensor(group: Group) -> Tensor:
+    """Return the conditioning frames of a group: latents [C,n,h,w], or pixels [H,W,3] as float32 from 0 to 255."""
+    pixels = group.prompt.inputs.get(FIRST_FRAME)
+    if pixels is not None:
+        return torch.from_numpy(pixels)
+    assert group.data is not None, "this replica has read the group"
+    return group.data[:, : group.num_conditioning_frames]
+
+
+def replace_conditioning_frames(group: Group, frames: Tensor) -> Group:
+    """Return the group with other conditioning frames, as `conditioning_tensor` returns them."""
+    if FIRST_FRAME in group.prompt.inputs:
+        inputs = {**group.prompt.inputs, FIRST_FRAME: frames.cpu().numpy()}
+        return replace(group, prompt=replace(group.prompt, inputs=inputs))
+    assert group.data is not None, "this replica has read the group"
+    return replace(group, data=pad_num_frames(frames, group.data.shape[1]))
+
+
+def history_metrics(
+    samples: Sequence[RolloutSample], scores: Sequence[Mapping[str, Score]], names: Sequence[str]
+) -> dict[str, float]:
+    """Return the number of groups with non-finite histories, and the mean scores by number of clips before the samples.
+
+    The metrics are `rollout/history_broken`, and `reward/NAME/after_K` for K clips.
+    """
+    groups = {sample.group_id: sample.group for sample in samples}.values()
+    broken = sum(group.clip < len(group.history_seeds) for group in groups)
+    values: dict[str, list[float]] = {}
+    for sample, by_reward in zip(samples, scores, strict=True):
+        for name in names:
+            value = by_reward[name].value if name in by_reward else None
+            if value is not None:
+                values.setdefault(f"reward/{name}/after_{sample.group.clip}", []).append(value)
+    return {"rollout/history_broken": float(broken)} | {
+        tag: math.fsum(part) / len(part) for tag, part in sorted(values.items())
+    }
+
+
+def check_references(recipe: Recipe) -> None:
+    """Raise RecipeError if a reward compares samples with recordings, but the samples do not continue recordings."""
+    names = list_reference_rewards(recipe.reward)
+    if not names:
+        return
+    algorithm, rollout = recipe.rl.algorithm, recipe.rl.rollout
+    if rollout.trajectories != "data":
+        problem = f"rollout.trajectories {rollout.trajectories} conditions them on others: set it to data"
+    elif algorithm.conditioning_frame_range[0] == 0:
+        problem = "not all samples start with its frames: set algorithm.min_num_conditional_frames above 0"
+    elif recipe.data.cache_latents:
+        problem = "data.cache_latents stores only its first frames: set it to false"
+    else:
+        return
+    raise RecipeError(f"reward {' and '.join(names)} compares samples with the recording they continue, but {problem}")
+
+
+def history_warnings(recipe: Recipe) -> list[str]:
+    """Return a warning if samples continue the policy's own clips, but no reward compares them with the recording."""
+    if not recipe.is_rl or recipe.rl.rollout.history.clips == 0 or list_reference_rewards(recipe.reward):
+        return []
+    return [
+        f"rollout.history.clips {recipe.rl.rollout.history.clips} without a reward that compares samples with the "
+        "recording: own frames may not allow the recorded actions, and rewards that are relative to these frames can "
+        "then drive videos to extremes: add the reward continuation"
+    ]
