@@ -108,10 +108,10 @@ def test_every_emitted_tag_is_documented_and_nothing_else(finished):
     }
     assert [tag for tag in emitted if not any(p.match(tag) for p in documented.values())] == []
     # Tags that this run does not log: those for other algorithms, guidance, clipped rewards, every tenth step, rollouts
-    # in other processes, and periodic events.
+    # in other processes, long videos, and periodic events.
     elsewhere = re.compile(
         r"sft/|dpo/|vlm/|data/|policy/|ddrl/|ram/|dgpo/|dmd/|opd/|kl/ema|loss/(data|fake)|optim/fake_|val/(loss|(token_)?accuracy)|weights/"
-        r"|reward/total/clipped_fraction"
+        r"|reward/(total/clipped_fraction|.*/after_)|rollout/history_broken|val/.*/(clip_|drift)|val/recording/"
         r"|time/((ema|group_statistics|fake|teacher[_0-9]*)_forward|data_wait|encode|export|checkpoint|validation|rollout_wait|publish)"
         r"|rollout/(staleness|dropped|workers|candidates|refills|groups_dropped|regenerated|spread)"
         r"|val/(reward|held_out)/.*(rank_correlation|rollout_mean|ci95)"

@@ -212,7 +212,7 @@ def test_inputs_that_the_model_does_not_take_are_refused(overrides, says, tiny_p
             ["sampling.num_frames=1", "rollout.trajectories=data"],
             "data.inputs: actions needs sampling.num_frames above 1",
         ),
-        (["data.kind=cosmos"], "inputs is for kind paired, folder, webdataset or sets, not cosmos"),
+        (["data.kind=cosmos"], "inputs is for kind paired, folder, webdataset, lerobot or sets, not cosmos"),
     ],
 )
 def test_recipes_whose_trajectories_do_not_fit_are_refused(overrides, says, tiny_pipelines, world, tmp_path):

@@ -263,8 +263,8 @@ def test_numbers_that_are_not_listed_as_changeable_must_stay_equal(recipe):
                 continue
             changed = values | {section: keys | {key: value + (0.01 if isinstance(value, float) else 4)}}
             other = type(here).model_construct(**vars(here) | {section: section_of(here, section, changed)})
-            if list_unread_keys(other) or list_unread_async_keys(other):
-                continue  # recipes cannot contain such keys
+            if list_unread_keys(other) or list_unread_async_keys(other) or key == "clips":
+                continue  # recipes cannot contain such keys; clips need conditioning frames
             found = output.list_recipe_changes(here, type(here).model_validate(changed))
             free = f"{section}.{key}".startswith(output.MAY_CHANGE)
             assert [line.split(":")[0] for line in found] == ([] if free else [f"{section}.{key}"])

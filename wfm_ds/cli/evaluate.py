@@ -75,7 +75,12 @@ def parser() -> CommandParser:
         type=Path,
         help="the validation data of a recipe: first frames, actions, camera paths, and recordings to compare with",
     )
-    p.add_argument("--rewards", metavar="A,B", type=parse_names, help="rewards to measure (default: those of the run)")
+    p.add_argument(
+        "--rewards",
+        metavar="A,B",
+        type=parse_names,
+        help="rewards to measure (default: those of the run, or of --data)",
+    )
     p.add_argument(
         "--held-out", metavar="C,D", type=parse_names, default=[], help="held-out rewards, not used for training"
     )

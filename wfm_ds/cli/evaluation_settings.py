@@ -83,9 +83,9 @@ def select_functions(
 ) -> dict[str, RewardFunction]:
     """Return {reward name: settings} for the rewards in --rewards and --held-out.
 
-    The default of --rewards and all reward options come from the runs, or else from the recipe --data. Raises
-    UserError if a reward is unknown or cannot score these prompts, if runs use different options for it, or if a
-    held-out reward was used for training.
+    The default of --rewards and all reward options come from the runs, or else from the recipe --data. If neither has
+    rewards, videos are scored by `continuation`. Raises UserError if a reward is unknown or cannot score these prompts,
+    if runs use different options for it, or if a held-out reward was used for training.
     """
     from wfm_ds.models import registry
     from wfm_ds.recipe.sections import RewardFunction
@@ -102,16 +102,18 @@ def select_functions(
     for function in run_functions(data_recipe):
         known.setdefault(function.name, function)
     trained = {name for entry in entries for name in training_reward_names(entry.recipe)}
+    video = registry.find_family(
+        registry.resolve_pipeline(entries[0].model, args.family, entries[0].revision), args.family
+    ).is_video
     reward_names = list(known) if args.rewards is None else args.rewards
+    if not reward_names and data_recipe is not None and video:
+        reward_names = ["continuation"]  # the only reward that needs nothing but the recordings
     if not reward_names:
         raise UserError("--rewards is required, e.g. --rewards pickscore; see wfm rewards")
     for name in args.held_out:
         if name in (trained or reward_names):
             raise UserError(f"--held-out: {name} was used for training, so it is not held out: move it to --rewards")
     functions: dict[str, RewardFunction] = {}
-    video = registry.find_family(
-        registry.resolve_pipeline(entries[0].model, args.family, entries[0].revision), args.family
-    ).is_video
     inputs = [] if data_recipe is None else data_recipe.data.inputs
     for name in dict.fromkeys([*reward_names, *args.held_out]):
         rewards.get_reward_class(name)

@@ -55,6 +55,7 @@ def media_size(media: Media) -> tuple[int, int]:
 # Without a whitelist FFmpeg would also read playlists and open the files and addresses in them.
 OPEN_OPTIONS = {"format_whitelist": "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"}
 UNSPECIFIED = 2  # ITU-T H.273, matrix coefficients
+RETRY_S = 10.0  # seek to this time before a clip of an episode if a frame is missing; files may be very long
 HD_HEIGHT = 720  # without a colour tag, videos of at least this height are BT.709, smaller ones BT.601
 
 
@@ -99,7 +100,7 @@ def read_camera(media: EpisodeVideo, camera: CameraSpan, chosen: Sequence[int]) 
         unit, origin = float(stream.time_base or 1), stream.start_time or 0
         wanted = [origin + round((camera.start + (media.first + i) / media.fps) / unit) for i in chosen]
         tolerance = int(0.5 / media.fps / unit)
-        starts = (wanted[0] - tolerance, origin)
+        starts = (wanted[0] - tolerance, max(origin, wanted[0] - round(RETRY_S / unit)))
         frames = read_frames(camera.media, container, wanted, starts, lambda rgb: rgb, tolerance)
     return [frames[time] for time in wanted]
 
