@@ -52,7 +52,7 @@ class Sft(SupervisedAlgorithm):
 def density_quantile(algorithm: SupervisedSettings, a: Tensor) -> Tensor:
     """Return the `a`-quantile of the training density, 0 < a < 1: the fraction `a` of the samples lies below it.
 
-    `mode` is the name of a density of arXiv 2403.03206.
+    The value `mode` of timestep_density is the mode sampling of arXiv 2403.03206.
     """
     match algorithm.timestep_density:
         case "uniform":
@@ -79,7 +79,10 @@ FULL_BAND = SigmaBand()
 def density_bands(
     algorithm: SupervisedSettings, shift: float, ranges: Sequence[tuple[float, float]]
 ) -> list[SigmaBand]:
-    """Return the band of each expert. ranges: sigma range [low, high) of each expert."""
+    """Return the sigma range of each expert with the fractions of the training density below its two limits.
+
+    shift: flow shift of the density. ranges: sigma range [low, high) of each expert.
+    """
     return [
         SigmaBand(low, high, *(_density_below(algorithm, shift, sigma) for sigma in (low, high)))
         for low, high in ranges

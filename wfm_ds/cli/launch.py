@@ -41,7 +41,7 @@ SLURM_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")  # minutes, hour
 
 @dataclass(frozen=True, slots=True)
 class ClusterJob:
-    """A job to write: the arguments of the command, the loaded recipe, and the machines."""
+    """A job for which a script is written: the arguments of the command, the loaded recipe, and the machines."""
 
     args: argparse.Namespace
     recipe: Recipe
@@ -132,7 +132,7 @@ def list_storage_warnings(args: argparse.Namespace, recipe: Recipe) -> list[str]
 
 
 def require_fitting_ranks(recipe: Recipe, nodes: int, gpus: int) -> None:
-    """Raise RecipeError if the recipe cannot be trained by one rank per GPU. gpus: per node."""
+    """Raise RecipeError if the recipe cannot be trained on nodes * gpus ranks. gpus: GPUs per node."""
     from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.logs import quiet_libraries
 

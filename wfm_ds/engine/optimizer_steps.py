@@ -177,7 +177,10 @@ class OptimizerSteps:
         return StepResult(is_applied=True, grad_norm=grad_norm, is_clipped=0 < bound < grad_norm, lr=lr)
 
     def skip_step(self) -> StepResult:
-        """Skip an optimizer step without loss terms. All ranks call it instead of `backward` and `step`."""
+        """Skip an optimizer step because it has no loss terms.
+
+        All ranks must call this method instead of `backward` and `step`.
+        """
         self._require_trained_policy("skip_step")
         if self._num_backwards:
             raise RuntimeError(f"skip_step() after {self._num_backwards} backward passes of a step")

@@ -20,7 +20,7 @@ MAX_NAMED = 3  # maximum number of parameter names in the error message
 
 
 def single_part(name: str) -> str:
-    """Assign every parameter to the same component. For networks that run all their parts in every step."""
+    """Return the same part for every parameter name. For networks that run all their parts in every step."""
     return ""
 
 

@@ -68,7 +68,7 @@ def format_drift(curve: ClipCurve) -> list[str]:
 
 
 def format_clip_tables(results: EvaluationResults) -> list[str]:
-    """Return the tables as text."""
+    """Return the table of each score by clip as text. Empty without clips."""
     comparison = ClipComparison.from_results(results)
     tables = [align_columns(comparison.table(score, results.base.name)) for score in comparison.curves]
     return [*tables, "\n".join(NOTES)] if tables else []

@@ -153,7 +153,10 @@ def _predict_velocity(shadow: DiffusionModel, shape: Sequence[int], batch: int, 
 
 
 def measure_decode_bytes(shadow: DiffusionModel, shape: Sequence[int], batch: int) -> int:
-    """Return the peak bytes of decoding latents [batch, *shape]. The guardrail runs on the CPU and is not counted."""
+    """Return the peak bytes of decoding latents [batch, *shape].
+
+    The pipeline's safety checker (guardrail) runs on the CPU and is not counted.
+    """
     return _measure_peak(lambda: DiffusionModel.decode_latents(shadow, torch.empty(batch, *shape, device=META)))
 
 

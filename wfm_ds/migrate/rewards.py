@@ -77,7 +77,10 @@ def convert_wfm_rewards(_: Any, source: CosmosConfig) -> list[dict[str, Any]]:
 
 
 def add_unknown_reward_notes(functions: list[dict[str, Any]], source: CosmosConfig) -> list[dict[str, Any]]:
-    """Add a note for each local reward that wfm_ds does not have. Returns `functions` unchanged."""
+    """Add a note to `source` for each reward that wfm_ds does not have. Returns `functions`.
+
+    Remote rewards get no note, because their own service computes them.
+    """
     from wfm_reward import registry
 
     local = {function["name"] for function in functions if not function["name"].startswith("remote/")}

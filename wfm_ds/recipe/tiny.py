@@ -165,8 +165,8 @@ def tiny_data_folder() -> Path:
 def shrink_recipe(recipe: Recipe, name: str, family: TinyFamily | None, *, world_size: int = 1) -> Values:
     """Return the sections of the tiny version of a recipe.
 
-    name: folder in outputs/tiny for the run. family: tiny model to use. None keeps `model.path`, for callers that
-    replace it. Raises RecipeError if the recipe needs data that no built-in data set has.
+    name: folder in outputs/tiny for the run. family: tiny model to use. If None, `model.path` does not
+    change, and the caller must set it. Raises RecipeError if the recipe needs data that no built-in data set has.
     """
     values = recipe.model_dump(mode="json", exclude=set(recipe.unused_sections))
     values["run"] |= {"output_dir": f"outputs/tiny/{name}", "steps": NUM_STEPS}

@@ -1,7 +1,7 @@
 """Groups that continue the policy's own clips instead of recorded frames (rollout.history).
 
-The rollout policy generates the clips before the samples, one per group. The last frames of a clip, as uint8, are the
-conditioning frames of the next one. The samples continue the last clip. Only the samples are trained on.
+For each group, the rollout policy first generates a sequence of clips. The last frames of each clip, as uint8, are the
+conditioning frames of the next clip. All samples of the group continue the last clip. Only the samples are trained on.
 """
 
 from __future__ import annotations

@@ -250,7 +250,10 @@ class ReplicaDecoding:
         self.is_pending = self._local_decoding.is_pending
 
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """Wait for all shards and return the result of `decode_in_replica`. Collective in the replica."""
+        """Wait until each rank of the replica has decoded its shard. Returns the result of `decode_in_replica`.
+
+        Collective: all ranks of the replica must call this method.
+        """
         images, is_finite = self._local_decoding.wait()
         return self._world.gather_replica_rows(images, self._counts), is_finite
 

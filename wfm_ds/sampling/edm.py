@@ -86,7 +86,7 @@ class EdmStep:
 
     @property
     def gain(self) -> float:
-        """Derivative of the mean with respect to the velocity, divided by std. -inf if std is 0."""
+        """Derivative of the step's mean with respect to the velocity, divided by the step's std. -inf if std is 0."""
         return -self.clean_coef * self.sigma / self.std if self.std > 0 else -math.inf
 
 

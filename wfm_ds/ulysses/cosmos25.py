@@ -39,10 +39,10 @@ class UlyssesCosmos25(UlyssesTransformer):
             )
 
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
-        """Return the number of tokens of each rank. Flatten timesteps with one value per frame, [B,1,T,1,1], to [B T].
+        """Return the number of tokens of each rank. Also flattens the timesteps in `arguments`, [B,1,T,1,1], to [B T].
 
-        The transformer would expand unflattened timesteps to all tokens. `_shard_time_embeddings` expands flat
-        timesteps only to the local tokens.
+        The transformer would expand timesteps of shape [B,1,T,1,1] to all tokens. `_shard_time_embeddings` expands flat
+        timesteps to the local tokens only. Timesteps with one value per sample do not change.
         """
         latents, timestep = arguments["hidden_states"], arguments["timestep"]
         count, _, num_frames, *_ = latents.shape

@@ -154,7 +154,10 @@ def complete_request(args: argparse.Namespace, questions: Questions) -> RecipeRe
 
 
 def require_new_file(may_overwrite: bool, text: str) -> Path:
-    """Return the path of the recipe to write. Raises UserError if it exists or its folder does not."""
+    """Return the path of the recipe to write. text: the path as the user entered it.
+
+    Raises UserError if its folder does not exist, or if the file exists and may_overwrite is False.
+    """
     out = Path(text).expanduser()
     if out.is_dir():
         raise UserError(f"{out} is a folder: name a file with --out")

@@ -249,8 +249,8 @@ def read_conversations(file: Path, media_path: str | None) -> DataSummary:
 def find_media_folder(file: Path, addresses: Sequence[str], media_path: str | None) -> str | None:
     """Return the folder that relative paths in annotations refer to. Returns None if all paths are absolute.
 
-    addresses: images and videos of some rows. media_path: the folder, if the user named it; s3:// is not checked.
-    Raises DataError if the folder has none of them.
+    addresses: paths of the images and videos in some annotations. media_path: the folder, if the user named it. A
+    folder on S3 is returned without a check. Raises DataError if none of the paths exists in the folder.
     """
     relative = [address for address in addresses if not address.startswith("/") and not is_remote(address)]
     if not relative or (media_path is not None and is_remote(media_path)):

@@ -1,4 +1,4 @@
-"""The recipe that `wfm init` proposes for a model that generates in few denoising steps without guidance."""
+"""The recipe that `wfm init` proposes to distill a model, so that it needs few denoising steps and no guidance."""
 
 from __future__ import annotations
 

@@ -261,7 +261,7 @@ class RolloutSettings(AlgorithmSettings):
             )
 
     def _check_history(self, recipe: RecipeSections) -> None:
-        """Raise ValueError if samples cannot continue clips of the policy."""
+        """Raise ValueError if the recipe has rollout.history, but its samples cannot continue generated clips."""
         rollout = recipe.rl.rollout
         key, max_chunk = (
             f"rollout.history.clips {rollout.history.clips}",
