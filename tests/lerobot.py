@@ -187,3 +187,29 @@ def join_videos(path, contents):
                         packet.pts, packet.dts, packet.stream = packet.pts + offset, packet.dts + offset, stream
                         output.mux(packet)
                 offset += source.duration
+
+
+def change_info(root, **values):
+    file = root / "meta/info.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def change_episodes(root, change):
+    """Apply `change` to the list of rows in meta/episodes of version 3.0."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = root / "meta/episodes/chunk-000/file-000.parquet"
+    rows = pq.read_table(file).to_pylist()
+    change(rows)
+    pq.write_table(pa.Table.from_pylist(rows), file)
+
+
+def delay(episode, num_frames, *edges):
+    """Return a change that makes an episode of the front camera start or end later."""
+
+    def change(rows):
+        for edge in edges:
+            rows[episode][f"videos/{FRONT}/{edge}_timestamp"] += num_frames / FPS
+
+    return change

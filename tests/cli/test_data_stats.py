@@ -118,6 +118,7 @@ def test_what_cannot_be_computed_is_said(root, stats, tmp_path):
         ((root / "v3.0", "data.fps=3"), "only a recipe has keys to override"),
         (("nowhere",), "nowhere"),
         ((root / "recorded",), "recorded"),
+        ((root / "recorded", "--space", "droid"), "only LeRobot data sets have the features of a space"),
     ):
         code, out, files = stats(*arguments)
         assert (code, files) == (2, {}), arguments

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from long_videos import NUM_CLIPS, NUM_VIDEOS, psnr_by_clip, write_long_videos
+from wfm_ds.cli import evaluate
 from wfm_ds.cli.main import main
 
 RECIPE = Path(__file__).parent.parent.parent / "recipes" / "world" / "nft.yaml"
@@ -35,7 +37,22 @@ def copy_with_other_weights(pipeline, out):
     return out
 
 
-def test_models_are_compared_clip_by_clip(tiny_pipelines, data, tmp_path, capsys):
+def count_models(monkeypatch):
+    """Return a list that receives the number of loaded models whenever `wfm evaluate` loads another one."""
+    models, counts, stock = [], [], evaluate.load_sampler
+
+    def load_sampler(*args):
+        counts.append(sum(model() is not None for model in models))
+        sampler = stock(*args)
+        models.append(weakref.ref(sampler.model))
+        return sampler
+
+    monkeypatch.setattr(evaluate, "load_sampler", load_sampler)
+    return counts
+
+
+def test_models_are_compared_clip_by_clip(tiny_pipelines, data, tmp_path, capsys, monkeypatch):
+    counts = count_models(monkeypatch)
     recipe, frames, moves = data
     pipelines = [tiny_pipelines("world"), copy_with_other_weights(tiny_pipelines("world"), tmp_path / "other")]
     options = [
@@ -61,6 +78,7 @@ def test_models_are_compared_clip_by_clip(tiny_pipelines, data, tmp_path, capsys
         str(tmp_path / "out"),
     ]
     assert main(["evaluate", *map(str, pipelines), *options]) == 0
+    assert counts == [0, 0]  # one model in memory at a time
     printed = capsys.readouterr().out
     content = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     by_hand = [np.mean([psnr_by_clip(one, frames, moves, seed) for seed in (0, 1)], 0) for one in pipelines]

@@ -220,6 +220,29 @@ def pose_space(at, rotation):
     return {"poses": [{"feature": "state", "at": at, "rotation": rotation}]}
 
 
+class CountingRows(dict):
+    """Features that count their reads."""
+
+    reads = 0
+
+    def __getitem__(self, name):
+        self.reads += 1
+        return super().__getitem__(name)
+
+
+def test_each_feature_is_read_once_for_a_clip():
+    for preset in ("droid flat", "agibot"):
+        rows = CountingRows(RECORDED[preset][0])
+        parts = ActionSpace.from_recipe(ActionsRecipe(space=preset.split()[0]))
+        parts(rows, [0, 1])
+        assert rows.reads == len(parts.find_features({name: values.shape[1] for name, values in rows.items()}))
+
+
+def test_a_data_set_without_features_is_refused():
+    with pytest.raises(DataError, match="no feature action"):
+        space().find_features({})
+
+
 BAD_ROWS = {
     r"state is \[5, 6\], the clip needs row 5": ({"feature": "state"}, np.ones((5, 6)), [4, 5]),
     r"a quaternion is 0 0 0 0": (pose_space("0:7", "quat_xyzw"), np.zeros((5, 7)), [0, 1]),

@@ -17,6 +17,7 @@ from steered import write_world
 from wfm_ds.data.action_data import ActionData, load_trajectory_library
 from wfm_ds.data.broadcast import pack_data, unpack_data
 from wfm_ds.data.captioned_folder import CaptionedFolder
+from wfm_ds.data.clip_layout import ClipLayout
 from wfm_ds.data.datasets import TrainingData
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_media
@@ -240,6 +241,18 @@ def test_a_domain_must_be_a_number_and_the_model_has_a_say(samples):
 
     with pytest.raises(BadMedia, match=r"from 0 to 3 \(bad_actions\)"):
         replace(reader(), validate=refuse).load_prompt(samples[1], framing(), draw_centre)
+
+
+def test_each_data_set_of_a_mixture_reads_and_validates_the_actions_of_all_clips(samples):
+    layout, validated = ClipLayout(5, 1), {2: [], 8: []}
+    scalings = {scale: ActionScaling(np.zeros(2), np.full(2, scale), 0.0) for scale in validated}
+    parts = {scale: replace(reader(), validate=validated[scale].append, scaling=scalings[scale]) for scale in validated}
+    mixture = layout.extend_reader(replace(reader(), sets={str(scale): part for scale, part in parts.items()}), 3)
+    for scale, clips in validated.items():
+        sample = replace(samples[1], id=f"{scale}/clip")
+        actions = mixture.load_prompt(sample, framing(num_frames=1, span=13), draw_centre).inputs["actions"]
+        np.testing.assert_array_equal(actions[:, 0] * scale, np.arange(14, 26))  # numbers of the frames in the middle
+        assert [clip["actions"].tolist() for clip in clips] == [actions[k : k + 4].tolist() for k in (0, 4, 8)]
 
 
 def test_files_that_are_pipes_are_refused(tmp_path):

@@ -16,7 +16,19 @@ import hub_server
 import s3
 from each_case import check_each
 from folders import contents, sft_recipe
-from lerobot import ACTION, FPS, FRONT, STATE, WRIST, frame_index, record, write_lerobot
+from lerobot import (
+    ACTION,
+    FPS,
+    FRONT,
+    STATE,
+    WRIST,
+    change_episodes,
+    change_info,
+    delay,
+    frame_index,
+    record,
+    write_lerobot,
+)
 from wfm_ds.cli import captions, data
 from wfm_ds.cli.main import main
 from wfm_ds.data.broadcast import pack_data, unpack_data
@@ -171,7 +183,7 @@ def test_one_of_several_descriptions_is_drawn_in_each_epoch(sets):
     assert [one.prompt.text for one in (lift, none, several)] == ["lift", "work", "push"]
     assert (lift.texts, none.texts) == ((), ())
     found = scan(sets / "v3.0", prompt=None, max_bad_fraction=0.2)
-    assert found.bad == {"no_prompt": [f"{sets / 'v3.0'} episode_000002"]}
+    assert found.bad == {"no_prompt": [f"{sets / 'v3.0'}/episode_000002"]}
     assert found.notes == ["1 episodes have several tasks: the first one is their prompt"]
 
 
@@ -293,32 +305,6 @@ def test_the_hub_sends_the_metadata_the_rows_and_the_named_cameras(sets, tmp_pat
             scan("owner/none")
 
 
-def change_info(root, **values):
-    file = root / "meta/info.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
-def change_episodes(root, change):
-    """Apply `change` to the list of rows in meta/episodes of version 3.0."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    file = root / "meta/episodes/chunk-000/file-000.parquet"
-    rows = pq.read_table(file).to_pylist()
-    change(rows)
-    pq.write_table(pa.Table.from_pylist(rows), file)
-
-
-def delay(episode, num_frames, *edges):
-    """Return a change that makes an episode of the front camera start or end later."""
-
-    def change(rows):
-        for edge in edges:
-            rows[episode][f"videos/{FRONT}/{edge}_timestamp"] += num_frames / FPS
-
-    return change
-
-
 DEPTH = {"dtype": "video", "shape": [32, 48, 1], "names": None, "info": {"video.is_depth_map": True}}
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
 BAD = {
@@ -365,7 +351,7 @@ BAD = {
     "late start": (
         {},
         lambda root: change_episodes(root, delay(1, 3, "from")),
-        "episode 1 is at 1.188 to 1.562 s of the video, expected 1.000 to 1.562 s: correct its from_timestamp",
+        "episode 1 starts at 1.188 s of the video, but the episode before it ends at 1.000 s: correct from_timestamp",
     ),
     "late end": (
         {},
@@ -376,7 +362,7 @@ BAD = {
 
 
 def check_files(path, **keys):
-    check_video_files(recipe(path, **keys))
+    check_video_files([(recipe(path, **keys), str(path))])
 
 
 @check_each("name", BAD)
@@ -394,7 +380,7 @@ def test_bad_files_are_counted_by_name(copy):
     root = copy()
     video = root / f"videos/{FRONT}/chunk-000/file-000.mp4"
     samples = scan(root).samples
-    check_video_files(recipe(root))
+    check_files(root)
     with pytest.raises(BadMedia, match=r"16 frames, but clips have 30 \(too_short\)"):
         load_media(samples[0].media, framing(num_frames=30), draw_centre)
     doubled = copy("v2.1")

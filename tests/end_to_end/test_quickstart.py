@@ -123,7 +123,7 @@ def test_spread_is_within_prompts_and_not_between_them():
     assert std_within_prompts([(dark, "a"), (light, "a")]) == 0.5
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_moving_shapes_are_trained_and_shown(tmp_path, root, monkeypatch):
     """Run a few steps of SFT and RL and check the report. benchmarks/learning/video.py measures the rewards reached."""
     monkeypatch.chdir(root)

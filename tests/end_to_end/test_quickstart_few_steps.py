@@ -53,10 +53,11 @@ def test_the_digits_are_distilled_and_diffusers_generates_the_validation_images(
     start, folder, seeds = tmp_path / "start", tmp_path / "few", [1, 2]
     few = (f"validation.seeds={seeds}",)
 
-    def run_short_demo(demo, output, rl_recipe, seed):
+    def run_short_demo(demo, output, rl_recipes, seed):
         prepare_folder(demo, output)
         sft_result = run_sft(demo, output, output / "sft", seed, "run.steps=4", *few)
-        run_rl(demo, output, output / rl_recipe, sft_result, seed, "run.steps=1", "algorithm.zero_std=keep", *few)
+        for name in rl_recipes:
+            run_rl(demo, output, output / name, sft_result, seed, "run.steps=1", "algorithm.zero_std=keep", *few)
 
     monkeypatch.setattr(quickstart, "run_demo", run_short_demo)
     short = ("run.steps=2", "algorithm.fake.warmup_steps=1", *few)

@@ -112,7 +112,7 @@ def test_nft_with_workers_equals_nft_without_workers(train, tmp_path):
     assert [path.name for path in (tmp_path / "async" / "rollout").iterdir()] == ["spawned-0.log"]
 
 
-@pytest.mark.parametrize("name", ["sd3_mix_grpo", "sd3_flow_grpo"])
+@pytest.mark.parametrize("name", [pytest.param("sd3_mix_grpo", marks=pytest.mark.long), "sd3_flow_grpo"])
 def test_flow_grpo_with_workers_equals_flow_grpo_without_workers(name, train, tmp_path):
     train("colocated", name, *GRPO)
     train("async", name, *GRPO, *ON_POLICY, ranks=2)

@@ -144,8 +144,8 @@ def test_the_selection_does_not_depend_on_the_number_of_ranks(name, overrides, t
     ("name", "overrides"),
     [
         ("sd3_nft", []),
-        ("sd3_nft", [explore(8, 2, True)]),
-        ("sd3_nft", [explore(8, 2, False)]),
+        pytest.param("sd3_nft", [explore(8, 2, True)], marks=pytest.mark.long),
+        pytest.param("sd3_nft", [explore(8, 2, False)], marks=pytest.mark.long),
         # Transitions are transferred between ranks too, with their log-probabilities and means.
         (
             "sd3_flow_grpo",

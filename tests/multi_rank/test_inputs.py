@@ -15,6 +15,7 @@ from each_case import check_each
 from multi_rank.resuming import tiny_recipe, train_with_own_code
 from multi_rank.same_runs import assert_same_runs, exported, records
 from steered import WIDTH, write_world
+from wfm_ds.data.datasets import TrainingData
 from wfm_ds.demos.room_data import camera_path, write_room
 from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.models import registry
@@ -24,7 +25,7 @@ from wfm_ds.recipe import file as recipe_file
 from wfm_ds.recipe.sampling import SamplingRecipe
 from wfm_ds.rollout.trajectories import shuffle_trajectories
 from wfm_ds.runs.model_loading import load_model
-from wfm_ds.training.preflight import check_rewards
+from wfm_ds.training.reward_checks import check_rewards
 from wfm_ds.types import Prompt
 
 TESTS = str(Path(__file__).parent.parent)
@@ -221,15 +222,20 @@ def test_recipes_whose_trajectories_do_not_fit_are_refused(overrides, says, tiny
         recipe_file.load_recipe(Path(made["recipe"]), made["overrides"])
 
 
+def text_data(metadata):
+    prompts = [Prompt(id="p", text="p", metadata=metadata)]
+    return TrainingData(prompts=prompts, samples=[], bad={}, held_out=[], validation_prompts=[])
+
+
 def test_a_reward_that_needs_actions_is_refused_if_samples_have_none(tiny_pipelines, world, tmp_path):
     made = settings("nft", tmp_path, tiny_pipelines, world, "data.inputs=[domain]", "rollout.trajectories=data")
     recipe = recipe_file.load_recipe(Path(made["recipe"]), made["overrides"])
     with pytest.raises(RecipeError, match=r"reward steered:Obedience needs actions: add it to data\.inputs"):
-        check_rewards(recipe, [Prompt(id="p", text="p", metadata={"actions": "p.actions.npy"})])
+        check_rewards(recipe, text_data({"actions": "p.actions.npy"}))
     camera = "reward.functions=[{name: camera_following, options: {url: 'http://127.0.0.1:1'}}]"
     recipe = recipe_file.load_recipe(Path(made["recipe"]), [*made["overrides"], camera])
     with pytest.raises(RecipeError, match="needs the input c2w, which this model does not accept"):
-        check_rewards(recipe, [Prompt(id="p", text="p", metadata={"c2w": "p.c2w.npy"})])
+        check_rewards(recipe, text_data({"c2w": "p.c2w.npy"}))
 
 
 def test_trajectories_can_come_from_a_library(one_rank, tiny_pipelines, world, tmp_path):

@@ -8,8 +8,9 @@ from reward_samples import loaded, media_batch
 from wfm_ds.errors import RewardError
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.reward_service import RewardService
-from wfm_ds.rollout.rewards import RewardClient, list_reference_rewards
-from wfm_ds.types import MediaBatch
+from wfm_ds.rollout.rewards import RewardClient, list_reference_rewards, submit_finite_samples
+from wfm_ds.types import MediaBatch, Prompt
+from wfm_reward.rewards.continuation import Continuation
 
 T, OVERLAP, H, W = 5, 2, 9, 11
 
@@ -63,6 +64,22 @@ def test_scores_equal_the_formulas_and_conditioning_frames_do_not_count():
     assert only.parts == {"psnr_db": 60.0}
 
 
+def test_lpips_is_the_mean_of_small_batches_of_frames(monkeypatch):
+    """The network is replaced by a distance of single frames, because its weights are not available."""
+    sizes = []
+
+    def measure_distances(a, b):
+        sizes.append(len(a))
+        return (a - b).abs().mean((1, 2, 3), keepdim=True)
+
+    reward = Continuation(psnr=0, ssim=0, lpips=1)
+    monkeypatch.setattr(reward, "_lpips", measure_distances, raising=False)
+    first, second = np.random.default_rng(2).integers(0, 256, (2, 21, H, W, 3)).astype(np.uint8)
+    expected = np.abs(first.astype(np.float64) - second).mean() / 127.5
+    assert reward.measure_lpips(first, second) == pytest.approx(expected, rel=1e-6)
+    assert sizes == [8, 8, 5]
+
+
 @check_each("options", [{"psnr": -1.0}, {"psnr": 0.0, "ssim": 0.0}])
 def test_weights_without_a_sum_are_refused(options):
     with pytest.raises(RewardError, match="must be at least 0, and one above 0"):
@@ -79,6 +96,13 @@ def test_references_reach_the_service_and_only_rewards_that_need_them(tmp_path):
         try:
             client.submit(with_references(videos, [*references[:2], None], fps=8.0))
             scores = client.wait()
+            prompts = [Prompt(id="p", text="")] * 4
+            parts = [*references[:2], "cannot be decoded", "not used"]
+            ids, finite = ["s0", "s1", "s2", "s3"], [True, True, True, False]
+            failed = submit_finite_samples(
+                client, np.concatenate([videos, videos[:1]]), finite, ids, prompts, 8.0, parts
+            )
+            with_reasons = client.wait()
         finally:
             client.close()
     expected = loaded("continuation").score(with_references(videos, references))
@@ -88,6 +112,11 @@ def test_references_reach_the_service_and_only_rewards_that_need_them(tmp_path):
         if i < 2:
             assert scores[sample_id]["continuation"].value == pytest.approx(expected[i].value, rel=1e-12)
     assert scores["s2"]["continuation"].failure == "missing metadata or inputs: reference"
+    assert with_reasons["s2"]["continuation"].failure == "cannot be decoded"
+    assert with_reasons["s2"]["motion"].value == scores["s2"]["motion"].value
+    assert all(with_reasons[i]["continuation"].value == scores[i]["continuation"].value for i in ("s0", "s1"))
+    assert with_reasons.keys() == {"s0", "s1", "s2"}
+    assert failed.keys() == {"s3"}
 
 
 def test_a_wrong_number_of_reference_frames_fails_the_task():

@@ -131,7 +131,9 @@ def test_a_group_with_a_broken_history_starts_at_the_data(tiny_pipelines):
         begin = layout.first_frame(start.clip)
         actions = groups[g].prompt.inputs["actions"][begin : begin + 8]
         np.testing.assert_array_equal(start.prompt.inputs["actions"], actions)
-        reference = walker.add_reference(replace(start, recording=recordings[g])).reference
+        recording = walker.layout.cut_recording(groups[g], recordings[g])
+        assert len(recording) == 2  # clips 0 and 2
+        reference = walker.add_reference(replace(start, recording=recording)).reference
         encoded = sampler.model.encode_uint8([recordings[g][begin : begin + 9]])
         np.testing.assert_array_equal(reference, sampler.decode_to_uint8(encoded)[0][0, 1:])
     members = [sample_of(started[g], str(g)) for g in groups for _ in range(2)]
@@ -152,10 +154,21 @@ def test_history_lengths_are_equally_frequent_and_drawn_for_each_step():
             counts = Counter(map(len, seeds))
             assert set(counts) <= set(range(max_clips + 1))
             assert max_clips >= num_groups or set(counts.values()) == {num_groups // (max_clips + 1)}
+        by_group = [Counter(len(seeds[g]) for seeds in steps) for g in range(num_groups)]
+        assert all(set(counts) == set(range(max_clips + 1)) for counts in by_group)
         drawn = [seed for seeds in steps for clips in seeds for seed in clips]
         assert len(set(drawn)) == len(drawn)
         assert max_clips == 0 or len({tuple(map(len, seeds)) for seeds in steps}) > 1
         assert draw_history_seeds(3, 7, num_groups, max_clips) == steps[6]
+
+
+def test_history_lengths_are_equally_frequent_if_they_do_not_divide_the_groups():
+    """The standard deviation of a frequency is at most 0.5 / sqrt(2000 steps) = 0.011 groups per step."""
+    for num_groups, max_clips in ((1, 2), (4, 2), (5, 2), (5, 3)):
+        counts = Counter(len(s) for step in range(2000) for s in draw_history_seeds(3, step, num_groups, max_clips))
+        assert sorted(counts) == list(range(max_clips + 1))
+        for count in counts.values():
+            assert count / 2000 == pytest.approx(num_groups / (max_clips + 1), abs=0.045)
 
 
 NFT = ("cosmos25_i2v_nft", ["rollout.history={clips: 2}", "data.path=."])

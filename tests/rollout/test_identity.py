@@ -1,6 +1,8 @@
 """User files that must be identical on the trainer and its workers."""
 
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ import torch
 from wfm_ds.engine import attention_kernels
 from wfm_ds.errors import RecipeError
 from wfm_ds.models import registry
+from wfm_ds.recipe.file import load_recipe
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.rollout.remote.identity import compute_identity, hash_user_classes, require_same_identity
 
@@ -73,3 +76,15 @@ def test_a_worker_computes_as_the_trainer_where_log_probabilities_are_compared(a
     if not same:
         with pytest.raises(RecipeError, match=r"this worker's model\.attention and engine\.compile differ"):
             require_same_identity(trainer, digests(kernel="cudnn"))
+
+
+def test_a_worker_without_histories_is_not_one_of_a_run_with_histories(tmp_path):
+    files = SimpleNamespace(path=tmp_path, pipeline=SimpleNamespace(components={}))
+    path = Path(__file__).parent.parent / "recipes" / "cosmos25_i2v_nft.yaml"
+    plain, two, three = (
+        compute_identity(load_recipe(path, ["data.path=.", f"rollout.history={{clips: {clips}}}"]), files)
+        for clips in (0, 2, 3)
+    )
+    require_same_identity(two, three)  # the number of clips is part of each task
+    with pytest.raises(RecipeError, match=r"this worker's rollout\.history differ"):
+        require_same_identity(two, plain)

@@ -1,17 +1,24 @@
 """Name of a rollout worker, which identifies it to the broker, and its base weights, which must equal the trainer's."""
 
+import numpy as np
 import pytest
 import torch
 
+from each_case import check_each
+from wfm_ds.data.clip_layout import ClipLayout
 from wfm_ds.engine.fp8_linear import Fp8Linear
 from wfm_ds.errors import RecipeError
-from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
+from wfm_ds.rollout.groups import Group, plan_step_samples
 from wfm_ds.rollout.remote import worker
 from wfm_ds.rollout.remote.generator import ChunkGenerator
 from wfm_ds.rollout.remote.identity import compute_identity
+from wfm_ds.rollout.remote.packing import ChunkTask
 from wfm_ds.rollout.remote.worker import MAX_NAME_CHARS, build_generator, default_worker_name, parser
+from wfm_ds.runs.model_loading import load_model
 from wfm_ds.transport import wire
+from wfm_ds.transport.worker import TaskFailed
+from wfm_ds.types import Prompt
 
 NEEDED = ["recipe.yaml", "--connect", "pipes.json"]
 
@@ -25,7 +32,7 @@ def asked(root):
 
 
 def of_trainer(recipe):
-    return compute_identity(recipe, registry.load_model("tiny:sd3", dtype=torch.bfloat16, device="cpu"))
+    return compute_identity(recipe, load_model(recipe, torch.device("cpu")))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +55,24 @@ def test_a_worker_keeps_the_base_as_the_recipe_says(asked):
     denoiser = generator.sampler.model.denoiser
     assert [part for part in denoiser.modules() if isinstance(part, Fp8Linear)]
     assert {parameter.dtype for parameter in denoiser.parameters()} == {generator.sampler.model.dtype}
+
+
+def test_a_worker_continues_recordings_without_the_classes_of_rewards(root, tiny_pipelines):
+    path = root / "tests" / "recipes" / "cosmos25_i2v_nft.yaml"
+    overrides = [f"model.path={tiny_pipelines('cosmos25')}", "model.guardrail=off", "rollout.mode=async"]
+    recipe = recipe_file.load_recipe(path, [*overrides, "reward.functions=[{name: 'of_the_trainer:Reward'}]"])
+    generator = build_generator(recipe, "cpu", None, of_trainer(recipe))
+    assert generator.walker.layout.layouts == {1: ClipLayout(recipe.sampling.num_frames, 1, 1)}
+
+
+@check_each("changes", [{"history_seeds": (1,)}, {"recording": np.zeros((1, 5, 4, 4, 3), np.uint8)}])
+def test_a_task_with_a_history_is_refused_by_a_worker_without_histories(changes, asked):
+    recipe = asked("run.output_dir=unused")
+    generator = build_generator(recipe, "cpu", None, of_trainer(recipe))
+    group = Group(prompt=Prompt(id="p", text="p"), **changes)
+    task = ChunkTask(1, plan_step_samples([group], group_size=2, step=1, run_seed=0))
+    with pytest.raises(TaskFailed, match="has a history or a recording"):
+        generator.generate_chunk(task, None, None)
 
 
 def test_processes_of_equal_host_and_pid_have_different_names(monkeypatch):

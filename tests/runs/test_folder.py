@@ -278,6 +278,10 @@ def test_a_changed_holdout_makes_another_run(root, tmp_path):
     path, out = root / "tests" / "recipes" / "sd3_sft.yaml", f"run.output_dir={tmp_path}"
     there, here = recipe_file.load_recipe(path, [out]), recipe_file.load_recipe(path, [out, "validation.holdout=0.5"])
     assert output.list_recipe_changes(there, here) == ["validation.holdout: 0.02 there, 0.5 here"]
+    robots = ["data.kind=lerobot", "data.path=a/b", "validation.episodes='-2:'"]
+    there = recipe_file.load_recipe(path, [out, *robots])
+    here = recipe_file.load_recipe(path, [out, *robots[:2], "validation.episodes='-3:'"])
+    assert output.list_recipe_changes(there, here) == ["validation.episodes: -2: there, -3: here"]
 
 
 def test_values_that_differ_are_shown_as_in_yaml(root, tmp_path):
