@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import numpy as np
@@ -30,6 +31,7 @@ from wfm_ds.rollout.histories import (
     history_metrics,
     history_warnings,
 )
+from wfm_ds.rollout.remote.async_source import gather_recordings
 from wfm_ds.types import FIRST_FRAME, ConditioningFrames, Prompt, Score
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -169,6 +171,35 @@ def test_history_lengths_are_equally_frequent_if_they_do_not_divide_the_groups()
         assert sorted(counts) == list(range(max_clips + 1))
         for count in counts.values():
             assert count / 2000 == pytest.approx(num_groups / (max_clips + 1), abs=0.045)
+
+
+def test_rank_0_receives_the_recordings_of_other_replicas():
+    """Two replicas have two samples each. Recordings have one clip or, after a history, two."""
+    recordings = [np.full((1 + bool(k), 5, 2, 2, 3), k, np.uint8) for k in range(3)]
+    groups = [Group(prompt=Prompt(id="p", text="p"), history_seeds=tuple(range(k))) for k in range(3)]
+    messages = SimpleQueue()
+
+    def gather(rank, read):
+        def transfer_tensor(tensor, owner, target):
+            assert (owner, target) == (1, 0)
+            if rank == owner:
+                messages.put(tensor)
+                return tensor
+            received = messages.get()
+            assert received.shape == tensor.shape
+            return received
+
+        world = SimpleNamespace(dp_rank=rank, transfer_tensor=transfer_tensor)
+        rl = SimpleNamespace(rollout=SimpleNamespace(group_size=1))
+        sizes = SimpleNamespace(samples_per_rank=2)
+        job = SimpleNamespace(world=world, recipe=SimpleNamespace(rl=rl), run_sizes=sizes)
+        return gather_recordings(
+            job, [replace(group, recording=recordings[k] if k in read else None) for k, group in enumerate(groups)]
+        )
+
+    gather(1, [2])
+    for group, recording in zip(gather(0, [0, 1]), recordings, strict=True):
+        np.testing.assert_array_equal(group.recording, recording)
 
 
 NFT = ("cosmos25_i2v_nft", ["rollout.history={clips: 2}", "data.path=."])

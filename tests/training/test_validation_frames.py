@@ -1,6 +1,7 @@
 """Validation samples start with the frames of the recording that they are compared with."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +11,12 @@ from PIL import Image
 from clips import index_of, write_clip
 from families import load_tiny
 from lerobot import FRONT, record, write_lerobot
+from wfm_ds.cli import evaluate
+from wfm_ds.cli.evaluation_models import EvaluatedModel
 from wfm_ds.cli.evaluation_samples import EvaluationData
+from wfm_ds.cli.evaluation_settings import select_functions
 from wfm_ds.data.datasets import load_data
-from wfm_ds.errors import RecipeError
+from wfm_ds.errors import RecipeError, UserError
 from wfm_ds.models.assets.text_cache import TextCache
 from wfm_ds.models.sampler import CountingForward, Sampler
 from wfm_ds.recipe.file import load_recipe
@@ -113,17 +117,27 @@ def test_the_options_of_an_evaluation_apply_to_the_windows_of_episodes(tmp_path)
         assert all(sample.media.length >= length for sample in loaded.samples)
 
 
-def test_rewards_that_compare_are_refused_without_recordings(videos, tmp_path):
+def test_rewards_that_compare_are_refused_without_recordings(videos, tmp_path, tiny_pipelines):
     (tmp_path / "prompts.txt").write_text("a wall\n")
     Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
     (tmp_path / "a.json").write_text('{"prompt": "a wall"}')
     recipe = load_nft(videos, HELD_OUT)
     check_rewards(recipe, load_data(recipe))
     texts = load_nft(videos, HELD_OUT, *COUNTS, f"validation.prompts={tmp_path / 'prompts.txt'}")
-    unconditioned = [HELD_OUT, "algorithm.min_num_conditional_frames=0", "algorithm.max_num_conditional_frames=0"]
-    for refused in (texts, load_nft(tmp_path, HELD_OUT), load_nft(videos, *unconditioned)):
+    images = load_nft(tmp_path, HELD_OUT)
+    for refused in (texts, images):
         with pytest.raises(RecipeError, match="reward continuation compares samples with the recordings"):
             check_rewards(refused, load_data(refused))
+
+    args = evaluate.parser().parse_args(["m", "--prompts", "p.txt"])
+    trained = load_nft(videos, "reward.functions=[{name: continuation}]")
+    run = EvaluatedModel(argument="m", name="m", model=str(tiny_pipelines("cosmos25")), recipe=trained)
+    assert list(select_functions(args, [run], [], EvaluationData(trained, load_data(trained)))) == ["continuation"]
+    with pytest.raises(RecipeError, match=r"in wfm evaluate by --data"):
+        select_functions(args, [run], [])
+    supervised = images.model_copy(update={"reward": None})
+    with pytest.raises(UserError, match="--rewards is required"):
+        select_functions(args, [replace(run, recipe=None)], [], EvaluationData(supervised, load_data(images)))
 
 
 def test_rewards_of_a_running_service_are_refused_without_recordings(videos):

@@ -115,6 +115,8 @@ def read_folder(path: str, actions: ActionsRecipe) -> list[Sample]:
     from wfm_ds.types import Prompt
 
     if not (is_remote(path) or is_hub_dataset(path) or is_lerobot(Path(path))):
+        if actions.space is not None:
+            raise UserError("--space: only LeRobot data sets have the features of a space: remove it")
         data = DataRecipe(kind="folder", path=path, inputs=[ACTIONS])
         return build_sample_set(data, data.shard_patterns).samples
     if is_hub_dataset(path):

@@ -145,19 +145,20 @@ def run(args: argparse.Namespace) -> int:
     quiet_libraries()  # before the imports, during which they log most
     choose_accelerator()
     from wfm_ds.cli.evaluation_models import resolve_models
-    from wfm_ds.cli.evaluation_samples import EvaluationData
+    from wfm_ds.cli.evaluation_samples import EvaluationData, load_data_recipe
     from wfm_ds.data.prompts import load_prompt_file
 
     require_empty(args.out)
-    data = None if args.data is None else EvaluationData.from_options(args)
-    prompts = load_prompt_file(args.prompts) if data is None else data.data.validation_prompts
+    data_recipe = None if args.data is None else load_data_recipe(args.data)
+    prompts = load_prompt_file(args.prompts) if args.data is None else []
     with contextlib.ExitStack() as stack:
         entries = resolve_models(args.models, args.out.absolute(), args.revision, stack)
         recipe = next((entry.recipe for entry in entries if entry.recipe is not None), None)
-        fill_options(args, entries, recipe if data is None else data.recipe)
-        functions = select_functions(args, entries, prompts, None if data is None else data.recipe)
+        fill_options(args, entries, data_recipe or recipe)
+        data = None if data_recipe is None else EvaluationData.load(data_recipe, args)
         if data is not None:
-            data = data.apply_options(args)
+            prompts = data.data.validation_prompts
+        functions = select_functions(args, entries, prompts, data)
         evaluation = evaluate_models(args, entries, prompts, functions, data)
     write_report(args.out, evaluation)
     return VERDICT_EXIT_CODE if any(other.verdict.name == args.fail_on for other in evaluation.comparisons) else 0
@@ -185,7 +186,8 @@ def evaluate_models(
     eye = load_embedder(args.diversity, device)
     measured: list[ModelResults] = []
     settings: dict[str, str] = {}
-    samples: EvaluationSamples | None = None
+    chosen: Sequence[Prompt] = ()  # prompts of the samples
+    key: object = None  # of the samples
     with open_reward_client(list(functions.values()), args.timeout) as rewards:
         for entry in entries:
             with explain_out_of_memory(device, lambda phase: memory_advice(args, device), lambda: None):
@@ -196,19 +198,18 @@ def evaluate_models(
                 inputs = () if data is None else data.recipe.data.inputs
                 sampler = load_sampler(argparse.Namespace(**{**vars(args), **options}), inputs)
                 sampler.model.check_prompts([prompt.text for prompt in prompts])
-                previous, samples = samples, choose_samples(args, sampler, prompts, data)
-                if previous is not None and previous.key != samples.key:
+                samples = choose_samples(args, sampler, prompts, data)
+                if measured and samples.key != key:
                     raise UserError(f"{entry.argument} cannot use the same samples and clips as {entries[0].argument}")
-                settings = sampling_settings(args, sampler)
+                key, chosen, settings = samples.key, samples.prompts, sampling_settings(args, sampler)
                 measured.append(measure_model(args, entry, sampler, rewards, eye, samples))
-            del sampler
+            del sampler, samples  # both hold the model
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
     base, *others = measured
-    assert samples is not None
     return compare_models(
-        prompts=samples.prompts,
+        prompts=chosen,
         seeds=list(range(args.seeds)),
         rewards=list(functions),
         base=base,

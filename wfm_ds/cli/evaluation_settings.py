@@ -11,6 +11,7 @@ from wfm_ds.errors import UserError
 
 if TYPE_CHECKING:
     from wfm_ds.cli.evaluation_models import EvaluatedModel
+    from wfm_ds.cli.evaluation_samples import EvaluationData
     from wfm_ds.evaluation.results import ModelResults, TrainedRewards
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
@@ -79,19 +80,21 @@ def select_functions(
     args: argparse.Namespace,
     entries: Sequence[EvaluatedModel],
     prompts: Sequence[Prompt],
-    data_recipe: Recipe | None = None,
+    data: EvaluationData | None = None,
 ) -> dict[str, RewardFunction]:
     """Return {reward name: settings} for the rewards in --rewards and --held-out.
 
     The default of --rewards and all reward options come from the runs, or else from the recipe --data. If neither has
-    rewards, videos are scored by `continuation`. Raises UserError if a reward is unknown or cannot score these prompts,
-    if runs use different options for it, or if a held-out reward was used for training.
+    rewards, videos with recordings are scored by `continuation`. Raises UserError if a reward is unknown or cannot
+    score these prompts, if runs use different options for it, or if a held-out reward was used for training.
     """
     from wfm_ds.models import registry
     from wfm_ds.recipe.sections import RewardFunction
-    from wfm_ds.training.preflight import check_reward_needs
+    from wfm_ds.training.reward_checks import check_reward_needs
+    from wfm_ds.training.validation_frames import has_recorded_videos
     from wfm_reward import registry as rewards
 
+    has_recordings = data is not None and has_recorded_videos(data.recipe, data.data)
     known: dict[str, RewardFunction] = {}
     for entry in entries:
         for function in run_functions(entry.recipe):
@@ -99,14 +102,14 @@ def select_functions(
                 raise UserError(
                     f"{entry.argument}: its run uses other options for {function.name}: evaluate the runs separately"
                 )
-    for function in run_functions(data_recipe):
+    for function in run_functions(None if data is None else data.recipe):
         known.setdefault(function.name, function)
     trained = {name for entry in entries for name in training_reward_names(entry.recipe)}
     video = registry.find_family(
         registry.resolve_pipeline(entries[0].model, args.family, entries[0].revision), args.family
     ).is_video
     reward_names = list(known) if args.rewards is None else args.rewards
-    if not reward_names and data_recipe is not None and video:
+    if not reward_names and has_recordings and video:
         reward_names = ["continuation"]  # the only reward that needs nothing but the recordings
     if not reward_names:
         raise UserError("--rewards is required, e.g. --rewards pickscore; see wfm rewards")
@@ -114,12 +117,19 @@ def select_functions(
         if name in (trained or reward_names):
             raise UserError(f"--held-out: {name} was used for training, so it is not held out: move it to --rewards")
     functions: dict[str, RewardFunction] = {}
-    inputs = [] if data_recipe is None else data_recipe.data.inputs
+    inputs = [] if data is None else data.recipe.data.inputs
     for name in dict.fromkeys([*reward_names, *args.held_out]):
         rewards.get_reward_class(name)
         options = known[name].options if name in known else {}
         functions[name] = RewardFunction(name=name, options=options, device=args.reward_device)
-        check_reward_needs(functions[name], prompts, is_local=True, makes_video=video, provided_inputs=inputs)
+        check_reward_needs(
+            functions[name],
+            prompts,
+            is_local=True,
+            makes_video=video,
+            provided_inputs=inputs,
+            has_recordings=has_recordings,
+        )
     return functions
 
 

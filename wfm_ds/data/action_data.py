@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from wfm_ds.data.action_statistics import load_statistics
+from wfm_ds.data.action_statistics import load_statistics, unique_sources
 from wfm_ds.data.input_files import READ_ERRORS, read_actions
 from wfm_ds.data.samples import Sample
 from wfm_ds.data.trajectories import ACTIONS, ActionScaling, Floats, load_scaling, read_npy
@@ -19,7 +19,7 @@ from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.storage.filesystem import open_regular
 
-NUM_PROBED = 16  # number of samples read to find the width of the actions
+NUM_PROBED = 16  # number of episodes or files read to find the width of the actions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +42,11 @@ def load_action_data(recipe: Recipe, training: Sequence[Sample], held_out: Seque
         return None
     for name, part in differing_sets(data).items():
         own, other = ([s for s in some if dataset_name(s) == name] for some in (training, held_out))
-        parts[name] = describe_actions(part, data.fps, own, other)
+        parts[name] = describe_actions(part, data.fps, own, [*own, *other])
     if parts and recipe.validation.path is None:
         whole = next(iter(parts.values()))
-    else:
-        whole = describe_actions(data, data.fps, training, held_out)
+    else:  # the samples of validation.path are in none of the data sets
+        whole = describe_actions(data, data.fps, training, held_out if parts else [*training, *held_out])
     trajectories = None
     if recipe.is_rl and recipe.rl.rollout.trajectory_library is not None:
         if parts:
@@ -84,17 +84,18 @@ def add_viewpoints(samples: Sequence[Sample], data: DataRecipe) -> list[Sample]:
 
 
 def describe_actions(
-    data: DataRecipe, fps: float | None, training: Sequence[Sample], held_out: Sequence[Sample]
+    data: DataRecipe, fps: float | None, training: Sequence[Sample], probed: Sequence[Sample]
 ) -> ActionData:
-    """Return the width and scaling of the actions of a data set. fps: frame rate of the clips (data.fps).
+    """Return the width and scaling of the actions of a data set.
 
+    fps: frame rate of the clips (data.fps). training: samples for the statistics. probed: samples for the width.
     Raises DataError if they cannot be used or do not fit data.domain.
     """
     actions = data.actions
     stats = load_statistics(training, actions, fps, data.cache_dir) if actions.stats == "data" else None
     scaling = load_scaling(actions, stats)
     width = actions.width or (len(scaling.low) if scaling else None)
-    width = width or probe_action_width(actions, [*training[:NUM_PROBED], *held_out[:NUM_PROBED]])
+    width = width or probe_action_width(actions, probed)
     if scaling is not None and width != len(scaling.low):
         raise DataError(f"data.actions.width {width} does not match data.actions.stats with {len(scaling.low)} numbers")
     robot = None if data.domain is None else find_embodiment(data.domain)
@@ -105,13 +106,15 @@ def describe_actions(
 
 
 def probe_action_width(actions: ActionsRecipe, samples: Sequence[Sample]) -> int:
-    """Return the most common action width D in the first samples of the dataset.
+    """Return the most common action width D in NUM_PROBED evenly spaced episodes or files of the dataset.
 
     Raises DataError if none of these samples has actions [N-1 steps, D].
     """
     widths: Counter[int] = Counter()
     reasons: list[str] = []
-    for sample in samples[:NUM_PROBED]:
+    sources = unique_sources(samples)
+    count = min(len(sources), NUM_PROBED)
+    for sample in (sources[i * len(sources) // count] for i in range(count)):
         try:
             raw = read_actions(sample, actions)
         except READ_ERRORS as error:
@@ -121,7 +124,7 @@ def probe_action_width(actions: ActionsRecipe, samples: Sequence[Sample]) -> int
             widths[raw.shape[1]] += 1
     if not widths:
         raise DataError(
-            f"data.inputs: none of the first {min(len(samples), NUM_PROBED)} samples has readable actions [N-1,D] "
+            f"data.inputs: none of {count} samples has readable actions [N-1,D] "
             f"({next(iter(reasons), 'other shapes')}). Set `actions` in each NAME.json to an .npy file"
             if not samples or samples[0].episode is None
             else f"data.actions.space: the episodes have no readable actions ({next(iter(reasons))})"

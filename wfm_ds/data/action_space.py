@@ -241,7 +241,7 @@ class ActionSpace:
         needed = list_features(self._choose_parts(widths))
         for name, width in needed.items():
             if name not in widths:
-                nearest = difflib.get_close_matches(name, widths, n=len(widths), cutoff=0)
+                nearest = difflib.get_close_matches(name, widths, n=max(1, len(widths)), cutoff=0)
                 raise DataError(
                     f"data.actions.space: the data set has no feature {name}. It has {', '.join(nearest) or 'none'}"
                 )
@@ -262,13 +262,15 @@ class ActionSpace:
         feature.
         """
         parts = self._choose_parts(rows)
-        for name, width in list_features(parts).items():
-            length, stored = rows[name].shape
+        widths = list_features(parts)
+        loaded = {name: rows[name] for name in widths}  # each access reads a file
+        for name, width in widths.items():
+            length, stored = loaded[name].shape
             if length <= frames[-1] or stored < width:
                 raise ValueError(
                     f"{name} is [{length}, {stored}], the clip needs row {frames[-1]} and {width} numbers per row"
                 )
-        return np.concatenate([part(rows, frames) for part in parts], axis=1).astype(np.float32)
+        return np.concatenate([part(loaded, frames) for part in parts], axis=1).astype(np.float32)
 
     def _choose_parts(self, names: Collection[str]) -> Sequence[SpacePart]:
         if len(self.choices) == 1:

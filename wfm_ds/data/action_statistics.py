@@ -26,6 +26,7 @@ from wfm_ds.storage import atomic
 log = logging.getLogger(__name__)
 
 TITLE = "reading actions"
+CACHE_VERSION = 1  # change it when the statistics of the same rows change
 QUANTILES = {"q01": 0.01, "q99": 0.99}
 
 
@@ -82,10 +83,20 @@ def statistics_key(sources: Sequence[Sample], actions: ActionsRecipe, fps: float
     rows = [episode for episode in episodes if isinstance(episode, EpisodeRows)]
     if len(rows) < len(sources):
         return None
-    versions = {file: media_from_path(file).identity() for file in {row.file for row in rows}}
+    files = sorted({row.file for row in rows})
+    with track_progress(files, "looking up actions", total=len(files)) as tracked:
+        versions = {file: find_version(file) for file in tracked}
     content = [[versions[row.file], row.start, row.length, row.episode] for row in rows]
     settings = actions.model_dump(mode="json", include={"space", "compose", "rest"})
-    return hashlib.sha256(json.dumps([content, settings, fps]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([CACHE_VERSION, content, settings, fps]).encode()).hexdigest()
+
+
+def find_version(file: str) -> tuple[str | int, ...] | None:
+    """Return the identity of a file, or None if it is unreadable. The statistics skip its episodes."""
+    try:
+        return media_from_path(file).identity()
+    except READ_ERRORS:
+        return None
 
 
 def read_all_actions(sources: Sequence[Sample], actions: ActionsRecipe, fps: float | None) -> list[Floats]:

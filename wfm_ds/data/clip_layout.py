@@ -49,7 +49,8 @@ class ClipLayout:
             for clip in range(num_clips):
                 reader.validate(self.slice_inputs(inputs, clip))
 
-        return replace(reader, num_frames=self.total_frames(num_clips), validate=validate_clips)
+        sets = {name: self.extend_reader(part, num_clips) for name, part in reader.sets.items()}
+        return replace(reader, num_frames=self.total_frames(num_clips), validate=validate_clips, sets=sets)
 
     def join(self, clips: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
         """Concatenate the clips of B videos, uint8 [B,F,H,W,3] each, to long videos. A single clip is unchanged."""

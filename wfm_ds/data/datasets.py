@@ -16,6 +16,7 @@ from wfm_ds.data.action_data import ActionData, load_action_data
 from wfm_ds.data.batch_reader import BatchReader
 from wfm_ds.data.buckets import Buckets, automatic_sizes
 from wfm_ds.data.folder import load_folder
+from wfm_ds.data.folder_layout import is_lerobot
 from wfm_ds.data.hf_stream import HfStream, StreamSource
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.lerobot import split_windows
@@ -28,7 +29,9 @@ from wfm_ds.data.samples import NUM_SHOWN, REASONS, Media, Sample, SampleSet
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.progress import ProgressDisplay, track_progress
 from wfm_ds.errors import DataError, RecipeError
+from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.storage.filesystem import is_remote
 from wfm_ds.types import Prompt
 
 if TYPE_CHECKING:
@@ -137,13 +140,40 @@ def split_samples(dataset: SampleSet, recipe: Recipe) -> tuple[list[Sample], lis
 
 def scan_held_out(recipe: Recipe) -> list[Sample] | None:
     """Return the samples of validation.path or validation.episodes. Returns None if neither is set."""
+    source = held_out_source(recipe)
+    return None if source is None else scan_paths(*source, pairs=recipe.algorithm.takes_pairs).samples
+
+
+def held_out_source(recipe: Recipe) -> tuple[DataRecipe, list[str]] | None:
+    """Return (recipe, paths) of validation.path or validation.episodes. Returns None if neither is set.
+
+    data.options.revision does not apply to validation.path. For a mixture, validation.path is a folder or has LeRobot
+    datasets, which are shown with the views of the first LeRobot data set of the mixture.
+    """
     data, validation = recipe.data, recipe.validation
     if validation.path is None and validation.episodes is None:
         return None
-    if data.kind == "lerobot":
-        data = data.model_copy(update={"episodes": validation.episodes})
-    paths = data.shard_patterns if validation.path is None else [validation.path]
-    return scan_paths(data, paths, pairs=recipe.algorithm.takes_pairs).samples
+    changes: dict[str, Any] = {"episodes": validation.episodes} if data.kind == "lerobot" else {}
+    if validation.path is None:
+        return data.model_copy(update=changes), data.shard_patterns
+    if not data.is_user_kind:
+        changes["options"] = {key: value for key, value in data.options.items() if key != "revision"}
+    if data.kind == "sets":
+        changes |= {"kind": "folder", "sets": None}
+        if is_remote(validation.path) or is_lerobot(Path(validation.path)):
+            parts = [part for part, _ in data.set_recipes().values() if part.kind == "lerobot"]
+            shown = {"views": parts[0].views, "prompt": parts[0].prompt} if parts else {}
+            changes |= {"kind": "lerobot", **shown}
+    return data.model_copy(update=changes), [validation.path]
+
+
+def lerobot_sources(recipe: Recipe) -> list[tuple[DataRecipe, str]]:
+    """Return recipe and path of each LeRobot dataset of the training and validation data."""
+    parts = [part for part, _ in recipe.data.set_recipes().values()] or [recipe.data]
+    sources = [(part, part.shard_patterns) for part in parts]
+    if (held_out := held_out_source(recipe)) is not None:
+        sources.append(held_out)
+    return [(data, paths[0]) for data, paths in sources if data.kind == "lerobot"]
 
 
 def exclude_samples(samples: Sequence[Sample], held_out: Sequence[Sample]) -> list[Sample]:
@@ -257,7 +287,7 @@ def find_usable_samples(
     Bad samples are skipped and logged. Raises DataError if all samples are bad, or if the number of bad samples exceeds
     data.max_bad_fraction of `dataset_size`. what: name of the samples in messages.
     """
-    usable, broken = list[Sample](), list[BadMedia]()
+    usable, broken = list[Sample](), list[str]()  # not the errors: their tracebacks hold the model
     title = f"checking {what}"
     with ProgressDisplay(title, min(count, len(samples))) as display:
         for sample in samples:
@@ -270,11 +300,11 @@ def find_usable_samples(
                     load_media(media, framing, draw_centre)
                 prompt = sample.prompt if inputs is None else inputs.load_prompt(sample, framing, draw_centre)
             except BadMedia as error:
-                broken.append(error)
+                broken.append(str(error))
             else:
                 usable.append(sample if inputs is None else dataclasses.replace(sample, prompt=prompt))
                 display.advance()
-    names, allowed = "; ".join(map(str, broken[:NUM_SHOWN])), recipe.data.max_bad_fraction
+    names, allowed = "; ".join(broken[:NUM_SHOWN]), recipe.data.max_bad_fraction
     if broken and not usable:
         raise DataError(f"all {len(broken)} {what} are invalid; repair at least one: {names}")
     if len(broken) > allowed * dataset_size:

@@ -82,18 +82,16 @@ def picture_size(rows: Sequence[int], size: tuple[int, int]) -> tuple[int, int]:
     return top + height, left + width
 
 
-def compose_views(views: Sequence[Sequence[Image.Image]]) -> Image.Image:
-    """Return one image of the cameras at the places of `view_places`. Each camera is resized to its place."""
-    first, rows = views[0][0], [len(row) for row in views]
-    if rows == [1]:
-        return first
-    size = (first.height, first.width)
+def compose_views(rows: Sequence[int], views: Sequence[Image.Image]) -> Image.Image:
+    """Return one image of the cameras. Each has the size of its place in `view_places`. rows: as there."""
+    size = (views[0].height, views[0].width)
     height, width = picture_size(rows, size)
     composed = Image.new("RGB", (width, height))
-    for camera, place in zip(itertools.chain(*views), itertools.chain(*view_places(rows, size)), strict=True):
-        left, top, place_width, place_height = place
-        image = camera
-        if image.size != (place_width, place_height):
-            image = image.resize((place_width, place_height), Image.Resampling.BICUBIC)
-        composed.paste(image, (left, top))
+    for view, (left, top, _, _) in zip(views, itertools.chain(*view_places(rows, size)), strict=True):
+        composed.paste(view, (left, top))
     return composed
+
+
+def resize_view(view: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """Resize the image of a camera to (width, height)."""
+    return view if view.size == size else view.resize(size, Image.Resampling.BICUBIC)

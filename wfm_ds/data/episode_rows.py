@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from wfm_ds.storage.filesystem import LFS_ADVICE, LFS_SIGN, open_stream
 
 EPISODE = "episode_index"
 NUM_CACHED_FILES = 64  # parquet footers; a file has many episodes
-NUM_CACHED_COLUMNS = 8  # columns of a row group, which may have all rows of a file
+NUM_CACHED_COLUMNS = 8  # per thread: columns of a row group, which may have all rows of a file
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class EpisodeRows(Mapping[str, Floats]):
         if stop > index.starts[-1]:
             raise ValueError(f"{self.file} has {index.starts[-1]} rows, episode {self.episode} ends at row {stop}")
         first, last = np.searchsorted(index.starts, [self.start, stop - 1], side="right") - 1
-        parts = [read_column(self.file, group, feature) for group in range(first, last + 1)]
+        parts = [COLUMNS.read(self.file, group, feature) for group in range(first, last + 1)]
         offset = self.start - int(index.starts[first])
         rows, episodes = (np.concatenate(arrays)[offset : offset + self.length] for arrays in zip(*parts, strict=True))
         if (episodes != self.episode).any():
@@ -87,10 +88,10 @@ def read_row_index(file: str) -> RowIndex:
     return RowIndex(tuple(metadata.schema.to_arrow_schema().names), np.cumsum([0, *counts]), metadata)
 
 
-@functools.lru_cache(maxsize=NUM_CACHED_COLUMNS)
 def read_column(file: str, group: int, feature: str) -> tuple[Floats, Floats]:
     """Read a column of a row group, [rows, D], and the episodes of its rows, [rows]. Raises OSError and ValueError."""
     import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     with open_stream(file) as stream:
@@ -98,9 +99,21 @@ def read_column(file: str, group: int, feature: str) -> tuple[Floats, Floats]:
         table = parquet.read_row_group(group, columns=[feature, EPISODE], use_threads=False)
     column, arrays = table[feature].combine_chunks(), []
     while pa.types.is_nested(column.type):  # lists, or lists of lists
+        if len(pc.list_value_length(column).unique()) > 1:
+            raise ValueError(f"{file}: {feature} has rows of different lengths")
         column = column.flatten()
     for values, shape in ((column, (len(table), -1)), (table[EPISODE], (len(table),))):
         array = np.asarray(values.to_numpy(zero_copy_only=False), np.float32).reshape(shape)
-        array.setflags(write=False)  # shared by threads
+        array.setflags(write=False)  # shared by the windows of an episode
         arrays.append(array)
     return arrays[0], arrays[1]
+
+
+class ColumnCache(threading.local):
+    """The columns that a thread has read last. Threads read different episodes, so that a shared cache would thrash."""
+
+    def __init__(self) -> None:
+        self.read = functools.lru_cache(maxsize=NUM_CACHED_COLUMNS)(read_column)
+
+
+COLUMNS = ColumnCache()

@@ -24,6 +24,7 @@ DOCS_HINT = "(see docs/data.md)"
 CONVERSATION = re.compile(rb'"(conversations|messages)"\s*:\s*\[')
 PROBED_BYTES = 1 << 16
 LEROBOT_INFO = "meta/info.json"
+LEROBOT_DEPTH = 2  # levels below data.path in which datasets are found
 SAVED_FILES = ("state.json", "dataset_info.json")  # written by save_to_disk of `datasets`
 
 
@@ -58,13 +59,15 @@ def detect_layout(folder: Path) -> FolderLayout:
     return FolderLayout("media", "default layout", folder)
 
 
-def is_lerobot(folder: Path) -> bool:
-    """Return whether a folder, or a folder directly below it, is a LeRobot dataset."""
+def is_lerobot(folder: Path, depth: int = LEROBOT_DEPTH) -> bool:
+    """Return whether a folder, or a folder at most `depth` levels below it, is a LeRobot dataset."""
     if os.path.isfile(folder / LEROBOT_INFO):
         return True
+    if depth == 0:
+        return False
     try:
         with os.scandir(folder) as entries:
-            return any(entry.is_dir() and os.path.isfile(os.path.join(entry, LEROBOT_INFO)) for entry in entries)
+            return any(entry.is_dir() and is_lerobot(Path(entry), depth - 1) for entry in entries)
     except OSError:
         return False
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import glob
-import importlib.util
 import math
 import os
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.storage.filesystem import shorten_path
 from wfm_ds.types import Prompt
 
-MAX_PATTERNS = 1000  # files that are requested from the Hub by name; above, all files of the cameras are requested
+MAX_PATTERNS = 1000  # files that are requested from the Hub by name; above, all files of their folders are requested
 TASK_SEPARATOR = " | "  # between descriptions of the same task, as in nvidia/Cosmos3-DROID
 
 
@@ -53,8 +52,6 @@ class LeRobotSet(SampleSet):
         Raises DataError if the dataset cannot be downloaded or read, or has no such camera or feature.
         """
         super().__init__(path)
-        if importlib.util.find_spec("pyarrow") is None:
-            raise DataError(f'{self.source} needs pyarrow: pip install "wfm_ds[lerobot]"')
         for part in read_parts(data, path):
             self._add_episodes(data, part)
         self.samples.sort(key=lambda sample: sample.id)
@@ -67,16 +64,20 @@ class LeRobotSet(SampleSet):
         with track_progress(part.episodes, "reading episodes", total=len(part.episodes)) as tracked:
             for episode in tracked:
                 sample_id = f"{part.name}/episode_{episode.index:06}".lstrip("/")
-                texts = split_task(episode.tasks[0] if episode.tasks else "") or (data.prompt,)
+                name = f"{self.source.rstrip('/')}/{sample_id}"
+                texts = next(filter(None, map(split_task, episode.tasks)), None) or (data.prompt,)
                 num_several += len(episode.tasks) > 1
                 if texts[0] is None or not is_encodable(texts):
-                    self.reject("no_prompt", f"{self.source} {sample_id}")
+                    self.reject("no_prompt", name)
+                    continue
+                if episode.num_missing:
+                    self.reject("short_video", f"{name}, {episode.num_missing} frames too short")
                     continue
                 views = tuple(tuple(episode.cameras[name] for name in row) for row in part.views)
                 self.samples.append(
                     Sample(
                         id=sample_id,
-                        media=EpisodeVideo(f"{self.source} {sample_id}", views, part.info.fps, 0, episode.length),
+                        media=EpisodeVideo(name, views, part.info.fps, 0, episode.length),
                         prompt=Prompt(id=sample_id, text=texts[0]),
                         texts=texts if len(texts) > 1 else (),
                         episode=EpisodeWindow(episode.rows, 0, episode.length),
@@ -122,23 +123,24 @@ def read_parts(data: DataRecipe, path: str) -> list[DatasetPart]:
 def download_episodes(repo: str, root: str, parts: Sequence[DatasetPart]) -> None:
     """Download the rows and videos of the selected episodes to the snapshot folder `root`. Raises DataError."""
     files = {episode.rows.file for part in parts for episode in part.episodes}.union(*(part.videos for part in parts))
-    patterns = sorted(glob.escape(os.path.relpath(file, root)) for file in files)
+    names = {os.path.relpath(file, root) for file in files}
+    patterns = sorted(map(glob.escape, names))
     if len(patterns) > MAX_PATTERNS:
-        cameras = {camera for part in parts for row in part.views for camera in row}
-        patterns = ["data/*", "*/data/*", *(f"*{glob.escape(camera)}/*.mp4" for camera in sorted(cameras))]
+        patterns = sorted({f"{glob.escape(os.path.dirname(name))}/*" for name in names})
     download_files(repo, os.path.basename(root), patterns)
 
 
-def check_video_files(data: DataRecipe) -> None:
+def check_video_files(sources: Sequence[tuple[DataRecipe, str]]) -> None:
     """Check that the video files of LeRobot datasets of version 3 end with their last episodes. Opens every file.
 
-    Raises DataError if the end differs by more than half a frame: the times of all its episodes may be wrong. Files
-    that cannot be opened are skipped here.
+    sources: recipe and path of each dataset. Raises DataError if the end differs by more than half a frame: the times
+    of all its episodes may be wrong. Files that cannot be opened are skipped here.
     """
-    recipes = [one for one, _ in data.set_recipes().values()] or [data]
-    parts = [part for one in recipes if one.kind == "lerobot" for part in read_parts(one, one.shard_patterns[0])]
-    for part in (part for part in parts if part.info.is_v3):
-        ends, files = read_file_ends(part.info, list(part.episodes[0].cameras)), sorted(part.videos)
+    parts = [part for data, path in sources for part in read_parts(data, path) if part.info.is_v3]
+    checked = set[str]()
+    for part in parts:
+        ends, files = read_file_ends(part.info, list(part.episodes[0].cameras)), sorted(part.videos - checked)
+        checked |= part.videos
         with track_progress(files, "checking videos", total=len(files)) as tracked:
             for file in tracked:
                 with contextlib.suppress(BadMedia):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import importlib.util
 import io
 import itertools
 import json
@@ -18,7 +19,7 @@ from typing import Any
 
 from wfm_ds.data.episode import CameraSpan
 from wfm_ds.data.episode_rows import EpisodeRows
-from wfm_ds.data.folder_layout import LEROBOT_INFO
+from wfm_ds.data.folder_layout import LEROBOT_DEPTH, LEROBOT_INFO
 from wfm_ds.data.samples import media_from_path
 from wfm_ds.errors import DataError, UserError
 from wfm_ds.storage.filesystem import (
@@ -45,7 +46,6 @@ class LeRobotInfo:
     fps: float
     features: Mapping[str, Mapping[str, Any]]
     num_episodes: int
-    num_frames: int
     data_path: str  # templates of file names
     video_path: str
     chunk_size: int  # episodes per folder of version 2
@@ -83,6 +83,7 @@ class Episode:
     tasks: Sequence[str]
     rows: EpisodeRows
     cameras: Mapping[str, CameraSpan]
+    num_missing: int = 0  # frames that its shortest video lacks, according to the metadata of version 3
 
 
 def is_depth(feature: Mapping[str, Any]) -> bool:
@@ -99,7 +100,7 @@ def find_roots(path: str) -> dict[str, str]:
     fs, inner = open_filesystem(path)
     try:
         with convert_storage_errors(path):
-            names = list_names(fs, inner, depth=2)
+            names = list_names(fs, inner, LEROBOT_DEPTH)
     except FileNotFoundError as error:
         raise DataError(f"{shorten_path(path)} not found: correct data.path") from error
     if not names:
@@ -122,7 +123,12 @@ def list_names(fs: Any, folder: str, depth: int) -> list[str]:
 
 
 def read_info(root: str) -> LeRobotInfo:
-    """Read meta/info.json. Raises DataError if it is missing or damaged, or if its version is not in VERSIONS."""
+    """Read meta/info.json.
+
+    Raises DataError if it is missing or damaged, if its version is not in VERSIONS, or if pyarrow is not installed.
+    """
+    if importlib.util.find_spec("pyarrow") is None:
+        raise DataError(f'{shorten_path(root)} needs pyarrow: pip install "wfm_ds[lerobot]"')
     with convert_damage(f"{root}/{LEROBOT_INFO}"):
         content = json.loads(read_file(f"{root}/{LEROBOT_INFO}"))
         version = str(content["codebase_version"])
@@ -137,7 +143,6 @@ def read_info(root: str) -> LeRobotInfo:
             fps=float(content["fps"]),
             features=content["features"],
             num_episodes=int(content["total_episodes"]),
-            num_frames=int(content["total_frames"]),
             data_path=content["data_path"],
             video_path=content.get("video_path") or "",
             chunk_size=int(content.get("chunks_size") or 1000),
@@ -147,10 +152,16 @@ def read_info(root: str) -> LeRobotInfo:
 def read_episodes(info: LeRobotInfo, cameras: Sequence[str]) -> list[Episode]:
     """Return the episodes with the videos of these cameras, by index.
 
-    Raises DataError if metadata is missing or damaged, or if it has fewer episodes than info.json says.
+    Raises DataError if metadata is missing or damaged, or if it has no or duplicate episodes, or fewer than info.json
+    says.
     """
     with convert_damage(info.join("meta/episodes" + ("" if info.is_v3 else ".jsonl"))):
         rows = sorted(read_rows_v3(info) if info.is_v3 else read_rows_v2(info), key=lambda row: row["episode_index"])
+        for row, following in itertools.pairwise(rows):
+            if row["episode_index"] == following["episode_index"]:
+                raise DataError(
+                    f"{shorten_path(info.root)} has two episodes {row['episode_index']}: remove one from meta/episodes"
+                )
         if info.is_v3:
             check_spans(info, rows, cameras)
         episodes = list(list_episodes_v3(info, rows, cameras) if info.is_v3 else list_episodes_v2(info, rows, cameras))
@@ -159,6 +170,8 @@ def read_episodes(info: LeRobotInfo, cameras: Sequence[str]) -> list[Episode]:
             f"{shorten_path(info.root)} has {len(episodes)} of the {info.num_episodes} episodes that {LEROBOT_INFO} "
             "lists: download the rest of meta/"
         )
+    if not episodes:
+        raise DataError(f"{shorten_path(info.root)} has no episodes: choose another dataset")
     return episodes
 
 
@@ -195,10 +208,15 @@ def list_episodes_v3(info: LeRobotInfo, rows: Sequence[Mapping[str, Any]], camer
         file = info.data_path.format(chunk_index=row["data/chunk_index"], file_index=row["data/file_index"])
         first_row = first_rows.setdefault(file, row["dataset_from_index"])
         data = EpisodeRows(info.join(file), row["dataset_from_index"] - first_row, length, index)
-        videos = {
-            name: CameraSpan(video_address(info, row, name), row[f"videos/{name}/from_timestamp"]) for name in cameras
-        }
-        yield Episode(index, length, row.get("tasks") or (), data, videos)
+        videos = {name: CameraSpan(video_address(info, row, name), read_span(row, name)[0]) for name in cameras}
+        spans = [read_span(row, name) for name in cameras]
+        num_missing = max((round(length - (end - start) * info.fps) for start, end in spans), default=0)
+        yield Episode(index, length, row.get("tasks") or (), data, videos, max(0, num_missing))
+
+
+def read_span(row: Mapping[str, Any], camera: str) -> tuple[float, float]:
+    """Return start and end in seconds of an episode of version 3 in the video file of a camera."""
+    return float(row[f"videos/{camera}/from_timestamp"]), float(row[f"videos/{camera}/to_timestamp"])
 
 
 def video_address(info: LeRobotInfo, row: Mapping[str, Any], camera: str) -> str:
@@ -213,8 +231,7 @@ def list_spans(
     """Return {video file: [(start in seconds, end in seconds, episode)]} of a dataset of version 3, by start."""
     spans = defaultdict[str, list[tuple[float, float, int]]](list)
     for row, camera in itertools.product(rows, cameras):
-        times = (float(row[f"videos/{camera}/{name}_timestamp"]) for name in ("from", "to"))
-        spans[video_address(info, row, camera)].append((*times, row["episode_index"]))
+        spans[video_address(info, row, camera)].append((*read_span(row, camera), row["episode_index"]))
     return {file: sorted(parts) for file, parts in spans.items()}
 
 
@@ -223,15 +240,13 @@ def check_spans(info: LeRobotInfo, rows: Sequence[Mapping[str, Any]], cameras: S
 
     A wrong from_timestamp would silently give the frames of another moment or episode.
     """
-    lengths = {row["episode_index"]: row["length"] / info.fps for row in rows}
     for file, spans in list_spans(info, rows, cameras).items():
         expected = 0.0
         for start, end, episode in spans:
-            if abs(start - expected) > 0.5 / info.fps or end - start < lengths[episode] - 0.5 / info.fps:
+            if abs(start - expected) > 0.5 / info.fps:
                 raise DataError(
-                    f"{shorten_path(file)}: episode {episode} is at {start:.3f} to {end:.3f} s of the video, expected "
-                    f"{expected:.3f} to {expected + lengths[episode]:.3f} s: correct its from_timestamp and "
-                    "to_timestamp in meta/episodes"
+                    f"{shorten_path(file)}: episode {episode} starts at {start:.3f} s of the video, but the episode "
+                    f"before it ends at {expected:.3f} s: correct from_timestamp and to_timestamp in meta/episodes"
                 )
             expected = end
 

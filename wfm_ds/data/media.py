@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -17,7 +18,7 @@ from av.video.reformatter import Colorspace
 from av.video.stream import VideoStream
 from PIL import Image
 
-from wfm_ds.data.episode import CameraSpan, EpisodeVideo, compose_views, picture_size
+from wfm_ds.data.episode import CameraSpan, EpisodeVideo, compose_views, picture_size, resize_view, view_places
 from wfm_ds.data.pixels import (
     DECODE_ERRORS,
     BadMedia,
@@ -72,7 +73,7 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
 
     if isinstance(media, EpisodeVideo):
         chosen = choose_frames(media, media.seconds, framing, draw)[: framing.num_frames]
-        return np.stack([fit(image) for image in decode_episode(media, chosen)])
+        return np.stack(decode_episode(media, chosen, fit))
     with open_video(media) as container:
         stream = container.streams.video[0]
         times, starts = read_timestamps(container, stream)
@@ -83,25 +84,44 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
     return np.stack([frames[time] for time in wanted])
 
 
-def decode_episode(media: EpisodeVideo, chosen: Sequence[int]) -> Iterator[Image.Image]:
-    """Yield the images at these indices of an episode's frames. Raises BadMedia."""
-    cameras = [[read_camera(media, camera, chosen) for camera in row] for row in media.views]
-    for i in range(len(chosen)):
-        yield compose_views([[frames[i] for frames in row] for row in cameras])
+def decode_episode(
+    media: EpisodeVideo, chosen: Sequence[int], convert: Callable[[Image.Image], Pixels]
+) -> list[Pixels]:
+    """Return convert(image) of the images at these indices of an episode's frames. Raises BadMedia.
 
-
-def read_camera(media: EpisodeVideo, camera: CameraSpan, chosen: Sequence[int]) -> list[Image.Image]:
-    """Return a camera's frames at these indices. A frame is shown within half a frame of its recorded time.
-
-    Raises BadMedia with reason `decode`, also if a frame is missing.
+    Each frame of the second and further cameras is resized to its place when it is decoded, to need less memory.
     """
-    with open_video(camera.media) as container:
-        stream = container.streams.video[0]
-        unit, origin = float(stream.time_base or 1), stream.start_time or 0
-        wanted = [origin + round((camera.start + (media.first + i) / media.fps) / unit) for i in chosen]
-        tolerance = int(0.5 / media.fps / unit)
-        starts = (wanted[0] - tolerance, max(origin, wanted[0] - round(RETRY_S / unit)))
-        frames = read_frames(camera.media, container, wanted, starts, lambda rgb: rgb, tolerance)
+    (first, *others), rows = list(itertools.chain(*media.views)), [len(row) for row in media.views]
+    if not others:
+        return read_camera(media, first, chosen, convert)
+    cameras = [read_camera(media, first, chosen, lambda rgb: rgb)]
+    _, *places = itertools.chain(*view_places(rows, (cameras[0][0].height, cameras[0][0].width)))
+    for camera, (_, _, width, height) in zip(others, places, strict=True):
+        resize = functools.partial(resize_view, size=(width, height))
+        cameras.append(read_camera(media, camera, chosen, resize))
+    return [convert(compose_views(rows, views)) for views in zip(*cameras, strict=True)]
+
+
+def read_camera(
+    media: EpisodeVideo, camera: CameraSpan, chosen: Sequence[int], convert: Callable[[Image.Image], Pixels]
+) -> list[Pixels]:
+    """Return convert(image) of a camera's frames at these indices.
+
+    A frame is shown within half a frame of its recorded time. Raises BadMedia with reason `decode`, also if a frame is
+    missing.
+    """
+    try:
+        with open_video(camera.media) as container:
+            stream = container.streams.video[0]
+            unit, origin = float(stream.time_base or 1), stream.start_time or 0
+            wanted = [origin + round((camera.start + (media.first + i) / media.fps) / unit) for i in chosen]
+            tolerance = int(0.5 / media.fps / unit)
+            starts = (wanted[0] - tolerance, max(origin, wanted[0] - round(RETRY_S / unit)))
+            frames = read_frames(camera.media, container, wanted, starts, convert, tolerance, untagged_hd=False)
+    except BadMedia as error:
+        if error.name == media.name:  # from `convert`
+            raise
+        raise BadMedia(error.reason, media.name, f"{error.name}: {error.detail}") from error
     return [frames[time] for time in wanted]
 
 
@@ -119,7 +139,7 @@ def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], 
 def video_size(media: Media) -> tuple[int, int]:
     """Return height and width of a video after it is rotated upright. Decodes the first frame. Raises BadMedia."""
     if isinstance(media, EpisodeVideo):
-        (first,) = read_camera(media, media.views[0][0], [0])
+        (first,) = read_camera(media, media.views[0][0], [0], lambda rgb: rgb)
         return picture_size([len(row) for row in media.views], (first.height, first.width))
     with open_video(media) as container:
         frame = next(container.decode(container.streams.video[0]), None)
@@ -233,12 +253,14 @@ def read_frames(
     starts: Sequence[int],
     convert: Callable[[Image.Image], Pixels],
     tolerance: int = 0,
+    *,
+    untagged_hd: bool = True,
 ) -> dict[int, Pixels]:
     """Decode the frame nearest to each time in `wanted` and return {time: convert(upright RGB image)}.
 
     All times are in units of the stream's time base. starts: times to seek to. The later ones are tried if frames are
-    missing, as in files with wrong keyframe flags. Raises BadMedia with reason `decode` if no frame is within
-    `tolerance` of a time.
+    missing, as in files with wrong keyframe flags. untagged_hd: see `frame_to_rgb`. Raises BadMedia with reason
+    `decode` if no frame is within `tolerance` of a time.
     """
     frames, distances = dict[int, Pixels](), dict[int, int]()
     for start in starts:
@@ -247,7 +269,7 @@ def read_frames(
             near = {time: abs(time - frame_time) for time in missing}
             near = {time: d for time, d in near.items() if d <= min(tolerance, distances.get(time, tolerance + 1) - 1)}
             if near:
-                frames |= dict.fromkeys(near, convert(frame_to_rgb(media, frame)))
+                frames |= dict.fromkeys(near, convert(frame_to_rgb(media, frame, untagged_hd=untagged_hd)))
                 distances |= near
         if len(frames) == len(set(wanted)):
             return frames
@@ -267,10 +289,14 @@ def decode_frames(container: InputContainer, start: int, last: int) -> Iterator[
             return
 
 
-def frame_to_rgb(media: Media, frame: VideoFrame) -> Image.Image:
-    """Convert a frame to an upright RGB image. Raises BadMedia if the frame exceeds Pillow's size limit."""
+def frame_to_rgb(media: Media, frame: VideoFrame, *, untagged_hd: bool = True) -> Image.Image:
+    """Convert a frame to an upright RGB image. Raises BadMedia if the frame exceeds Pillow's size limit.
+
+    untagged_hd: whether videos without a colour tag are BT.709 from HD_HEIGHT on. False: they are BT.601 in all sizes,
+    as lerobot writes them.
+    """
     if frame.width * frame.height > (Image.MAX_IMAGE_PIXELS or np.inf):
         raise BadMedia("decode", media.name, f"frames of {frame.height} x {frame.width} pixels exceed the size limit")
-    unspecified = frame.colorspace == UNSPECIFIED and frame.height >= HD_HEIGHT
-    pixels = frame.to_ndarray(format="rgb24", src_colorspace=Colorspace.ITU709 if unspecified else None)
+    is_hd = untagged_hd and frame.colorspace == UNSPECIFIED and frame.height >= HD_HEIGHT
+    pixels = frame.to_ndarray(format="rgb24", src_colorspace=Colorspace.ITU709 if is_hd else None)
     return Image.fromarray(np.rot90(pixels, frame.rotation // 90))

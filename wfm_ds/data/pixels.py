@@ -79,6 +79,7 @@ class BadMedia(DataError):
         super().__init__(f"{name}: {detail} ({reason})")
         self.reason = reason
         self.name = name
+        self.detail = detail
 
 
 @contextlib.contextmanager

@@ -63,8 +63,6 @@ def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
     if data.kind == "pairs":
         return load_pairs(paths, cache_dir=data.cache_dir, max_bad_fraction=data.max_bad_fraction)
     if data.kind == "sets":
-        if list(paths) != data.shard_patterns:  # validation.path: one folder
-            return load_folder(data, Path(paths[0]))
         return SampleSetMixture(
             {
                 name: (build_sample_set(part, part.shard_patterns), weight)

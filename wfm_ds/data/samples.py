@@ -30,6 +30,7 @@ REASONS = {
     "no_json": "image or video without caption of the same name",
     "ambiguous": "several images, videos or captions with this name",
     "shard": "truncated or damaged tar file; only samples before the damage are used",
+    "short_video": "video shorter than the rows of its episode",
     "no_pair": "pair without two different files: `chosen` or `rejected` is missing, or they are the same",
 }
 NUM_SHOWN = 10
@@ -185,9 +186,13 @@ class SampleSet:
         """Return the samples of one epoch. Subclasses may return some training samples several times."""
         return list(training)
 
+    def holdout_key(self, sample: Sample) -> str:
+        """Return the text whose hash decides whether a sample is held out."""
+        return sample.id
+
     def split_holdout(self, holdout: float) -> tuple[list[Sample], list[Sample]]:
         """Return (training samples, held-out samples) like `choose_held_out`, both sorted by id."""
-        is_held_out = choose_held_out([sample.id for sample in self.samples], holdout)
+        is_held_out = choose_held_out([self.holdout_key(sample) for sample in self.samples], holdout)
         parts: tuple[list[Sample], list[Sample]] = ([], [])
         for sample, held_out in zip(self.samples, is_held_out, strict=True):
             parts[held_out].append(sample)
@@ -195,16 +200,16 @@ class SampleSet:
 
 
 def choose_held_out(ids: Sequence[str], holdout: float) -> list[bool]:
-    """Return for each sample whether it is held out.
+    """Return for each sample whether it is held out. Samples with equal ids are on the same side.
 
     holdout: expected fraction of held-out samples, in [0, 1). A hash of the id decides for each sample, so the decision
-    stays the same when other samples are added or removed. If there are at least two samples and holdout > 0, at least
+    stays the same when other samples are added or removed. If there are at least two ids and holdout > 0, at least
     one is held out and at least one is not.
     """
-    if holdout == 0 or len(ids) < 2:
-        return [False] * len(ids)
     draws = [draw_uniform(0, "holdout", sample_id) for sample_id in ids]
-    ordered = sorted(draws)
+    ordered = sorted(set(draws))
+    if holdout == 0 or len(ordered) < 2:
+        return [False] * len(ids)
     limit = min(max(holdout, ordered[0]), ordered[-2])
     return [draw <= limit for draw in draws]
 
@@ -266,6 +271,10 @@ class SampleSetMixture(SampleSet):
                 for entry in names:
                     self.reject(reason, entry)
         self.samples.sort(key=lambda sample: sample.id)
+
+    def holdout_key(self, sample: Sample) -> str:
+        """Return the folder of the dataset and the episode: two sets may contain the same episode."""
+        return sample.id if sample.episode is None else "/".join(sample.media.name.split("/")[-2:])
 
     def epoch_samples(self, training: Sequence[Sample]) -> list[Sample]:
         """Return an epoch's samples, including repeats.

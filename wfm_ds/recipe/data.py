@@ -42,6 +42,8 @@ class DataSetRecipe(Section):
     """Like `data.views`."""
     episodes: EpisodeSlice | None = None
     """Like `data.episodes`."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Like `data.options`, for `hf` and `lerobot`."""
     actions: ActionsRecipe | None = None
     """Like `data.actions`. Unset: `data.actions`."""
     domain: Domain | None = None
@@ -228,7 +230,7 @@ class DataRecipe(Section):
             is_named = one.kind == "hf" or (one.kind == "lerobot" and not os.path.isdir(self.folder / one.path))
             path = one.path if "://" in one.path or is_named else str(self.folder / one.path)
             keys = one.model_dump(
-                include={"kind", "prompt", "caption_column", "image_column", "split", "views", "episodes"}
+                include={"kind", "prompt", "caption_column", "image_column", "split", "views", "episodes", "options"}
             )
             shared = self.model_dump(include={"max_bad_fraction", "cache_dir"})
             if one.kind in INPUT_KINDS:
@@ -236,6 +238,8 @@ class DataRecipe(Section):
                 for key in ("actions", "domain", "viewpoint"):
                     own = getattr(one, key)
                     shared[key] = getattr(self, key) if own is None else own
+                if one.actions is None and one.kind != "lerobot":  # stored actions have no features
+                    shared["actions"] = self.actions.model_copy(update={"space": None})
             recipes[name] = (DataRecipe(path=path, **keys, **shared), one.weight)
         return recipes
 
@@ -285,6 +289,8 @@ class DataRecipe(Section):
             self.require_defaults("actions", "viewpoint", unless="inputs: [actions]")
         if self.actions.space is not None and self.kind not in ("lerobot", "sets") and not self.is_user_kind:
             raise ValueError(f"actions.space is for kind lerobot or sets, not {self.kind}: remove it")
+        if self.kind == "lerobot" and "domain" in self.inputs and self.domain is None:
+            raise ValueError("inputs: episodes of kind lerobot have no domain: set data.domain")
         if "domain" not in self.inputs:
             self.require_defaults("domain", unless="inputs: [actions, domain]")
         if isinstance(self.buckets, list) and len(set(self.buckets)) < len(self.buckets):

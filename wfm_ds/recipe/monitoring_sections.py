@@ -49,8 +49,9 @@ class ValidationRecipe(Section):
     trained reward rises while these fall (docs/rewards.md); SFT and DPO only log them. Computed by the service at
     `reward.endpoint` if it is set, else by the trainer's service."""
     path: UserAddress | None = None
-    """Validation data in the format of `data.kind`, for the validation loss (SFT, DPO) and for samples conditioned on
-    frames. Unset: the `holdout` fraction of the training data; in RL the training data."""
+    """Validation data in the format of `data.kind` (sets: a folder or LeRobot datasets), for the validation loss (SFT,
+    DPO) and for samples conditioned on frames. Unset: the `holdout` fraction of the training data; in RL the training
+    data."""
     episodes: EpisodeSlice | None = None
     """Episodes of `data.kind: lerobot` to validate on instead of the `holdout` fraction, by their order: `-500:` for
     the last 500. They are not trained on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -11,9 +12,10 @@ from wfm_ds.data.batch_reader import BatchReader, TrainingSample, read_on_leader
 from wfm_ds.data.samples import pack_prompt, unpack_prompt
 from wfm_ds.rollout.groups import Group, RewardedGroup
 from wfm_ds.rollout.trajectories import CounterfactualTrajectories
-from wfm_ds.seeds import derive_seed
+from wfm_ds.seeds import derive_seed, draw_uniform
 
 if TYPE_CHECKING:
+    from wfm_ds.rollout.histories import HistoryLayout
     from wfm_ds.runs.job import Job
 
 
@@ -31,17 +33,16 @@ class CaptionedGroups:
         encode: Callable[[Sequence[TrainingSample]], Tensor] | None,
         num_conditioning_frames: tuple[int, int] = (0, 0),
         trajectories: CounterfactualTrajectories | None = None,
-        *,
-        keeps_recordings: bool = False,
+        layout: HistoryLayout | None = None,
     ) -> None:
         """Create the source from a data reader.
 
         encode: collective function that encodes samples to clean latents [B, ...] float32, for `Group.data`.
         num_conditioning_frames: smallest and largest number of conditioning frames of a group, in latent frames.
         trajectories: object that replaces the recorded actions and camera paths. None keeps them.
-        keeps_recordings: whether the groups have the decoded frames as `recording`.
+        layout: clips of the groups, and whether the groups have the decoded frames as `recording`.
         """
-        self.trajectories, self.keeps_recordings = trajectories, keeps_recordings
+        self.trajectories, self.layout = trajectories, layout
         self.job, self.reader, self.encode, self.num_conditioning_frames = job, reader, encode, num_conditioning_frames
         self.num_groups, size = job.recipe.rl.rollout.prompts_per_step, job.recipe.rl.rollout.group_size
         first = job.world.dp_rank * job.run_sizes.samples_per_rank
@@ -66,16 +67,20 @@ class CaptionedGroups:
             in_order = [prompts[g] for g in range(self.num_groups)]
             prompts = dict(enumerate(self.trajectories.replace_trajectories(in_order, step)))
         seeds = draw_history_seeds(job.recipe.run.seed, step, self.num_groups, job.recipe.rl.rollout.history.clips)
-        return [
+        groups = [
             Group(
                 prompt=prompts[g],
                 data=data.get(g),
                 num_conditioning_frames=self._draw_num_frames(step, g),
                 history_seeds=seeds[g],
-                recording=local[g].pixels if self.keeps_recordings and g in local else None,
             )
             for g in range(self.num_groups)
         ]
+        if self.layout is not None and self.layout.keeps_recordings:
+            for g, sample in local.items():
+                if sample.pixels is not None:  # on the leader
+                    groups[g] = replace(groups[g], recording=self.layout.cut_recording(groups[g], sample.pixels))
+        return groups
 
     def _draw_num_frames(self, step: int, group: int) -> int:
         low, high = self.num_conditioning_frames
@@ -100,10 +105,12 @@ class CaptionedGroups:
 def draw_history_seeds(run_seed: int, step: int, num_groups: int, max_clips: int) -> list[tuple[int, ...]]:
     """Return the noise seeds of the clips before the samples, for each group of an RL step.
 
-    A group has 0 to `max_clips` of them. All numbers are equally often in a step, up to rounding.
+    A group has 0 to `max_clips` of them. All numbers have the same probability. In a step, they occur equally often, up
+    to rounding.
     """
+    offset = draw_uniform(run_seed, "history_offset", step)  # without it, rounding would prefer the same numbers
     order = sorted(range(num_groups), key=lambda g: derive_seed(run_seed, "history", step, g))
-    lengths = {g: rank * (max_clips + 1) // num_groups for rank, g in enumerate(order)}
+    lengths = {g: min(max_clips, int((i + offset) * (max_clips + 1) / num_groups)) for i, g in enumerate(order)}
     return [
         tuple(derive_seed(run_seed, "history_noise", step, g, clip) for clip in range(lengths[g]))
         for g in range(num_groups)

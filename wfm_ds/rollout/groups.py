@@ -46,7 +46,7 @@ class Group:
     data: Tensor | None = None  # clean latents [C,...] float32 of the captioned sample, on replicas that need them
     num_conditioning_frames: int = 0  # number of latent frames at the start of `data` that condition the samples
     history_seeds: tuple[int, ...] = ()  # noise seeds of the clips before the samples
-    recording: Images | None = None  # [frames of all clips,H,W,3], on the leaders of replicas that need it
+    recording: Images | None = None  # [n,F,H,W,3]: clip 0 and the clip after the history; on the leader, if needed
     clip: int = 0  # index of the samples' clip; 0 although there are history_seeds: the history was not finite
     reference: Images | None = None  # [T,H,W,3]: how the recording continues, after encoding and decoding
 
@@ -69,7 +69,7 @@ class GroupSource(Protocol):
     def step_groups(self, step: int) -> list[Group]:
         """Return the groups of RL step `step`. A repeated call returns the same groups.
 
-        Everything except `Group.data` is identical on every rank.
+        Everything except `data` and `recording` is identical on every rank.
         """
 
     def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:

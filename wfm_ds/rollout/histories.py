@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -45,7 +46,12 @@ class HistoryLayout:
     @property
     def num_frames(self) -> int:
         """Number of frames of the longest sequence of clips."""
-        return max(layout.total_frames(self.max_clips + 1) for layout in self.layouts.values())
+        return self.longest.total_frames(self.max_clips + 1)
+
+    @property
+    def longest(self) -> ClipLayout:
+        """Layout with the longest sequence of clips."""
+        return max(self.layouts.values(), key=lambda layout: layout.total_frames(self.max_clips + 1))
 
     def group_layout(self, group: Group) -> ClipLayout:
         """Return the layout for a group. Models that receive the pixels of the first frame have one layout."""
@@ -54,6 +60,15 @@ class HistoryLayout:
     def slice_group(self, group: Group, clip: int) -> Group:
         """Return the group with the inputs of one clip. `group.prompt` has the inputs of all clips."""
         return replace(group, prompt=self.group_layout(group).slice_prompt(group.prompt, clip), clip=clip)
+
+    def cut_recording(self, group: Group, frames: Images) -> Images:
+        """Return the recorded clips that the samples of a group may continue, [n,F,H,W,3].
+
+        They are clip 0 and, if the group has a history, the clip after it. frames: the recording of all clips.
+        """
+        layout = self.group_layout(group)
+        starts = [layout.first_frame(clip) for clip in sorted({0, len(group.history_seeds)})]
+        return np.stack([frames[start : start + layout.num_frames] for start in starts])
 
     def extend_buckets(self, buckets: Buckets) -> Buckets:
         """Return buckets whose clips cover all frames of a group. If recordings are kept, all frames are decoded."""
@@ -64,8 +79,7 @@ class HistoryLayout:
 
     def extend_inputs(self, reader: InputReader | None) -> InputReader | None:
         """Return a reader of the inputs of all clips of a group."""
-        longest = max(self.layouts.values(), key=lambda layout: layout.total_frames(self.max_clips + 1))
-        return None if reader is None else longest.extend_reader(reader, self.max_clips + 1)
+        return None if reader is None else self.longest.extend_reader(reader, self.max_clips + 1)
 
     def check_library(self, actions: ActionData | None) -> None:
         """Raise RecipeError if the trajectories of rollout.trajectory_library are too short."""
@@ -77,14 +91,19 @@ class HistoryLayout:
             )
 
 
-def choose_history_layout(recipe: Recipe, model: DiffusionModel) -> HistoryLayout | None:
-    """Return the clips of the run's groups, or None if it has neither histories nor rewards that need recordings.
+def choose_history_layout(
+    recipe: Recipe, model: DiffusionModel, *, keeps_recordings: bool | None = None
+) -> HistoryLayout | None:
+    """Return the clips of the run's groups, or None if it has neither histories nor recordings.
 
+    keeps_recordings: whether groups may have recordings. None: if a reward needs them, whose class is then imported.
     Raises ModelError if the model cannot continue clips.
     """
     if not recipe.is_rl:
         return None
-    max_clips, keeps_recordings = recipe.rl.rollout.history.clips, bool(list_reference_rewards(recipe.reward))
+    max_clips = recipe.rl.rollout.history.clips
+    if keeps_recordings is None:
+        keeps_recordings = bool(list_reference_rewards(recipe.reward))
     if max_clips == 0 and not keeps_recordings:
         return None
     low, high = recipe.algorithm.conditioning_frame_range
@@ -160,8 +179,8 @@ class HistoryWalker:
         """
         if group.recording is None:
             return group
-        layout = self.layout.group_layout(group)
-        reference = reconstruct_clip(self.sampler, group.recording, layout, group.clip)
+        recorded = group.recording[-1 if group.clip else 0]
+        reference = reconstruct_clip(self.sampler, recorded, self.layout.group_layout(group), clip=0)
         return replace(group, reference=reference, recording=None)
 
 

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -37,8 +38,8 @@ LATENTS = "latents"  # name in the failed Scores of runs without rewards
 NUM_REASONS = 5  # failure reasons in one log line
 Scores = dict[str, dict[str, Score]]
 """{sample id: {reward name: Score}}."""
-References: TypeAlias = Sequence[npt.NDArray[np.uint8] | None]
-"""Recorded frames [T,H,W,3] that samples should show, one item per sample."""
+References: TypeAlias = Sequence[npt.NDArray[np.uint8] | str | None]
+"""Recorded frames [T,H,W,3] that samples should show, or the reason why there are none, one item per sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class RewardClient:
         """
         self._reward = reward
         self.names = [function.name for function in reward.functions]
-        self.needs_reference = False  # whether a reward of the service compares samples with references
+        self.reference_rewards: list[str] = []  # those of `names` that compare samples with references
         self._lost_after_s = lost_after_s
         # Unique: the service treats tasks with equal ids as the same work, also across sessions of a run.
         self._client_id = f"{client}-{uuid.uuid4().hex[:12]}"
@@ -89,8 +90,16 @@ class RewardClient:
             self.close()
             raise
 
-    def submit(self, batch: MediaBatch) -> None:
-        """Send a copy of the batch to the service, which scores it with all rewards. Does not wait for the scores."""
+    @property
+    def needs_reference(self) -> bool:
+        return bool(self.reference_rewards)
+
+    def submit(self, batch: MediaBatch, failures: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Send a copy of the batch to the service, which scores it with all rewards. Does not wait for the scores.
+
+        failures: {sample id: reason} of samples whose recordings cannot be read. Rewards that need a reference fail for
+        these samples.
+        """
         media, references = list(np.array(batch.media)), batch.references if self.needs_reference else ()
         rows = [
             {"id": sample_id, "prompt": batch.prompts[i], "metadata": dict(batch.metadata[i]), "fps": batch.fps}
@@ -101,11 +110,27 @@ class RewardClient:
             if reference is not None:  # one array per row: the reference follows the video's own frames
                 media[i], rows[i]["reference"] = np.concatenate([media[i], reference]), len(reference)
         deadline_s = self._pipe.now_s() + self._reward.timeout_s
-        max_rows = {f"score:{reward}": max_batch for reward, max_batch in self._max_batch.items()}
+        for sample_id, reason in failures.items():
+            for name in self.reference_rewards:
+                self._fail_task(_RewardTask(name, (sample_id,), deadline_s), reason)
+        others = [name for name in self.names if name not in self.reference_rewards]
+        for names, is_failed in ((self.names, False), (others, True)):
+            chosen = [i for i, sample_id in enumerate(batch.sample_ids) if (sample_id in failures) == is_failed]
+            if chosen and names:
+                self._submit_rows([rows[i] for i in chosen], [media[i] for i in chosen], names, deadline_s)
+
+    def _submit_rows(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        media: Sequence[npt.NDArray[np.uint8]],
+        names: Sequence[str],
+        deadline_s: float,
+    ) -> None:
+        max_rows = {f"score:{name}": self._max_batch[name] for name in names}
         for piece in submit_rows(
             self._pipe.submit, rows, media, max_rows, self._new_task_id, deadline_s + DEADLINE_SLACK_S
         ):
-            sample_ids = tuple(batch.sample_ids[piece.start : piece.stop])
+            sample_ids = tuple(row["id"] for row in rows[piece.start : piece.stop])
             ticket = _RewardTask(piece.kind.removeprefix("score:"), sample_ids, deadline_s)
             if piece.failure is not None:
                 self._fail_task(ticket, piece.failure)
@@ -149,7 +174,8 @@ class RewardClient:
                 f"the reward service at {self._pipe.endpoint} computes {function.name} with the options "
                 f"{info.get('options')}, but the recipe has {function.options}: change one of them"
             )
-        self.needs_reference = self.needs_reference or bool(info.get("needs_reference"))
+        if info.get("needs_reference"):
+            self.reference_rewards.append(function.name)
         return int(info["max_batch"])
 
     def _new_task_id(self, kind: str) -> str:
@@ -273,6 +299,8 @@ def submit_finite_samples(
     references: recorded frames that the samples are compared with, one per sample, or empty.
     """
     rows = [i for i, ok in enumerate(is_finite) if ok]
+    failures = {sample_ids[i]: item for i in rows if references and isinstance(item := references[i], str)}
+    known = [None if isinstance(item, str) else item for item in references]
     if rows and len(images):
         rewards.submit(
             MediaBatch(
@@ -282,8 +310,9 @@ def submit_finite_samples(
                 metadata=[prompts[i].metadata for i in rows],
                 inputs=[drop_first_frame(prompts[i].inputs) for i in rows],
                 fps=fps,
-                references=[references[i] for i in rows] if references else (),
-            )
+                references=[known[i] for i in rows] if known else (),
+            ),
+            failures,
         )
     failed = [sample_id for sample_id, ok in zip(sample_ids, is_finite, strict=True) if not ok]
     return {s: {name: Score(sample_id=s, reward=name, failure=NOT_FINITE) for name in rewards.names} for s in failed}

@@ -58,7 +58,7 @@ MAY_CHANGE = (
     *("rollout.worker_timeout_s", "rollout.timeout_s"),
 )
 # Exceptions: these keys determine which samples are used for training.
-MAY_NOT_CHANGE = ("validation.path", "validation.holdout")
+MAY_NOT_CHANGE = ("validation.path", "validation.episodes", "validation.holdout")
 # Keys of each reward that affect only the reward service.
 REWARD_MAY_CHANGE = {"reward": {"functions": {"__all__": {"workers", "max_batch", "device"}}}}
 NUM_SHOWN = 5

@@ -11,8 +11,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from wfm_ds.algorithms import RlAlgorithm, build_rl_algorithm, build_supervised_algorithm, engine_policy_copies
 from wfm_ds.data.batch_reader import choose_on_leader
 from wfm_ds.data.broadcast import read_on_main
@@ -278,7 +276,8 @@ def build_sft_loop(
     algorithm = build_supervised_algorithm(recipe)
     judges = connect_reward_client(job, endpoint, recipe.held_out_reward_settings, "-judges", resources)
     loss = ValidationLoss(job, algorithm, held_out, framings) if held_out else None
-    validator = Validator(job, load_validation_samples(job, data), held_out_rewards=judges, loss=loss)
+    samples = load_validation_samples(job, data, needs_recordings=judges is not None and judges.needs_reference)
+    validator = Validator(job, samples, held_out_rewards=judges, loss=loss)
     return SftLoop(job, algorithm, source, validator, exporter, checkpoints)
 
 
@@ -306,8 +305,9 @@ def build_rl_loop(
     else:
         source = ColocatedSource(job, groups, rewards, algorithm, layout)
     plan = algorithm.plan if recipe.validation.rollout_correlation else None
-    samples = load_validation_samples(job, data)
     judges = connect_reward_client(job, endpoint, recipe.held_out_reward_settings, "-judges", resources)
+    needs_recordings = any(client is not None and client.needs_reference for client in (rewards, judges))
+    samples = load_validation_samples(job, data, needs_recordings=needs_recordings)
     validator = Validator(job, samples, rewards=rewards, held_out_rewards=judges, rollout_plan=plan)
     return RlLoop(job, algorithm, source, validator, exporter, checkpoints)
 
@@ -366,4 +366,4 @@ def build_group_source(
     frame_range = job.model.clean_frame_range(num_frames)
     encode = encode_batch if frame_range[1] or trains_on_data(recipe) else None
     trajectories = CounterfactualTrajectories(recipe, data.actions)
-    return CaptionedGroups(job, source, encode, frame_range, trajectories, keeps_recordings=keeps_recordings)
+    return CaptionedGroups(job, source, encode, frame_range, trajectories, layout)

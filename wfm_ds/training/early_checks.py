@@ -11,6 +11,7 @@ import socket
 from pathlib import Path
 
 from wfm_ds.data.captioned_folder import require_media_folder
+from wfm_ds.data.datasets import held_out_source
 from wfm_ds.data.folder_layout import detect_layout
 from wfm_ds.data.lerobot_info import find_roots
 from wfm_ds.data.prompts import load_prompt_file, load_prompts
@@ -66,11 +67,10 @@ def require_data(recipe: Recipe) -> None:
     parts = [part for part, _ in data.set_recipes().values()] or [data]
     for part in parts:
         require_data_paths(part, part.shard_patterns)
-    if validation.path is not None:
-        if data.kind == "sets" or data.streaming:  # validation.path is a plain folder then
-            detect_layout(Path(validation.path))
-        else:
-            require_data_paths(data, [validation.path])
+    if data.streaming and validation.path is not None:  # a plain folder then
+        detect_layout(Path(validation.path))
+    elif (source := held_out_source(recipe)) is not None:
+        require_data_paths(*source)
     if validation.prompts is not None:
         load_prompt_file(validation.prompts)
 

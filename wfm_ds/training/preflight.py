@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Container, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from wfm_ds.data.datasets import (
     TrainingData,
     build_buckets,
     find_usable_samples,
+    lerobot_sources,
     list_validation_prompts,
     load_data,
 )
@@ -40,9 +40,7 @@ from wfm_ds.recipe.deepspeed import build_deepspeed_config
 from wfm_ds.recipe.run_sizes import derive_run_sizes, num_replicas
 from wfm_ds.recipe.sampling import CPS_EVAL_NOISE
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.recipe.sections import RewardFunction
 from wfm_ds.rollout.histories import check_references, choose_history_layout, history_warnings
-from wfm_ds.rollout.rewards import RewardClient
 from wfm_ds.runs.check_report import CheckReport, gpu_memory, start_summary
 from wfm_ds.runs.model_loading import choose_attention, find_family, load_model
 from wfm_ds.runs.model_revision import pin_commit
@@ -50,35 +48,13 @@ from wfm_ds.runs.output_folder import find_run_start
 from wfm_ds.training.caches import keeps_text_encoders
 from wfm_ds.training.early_checks import check_workers
 from wfm_ds.training.reward_alarm import RECOMMENDED_PROMPTS
-from wfm_ds.types import Prompt
+from wfm_ds.training.reward_checks import check_rewards
 
 log = logging.getLogger(__name__)
 
 NUM_CHECKED_SAMPLES = 32  # samples that --check reads
 SERVICE_WAIT_S = 8.0  # wait of `--check` for a reward service; a run waits longer, because the service may start later
 MIN_PROMPT_DRAWS = 3  # draws per prompt in a run; with fewer, reward statistics of most prompts are unreliable
-
-
-def check_rewards(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
-    """Check that the rewards can score these prompts and, if reward.endpoint is set, that the service replies.
-
-    Raises RewardError or RecipeError if a check fails.
-    """
-    reward = recipe.all_reward_settings
-    if reward is None:
-        return
-    family, inputs = find_family(recipe), recipe.data.inputs
-    for function in reward.functions:
-        check_reward_needs(
-            function,
-            prompts,
-            is_local=reward.spawn,
-            makes_video=family.is_video,
-            provided_inputs=inputs,
-            accepted_inputs=family.input_specs,
-        )
-    if reward.endpoint is not None:
-        RewardClient(reward.endpoint, reward, run="check", client="check").close()
 
 
 def limit_service_wait(recipe: Recipe) -> Recipe:
@@ -88,51 +64,6 @@ def limit_service_wait(recipe: Recipe) -> Recipe:
         return recipe
     reward = reward.model_copy(update={"start_timeout_s": min(SERVICE_WAIT_S, reward.start_timeout_s)})
     return recipe.model_copy(update={"reward": reward})
-
-
-def check_reward_needs(
-    function: RewardFunction,
-    prompts: Sequence[Prompt],
-    *,
-    is_local: bool,
-    makes_video: bool,
-    provided_inputs: Sequence[str] = (),
-    accepted_inputs: Container[str] = (),
-) -> None:
-    """Raise RecipeError if a reward needs a media type, input or metadata that the run does not provide.
-
-    is_local: whether this run starts the reward service. For a remote service, only built-in rewards are checked.
-    provided_inputs: names in data.inputs.
-    accepted_inputs: names of the inputs that the model accepts.
-    Raises RewardError if a local reward has an invalid name, option or batch size.
-    """
-    from wfm_reward import registry as rewards
-
-    if not is_local and function.name.partition("/")[0] not in rewards.list_reward_names():
-        return
-    reward = rewards.get_reward_class(function.name)
-    if not makes_video and "image" not in reward.media_types:
-        raise RecipeError(
-            f"reward {function.name} scores videos, but the model generates images: choose another reward or model"
-        )
-    for key in reward.required_inputs:
-        if key in provided_inputs:
-            continue
-        if key in accepted_inputs:
-            raise RecipeError(f"reward {function.name} needs {key}: add it to data.inputs, or choose another reward")
-        raise RecipeError(
-            f"reward {function.name} needs the input {key}, which this model does not accept: choose another "
-            "reward, or a model that accepts it (docs/inputs.md)"
-        )
-    for key in reward.required_metadata:
-        missing = [p.id for p in prompts if key not in p.metadata]
-        if missing:
-            raise RecipeError(
-                f"reward {function.name} needs the metadata key {key!r}, missing in {len(missing)} of {len(prompts)} "
-                f"prompts, e.g. {missing[0]}: add it to the prompt file or choose another reward"
-            )
-    if is_local:
-        rewards.check_reward(function.name, function.device, function.options, function.max_batch)
 
 
 def check_and_load_data(recipe: Recipe, world_size: int) -> TrainingData:
@@ -161,7 +92,7 @@ def check_and_load_data(recipe: Recipe, world_size: int) -> TrainingData:
         check_workers(recipe)
     if recipe.all_reward_settings is not None:
         check_references(recipe)
-        check_rewards(recipe, list({p.id: p for p in [*data.prompts, *data.validation_prompts]}.values()))
+        check_rewards(recipe, data)
     return data
 
 
@@ -319,7 +250,7 @@ def check_diffusion_run(recipe: Recipe, world_size: int, *, overwrite: bool = Fa
     recipe = pin_commit(recipe, overwrite=overwrite)
     start = find_run_start(recipe, world_size, overwrite=overwrite)
     data = check_and_load_data(limit_service_wait(recipe), world_size)
-    check_video_files(recipe.data)
+    check_video_files(lerobot_sources(recipe))
     model = load_model(recipe, torch.device("cpu"))
     kernel = choose_attention(recipe, model, select_device(None))
     samples = data.samples

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,25 +13,17 @@ import numpy.typing as npt
 import torch
 
 from wfm_ds.chunks import split_into_chunks
-from wfm_ds.data.clip_layout import ClipLayout
 from wfm_ds.distributed.progress import show_wait
 from wfm_ds.evaluation.clip_curves import average_clips
 from wfm_ds.evaluation.recordings import Recordings
 from wfm_ds.evaluation.results import scores_by_reward, total_rewards
-from wfm_ds.models.clips import GeneratedClips, generate_clips, reconstruct_clip
+from wfm_ds.models.clips import generate_clips
 from wfm_ds.monitoring.run_data import ALARM_PREFIX
 from wfm_ds.monitoring.samples import GeneratedSample, write_samples
-from wfm_ds.rollout.rewards import (
-    NOT_FINITE,
-    RewardClient,
-    Scores,
-    decode_in_replica,
-    decode_on_all_ranks,
-    gather_scores,
-    submit_finite_samples,
-)
+from wfm_ds.rollout.rewards import RewardClient, Scores, decode_in_replica, decode_on_all_ranks, gather_scores
 from wfm_ds.runs.job import Job
 from wfm_ds.sampling.denoise import SamplingPlan
+from wfm_ds.training.clip_scoring import ClipScoring, GeneratedClip, clip_id, merge_scores
 from wfm_ds.training.reward_alarm import RewardAlarm
 from wfm_ds.training.validation_frames import ValidationSamples
 from wfm_ds.training.validation_metrics import clip_metrics, correlation_metrics, order_by_prompt, reward_metrics
@@ -176,19 +167,13 @@ class Validator:
         shard = range(world.dp_rank * shard_size, (world.dp_rank + 1) * shard_size)
         num_shown = min(job.recipe.logging.num_samples, len(items))
         decode = decode_in_replica if self.num_clips == 1 else decode_on_all_ranks
+        scoring = ClipScoring(sampler=job.sampler, layout=layout, scorers=scorers, recordings=recordings)
         shown: list[npt.NDArray[np.uint8]] = []
         for part in split_into_chunks(shard, job.recipe.engine.max_forward_batch):
             chosen = [items[k % len(items)] for k in part]
             prompts, seeds = [prompt for prompt, _ in chosen], [seed for _, seed in chosen]
             frames = None if self.samples.frames is None else self.samples.frames.load_frames(prompts)
-            scoring = ClipScoring(
-                job=job,
-                layout=layout,
-                sample_ids=[f"{id_prefix}/{k}" for k in part],
-                scorers=scorers,
-                recordings=recordings,
-                recorded=self._load_recordings(prompts, scorers, recordings),
-            )
+            recorded = self._load_recordings(prompts, scoring)
             clips = generate_clips(
                 *(job.sampler, "validation", prompts, seeds, plan, layout, self.num_clips, frames),
                 decode=lambda latents: decode(job, latents),
@@ -197,8 +182,18 @@ class Validator:
             for clip, generated in enumerate(clips):
                 # Repeat items, so that all replicas run the same forward passes. Scores of repeated items are not read.
                 if world.is_leader:
-                    failed = scoring.submit(clip, generated)
-                    self._failed_scores = merge_scores(self._failed_scores, failed)
+                    made = [
+                        GeneratedClip(
+                            sample_id=f"{id_prefix}/{k}",
+                            clip=clip,
+                            prompt=generated.prompts[i],
+                            pixels=generated.pixels[i],
+                            is_finite=generated.is_finite[i],
+                            recorded=recorded[i],
+                        )
+                        for i, k in enumerate(part)
+                    ]
+                    self._failed_scores = merge_scores(self._failed_scores, scoring.submit(made))
                 videos.append(generated.pixels)
             shown += list(layout.join(videos)[: min(num_shown, shard_size) - len(shown)])
         if num_shown <= shard_size or not world.is_leader:  # rank 0 has all of them; other ranks' results are unused
@@ -206,13 +201,12 @@ class Validator:
         return [item for part in world.gather_leader_arrays(np.stack(shown)) for item in part][:num_shown]
 
     def _load_recordings(
-        self, prompts: Sequence[Prompt], scorers: Sequence[RewardClient], recordings: Recordings | None
-    ) -> list[npt.NDArray[np.uint8] | str]:
-        """Return the recordings of the prompts on replica leaders, if a measure or reward needs them, or else []."""
-        known = recordings or self.samples.recordings
-        is_needed = recordings is not None or any(client.needs_reference for client in scorers)
-        if known is None or not is_needed or not self.job.world.is_leader:
-            return []
+        self, prompts: Sequence[Prompt], scoring: ClipScoring
+    ) -> Sequence[npt.NDArray[np.uint8] | str | None]:
+        """Return the recordings of the prompts on replica leaders, if a measure or reward needs them, or else None."""
+        known = self.samples.recordings
+        if known is None or not scoring.needs_recordings or not self.job.world.is_leader:
+            return [None] * len(prompts)
         return [known.load(prompt.id) for prompt in prompts]
 
     def collect_scores(self) -> Scores:
@@ -279,46 +273,6 @@ class Validator:
         self.job.monitor.log_samples(step * self.job.run_sizes.updates_per_step, "samples", samples)
 
 
-def clip_id(sample_id: str, clip: int) -> str:
-    """Return the id under which a clip of a sample is scored. The first clip has the id of the sample."""
-    return sample_id if clip == 0 else f"{sample_id}/clip_{clip + 1}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClipScoring:
-    """Submits the clips of B samples for scoring and compares them with recordings. Used on replica leaders."""
-
-    job: Job
-    layout: ClipLayout
-    sample_ids: Sequence[str]
-    scorers: Sequence[RewardClient]
-    recordings: Recordings | None  # computes the similarity of the clips to `recorded`
-    recorded: Sequence[npt.NDArray[np.uint8] | str]  # from Recordings.load, one per sample; empty if not needed
-
-    def submit(self, clip: int, generated: GeneratedClips) -> Scores:
-        """Submit one clip of all samples. Returns the scores that do not come from reward clients."""
-        fps = self.job.recipe.sampling.fps if self.job.model.is_video else None
-        ids = [clip_id(sample_id, clip) for sample_id in self.sample_ids]
-        references = [self._reference(recorded, clip) for recorded in self.recorded]
-        scores: Scores = {}
-        for client in self.scorers:
-            failed = submit_finite_samples(
-                client, generated.pixels, generated.is_finite, ids, generated.prompts, fps, references
-            )
-            scores = merge_scores(scores, failed)
-        if self.recordings is not None:
-            for i, finite in enumerate(generated.is_finite):
-                recorded = self.recorded[i] if finite else NOT_FINITE
-                similarity = self.recordings.score_clip(ids[i], generated.pixels[i], clip, recorded)
-                scores = merge_scores(scores, {ids[i]: similarity})
-        return scores
-
-    def _reference(self, recorded: npt.NDArray[np.uint8] | str, clip: int) -> npt.NDArray[np.uint8] | None:
-        if isinstance(recorded, str) or not any(client.needs_reference for client in self.scorers):
-            return None
-        return reconstruct_clip(self.job.sampler, recorded, self.layout, clip)
-
-
 def partial_scores(scores: Mapping[str, Score]) -> dict[str, float]:
     """Return {`reward/part`: value} for the partial scores of one sample."""
     return {f"{name}/{part}": value for name, score in scores.items() for part, value in score.parts.items()}
@@ -327,8 +281,3 @@ def partial_scores(scores: Mapping[str, Score]) -> dict[str, float]:
 def is_due(step: int, every: int) -> bool:
     """Return whether an action that runs every `every` steps is due after this step. `every` = 0 means never."""
     return every > 0 and step % every == 0
-
-
-def merge_scores(first: Scores, second: Scores) -> Scores:
-    """Merge two dicts {sample: {reward name: score}}. The two dicts may contain different rewards of a sample."""
-    return {sample: {**first.get(sample, {}), **second.get(sample, {})} for sample in {**first, **second}}

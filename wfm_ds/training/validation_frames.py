@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -15,7 +16,7 @@ from wfm_ds.data.datasets import TrainingData, build_buckets, find_usable_sample
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import Framing, draw_centre
-from wfm_ds.data.samples import Media, Sample
+from wfm_ds.data.samples import IMAGE_SUFFIXES, Media, Sample
 from wfm_ds.evaluation.recordings import Recordings
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.clips import choose_clip_layout
@@ -32,40 +33,42 @@ class ValidationFrames:
     The frames of a prompt are encoded at first use and kept in host memory.
     """
 
-    def __init__(self, job: Job, samples: Sequence[Sample], framing: Framing) -> None:
-        """samples: data samples of the validation prompts. The caller has checked that they can be read."""
-        self.job, self.framing = job, framing
+    def __init__(
+        self, sampler: Sampler, samples: Sequence[Sample], counts: Mapping[str, int], encode: Callable[[Media], Tensor]
+    ) -> None:
+        """samples: data samples of the validation prompts. The caller has checked that they can be read.
+
+        counts: {prompt id: number of conditioning latent frames}. encode: function that returns clean latents.
+        """
+        self.sampler, self.counts, self.encode = sampler, counts, encode
         self.media = {sample.prompt.id: sample.media for sample in samples}
-        self.frame_counts = count_conditioning_frames(job.recipe, samples)
         self._latents: dict[str, Tensor] = {}  # on the host, by prompt id
 
     def load_frames(self, prompts: Sequence[Prompt]) -> ConditioningFrames:
-        """Return the conditioning frames of these prompts on the device. Collective in the replica."""
-        latents = torch.stack([self._prompt_latents(prompt.id) for prompt in prompts]).to(self.job.world.device)
-        return ConditioningFrames(latents, torch.tensor([self.frame_counts[prompt.id] for prompt in prompts]))
+        """Return the conditioning frames of these prompts on the device. Collective if `encode` is."""
+        latents = torch.stack([self._prompt_latents(prompt.id) for prompt in prompts]).to(self.sampler.model.device)
+        return ConditioningFrames(latents, torch.tensor([self.counts[prompt.id] for prompt in prompts]))
 
     def _prompt_latents(self, prompt_id: str) -> Tensor:
-        """Return a prompt's latents [C,T,h,w] as float32 on the CPU. Collective in the replica.
+        """Return a prompt's latents [C,T,h,w] as float32 on the CPU.
 
         T is the number of latent frames of a whole video. Shorter latents are padded.
         """
         if prompt_id not in self._latents:
-            world = self.job.world
-            latents = load_media_latents(self.job, self.media[prompt_id], self.framing) if world.is_leader else None
-            self._latents[prompt_id] = pad_num_frames(
-                world.broadcast_tensor_in_replica(latents).cpu(), self.job.sampler.latent_shape[1]
-            )
+            latents = self.encode(self.media[prompt_id]).cpu()
+            self._latents[prompt_id] = pad_num_frames(latents, self.sampler.latent_shape[1])
         return self._latents[prompt_id]
 
 
-def count_conditioning_frames(recipe: Recipe, samples: Sequence[Sample]) -> dict[str, int]:
+def count_conditioning_frames(recipe: Recipe, samples: Sequence[Sample], *, has_recordings: bool) -> dict[str, int]:
     """Return {prompt id: number of conditioning latent frames}.
 
     If the recipe allows several numbers, successive samples use them in turn, from the largest to the smallest. With
-    several clips (validation.clips), all samples use the largest.
+    several clips (validation.clips), all samples use the largest. Samples that are compared with recordings have at
+    least one, because a sample without conditioning frames does not continue the recording.
     """
     low, high = recipe.algorithm.conditioning_frame_range
-    low = low if recipe.validation.clips == 1 else high
+    low = max(low, int(has_recordings)) if recipe.validation.clips == 1 else high
     return {sample.prompt.id: high - k % (high - low + 1) for k, sample in enumerate(samples)}
 
 
@@ -76,30 +79,45 @@ class ValidationSamples:
     prompts: Sequence[Prompt]  # with the inputs (actions, cameras) of all clips
     frames: ValidationFrames | None = None  # None: the run does not use them, or validation.prompts is set
     layout: ClipLayout
-    recordings: Recordings | None = None  # None: the prompts are texts, or the data are images
+    recordings: Recordings | None = None  # None: nothing is compared with them, or the data are texts or images
 
 
-def load_validation_samples(job: Job, data: TrainingData) -> ValidationSamples:
-    """Return the validation prompts with their inputs, conditioning frames and recordings. Collective."""
+def load_validation_samples(job: Job, data: TrainingData, *, needs_recordings: bool) -> ValidationSamples:
+    """Return the validation prompts with their inputs, conditioning frames and recordings. Collective.
+
+    needs_recordings: whether a reward compares samples with recordings. With several clips, recordings are always kept.
+    """
     recipe, num_clips = job.recipe, job.recipe.validation.clips
     layout = validation_layout(recipe, job.sampler)
     uses_frames = recipe.algorithm.conditioning_frame_range[1] > 0
     if recipe.validation.prompts is not None or not (uses_frames or recipe.data.inputs):
         return ValidationSamples(prompts=data.validation_prompts, layout=layout)
-    framing = validation_framing(recipe, job.model, layout)
+    needs_recordings = needs_recordings or num_clips > 1
+    framing = validation_framing(recipe, job.model, layout, covers_samples=needs_recordings)
     samples = list_validation_samples(data)
 
     def choose_samples() -> list[Sample]:
         return choose_validation_samples(recipe, job.model, data, framing, layout)
 
     chosen = choose_on_leader(job.world, samples, choose_samples)
+    recordings = None
+    if uses_frames and needs_recordings:
+        recordings = Recordings.from_samples(chosen, framing, layout, num_clips)
+    counts = count_conditioning_frames(recipe, chosen, has_recordings=recordings is not None)
+    encode = functools.partial(encode_in_replica, job, framing)
     pins = job.model.clean_frame_range(recipe.algorithm.conditioning_frame_range)[1] > 0
     return ValidationSamples(
         prompts=[sample.prompt for sample in chosen],
-        frames=ValidationFrames(job, chosen, framing) if pins else None,
+        frames=ValidationFrames(job.sampler, chosen, counts, encode) if pins else None,
         layout=layout,
-        recordings=Recordings.from_samples(chosen, framing, layout, num_clips) if uses_frames else None,
+        recordings=recordings,
     )
+
+
+def has_recorded_videos(recipe: Recipe, data: TrainingData) -> bool:
+    """Return whether validation samples continue recorded videos."""
+    continues = recipe.algorithm.conditioning_frame_range[1] > 0 and recipe.validation.prompts is None
+    return continues and any(sample.media.suffix not in IMAGE_SUFFIXES for sample in list_validation_samples(data))
 
 
 def validation_layout(recipe: Recipe, sampler: Sampler) -> ClipLayout:
@@ -113,14 +131,16 @@ def validation_layout(recipe: Recipe, sampler: Sampler) -> ClipLayout:
     return choose_clip_layout(sampler.model, recipe.sampling, num_latents)
 
 
-def validation_framing(recipe: Recipe, model: DiffusionModel, layout: ClipLayout) -> Framing:
+def validation_framing(recipe: Recipe, model: DiffusionModel, layout: ClipLayout, *, covers_samples: bool) -> Framing:
     """Return the framing of validation samples. They have one size, even if training uses several.
 
-    With several clips, the framing covers all of them, so that shorter videos are skipped.
+    covers_samples: whether the clip of the data covers all frames of a sample, although fewer of them may be decoded.
+    The conditioning frames are then the first frames of the recording, and shorter videos are skipped.
     """
-    size, num_clips = recipe.sampling, recipe.validation.clips
+    size, num_frames = recipe.sampling, layout.total_frames(recipe.validation.clips)
     framing = replace(build_buckets(recipe, model).framings[0], height=size.height, width=size.width)
-    return framing if num_clips == 1 else replace(framing, span=layout.total_frames(num_clips))
+    is_short = covers_samples and framing.num_frames < num_frames
+    return replace(framing, span=num_frames) if is_short else framing
 
 
 def list_validation_samples(data: TrainingData) -> list[Sample]:
@@ -146,6 +166,12 @@ def choose_validation_samples(
     )
 
 
+def encode_in_replica(job: Job, framing: Framing, media: Media) -> Tensor:
+    """Return the clean latents of an image or video on all ranks of the replica. Collective in the replica."""
+    latents = load_media_latents(job, media, framing) if job.world.is_leader else None
+    return job.world.broadcast_tensor_in_replica(latents)
+
+
 def load_media_latents(job: Job, media: Media, framing: Framing) -> Tensor:
     """Return the clean latents of an image or video. They are read from the cache or encoded from the file.
 
@@ -155,12 +181,12 @@ def load_media_latents(job: Job, media: Media, framing: Framing) -> Tensor:
     cache = job.latent_cache
     latents = None if cache is None else cache.read(media, framing)
     if latents is None:
-        latents = encode_media(job.model, media, framing)
+        latents = encode_media(job.model, framing, media)
         if cache is not None:
             cache.write(media, framing, latents)
     return latents.to(job.world.device)
 
 
-def encode_media(model: DiffusionModel, media: Media, framing: Framing) -> Tensor:
+def encode_media(model: DiffusionModel, framing: Framing, media: Media) -> Tensor:
     """Return the clean latents of the centre crop of an image or video. Raises BadMedia."""
     return model.encode_uint8([load_media(media, framing, draw_centre)])[0]

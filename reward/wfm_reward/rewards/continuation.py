@@ -12,6 +12,7 @@ from wfm_reward.rewards._weights import load_pretrained
 from wfm_reward.similarity import MAX_PSNR_DB, psnr, ssim
 
 FULL_SCORE_DB = 40.0  # PSNR of a video that the eye cannot tell from the recording
+LPIPS_BATCH = 8  # frames
 
 
 class Continuation(ItemReward):
@@ -82,5 +83,9 @@ class Continuation(ItemReward):
         def to_tensor(images: npt.NDArray[np.uint8]) -> torch.Tensor:
             return torch.from_numpy(images).permute(0, 3, 1, 2).to(self.device).float() / 127.5 - 1
 
+        total = 0.0
         with torch.inference_mode():
-            return float(self._lpips(to_tensor(frames), to_tensor(reference)).mean())
+            for start in range(0, len(frames), LPIPS_BATCH):  # the features of a whole clip would need much memory
+                part = slice(start, start + LPIPS_BATCH)
+                total += float(self._lpips(to_tensor(frames[part]), to_tensor(reference[part])).sum())
+        return total / len(frames)

@@ -27,6 +27,7 @@ from wfm_ds.runs.output_folder import find_run_start
 from wfm_ds.runs.storage_copies import require_writable_storage
 from wfm_ds.storage.filesystem import ACCESS_KEY, ENDPOINT, REGION, SECRET_KEY, existing_parent
 from wfm_ds.training import language_builder, preflight
+from wfm_ds.training.reward_checks import check_rewards
 
 STORAGE_ADVICE = (
     f"create the bucket, and set {ACCESS_KEY}, {SECRET_KEY}, {ENDPOINT} and {REGION}, or AWS's own variables, to "
@@ -93,9 +94,7 @@ def data_summary(recipe: Recipe) -> str:
 
 
 def reward_summary(recipe: Recipe) -> str:
-    data = load_data(recipe)
-    prompts = list({p.id: p for p in [*data.prompts, *data.validation_prompts]}.values())
-    preflight.check_rewards(preflight.limit_service_wait(recipe), prompts)
+    check_rewards(preflight.limit_service_wait(recipe), load_data(recipe))
     preflight.check_spawned_rewards(recipe)
     functions = recipe.all_reward_settings.functions if recipe.all_reward_settings is not None else []
     return f"{', '.join(function.name for function in functions)}: ready"

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -309,7 +310,9 @@ def gather_recordings(job: Job, groups: Sequence[Group]) -> list[Group]:
     complete: list[Group] = []
     for g, group in enumerate(groups):
         owner = g * job.recipe.rl.rollout.group_size // job.run_sizes.samples_per_rank
-        frames = recording if group.recording is None else group.recording
+        frames = group.recording
+        if frames is None:
+            frames = np.empty((1 + bool(group.history_seeds), *recording.shape[1:]), np.uint8)
         if owner and world.dp_rank in (0, owner):
             frames = world.transfer_tensor(torch.from_numpy(frames), owner, 0).numpy()
         complete.append(dataclasses.replace(group, recording=frames))

@@ -23,7 +23,7 @@ from wfm_ds.rollout.remote.packing import ChunkTask
 from wfm_ds.rollout.remote.publisher import PolicyManifest
 from wfm_ds.rollout.remote.weights import PolicyWeights
 from wfm_ds.sampling.denoise import Trajectory
-from wfm_ds.transport.worker import ReportProgress
+from wfm_ds.transport.worker import ReportProgress, TaskFailed
 
 if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
@@ -77,14 +77,18 @@ class ChunkGenerator:
         """Denoise and decode a task's samples as one batch. Thread-safe.
 
         progress: function that is called with the number of completed forward passes.
+        Raises TaskFailed for a history or a recording if this worker has no layout.
         """
+        group = task.samples[0].group
+        if self.walker is None and (group.history_seeds or group.recording is not None):
+            raise TaskFailed("the task has a history or a recording, but this worker's recipe has none", fatal=True)
         with self._lock:
             self._progress = progress
             self._forward.reset_counts()
             publication = self.weights.load_publication(manifest)
             if self._on_chunk_start is not None:
                 self._on_chunk_start()
-            samples, group, plan = task.samples, task.samples[0].group, self.algorithm.plan(task.step)
+            samples, plan = task.samples, self.algorithm.plan(task.step)
             if group.data is not None:
                 group = replace(group, data=group.data.to(self.sampler.model.device))
             if self.walker is not None:

@@ -35,6 +35,7 @@ def compute_identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
         plain["model.attention and engine.compile"] = [current_kernel(model.unwrapped_denoiser), recipe.engine.compile]
     plain["rollout.base_precision"] = recipe.rollout_precision
     plain["rollout.merge_lora"] = recipe.rl.rollout.merge_lora
+    plain["rollout.history"] = recipe.rl.rollout.history.clips > 0
     plain["run.seed"] = recipe.run.seed
     plain["classes of your own"] = hash_user_classes(recipe)
     plain["reward.functions"] = [f.name for f in recipe.rl.reward.functions]

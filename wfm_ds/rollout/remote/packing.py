@@ -73,7 +73,7 @@ class ChunkTask:
         if input_rows and input_rows[-1].get("recording"):
             input_rows.pop()
             *arrays, recording = arrays
-            if recording.ndim != 4 or recording.dtype != np.uint8:
+            if recording.ndim != 5 or recording.dtype != np.uint8:
                 raise ValueError(f"invalid recording: {list(recording.shape)} {recording.dtype}")
         inputs = {str(input_row["input"]): array for input_row, array in zip(input_rows, arrays[1:], strict=True)}
         if any(array.dtype != np.float32 for array in inputs.values()):

@@ -231,7 +231,8 @@ def build_generator(
         weights,
         recipe.joint_guidance_batches,
         on_chunk_start,
-        choose_history_layout(recipe, model),
+        # Only the trainer imports the classes of rewards: a task has a recording if one of them needs it.
+        choose_history_layout(recipe, model, keeps_recordings=recipe.algorithm.conditioning_frame_range[0] > 0),
     )
 
 

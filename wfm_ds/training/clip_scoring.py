@@ -1,0 +1,88 @@
+"""Scores of generated clips: from reward clients, and the similarity to recordings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from wfm_ds.data.clip_layout import ClipLayout
+from wfm_ds.evaluation.recordings import Recordings
+from wfm_ds.models.clips import reconstruct_clip
+from wfm_ds.models.sampler import Sampler
+from wfm_ds.rollout.rewards import NOT_FINITE, RewardClient, Scores, submit_finite_samples
+from wfm_ds.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedClip:
+    """One clip of a sample, to be scored."""
+
+    sample_id: str
+    clip: int
+    prompt: Prompt  # with the inputs of this clip
+    pixels: npt.NDArray[np.uint8]  # [F,H,W,3], or an image [H,W,3]
+    is_finite: bool
+    recorded: npt.NDArray[np.uint8] | str | None = None  # from Recordings.load; None: not needed
+
+    @property
+    def id(self) -> str:
+        return clip_id(self.sample_id, self.clip)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipScoring:
+    """Submits clips to reward clients and compares them with recordings."""
+
+    sampler: Sampler
+    layout: ClipLayout
+    scorers: Sequence[RewardClient]
+    recordings: Recordings | None = None  # computes the similarity of clips to their recording; None: not measured
+
+    @property
+    def needs_recordings(self) -> bool:
+        return self.recordings is not None or any(client.needs_reference for client in self.scorers)
+
+    def submit(self, clips: Sequence[GeneratedClip]) -> Scores:
+        """Submit clips for scoring. Returns the scores that do not come from reward clients."""
+        fps = self.sampler.settings.fps if self.sampler.model.is_video else None
+        references = [self._load_reference(clip) for clip in clips]
+        scores: Scores = {}
+        for client in self.scorers:
+            failed = submit_finite_samples(
+                client,
+                np.stack([clip.pixels for clip in clips]),
+                [clip.is_finite for clip in clips],
+                [clip.id for clip in clips],
+                [clip.prompt for clip in clips],
+                fps,
+                references,
+            )
+            scores = merge_scores(scores, failed)
+        for clip in clips if self.recordings is not None else ():
+            assert self.recordings is not None
+            assert clip.recorded is not None, "needs_recordings is set"
+            recorded = clip.recorded if clip.is_finite else NOT_FINITE
+            similarity = self.recordings.score_clip(clip.id, clip.pixels, clip.clip, recorded)
+            scores = merge_scores(scores, {clip.id: similarity})
+        return scores
+
+    def _load_reference(self, clip: GeneratedClip) -> npt.NDArray[np.uint8] | str | None:
+        """Return the frames that the clip should show, or the reason why they cannot be read."""
+        if clip.recorded is None or isinstance(clip.recorded, str):
+            return clip.recorded
+        if not any(client.needs_reference for client in self.scorers):
+            return None
+        return reconstruct_clip(self.sampler, clip.recorded, self.layout, clip.clip)
+
+
+def clip_id(sample_id: str, clip: int) -> str:
+    """Return the id under which a clip of a sample is scored. The first clip has the id of the sample."""
+    return sample_id if clip == 0 else f"{sample_id}/clip_{clip + 1}"
+
+
+def merge_scores(first: Scores, second: Scores) -> Scores:
+    """Merge two dicts {sample: {reward name: score}}. The two dicts may contain different rewards of a sample."""
+    return {sample: {**first.get(sample, {}), **second.get(sample, {})} for sample in {**first, **second}}
