@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -119,19 +120,18 @@ def test_decode_errors_name_the_episode_and_the_file(copy):
         load_clip(scan(copy).samples[2], size=(32 * 250, 48))
 
 
-def test_features_are_read_once_by_each_thread(sets, monkeypatch):
-    from concurrent.futures import ThreadPoolExecutor
-
-    first, second = (sample.episode.source for sample in scan(sets / "v2.1").samples[:2])
+def test_threads_do_not_replace_the_columns_of_each_other(sets, monkeypatch):
+    episodes = [sample.episode.source for sample in scan(sets / "v2.1").samples]
+    columns = [(rows, name) for rows in episodes[:4] for name in (STATE, ACTION, "timestamp", "index")]
+    assert len(columns) == 2 * episode_rows.NUM_CACHED_COLUMNS
     num_opened, open_stream = [], episode_rows.open_stream
     monkeypatch.setattr(episode_rows, "open_stream", lambda file: num_opened.append(file) or open_stream(file))
     with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        monkeypatch.setattr(episode_rows, "NUM_CACHED_COLUMNS", 1)  # read by new threads
-        for thread, rows in ((one, first), (other, second)):
-            thread.submit(rows.__getitem__, ACTION).result()
-        num_opened.clear()
-        for thread, rows in ((one, first), (other, second)):
-            thread.submit(rows.__getitem__, ACTION).result()
+        for _ in range(2):
+            num_opened.clear()
+            for thread, part in ((one, columns[::2]), (other, columns[1::2])):
+                for rows, name in part:
+                    thread.submit(rows.__getitem__, name).result()
     assert num_opened == []
 
 
