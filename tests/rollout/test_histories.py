@@ -133,7 +133,7 @@ def test_a_group_with_a_broken_history_starts_at_the_data(tiny_pipelines):
         begin = layout.first_frame(start.clip)
         actions = groups[g].prompt.inputs["actions"][begin : begin + 8]
         np.testing.assert_array_equal(start.prompt.inputs["actions"], actions)
-        recording = walker.layout.cut_recording(groups[g], recordings[g])
+        recording = walker.layout.slice_recording(groups[g], recordings[g])
         assert len(recording) == 2  # clips 0 and 2
         reference = walker.add_reference(replace(start, recording=recording)).reference
         encoded = sampler.model.encode_uint8([recordings[g][begin : begin + 9]])

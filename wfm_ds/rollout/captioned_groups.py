@@ -79,7 +79,7 @@ class CaptionedGroups:
         if self.layout is not None and self.layout.keeps_recordings:
             for g, sample in local.items():
                 if sample.pixels is not None:  # on the leader
-                    groups[g] = replace(groups[g], recording=self.layout.cut_recording(groups[g], sample.pixels))
+                    groups[g] = replace(groups[g], recording=self.layout.slice_recording(groups[g], sample.pixels))
         return groups
 
     def _draw_num_frames(self, step: int, group: int) -> int:

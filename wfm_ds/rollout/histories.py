@@ -61,7 +61,7 @@ class HistoryLayout:
         """Return the group with the inputs of one clip. `group.prompt` has the inputs of all clips."""
         return replace(group, prompt=self.group_layout(group).slice_prompt(group.prompt, clip), clip=clip)
 
-    def cut_recording(self, group: Group, frames: Images) -> Images:
+    def slice_recording(self, group: Group, frames: Images) -> Images:
         """Return the recorded clips that the samples of a group may continue, [n,F,H,W,3].
 
         They are clip 0 and, if the group has a history, the clip after it. frames: the recording of all clips.
