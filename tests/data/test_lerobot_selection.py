@@ -14,7 +14,7 @@ from wfm_ds.cli.main import main
 from wfm_ds.data import episode_rows, lerobot
 from wfm_ds.data.action_data import load_action_data
 from wfm_ds.data.action_statistics import load_statistics
-from wfm_ds.data.datasets import held_out_source, lerobot_sources, load_data
+from wfm_ds.data.datasets import choose_held_out_source, lerobot_sources, load_data
 from wfm_ds.data.episode_rows import EpisodeRows
 from wfm_ds.data.media import load_media
 from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
@@ -183,9 +183,9 @@ def test_revisions_belong_to_a_data_set(tmp_path):
     recipe = run_recipe(mixture(tmp_path, {"path": "owner/name", "options": {"revision": "abc"}}))
     assert [data.options for data, _ in lerobot_sources(recipe)] == [{"revision": "abc"}]
     alone = {"kind": "lerobot", "path": "owner/name", "options": {"revision": "abc"}, "episodes": ":5"}
-    data, paths = held_out_source(run_recipe(alone, path="owner/other"))
+    data, paths = choose_held_out_source(run_recipe(alone, path="owner/other"))
     assert (paths, data.options, data.episodes) == (["owner/other"], {}, None)
-    data, paths = held_out_source(run_recipe(alone, episodes="-5:"))
+    data, paths = choose_held_out_source(run_recipe(alone, episodes="-5:"))
     assert (paths, data.options, data.episodes) == (["owner/name"], {"revision": "abc"}, "-5:")
     with pytest.raises(ValidationError, match="options is only for kind hf, lerobot"):
         run_recipe(mixture(tmp_path, {"path": "a", "kind": "folder", "options": {"revision": "abc"}}))

@@ -140,11 +140,11 @@ def split_samples(dataset: SampleSet, recipe: Recipe) -> tuple[list[Sample], lis
 
 def scan_held_out(recipe: Recipe) -> list[Sample] | None:
     """Return the samples of validation.path or validation.episodes. Returns None if neither is set."""
-    source = held_out_source(recipe)
+    source = choose_held_out_source(recipe)
     return None if source is None else scan_paths(*source, pairs=recipe.algorithm.takes_pairs).samples
 
 
-def held_out_source(recipe: Recipe) -> tuple[DataRecipe, list[str]] | None:
+def choose_held_out_source(recipe: Recipe) -> tuple[DataRecipe, list[str]] | None:
     """Return (recipe, paths) of validation.path or validation.episodes. Returns None if neither is set.
 
     data.options.revision does not apply to validation.path. For a mixture, validation.path is a folder or has LeRobot
@@ -171,7 +171,7 @@ def lerobot_sources(recipe: Recipe) -> list[tuple[DataRecipe, str]]:
     """Return recipe and path of each LeRobot dataset of the training and validation data."""
     parts = [part for part, _ in recipe.data.set_recipes().values()] or [recipe.data]
     sources = [(part, part.shard_patterns) for part in parts]
-    if (held_out := held_out_source(recipe)) is not None:
+    if (held_out := choose_held_out_source(recipe)) is not None:
         sources.append(held_out)
     return [(data, paths[0]) for data, paths in sources if data.kind == "lerobot"]
 

@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 
 from wfm_ds.data.captioned_folder import require_media_folder
-from wfm_ds.data.datasets import held_out_source
+from wfm_ds.data.datasets import choose_held_out_source
 from wfm_ds.data.folder_layout import detect_layout
 from wfm_ds.data.lerobot_info import find_roots
 from wfm_ds.data.prompts import load_prompt_file, load_prompts
@@ -69,7 +69,7 @@ def require_data(recipe: Recipe) -> None:
         require_data_paths(part, part.shard_patterns)
     if data.streaming and validation.path is not None:  # a plain folder then
         detect_layout(Path(validation.path))
-    elif (source := held_out_source(recipe)) is not None:
+    elif (source := choose_held_out_source(recipe)) is not None:
         require_data_paths(*source)
     if validation.prompts is not None:
         load_prompt_file(validation.prompts)
