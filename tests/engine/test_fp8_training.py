@@ -174,7 +174,7 @@ def test_everything_of_a_denoiser_trains_with_recomputed_blocks_too(library):
 
 
 def test_a_cpu_and_a_package_that_cannot_be_imported_are_refused(monkeypatch):
-    with pytest.raises(RecipeError, match=r"transformer_engine needs a GPU, but the device is cpu: torchao's products"):
+    with pytest.raises(RecipeError, match=r"transformer_engine needs a GPU, but the device is cpu: use torchao"):
         te_layer_factory(KEY, CPU)
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(RecipeError, match=r"the package transformer_engine cannot be imported: "):
