@@ -125,6 +125,7 @@ def test_names_are_words_with_commas():
         ("{empty} --rewards color", "{empty} is not a pipeline (no model_index.json), an export or a run"),
         ("{run} --judges color", "--held-out: color was used for training, so it is not held out"),
         ("{run}/safetensors/step_2 --seeds 0", "argument --seeds: '0' is not a positive integer"),
+        ("{run}/safetensors/step_2 --seeds 1" + 30 * "0", "argument --seeds: '1" + 30 * "0" + "' is too large"),
         ("{lone} --rewards color", "{lone} is a LoRA without a run: put its base model first"),
         ("{untrained} --rewards color", "{untrained} has no export"),
         ("nowhere --rewards color", "nowhere does not exist"),

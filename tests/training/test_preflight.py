@@ -15,10 +15,12 @@ from wfm_ds.data import datasets
 from wfm_ds.data.buckets import Buckets
 from wfm_ds.data.datasets import find_usable_samples, load_data
 from wfm_ds.data.pixels import Framing
+from wfm_ds.engine.adapter_layers import check_lora_layers
 from wfm_ds.errors import DataError, ModelError, RecipeError, RewardError, UserError
 from wfm_ds.models import registry
 from wfm_ds.models.assets.few_steps import read_few_steps
 from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.sections import LoraRecipe
 from wfm_ds.runs.model_loading import load_model
 from wfm_ds.training import preflight
 from wfm_ds.training.preflight import check_and_load_data, check_run
@@ -530,3 +532,8 @@ def test_a_prompt_without_a_teacher_is_refused(load, root):
 def test_a_probably_unintended_recipe_causes_a_warning(ddrl, caplog):
     check_and_load_data(ddrl("algorithm.data_beta=0"), 1)
     assert "is not regularized by data" in caplog.text
+
+
+def test_a_network_that_cannot_have_adapters_is_refused():
+    with pytest.raises(RecipeError, match="Linear has no method add_adapter"):
+        check_lora_layers(torch.nn.Linear(2, 2), LoraRecipe(), ["to_q"])

@@ -31,6 +31,7 @@ KEY_OPTIONS = {
     **{"model.path": "--model", "sampling.guidance_scale": "--guidance"},
     **{"sampling.eval_grid": "--grid", "sampling.grid_shift": "--shift"},
 }
+MAX_DIGITS = 7  # of seeds, steps, frames and other counts
 
 
 def parse_natural(text: str) -> int:
@@ -49,6 +50,8 @@ def parse_seed(text: str) -> int:
 def parse_positive(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    if len(text) > MAX_DIGITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is too large")
     return int(text)
 
 
