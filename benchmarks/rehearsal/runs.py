@@ -26,8 +26,10 @@ class FakeRewards:
     """Replaces the client of the reward service: accepts samples and returns immediately."""
 
     names: Sequence[str] = ()
+    reference_rewards: Sequence[str] = ()
+    needs_reference = False
 
-    def submit(self, batch: Any) -> None:
+    def submit(self, batch: Any, failures: Any = ()) -> None:
         assert len(batch.media) == len(batch.sample_ids)
 
     def wait(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Sent:
     def __init__(self):
         self.batches = []
 
-    def submit(self, batch):
+    def submit(self, batch, failures=()):
         self.batches.append((list(batch.sample_ids), torch.from_numpy(batch.media.copy())))
 
 

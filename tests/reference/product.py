@@ -30,7 +30,7 @@ class HostRewards:
     def __init__(self, names):
         self.names, self.scores = names, {}
 
-    def submit(self, batch):
+    def submit(self, batch, failures=()):
         from wfm_ds.types import Score
 
         for item in batch:
