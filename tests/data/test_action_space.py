@@ -19,7 +19,6 @@ from wfm_ds.data.action_statistics import compute_statistics, load_statistics
 from wfm_ds.data.broadcast import pack_data, unpack_data
 from wfm_ds.data.datasets import TrainingData
 from wfm_ds.data.episode import EpisodeVideo
-from wfm_ds.data.episode_rows import EpisodeWindow
 from wfm_ds.data.inputs import InputReader
 from wfm_ds.data.pixels import BadMedia, Framing, draw_centre
 from wfm_ds.data.samples import LocalFile, Sample, pack_prompt, unpack_prompt
@@ -304,8 +303,8 @@ def episode_samples(rows_by_name, fps=16.0, prefix=""):
     samples = []
     for name, rows in rows_by_name.items():
         length, name = len(next(iter(rows.values()))), f"{prefix}{name}"
-        video, window = EpisodeVideo(name, (), fps, 0, length), EpisodeWindow(rows, 0, length)
-        samples.append(Sample(id=name, media=video, prompt=Prompt(id=name, text="push"), episode=window))
+        video = EpisodeVideo(name, (), fps, 0, length)
+        samples.append(Sample(id=name, media=video, prompt=Prompt(id=name, text="push"), rows=rows))
     return samples
 
 
@@ -353,7 +352,7 @@ def test_clips_of_episodes_have_the_actions_between_their_frames():
         id="e2#1",
         media=EpisodeVideo("e2", (), 16.0, 12, 19),
         prompt=samples[2].prompt,
-        episode=EpisodeWindow(EPISODES["e2"], 12, 19),
+        rows=EPISODES["e2"],
     )
     for fps, firsts, step in ((None, (8, 1, 13, 19), 1), (8.0, None, 2)):
         chosen = [*samples, late] if fps is None else [samples[0], samples[2], late]
@@ -362,7 +361,7 @@ def test_clips_of_episodes_have_the_actions_between_their_frames():
             read(lerobot_recipe(fps=fps, actions={"space": "droid"}), chosen), chosen, firsts, strict=True
         ):
             frames = [first + step * i for i in range(5)]
-            want = reference_actions("droid flat", sample.episode.rows(), frames)
+            want = reference_actions("droid flat", sample.rows, frames)
             np.testing.assert_allclose(inputs["actions"], want, atol=2e-6)
             assert inputs["domain"] == 8
 
@@ -431,7 +430,7 @@ def test_a_domain_has_a_width_and_one_source(tmp_path):
     other = Sample(
         id="x",
         media=samples[0].media,
-        episode=samples[0].episode,
+        rows=samples[0].rows,
         prompt=Prompt(id="x", text="a", metadata={"domain": 3}),
     )
     with pytest.raises(BadMedia, match=r"3 in the caption file, but data.domain is 27: remove one of them"):

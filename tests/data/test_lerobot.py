@@ -31,6 +31,7 @@ from lerobot import (
 )
 from wfm_ds.cli import captions, data
 from wfm_ds.cli.main import main
+from wfm_ds.data.action_space import ActionSpace
 from wfm_ds.data.broadcast import pack_data, unpack_data
 from wfm_ds.data.datasets import load_data
 from wfm_ds.data.episode_rows import EpisodeRows
@@ -95,19 +96,19 @@ def test_a_sample_is_an_episode_with_its_frames_and_rows(sets, episodes):
         found = scan(sets / path)
         assert [sample.id for sample in found.samples] == [f"episode_{e:06}" for e in range(5)]
         for sample, episode in zip(found.samples, episodes, strict=True):
-            assert {name: rows.shape for name, rows in sample.episode.rows().items() if name in (STATE, ACTION)} == {
+            assert {name: rows.shape for name, rows in sample.rows.items() if name in (STATE, ACTION)} == {
                 STATE: (episode.length, 6),
                 ACTION: (episode.length, 2),
             }
-            assert (sample.episode.rows()[ACTION] == episode.action).all()
-            assert (sample.episode.rows()[STATE] == episode.state).all()
+            assert (sample.rows[ACTION] == episode.action).all()
+            assert (sample.rows[STATE] == episode.state).all()
             if episode.length < 13:
                 continue
             chosen, total = clip_frames(sample.media, framing(**keys), drawn(0.7))
             frames = load_media(sample.media, framing(**keys), drawn(0.7))
             assert total == episode.length
             assert [frame_index(frame) for frame in frames] == chosen
-            assert abs(frames[:, :, 30:].mean() - 20 * sample.episode.source.episode - 10) < 3
+            assert abs(frames[:, :, 30:].mean() - 20 * sample.rows.episode - 10) < 3
 
 
 def write_paired(folder, episodes):
@@ -135,7 +136,7 @@ def read_steps(num_steps=2, **data):
         num_frames=9,
         actions=settings.data.actions,
         width=loaded.actions.width,
-        scaling=None,
+        space=ActionSpace.from_recipe(settings.data.actions),
         validate=lambda inputs: None,
     )
     source = BatchSource(
@@ -214,11 +215,10 @@ def test_windows_cover_an_episode_and_are_on_one_side_of_the_hold_out(sets):
             windows = [one for one in loaded.samples if one.id.startswith(f"{name}#")]
             length = LENGTHS[int(name[-6:])]
             assert [one.id for one in windows] == [f"{name}#{k}" for k in range(length // 4)]
-            assert [one.media.first for one in windows] == [one.episode.first for one in windows]
             ends = [one.media.first + one.media.length for one in windows]
             assert [0, *ends[:-1]] == [one.media.first for one in windows]
             assert ends[-1] == length
-            assert min(one.episode.length for one in windows) >= 4
+            assert min(one.media.length for one in windows) >= 4
             frames = load_media(windows[-1].media, framing(num_frames=4), drawn(0.999))
             assert [frame_index(frame) for frame in frames] == list(range(length - 4, length))
         if validation == {"episodes": "-2:"}:
@@ -276,10 +276,10 @@ def test_s3_gives_the_same_and_a_clip_reads_little(tmp_path, bucket, monkeypatch
     for one, other in zip(remote, local, strict=True):
         num_bytes.clear()
         frames = load_media(one.media, framing(height=64, width=64), drawn(0.7))
-        actions = one.episode.rows()[ACTION]
+        actions = one.rows[ACTION]
         assert sum(num_bytes) < 1 << 20
         assert (frames == load_media(other.media, framing(height=64, width=64), drawn(0.7))).all()
-        assert (actions == other.episode.rows()[ACTION]).all()
+        assert (actions == other.rows[ACTION]).all()
 
 
 def test_the_hub_sends_the_metadata_the_rows_and_the_named_cameras(sets, tmp_path, monkeypatch, capsys):
@@ -297,7 +297,7 @@ def test_the_hub_sends_the_metadata_the_rows_and_the_named_cameras(sets, tmp_pat
             (local, *_) = scan(sets / version).samples
             frames = load_media(found.samples[0].media, framing(), draw_centre)
             assert (frames == load_media(local.media, framing(), draw_centre)).all()
-            assert (found.samples[0].episode.rows()[STATE] == local.episode.rows()[STATE]).all()
+            assert (found.samples[0].rows[STATE] == local.rows[STATE]).all()
             hub.sent.clear()
         assert data.main(["owner/v3.0"]) == 0
         assert "5 of 9 to 17 frames" in capsys.readouterr().out
@@ -387,7 +387,7 @@ def test_bad_files_are_counted_by_name(copy):
     change_info(doubled, fps=2 * FPS)  # every second frame is missing
     with pytest.raises(BadMedia, match=r"2 of 5 frames cannot be decoded \(decode\)"):
         load_media(scan(doubled).samples[0].media, framing(), drawn(0))
-    rows = EpisodeRows(samples[1].episode.source.file, 0, 9, 1)
+    rows = EpisodeRows(samples[1].rows.file, 0, 9, 1)
     with pytest.raises(ValueError, match="rows 0 to 9 do not belong to episode 1"):
         rows[ACTION]
     with pytest.raises(ValueError, match="has 25 rows, episode 1 ends at row 34"):

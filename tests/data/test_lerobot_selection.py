@@ -121,7 +121,7 @@ def test_decode_errors_name_the_episode_and_the_file(copy):
 
 
 def test_threads_do_not_replace_the_columns_of_each_other(sets, monkeypatch):
-    episodes = [sample.episode.source for sample in scan(sets / "v2.1").samples]
+    episodes = [sample.rows for sample in scan(sets / "v2.1").samples]
     columns = [(rows, name) for rows in episodes[:4] for name in (STATE, ACTION, "timestamp", "index")]
     assert len(columns) == 2 * episode_rows.NUM_CACHED_COLUMNS
     num_opened, open_stream = [], episode_rows.open_stream

@@ -104,7 +104,6 @@ def read_folder(path: str, actions: ActionsRecipe) -> list[Sample]:
     """Return the samples of a LeRobot data set, without its videos, or of a folder with videos and actions."""
     from wfm_ds.data.action_space import ActionSpace
     from wfm_ds.data.episode import EpisodeVideo
-    from wfm_ds.data.episode_rows import EpisodeWindow
     from wfm_ds.data.folder_layout import is_lerobot
     from wfm_ds.data.lerobot_files import download_files, is_hub_dataset
     from wfm_ds.data.lerobot_info import find_roots, read_episodes, read_info
@@ -128,8 +127,7 @@ def read_folder(path: str, actions: ActionsRecipe) -> list[Sample]:
         for episode in read_episodes(info, []):
             name = f"{part}/{episode.index}"
             video = EpisodeVideo(name, (), info.fps, 0, episode.length)
-            window = EpisodeWindow(episode.rows, 0, episode.length)
-            samples.append(Sample(id=name, media=video, prompt=Prompt(id=name, text=""), episode=window))
+            samples.append(Sample(id=name, media=video, prompt=Prompt(id=name, text=""), rows=episode.rows))
     return samples
 
 

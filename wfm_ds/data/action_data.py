@@ -126,7 +126,7 @@ def probe_action_width(actions: ActionsRecipe, samples: Sequence[Sample]) -> int
         raise DataError(
             f"data.inputs: none of {count} samples has readable actions [N-1,D] "
             f"({next(iter(reasons), 'other shapes')}). Set `actions` in each NAME.json to an .npy file"
-            if not samples or samples[0].episode is None
+            if not samples or samples[0].rows is None
             else f"data.actions.space: the episodes have no readable actions ({next(iter(reasons))})"
         )
     return widths.most_common(1)[0][0]

@@ -72,14 +72,14 @@ def unique_sources(samples: Sequence[Sample]) -> list[Sample]:
     """Return one sample of each episode or video, in the order of the samples."""
 
     def key(sample: Sample) -> object:  # the windows of an episode share its rows
-        return sample.media.name if sample.episode is None else id(sample.episode.source)
+        return sample.media.name if sample.rows is None else id(sample.rows)
 
     return list({key(sample): sample for sample in reversed(samples)}.values())[::-1]
 
 
 def statistics_key(sources: Sequence[Sample], actions: ActionsRecipe, fps: float | None) -> str | None:
     """Return a hash of everything that determines the statistics, or None for data other than stored episodes."""
-    episodes = [sample.episode.source for sample in sources if sample.episode is not None]
+    episodes = [sample.rows for sample in sources if sample.rows is not None]
     rows = [episode for episode in episodes if isinstance(episode, EpisodeRows)]
     if len(rows) < len(sources):
         return None
@@ -137,9 +137,9 @@ def read_clip_actions(sample: Sample, actions: ActionsRecipe, fps: float | None)
         if not isinstance(sample.media, EpisodeVideo):
             raise ValueError("stats: data with data.fps needs data.kind: lerobot")
         step = max(step, sample.media.fps / fps)
-    if sample.episode is None:
+    if sample.rows is None:
         return read_raw_input(sample, ACTIONS)
-    space, rows = ActionSpace.from_recipe(actions), sample.episode.rows()
+    space, rows = ActionSpace.from_recipe(actions), sample.rows
     length = space.count_frames(rows)
     starts = [np.arange(start, length - 0.5, step) for start in range(math.ceil(step))]
     clips = [np.ceil(moments - 0.5).astype(int).tolist() for moments in starts]  # the nearest frames, as in a clip

@@ -13,7 +13,7 @@ import numpy as np
 from wfm_ds.data.action_data import ActionData
 from wfm_ds.data.datasets import TrainingData
 from wfm_ds.data.episode import CameraSpan, EpisodeVideo
-from wfm_ds.data.episode_rows import EpisodeRows, EpisodeWindow
+from wfm_ds.data.episode_rows import EpisodeRows
 from wfm_ds.data.hf_dataset import HfColumn, HfMedia
 from wfm_ds.data.samples import LocalFile, Media, Sample, pack_prompt, unpack_prompt
 from wfm_ds.data.trajectories import ActionScaling
@@ -105,11 +105,11 @@ def _pack_sample(sample: Sample, versions: dict[str, Any]) -> list[Any]:
     media = [_pack_media(item, versions) for item in sample.all_media]
     files = {name: _pack_media(file, versions) for name, file in sample.files.items()}
     rows = None
-    if sample.episode is not None:
-        if not isinstance(sample.episode.source, EpisodeRows):
+    if sample.rows is not None:
+        if not isinstance(sample.rows, EpisodeRows):
             raise _UserMediaError
-        rows = f"rows {id(sample.episode.source)}"  # shared by the windows of an episode
-        versions.setdefault(rows, asdict(sample.episode.source))
+        rows = f"rows {id(sample.rows)}"  # shared by the windows of an episode
+        versions.setdefault(rows, asdict(sample.rows))
     return [sample.id, media, pack_prompt(sample.prompt), embedding, files, list(sample.texts), rows]
 
 
@@ -142,7 +142,7 @@ def _unpack_sample(row: Sequence[Any], versions: dict[str, Any]) -> Sample:
         rejected=rejected[0] if rejected else None,
         files={name: _unpack_media(file, versions) for name, file in files.items()},
         texts=tuple(texts),
-        episode=EpisodeWindow(versions[rows], media.first, media.length) if isinstance(media, EpisodeVideo) else None,
+        rows=None if rows is None else versions[rows],
     )
 
 

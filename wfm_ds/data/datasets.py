@@ -178,7 +178,7 @@ def lerobot_sources(recipe: Recipe) -> list[tuple[DataRecipe, str]]:
 
 def exclude_samples(samples: Sequence[Sample], held_out: Sequence[Sample]) -> list[Sample]:
     """Return the samples without the held-out episodes. Raises DataError if none remain."""
-    names = {sample.media.name for sample in held_out if sample.episode is not None}
+    names = {sample.media.name for sample in held_out if sample.rows is not None}
     remaining = [sample for sample in samples if sample.media.name not in names]
     if names and not remaining:
         raise DataError("all training samples are also validation samples: change data.episodes or validation.episodes")

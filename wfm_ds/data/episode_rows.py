@@ -54,19 +54,6 @@ class EpisodeRows(Mapping[str, Floats]):
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeWindow:
-    """The part of an episode that a sample covers, in frames of the recorded frame rate."""
-
-    source: Mapping[str, Floats]  # the features of the whole episode
-    first: int  # index of the window's first frame in the episode
-    length: int
-
-    def rows(self) -> Mapping[str, Floats]:
-        """Return the features of the whole episode: {feature: float32 [frames of the episode, D]}."""
-        return self.source
-
-
-@dataclass(frozen=True, slots=True)
 class RowIndex:
     """The columns and row groups of a parquet file."""
 

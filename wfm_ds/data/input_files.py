@@ -21,9 +21,9 @@ def read_actions(sample: Sample, actions: ActionsRecipe) -> Floats:
 
     Raises KeyError, OSError or ValueError.
     """
-    if sample.episode is None:
+    if sample.rows is None:
         return read_raw_input(sample, ACTIONS)
-    rows, space = sample.episode.rows(), ActionSpace.from_recipe(actions)
+    rows, space = sample.rows, ActionSpace.from_recipe(actions)
     return space(rows, range(space.count_frames(rows)))
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from wfm_ds.data.action_data import ActionData, dataset_name
 from wfm_ds.data.action_space import ActionSpace
+from wfm_ds.data.episode import EpisodeVideo
 from wfm_ds.data.input_files import CAMERA_KEY, READ_ERRORS, read_raw_input
 from wfm_ds.data.media import clip_frames, load_media, media_size
 from wfm_ds.data.pixels import BadMedia, Draw, Framing, crop_box
@@ -66,9 +67,10 @@ class InputReader:
     input_ndims: Mapping[str, int]  # number of axes of each input in data.inputs
     num_frames: int  # sampling.num_frames
     actions: ActionsRecipe
-    width: int | None  # numbers per action; None: no actions
-    scaling: ActionScaling | None
     validate: Callable[[Mapping[str, Floats]], object]  # raises ValueError for inputs that the model rejects
+    width: int | None = None  # numbers per action; None: no actions
+    scaling: ActionScaling | None = None
+    space: ActionSpace | None = None  # makes the actions of recorded episodes
     needs_first_frame: bool = False  # the model is also conditioned on the first frame
     domain: int | None = None  # input `domain` of all samples; None: the value of each sample
     sets: Mapping[str, InputReader] = field(default_factory=dict)  # readers of the data sets of a mixture
@@ -84,8 +86,6 @@ class InputReader:
             input_ndims={name: model.input_specs[name].rank for name in recipe.data.inputs},
             num_frames=size.num_frames,
             actions=recipe.data.actions,
-            width=None,
-            scaling=None,
             validate=lambda inputs: model.encode_inputs([inputs], size.num_frames, (size.height, size.width)),
             needs_first_frame=first_frame,
         )
@@ -97,8 +97,14 @@ class InputReader:
 
     def for_data(self, data: DataRecipe, actions: ActionData) -> InputReader:
         """Return this reader with the action space, scaling and domain of a data set."""
-        domain = None if data.domain is None else find_embodiment(data.domain).domain
-        return replace(self, actions=data.actions, width=actions.width, scaling=actions.scaling, domain=domain)
+        return replace(
+            self,
+            actions=data.actions,
+            width=actions.width,
+            scaling=actions.scaling,
+            space=ActionSpace.from_recipe(data.actions),
+            domain=None if data.domain is None else find_embodiment(data.domain).domain,
+        )
 
     def load_prompt(self, sample: Sample, framing: Framing, draw: Draw) -> Prompt:
         """Return the sample's prompt with the conditioning inputs of the clip that `load_media` would decode.
@@ -120,7 +126,7 @@ class InputReader:
             with convert_input_errors(name, sample.media):
                 if name == DOMAIN and self.domain is not None:
                     inputs[name] = self._read_domain(sample)
-                elif name == ACTIONS and sample.episode is not None:
+                elif name == ACTIONS and sample.rows is not None:
                     inputs[name] = self._read_episode_actions(sample, frames)
                 else:
                     raw = read_raw_input(sample, name)
@@ -138,9 +144,10 @@ class InputReader:
         return np.asarray(self.domain, np.float32)
 
     def _read_episode_actions(self, sample: Sample, frames: Sequence[int]) -> Floats:
-        assert sample.episode is not None
-        first = sample.episode.first
-        actions = ActionSpace.from_recipe(self.actions)(sample.episode.rows(), [first + frame for frame in frames])
+        assert sample.rows is not None
+        assert self.space is not None, "data.inputs has actions"
+        assert isinstance(sample.media, EpisodeVideo)
+        actions = self.space(sample.rows, [sample.media.first + frame for frame in frames])
         if not np.isfinite(actions).all():
             raise ValueError("contains NaN or infinite numbers")
         require_shape(actions, (len(frames) - 1, self.width))

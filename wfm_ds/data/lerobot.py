@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from wfm_ds.data.action_space import ActionSpace
 from wfm_ds.data.episode import EpisodeVideo
-from wfm_ds.data.episode_rows import EpisodeWindow
 from wfm_ds.data.lerobot_files import download_files, download_metadata, is_hub_dataset
 from wfm_ds.data.lerobot_info import (
     Episode,
@@ -80,7 +79,7 @@ class LeRobotSet(SampleSet):
                         media=EpisodeVideo(name, views, part.info.fps, 0, episode.length),
                         prompt=Prompt(id=sample_id, text=texts[0]),
                         texts=texts if len(texts) > 1 else (),
-                        episode=EpisodeWindow(episode.rows, 0, episode.length),
+                        rows=episode.rows,
                     )
                 )
         if num_several:
@@ -202,8 +201,8 @@ def split_windows(samples: Sequence[Sample], num_frames: int, fps: float | None)
     """
     windows = []
     for sample in samples:
-        video, rows = sample.media, sample.episode
-        if not isinstance(video, EpisodeVideo) or rows is None:
+        video = sample.media
+        if not isinstance(video, EpisodeVideo):
             windows.append(sample)
             continue
         clip = num_frames if fps is None else math.ceil((num_frames - 1) * video.fps / fps) + 1
@@ -217,7 +216,6 @@ def split_windows(samples: Sequence[Sample], num_frames: int, fps: float | None)
                     id=name,
                     media=replace(video, name=f"{video.name}#{number}", first=first, length=length),
                     prompt=replace(sample.prompt, id=name),
-                    episode=replace(rows, first=first, length=length),
                 )
             )
     return windows

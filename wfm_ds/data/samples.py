@@ -17,7 +17,8 @@ from wfm_ds.transport.arrays import pack_arrays, unpack_arrays
 from wfm_ds.types import Prompt
 
 if TYPE_CHECKING:
-    from wfm_ds.data.episode_rows import EpisodeWindow
+    import numpy as np
+    import numpy.typing as npt
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +145,7 @@ class Sample:
     embedding: Path | None = None  # precomputed text embedding: safetensors, or pickle if data.allow_pickle
     rejected: Media | None = None  # for pairs: the image or video that `media` is preferred to
     files: Mapping[str, Media] = field(default_factory=dict)  # .npy files of the same tar by name, for inputs
-    episode: EpisodeWindow | None = None  # part of a recorded episode, with its states and actions
+    rows: Mapping[str, npt.NDArray[np.float32]] | None = None  # features of the episode that `media` is a window of
     texts: tuple[str, ...] = ()  # captions; each epoch draws one; empty: the prompt's text
 
     @property
@@ -274,7 +275,7 @@ class SampleSetMixture(SampleSet):
 
     def holdout_key(self, sample: Sample) -> str:
         """Return the folder of the dataset and the episode: two sets may contain the same episode."""
-        return sample.id if sample.episode is None else "/".join(sample.media.name.split("/")[-2:])
+        return sample.id if sample.rows is None else "/".join(sample.media.name.split("/")[-2:])
 
     def epoch_samples(self, training: Sequence[Sample]) -> list[Sample]:
         """Return an epoch's samples, including repeats.
