@@ -27,7 +27,6 @@ class FakeRewards:
 
     names: Sequence[str] = ()
     reference_rewards: Sequence[str] = ()
-    needs_reference = False
 
     def submit(self, batch: Any, failures: Any = ()) -> None:
         assert len(batch.media) == len(batch.sample_ids)

@@ -21,6 +21,7 @@ from wfm_ds.data.prompts import load_prompts
 from wfm_ds.models import registry
 from wfm_ds.models.assets import hub
 from wfm_ds.runs import fetch_plan
+from wfm_ds.storage.filesystem import is_repo_id
 from wfm_reward import registry as registry_of_rewards
 from wfm_reward.rewards.clipscore import ClipScore
 
@@ -235,5 +236,5 @@ def test_every_option_that_names_hub_files_exists():
         defaults = {option: parameter.default for option, parameter in reward.option_parameters().items()}
         for option, kind in reward.hub_files.items():
             repo, _, file = defaults[option].partition(":")
-            assert hub.is_repo_id(repo)
+            assert is_repo_id(repo)
             assert bool(file) == (kind == "file")

@@ -19,6 +19,7 @@ from wfm_ds.models.assets import hub
 from wfm_ds.models.assets.meta_loading import load_on_meta_device
 from wfm_ds.models.assets.released_repos import RELEASED_REPOS
 from wfm_ds.recipe import file as recipe_file
+from wfm_ds.storage.filesystem import is_repo_id
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
 NAME = "stabilityai/stable-diffusion-3.5-medium"
@@ -252,7 +253,7 @@ def test_a_folder_has_priority_over_a_hub_id(tmp_path, monkeypatch, tiny_pipelin
         f"model.revision main needs a repository of the Hub, but {NAME} is not one: remove it"
     )
     for path in ("models/stable-diffusion-3.5-medium", "./a/b", "~/a", "a/b/c", "/a/b", "a", "tiny:sd3"):
-        assert not hub.is_repo_id(path)
+        assert not is_repo_id(path)
     assert refusal("models/stable-diffusion-3.5-medium") == (
         "models/stable-diffusion-3.5-medium does not exist; model.path must be a local diffusers pipeline folder, "
         f"owner/name on the Hub, or tiny:FAMILY; for the released model: model.path={NAME}"

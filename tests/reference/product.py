@@ -25,7 +25,7 @@ def score_sample(pixels, prompt, number):
 class HostRewards:
     """Score samples on submission, in place of a reward client."""
 
-    needs_reference, reference_rewards = False, ()
+    reference_rewards = ()
 
     def __init__(self, names):
         self.names, self.scores = names, {}

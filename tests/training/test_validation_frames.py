@@ -74,12 +74,10 @@ def load_samples(recipe, model, monkeypatch):
     for caller in ("nothing", "training", "evaluation"):
         if caller == "evaluation":
             samples = EvaluationData(recipe, data).choose_samples(sampler)
-            load_frames = samples.load_frames
         else:
             samples = load_validation_samples(job, data, needs_recordings=caller == "training")
-            load_frames = samples.frames.load_frames
         encoded.clear()
-        counts = load_frames(samples.prompts).counts.tolist()
+        counts = samples.frames.load_frames(samples.prompts).counts.tolist()
         result[caller] = list(encoded), counts, samples
     return result
 
@@ -162,7 +160,9 @@ def test_rewards_fail_with_the_reason_why_the_recording_cannot_be_read(videos, m
     recorded = samples.recordings.load(lost.id)
     assert "lost.mp4" in recorded
     shown, sent = samples.recordings.load(samples.prompts[1].id), []
-    client = SimpleNamespace(names=["continuation"], needs_reference=True, submit=lambda *parts: sent.append(parts))
+    client = SimpleNamespace(
+        names=["continuation"], reference_rewards=["continuation"], submit=lambda *parts: sent.append(parts)
+    )
     sampler = SimpleNamespace(
         model=model, settings=recipe.sampling, decode_to_uint8=lambda latents: (shown[None], None)
     )

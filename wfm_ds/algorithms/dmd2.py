@@ -24,6 +24,7 @@ from torch import Tensor
 
 from wfm_ds.algorithms.advantages import Advantages, Rewards
 from wfm_ds.algorithms.base import LossTerm, LossTermBatch, RlAlgorithm, Stats, StepSamples
+from wfm_ds.algorithms.ddrl_losses import broadcast_over_latents
 from wfm_ds.algorithms.diffusion_nft import nft_loss, reward_weights
 from wfm_ds.algorithms.forward_process import ForwardBatch
 from wfm_ds.pinned_memory import copy_to_device, lists_to_device
@@ -61,10 +62,10 @@ def dmd_direction(
 
     latents: y, [B, ...]. sigma: s, [B]. prediction: h, [B, ...]. mask: as in sample_mean.
     """
-    s = per_sample(sigma, latents)
+    s = broadcast_over_latents(sigma, latents)
     teacher_clean = latents - s * teacher_velocity
     scale = sample_mean((prediction - teacher_clean).abs(), mask).clamp_min(MIN_SCALE)
-    return s * (teacher_velocity - fake_velocity) / per_sample(scale, latents)
+    return s * (teacher_velocity - fake_velocity) / broadcast_over_latents(scale, latents)
 
 
 def dmd_loss(velocity: Tensor, latents: Tensor, sigma: Tensor, direction: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -73,13 +74,8 @@ def dmd_loss(velocity: Tensor, latents: Tensor, sigma: Tensor, direction: Tensor
     Its gradient with respect to h is d / n for n elements, like that of DMD2's mean((h - (h - d).detach())^2) / 2.
     velocity: v at x = latents, [B, ...]. sigma: [B]. direction: d, [B, ...], without gradient. mask: as in sample_mean.
     """
-    prediction = latents - per_sample(sigma, latents) * velocity
+    prediction = latents - broadcast_over_latents(sigma, latents) * velocity
     return sample_mean(prediction * direction.detach(), mask)
-
-
-def per_sample(values: Tensor, like: Tensor) -> Tensor:
-    """Return values [B] in a shape that broadcasts over samples [B, ...]."""
-    return values.view(-1, *[1] * (like.ndim - 1))
 
 
 def draw_level(levels: NoiseLevels, shift: float, quantile: float) -> float:
@@ -242,7 +238,7 @@ class Dmd2(RlAlgorithm[Dmd2Term, LossTermBatch]):
     @property
     def _renoises(self) -> bool:
         """Whether the reward loss adds noise to finished samples."""
-        return self.settings.reward is not None and self.settings.reward.loss == "diffusion_nft"
+        return self.settings.passes_per_term == 2
 
     def assemble(self, terms: Sequence[Dmd2Term], rollouts: Sequence[Rollout], device: torch.device) -> LossTermBatch:
         samples = [rollouts[t.row] for t in terms]

@@ -96,8 +96,8 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
 
     Raises ModelError if a local folder is not a model, or if the adapter does not name its base model.
     """
-    from wfm_ds.models.assets.hub import is_repo_id
     from wfm_ds.recipe.tiny import TINY_PREFIX
+    from wfm_ds.storage.filesystem import is_repo_id
 
     folder = Path(path).expanduser()
     if not (folder / ADAPTER_CONFIG).is_file():

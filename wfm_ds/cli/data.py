@@ -50,12 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     from wfm_ds.data.folder import load_folder
     from wfm_ds.data.folder_layout import demo_command, detect_layout, is_lerobot
-    from wfm_ds.data.lerobot_files import is_hub_dataset
     from wfm_ds.recipe.data import DataRecipe
-    from wfm_ds.storage.filesystem import is_remote
+    from wfm_ds.storage.filesystem import is_remote, is_repo_id
 
     folder = Path(args.folder).expanduser()
-    is_on_hub = is_hub_dataset(args.folder) and demo_command(folder) is None
+    is_on_hub = is_repo_id(args.folder) and demo_command(folder) is None
     if is_remote(args.folder) or is_on_hub or is_lerobot(folder):
         sys.stdout.write("\n".join(describe_lerobot(args.folder)) + "\n")
         return

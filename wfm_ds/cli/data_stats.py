@@ -65,8 +65,8 @@ def run(args: argparse.Namespace) -> None:
 
 def find_training_data(args: argparse.Namespace) -> list[TrainingPart]:
     """Return the training samples of the data set, or of each data set of a mixture."""
-    from wfm_ds.data.action_data import dataset_name
     from wfm_ds.data.datasets import load_data
+    from wfm_ds.data.samples import dataset_name
     from wfm_ds.recipe import file as recipe_file
     from wfm_ds.recipe.actions import ActionsRecipe
 
@@ -105,20 +105,20 @@ def read_folder(path: str, actions: ActionsRecipe) -> list[Sample]:
     from wfm_ds.data.action_space import ActionSpace
     from wfm_ds.data.episode import EpisodeVideo
     from wfm_ds.data.folder_layout import is_lerobot
-    from wfm_ds.data.lerobot_files import download_files, is_hub_dataset
+    from wfm_ds.data.lerobot_files import download_files
     from wfm_ds.data.lerobot_info import find_roots, read_episodes, read_info
     from wfm_ds.data.sample_sets import build_sample_set
     from wfm_ds.data.samples import Sample
     from wfm_ds.recipe.data import DataRecipe
-    from wfm_ds.storage.filesystem import is_remote
+    from wfm_ds.storage.filesystem import is_remote, is_repo_id
     from wfm_ds.types import Prompt
 
-    if not (is_remote(path) or is_hub_dataset(path) or is_lerobot(Path(path))):
+    if not (is_remote(path) or is_repo_id(path) or is_lerobot(Path(path))):
         if actions.space is not None:
             raise UserError("--space: only LeRobot data sets have the features of a space: remove it")
         data = DataRecipe(kind="folder", path=path, inputs=[ACTIONS])
         return build_sample_set(data, data.shard_patterns).samples
-    if is_hub_dataset(path):
+    if is_repo_id(path):
         path = download_files(path, None, ("meta/*", "*/meta/*", "data/*", "*/data/*"))
     samples = []
     for part, root in find_roots(path).items():

@@ -26,6 +26,7 @@ from wfm_ds.cli.evaluation_settings import (
 from wfm_ds.cli.sampling_options import (
     KEY_OPTIONS,
     add_sampling_options,
+    choose_layout,
     iterate_samples,
     load_sampler,
     memory_advice,
@@ -38,13 +39,14 @@ from wfm_ds.program import CommandParser
 
 if TYPE_CHECKING:
     from wfm_ds.cli.evaluation_models import EvaluatedModel
-    from wfm_ds.cli.evaluation_samples import EvaluationData, EvaluationSamples
+    from wfm_ds.cli.evaluation_samples import EvaluationData
     from wfm_ds.evaluation.diversity import SampleEmbedder
     from wfm_ds.evaluation.paired_statistics import Array
     from wfm_ds.evaluation.results import EvaluationResults, ModelResults
     from wfm_ds.models.sampler import Sampler
     from wfm_ds.recipe.sections import RewardFunction
     from wfm_ds.rollout.rewards import RewardClient
+    from wfm_ds.training.validation_frames import ValidationSamples
     from wfm_ds.types import Prompt
 
 PAGE_FILE, JSON_FILE, CSV_FILE, CLIPS_FILE = "index.html", "evaluation.json", "evaluation.csv", "clips.csv"
@@ -159,6 +161,9 @@ def run(args: argparse.Namespace) -> int:
         if data is not None:
             prompts = data.data.validation_prompts
         functions = select_functions(args, entries, prompts, data)
+        if data is None:
+            for entry in entries:
+                check_text_only(args, entry)
         evaluation = evaluate_models(args, entries, prompts, functions, data)
     write_report(args.out, evaluation)
     return VERDICT_EXIT_CODE if any(other.verdict.name == args.fail_on for other in evaluation.comparisons) else 0
@@ -191,17 +196,16 @@ def evaluate_models(
     with open_reward_client(list(functions.values()), args.timeout) as rewards:
         for entry in entries:
             with explain_out_of_memory(device, lambda phase: memory_advice(args, device), lambda: None):
-                if data is None:
-                    check_text_only(args, entry)
                 sys.stderr.write(f"loading {entry.argument}\n")
                 options = {"model": entry.model, "pipeline": None, "lora": entry.lora, "revision": entry.revision}
                 inputs = () if data is None else data.recipe.data.inputs
                 sampler = load_sampler(argparse.Namespace(**{**vars(args), **options}), inputs)
                 sampler.model.check_prompts([prompt.text for prompt in prompts])
                 samples = choose_samples(args, sampler, prompts, data)
-                if measured and samples.key != key:
+                same = [prompt.id for prompt in samples.prompts], samples.layout  # to compare sample by sample
+                if measured and same != key:
                     raise UserError(f"{entry.argument} cannot use the same samples and clips as {entries[0].argument}")
-                key, chosen, settings = samples.key, samples.prompts, sampling_settings(args, sampler)
+                key, chosen, settings = same, samples.prompts, sampling_settings(args, sampler)
                 measured.append(measure_model(args, entry, sampler, rewards, eye, samples))
             del sampler, samples  # both hold the model
             gc.collect()
@@ -224,10 +228,12 @@ def evaluate_models(
 
 def choose_samples(
     args: argparse.Namespace, sampler: Sampler, prompts: Sequence[Prompt], data: EvaluationData | None
-) -> EvaluationSamples:
-    from wfm_ds.cli.evaluation_samples import EvaluationSamples
+) -> ValidationSamples:
+    from wfm_ds.training.validation_frames import ValidationSamples
 
-    return EvaluationSamples.from_texts(prompts, sampler, args.clips) if data is None else data.choose_samples(sampler)
+    if data is not None:
+        return data.choose_samples(sampler)
+    return ValidationSamples(prompts=prompts, layout=choose_layout(sampler, args.clips))
 
 
 def sampling_settings(args: argparse.Namespace, sampler: Sampler) -> dict[str, str]:
@@ -283,7 +289,7 @@ def measure_model(
     sampler: Sampler,
     rewards: RewardClient,
     eye: SampleEmbedder,
-    samples: EvaluationSamples,
+    samples: ValidationSamples,
 ) -> ModelResults:
     """Generate, write and score one sample per prompt and seed. Raises UserError if files cannot be written.
 
@@ -298,12 +304,13 @@ def measure_model(
 
     items = [(prompt, seed) for prompt in samples.prompts for seed in range(args.seeds)]
     folder = args.out / entry.name
-    scoring = SampleScoring(rewards, samples, sampler)
+    scoring = SampleScoring(rewards, samples, sampler, args.clips)
+    load_frames = None if samples.frames is None else samples.frames.load_frames
     lines: list[dict[str, Any]] = []
     sizes: list[tuple[int, int]] = []
     vectors: list[Array | None] = []
     folder.mkdir(parents=True, exist_ok=True)
-    generated = iterate_samples(sampler, items, args.batch, samples.load_frames, samples.layout, samples.num_clips)
+    generated = iterate_samples(sampler, items, args.batch, load_frames, samples.layout, args.clips)
     with track_progress(generated, f"generating samples of {entry.name}", total=len(items)) as tracked:
         for number, (sample, clips) in enumerate(tracked, 1):
             lines.append(write_sample_file(folder, len(lines), sample))
@@ -324,7 +331,7 @@ def measure_model(
         sizes=sizes,
         samples=scores,
         diversity=prompt_diversity(vectors, args.seeds) if args.seeds > 1 else None,
-        clips=by_clip if samples.num_clips > 1 or samples.recordings is not None else (),
+        clips=by_clip if args.clips > 1 or samples.recordings is not None else (),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,19 +11,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from wfm_ds.cli.sampling_options import SampleClip, choose_layout
+from wfm_ds.cli.sampling_options import SampleClip
 from wfm_ds.errors import UserError
 
 if TYPE_CHECKING:
-    from wfm_ds.data.clip_layout import ClipLayout
     from wfm_ds.data.datasets import TrainingData
-    from wfm_ds.evaluation.recordings import Recordings
     from wfm_ds.evaluation.results import SampleScores
     from wfm_ds.models.sampler import Sampler
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.rollout.rewards import RewardClient, Scores
     from wfm_ds.training.clip_scoring import GeneratedClip
-    from wfm_ds.types import ConditioningFrames, Prompt
+    from wfm_ds.training.validation_frames import ValidationSamples
+    from wfm_ds.types import Prompt
 
 MAX_SCORING_BATCH = 16  # samples or clips per reward request
 
@@ -56,11 +55,10 @@ class EvaluationData:
         recipe = recipe.model_copy(update={"sampling": sampling, "validation": validation})
         return cls(recipe, load_data(recipe))
 
-    def choose_samples(self, sampler: Sampler) -> EvaluationSamples:
+    def choose_samples(self, sampler: Sampler) -> ValidationSamples:
         """Return the samples that the model can be evaluated on. Raises UserError if it does not fit the recipe."""
         import functools
 
-        from wfm_ds.evaluation.recordings import Recordings
         from wfm_ds.runs.model_loading import check_conditioning_frames, check_data_inputs
         from wfm_ds.training import validation_frames
 
@@ -73,47 +71,19 @@ class EvaluationData:
             raise UserError(f"--data: the recipe does not fit {model.path}: {error}") from error
         framing = validation_frames.validation_framing(recipe, model, layout, covers_samples=True)
         samples = validation_frames.choose_validation_samples(recipe, model, self.data, framing, layout)
-        recordings = Recordings.from_samples(samples, framing, layout, recipe.validation.clips)
-        compares = recordings is not None
-        counts = validation_frames.count_conditioning_frames(recipe, samples, has_recordings=compares)
         encode = functools.partial(validation_frames.encode_media, model, framing)
-        frames = validation_frames.ValidationFrames(sampler, samples, counts, encode)
-        return EvaluationSamples(
-            prompts=[sample.prompt for sample in samples],
-            layout=layout,
-            num_clips=recipe.validation.clips,
-            load_frames=frames.load_frames if model.uses_clean_frames else None,
-            recordings=recordings,
+        return validation_frames.ValidationSamples.from_data(
+            recipe, sampler, samples, framing, layout, encode, keeps_recordings=True
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluationSamples:
-    """The samples to generate with one model."""
-
-    prompts: Sequence[Prompt]  # with the inputs of all clips
-    layout: ClipLayout
-    num_clips: int
-    load_frames: Callable[[Sequence[Prompt]], ConditioningFrames] | None = None  # of the first clip
-    recordings: Recordings | None = None
-
-    @classmethod
-    def from_texts(cls, prompts: Sequence[Prompt], sampler: Sampler, num_clips: int) -> EvaluationSamples:
-        return cls(prompts=prompts, layout=choose_layout(sampler, num_clips), num_clips=num_clips)
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """A value that is equal for two models if they can be compared sample by sample."""
-        return [prompt.id for prompt in self.prompts], self.layout
 
 
 class SampleScoring:
     """Scores samples clip by clip: by rewards, and by their similarity to recordings."""
 
-    def __init__(self, rewards: RewardClient, samples: EvaluationSamples, sampler: Sampler) -> None:
+    def __init__(self, rewards: RewardClient, samples: ValidationSamples, sampler: Sampler, num_clips: int) -> None:
         from wfm_ds.training.clip_scoring import ClipScoring
 
-        self.rewards, self.samples = rewards, samples
+        self.rewards, self.samples, self.num_clips = rewards, samples, num_clips
         self.scoring = ClipScoring(
             sampler=sampler, layout=samples.layout, scorers=[rewards], recordings=samples.recordings
         )
@@ -155,4 +125,4 @@ class SampleScoring:
         from wfm_ds.training.clip_scoring import clip_id, merge_scores
 
         scores = merge_scores(self.rewards.wait(), self._scores)
-        return [[scores[clip_id(str(i), k)] for i in range(num_samples)] for k in range(self.samples.num_clips)]
+        return [[scores[clip_id(str(i), k)] for i in range(num_samples)] for k in range(self.num_clips)]

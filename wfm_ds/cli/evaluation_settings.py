@@ -106,7 +106,7 @@ def select_functions(
         known.setdefault(function.name, function)
     trained = {name for entry in entries for name in training_reward_names(entry.recipe)}
     video = registry.find_family(
-        registry.resolve_pipeline(entries[0].model, args.family, entries[0].revision), args.family
+        registry.resolve_pipeline(entries[0].model, args.family, entries[0].revision, weights=False), args.family
     ).is_video
     reward_names = list(known) if args.rewards is None else args.rewards
     if not reward_names and has_recordings and video:

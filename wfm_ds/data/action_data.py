@@ -11,7 +11,7 @@ import numpy as np
 
 from wfm_ds.data.action_statistics import load_statistics, unique_sources
 from wfm_ds.data.input_files import READ_ERRORS, read_actions
-from wfm_ds.data.samples import Sample
+from wfm_ds.data.samples import Sample, dataset_name
 from wfm_ds.data.trajectories import ACTIONS, ActionScaling, Floats, load_scaling, read_npy
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.actions import ActionsRecipe, find_embodiment
@@ -64,11 +64,6 @@ def differing_sets(data: DataRecipe) -> dict[str, DataRecipe]:
     if data.actions.stats != "data" and all((part.actions, part.domain) == shared for part in parts.values()):
         return {}
     return parts
-
-
-def dataset_name(sample: Sample) -> str:
-    """Return the name of the sample's data set in a mixture."""
-    return sample.id.partition("/")[0]
 
 
 def add_viewpoints(samples: Sequence[Sample], data: DataRecipe) -> list[Sample]:

@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from wfm_ds.data.action_data import ActionData, dataset_name
+from wfm_ds.data.action_data import ActionData
 from wfm_ds.data.action_space import ActionSpace
 from wfm_ds.data.episode import EpisodeVideo
 from wfm_ds.data.input_files import CAMERA_KEY, READ_ERRORS, read_raw_input
 from wfm_ds.data.media import clip_frames, load_media, media_size
 from wfm_ds.data.pixels import BadMedia, Draw, Framing, crop_box
-from wfm_ds.data.samples import IMAGE_SUFFIXES, Media, Sample
+from wfm_ds.data.samples import IMAGE_SUFFIXES, Media, Sample, dataset_name
 from wfm_ds.data.trajectories import (
     ACTIONS,
     DOMAIN,

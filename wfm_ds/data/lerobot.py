@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from wfm_ds.data.action_space import ActionSpace
 from wfm_ds.data.episode import EpisodeVideo
-from wfm_ds.data.lerobot_files import download_files, download_metadata, is_hub_dataset
+from wfm_ds.data.lerobot_files import download_files, download_metadata
 from wfm_ds.data.lerobot_info import (
     Episode,
     LeRobotInfo,
@@ -32,7 +32,7 @@ from wfm_ds.data.trajectories import ACTIONS
 from wfm_ds.distributed.progress import track_progress
 from wfm_ds.errors import DataError
 from wfm_ds.recipe.data import DataRecipe
-from wfm_ds.storage.filesystem import shorten_path
+from wfm_ds.storage.filesystem import is_repo_id, shorten_path
 from wfm_ds.types import Prompt
 
 MAX_PATTERNS = 1000  # files that are requested from the Hub by name; above, all files of their folders are requested
@@ -114,7 +114,7 @@ def read_parts(data: DataRecipe, path: str) -> list[DatasetPart]:
         cameras = list({camera: None for row in views for camera in row})
         episodes = select_episodes(read_episodes(info, cameras), data.episodes, address)
         parts.append(DatasetPart(name, info, views, episodes))
-    if is_hub_dataset(path):
+    if is_repo_id(path):
         download_episodes(path, root, parts)
     return parts
 

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Sequence
 
 from wfm_ds.errors import DataError
-from wfm_ds.storage.filesystem import is_remote, shorten_error
+from wfm_ds.storage.filesystem import is_repo_id, shorten_error
 
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 META_FILES = ("meta/*", "*/meta/*")
-
-
-def is_hub_dataset(path: str) -> bool:
-    """Return whether a path is owner/name on the Hub and not a local folder."""
-    return not is_remote(path) and REPO_ID.fullmatch(path) is not None and not os.path.isdir(path)
 
 
 def download_metadata(path: str, revision: str | None = None) -> str:
@@ -23,7 +15,7 @@ def download_metadata(path: str, revision: str | None = None) -> str:
 
     Raises DataError.
     """
-    return download_files(path, revision, META_FILES) if is_hub_dataset(path) else path
+    return download_files(path, revision, META_FILES) if is_repo_id(path) else path
 
 
 def download_files(repo: str, revision: str | None, patterns: Sequence[str]) -> str:

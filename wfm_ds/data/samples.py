@@ -254,6 +254,11 @@ def unpack_prompt(packed: Sequence[Any]) -> Prompt:
     )
 
 
+def dataset_name(sample: Sample) -> str:
+    """Return the name of the sample's data set in a mixture."""
+    return sample.id.partition("/")[0]
+
+
 class SampleSetMixture(SampleSet):
     """A weighted mixture of named datasets. The sample ids are NAME/ID.
 
@@ -284,7 +289,7 @@ class SampleSetMixture(SampleSet):
         """
         by_dataset: dict[str, list[Sample]] = {name: [] for name in self.weights}
         for sample in training:
-            by_dataset[sample.id.partition("/")[0]].append(sample)
+            by_dataset[dataset_name(sample)].append(sample)
         counts = epoch_counts({name: len(samples) for name, samples in by_dataset.items()}, self.weights)
         if sum(counts.values()) > MAX_GROWTH * len(training):
             rarest = min(counts, key=lambda name: counts[name] / max(1, len(by_dataset[name])))

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from wfm_ds.demos.actions import ActionsDemo
 from wfm_ds.demos.actions_data import PROMPTS, START
-from wfm_ds.demos.base import Demo, load_evaluations
+from wfm_ds.demos.base import load_evaluations
 from wfm_ds.demos.long_actions_data import NUM_CLIPS, WALK_SETS, write_walks
 from wfm_ds.demos.shapes import load_video
 from wfm_ds.monitoring.line_chart import Curve, chart_html
@@ -34,23 +35,16 @@ ClipScores = Mapping[str, Curve]
 """{title of a model: [(clip, mean score)]}"""
 
 
-class LongActionsDemo(Demo):
+class LongActionsDemo(ActionsDemo):
     name = "long"
     pipeline = "world"
     description = "a grey wall that follows actions for 12 clips"
-    sft_data = "clips"
     rl_data = "walks"
     rl_recipes = ("nft", "nft_history")
     output = Path("outputs/quickstart-long")
 
     def write_data(self, out: Path) -> int:
         return write_walks(out)
-
-    def sft_overrides(self, folder: Path) -> list[str]:
-        return [f"data.cache_dir={folder / 'cache'}", *self.rl_overrides(folder)]
-
-    def rl_overrides(self, folder: Path) -> list[str]:
-        return [f"validation.path={folder / 'data' / 'held_out'}"]
 
     def write_comparison(self, folder: Path, run: Path) -> list[str]:
         runs = list_runs(folder)

@@ -338,7 +338,7 @@ def _create_part_folder(
 ) -> None:
     """Create the folder of a denoiser component with its config and index, but without weights."""
     folder.mkdir()
-    atomic.write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_json(folder / "config.json", config)
     write_shard_index(folder, shards, WEIGHTS_STEM)
 
 
@@ -348,7 +348,7 @@ def write_shard_index(folder: Path, shards: Mapping[str, Mapping[str, StoredTens
         total = sum(spec.nbytes for shard in shards.values() for spec in shard.values())
         weight_map = {name: file for file, shard in shards.items() for name in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        atomic.write_text(folder / f"{stem}.safetensors.index.json", json.dumps(index, indent=2) + "\n")
+        write_json(folder / f"{stem}.safetensors.index.json", index)
 
 
 def file_dtype(dtype: torch.dtype, chosen: torch.dtype) -> torch.dtype:

@@ -11,8 +11,8 @@ import psutil
 import torch
 
 from wfm_ds.errors import RunError, UserError, is_out_of_memory
+from wfm_ds.export.pipeline_folder import pipeline_components, read_index
 from wfm_ds.memory.estimate import MemoryEstimate
-from wfm_ds.models.assets.loading import read_json
 from wfm_ds.models.registry import locate_pipeline
 from wfm_ds.monitoring.meters import GIB
 from wfm_ds.recipe.schema import Recipe
@@ -164,8 +164,7 @@ def suggest_sharding(recipe: Recipe) -> list[str]:
         supports = True  # the model is not on this machine, so its networks are unknown
     else:
         supported = {network.__name__ for network in ulysses_families()}
-        components = read_json(folder / "model_index.json").values()
-        supports = any(part[1] in supported for part in components if isinstance(part, list))
+        supports = any(name in supported for _, name in pipeline_components(read_index(folder)).values())
     return [f"engine.sequence_parallel above {recipe.engine.sequence_parallel}"] if supports else []
 
 

@@ -30,6 +30,7 @@ from wfm_ds.recipe.shared_defaults import DEFAULT_FPS, TINY_FOLDER, user_cache_f
 from wfm_ds.recipe.tiny import TINY_PREFIX
 from wfm_ds.seeds import derive_seed
 from wfm_ds.storage import atomic
+from wfm_ds.storage.filesystem import is_repo_id
 from wfm_ds.user_class import import_class
 
 BUILD_TIMEOUT_S = 300.0
@@ -117,14 +118,14 @@ def resolve_pipeline(
     Raises ModelError if the folder is missing, unreadable or not a supported pipeline, or if the download fails.
     """
     folder = locate_pipeline(path, user_family, revision)
-    if hub.is_repo_id(str(path)):
+    if is_repo_id(str(path)):
         return hub.download_components(str(path), folder, read_json(folder / hub.INDEX), weights=weights)
     return folder
 
 
 def locate_pipeline(path: str | Path, user_family: str | None = None, revision: str | None = None) -> Path:
     """Return the folder as `resolve_pipeline` does, but download only model_index.json from the Hub."""
-    if hub.is_repo_id(str(path)):
+    if is_repo_id(str(path)):
         folder = hub.download_index(str(path), revision)
         find_family(folder, user_family)
         return folder

@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,9 @@ from wfm_ds.rollout.rewards import Scores
 from wfm_ds.sampling.denoise import Trajectory
 from wfm_ds.seeds import derive_seed
 from wfm_ds.types import ConditioningFrames, Prompt, Rollout, Score, Transition
+
+if TYPE_CHECKING:
+    from wfm_ds.runs.job import Job
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +60,11 @@ def stack_conditioning_frames(groups: Sequence[Group]) -> ConditioningFrames | N
         return None
     data = [group.data for group in groups if group.data is not None]
     return ConditioningFrames(torch.stack(data), torch.tensor([group.num_conditioning_frames for group in groups]))
+
+
+def first_replica(job: Job, group: int) -> int:
+    """Return the first replica with samples of a group of the step."""
+    return group * job.recipe.rl.rollout.group_size // job.run_sizes.samples_per_rank
 
 
 RewardedGroup: TypeAlias = tuple[Group, Sequence[float | None]]

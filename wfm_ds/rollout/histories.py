@@ -25,7 +25,7 @@ from wfm_ds.models.clips import DecodeFunction, choose_clip_layout, condition_on
 from wfm_ds.models.conditioning_frames import pad_num_frames
 from wfm_ds.models.sampler import Sampler
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.rollout.groups import Group, Images, RolloutSample, stack_conditioning_frames
+from wfm_ds.rollout.groups import Group, Images, RolloutSample, first_replica, stack_conditioning_frames
 from wfm_ds.rollout.rewards import decode_on_all_ranks, list_reference_rewards
 from wfm_ds.sampling.denoise import SamplingPlan
 from wfm_ds.types import FIRST_FRAME, Score
@@ -89,6 +89,19 @@ class HistoryLayout:
                 f"rollout.trajectory_library has {library.shape[1]} actions per trajectory, rollout.history.clips "
                 f"{self.max_clips} needs {self.num_frames - 1}: use longer trajectories, or fewer clips"
             )
+
+
+def extend_for_history(
+    layout: HistoryLayout | None, buckets: Buckets, inputs: InputReader | None, actions: ActionData | None
+) -> tuple[Buckets, InputReader | None]:
+    """Return buckets and a reader of inputs that cover all frames of a group. Without a layout, they do not change.
+
+    Raises RecipeError if the trajectories of rollout.trajectory_library are too short.
+    """
+    if layout is None:
+        return buckets, inputs
+    layout.check_library(actions)
+    return layout.extend_buckets(buckets), layout.extend_inputs(inputs)
 
 
 def choose_history_layout(
@@ -204,7 +217,7 @@ class ReplicaHistories:
         rollout policy. All replicas run the same forward passes.
         """
         world, size, share = self.job.world, self.job.recipe.rl.rollout.group_size, self.job.run_sizes.samples_per_rank
-        owners = [g * size // share for g in range(len(groups))]
+        owners = [first_replica(self.job, g) for g in range(len(groups))]
         by_replica = [
             {g: group for g, group in enumerate(groups) if owners[g] == replica} for replica in range(world.dp_size)
         ]

@@ -90,17 +90,13 @@ class RewardClient:
             self.close()
             raise
 
-    @property
-    def needs_reference(self) -> bool:
-        return bool(self.reference_rewards)
-
     def submit(self, batch: MediaBatch, failures: Mapping[str, str] = MappingProxyType({})) -> None:
         """Send a copy of the batch to the service, which scores it with all rewards. Does not wait for the scores.
 
         failures: {sample id: reason} of samples whose recordings cannot be read. Rewards that need a reference fail for
         these samples.
         """
-        media, references = list(np.array(batch.media)), batch.references if self.needs_reference else ()
+        media, references = list(np.array(batch.media)), batch.references if self.reference_rewards else ()
         rows = [
             {"id": sample_id, "prompt": batch.prompts[i], "metadata": dict(batch.metadata[i]), "fps": batch.fps}
             | ({"inputs": pack_arrays(batch.inputs[i])} if batch.inputs and batch.inputs[i] else {})

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import itertools
 import math
 from collections import defaultdict
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from wfm_ds.distributed.world import World
 from wfm_ds.rollout.groups import StepRollouts
+from wfm_ds.transport.arrays import pack_arrays, unpack_arrays
 
 MAX_ELEMENTS = 4096  # of each sample's latents that are compared
 
@@ -24,14 +25,14 @@ def measure_spread(world: World, rollouts: StepRollouts) -> dict[str, float]:
     prompt has two finite samples. The value does not depend on the number of ranks.
     """
     rows = [
-        None if not sample.is_finite else base64.b64encode(select_elements(sample.clean_latents).tobytes()).decode()
+        pack_arrays({"latents": select_elements(sample.clean_latents)} if sample.is_finite else {})
         for sample in rollouts.local_rollouts
     ]
     packed = [row for part in world.gather_from_leaders(rows) for row in part]
-    by_prompt: dict[str, list[np.ndarray[tuple[int], np.dtype[np.float32]]]] = defaultdict(list)
+    by_prompt: dict[str, list[npt.NDArray[np.float32]]] = defaultdict(list)
     for sample, row in zip(rollouts.samples, packed, strict=True):
-        if row is not None:
-            by_prompt[sample.prompt.id].append(np.frombuffer(base64.b64decode(row), np.float32))
+        if row:
+            by_prompt[sample.prompt.id].append(unpack_arrays(row)["latents"])
     distances = [
         math.sqrt(np.mean(np.square(one - other, dtype=np.float64)))
         for members in by_prompt.values()
@@ -40,9 +41,9 @@ def measure_spread(world: World, rollouts: StepRollouts) -> dict[str, float]:
     return {"rollout/spread": math.fsum(distances) / len(distances)} if distances else {}
 
 
-def select_elements(latents: torch.Tensor) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+def select_elements(latents: torch.Tensor) -> npt.NDArray[np.float32]:
     """Return at most MAX_ELEMENTS evenly spaced elements of the latents of one sample."""
     flat = latents.flatten()
     stride = math.ceil(len(flat) / MAX_ELEMENTS)
-    chosen: np.ndarray[tuple[int], np.dtype[np.float32]] = flat[::stride].float().cpu().numpy()
+    chosen: npt.NDArray[np.float32] = flat[::stride].float().cpu().numpy()
     return chosen

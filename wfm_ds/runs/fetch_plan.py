@@ -25,7 +25,7 @@ from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import HeldOutReward
 from wfm_ds.runs.model_revision import locate_model, set_revision
-from wfm_ds.storage.filesystem import existing_parent
+from wfm_ds.storage.filesystem import existing_parent, is_repo_id
 
 GLOB_CHARACTERS = frozenset("*?[{")
 TRANSFORMERS_FILES = (*language_folders.FILE_PATTERNS, "pytorch_model*.bin")
@@ -116,7 +116,7 @@ def require_free_space(items: Sequence[FetchItem]) -> dict[Path, int]:
 def plan_model(recipe: Recipe, plan: FetchPlan) -> Iterator[FetchItem]:
     """Yield the download of the model, if it is on the Hub and incomplete here."""
     repo, revision = recipe.model.path, recipe.model.revision
-    if not hub.is_repo_id(repo):
+    if not is_repo_id(repo):
         try:
             locate_model(recipe)
         except ModelError as error:
@@ -200,7 +200,7 @@ def plan_prompts(recipe: Recipe, notes: list[str]) -> Iterator[FetchItem]:
 def list_own_data(recipe: Recipe) -> list[str]:
     """Return a sentence for each part of the data that does not exist here and that `wfm fetch` does not download."""
     data, validation, published = recipe.data, recipe.validation, list_published_files(recipe.data)
-    is_on_hub = data.kind == "hf" and hub.is_repo_id(data.shard_patterns[0])
+    is_on_hub = data.kind == "hf" and is_repo_id(data.shard_patterns[0])
     paths = {
         "data.path": [] if is_on_hub or published else data.shard_patterns,
         "data.media_path": [data.media_path or ""],
@@ -259,7 +259,7 @@ def reward_addresses(function: HeldOutReward, notes: list[str]) -> Iterator[tupl
 
 def plan_reward_files(name: str, address: str, kind: str) -> Iterator[FetchItem]:
     repo, _, file = address.partition(":")
-    if not hub.is_repo_id(repo):
+    if not is_repo_id(repo):
         raise UserError(f"reward {name}: {address} does not exist: set the option to a local path or a Hub address")
     commit = hub.resolve_commit(repo, None)
     folder = hub.find_cached_snapshot(repo, commit)

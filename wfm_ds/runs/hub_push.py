@@ -22,12 +22,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from pydantic import BaseModel
 
 from wfm_ds.distributed.liveness import LIVENESS
-from wfm_ds.models.assets.hub import hide_bars_without_terminal, is_repo_id, snapshot_origin
+from wfm_ds.models.assets.hub import hide_bars_without_terminal, snapshot_origin
 from wfm_ds.monitoring.samples import SAMPLES_FILE, escape_cell, list_sample_folders
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.tree import to_yaml
 from wfm_ds.runs.layout import METRICS_FILE
-from wfm_ds.storage.filesystem import shorten_error
+from wfm_ds.storage.filesystem import is_repo_id, shorten_error
 from wfm_ds.storage.json_lines import read_json_rows
 
 log = logging.getLogger(__name__)

@@ -14,6 +14,7 @@ from wfm_ds.models import registry
 from wfm_ds.models.assets import hub, language_folders
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.runs import layout
+from wfm_ds.storage.filesystem import is_repo_id
 
 if TYPE_CHECKING:
     from wfm_ds.distributed.world import World
@@ -29,7 +30,7 @@ def pin_commit(recipe: Recipe, *, overwrite: bool = False) -> Recipe:
     StorageError if the recipe of the existing run cannot be read.
     """
     path, revision = recipe.model.path, recipe.model.revision
-    if not hub.is_repo_id(path) or hub.is_commit(revision):
+    if not is_repo_id(path) or hub.is_commit(revision):
         return recipe
     commit = None if overwrite else find_previous_commit(recipe)
     if commit is None:
@@ -77,7 +78,7 @@ def fetch_model(recipe: Recipe, world: World) -> None:
     UserError.
     """
     model = recipe.model
-    if not world.broadcast(hub.is_repo_id(model.path)):  # rank 0 decides: a local folder may exist only on its machine
+    if not world.broadcast(is_repo_id(model.path)):  # rank 0 decides: a local folder may exist only on its machine
         return
     log.info("model %s @ %s", model.path, str(model.revision)[:7])
     world.run_without_timeout(lambda: str(resolve_model(recipe)), runs_here=world.local_rank == 0)

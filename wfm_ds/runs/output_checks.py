@@ -7,11 +7,10 @@ import tempfile
 from pathlib import Path
 
 from wfm_ds.errors import RecipeError
-from wfm_ds.models.assets.hub import is_repo_id
 from wfm_ds.recipe.deepspeed import find_deepspeed_config
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.tiny import TINY_PREFIX
-from wfm_ds.storage.filesystem import is_remote, shorten_path
+from wfm_ds.storage.filesystem import is_remote, is_repo_id, shorten_path
 
 PROJECT_FILES = (".git", "pyproject.toml", "setup.py")  # a folder with one of these contains source code
 

@@ -25,6 +25,8 @@ from wfm_ds.errors import DataError, StorageError, escape_controls
 NUM_TRIES = 8  # per request; the waits in between grow, about a minute in total
 CONNECT_TIMEOUT_S = 10
 READ_TIMEOUT_S = 60  # maximum time without receiving data
+REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+HUB_PAGES = ("models", "datasets", "spaces")  # not owners of repositories, so `models/x` is a local folder
 MAX_SHOWN_CHARS = 200  # of a path in messages
 ACCESS_KEY = "PROD_S3_CHECKPOINT_ACCESS_KEY_ID"
 SECRET_KEY = "PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY"
@@ -44,6 +46,11 @@ def existing_parent(path: Path) -> Path:
 
 def is_remote(address: str) -> bool:
     return "://" in address
+
+
+def is_repo_id(path: str) -> bool:
+    """Return whether `path` is a Hub repository owner/name and not a local folder."""
+    return REPO_ID.fullmatch(path) is not None and path.partition("/")[0] not in HUB_PAGES and not os.path.isdir(path)
 
 
 def shorten_path(path: str | os.PathLike[str]) -> str:

@@ -43,12 +43,12 @@ class ClipScoring:
 
     @property
     def needs_recordings(self) -> bool:
-        return self.recordings is not None or any(client.needs_reference for client in self.scorers)
+        return self.recordings is not None or any(client.reference_rewards for client in self.scorers)
 
     def submit(self, clips: Sequence[GeneratedClip]) -> Scores:
         """Submit clips for scoring. Returns the scores that do not come from reward clients."""
         fps = self.sampler.settings.fps if self.sampler.model.is_video else None
-        references = [self._load_reference(clip) for clip in clips]
+        references = self._load_references(clips)
         scores: Scores = {}
         for client in self.scorers:
             failed = submit_finite_samples(
@@ -61,21 +61,30 @@ class ClipScoring:
                 references,
             )
             scores = merge_scores(scores, failed)
-        for clip in clips if self.recordings is not None else ():
-            assert self.recordings is not None
+        if self.recordings is None:
+            return scores
+        for clip in clips:
             assert clip.recorded is not None, "needs_recordings is set"
             recorded = clip.recorded if clip.is_finite else NOT_FINITE
             similarity = self.recordings.score_clip(clip.id, clip.pixels, clip.clip, recorded)
             scores = merge_scores(scores, {clip.id: similarity})
         return scores
 
-    def _load_reference(self, clip: GeneratedClip) -> npt.NDArray[np.uint8] | str | None:
-        """Return the frames that the clip should show, or the reason why they cannot be read."""
-        if clip.recorded is None or isinstance(clip.recorded, str):
-            return clip.recorded
-        if not any(client.needs_reference for client in self.scorers):
-            return None
-        return reconstruct_clip(self.sampler, clip.recorded, self.layout, clip.clip)
+    def _load_references(self, clips: Sequence[GeneratedClip]) -> list[npt.NDArray[np.uint8] | str | None]:
+        """Return the frames that the clips should show, or the reasons why they cannot be read."""
+        if not any(client.reference_rewards for client in self.scorers):
+            return [None] * len(clips)
+        reconstructed: dict[tuple[int, int], npt.NDArray[np.uint8]] = {}  # samples of a prompt share its recording
+        references: list[npt.NDArray[np.uint8] | str | None] = []
+        for clip in clips:
+            reference = clip.recorded
+            if isinstance(reference, np.ndarray):
+                key = id(reference), clip.clip
+                if key not in reconstructed:
+                    reconstructed[key] = reconstruct_clip(self.sampler, reference, self.layout, clip.clip)
+                reference = reconstructed[key]
+            references.append(reference)
+        return references
 
 
 def clip_id(sample_id: str, clip: int) -> str:

@@ -38,7 +38,7 @@ from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.captioned_groups import CaptionedGroups
 from wfm_ds.rollout.colocated import ColocatedSource
 from wfm_ds.rollout.groups import PromptGroups, RewardStdGroups
-from wfm_ds.rollout.histories import HistoryLayout, choose_history_layout
+from wfm_ds.rollout.histories import HistoryLayout, choose_history_layout, extend_for_history
 from wfm_ds.rollout.remote.async_source import start_async_source
 from wfm_ds.rollout.reward_service import RewardService
 from wfm_ds.rollout.rewards import RewardClient
@@ -276,7 +276,7 @@ def build_sft_loop(
     algorithm = build_supervised_algorithm(recipe)
     judges = connect_reward_client(job, endpoint, recipe.held_out_reward_settings, "-judges", resources)
     loss = ValidationLoss(job, algorithm, held_out, framings) if held_out else None
-    samples = load_validation_samples(job, data, needs_recordings=judges is not None and judges.needs_reference)
+    samples = load_validation_samples(job, data, needs_recordings=judges is not None and bool(judges.reference_rewards))
     validator = Validator(job, samples, held_out_rewards=judges, loss=loss)
     return SftLoop(job, algorithm, source, validator, exporter, checkpoints)
 
@@ -306,7 +306,7 @@ def build_rl_loop(
         source = ColocatedSource(job, groups, rewards, algorithm, layout)
     plan = algorithm.plan if recipe.validation.rollout_correlation else None
     judges = connect_reward_client(job, endpoint, recipe.held_out_reward_settings, "-judges", resources)
-    needs_recordings = any(client is not None and client.needs_reference for client in (rewards, judges))
+    needs_recordings = any(client is not None and client.reference_rewards for client in (rewards, judges))
     samples = load_validation_samples(job, data, needs_recordings=needs_recordings)
     validator = Validator(job, samples, rewards=rewards, held_out_rewards=judges, rollout_plan=plan)
     return RlLoop(job, algorithm, source, validator, exporter, checkpoints)
@@ -340,9 +340,7 @@ def build_group_source(
     inputs = InputReader.from_recipe(recipe, job.model, data.actions)
     buckets, keeps_recordings = build_buckets(recipe, job.model), layout is not None and layout.keeps_recordings
     num_pixel_frames = buckets.framings[0].num_frames  # of the conditioning frames, or of a clip to train on
-    if layout is not None:
-        layout.check_library(data.actions)
-        buckets, inputs = layout.extend_buckets(buckets), layout.extend_inputs(inputs)
+    buckets, inputs = extend_for_history(layout, buckets, inputs, data.actions)
     # unit: all groups of a step come from one size bucket, because the rollouts of a step have one size.
     source = build_batch_source(
         recipe,

@@ -19,7 +19,6 @@ from wfm_ds.distributed.accelerator import is_accelerator_present
 from wfm_ds.engine.optional_packages import require_packages
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.language.annotations import annotation_files
-from wfm_ds.models.assets import hub
 from wfm_ds.models.assets.local_folders import require_local_model
 from wfm_ds.monitoring.trackers import require_trackers
 from wfm_ds.recipe.algorithms import INITIAL_LORA
@@ -27,7 +26,7 @@ from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.runs.output_checks import require_usable_folder
 from wfm_ds.runs.output_folder import find_run_start
-from wfm_ds.storage.filesystem import expand_pattern, is_remote
+from wfm_ds.storage.filesystem import expand_pattern, is_remote, is_repo_id
 
 
 def check_early(recipe: Recipe, world_size: int | None = None, *, overwrite: bool = False) -> None:
@@ -39,7 +38,7 @@ def check_early(recipe: Recipe, world_size: int | None = None, *, overwrite: boo
     require_usable_folder(recipe.run.output_dir)
     # `find_run_start` needs the network if the model's commit must be resolved on the Hub, or if checkpoints are in S3.
     needs_network = (
-        hub.is_repo_id(recipe.model.path) or recipe.checkpoint.storage is not None or is_remote(recipe.run.resume)
+        is_repo_id(recipe.model.path) or recipe.checkpoint.storage is not None or is_remote(recipe.run.resume)
     )
     if world_size is not None and not needs_network:
         find_run_start(recipe, world_size, overwrite=overwrite)

@@ -40,7 +40,7 @@ from wfm_ds.recipe.deepspeed import build_deepspeed_config
 from wfm_ds.recipe.run_sizes import derive_run_sizes, num_replicas
 from wfm_ds.recipe.sampling import CPS_EVAL_NOISE
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.rollout.histories import check_references, choose_history_layout, history_warnings
+from wfm_ds.rollout.histories import check_references, choose_history_layout, extend_for_history, history_warnings
 from wfm_ds.runs.check_report import CheckReport, gpu_memory, start_summary
 from wfm_ds.runs.model_loading import choose_attention, find_family, load_model
 from wfm_ds.runs.model_revision import pin_commit
@@ -258,9 +258,7 @@ def check_diffusion_run(recipe: Recipe, world_size: int, *, overwrite: bool = Fa
         samples = [row.sample for row in HfStream(recipe.data).read(NUM_CHECKED_SAMPLES)]
     num_samples, inputs = len(samples) + len(data.held_out), InputReader.from_recipe(recipe, model, data.actions)
     buckets, layout = build_buckets(recipe, model), choose_history_layout(recipe, model)
-    if layout is not None:
-        layout.check_library(data.actions)
-        buckets, inputs = layout.extend_buckets(buckets), layout.extend_inputs(inputs)
+    buckets, inputs = extend_for_history(layout, buckets, inputs, data.actions)
     find_usable_samples(samples, recipe, buckets, NUM_CHECKED_SAMPLES, dataset_size=num_samples, inputs=inputs)
     for warning in host_warnings(recipe, world_size):
         log.warning(warning)

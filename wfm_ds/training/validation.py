@@ -207,7 +207,8 @@ class Validator:
         known = self.samples.recordings
         if known is None or not scoring.needs_recordings or not self.job.world.is_leader:
             return [None] * len(prompts)
-        return [known.load(prompt.id) for prompt in prompts]
+        loaded = {prompt_id: known.load(prompt_id) for prompt_id in {prompt.id for prompt in prompts}}
+        return [loaded[prompt.id] for prompt in prompts]
 
     def collect_scores(self) -> Scores:
         """Wait for outstanding scores and return the scores of all ranks, on every rank. Collective."""

@@ -81,6 +81,31 @@ class ValidationSamples:
     layout: ClipLayout
     recordings: Recordings | None = None  # None: nothing is compared with them, or the data are texts or images
 
+    @classmethod
+    def from_data(
+        cls,
+        recipe: Recipe,
+        sampler: Sampler,
+        samples: Sequence[Sample],
+        framing: Framing,
+        layout: ClipLayout,
+        encode: Callable[[Media], Tensor],
+        *,
+        keeps_recordings: bool,
+    ) -> ValidationSamples:
+        """Return the validation samples of usable data samples. encode: function that returns clean latents."""
+        recordings = None
+        if keeps_recordings:
+            recordings = Recordings.from_samples(samples, framing, layout, recipe.validation.clips)
+        counts = count_conditioning_frames(recipe, samples, has_recordings=recordings is not None)
+        has_frames = sampler.model.clean_frame_range(recipe.algorithm.conditioning_frame_range)[1] > 0
+        return cls(
+            prompts=[sample.prompt for sample in samples],
+            frames=ValidationFrames(sampler, samples, counts, encode) if has_frames else None,
+            layout=layout,
+            recordings=recordings,
+        )
+
 
 def load_validation_samples(job: Job, data: TrainingData, *, needs_recordings: bool) -> ValidationSamples:
     """Return the validation prompts with their inputs, conditioning frames and recordings. Collective.
@@ -100,17 +125,9 @@ def load_validation_samples(job: Job, data: TrainingData, *, needs_recordings: b
         return choose_validation_samples(recipe, job.model, data, framing, layout)
 
     chosen = choose_on_leader(job.world, samples, choose_samples)
-    recordings = None
-    if uses_frames and needs_recordings:
-        recordings = Recordings.from_samples(chosen, framing, layout, num_clips)
-    counts = count_conditioning_frames(recipe, chosen, has_recordings=recordings is not None)
     encode = functools.partial(encode_in_replica, job, framing)
-    pins = job.model.clean_frame_range(recipe.algorithm.conditioning_frame_range)[1] > 0
-    return ValidationSamples(
-        prompts=[sample.prompt for sample in chosen],
-        frames=ValidationFrames(job.sampler, chosen, counts, encode) if pins else None,
-        layout=layout,
-        recordings=recordings,
+    return ValidationSamples.from_data(
+        recipe, job.sampler, chosen, framing, layout, encode, keeps_recordings=uses_frames and needs_recordings
     )
 
 

@@ -112,9 +112,10 @@ def run(args: argparse.Namespace) -> None:
 
 def complete_request(args: argparse.Namespace, questions: Questions) -> RecipeRequest:
     """Return the options, after asking for those that are missing. Raises UserError if they contradict each other."""
-    from wfm_ds.models.assets.hub import is_repo_id, require_pipeline_folder
+    from wfm_ds.models.assets.hub import require_pipeline_folder
     from wfm_ds.models.assets.local_folders import require_local_model
     from wfm_ds.recipe.tiny import TINY_PREFIX
+    from wfm_ds.storage.filesystem import is_repo_id
 
     def read(text: str) -> DataSummary:
         return read_data(Path(text).expanduser(), prompt=args.prompt, media_path=args.media_path)

@@ -54,21 +54,14 @@ from wfm_ds.storage.filesystem import existing_parent
 log = logging.getLogger(__name__)
 
 INDEX = "model_index.json"
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 COMMIT_HASH = re.compile(r"[0-9a-f]{40}")
 INDEX_NAME = re.compile(r".+\.safetensors\.index(?:\.(?P<variant>\w+))?\.json")
-HUB_PAGES = ("models", "datasets", "spaces")  # not owners of repositories, so `models/x` is a local folder
 PART_FILES = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 WEIGHTS = ".safetensors"
 PROGRESS_INTERVAL_S = 30.0
 LANGUAGE_ADVICE = (
     "is a vision-language model: use data.kind: llava, as in the recipe reason_llava_sft (docs/reasoner.md)"
 )
-
-
-def is_repo_id(path: str) -> bool:
-    """Return whether `path` is a Hub repository owner/name and not a local folder."""
-    return REPO_ID.fullmatch(path) is not None and path.partition("/")[0] not in HUB_PAGES and not os.path.isdir(path)
 
 
 def require_pipeline_folder(path: str | Path) -> Path:

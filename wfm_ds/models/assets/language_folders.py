@@ -14,6 +14,7 @@ from wfm_ds.models.assets.loading import read_weight_map
 from wfm_ds.models.assets.local_folders import CONFIG_FILE, require_language_folder, require_tiny_name
 from wfm_ds.models.registry import get_tiny_folder
 from wfm_ds.recipe.tiny import TINY_PREFIX
+from wfm_ds.storage.filesystem import is_repo_id
 
 INDEX_FILE = "model.safetensors.index.json"
 FILE_PATTERNS = ("*.json", "model*.safetensors", "*.txt", "*.jinja", "*.model")  # in the top folder
@@ -24,7 +25,7 @@ def locate_language_model(path: str, revision: str | None = None) -> Path:
 
     Raises ModelError if the model does not exist.
     """
-    if hub.is_repo_id(path):
+    if is_repo_id(path):
         with translate_hub_errors(path, revision), hub.hide_bars_without_terminal():
             try:
                 return hub.download_first_file(path, CONFIG_FILE, revision)
@@ -44,7 +45,7 @@ def download_language_model(path: str, revision: str | None = None) -> Path:
     Raises ModelError if the download fails.
     """
     folder = locate_language_model(path, revision)
-    if not hub.is_repo_id(path) or is_language_snapshot_complete(path, folder):
+    if not is_repo_id(path) or is_language_snapshot_complete(path, folder):
         return folder
     hub.download_files(path, folder.name, list_language_files(path, folder.name))
     return folder

@@ -9,7 +9,7 @@ from wfm_ds.errors import ModelError
 from wfm_ds.models import tiny
 from wfm_ds.models.assets import hub
 from wfm_ds.recipe.tiny import TINY_PREFIX
-from wfm_ds.storage.filesystem import read_regular
+from wfm_ds.storage.filesystem import is_repo_id, read_regular
 
 CONFIG_FILE = "config.json"
 
@@ -19,7 +19,7 @@ def require_local_model(path: str, *, is_language_model: bool) -> None:
 
     Repositories of the Hub are not checked.
     """
-    if hub.is_repo_id(path):
+    if is_repo_id(path):
         return
     if path.startswith(TINY_PREFIX):
         require_tiny_name(path, is_language_model=is_language_model)

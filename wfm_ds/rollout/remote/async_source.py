@@ -16,7 +16,15 @@ from wfm_ds.algorithms import RlAlgorithm
 from wfm_ds.distributed.accelerator import ranks_per_node
 from wfm_ds.errors import RunError, describe_error
 from wfm_ds.models.conditioning_frames import pad_num_frames
-from wfm_ds.rollout.groups import Group, GroupSource, RolloutSample, StepRollouts, extract_rollout, plan_step_samples
+from wfm_ds.rollout.groups import (
+    Group,
+    GroupSource,
+    RolloutSample,
+    StepRollouts,
+    extract_rollout,
+    first_replica,
+    plan_step_samples,
+)
 from wfm_ds.rollout.histories import HistoryLayout, replace_conditioning_frames
 from wfm_ds.rollout.remote.identity import compute_identity
 from wfm_ds.rollout.remote.packing import empty_rollout, unpack_trajectory, validate_history, validate_trajectory
@@ -217,10 +225,14 @@ class AsyncSource:
             for name in names
         }
         trajectory = unpack_trajectory(chunk.layout, shared)
+        chosen = [samples[i] for i in rows]
         if chunk.clip:
             group = replace_conditioning_frames(samples[chunk.first].group, shared["history"])
-            samples = [dataclasses.replace(sample, group=group) for sample in samples]
-        return [extract_rollout(samples[i], trajectory, i - chunk.first, replace_nonfinite=False) for i in rows]
+            chosen = [dataclasses.replace(sample, group=group) for sample in chosen]
+        return [
+            extract_rollout(sample, trajectory, i - chunk.first, replace_nonfinite=False)
+            for i, sample in zip(rows, chosen, strict=True)
+        ]
 
     def _merge_scores(
         self, chunks: Sequence[ChunkPlan], samples: Sequence[RolloutSample]
@@ -288,32 +300,38 @@ def gather_conditioning_frames(job: Job, groups: Sequence[Group]) -> list[Group]
     groups: all groups of the step. Each replica has set `data` only for the groups that it has read. The result is
     complete only on rank 0.
     """
-    world = job.world
     latents = next((group.data for group in groups if group.data is not None), None)
     if latents is None or job.model.clean_frame_range(job.recipe.algorithm.conditioning_frame_range)[1] == 0:
         return [dataclasses.replace(group, data=None) for group in groups]
     conditioned: list[Group] = []
     for g, group in enumerate(groups):  # all ranks transfer in the same order, which prevents deadlocks
-        owner = g * job.recipe.rl.rollout.group_size // job.run_sizes.samples_per_rank  # the first replica that has it
         frames = (latents if group.data is None else group.data)[:, : group.num_conditioning_frames]
-        if frames.numel() and owner and world.dp_rank in (0, owner):
-            frames = world.transfer_tensor(frames, owner, 0)
+        frames = send_to_main(job, g, frames)
         conditioned.append(dataclasses.replace(group, data=pad_num_frames(frames.cpu(), latents.shape[1])))
     return conditioned
 
 
 def gather_recordings(job: Job, groups: Sequence[Group]) -> list[Group]:
     """Return the groups with `recording`. Complete only on rank 0. Collective. Call it on all ranks with all groups."""
-    world, recording = job.world, next((group.recording for group in groups if group.recording is not None), None)
+    recording = next((group.recording for group in groups if group.recording is not None), None)
     if recording is None:  # no rewards need them, or this rank is not a replica leader
         return list(groups)
     complete: list[Group] = []
     for g, group in enumerate(groups):
-        owner = g * job.recipe.rl.rollout.group_size // job.run_sizes.samples_per_rank
         frames = group.recording
         if frames is None:
             frames = np.empty((1 + bool(group.history_seeds), *recording.shape[1:]), np.uint8)
-        if owner and world.dp_rank in (0, owner):
-            frames = world.transfer_tensor(torch.from_numpy(frames), owner, 0).numpy()
+        frames = send_to_main(job, g, torch.from_numpy(frames)).numpy()
         complete.append(dataclasses.replace(group, recording=frames))
     return complete
+
+
+def send_to_main(job: Job, group: int, tensor: Tensor) -> Tensor:
+    """Return on rank 0 the tensor of the first replica with samples of the group. Other ranks return `tensor`.
+
+    Collective: all ranks must call this with tensors of the same shape. Empty tensors are not sent.
+    """
+    owner = first_replica(job, group)
+    if tensor.numel() and owner and job.world.dp_rank in (0, owner):
+        return job.world.transfer_tensor(tensor, owner, 0)
+    return tensor
