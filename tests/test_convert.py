@@ -1,6 +1,7 @@
 """`wfm_ds.cli.convert` on handmade checkpoints. tests/multi_rank/test_convert.py converts those of real runs."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ class Weights:
         yield from self.tensors.items()
 
 
-def write_checkpoint(folder, target, states, *, dtype="float32", lora=None):
+def write_checkpoint(folder, target, states, *, dtype="float32", lora=None, step=7):
     """Write a checkpoint as saved by two ranks. Each state is one flat tensor; rank 0 has its first 60 %.
 
     `states` maps a policy to its parameters by name.
@@ -51,12 +52,12 @@ def write_checkpoint(folder, target, states, *, dtype="float32", lora=None):
             layout[name] = [0, max(first - low, 0) if last > first else 0, first - place, last - first]
             place += tensor.numel()
         note = target.to_json() | {"dtype": dtype, "lora": lora}
-        plain = {"engine": {}, "loop": {}, "layout": layout, "export": note}
+        plain = {"engine": {}, "loop": {"step": step}, "layout": layout, "export": note}
         tensors = {f"{policy}.0": row[low:high].clone() for policy, row in rows.items()}
         tensors["optimizer.exp_avg.0"] = torch.zeros(high - low)
         save_file(tensors, folder / rank_file_name(rank), metadata={k: json.dumps(v) for k, v in plain.items()})
     sizes = {rank_file_name(rank): (folder / rank_file_name(rank)).stat().st_size for rank in (0, 1)}
-    marker = {"step": 7, "world_size": 2, "facts": {}, "files": sizes}
+    marker = {"step": step, "world_size": 2, "facts": {}, "files": sizes}
     (folder / COMPLETE).write_text(json.dumps(marker))
     return folder
 
@@ -257,6 +258,16 @@ def test_unusable_checkpoints_are_one_line_errors(full, model, tiny_pipelines, t
     (checkpoint / rank_file_name(1)).unlink()
     assert "is damaged: wfm_rank00001.safetensors cannot be read (No such" in refused(checkpoint, out)
     assert not out.exists()
+
+
+def test_rank_files_of_different_steps_are_refused(full, model, tmp_path, capsys):
+    checkpoint, states = full
+    other = write_checkpoint(tmp_path / "step_9", ExportTarget.from_model(model), states, step=9)
+    shutil.copy(other / rank_file_name(1), checkpoint)
+    code, text = run(capsys, checkpoint, tmp_path / "out")
+    assert code == 2
+    assert "wfm_rank00001.safetensors is from step 9, but wfm_rank00000.safetensors is from step 7" in text
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("kept", [None, {"base": "somewhere", "parts": ["transformer"], "call": {}}])

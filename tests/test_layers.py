@@ -21,8 +21,8 @@ SOURCES = {
 }
 LAYERS = (
     ("errors", "types", "seeds", "chunks", "pinned_memory", "wfm_kernels"),
-    ("program", "user_class"),
-    ("recipe", "storage", "transport", "ulysses"),
+    ("program", "user_class", "storage"),
+    ("recipe", "transport", "ulysses"),
     ("distributed", "sampling", "wfm_reward"),
     ("engine", "data", "algorithms"),
     ("models", "monitoring"),

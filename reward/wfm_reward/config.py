@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from wfm_ds.errors import RewardError
+from wfm_ds.storage.filesystem import open_regular, read_regular
 from wfm_reward.base import MAX_BATCH
 
 TOKEN_VARIABLE = "WFM_REWARD_TOKEN"
@@ -158,7 +159,7 @@ class ServiceConfig(ConfigSection):
 def load_config(path: Path) -> ServiceConfig:
     """Load a configuration file. Raises RewardError, which names the file and the key, if it is invalid."""
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(read_regular(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise RewardError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
@@ -211,10 +212,10 @@ def read_service_token(config: HttpConfig, base: Path, environment: Mapping[str,
 
 def _read_token_file(path: Path) -> str:
     try:
-        with path.open() as file:
+        with open_regular(path) as file:
             if stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o077:
                 raise RewardError(f"{path}: others can read this token: chmod 600 {path}")
-            token = file.read().strip()
+            token = file.read().decode().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise RewardError(f"http.token_file: {path} cannot be read: {error}") from error
     if not token:

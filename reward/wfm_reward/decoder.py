@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from wfm_ds.errors import RewardError
+from wfm_ds.storage.filesystem import read_regular
 from wfm_ds.transport.wire import Array
 from wfm_ds.transport.worker import LeasedTask, ReportProgress, TaskFailed
 from wfm_reward.worker_process import WorkerSetup, run_worker
@@ -46,7 +47,7 @@ class VaeScale:
         """Read the factors from the VAE's config.json. Raises RewardError if it cannot be read."""
         path = vae_folder(vae) / "config.json"
         try:
-            content = json.loads(path.read_text())
+            content = json.loads(read_regular(path))
             # Defaults of diffusers' AutoencoderKLWan.
             return cls(int(content.get("scale_factor_temporal", 4)), int(content.get("scale_factor_spatial", 8)))
         except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:

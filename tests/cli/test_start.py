@@ -160,6 +160,11 @@ def test_a_run_of_one_process_starts_without_the_launcher(tmp_path, library_seco
     result, used = run_python([*words, "validation.at_start=false"], folder=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "deepspeed.launcher" not in result.stderr
+    lines = result.stderr.splitlines()
+    assert len(lines) <= 20, result.stderr
+    unwanted = ("WARN", "torchvision", "accelerator", "TFLOP", "step 0:")
+    assert [line for line in lines if any(text in line for text in unwanted)] == []
+    assert sum("texts are cached" in line for line in lines) <= 1
     assert used < STEP_LIMIT * library_seconds
 
 

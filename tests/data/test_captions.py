@@ -109,6 +109,16 @@ def test_media_that_would_share_a_caption_are_refused(folder, capsys):
     assert "share one caption" in capsys.readouterr().err
 
 
+def test_a_lerobot_dataset_is_refused_and_nothing_is_written(folder, capsys):
+    (folder / "meta").mkdir()
+    (folder / "meta" / "info.json").write_text('{"codebase_version": "v2.1", "features": {}, "fps": 10}')
+    before = sorted(folder.rglob("*"))
+    for arguments in (["--prompt", "a robot"], ["--prompt", "a robot", "--layout", "cosmos", "--overwrite"]):
+        assert main([str(folder), *arguments]) == 2
+        assert "is a LeRobot dataset, whose tasks are its captions: set data.kind: lerobot" in capsys.readouterr().err
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_a_folder_without_media_is_refused(tmp_path, capsys):
     for path, complaint in ((tmp_path, "no images or videos"), (tmp_path / "none", "is not a folder")):
         assert main([str(path), "--prompt", "x"]) == 2

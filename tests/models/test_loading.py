@@ -216,3 +216,24 @@ def test_loading_shows_no_bars_and_ignores_no_key(tiny_pipelines, family, capfd,
     captured = capfd.readouterr()
     assert (captured.out, captured.err) == ("", "")
     assert [m for record in caplog.records if "the guardrail is off" not in (m := record.getMessage())] == []
+
+
+def test_a_network_class_of_another_package_is_loaded_and_checked_like_one_of_diffusers(folder, tmp_path, monkeypatch):
+    (tmp_path / "my_networks.py").write_text(
+        "from diffusers import ModelMixin, SD3Transformer2DModel\n\nclass MyNetwork(SD3Transformer2DModel):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    expected = load(folder, dtype=torch.bfloat16).unwrapped_denoiser.state_dict()
+    change_json(folder / "model_index.json", transformer=["my_networks", "MyNetwork"])
+    network = load(folder, dtype=torch.bfloat16).unwrapped_denoiser
+    assert type(network).__name__ == "MyNetwork"
+    torch.testing.assert_close(network.state_dict(), expected, rtol=0, atol=0)  # compares dtypes too
+    shapes = load_on_meta_device(folder, dtype=torch.bfloat16).unwrapped_denoiser.state_dict()
+    assert {name: w.shape for name, w in shapes.items()} == {name: w.shape for name, w in expected.items()}
+    add_scales(folder)
+    with pytest.raises(ModelError, match=r"has 1 weights that MyNetwork does not use"):
+        load(folder)
+    change_json(folder / "model_index.json", transformer=["absent_package", "MyNetwork"])
+    for load_it in (load, lambda path: load_on_meta_device(path, dtype=torch.float32)):
+        with pytest.raises(ModelError, match=r"absent_package\.MyNetwork, which cannot be imported .*; install"):
+            load_it(folder)

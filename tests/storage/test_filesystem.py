@@ -9,8 +9,13 @@ from hypothesis import strategies as st
 
 import s3
 from wfm_ds.checkpoint.remote_store import open_locally
-from wfm_ds.errors import DataError, StorageError
+from wfm_ds.cli.doctor.machine import read_hosts
+from wfm_ds.errors import DataError, StorageError, UserError
+from wfm_ds.recipe.deepspeed import read_deepspeed_config
 from wfm_ds.storage import filesystem as storage
+from wfm_ds.transport.sockets import resolve_endpoint
+from wfm_reward.config import _read_token_file, load_config
+from wfm_reward.decoder import VaeScale
 
 CONTENT = bytes(range(256)) * 512
 FILE = f"s3://{s3.BUCKET}/dir/a.bin"
@@ -128,3 +133,13 @@ def test_globs_are_sorted_and_find_something(proxy, tmp_path):
 def test_a_relative_path_and_its_absolute_one_are_one_address(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert storage.expand_pattern("a.tar") == storage.expand_pattern(f"{tmp_path}/a.tar") == [f"{tmp_path}/a.tar"]
+
+
+def test_a_pipe_as_a_settings_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    pipe = tmp_path / "config.json"
+    for read in (read_deepspeed_config, resolve_endpoint, read_hosts, load_config, _read_token_file):
+        with pytest.raises(UserError, match=r"config\.json.* is not a regular file"):
+            read(str(pipe) if read is resolve_endpoint else pipe)
+    with pytest.raises(UserError, match=r"config\.json cannot be read: .* is not a regular file"):
+        VaeScale.from_vae_config(16, str(tmp_path))

@@ -14,6 +14,7 @@ from typing import Any
 
 from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.schema import Recipe
+from wfm_ds.storage.filesystem import read_regular
 
 # The folder of the repository (editable install), and the copy inside an installed wheel.
 PACKAGE_FOLDER = Path(__file__).parent.parent
@@ -159,7 +160,7 @@ def read_deepspeed_config(source: Path) -> dict[str, Any]:
         return dict(pairs)
 
     try:
-        content = json.loads(source.read_text(encoding="utf-8"), object_pairs_hook=reject_duplicates)
+        content = json.loads(read_regular(source), object_pairs_hook=reject_duplicates)
     except (OSError, ValueError, RecursionError) as error:
         raise RecipeError(f"{source}: not a readable JSON file ({error}): correct it, or set another one") from error
     if not isinstance(content, dict):

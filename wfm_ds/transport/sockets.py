@@ -25,6 +25,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils.monitor import recv_monitor_message
 
 from wfm_ds.errors import UserError
+from wfm_ds.storage.filesystem import read_regular
 from wfm_ds.transport import wire
 from wfm_ds.transport.keys import BrokerKeys, ClientKeys
 from wfm_ds.transport.messages import REASON_CHARS
@@ -151,7 +152,7 @@ def resolve_endpoint(endpoint: str, *, keys: bool = False) -> str:
     if "://" in endpoint:
         return check_endpoint(endpoint, keys=keys)
     try:
-        content = json.loads(Path(endpoint).read_text())
+        content = json.loads(read_regular(endpoint))
     except FileNotFoundError as error:
         raise PipeError(f"{endpoint} does not exist; the service writes it when it is ready") from error
     except (OSError, ValueError, RecursionError) as error:

@@ -20,6 +20,7 @@ from wfm_ds.cli.doctor.finding import DoctorFinding, FindingLevel
 from wfm_ds.distributed.accelerator import is_accelerator_present, uses_cuda
 from wfm_ds.errors import RecipeError
 from wfm_ds.monitoring.meters import GIB
+from wfm_ds.storage.filesystem import read_regular
 
 CHECKED_PACKAGES = ("torch", "deepspeed", "diffusers", "transformers", "peft", "triton")
 OPTIONAL_PACKAGES = ("triton",)
@@ -181,7 +182,7 @@ def host_findings(hostfile: Path) -> list[DoctorFinding]:
 
 def read_hosts(hostfile: Path) -> list[str]:
     try:
-        text = hostfile.read_text(encoding="utf-8")
+        text = read_regular(hostfile).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise RecipeError(f"{hostfile}: cannot be read: {error}") from error
     lines = [line.split("#")[0].split() for line in text.splitlines()]

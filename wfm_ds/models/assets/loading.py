@@ -32,7 +32,6 @@ from wfm_ds.models.assets.hub import display_name
 from wfm_ds.models.assets.weight_files import UNUSED_WEIGHT_SUFFIXES, list_weight_files, select_variant
 from wfm_ds.storage.filesystem import read_regular
 
-LIBRARIES = ("diffusers", "transformers")
 # Errors that the libraries raise for missing or damaged files or files that do not match their configs.
 LOADING_ERRORS = (
     *(OSError, ValueError, TypeError, RuntimeError, AttributeError, ImportError, LookupError, SafetensorError),
@@ -126,14 +125,32 @@ def silence_type_warnings() -> Iterator[None]:
 
 
 def resolve_network_class(entry: Any) -> type[torch.nn.Module] | None:
-    """Return the network class that an entry of model_index.json names.
+    """Return the network class that an entry of model_index.json names, or None if the entry is not a network.
 
-    Returns None if the entry is not a network of diffusers or transformers.
+    Raises ModelError if the package of the class cannot be imported.
     """
-    if not isinstance(entry, list) or len(entry) != 2 or entry[0] not in LIBRARIES:
-        return None  # a tokenizer, a flag, or an entry that diffusers handles
-    member = getattr(importlib.import_module(entry[0]), entry[1], None)
-    return member if isinstance(member, type) and issubclass(member, torch.nn.Module) else None
+    member = resolve_component_class(entry)
+    is_network = member is not None and issubclass(member, (diffusers.ModelMixin, transformers.PreTrainedModel))
+    return member if is_network else None
+
+
+def resolve_component_class(entry: Any) -> type | None:
+    """Return the class that an entry of model_index.json names.
+
+    Returns None for entries that are not classes, and for classes in the folder of a diffusers pipeline. Raises
+    ModelError if the package of the class cannot be imported.
+    """
+    if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(name, str) for name in entry):
+        return None  # a flag, or an absent component
+    library, name = entry
+    if hasattr(diffusers.pipelines, library):
+        return None
+    try:
+        member = getattr(importlib.import_module(library), name, None)
+    except (ImportError, ValueError) as error:
+        message = f"the pipeline has a component of class {library}.{name}, which cannot be imported ({error})"
+        raise ModelError(f"{message}; install the package that contains it") from error
+    return member if isinstance(member, type) else None
 
 
 def check_components(folder: Path, index: Mapping[str, Any]) -> None:
@@ -188,9 +205,11 @@ def check_weight_files(folder: Path) -> None:
 def require_no_unexpected_weights(folder: Path, network: torch.nn.Module, unexpected: Sequence[str]) -> None:
     """Raise ModelError if a weight file has tensors that the network does not use, such as scales of float8 weights.
 
-    unexpected: names of the tensors that the network did not load. Three kinds of them are accepted: buffers of the
-    network, tensors that its class declares as unused, and, for networks of transformers, tensors of modules that the
-    network does not have (such as the head of a language model).
+    unexpected: names of the tensors that the network did not load. Three kinds of unexpected tensors are accepted:
+    - buffers of the network,
+    - tensors that the network's class declares as unused,
+    - for networks of the transformers library, tensors of modules that the network does not have, such as the head of a
+      language model.
     """
     patterns = getattr(network, "_keys_to_ignore_on_load_unexpected", None) or ()
     modules, buffers = dict(network.named_modules()), dict(network.named_buffers())
@@ -213,8 +232,9 @@ def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped
     """Load one network in evaluation mode. Raises ModelError if its folder or weights are missing.
 
     dtype: passed to from_pretrained. Casting the network later would also convert modules that must stay in float32.
-    mapped: keep the parameters memory-mapped in their stored dtype, if all stored tensors have the same dtype. The
-    processes of a machine share the memory of a parameter until one of them writes to it. Buffers are cast to `dtype`.
+    mapped: keep the parameters memory-mapped in their stored dtype, if all stored tensors have the same dtype. All
+    processes of the machine then share the memory of a parameter until a process writes to it. Buffers are cast to
+    `dtype`.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder} is missing; copy or download the pipeline again")
@@ -310,7 +330,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def select_device(name: str | None) -> torch.device:
-    """Return the named device, by default the GPU if there is one. Raises UserError if it cannot be used."""
+    """Return the device. name: None selects the GPU if there is one. Raises UserError if the device cannot be used."""
     if name is None:
         return torch.device("cuda" if uses_cuda() else "cpu")
     try:

@@ -5,7 +5,6 @@ Only the config files are needed.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Collection
 from pathlib import Path
@@ -18,11 +17,11 @@ from torch import nn
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
 from wfm_ds.models.assets.loading import (
-    LIBRARIES,
     LOADING_ERRORS,
     check_components,
     read_json,
     read_max_sequence_length,
+    resolve_component_class,
     resolve_network_class,
 )
 from wfm_ds.models.base import DiffusionModel
@@ -44,7 +43,7 @@ def load_on_meta_device(
 ) -> DiffusionModel:
     """Load a pipeline on the meta device in seconds, without weights and tokenizers. The pipeline cannot encode text.
 
-    Raises ModelError if `registry.resolve_pipeline` does, if a config is invalid, or if the network does not support
+    Raises ModelError like `registry.resolve_pipeline`, and also if a config is invalid or the network does not support
     `embedded_guidance`.
     """
     folder = registry.resolve_pipeline(path, user_family, revision, weights=False)
@@ -89,12 +88,11 @@ def build_meta_component(folder: Path, entry: list[str | None]) -> Any:
     """
     network = resolve_network_class(entry)
     if network is None:
-        library, name = entry
-        member: Any = getattr(importlib.import_module(str(library)), str(name), None) if library in LIBRARIES else None
-        is_scheduler = isinstance(member, type) and issubclass(member, diffusers.SchedulerMixin)
+        member: Any = resolve_component_class(entry)
+        is_scheduler = member is not None and issubclass(member, diffusers.SchedulerMixin)
         return member.from_pretrained(folder) if is_scheduler else None
     network_class: Any = network
     with META_DEVICE:
-        if entry[0] == "diffusers":
+        if issubclass(network_class, diffusers.ModelMixin):
             return network_class.from_config(read_json(folder / "config.json"))
         return network_class(network_class.config_class.from_pretrained(folder, local_files_only=True))
