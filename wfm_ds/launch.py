@@ -69,7 +69,7 @@ class LaunchJob:
     is_local: bool  # the ranks are descendants of the runner
     must_report_status: bool  # exit code 0 without a final status is a failure
     shields_runner: bool = False  # DeepSpeed's processes do not receive SIGTERM and SIGUSR1, only the ranks do
-    is_single_rank: bool = False  # argv are those of wfm_ds.train, which runs without DeepSpeed's runner
+    is_single_rank: bool = False  # argv is for wfm_ds.train, which then runs without DeepSpeed's runner
 
 
 def plan_launch(
@@ -309,7 +309,10 @@ def read_grace_s(environ: Mapping[str, str]) -> float:
 
 
 def job_environment(environ: Mapping[str, str], *, is_single_rank: bool) -> dict[str, str]:
-    """Return the variables that the job inherits. A single rank inherits no rank from an outer launcher."""
+    """Return the environment variables that the job inherits.
+
+    is_single_rank: also omit the variables that an outer launcher sets for its ranks.
+    """
     if is_single_rank:
         return remove_rank_variables(environ)
     return {name: value for name, value in environ.items() if name not in ("WFM_STATUS_FILE", "WFM_LAUNCH_PID")}

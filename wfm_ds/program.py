@@ -27,11 +27,11 @@ JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 """Signals that SLURM sends to all processes of a job: to stop it, or to save a checkpoint."""
 
 FailHandler = Callable[[str], int]
-"""Prints the message of a user error and returns the exit code, or ends the process."""
+"""Function that prints the message of a user error and returns the exit code, or ends the process."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Argument parser that raises UserError for invalid arguments. In a multi-rank run, only one rank prints it.
+    """Argument parser that raises UserError for invalid arguments, so that only one rank of a run prints the error.
 
     argparse replaces `%(prog)s` in the epilog by the command that the user typed, so that examples can be copied.
     """
@@ -59,7 +59,8 @@ def run_command(
 ) -> int:
     """Parse `argv` (default: sys.argv), run `work` with the arguments, and return the exit code.
 
-    Options may appear before, between and after positional arguments. work: returns an exit code, or None for 0.
+    Options may appear before, between and after positional arguments. work: function that returns an exit code, or None
+    for 0.
     fail: see `run_with_exit_code`.
     """
     key_options: Mapping[str, str] = getattr(parser, "key_options", {})

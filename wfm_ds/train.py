@@ -1,7 +1,7 @@
 """`deepspeed --num_gpus N -m wfm_ds.train RECIPE [section.key=value ...]`: train a recipe.
 
-Exit codes: 0 finished; WFM_PREEMPTED_CODE (default 0) stopped by a signal at a step boundary; 2 recipe, data, model or
-reward error (one message); 1 any other error.
+Exit codes: 0 if the run finished, WFM_PREEMPTED_CODE (default 0) if a signal stopped it after a step, 2 for an error in
+recipe, data, model or reward (prints one `error:` line), 1 for any other error.
 """
 
 from __future__ import annotations
@@ -35,9 +35,11 @@ if TYPE_CHECKING:
     from wfm_ds.training.loop import TrainingLoop
 
     LoopBuilder: TypeAlias = Callable[[RunStart, Mirror | None, ExitStack], TrainingLoop]
-    """Builds the training loop of a prepared run, with resources that the ExitStack closes. Collective."""
+    """Builds the training loop of a prepared run. The ExitStack closes its resources. All ranks must call it."""
     AdviceContext: TypeAlias = Callable[[Callable[[], str | None]], AbstractContextManager[None]]
-    """Returns a context in which out-of-memory errors list recipe keys to change. Argument: returns the phase."""
+    """Returns a context in which out-of-memory errors list recipe keys to change.
+
+    The argument is a function that returns the current phase."""
 
 log = logging.getLogger("wfm_ds.train")  # __name__ is __main__ with -m
 
@@ -133,7 +135,7 @@ def run_check(recipe: Recipe, launched: LaunchedRank | None, *, overwrite: bool)
 def prepare_and_train(
     recipe: Recipe, world: World, stop: StopFlag, ending: RunShutdown, *, overwrite: bool = False
 ) -> tuple[RunOutcome, StorageCopies | None]:
-    """Check the recipe, load model and data on all ranks, prepare the output folder and train. Collective.
+    """Check the recipe, load model and data, prepare the output folder and train. All ranks must call this.
 
     Returns (outcome of the run, state of the uploads to checkpoint.storage), identical on every rank. The state is None
     without remote storage.
@@ -188,7 +190,7 @@ def prepare_and_train(
 def open_loop(
     recipe: Recipe, world: World, build_loop: LoopBuilder, start: RunStart, mirror: Mirror | None
 ) -> tuple[TrainingLoop, ExitStack]:
-    """Build the training loop, restore the starting checkpoint and start the uploads. Collective.
+    """Build the training loop, restore the starting checkpoint and start the uploads. All ranks must call this.
 
     Returns (loop, resources to close after training).
     """
@@ -225,7 +227,7 @@ def report_finished_run(recipe: Recipe, world: World, start: RunStart) -> tuple[
 
 
 def find_start_on_all_ranks(recipe: Recipe, world: World, *, overwrite: bool) -> RunStart:
-    """Return the step and checkpoint at which training starts, as determined by rank 0, on all ranks. Collective."""
+    """Determine the starting step and checkpoint on rank 0, and return them on all ranks. All ranks must call this."""
     from wfm_ds.runs.output_folder import RunStart, find_run_start
 
     fields = world.run_checked(

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     Conditioning: TypeAlias = dict[str, Tensor]
-    """{name: tensor [B, ...]}: text embeddings, masks and other inputs of the denoiser."""
+    """{name: tensor [B, ...]}: text embeddings, masks and other inputs of the denoiser for B samples."""
 
 
 FIRST_FRAME = "first_frame"
@@ -32,8 +32,8 @@ class Prompt:
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict, compare=False)
     """Conditioning inputs in addition to the text (data/inputs.py): actions [F-1,D], c2w [F,4,4], intrinsics [F,4], ...
 
-    F is the number of frames. FIRST_FRAME: pixels [H,W,3] of the first frame, 0 to 255, for networks that are
-    conditioned on pixels."""
+    There are F frames and D numbers per action. FIRST_FRAME: pixels [H,W,3] of the first frame, 0 to 255, for networks
+    that are conditioned on pixels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ class Transition:
     index: int  # of the step in the sampling plan
     latents: Tensor  # [C,h,w] or [C,T,h,w] before the step; may share memory with `next_latents` of the step before
     next_latents: Tensor  # after the step, as sampled
-    log_prob: Tensor  # [], of next_latents under the rollout policy, mean over elements
-    mean: Tensor | None = None  # of the Gaussian that next_latents is drawn from, if needed
+    log_prob: Tensor  # scalar: log-probability of next_latents under the rollout policy, mean over elements
+    mean: Tensor | None = None  # mean of the Gaussian from which next_latents is drawn; None if it is not needed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,8 +62,8 @@ class Rollout:
     sample_id: str  # derived from (run, step, prompt, index in the group)
     group_id: str  # shared by the samples of one prompt in one RL step
     prompt: Prompt
-    seed: int  # of all random numbers of the sample
-    noise_seed: int  # of the initial noise; may be shared by a group
+    seed: int  # seed of all random numbers of the sample
+    noise_seed: int  # seed of the initial noise; may be shared by a group
     clean_latents: Tensor  # [C,h,w] or [C,T,h,w] float32
     transitions: Sequence[Transition] = ()  # at the steps that the sampling plan stores, ascending
     states: Mapping[int, Tensor] = field(default_factory=dict)  # step -> input latents of the denoiser, float32

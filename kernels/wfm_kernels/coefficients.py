@@ -1,6 +1,6 @@
 """Coefficients of stochastic samplers.
 
-A step is affine in the latents and the velocity. Five coefficients describe it.
+The next latents of a step are an affine function of latents, velocity and noise. Five coefficients describe a step.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def sde_coefficients(
     eta: float | Tensor = 0.0,
     sigma_max: float | None = None,
 ) -> Tensor:
-    """Return the five coefficients of each step from sigma to sigma_next, [B,5] float64 on sigma's device.
+    """Return the five coefficients of each of B steps from sigma to sigma_next, [B,5] float64 on sigma's device.
 
-    The columns are c_x, c_v, std, w and c0 in these formulas:
+    The columns are c_x, c_v, std, w and c0 in these formulas for latents x and velocity v:
 
         mean     = c_x * x + c_v * v
         x_next   = mean + std * z                     z ~ N(0, 1)
@@ -33,11 +33,11 @@ def sde_coefficients(
     kind: `flow_sde` (arXiv 2505.05470), `dance` (2505.07818), `cps` (2509.05952) or `ode` (Euler; ignores eta).
     sigma, sigma_next: [B] floating point, 1 >= sigma >= sigma_next >= 0.
     eta: noise level, a number or [B], at least 0 (at most 1 for `cps`). The Flow-SDE and CPS papers call it `a`.
-    sigma_max: second sigma of the whole schedule. In Flow-SDE's term 1 - sigma, larger sigmas are replaced by it.
+    sigma_max: second sigma of the whole schedule. It replaces larger sigmas in the term 1 - sigma of `flow_sde`.
 
-    A step without noise has w = c0 = 0 and no policy gradient. Values are validated, so call this with CPU tensors,
-    once per schedule. Raises ValueError for invalid shapes, ranges or kinds, for `flow_sde` at sigma 1 without a
-    sigma_max below 1, and for `dance` at sigma 0.
+    A step without noise has w = c0 = 0 and no policy gradient. The values of all arguments are checked, so call this
+    with CPU tensors, once per schedule. Raises ValueError for invalid shapes, ranges or kinds, for `flow_sde` at sigma
+    1 unless sigma_max is below 1, and for `dance` at sigma 0.
     """
     if kind not in STEP_KINDS:
         raise ValueError(f"unknown kind of step {kind!r}; choose one of {', '.join(STEP_KINDS)}")
@@ -64,9 +64,9 @@ def sde_coefficients(
 
 
 def _clamp_sigma(s: Tensor, sigma_max: float | None) -> Tensor:
-    """Return the sigma to use in Flow-SDE's term 1 - sigma.
+    """Return the sigma to use in the term 1 - sigma of `flow_sde`.
 
-    It is limited to sigma_max, because a schedule may start close to 1.
+    It is at most sigma_max, because a schedule may start close to 1.
     """
     bounded = s if sigma_max is None else s.clamp(max=sigma_max)
     if bool((bounded >= 1).any()):

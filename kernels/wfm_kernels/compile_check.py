@@ -1,8 +1,8 @@
 """`python -m wfm_kernels.compile_check`: compile every kernel for sm_90 without a GPU and check the generated code.
 
-The command reports register spills, memory accesses of less than 16 bytes, fused multiply-adds, and different
-summation orders in rollout and training. It does not check results or speed. The exit code is 1 if a check fails, 3 if
-Triton is not installed.
+The command reports register spills, memory accesses of less than 16 bytes, fused multiply-adds, and kernels that sum in
+a different order in rollout and training. It does not check results or speed. The exit code is 1 if a check fails, and
+3 if Triton is not installed.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ NUM_NOISE_FMA = 108  # fused multiply-adds in the logarithm, sine and cosine of 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelVariant:
-    """A kernel with fixed dtypes and branches. types: type of each argument, in the order of the arguments."""
+    """A kernel to compile, with fixed dtypes and branches. types: type of each argument, in the kernel's order."""
 
     kernel: str
     label: str
     types: dict[str, str]
     constants: dict[str, Any]
-    reads: tuple[str, ...]  # dtypes of the tensors in the size of the latents that the kernel reads
-    writes: tuple[str, ...]  # the same for tensors that it writes
+    reads: tuple[str, ...]  # dtypes of the tensors of the latents' size that the kernel reads
+    writes: tuple[str, ...]  # dtypes of the tensors of the latents' size that the kernel writes
     warps: int
     max_registers: int
     draws_noise: bool = False
 
     def wide_accesses(self, dtypes: tuple[str, ...]) -> int:
-        """Return how many 16-byte accesses a thread needs to read (or write) one tile of a tensor of each dtype."""
+        """Return how many 16-byte accesses a thread needs for one tile of each tensor. dtypes: one per tensor."""
         per_thread = self.constants["BLOCK"] // (32 * self.warps)
         return sum(per_thread * BYTES[dtype] // ACCESS_BYTES for dtype in dtypes)
 
@@ -53,7 +53,7 @@ class CompileReport:
     wide_reads: int = 0
     wide_writes: int = 0
     fma: int = 0
-    layout: str = ""  # layout of the tensor that is summed over a tile
+    layout: str = ""  # thread layout of the tensor that is summed over a tile
     faults: list[str] = field(default_factory=list)
 
 
@@ -80,7 +80,7 @@ def _make_variant(
     draws_noise: bool = False,
     **constants: Any,
 ) -> KernelVariant:
-    """dtypes: {pointer argument without `_ptr`: its dtype, or None if it is absent}. The default is float32."""
+    """dtypes: {name of a pointer argument without `_ptr`: its dtype, or None if it is not passed}. Default: float32."""
     from wfm_kernels import triton_kernels
 
     types = {}
@@ -200,7 +200,7 @@ def _finish_variants() -> Iterator[KernelVariant]:
 
 
 def compile_variant(variant: KernelVariant) -> CompileReport:
-    """Compile one variant and check it. Problems are listed in `faults`."""
+    """Compile one variant and check it. The field `faults` of the report lists the problems."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

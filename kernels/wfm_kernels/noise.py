@@ -1,9 +1,9 @@
 """The noise contract: each normal number depends only on its sample's seed and on its index in the sample.
 
-Philox4x32-10 (Salmon et al. 2011) with the 64-bit key s and the counter i div 4 gives four words. Their Box-Muller
-transform gives four normal numbers. Number i of a sample with seed s is entry i mod 4 of these numbers. It does not
-depend on batch, rank, launch shape or backend. The integers are equal on all devices; logarithm and sine may differ
-between devices in the last bits (below 1e-6).
+Number i of a sample with seed s is computed as follows. Philox4x32-10 (Salmon et al. 2011) with the 64-bit key s and
+the counter i div 4 gives four words. The Box-Muller transform of these words gives four normal numbers, and number i is
+entry i mod 4 of them. The number does not depend on batch, rank, launch shape or backend. The words are equal on all
+devices. The normal numbers may differ between devices in the last bits (below 1e-6), because logarithm and sine do.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ WORD_MASK = 0xFFFFFFFF
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-# TO_UNIT maps 31-bit integers to [0, 1): the largest factor with products below 1 in float32. MIN_UNIFORM bounds |z|.
+# TO_UNIT maps 31-bit integers to [0, 1). It is the largest factor whose float32 products stay below 1. MIN_UNIFORM is a
+# lower bound of uniform numbers, which bounds the magnitude of normal numbers.
 TO_UNIT, MIN_UNIFORM = 4.6566127342e-10, 1e-7
 TWO_PI = 6.283185307179586
 NOISE_CONTRACT = 1  # version; increased when the numbers for a seed change
 
-_BLOCK = 16384  # counters per block; limits the memory for words
+_BLOCK = 16384  # counters that are processed at once; limits the memory for words
 
 
 def philox_words(seeds: Tensor, num_counters: int, first: int = 0) -> Tensor:
-    """Return the Philox words of the `num_counters` counters from `first` on.
+    """Return the Philox words of the counters from `first` to `first + num_counters - 1`.
 
-    The result is [B, num_counters, 4] int64 in [0, 2**32).
+    seeds: int64 [B]. The result is int64 [B, num_counters, 4] with values in [0, 2**32).
     """
     multipliers, steps = (
         torch.tensor(pair, dtype=torch.int64, device=seeds.device).view(2, 1, 1) for pair in (MULTIPLIERS, KEY_STEPS)
@@ -45,7 +46,7 @@ def philox_words(seeds: Tensor, num_counters: int, first: int = 0) -> Tensor:
 
 
 def normal_from_words(words: Tensor) -> Tensor:
-    """Return standard normal numbers, float32 [..., 4], for int64 words [..., 4]."""
+    """Convert Philox words, int64 [..., 4], to standard normal numbers, float32 [..., 4]."""
     unit = torch.minimum(words, WORD_MASK - words).float() * TO_UNIT
     radius = (-2.0 * unit[..., 0::2].clamp_min(MIN_UNIFORM).log()).sqrt()
     angle = TWO_PI * unit[..., 1::2]
@@ -53,7 +54,7 @@ def normal_from_words(words: Tensor) -> Tensor:
 
 
 def normal_noise(seeds: Tensor, n: int) -> Tensor:
-    """Return standard normal noise [B, n] float32 for int64 seeds [B], on their device."""
+    """Return n standard normal numbers per seed, float32 [B, n] on the device of the seeds. seeds: int64 [B]."""
     num_counters, at_once = -(-n // 4), max(1, _BLOCK // max(1, len(seeds)))
     blocks = [
         normal_from_words(philox_words(seeds, min(at_once, num_counters - first), first)).flatten(1)

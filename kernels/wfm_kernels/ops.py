@@ -1,7 +1,7 @@
-"""The public operators: validation and backend selection. The registered torch operators are in library.py.
+"""The public operators, which validate arguments and select a backend. The torch operators are in library.py.
 
-Shapes, dtypes, devices and the environment are checked. The values of tensors are not checked, because reading them
-would synchronize with the device.
+Shapes, dtypes and devices of arguments are checked. The values of tensors are not checked, because reading them would
+synchronize with the device.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ LATENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Backend: TypeAlias = Literal["auto", "triton", "torch"]
 BACKEND_NAMES = ("auto", "triton", "torch")
 TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
-MAX_SAMPLES = 65_535  # limit of the second dimension of a launch grid
+MAX_SAMPLES = 65_535  # maximum size of the second dimension of a launch grid
 # Element indices are int32. The last program of a sample may compute indices up to one grid of tiles past its end.
 MAX_ELEMENTS = 2**31 - 2**21
 MAX_ROW = 32_768  # maximum number of elements of a row, which one program of quantise_rows holds in registers
 
 
 def require_latents(**latents: Tensor | None) -> None:
-    """Raise ValueError unless all tensors have the same shape [B, ...], at least one element, and supported dtypes.
+    """Raise ValueError unless all tensors have the same shape [batch, ...], at least one element, and supported dtypes.
 
     Arguments that are None are not checked.
     """
@@ -50,7 +50,7 @@ def require_latents(**latents: Tensor | None) -> None:
 
 
 def require_vectors(latents: Tensor, **vectors: Tensor) -> None:
-    """Raise ValueError unless each tensor has shape [B samples] and dtype float32 (float64 for float64 latents)."""
+    """Raise ValueError unless each tensor is float32 [batch] (float64 if the latents are float64)."""
     for name, tensor in vectors.items():
         if tensor.shape != latents.shape[:1]:
             raise ValueError(f"{name} must be [{len(latents)}], one value per sample, got {list(tensor.shape)}")
@@ -58,14 +58,14 @@ def require_vectors(latents: Tensor, **vectors: Tensor) -> None:
 
 
 def require_floating(latents: Tensor, **tensors: Tensor) -> None:
-    """Raise ValueError unless each tensor is float32 (float64 for float64 latents)."""
+    """Raise ValueError unless each tensor is float32 (float64 if the latents are float64)."""
     for name, tensor in tensors.items():
         if tensor.dtype != working_dtype(latents):
             raise ValueError(f"{name} must be {working_dtype(latents)}, got {tensor.dtype}")
 
 
 def require_coefficients(coefficients: Tensor, latents: Tensor) -> None:
-    """Raise ValueError unless the coefficients are [B,5] float64: one row of `sde_coefficients` per sample."""
+    """Raise ValueError unless the coefficients are float64 [batch, 5]: one row of `sde_coefficients` per sample."""
     if coefficients.shape != (len(latents), 5) or coefficients.dtype != torch.float64:
         raise ValueError(
             f"coefficients must be [{len(latents)}, 5] float64, one row of sde_coefficients per sample, got "
@@ -74,7 +74,7 @@ def require_coefficients(coefficients: Tensor, latents: Tensor) -> None:
 
 
 def require_one_source(latents: Tensor, seeds: Tensor | None, noise: Tensor | None) -> None:
-    """Raise ValueError unless exactly one of noise and seeds is given, with one int64 seed per sample."""
+    """Raise ValueError unless exactly one of noise and seeds is given. Seeds must be int64, one per sample."""
     if (seeds is None) == (noise is None):
         raise ValueError(f"give either seeds or noise, got {'neither' if seeds is None else 'both'}")
     if seeds is not None and (seeds.shape != latents.shape[:1] or seeds.dtype != torch.int64):
@@ -84,8 +84,9 @@ def require_one_source(latents: Tensor, seeds: Tensor | None, noise: Tensor | No
 def should_use_triton(backend: Backend, latents: Tensor, *others: Tensor | None) -> bool:
     """Return whether to use the Triton backend. The environment variable WFM_KERNELS overrides `backend`.
 
-    `auto` uses Triton for CUDA tensors if possible. Otherwise it uses torch and warns once. Raises ValueError for an
-    unknown name, for tensors on several devices, and if `triton` is requested but cannot run.
+    `auto` selects torch for CPU tensors. For CUDA tensors, it selects Triton if Triton can run, and otherwise torch,
+    with a single warning. Raises ValueError for an unknown name, for tensors on several devices, and if `triton` is
+    requested but Triton cannot run.
     """
     tensors = [latents, *(tensor for tensor in others if tensor is not None)]
     devices = {tensor.device for tensor in tensors}
@@ -137,13 +138,13 @@ class SdeStep:
     """Result of `sde_step`. All tensors are detached."""
 
     next_latents: Tensor  # shape and dtype of the latents
-    log_prob: Tensor  # [B] float32, of the rounded next_latents
+    log_prob: Tensor  # [B] float32, log-probability of the rounded next_latents
     mean: Tensor | None  # float32, shape of the latents; None without return_mean
 
 
 @dataclass(frozen=True, slots=True)
 class NftLoss:
-    """DiffusionNFT losses and statistics of each sample, [B] float32."""
+    """DiffusionNFT losses and statistics. Each tensor is float32 with one value per sample."""
 
     policy: Tensor
     kl: Tensor | None  # None without a reference
@@ -162,16 +163,17 @@ def sde_step(
     return_mean: bool = False,
     backend: Backend = "auto",
 ) -> SdeStep:
-    """Run one denoising step of any sampler in sde_coefficients, and return the log-probability of the result.
+    """Run one denoising step of a sampler in sde_coefficients. Return the next latents and their log-probability.
 
-    velocity, latents: [B, ...] of one shape, each float32, bfloat16 or float16.
-    coefficients: [B,5] float64. A single row may be expanded to B rows.
+    velocity, latents: same shape [B, ...] for B samples, each float32, bfloat16 or float16.
+    coefficients: [B,5] float64, one row of sde_coefficients per sample. A single row may be expanded to B rows.
     seeds, noise: pass exactly one of them. seeds: [B] int64 (see noise.py). noise: tensor with the shape of the
-    latents. Seeds and noise are ignored if std is 0.
-    uncond_velocity: if given, the velocity is u + guidance_scale * (v - u), computed in float32.
+    latents. Both are ignored for samples with a std (coefficient) of 0.
+    uncond_velocity: unconditional velocity u. If it is given, guidance is applied to the velocity v in float32:
+    u + guidance_scale * (v - u).
 
-    log_prob is computed from next_latents after rounding to the latents' dtype, so that sde_log_prob returns the same
-    bits for these latents. Not differentiable. Raises ValueError for invalid arguments.
+    log_prob is computed from the next latents after they are rounded to the latents' dtype. sde_log_prob therefore
+    returns the same bits for these latents. Not differentiable. Raises ValueError for invalid arguments.
     """
     require_latents(velocity=velocity, latents=latents, uncond_velocity=uncond_velocity, noise=noise)
     require_coefficients(coefficients, latents)
@@ -202,12 +204,13 @@ def sde_log_prob(
     guidance_scale: float = 1.0,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return the log-probability [B] float32 of stored steps, averaged over the elements of a sample.
+    """Return the log-probability of steps from latents to next_latents, averaged over the elements of each sample.
 
-    The arguments are those of sde_step. For the same velocity dtype, both functions return the same bits.
-    Differentiable once, with respect to velocity and uncond_velocity. Gradients have the dtype of their input. In
-    float16, scale the loss, because the gradients of a mean over a sample are subnormal otherwise. Raises ValueError
-    for invalid arguments.
+    The result is float32 [B] for B samples. For the arguments, see sde_step. If velocities of the same dtype are passed
+    to both functions, they return the same bits.
+    Differentiable once, with respect to velocity and uncond_velocity. Gradients have the dtype of their input. If this
+    is float16, scale the loss, because the gradients of a mean over a sample would otherwise be subnormal. Raises
+    ValueError for invalid arguments.
     """
     require_latents(velocity=velocity, latents=latents, next_latents=next_latents, uncond_velocity=uncond_velocity)
     require_coefficients(coefficients, latents)
@@ -230,22 +233,23 @@ def nft_loss(
     ref_velocity: Tensor | None = None,
     backend: Backend = "auto",
 ) -> NftLoss:
-    """Return the DiffusionNFT loss (arXiv 2509.16117) per sample: policy loss, KL to a reference, statistics.
+    """Return the DiffusionNFT loss (arXiv 2509.16117) of each sample: policy loss, KL to a reference, and statistics.
 
-    Latents and velocities: [B, ...] of one shape, each float32, bfloat16 or float16.
-    sigma, reward_weight: [B] float32; reward_weight r must be in [0, 1], which is not checked.
+    Latents, noise and velocities: same shape [B, ...] for B samples, each float32, bfloat16 or float16.
+    sigma, reward_weight: [B] float32. reward_weight must be in [0, 1]. This is not checked.
 
-    With u = noise - clean_latents, e = sigma (u - v_old), d = sigma beta (v - v_old), p = e - d and q = e + d:
+    The formulas use v = velocity, v_old = old_velocity, v_ref = ref_velocity, r = reward_weight,
+    u = noise - clean_latents, e = sigma (u - v_old), d = sigma beta (v - v_old), p = e - d and q = e + d:
 
         w+ = max(mean|p|, 1e-5)     w- = max(mean|q|, 1e-5)          (without gradient)
         policy = (r mean(p^2)/w+ + (1-r) mean(q^2)/w-) / beta         kl = mean((v - v_ref)^2)
 
-    p and q are the published x0 errors, computed without the noisy latents to avoid cancellation. Differentiable once,
-    with respect to velocity only.
+    p and q are the x0 errors of the paper, computed without the noisy latents to avoid cancellation. The loss is
+    differentiable once, with respect to velocity only.
 
-    stats: loss_positive and loss_negative (mean(p^2)/w+ and mean(q^2)/w-), weight_positive and weight_negative (w+ and
-    w-), old_deviation, old_deviation_max (mean and maximum of (v - v_old)^2), and with a reference old_ref_deviation
-    (mean of (v_old - v_ref)^2). Raises ValueError for invalid shapes and dtypes, and for beta <= 0.
+    stats contains loss_positive = mean(p^2)/w+, loss_negative = mean(q^2)/w-, weight_positive = w+,
+    weight_negative = w-, old_deviation and old_deviation_max (mean and maximum of (v - v_old)^2) and, with a reference,
+    old_ref_deviation (mean of (v_old - v_ref)^2). Raises ValueError for invalid shapes and dtypes, and for beta <= 0.
     """
     require_latents(
         velocity=velocity,
@@ -284,9 +288,10 @@ def flow_noise(
     noise: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Return ((1 - sigma) * clean_latents + sigma * noise, noise). Not differentiable.
+    """Return (noisy latents, noise). Noisy latents are (1 - sigma) * clean_latents + sigma * noise.
 
-    clean_latents: [B, ...] float32, bfloat16 or float16; the noisy latents have the same dtype. sigma: [B] float32.
+    Not differentiable.
+    clean_latents: [B, ...] float32, bfloat16 or float16. Noisy latents have the same dtype. sigma: [B] float32.
     seeds, noise: pass exactly one of them. seeds: [B] int64 (see noise.py). noise: float32, shape of the latents.
 
     Raises ValueError for invalid arguments.
@@ -303,12 +308,12 @@ def flow_noise(
 
 
 def quantise_rows(x: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
-    """Quantize each row to float8 e4m3. Return q (shape of x) and scales float32 [..., 1], x ~ q * scale.
+    """Quantize each row of x to float8 e4m3. Return (q, scale) such that x is approximately q * scale.
 
-    x: [..., K] float32, bfloat16 or float16. A row's scale is its largest magnitude divided by 448 (the maximum of
-    e4m3), or 1 for a row of zeros. Values are rounded to nearest even. If a row contains NaN or infinity, matrix
-    products with it are NaN, so that the error stays visible. Not differentiable. Raises ValueError for other dtypes,
-    an empty x, or K above 32768.
+    x: [..., row length] float32, bfloat16 or float16. q: shape of x. scale: float32 [..., 1].
+    A row's scale is its largest magnitude divided by 448 (the maximum of e4m3), or 1 for a row of zeros. Values are
+    rounded to nearest even. Matrix products with a row that contains NaN or infinity are NaN, so that the error stays
+    visible. Not differentiable. Raises ValueError for other dtypes, an empty x, or rows longer than 32768.
     """
     if x.dtype not in LATENT_DTYPES or x.ndim == 0 or x.numel() == 0 or x.shape[-1] > MAX_ROW:
         raise ValueError(

@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 def expand_per_sample(vector_B: Tensor, latents: Tensor) -> Tensor:
-    """Reshape [B] to [B,1,..,1]."""
+    """Reshape a vector with one value per sample to [B, 1, ..., 1], so that it broadcasts over the latents."""
     return vector_B.view(-1, *[1] * (latents.ndim - 1))
 
 
 def sample_mean(x: Tensor) -> Tensor:
-    """Return the mean over the elements of each sample, [B]."""
+    """Return the mean over the elements of each sample, one value per sample."""
     return x.flatten(1).mean(1)
 
 
@@ -45,7 +45,7 @@ def sde_mean_and_std(
 
 
 def sde_log_prob(kind: str, x_next: Tensor, mean_t: Tensor, std: Tensor) -> Tensor:
-    """Return the log-probability averaged over the elements of each sample, [B]; 0 if std [B,1,..,1] is 0."""
+    """Return each sample's log-probability, averaged over its elements, or 0 if the sample's std is 0."""
     squared = (x_next.detach() - mean_t) ** 2
     if kind == "cps":
         elements = -squared
@@ -65,7 +65,10 @@ def nft_loss(
     beta: float,
     ref_velocity: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return {name in NftLoss: [B]} of the DiffusionNFT loss (arXiv 2509.16117), computed from x0 predictions."""
+    """Return {name in NftLoss: one value per sample} for the DiffusionNFT loss, computed from x0 predictions.
+
+    Source: arXiv 2509.16117.
+    """
     s, old = expand_per_sample(sigma, clean_latents), old_velocity.detach()
     noisy = (1 - s) * clean_latents + s * noise
     positive = noisy - s * (beta * velocity + (1 - beta) * old) - clean_latents

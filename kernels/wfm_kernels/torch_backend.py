@@ -1,7 +1,7 @@
 """Eager torch backend, for CPUs and machines without Triton. Computes in float32 (float64 for float64 latents).
 
-Its functions have the same arguments and results as the functions in triton_backend.py. Latents are flattened to rows
-[B, n] internally.
+Its functions have the same arguments and results as the functions in triton_backend.py. Internally, the latents of each
+sample are flattened to a row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MIN_WEIGHT = 1e-5  # lower bound of the mean absolute error in the denominators 
 
 
 def working_dtype(latents: Tensor) -> torch.dtype:
-    """Return the dtype for sums, coefficients and losses of these latents: float32, or float64 for float64 latents."""
+    """Return the dtype for sums, coefficients and losses: float64 if the latents are float64, and otherwise float32."""
     return EXACT_DTYPE if latents.dtype == EXACT_DTYPE else torch.float32
 
 
@@ -58,7 +58,7 @@ def sde_step(
     guidance: float,
     return_mean: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (next latents, their log-probability [B], mean). The mean is empty unless return_mean is set."""
+    """Return (next latents, log-probability of each sample, mean). The mean is empty unless return_mean is set."""
     mean = _step_mean(velocity, latents, coefficients, uncond, guidance)
     std = coefficients[:, 2:3].to(mean.dtype)
     if noise is None:
@@ -114,7 +114,7 @@ def _restore_shape(rows: Tensor, tensor: Tensor) -> Tensor:
 def _nft_errors(
     velocity: Tensor, old: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, beta: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the x0 errors of the positive and the negative policy, and v - v_old."""
+    """Return the x0 errors of the positive and the negative policy, and velocity - old."""
     dtype = working_dtype(clean)
     s, v_old = sigma.unsqueeze(1), _flatten_samples(old, dtype)
     change = _flatten_samples(velocity, dtype) - v_old
@@ -135,7 +135,7 @@ def nft_loss(
     ref: Tensor | None,
     beta: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return policy [B], kl [B] (0 without a reference), and statistics [7,B] in the order of library.NFT_STATS."""
+    """Return policy loss, KL (0 without a reference), and statistics in the order of library.NFT_STATS, per sample."""
     positive, negative, change = _nft_errors(velocity, old, clean, noise, sigma, beta)
     weights = [error.abs().mean(1).clamp_min(MIN_WEIGHT) for error in (positive, negative)]
     losses = [error.square().mean(1) / w for error, w in zip((positive, negative), weights, strict=True)]
@@ -162,7 +162,7 @@ def nft_loss_backward(
     stats: Tensor,
     beta: float,
 ) -> Tensor:
-    """Return the gradient with respect to the velocity. The weights w+ and w- (stats[2] and stats[3]) are constants."""
+    """Return the gradient with respect to the velocity. The weights stats[2] and stats[3] are treated as constants."""
     positive, negative, _ = _nft_errors(velocity, old, clean, noise, sigma, beta)
     n, r = positive.shape[1], reward_weight.double()
     scale = 2 * upstream.double() * sigma.double() / n

@@ -18,13 +18,13 @@ from wfm_kernels import triton_kernels as kernels
 from wfm_kernels.torch_backend import E4M3_MAX, MIN_SCALE, MIN_WEIGHT
 
 BLOCK, WARPS = 2048, 8
-NFT_BLOCK, NFT_WARPS = 1024, 4  # smaller, because with its eight sums, more elements per thread would spill registers
-MAX_SPLIT = 512  # programs per sample: enough to fill a GPU with a single video
+NFT_BLOCK, NFT_WARPS = 1024, 4  # smaller, because the kernel has eight sums and would otherwise spill registers
+MAX_SPLIT = 512  # maximum number of programs per sample; enough to fill a GPU with a single video
 NUM_NFT_SUMS, NUM_NFT_STATS = 8, 7
 
 
 def _empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocate memory for the results of kernels. Tests replace this to fill the memory with NaN."""
+    """Allocate memory for the results of kernels. Tests replace this function to fill the memory with NaN."""
     return torch.empty(shape, dtype=dtype, device=device)
 
 
@@ -39,7 +39,7 @@ def _launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, *
 
 
 def _align_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor if it is contiguous and 16-byte aligned, as vector loads require, else a copy that is."""
+    """Return a contiguous and 16-byte aligned tensor, as vector loads require: the tensor itself, or a copy."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
@@ -49,7 +49,7 @@ def _align_optional(tensor: Tensor | None) -> Tensor | None:
 
 
 def _split_sample(n: int, block: int) -> tuple[int, int]:
-    """Return (tiles per program, programs per sample) for samples of n elements, independent of the batch size."""
+    """Return (tiles per program, programs per sample) for samples of n elements. Does not depend on the batch size."""
     blocks = -(-n // block)
     split = min(MAX_SPLIT, 1 << (blocks - 1).bit_length())
     return -(-blocks // split), split
@@ -72,9 +72,9 @@ def _run_sde_kernel(
     seeds: Tensor | None = None,
     mean: Tensor | None = None,
 ) -> Tensor:
-    """Return the log-probability [B] of the next latents `out`.
+    """Return the log-probability of the next latents, one value per sample.
 
-    If `given` is true, `out` contains these latents. Otherwise the kernel computes them and writes them to `out`.
+    given: whether `out` contains the next latents. If not, the kernel computes them and writes them to `out`.
     """
     batch, n = len(latents), latents.numel() // len(latents)
     tiles, split = _split_sample(n, BLOCK)
@@ -302,7 +302,7 @@ def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor
 
 
 def row_launch_shape(n: int) -> tuple[int, int]:
-    """Return (BLOCK, warps) for rows of n elements. Each thread has 16 elements, or more for the longest rows."""
+    """Return (block size, warps) for rows of n elements. A thread processes 16 elements, or more in long rows."""
     block = max(512, triton.next_power_of_2(n))
     return block, min(16, block // 512)
 

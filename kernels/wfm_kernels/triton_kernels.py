@@ -1,8 +1,9 @@
 """Triton kernels (device code). triton_backend.py launches them.
 
-The grid has two axes: programs per sample, and samples. Each program handles TILES blocks of one sample. Loads are
-converted to float32. Each program writes one float32 partial sum, and a second kernel adds the partial sums. The split
-depends only on the length of a sample, so a sample's sum does not depend on its batch.
+The grid has two axes: programs per sample, and samples. Each program processes TILES blocks of BLOCK elements of one
+sample. Loaded values are converted to float32. Each program writes one float32 partial sum, and a second kernel adds
+the partial sums. The number of programs depends only on the length of a sample, so a sample's sum does not depend on
+its batch.
 """
 
 import os
@@ -17,7 +18,7 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 def cast_to_storage(x, dtype: tl.constexpr):
     """Cast to a storage dtype, rounding to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
-        # Casts of the interpreter (also in tl.store) truncate. This integer arithmetic rounds correctly for finite x.
+        # Casts in Triton's interpreter (also in tl.store) truncate. This integer arithmetic rounds finite x correctly.
         u = x.to(tl.uint32, bitcast=True)
         return ((u + 0x7FFF + ((u >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
     else:  # noqa: RET505 - Triton removes the unused branch only in this form
@@ -26,13 +27,13 @@ def cast_to_storage(x, dtype: tl.constexpr):
 
 @triton.jit
 def load_float32(ptr, row, i, mask):
-    # other=0: elements past the end of a sample do not change a sum
+    # other=0, so that elements past the end of a sample do not change a sum
     return tl.load(ptr + row + i, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def philox_normals(seed, base, QUADS: tl.constexpr):
-    """Return the 4*QUADS normal numbers of a sample that start at index `base`, a multiple of 4 (see noise.py)."""
+    """Return normal numbers `base` to `base + 4 * QUADS - 1` of a sample (see noise.py). base: a multiple of 4."""
     z0, z1, z2, z3 = tl.randn4x(seed, base // 4 + tl.arange(0, QUADS))
     return tl.interleave(tl.interleave(z0, z2), tl.interleave(z1, z3))
 
@@ -65,7 +66,7 @@ def sde_kernel(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Compute a denoising step, or the log-probability of a stored step if GIVEN is set. Both sum in the same order."""
+    """Run a denoising step, or compute the log-probability of a stored step (GIVEN). Both sum in the same order."""
     part, sample = tl.program_id(0), tl.program_id(1)
     row = sample.to(tl.int64) * n  # int64: a batch of videos can exceed 2**31 elements
     coef = coef_ptr + sample * coef_stride
@@ -139,7 +140,7 @@ def sde_gradient_kernel(
 
 @triton.jit
 def nft_errors(v, old, clean_ptr, noise_ptr, row, i, mask, sigma, beta):
-    """Return p and q (see ops.nft_loss) and v - v_old. All are 0 past the end of a sample."""
+    """Return p, q and v - v_old as defined in ops.nft_loss. They are 0 past the end of a sample."""
     change = v - old
     error = sigma * (load_float32(noise_ptr, row, i, mask) - load_float32(clean_ptr, row, i, mask) - old)
     step = sigma * (beta * change)
@@ -266,8 +267,8 @@ def nft_gradient_kernel(
 def flow_noise_kernel(
     clean_ptr,
     sigma_ptr,
-    seed_ptr,  # None: read the noise
-    noise_ptr,  # written with seeds, else read
+    seed_ptr,  # None: the noise is read
+    noise_ptr,  # written if there are seeds, else read
     noisy_ptr,
     n,
     BLOCK: tl.constexpr,
@@ -289,7 +290,7 @@ def flow_noise_kernel(
 
 @triton.jit
 def e4m3_bits(x):
-    """Convert x to the bits of float8 e4m3, rounding to nearest even. x: at most 448 in magnitude, or NaN."""
+    """Convert x to the bits of float8 e4m3, rounding to nearest even. x must be NaN or in [-448, 448]."""
     if INTERPRETED:
         # The interpreter's cast truncates, so round with integer arithmetic. Normal numbers keep three mantissa bits.
         # Below 2^-6, e4m3 numbers are multiples of 2^-9: x * 2^9 is rounded to an integer by adding 2^23, where the
@@ -312,8 +313,8 @@ def quantise_rows_kernel(x_ptr, byte_ptr, scale_ptr, n, MAX: tl.constexpr, LEAST
     i = tl.arange(0, BLOCK)
     mask = i < n
     x = load_float32(x_ptr, row * n, i, mask)
-    # Compare magnitudes as integers: the order is the same as for floats, and NaN is the greatest. A maximum of floats
-    # may ignore NaN.
+    # Compare the bits of magnitudes as integers. Their order is that of floats, and NaN is the largest. A maximum of
+    # floats may ignore NaN.
     greatest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True)
     scale = tl.where(greatest == 0.0, 1.0, tl.div_rn(greatest, MAX))
     scale = tl.where(scale < LEAST, LEAST, scale)

@@ -18,8 +18,8 @@ DEFAULT_MAX_BATCH = 16  # default in recipes and service configurations
 FRAMES_PARAMETER = inspect.Parameter("frames", inspect.Parameter.KEYWORD_ONLY, default="first")
 
 HubFiles = Literal["model", "processor", "pipeline", "file"]
-"""Files of a Hub repository that a reward loads: a model and processor of transformers, only its configuration and
-processor, a diffusers pipeline, or the file that the address names."""
+"""Files of a Hub repository that a reward loads. `model`: a model and processor of transformers. `processor`: only its
+configuration and processor. `pipeline`: a diffusers pipeline. `file`: the file that the address names."""
 
 __all__ = ["MAX_BATCH", "ItemReward", "MediaBatch", "MediaItem", "Range", "Reward", "RewardError", "Score"]
 

@@ -18,7 +18,7 @@ NUM_FRAMES, HEIGHT, WIDTH = 1 + NUM_MOVES * FRAMES_PER_MOVE, 8, 16
 BRIGHTNESS_STEP = 0.4  # brightness change of a completed move
 MOVES = (-1, 0, 1)  # darker, unchanged, brighter; in units of BRIGHTNESS_STEP
 MAX_START = 0.2  # brightness of first frames is in -0.2..0.2, so that no clip exceeds black or white
-TOLERANCE = 1e-6  # of the brightness of black and white, for sums of moves
+TOLERANCE = 1e-6  # how far sums of moves may exceed black or white because of rounding
 # completed fraction of a move at each of its frames
 MOVE_RAMP = np.arange(1, FRAMES_PER_MOVE + 1, dtype=np.float32) / FRAMES_PER_MOVE
 
@@ -43,9 +43,9 @@ def sample_walk(generator: np.random.Generator, start: float, num_moves: int) ->
 
 
 def frame_brightness(start: float, moves: npt.NDArray[np.int64]) -> FrameBrightness:
-    """Return the brightness [1 + 4 * M] of the frames of a video.
+    """Return the brightness of the frames of a video, [1 + 4 * number of moves].
 
-    start: brightness of the first frame. moves: the M moves [M] of the video, 2 for one clip.
+    start: brightness of the first frame. moves: moves of the video, [number of moves]. One clip has 2 moves.
     """
     levels: FrameBrightness = (
         start + BRIGHTNESS_STEP * np.concatenate([[0], np.cumsum(np.repeat(moves, FRAMES_PER_MOVE)) / FRAMES_PER_MOVE])
@@ -60,7 +60,7 @@ def render_frames(brightness: FrameBrightness) -> Frames:
 
 
 def encode_actions(moves: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Encode M moves [M] as actions [4 * M,3]. Each move becomes four one-hot actions over MOVES."""
+    """Encode moves [number of moves] as actions [4 * number of moves, 3]: four one-hot actions over MOVES per move."""
     frame_moves = np.repeat(moves, FRAMES_PER_MOVE)
     return np.stack([frame_moves == move for move in MOVES], axis=1).astype(np.float32)
 
@@ -76,7 +76,7 @@ def decode_moves(actions: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
 
 
 def measure_moves(frames: Frames) -> FrameBrightness:
-    """Measure the brightness change [2] of each move in frames [9,8,16,3], in units of BRIGHTNESS_STEP.
+    """Return the brightness changes [2] of the two moves in frames [9,8,16,3], in units of BRIGHTNESS_STEP.
 
     Raises ValueError if the frames have a different shape.
     """

@@ -157,7 +157,7 @@ class ServiceConfig(ConfigSection):
 
 
 def load_config(path: Path) -> ServiceConfig:
-    """Load a configuration file. Raises RewardError, which names the file and the key, if it is invalid."""
+    """Load a configuration file. If it is invalid, raises RewardError that names the file and the key."""
     try:
         content = yaml.safe_load(read_regular(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -71,9 +71,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_service(config: ServiceConfig, base: Path) -> list[Reward]:
-    """Check rewards, addresses, keys, token and decoders without starting anything. Returns the rewards, not loaded.
+    """Check rewards, addresses, keys, token and decoders without starting anything. Returns the unloaded rewards.
 
-    Raises UserError.
+    Raises UserError if a check fails.
     """
     rewards = [registry.check_reward(name, r.device, r.options, r.max_batch) for name, r in config.rewards.items()]
     pipes, keys = config.pipes, _load_keys(config, base)

@@ -7,14 +7,14 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-MAX_PSNR_DB = 60.0  # of equal frames, whose PSNR would be infinite
+MAX_PSNR_DB = 60.0  # PSNR of equal frames, which would otherwise be infinite
 SSIM_WINDOW = 7  # pixels
 STRIP_ROWS = 16  # rows of windows
 PEAK = 255.0
 C1, C2 = (0.01 * PEAK) ** 2, (0.03 * PEAK) ** 2
 
 Frames = npt.NDArray[np.uint8]
-"""[T,H,W,3]."""
+"""RGB frames [T,H,W,3] of a video."""
 
 
 def psnr(frames: Frames, reference: Frames) -> float:

@@ -173,8 +173,8 @@ class WorkerPool:
     def watch_stalled_worker(self, worker_id: str, now_s: float) -> None:
         """Kill a worker that the broker reports as stalled, unless it reacts within STALL_GRACE_S.
 
-        The broker has already notified the worker. In reaction, a hung worker exits by itself, and a worker that has
-        not started the task returns the task.
+        The broker has already notified the worker. A hung worker then exits by itself, and a worker that has not
+        started the task returns the task.
         """
         for slot in self._slots:
             if slot.worker_id == worker_id:

@@ -162,8 +162,8 @@ def test_a_released_few_step_model_has_its_own_number_of_steps(lora):
 @check_each(
     ("call", "message"),
     [
-        ({"sigmas": [1.0, 0.9, 0.2]}, "sigmas must be the even levels 1, (N - 1)/N, .. 1/N of N steps"),
-        ({"sigmas": [0.5, 1.0]}, "sigmas must be the even levels"),
+        ({"sigmas": [1.0, 0.9, 0.2]}, "sigmas must be the evenly spaced levels 1, (N - 1)/N, .. 1/N of N steps"),
+        ({"sigmas": [0.5, 1.0]}, "sigmas must be the evenly spaced levels"),
         ({"sigmas": []}, "num_inference_steps must be an integer from 1 to 10000, got 0"),
         ({"sigmas": [1.0, None]}, "must be real number"),
         ({"sigmas": 4}, "has no len()"),

@@ -41,6 +41,9 @@ REFUSALS = {
     "train cp_nft --tiny rollout.mode=async rollout.bind=tcp://127.0.0.1:9": "tcp:// needs keys",
     "init --data nowhere --model tiny:sd3": "nowhere not found",
     "init --data . --model models/none": "error: ",
+    "answer tiny:qwen25vl --image none.png ?": "none.png",
+    "answer tiny:qwen25vl '<image> ?'": "1 <image> tags, 0 images",
+    "answer . ?": "has no config.json",
 }
 ASK = """
 import contextlib, io, json, shlex, sys

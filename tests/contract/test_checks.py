@@ -155,7 +155,7 @@ def subject(tiny_pipelines):
         (Unchecked, denoiser_checks.check_invalid_arguments, "sigma [2, 1] raises AssertionError ("),
         (Misnamed, denoiser_checks.check_lora_and_checkpointing, "no linear layer's name ends with to_kv"),
         (Rough, pixel_checks.check_size_multiples, "the size (17, 16, 1) is not rejected; raise a ValueError"),
-        (Untold, input_checks.check_inputs_change_velocity, "other inputs change the velocity by only 0"),
+        (Untold, input_checks.check_inputs_change_velocity, "different inputs change the velocity by only 0"),
         (Averaged, input_checks.check_batch_with_inputs, "sample 0 of a batch with inputs: values differ by"),
         (OneHalf, input_checks.check_inputs_in_both_guidance_halves, "change the negative half of guidance by only 0"),
         (Demanding, input_checks.check_missing_inputs, "a sample without actions is not rejected; raise a ValueError"),

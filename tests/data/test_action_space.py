@@ -414,7 +414,7 @@ def test_statistics_of_files_and_what_is_left_out(tmp_path, caplog):
 def test_statistics_of_lerobot_are_refused(tmp_path):
     (tmp_path / "stats.json").write_text(json.dumps({"action": {"mean": [0], "q01": [-1], "q99": [1]}}))
     for normalize in ("quantile", "meanstd"):
-        with pytest.raises(DataError, match=r"is LeRobot's, .* quantiles are not those of all rows. Set stats: data"):
+        with pytest.raises(DataError, match=r"is a LeRobot file\. .* not computed over all rows\. Set stats: data"):
             load_scaling(ActionsRecipe(stats=tmp_path / "stats.json", normalize=normalize))
 
 

@@ -115,7 +115,7 @@ def test_a_lerobot_dataset_is_refused_and_nothing_is_written(folder, capsys):
     before = sorted(folder.rglob("*"))
     for arguments in (["--prompt", "a robot"], ["--prompt", "a robot", "--layout", "cosmos", "--overwrite"]):
         assert main([str(folder), *arguments]) == 2
-        assert "is a LeRobot dataset, whose tasks are its captions: set data.kind: lerobot" in capsys.readouterr().err
+        assert "is a LeRobot dataset. Its tasks are the captions: set data.kind: lerobot" in capsys.readouterr().err
     assert sorted(folder.rglob("*")) == before
 
 

@@ -249,7 +249,7 @@ NEAR_MISSES = {
     ),
     "another dataset": (
         {"videos/a.mp4": None, "videos/b.mp4": None, "episodes.h5": None},
-        "DIR: 2 videos without captions, and the layout is unknown (episodes.h5 is no caption). The layouts are in "
+        "DIR: 2 videos without captions, and the layout is unknown (episodes.h5 is not a caption). The layouts are in "
         "docs/data_layouts.md",
     ),
     "nothing": ({"README.md": "x"}, "DIR has no images or videos: put NAME.txt next to each NAME.png or NAME.mp4"),

@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from clips import write_clip
 from conversations import DATA, reader_of, samples_of
@@ -258,3 +259,17 @@ def test_folders_without_a_supported_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     with pytest.raises(ModelError, match="has no vision tower"):
         language_model.load_language_model(str(tmp_path), torch.float32)
+
+
+def test_weights_in_float8_or_with_scales_are_refused(tmp_path):
+    write_tiny_model("qwen25vl", tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name, tensor in weights.items() if name.endswith("q_proj.weight"))
+    for changed, message in (
+        (weights | {name: weights[name].to(torch.float8_e4m3fn)}, "weights are stored as F8_E4M3; use the original"),
+        (weights | {name.replace(".weight", ".scale_weight"): torch.ones(1)}, r"scale_weight: .*use the original"),
+    ):
+        save_file(changed, file, metadata={"format": "pt"})
+        with pytest.raises(ModelError, match=message):
+            language_model.load_language_model(str(tmp_path), torch.float32)

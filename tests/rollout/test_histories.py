@@ -228,7 +228,7 @@ def test_a_loss_on_the_recorded_clips_is_refused():
 @check_each(
     ("overrides", "message"),
     [
-        (["data.inputs=[actions]", "rollout.trajectories=shuffle"], "rollout.trajectories shuffle conditions them"),
+        (["data.inputs=[actions]", "rollout.trajectories=shuffle"], "rollout.trajectories shuffle gives samples other"),
         (["rollout.history={clips: 0}", "algorithm.min_num_conditional_frames=0"], "not all samples start with its"),
         (["data.cache_latents=true", "data.cache_dir=.", "data.clip=centre"], "data.cache_latents stores only"),
     ],

@@ -201,7 +201,7 @@ def test_an_embedding_file_holds_one_matrix(tmp_path):
     assert torch.equal(CaptionEmbeddingFile(path).load(), torch.ones(3, 4, dtype=torch.bfloat16))
     for tensors in ({"a": torch.ones(3)}, {"a": torch.ones(3, 4), "b": torch.ones(3, 4)}):
         save_file(tensors, path)
-        with pytest.raises(DataError, match=r"must hold exactly one tensor \[n, D\]"):
+        with pytest.raises(DataError, match=r"must hold exactly one tensor \[tokens, embedding size\]"):
             CaptionEmbeddingFile(path).load()
     path.write_bytes(b"short")
     with pytest.raises(DataError, match="cannot be read"):

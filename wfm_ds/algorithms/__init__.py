@@ -1,4 +1,4 @@
-"""Training algorithms and their losses. Uses only torch and numpy: no DeepSpeed, sockets or files."""
+"""Training algorithms and their losses. This package uses only torch and numpy: no DeepSpeed, sockets or files."""
 
 from typing import Any, TypeAlias
 

@@ -53,15 +53,15 @@ class Rewards:
 class Advantages:
     """The advantages of an RL step and their metrics."""
 
-    values: list[float | None]  # by sample, after clip and mode; None: not trained on
-    stats: dict[str, float]  # adv/* and reward/total/*; undefined ones (no valid group) are omitted
+    values: list[float | None]  # final advantage of each sample; None for samples that are not trained on
+    stats: dict[str, float]  # metrics adv/* and reward/total/*; those that need a valid group are omitted without one
 
 
 def combine_scores(scores: Sequence[Mapping[str, Score]], recipe: RewardRecipe) -> Rewards:
-    """Combine the scores of each sample into its reward.
+    """Combine the scores of each sample into its total reward.
 
-    scores: one mapping {reward function: score} per sample. A reward is None if a function with non-zero weight failed
-    or has no score, or if the sum overflows.
+    scores: one mapping {reward function: score} per sample. A total reward is None if a function with non-zero weight
+    failed or has no score, or if the sum overflows.
     """
     weighted = [f for f in recipe.functions if f.weight != 0]
     weights = tuple(f.weight for f in weighted)
@@ -98,18 +98,19 @@ def compute_advantages(
     *,
     transform: Callable[[Array], Array] | None = None,
 ) -> Advantages:
-    """Compute advantages: center and scale rewards within their group, then apply transform, clip and mode.
+    """Compute advantages: center and scale rewards within their group, then transform, clip and select.
 
     settings.advantage_std selects the divisor of the centered rewards: std + 1e-4 over the group (`group`) or over all
     samples (`global`), or 1 (`none`). settings.combine selects which rewards are centered and scaled:
 
         sum   the total reward of each sample
-        mean  the reward of each function f: A = sum of weight_f * A_f / number of functions
-        gdpo  the reward of each function f: B = sum of weight_f * A_f, A = (B - mean B) / (std B + 1e-4)
-              with mean and std over all samples of groups with at least two rewards
+        mean  each reward function separately; advantage = weighted sum of the results / number of functions
+        gdpo  each reward function separately; advantage = (w - mean(w)) / (std(w) + 1e-4) with w = weighted sum of
+              the results, and with mean and std over all samples of groups with at least two rewards
 
-    transform: elementwise function. If all rewards of a group are equal, its advantages before `transform` are exactly
-    0, or None with `zero_std: drop`. best_of_n ranks the values after `transform`; in a tie, the earlier sample wins.
+    The results then pass through `transform` (an elementwise function), settings.adv_clip_max and settings.adv_mode. If
+    all rewards of a group are equal, its advantages before `transform` are exactly 0; with the setting `zero_std:
+    drop`, they are None. The setting `best_of_n` ranks the values after `transform`; in a tie, the earlier sample wins.
     Without ties, the order of the samples does not change a sample's advantage by a single bit. Raises ValueError for
     unequal lengths and for non-finite rewards.
     """
@@ -132,11 +133,12 @@ def compute_advantages(
 def select_best_and_worst(
     rewards: Rewards, groups: Sequence[str], settings: AdvantageSettings, count: int
 ) -> tuple[list[int], list[str]]:
-    """Select the count/2 best and the count/2 worst samples of each group, as ranked by best_of_n.
+    """Select the count/2 samples with the highest and the count/2 samples with the lowest advantages of each group.
 
     Returns (sorted indices of the selected samples, ids of the groups with unequal rewards). Samples without a reward
-    are selected only if a group has fewer than `count` rewards. Groups need at least `count` samples, or exactly
-    `count` if it is odd. Raises ValueError in the same cases as compute_advantages.
+    are selected only if a group has fewer than `count` rewards. Each group must have at least `count` samples. If
+    `count` is odd, each group must have exactly `count` samples. Raises ValueError in the same cases as
+    compute_advantages.
     """
     valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
     ranked = _normalize_advantages(columns, valid, compared, settings)
@@ -155,7 +157,7 @@ def _compare_groups(
 ) -> tuple[list[int], list[Indices], list[tuple[float, Array]], list[bool]]:
     """Check rewards and groups. Returns (valid, compared, columns, constant).
 
-    valid: indices of samples with a reward. compared: these indices by group, without groups that have only one reward.
+    valid: indices of samples with a reward. compared: for each group with at least two rewards, the valid indices.
     columns: result of `_reward_columns`. constant: for each group in `compared`, whether all samples of the group have
     the same rewards.
     """
@@ -171,7 +173,7 @@ def _compare_groups(
 
 
 def _reward_columns(rewards: Rewards, combine: str) -> list[tuple[float, Array]]:
-    """Return (weight, value of each sample) of each reward that is normalized separately. Missing values are NaN."""
+    """Return (weight, values of all samples) for each reward that is normalized separately. Missing values are NaN."""
     if combine == "sum":
         return [(1.0, np.array([math.nan if r is None else r for r in rewards.totals], np.float64))]
     missing = (math.nan,) * len(rewards.weights)
@@ -186,7 +188,7 @@ def _normalize_advantages(
     compared: Sequence[Indices],
     settings: AdvantageSettings,
 ) -> Array:
-    """Return each sample's advantage before transform, clip and mode; 0 for samples that are not in `compared`."""
+    """Return each sample's advantage before `transform` and clipping; 0 for samples that are not in `compared`."""
     unbiased = settings.std_unbiased
     advantages = np.zeros(len(columns[0][1]))
     for weight, values in columns:
@@ -251,7 +253,7 @@ def reward_stats(
 ) -> dict[str, float]:
     """Return the metrics `reward/<name>/...` of every reward function, including functions with weight 0.
 
-    The metrics describe raw scores, before clip and weight. `mean`, `std` (population), `min`, `max` and
+    The metrics describe raw scores, before clipping and weighting. `mean`, `std` (population), `min`, `max` and
     `clipped_fraction` are computed from valid scores, `group_std_mean` from groups with at least two valid scores, and
     `seconds_mean` from all scores. `failed` is the number of failed and missing scores. Undefined metrics are omitted.
     """

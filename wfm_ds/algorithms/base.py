@@ -1,6 +1,6 @@
 """Interface between the RL loop and an algorithm: loss terms, their batches, and the choice of noise levels.
 
-Uses only torch and numpy: no engine, files or collectives.
+This module uses only torch and numpy: no engine, files or collectives.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from wfm_ds.types import Rollout
 
 Stats: TypeAlias = dict[str, "Tensor | tuple[Tensor, Tensor]"]
-"""{metric tag: detached values [B], or (values [B], mask [B]) if only some loss terms count}; see meter.Meter."""
+"""Metrics of B loss terms: {tag: detached values [B]}, or {tag: (values [B], mask [B])} if only some terms count."""
 QUANTILE_MARGIN = 2.0**-33  # random draws keep this distance from 0 and 1: the velocity at sigma 0 cannot be learned
 
 
@@ -39,9 +39,9 @@ class LossTerm:
 
     row: int  # index of the sample among this rank's rollouts
     sigma: float
-    weight: float  # 1; 0 for padding, which makes all ranks run the same number of forward passes
-    num_parts: int = 1  # forward and backward passes that its loss needs (LossTermBatch.parts)
-    teacher: int = 0  # index of the teacher that its loss needs; all terms of a micro-batch have the same teacher
+    weight: float  # 1, or 0 for padding terms, with which all ranks run the same number of forward passes
+    num_parts: int = 1  # number of forward and backward passes that the loss needs (LossTermBatch.parts)
+    teacher: int = 0  # index of the teacher that the loss needs; all terms of a micro-batch have the same teacher
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,26 +107,26 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     While the weights of such a policy equal the trained weights, the policy is missing from the loss's `references`.
     The loss then uses the detached prediction of the trained policy instead."""
     reference_weights: Mapping[str, str] = MappingProxyType({})
-    """{reference: policy of the engine that has its weights}. Only references with another name than their policy."""
+    """{reference: engine policy that has its weights}. References with the same name as their policy are omitted."""
     reference_guidance: Mapping[str, float] = MappingProxyType({})
     """{reference: guidance scale}. References that are missing here use the guidance scale of the rollout."""
     num_teachers = 1
-    """Number of teachers between which the loss terms are divided (LossTerm.teacher)."""
+    """Number of teachers. Each loss term uses one of them (LossTerm.teacher)."""
     uses_old_predictions = False
     """Whether `old` predictions come from the trained weights at the start of the RL step, not from a policy copy."""
 
     uses_group_statistics = False
-    """Whether the loss needs sums over groups of loss terms that span micro-batches and ranks.
+    """Whether the loss of a term depends on a sum over its group. A group may span micro-batches and ranks.
 
-    The RL loop then calls `group_statistics` on every micro-batch before the first backward pass, sums the results per
-    group over all ranks, and stores each term's sum in `batch.group_statistics`.
+    If True, the RL loop calls `group_statistics` on every micro-batch before the first backward pass, sums the results
+    per group over all ranks, and stores each term's sum in `batch.group_statistics`.
     """
 
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
-        """sigmas: noise levels of rollouts, [N+1] float64, descending to 0.
+        """sigmas: noise levels of the N rollout steps and the final 0, [N+1] float64, descending.
 
-        model: the model to train; None if rollouts are only planned or counted. Raises RecipeError for settings that
-        these noise levels do not support.
+        model: properties of the model to train; None if rollouts are only planned or counted. Raises RecipeError for
+        settings that these noise levels do not support.
         """
         self.settings = recipe.rl.algorithm
         self.run_seed, self.sampling, self.grid = recipe.run.seed, recipe.sampling, sigmas
@@ -171,8 +171,8 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[TermT]]:
         """Return this rank's loss terms for each optimizer step.
 
-        For each optimizer step and each value of `num_parts`, all ranks must return the same number of terms. Terms of
-        samples without an advantage have weight 0, and the RL loop uses them only as padding.
+        For each optimizer step and each value of `LossTerm.num_parts`, all ranks must return the same number of terms.
+        Terms of samples without an advantage have weight 0, and the RL loop uses them only as padding.
         """
 
     def has_gradient(self, term: TermT, equal_policies: Set[str]) -> bool:
@@ -199,15 +199,16 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     def loss(self, velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         """Return (unreduced loss of each loss term [B], statistics).
 
-        velocity: prediction at (latents, sigma) with the guidance of the rollout, with gradient. references: {policy:
-        prediction}. If `batch` is one of several from `LossTermBatch.parts`, return only its contribution to the loss.
-        The RL loop sums `loss/total` over these batches; every other statistic must come from only one of them.
+        velocity: prediction at (batch.latents, batch.sigma) with the guidance of the rollout, with gradient.
+        references: {policy: prediction}. If `LossTermBatch.parts` split the terms into several batches, return only
+        the contribution of `batch`. The RL loop sums the statistic `loss/total` over these batches. Every other
+        statistic must be returned for only one of them.
         """
 
     def group_statistics(
         self, terms: Sequence[TermT], velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]
     ) -> tuple[Sequence[str], Tensor]:
-        """Return the group id of each loss term, and the value [B] that each term adds to the sum over its group.
+        """Return the group id of each of the B loss terms, and the values [B] that they add to their groups' sums.
 
         Called only if `uses_group_statistics`. velocity: prediction before the optimizer step, without gradient.
         references: as in `loss`.
@@ -228,10 +229,10 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 def split_over_updates(
     samples: StepSamples, advantages: Sequence[float | None], num_updates: int
 ) -> list[list[tuple[int, Rollout, float | None]]]:
-    """Return a list for each optimizer step: (index, sample, advantage) of this rank's samples in this step.
+    """Split this rank's samples over the optimizer steps of an RL step.
 
-    Samples are numbered over all ranks. Sample i is trained in optimizer step i mod num_updates. advantages: one per
-    sample of all ranks.
+    Returns one list of (index in local_rollouts, sample, advantage) per optimizer step. With samples numbered over all
+    ranks, sample i is trained in optimizer step i mod num_updates. advantages: one per sample of all ranks.
     """
     first = samples.first_index
     rows = [(row, sample, advantages[first + row]) for row, sample in enumerate(samples.local_rollouts)]
@@ -247,8 +248,9 @@ def draw_stratified_sigmas(num_levels: int, shift: float, run_seed: int, *key: i
     """Draw num_levels noise levels, ascending.
 
     One number is drawn from each of num_levels equal parts of (0, 1), and the timestep shift is applied to it. The
-    overall density does not depend on num_levels. Values are in (0, 1] and rounded to float32 like the denoiser's
-    inputs, so that rounding cannot change the selected expert. Equal arguments give equal levels.
+    probability density of all levels together does not depend on num_levels. Values are in (0, 1] and already rounded
+    to float32 like the denoiser's inputs, so that later rounding cannot change which expert is selected. Equal
+    arguments give equal levels.
     """
     draws = [(part + draw_uniform(run_seed, "train_sigma", *key, part)) / num_levels for part in range(num_levels)]
     q = torch.tensor(draws, dtype=torch.float64).clamp(QUANTILE_MARGIN, 1 - QUANTILE_MARGIN)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.types import Rollout
 
-RANDOM_STEP = -1  # value of train_on: one additional random step
+RANDOM_STEP = -1  # in algorithm.train_on: train on one additional random step
 MIN_STD = 0.05  # smallest noise std of a trained step if a Gaussian ratio compares two different policies
 
 
@@ -67,7 +67,7 @@ class Transitions:
 class DataTargets:
     """The clean latents and noise of the D data samples of a batch, for the data loss."""
 
-    term_indices: Tensor  # [D] int64, index of each sample's term
+    term_indices: Tensor  # [D] int64, index of the loss term of each data sample
     clean_latents: Tensor  # [D, ...]
     noise: Tensor  # [D, ...]
 
@@ -91,8 +91,8 @@ class DdrlBatch(LossTermBatch):
     have separate forward passes.
     """
 
-    transitions: Transitions | None  # None in the batch of data samples
-    data: DataTargets | None  # None in the batch of states, and without a data loss
+    transitions: Transitions | None  # None if the batch has only data samples
+    data: DataTargets | None  # None if the batch has only states, or if the run has no data loss
     is_split: bool
 
     @property
@@ -186,7 +186,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
             )
 
     def training_steps(self, step: int) -> list[int]:
-        """Return the denoising steps trained on in RL step `step`, ascending. All ranks get the same steps."""
+        """Return the denoising steps that RL step `step` trains on, ascending. All ranks get the same steps."""
         steps = [k for k in self.settings.train_on if k != RANDOM_STEP]
         if len(steps) < len(self.settings.train_on):
             others = [k for k in self.edm_plan.trainable_steps() if k not in steps]
@@ -320,7 +320,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
 def make_noisy_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], states: Tensor) -> NoisyData:
     """Add noise to the data samples of these loss terms. Terms without a data sample are skipped.
 
-    samples, states: the rollout and the rollout state of each term.
+    samples: the rollout of each term. states: the rollout state of each term.
     """
     chosen = [(i, t.data, samples[i]) for i, t in enumerate(terms) if t.data is not None]
     indices = copy_to_device(torch.tensor([i for i, _, _ in chosen], dtype=torch.int64), states.device)

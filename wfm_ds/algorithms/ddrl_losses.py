@@ -28,10 +28,12 @@ def log_ratio(
     norm: str,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Return log(pi / pi_old) of the transition X' = mu_old + std*noise, averaged over elements: [B].
+    """Return the log probability ratio log(pi / pi_old) of a transition, averaged over the elements of a sample: [B].
 
-    velocity (with gradient), old_velocity and noise are [B,C,h,w] or [B,C,T,h,w] float32. gain = d(mu)/d(velocity)/std
-    and std are [B] (see EdmStep). mask: [B,1,T,1,1], 0 on conditioning frames; None if all frames count. With
+    The transition leads to X' = mu_old + std*noise. mu and mu_old are the means of the transition for
+    `velocity` (with gradient) and `old_velocity`. Velocities and noise are [B,C,h,w] or [B,C,T,h,w] float32. gain =
+    d(mu)/d(velocity)/std and std are [B] (see EdmStep). mask: [B,1,T,1,1], 0 on conditioning frames; None if all frames
+    count. With
 
         d = (mu - mu_old)/std = gain*(velocity - old_velocity)
         q = mean((X' - mu)^2 - (X' - mu_old)^2)
@@ -57,8 +59,8 @@ def reference_kl(
 ) -> Tensor:
     """Return the KL divergence per element of two transitions, mean((mu - mu_ref)^2)/(2 std^2): [B].
 
-    With norm `literal`, the result is mean((mu - mu_ref)^2), as in the published code. The arguments are those of
-    log_ratio.
+    mu and mu_ref are the means of the transitions for `velocity` and `ref_velocity`. With norm `literal`, the result is
+    mean((mu - mu_ref)^2), as in the published code. gain, std, mask: as in log_ratio.
     """
     require_latents(velocity=velocity, ref_velocity=ref_velocity)
     require_vectors(velocity, gain=gain, std=std)
@@ -69,8 +71,9 @@ def reference_kl(
 def data_loss(velocity: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the EDM loss (1 + S^2)/S^2 * mean((x0 - x0_hat)^2), [B], with the EDM noise level S = sigma/(1 - sigma).
 
-    velocity: prediction at the noisy latents, which gives x0_hat. The loss equals the mean squared velocity error times
-    (1 - sigma)^2 + sigma^2. sigma is [B]; latents and mask have the shapes described in log_ratio.
+    x0 is `clean`, and x0_hat is its prediction, computed from the velocity at the noisy latents. The loss equals the
+    mean squared velocity error times (1 - sigma)^2 + sigma^2. sigma is [B]; mask and all other tensors have the shapes
+    described in log_ratio.
     """
     require_latents(velocity=velocity, clean=clean, noise=noise)
     require_vectors(velocity, sigma=sigma)
@@ -80,7 +83,7 @@ def data_loss(velocity: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, mas
 def draw_data_sigma(run_seed: int, *key: int | str, video: bool) -> float:
     """Draw a noise level sigma in (0, 1) from Cosmos-Predict2.5's training density.
 
-    Equal arguments give equal levels.
+    video: whether to use the density for videos, which has higher noise levels. Equal arguments give equal levels.
     """
     quantile = min(max(draw_uniform(run_seed, "data_sigma", *key), QUANTILE_MARGIN), 1 - QUANTILE_MARGIN)
     if draw_uniform(run_seed, "data_sigma_noisy", *key) < HIGH_NOISE_FRACTION:

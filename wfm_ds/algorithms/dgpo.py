@@ -30,13 +30,14 @@ OLD_DECAY_SLOPE, MAX_OLD_DECAY = 0.001, 0.3
 
 
 class Dgpo(ForwardProcess):
-    """DGPO loss, with error l = mean((v - u)^2), target u = noise - clean latents, advantage A and group size K:
+    """DGPO, with the loss
 
-        loss = sigmoid(sum over the group of A beta (l - l_ref) / K) A l + kl_beta mean((v - v_ref)^2)
+        sigmoid(sum over the group of A beta (l - l_ref) / K) A l + kl_beta mean((v - v_ref)^2)
 
-    The sum is over a group's samples at one noise level. No gradient flows through the sigmoid. The first term has no
-    gradient if the ratio exp(l_old - l) is outside the clip range in the direction of A. The old policy is a moving
-    average of the trained weights.
+    A is the advantage, K the group size, and l = mean((v - u)^2) the error of the velocity v for the target u = noise -
+    clean latents. l_ref and l_old are the errors of the reference policy and the old policy. The old policy is a moving
+    average of the trained weights. The sum is over a group's samples at one noise level. No gradient flows through the
+    sigmoid. The first term has no gradient if the ratio exp(l_old - l) is outside the clip range in the direction of A.
     """
 
     Settings = DgpoAlgorithm
@@ -63,7 +64,7 @@ class Dgpo(ForwardProcess):
         batch: ForwardBatch,
         references: Mapping[str, Tensor],
     ) -> tuple[list[str], Tensor]:
-        """See RlAlgorithm. The noise seed serves as group id.
+        """See RlAlgorithm. The group id of a loss term is its noise seed.
 
         Two loss terms have the same noise seed only if their samples are in the same group and have the same noise
         level.

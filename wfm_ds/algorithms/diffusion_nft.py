@@ -25,14 +25,15 @@ if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms.base import ModelProperties
     from wfm_ds.recipe.schema import Recipe
 
-# Decay of the old policy by preset: steps at the initial value, initial value, increase per optimizer step, maximum.
+# Decay of the old policy, by preset: (number of optimizer steps with the initial decay, initial decay, increase in each
+# later step, maximum decay).
 OLD_DECAY_PRESETS = {
     "copy": (0, 0.0, 0.0, 0.0),
     "standard": (0, 0.0, 0.001, 0.5),
     "slow": (75, 0.0, 0.0075, 0.999),
 }
 
-NEUTRAL_REWARD_WEIGHT = 0.5  # r at advantage 0
+NEUTRAL_REWARD_WEIGHT = 0.5  # reward weight at advantage 0
 
 
 def nft_loss(
@@ -52,7 +53,8 @@ def nft_loss(
     """Return (unreduced loss of each sample [B], {metric tag: detached values [B]}).
 
     Latents and velocities are [B,C,h,w] or [B,C,T,h,w] float32; all velocities are predictions at the same (noisy
-    latents, sigma). sigma and reward_weight are [B] float32; reward_weight r is in [0, 1] (see reward_weights). With
+    latents, sigma). sigma and reward_weight are [B] float32. With v = velocity, v_old = old_velocity, v_ref =
+    ref_velocity, the weight r = reward_weight in [0, 1] (see reward_weights), and
 
         u = noise - clean_latents
         v+ = beta*v + (1-beta)*v_old,  v- = (1+beta)*v_old - beta*v,  e+- = sigma*(u - v+-)
@@ -101,7 +103,10 @@ def nft_loss(
 
 
 def reward_weights(advantages: Sequence[float] | npt.NDArray[np.float64], adv_clip_max: float) -> Tensor:
-    """Return r = clip(A/(2*adv_clip_max) + 1/2, 0, 1), [B] float32 on the CPU. Raises ValueError for a non-finite A."""
+    """Return the reward weights clip(A/(2*adv_clip_max) + 1/2, 0, 1) of advantages A, [B] float32 on the CPU.
+
+    Raises ValueError for non-finite advantages.
+    """
     advantage_B = np.asarray(advantages, dtype=np.float64)
     if advantage_B.ndim != 1 or not np.isfinite(advantage_B).all():
         raise ValueError(f"advantages must be finite, one per sample, got {advantages}")
@@ -109,7 +114,10 @@ def reward_weights(advantages: Sequence[float] | npt.NDArray[np.float64], adv_cl
 
 
 def old_decay(setting: str | DecaySchedule, num_updates: int) -> float:
-    """Return decay d of `old <- d*old + (1-d)*trained weights` after num_updates optimizer steps."""
+    """Return the decay d of the update `old <- d*old + (1-d)*trained weights` after num_updates optimizer steps.
+
+    setting: key of OLD_DECAY_PRESETS, or a schedule.
+    """
     if isinstance(setting, str):
         flat_steps, initial, slope, maximum = OLD_DECAY_PRESETS[setting]
     else:
@@ -134,7 +142,11 @@ class DiffusionNft(ForwardProcess):
         return float(reward_weights([advantage], self.settings.adv_clip_max)[0])
 
     def has_gradient(self, term: ForwardTerm, equal_policies: Set[str]) -> bool:
-        """Return False if v = v_old, r = 1/2 and there is no KL loss, because the policy loss is then constant."""
+        """Return False if the gradient of the loss is known to be zero.
+
+        This is the case without a KL loss if the reward weight is 1/2 and the old policy has the trained weights: the
+        gradients of the two parts of the policy loss then cancel.
+        """
         return (
             self.settings.kl_beta > 0
             or "old" not in equal_policies

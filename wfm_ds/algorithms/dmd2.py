@@ -56,7 +56,7 @@ def dmd_direction(
 ) -> Tensor:
     """Return DMD's gradient direction d for the predicted clean latents h, [B, ...].
 
-    With the clean latents x0_hat = y - s*v that both networks predict,
+    From their velocities v at y, the teacher and the fake score predict the clean latents x0_hat = y - s*v. Then
 
         d = (x0_hat_fake - x0_hat_teacher) / max(mean|h - x0_hat_teacher|, 1e-3)
 
@@ -71,7 +71,7 @@ def dmd_direction(
 def dmd_loss(velocity: Tensor, latents: Tensor, sigma: Tensor, direction: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return mean(h * d) of each sample, [B], with h = x - sigma*v.
 
-    Its gradient with respect to h is d / n for n elements, like that of DMD2's mean((h - (h - d).detach())^2) / 2.
+    Its gradient with respect to h is d / n for n elements, as for DMD2's loss mean((h - (h - d).detach())^2) / 2.
     velocity: v at x = latents, [B, ...]. sigma: [B]. direction: d, [B, ...], without gradient. mask: as in sample_mean.
     """
     prediction = latents - broadcast_over_latents(sigma, latents) * velocity
@@ -79,9 +79,10 @@ def dmd_loss(velocity: Tensor, latents: Tensor, sigma: Tensor, direction: Tensor
 
 
 def draw_level(levels: NoiseLevels, shift: float, quantile: float) -> float:
-    """Return the `quantile` of the density of noise levels, restricted to levels.min .. levels.max.
+    """Return a quantile of the density of noise levels, restricted to levels.min .. levels.max.
 
-    quantile: in [0, 1). The result is rounded to float32, like the inputs of the denoiser.
+    shift: timestep shift of the density. quantile: in [0, 1). The result is rounded to float32, like the inputs of the
+    denoiser.
     """
     bounds = torch.tensor([levels.min, levels.max], dtype=torch.float64)
     low, high = invert_shift(bounds, shift).tolist()
@@ -100,7 +101,7 @@ class Dmd2Term(LossTerm):
 
     trains_fake: bool
     denoise_step: int
-    level: float
+    level: float  # noise level for the teacher and the fake score
     noise_seed: int
     advantage: float = 0.0
     transition_factor: float = 0.0  # TransitionReward.factor
@@ -110,9 +111,9 @@ class Dmd2Term(LossTerm):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeBatch(LossTermBatch):
-    """B predictions with noise for the fake score."""
+    """Training batch of the fake score: B predictions of the student, with noise added."""
 
-    target: Tensor  # [B, ...], velocity eps - h
+    target: Tensor  # [B, ...], target velocity: noise - prediction
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,11 +128,11 @@ class TransitionReward:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StudentBatch(LossTermBatch):
-    """B denoising steps of the student's rollouts, and their predictions with noise."""
+    """B denoising steps of the student's rollouts, and the clean latents that these steps predicted."""
 
-    noisy_prediction: Tensor  # y, [B, ...]
-    level: Tensor  # s, [B]
-    prediction: Tensor  # h, [B, ...]
+    noisy_prediction: Tensor  # [B, ...], prediction with noise added
+    level: Tensor  # [B], noise level of noisy_prediction
+    prediction: Tensor  # [B, ...], predicted clean latents
     transition: TransitionReward | None = None
     renoised: ForwardBatch | None = None  # the inputs of diffusion_nft's loss
 
@@ -176,16 +177,16 @@ class Dmd2(RlAlgorithm[Dmd2Term, LossTermBatch]):
         return FAKE_SCORE if update < fake.updates or step <= fake.warmup_steps else DEFAULT_ADAPTER
 
     def compute_advantages(self, rewards: Rewards, groups: Sequence[str]) -> Advantages:
-        """Return the advantages. Samples without a reward have the advantage 0 and train without the reward loss."""
+        """Return the advantages. The reward loss has no gradient for samples without a reward: their advantage is 0."""
         advantages = super().compute_advantages(rewards, groups)
         if self.settings.reward is None:
             return advantages
         return Advantages([value or 0.0 for value in advantages.values], advantages.stats)
 
     def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[Dmd2Term]]:
-        """Return the loss terms of each update of the fake score, then those of the student's update.
+        """Return the loss terms of each update of the fake score, then the loss terms of the student's update.
 
-        In the first `fake.warmup_steps` steps, the last update trains the fake score too.
+        In the first `fake.warmup_steps` RL steps, the last update trains the fake score instead of the student.
         """
         plan, first = self.plan(step), rollouts.first_index
         return [
@@ -224,7 +225,7 @@ class Dmd2(RlAlgorithm[Dmd2Term, LossTermBatch]):
         return self.num_steps / len(trained) if denoise_step in trained else 0.0
 
     def _draw_noise(self, purpose: str, *key: int) -> tuple[float, int]:
-        """Return a random noise level and a seed of noise."""
+        """Draw a noise level and a noise seed."""
         assert self.shift is not None, "built without a model: the timestep shift is unknown"
         quantile = draw_uniform(self.run_seed, f"{purpose}_level", *key)
         return draw_level(self.settings.levels, self.shift, quantile), derive_seed(

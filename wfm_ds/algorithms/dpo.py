@@ -44,9 +44,10 @@ def is_preferred(margins: Tensor) -> Tensor:
 
 
 class Dpo(SupervisedAlgorithm):
-    """Offline DPO.
+    """DPO on a fixed set of preference pairs.
 
-    Errors are [2, ...]: index 0 is the chosen and index 1 the rejected sample. Both have the same noise and sigma.
+    Velocity errors are [2, ...]: index 0 is the chosen and index 1 the rejected sample. Both samples have the same
+    noise and sigma.
     """
 
     area = "dpo"
@@ -65,6 +66,6 @@ class Dpo(SupervisedAlgorithm):
         return preference_loss(rewards), stats
 
     def validation_loss(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """See SupervisedAlgorithm. `accuracy` [N] compares each pair's implicit rewards, averaged over noise levels."""
+        """See SupervisedAlgorithm. `accuracy` compares the implicit rewards of a pair, averaged over noise levels."""
         rewards = implicit_rewards(errors, references["ref"], self.settings.beta)
         return preference_loss(rewards), {"accuracy": is_preferred((rewards[0] - rewards[1]).mean(dim=1))}

@@ -3,10 +3,10 @@
 Its settings also cover Flow-GRPO-Fast, MixGRPO (2507.21802), DanceGRPO (2505.07818), GRPO-Guard (2510.22319) and
 Flow-DPPO (2606.11025).
 
-With a stochastic solver, each noisy step draws x' ~ N(mu, s^2) with mu = c_x*x + c_v*v. The rollout uses the trained
-weights and stores (x, x', log-probability). The loss predicts v at x again. It increases or decreases the probability
-of x' according to the sample's advantage. Log-probabilities are averaged over the n elements of a sample, so ratios are
-the n-th root of the true ratios.
+With a stochastic solver, each noisy step draws x' ~ N(mu, s^2) with mu = c_x*x + c_v*v, where x are the latents and v
+is the velocity. The rollout uses the trained weights and stores (x, x', log-probability). The loss predicts v at x
+again. It increases or decreases the probability of x' according to the sample's advantage. Log-probabilities are
+averaged over the n elements of a sample, so ratios are the n-th root of the true ratios.
 """
 
 from __future__ import annotations
@@ -70,20 +70,20 @@ def grpo_guard_log_ratio(
 ) -> Tensor:
     """Return GRPO-Guard's log ratio [B]: (log p - log p_old + mean((mu - mu_old)^2)/(2 s^2)) * s.
 
-    Unlike the plain log ratio, it has no bias, and its scale does not depend on s. The code computes the equivalent
-    form mean(z*(mu - mu_old)) with z = (x' - mu_old)/s, which is exactly 0 for equal means.
+    Unlike the plain log ratio, its expectation under the old policy is 0, and its scale does not depend on s. The code
+    computes the equivalent form mean(z*(mu - mu_old)) with z = (x' - mu_old)/s, which is exactly 0 for equal means.
 
-    Latents and means: [B, ...]. std: s, [B]. mask: as in sample_mean. Gradients flow to `mean`.
+    mean: mu, [B, ...], with gradient. old_mean: mu_old. next_latents: x'. std: s, [B]. mask: as in sample_mean.
     """
     old = old_mean.detach()
     return sample_mean((next_latents - old) * (mean - old), mask) / std
 
 
 def kl_scale(kind: str, coefficients: Tensor, dt: Tensor) -> Tensor:
-    """Return the factor [B] float64 that turns mean((v - v_ref)^2) into the KL of this kind.
+    """Return the factor [B] float64 that turns the velocity difference mean((v - v_ref)^2) into a KL divergence.
 
-    The policy and the reference take the step with the same std s, and their means differ by c_v*(v - v_ref). The
-    factors are:
+    The policy and the reference take the step with the same std s, and their means differ by c_v*(v - v_ref). c_v and s
+    are columns of `coefficients` [B,5] (rows of FlowPlan.table). The factors by `kind` are:
 
         gaussian   c_v^2/(2 s^2)
         flow_grpo  c_v^2/(2 g^2) with the diffusion g^2 = s^2/-dt
@@ -100,15 +100,15 @@ class TransitionTerm(LossTerm):
     denoise_step: int  # index of the denoising step
     transition_index: int  # index of its transition in the rollout
     advantage: float
-    is_first_update: bool  # whether it is trained in the first update of the RL step, before the weights change
+    is_first_update: bool  # whether the first update of the RL step trains on it, before the weights change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransitionBatch(LossTermBatch):
-    """B stored denoising steps to train on."""
+    """A batch of B stored denoising steps to train on."""
 
     next_latents: Tensor  # [B, ...]
-    coefficients: Tensor  # [B,5] float64
+    coefficients: Tensor  # [B,5] float64, rows of FlowPlan.table
     dt: Tensor  # [B], negative
     kl_scale: Tensor  # [B]
     advantage: Tensor  # [B]
@@ -128,10 +128,10 @@ class PolicyComparison:
 
     log_prob: Tensor
     old_log_prob: Tensor
-    log_ratio: Tensor  # GRPO-Guard's log ratio, if enabled
-    divergence: Tensor | None  # divergence from the old policy, if trust_region is `divergence`
-    drift: Tensor | None  # staleness: difference between rollout policy and old policy, divided by the trust region
-    start_divergence: Tensor | None  # divergence from the rollout policy before the first update, if known
+    log_ratio: Tensor  # GRPO-Guard's log ratio if `guard` is set
+    divergence: Tensor | None  # divergence from the old policy; None unless trust_region is `divergence`
+    drift: Tensor | None  # difference between rollout policy and old policy, divided by the trust region
+    start_divergence: Tensor | None  # divergence from the rollout policy before the first update; None if unknown
 
 
 class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
@@ -152,7 +152,8 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         self.clip_low, self.clip_high = s.clip_ratio_low or s.clip_ratio, s.clip_ratio_high or s.clip_ratio
         self.uses_divergence = s.trust_region == "divergence"
         self.compares_means = s.guard or self.uses_divergence
-        # Rollouts store means if an update compares with the rollout policy. With `auto`, the first update does not.
+        # Rollouts store means if an update compares the trained policy with the rollout policy. With old_log_prob
+        # `auto`, the first update does not.
         with_rollout = s.old_log_prob == "rollout" or (
             s.old_log_prob == "auto" and s.updates_per_rollout > 1 and not self.uses_old_predictions
         )
@@ -300,7 +301,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         stored: Tensor | None,
         recompute: Callable[[Tensor, TransitionBatch], Tensor],
     ) -> Tensor:
-        """Return the value of the old policy: recomputed from `old`, equal to `value`, or as stored by the rollout."""
+        """Return the old policy's value: recomputed from `old`, a detached `value`, or stored by the rollout."""
         if self.uses_old_predictions and "old" in references:
             return recompute(references["old"], batch)
         if self.uses_old_predictions or (self.settings.old_log_prob == "auto" and batch.is_first_update):

@@ -83,7 +83,7 @@ class OnPolicyDistillation(RlAlgorithm[OpdTerm, OpdBatch]):
     def updates(self, rollouts: StepSamples, advantages: Sequence[float | None], step: int) -> list[list[OpdTerm]]:
         parts = split_over_updates(rollouts, advantages, self.settings.updates_per_rollout)
         plan = self.plan(step)
-        is_kl = self.settings.weighting == "kl"  # its weight is infinite at steps without noise
+        is_kl = self.settings.weighting == "kl"  # this weight would be infinite at steps without noise
         trained = plan.trainable_noisy_steps if is_kl else range(len(plan.steps))
         return [[term for sample in part for term in self._make_terms(*sample, plan, trained, step)] for part in parts]
 

@@ -10,7 +10,7 @@ from wfm_ds.sampling.latents import require_vectors, sample_mean
 
 
 def ppo_clip_loss(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """Return max(-A*rho, -A*clip(rho, 1 - clip_low, 1 + clip_high)), [B], with rho = exp(log_ratio).
+    """Return max(-A*rho, -A*clip(rho, 1 - clip_low, 1 + clip_high)), [B], with A = advantage, rho = exp(log_ratio).
 
     All tensors are [B] float32. Raises ValueError for other shapes, because [B,1] would broadcast to [B,B].
     """
@@ -20,7 +20,7 @@ def ppo_clip_loss(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_hi
 
 
 def divergence_policy_loss(log_ratio: Tensor, divergence: Tensor, advantage: Tensor, bound: float) -> Tensor:
-    """Return the Flow-DPPO loss -A*rho, [B], with rho = exp(log_ratio). All tensors are [B] float32.
+    """Return the Flow-DPPO loss -A*rho, [B], with A = advantage and rho = exp(log_ratio). All tensors are [B] float32.
 
     Loss and gradient are 0 if the divergence from the old policy is at least `bound` and the ratio has moved in the
     direction of the advantage. Raises ValueError for other shapes.

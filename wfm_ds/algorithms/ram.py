@@ -16,10 +16,11 @@ from wfm_ds.sampling.latents import require_latents, require_vectors, sample_mea
 def ram_loss(
     velocity: Tensor, ref_velocity: Tensor, clean: Tensor, noise: Tensor, tilt: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Return mean((v - target)^2) of each sample, [B].
+    """Return mean((v - target)^2) of each sample, [B], with v = velocity.
 
-    The target is v_ref + R*(u - v) with u = noise - clean latents, and has no gradient. Velocities and latents are
-    [B,C,h,w] or [B,C,T,h,w] float32, both velocities at the same noisy latents. tilt: R, [B]. mask: as in sample_mean.
+    The target is v_ref + R*(u - v) with v_ref = ref_velocity and u = noise - clean. It has no gradient. Velocities and
+    latents are [B,C,h,w] or [B,C,T,h,w] float32. Both velocities are predictions at the same noisy latents. tilt: R,
+    [B]. mask: as in sample_mean.
     Raises ValueError for other shapes and dtypes.
     """
     require_latents(velocity=velocity, ref_velocity=ref_velocity, clean=clean, noise=noise)

@@ -26,7 +26,7 @@ from wfm_ds.seeds import draw_permutation, draw_uniform
 if TYPE_CHECKING:
     from wfm_ds.recipe.algorithms import SupervisedSettings
 
-NUM_BUCKETS = 8  # equal intervals of q, in sft/loss_bucket<j> and val/loss_bucket<j>
+NUM_BUCKETS = 8  # number of equal intervals of q, for the metrics sft/loss_bucket<j> and val/loss_bucket<j>
 MAX_SIGMA_SQRT_WEIGHT = 100.0
 MIN_SNR_GAMMA = 5.0
 
@@ -50,9 +50,9 @@ class Sft(SupervisedAlgorithm):
 
 
 def density_quantile(algorithm: SupervisedSettings, a: Tensor) -> Tensor:
-    """Return the `a`-quantile of the training density, 0 < a < 1: the fraction `a` of the samples lies below it.
+    """Return the `a`-quantile of the density of q, 0 < a < 1: a fraction `a` of the density lies below it.
 
-    The value `mode` of timestep_density is the mode sampling of arXiv 2403.03206.
+    With timestep_density `mode`, the density is that of mode sampling (arXiv 2403.03206).
     """
     match algorithm.timestep_density:
         case "uniform":
@@ -79,7 +79,7 @@ FULL_BAND = SigmaBand()
 def density_bands(
     algorithm: SupervisedSettings, shift: float, ranges: Sequence[tuple[float, float]]
 ) -> list[SigmaBand]:
-    """Return the sigma range of each expert with the fractions of the training density below its two limits.
+    """Return the sigma range of each expert, and the fractions of the training density below its two ends.
 
     shift: flow shift of the density. ranges: sigma range [low, high) of each expert.
     """
@@ -105,8 +105,9 @@ def _density_below(algorithm: SupervisedSettings, shift: float, sigma: float) ->
 def draw_experts(bands: Sequence[SigmaBand], run_seed: int, step: int, num_micro_steps: int) -> list[int]:
     """Draw the expert to train in each micro-batch of an optimizer step. All ranks draw the same experts.
 
-    On average over steps, each expert gets exactly its fraction of the training density. In a single step, its number
-    of micro-batches differs from the average by less than one. The order of the experts is random.
+    On average over steps, the fraction of micro-batches that train an expert is its fraction of the training density.
+    In a single step, its number of micro-batches differs from the average by less than one. The order of the experts is
+    random.
     """
     ends = list(itertools.accumulate(band.density_below_high - band.density_below_low for band in bands))
     offset = draw_uniform(run_seed, "training_expert", step)
@@ -126,10 +127,11 @@ def draw_training_sigmas(
 ) -> Tensor:
     """Draw the noise level of each sample of a micro-batch: [B] float32 in (0, 1] and within `band`, on the CPU.
 
-    positions: index of each sample in the sequence of all samples of the run, over all epochs. Optimizer step s (from
-    1) trains on positions (s-1)*global_batch to s*global_batch - 1. A noise level depends only on (run_seed, position),
-    not on rank or micro-batch. With `algorithm.stratified`, the density is split into global_batch strata of equal
-    probability, and a permutation seeded by (run_seed, step) gives each position of a global batch a different stratum.
+    positions: index of each sample in the sequence of all samples of the run, over all epochs. Optimizer step s =
+    1, 2, ... trains on positions (s-1)*global_batch to s*global_batch - 1. A noise level depends only on (run_seed,
+    position), not on rank or micro-batch. With `algorithm.stratified`, the density is split into global_batch strata of
+    equal probability, and a permutation seeded by (run_seed, step) gives each position of a global batch a different
+    stratum.
     """
     draws = [draw_uniform(run_seed, "training_sigma", position) for position in positions]
     if algorithm.stratified:
@@ -182,10 +184,9 @@ def loss_weight(kind: str, sigma: Tensor) -> Tensor:
 
 
 def conditioning_frame_counts(num_frames: tuple[int, int], draws: Sequence[float]) -> Tensor | None:
-    """Return each sample's number of conditioning frames (first latent frames), [B] int64.
+    """Return the number of conditioning latent frames of each of B samples, [B] int64, or None if it is always 0.
 
-    Returns None if the number is always 0. num_frames: (smallest, largest) number. draws: one uniform random number in
-    [0, 1) per sample.
+    num_frames: (smallest, largest) number. draws: one uniform random number in [0, 1) per sample.
     """
     low, high = num_frames
     if high == 0:
@@ -202,6 +203,9 @@ def validation_sigmas(shift: float, num_levels: int = NUM_BUCKETS) -> Tensor:
 
 
 def bucket_index(sigma: Tensor, shift: float, num_buckets: int = NUM_BUCKETS) -> Tensor:
-    """Return the bucket of each sigma, int64. Buckets split the range of q into num_buckets equal intervals."""
+    """Return the index of the bucket of each sigma, int64.
+
+    The timestep shift converts q in (0, 1) to sigma. The buckets are num_buckets equal intervals of q.
+    """
     q = invert_shift(sigma.double(), shift)
     return (q * num_buckets).long().clamp(0, num_buckets - 1)

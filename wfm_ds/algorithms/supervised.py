@@ -20,8 +20,7 @@ from wfm_ds.sampling.latents import require_latents, sample_mean
 class SupervisedAlgorithm(ABC):
     """Base class of supervised algorithms.
 
-    Shapes: M images or videos per sample (SupervisedSettings.items_per_sample), B samples per batch, N held-out
-    samples, L noise levels.
+    A sample has SupervisedSettings.items_per_sample images or videos: two for a preference pair, otherwise one.
     """
 
     area: ClassVar[str]
@@ -33,16 +32,18 @@ class SupervisedAlgorithm(ABC):
 
     @abstractmethod
     def loss(self, errors: Tensor, sigma: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
-        """Return (unreduced loss of each sample [B], statistics).
+        """Return (unreduced loss of each of the B samples [B], statistics).
 
-        errors: velocity errors [M, B] of the trained policy, with gradient. sigma: [B]. references: {policy: errors}.
+        errors: velocity errors of the trained policy, [items_per_sample, B], with gradient. sigma: noise levels [B].
+        references: {reference policy: its velocity errors}.
         """
 
     @abstractmethod
     def validation_loss(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (validation loss [N, L], {metric: values [N]}).
+        """Return (validation loss [N, L], {metric: values [N]}) of N held-out samples at L noise levels.
 
-        errors: velocity errors [M, N, L] of the evaluated policy. references: {policy: errors}.
+        errors: velocity errors of the evaluated policy, [items_per_sample, N, L]. references: {reference policy: its
+        velocity errors}.
         """
 
 

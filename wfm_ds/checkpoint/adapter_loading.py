@@ -1,4 +1,4 @@
-"""Loads an exported LoRA (export/weights.py) into a model, with the scale alpha / rank of its training."""
+"""Loads an exported LoRA (export/weights.py) into a model, with the same scale alpha / rank as in training."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, Safete
 
 
 def add_peft_methods(network: Any) -> Any:
-    """Add the methods of diffusers' PeftAdapterMixin (`add_adapter`, `load_lora_adapter`, ...) to a network, in place.
+    """Add the methods of diffusers' PeftAdapterMixin, such as `load_lora_adapter`, to a network in place.
 
-    The network's class becomes a subclass with an unchanged name, so diffusers saves the network as before.
+    The network's class is replaced by a subclass of the same name, so diffusers saves the network as before.
     """
     network_class = type(network)
     if not issubclass(network_class, PeftAdapterMixin):
@@ -37,8 +37,9 @@ def add_peft_methods(network: Any) -> Any:
 def load_adapter(model: DiffusionModel, folder: Path) -> None:
     """Add the LoRA in `folder` (`safetensors/step_N/lora` of a run) to the model's unwrapped denoiser and activate it.
 
-    Raises ModelError if a file is missing or damaged, lacks alpha, or does not fit the model completely. Without these
-    checks, diffusers would ignore tensors that do not fit, and would use the rank in place of a missing alpha.
+    Raises ModelError if a file is missing or damaged, if it does not contain alpha, or if one of its tensors does not
+    fit the model. Without these checks, diffusers would ignore tensors that do not fit, and it would use the rank as
+    alpha if alpha is missing.
     """
     paths = {part: find_adapter_file(folder, part) for part in model.denoiser_components}
     tensor_names = {part: read_adapter_names(path) for part, path in paths.items()}
@@ -64,8 +65,8 @@ def load_adapter(model: DiffusionModel, folder: Path) -> None:
 def copy_whole_layers(network: torch.nn.Module, layers: Mapping[str, Tensor], folder: Path) -> None:
     """Copy the fully trained layers of a LoRA into a network.
 
-    layers: result of `read_whole_layers(folder, ...)`. Raises ModelError if the network lacks one of its tensors or has
-    it in another shape.
+    layers: result of `read_whole_layers(folder, ...)`. Raises ModelError if the network has no tensor of the same name
+    and shape for one of them.
     """
     parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in network.named_parameters()}
     for name, tensor in layers.items():
@@ -106,13 +107,13 @@ def tensor_layer(name: str) -> str:
 
 def load_part_adapter(pipeline: Any, part: str, path: Path) -> None:
     options = {} if part == LORA_PREFIX else {f"load_into_{part}": True}
-    # If the pipeline class has no LoRA loader, use the network's, or add one to the network.
+    # If the pipeline class has no LoRA loader, use the network's loader, or add a loader to the network.
     load = getattr(pipeline, "load_lora_weights", None) or add_peft_methods(getattr(pipeline, part)).load_lora_adapter
     load(str(path.parent), weight_name=path.name, adapter_name="default", local_files_only=True, **options)
 
 
 def adapter_tensor_names(network: Any) -> set[str]:
-    """Return the names of a network's adapter tensors, in the form used in LoRA files."""
+    """Return the names of a network's adapter tensors, as they are written in LoRA files."""
     if not getattr(network, "peft_config", None):
         return set()
     state_dict = get_peft_model_state_dict(network, adapter_name="default", save_embedding_layers=False)

@@ -1,7 +1,7 @@
 """Reads the weights of checkpoints for `wfm convert`.
 
-A run's checkpoints are read one tensor at a time. Checkpoints written by DeepSpeed's save_checkpoint are read into
-memory. For LoRA files see export/lora_file.py.
+Checkpoints of wfm_ds are read one tensor at a time. Checkpoints written by DeepSpeed's save_checkpoint are read into
+memory as a whole. LoRA files are read by export/lora_file.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from wfm_ds.export.lora_settings import layer_alpha
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.export.weights import LORA_KEY, WHOLE_LAYER_KEY, TensorSource, adapter_shapes
 
-ADAPTER_INFIX = ".default."  # the trained adapter's name within its parameter names
+ADAPTER_INFIX = ".default."  # part of parameter names: the name of the trained adapter
 UNSUPPORTED_OPTIONS = ("lora_bias", "use_qalora", "layer_replication")  # PEFT options that change the formula of LoRA
 WRAPPERS = ("module.", "transformer.")  # prefixes that training frameworks add to the denoiser's parameter names
 # Raised when a pickle is damaged or needs classes that are not installed.
@@ -37,7 +37,7 @@ class CheckpointWeights:
     """
 
     def __init__(self, sharded_states: ShardedStates, target: ExportTarget, settings: Mapping[str, Any] | None) -> None:
-        """settings: the peft.LoraConfig as JSON, or None after full training."""
+        """settings: the peft.LoraConfig as JSON values, or None after full training."""
         self.sharded_states, self.target, self.settings = sharded_states, target, settings
         self.uses_lora = settings is not None
 
@@ -48,7 +48,7 @@ class CheckpointWeights:
         return None if self.settings is None else peft.LoraConfig(**self.settings)
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, float32 tensor) for each weight of a policy, with the names and order of the engine.
+        """Yield (name, float32 tensor) for each weight of a policy, with the same names and order as the engine.
 
         Raises UserError if the weights in the checkpoint are not exactly those of the target model.
         """
@@ -164,7 +164,8 @@ def collect_lora_layers(
 def is_deepspeed_checkpoint(folder: Path) -> bool:
     """Return whether DeepSpeed's save_checkpoint wrote this folder.
 
-    The folder is a single checkpoint, or has a file `latest` with the name of the newest checkpoint in it.
+    The folder may be a single checkpoint, or the parent folder of checkpoints with a file `latest`, which contains the
+    name of the newest checkpoint.
     """
     return (folder / "latest").is_file() or any(folder.glob("*_optim_states.pt"))
 
@@ -208,7 +209,7 @@ class DeepSpeedWeights:
 
 
 def strip_wrapper_prefixes(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return {name: tensor} without the prefixes in WRAPPERS. Only prefixes that all names share are removed."""
+    """Remove the prefixes in WRAPPERS that all names share. Returns {name: tensor}."""
     tensors = dict(states)
     for prefix in WRAPPERS:
         if tensors and all(name.startswith(prefix) for name in tensors):

@@ -7,8 +7,8 @@
                                        the shards.
     recipe.yaml                        the resolved recipe
 
-Frozen weights are not stored, because they are in the base model. Random states are not stored, because the seed of
-every random number is derived from a key (seeds.py). Nothing is pickled, so a checkpoint cannot execute code.
+Frozen weights are not stored, because the base model contains them. Random states are not stored, because the seed of
+every random number is derived from a key (seeds.py). Nothing is pickled, so loading a checkpoint cannot execute code.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class RankState:
     rank: int
     tensors: Mapping[str, Tensor]
     metadata: Mapping[str, str]
-    recipe: str | None  # on rank 0 only
+    recipe: str | None  # None on ranks other than 0
 
     def write_files(self, folder: Path) -> list[Path]:
         """Write this rank's files into `folder` and return their paths. Raises OSError if writing fails."""
@@ -61,7 +61,7 @@ class RankState:
 def capture_state(engine: DenoiserEngine, loop: Mapping[str, Any], target: ExportInfo, dtype: torch.dtype) -> RankState:
     """Copy this rank's state to host memory.
 
-    loop: state of the training loop, JSON values. target, dtype: export settings that `wfm convert` reads later.
+    loop: state of the training loop as JSON values. target, dtype: export settings, which `wfm convert` reads later.
     """
     tensors = {
         flat_name(name, group): flat.to("cpu", copy=True)
@@ -83,10 +83,10 @@ def capture_state(engine: DenoiserEngine, loop: Mapping[str, Any], target: Expor
 
 
 def restore_state(engine: DenoiserEngine, folder: Path, num_ranks: int) -> dict[str, Any]:
-    """Restore the state that `capture_state` saved on `num_ranks` ranks. Returns the loop's state. Collective.
+    """Restore the engine from a checkpoint of `num_ranks` ranks. Returns the state of the training loop.
 
-    The current number of ranks may be different. Call this before the first step. Raises UserError if a file is damaged
-    or belongs to a different model.
+    All ranks must call this before the first step. The current number of ranks may be different. Raises UserError if a
+    file is damaged or belongs to a different model.
     """
     rank = engine.world.rank if engine.world.rank < num_ranks else 0
 
@@ -106,7 +106,7 @@ def restore_state(engine: DenoiserEngine, folder: Path, num_ranks: int) -> dict[
 
 
 def check_same_adapters(folder: Path, stored: AbstractSet[str], expected: AbstractSet[str]) -> None:
-    """Raise UserError if a checkpoint has other extra trained adapters than this run."""
+    """Raise UserError if the extra adapters in a checkpoint are not those that this run trains."""
     if stored != expected:
         stored_names, names = (", ".join(["default", *sorted(adapters)]) for adapters in (stored, expected))
         raise UserError(

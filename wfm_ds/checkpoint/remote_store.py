@@ -1,10 +1,10 @@
-"""Checkpoints in S3. Incomplete checkpoints are ignored. For local checkpoints see store.py.
+"""Checkpoints in S3. Incomplete checkpoints are ignored. Local checkpoints are in store.py.
 
     s3://bucket/run/checkpoints/step_400/wfm_rank00000.safetensors, ...    the files of the local folder
     s3://bucket/run/checkpoints/step_400/COMPLETE                          the local COMPLETE, plus SHA-256 digests
 
-S3 cannot rename, so only the object COMPLETE marks a checkpoint as complete. COMPLETE is the last object to be written,
-and the first to be removed when a checkpoint is replaced or removed.
+S3 cannot rename folders, so only the object COMPLETE marks a checkpoint as complete. COMPLETE is written after all
+other objects. When a checkpoint is replaced or removed, COMPLETE is removed first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RemoteCheckpoint:
     world_size: int
     metadata: Mapping[str, Any]
     files: Mapping[str, int]  # {file name: bytes}, without COMPLETE
-    sha256: Mapping[str, str]  # {file name: digest}; empty if the checkpoint was not uploaded by wfm_ds
+    sha256: Mapping[str, str]  # {file name: digest}; {} if wfm_ds did not upload the checkpoint
     marker_text: str  # the text of COMPLETE
 
 
@@ -47,7 +47,7 @@ def read_checkpoint(address: str) -> RemoteCheckpoint | None:
 
 
 def find_newest(root: str) -> RemoteCheckpoint | None:
-    """Return the newest complete checkpoint in `root`, or None. Logs incomplete checkpoints that are newer.
+    """Return the newest complete checkpoint in `root`, or None. Logs a warning for each newer incomplete checkpoint.
 
     Raises StorageError if S3 fails.
     """
@@ -61,7 +61,7 @@ def find_newest(root: str) -> RemoteCheckpoint | None:
 
 
 def find_flaws(root: str) -> list[str]:
-    """Return a description of each damaged checkpoint in `root` that has a COMPLETE file.
+    """Return one description for each checkpoint in `root` that has a COMPLETE object but lacks files.
 
     Raises StorageError if S3 fails.
     """
@@ -107,7 +107,7 @@ def _step_numbers(names: Mapping[str, int]) -> set[int]:
 def fetch_checkpoint(checkpoint: RemoteCheckpoint, folder: Path) -> Checkpoint:
     """Download a checkpoint to `folder` and check the SHA-256 of each file. Replaces an existing folder.
 
-    An error never leaves an incomplete `folder`. Raises StorageError if the download fails.
+    If an error occurs, no incomplete `folder` is left. Raises StorageError if the download fails.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     try:
@@ -134,10 +134,11 @@ def fetch_checkpoint(checkpoint: RemoteCheckpoint, folder: Path) -> Checkpoint:
 
 @contextlib.contextmanager
 def open_locally(path: str, near: Path) -> Iterator[Path]:
-    """Yield a local path: `path` itself or, if it is an s3:// address, a temporary copy.
+    """Yield a local path: `path` itself, or a temporary copy if `path` is an s3:// address.
 
-    near: folder in which the copy is created. If it does not exist, its closest existing parent is used. Files of a
-    checkpoint are compared with their digests. Raises StorageError if the download fails.
+    near: folder in which the copy is created. If the folder does not exist, its closest existing parent is used.
+    If the address is a checkpoint, its files are compared with their SHA-256 digests. Raises StorageError if the
+    download fails.
     """
     if not is_remote(path):
         yield Path(path)
@@ -187,7 +188,7 @@ def publish_checkpoint(
     """Upload a local checkpoint. Return {file name: number of bytes}.
 
     before_complete: function to call after the upload of all files except COMPLETE.
-    moved: function that receives the number of bytes of each uploaded part.
+    moved: function that is called with the number of bytes of each uploaded part, to show progress.
     Raises StorageError if the upload fails, and OSError if the local files cannot be read.
     """
     marker = json.loads((checkpoint.path / COMPLETE).read_text(encoding="utf-8"))
@@ -206,9 +207,8 @@ def publish_checkpoint(
 def prune_checkpoints(root: str, *, newest: int, keep: int) -> None:
     """Remove old and incomplete checkpoints from S3.
 
-    The last `keep` complete checkpoints up to step `newest` are kept. Complete checkpoints after this step are kept
-    too, because another run wrote them.
-    newest: step of the caller's newest checkpoint.
+    newest: step of the caller's newest checkpoint. keep: number of complete checkpoints to keep up to this step.
+    Complete checkpoints of later steps are kept too, because another run wrote them.
     Raises StorageError if S3 fails.
     """
     names = transfer.list_objects(root)

@@ -1,7 +1,7 @@
 """Reads the training states in a checkpoint, for any number of ranks and any ZeRO stage. Does not need DeepSpeed.
 
-Each rank's file contains flat tensors. Its metadata lists the parameter slices that they contain. A parameter is
-assembled from all files that have some of its elements.
+Each rank's file contains flat tensors. The file's metadata lists the parameter slices in these tensors. A parameter is
+assembled from all files that contain some of its elements.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RankMetadata(BaseModel):
     engine: dict[str, Annotated[int, Field(strict=True)]]
     loop: dict[str, Any]
     layout: dict[str, StoredSlice]
-    adapter_layouts: dict[str, dict[str, StoredSlice]] = {}  # by extra adapter
+    adapter_layouts: dict[str, dict[str, StoredSlice]] = {}  # {extra adapter: layout of its parameters}
     export: StoredExport = StoredExport()
 
 
@@ -62,12 +62,12 @@ def rank_file_name(rank: int) -> str:
 
 
 def flat_name(state: str, group: int) -> str:
-    """Return the name of a flat tensor in a rank's file, for a state and a parameter group."""
+    """Return the name of the flat tensor for a state and an optimizer group in a rank's file."""
     return f"{state}.{group}"
 
 
 def full_state_name(adapter: str, state: str) -> str:
-    """Return the name of an adapter's state in the files."""
+    """Return the name under which the files store a state of an adapter."""
     return state if adapter == DEFAULT_ADAPTER else adapter_state_name(adapter, state)
 
 
@@ -78,7 +78,7 @@ def layout_to_json(layout: Layout) -> dict[str, list[int]]:
 class ShardedStates:
     """The files of all ranks of a checkpoint. Each file is opened at first use.
 
-    Most methods read the states of one trained adapter. In full training, it is `default`.
+    Most methods read the states of one trained adapter. In full training, pass `default` for the adapter.
     """
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
@@ -97,7 +97,7 @@ class ShardedStates:
     def read_metadata(self, rank: int) -> RankMetadata:
         """Return the metadata of a rank's file.
 
-        Raises UserError if the file cannot be read, or if it is from another step than the file of rank 0.
+        Raises UserError if the file cannot be read, or if its step differs from the step of rank 0's file.
         """
         if rank in self._metadata:
             return self._metadata[rank]
@@ -122,7 +122,7 @@ class ShardedStates:
         return self._layouts[rank, adapter]
 
     def parameter_sizes(self, adapter: str = DEFAULT_ADAPTER) -> dict[str, int]:
-        """Return {parameter: number of elements}, summed over the files of all ranks."""
+        """Return {parameter: number of elements}. Counts the elements in the files of all ranks."""
         sizes: dict[str, int] = {}
         for rank in range(self.num_ranks):
             for name, piece in self.read_layout(rank, adapter).items():
@@ -136,9 +136,9 @@ class ShardedStates:
 
         layout: position of each parameter in the returned tensors.
         lengths: number of elements of each returned tensor. Elements that belong to no parameter are 0.
-        rank: rank of the file to read first. If the file has the same layout as `layout`, no other file is opened.
-        A state that is a single number, such as AdamW's step, is returned once for each group. Raises UserError if a
-        file cannot be read or has different parameters.
+        rank: rank of the file to read first. If this file already has the requested layout, no other file is opened.
+        For a state that is a single number, such as AdamW's step, the list contains this number for each group.
+        Raises UserError if a file cannot be read or contains different parameters.
         """
         ranks: Sequence[int] = [rank]
         if self.read_layout(rank, adapter) != layout:
@@ -195,7 +195,7 @@ class ShardedStates:
         ranks: Sequence[int],
         adapter: str = DEFAULT_ADAPTER,
     ) -> None:
-        """Fill `out` with consecutive elements of a parameter's state, read from the files of `ranks`.
+        """Fill `out` with consecutive elements of a state of a parameter, read from the files of `ranks`.
 
         start: index of the first element within the parameter.
         """
@@ -227,7 +227,7 @@ class ShardedStates:
         return self._files[rank]
 
     def _close_files(self) -> None:
-        """Close the files. Their memory-mapped pages would otherwise count as memory of this process."""
+        """Close the files, because their memory-mapped pages count as memory of this process."""
         self._files.clear()
         self._exit_stack.close()
 

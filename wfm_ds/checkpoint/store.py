@@ -1,10 +1,10 @@
-"""Local checkpoint folders. Incomplete folders are ignored, for example after a run was killed while it saved.
+"""Local checkpoint folders. Incomplete folders, e.g. of a run that was killed while it saved, are ignored.
 
     checkpoints/step_400.tmp/      during writing: the files of all ranks, and rank_00000.ok, rank_00001.ok, ...
-    checkpoints/step_400/          renamed when everything is on disk; COMPLETE lists every file with its size
-    checkpoints/LATEST             the name of the newest checkpoint, for people and scripts; not read here
+    checkpoints/step_400/          name of this folder once all files are on disk; COMPLETE lists their sizes
+    checkpoints/LATEST             the name of the newest checkpoint, for people and scripts; wfm_ds does not read it
 
-If the files in a folder do not match its COMPLETE, the folder is skipped. It is replaced when a run saves the same step
+A folder is skipped if its files do not match the file COMPLETE. The folder is replaced when a run saves the same step
 again. Each save first removes the folders step_N.tmp of killed runs. All ranks must share one file system.
 rank_state.py defines the content of a checkpoint.
 """
@@ -47,9 +47,9 @@ class Checkpoint:
 
 
 class CheckpointSave:
-    """A running save of a checkpoint, with one writer thread per rank.
+    """Writes a checkpoint in the background, with one writer thread per rank.
 
-    All methods except `is_share_written` are collective.
+    All ranks must call the constructor and `commit`.
     """
 
     def __init__(
@@ -67,9 +67,9 @@ class CheckpointSave:
 
         write: function that the thread of each rank calls with the folder to write to. It must not communicate with
         other ranks. It returns the files that this rank wrote, and may raise OSError and UserError.
-        metadata: JSON values to store in COMPLETE. Only those of rank 0 are used.
+        metadata: JSON values to store in COMPLETE. Only the values of rank 0 are used.
         keep: number of checkpoints to keep, including the new one.
-        protected_steps: function that returns additional steps to keep. It is called on rank 0.
+        protected_steps: function that returns the steps of additional checkpoints to keep. It is called on rank 0.
         """
         self.root, self.step, self.world, self.metadata = root, step, world, metadata
         self.keep, self.protected_steps = keep, protected_steps
@@ -83,13 +83,14 @@ class CheckpointSave:
         )
 
     def is_share_written(self) -> bool:
-        """Return whether this rank has finished writing or failed. Ranks may return different values."""
+        """Return whether this rank has finished writing or failed to write. The result may differ between ranks."""
         return self._write_result.done()
 
     def commit(self) -> Path:
-        """Wait for all ranks, mark the checkpoint as complete, and remove old ones. Returns its path. Collective.
+        """Wait for all ranks, mark the checkpoint as complete, and remove old checkpoints. All ranks must call this.
 
-        Raises UserError on all ranks if any rank failed. Older checkpoints then stay unchanged.
+        Returns the path of the checkpoint. Raises UserError on all ranks if any rank failed. Older checkpoints then
+        stay unchanged.
         """
         world, temporary_folder = self.world, self.temporary_folder
         try:
@@ -102,7 +103,7 @@ class CheckpointSave:
             )
         except UserError:
             if world.is_main:
-                shutil.rmtree(temporary_folder, ignore_errors=True)  # a partial checkpoint may be what fills the disk
+                shutil.rmtree(temporary_folder, ignore_errors=True)  # may have filled the disk
             raise
         finally:
             self._thread.shutdown()
@@ -138,7 +139,7 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]]) -> None:
-    """Write this rank's files to disk, followed by a list of these files."""
+    """Write this rank's files to disk, and then a list of these files."""
     files = write(making)
     for path in files:
         atomic.sync_to_disk(path)
@@ -159,7 +160,7 @@ def _complete_folder(making: Path, step: int, world_size: int, facts: Mapping[st
     complete = {"step": step, "world_size": world_size, "facts": dict(facts), "files": files}
     atomic.write_text(making / COMPLETE, json.dumps(complete, indent=1) + "\n")
     final = making.with_suffix("")
-    if final.exists():  # it is damaged, otherwise the run would have resumed from it
+    if final.exists():  # damaged, because the run would otherwise have resumed from it
         shutil.rmtree(final)
     making.rename(final)
     atomic.sync_to_disk(final.parent)
@@ -228,21 +229,22 @@ def find_flaws(root: Path) -> list[str]:
 
 
 def list_steps(root: Path) -> list[int]:
-    """Return the steps with a folder in `root`, including incomplete checkpoints."""
+    """Return the steps for which `root` has a checkpoint folder, including incomplete checkpoints."""
     if not root.is_dir():
         return []
     return [int(match[1]) for entry in root.iterdir() if (match := STEP_FOLDER.fullmatch(entry.name))]
 
 
 def steps_to_keep(steps: Collection[int], *, newest: int, keep: int) -> set[int]:
-    """Return the `keep` highest of the steps that are not above `newest`."""
+    """Return the `keep` highest steps among the steps up to `newest`."""
     return set(sorted((step for step in steps if step <= newest), reverse=True)[:keep])
 
 
 def prune_checkpoints(root: Path, *, newest: int, keep: int, protected_steps: Collection[int] = ()) -> None:
-    """Remove all checkpoints except the last `keep` ones up to step `newest` and the protected steps.
+    """Remove old checkpoints. Keeps the protected steps and the last `keep` checkpoints up to step `newest`.
 
-    Folders with a step after `newest` are removed too. They are damaged checkpoints, which the run did not resume from.
+    Folders of steps after `newest` are removed too. They are damaged checkpoints, because the run did not resume from
+    them.
     """
     all_steps = set(list_steps(root))
     steps_kept = steps_to_keep(all_steps, newest=newest, keep=keep) | {

@@ -45,7 +45,7 @@ class Run:
     """
 
     def __init__(self, recipe: Recipe, train_arguments: list[str] | None = None) -> None:
-        """Use `from_recipe` or `open` instead.
+        """Do not call the constructor; use `from_recipe` or `open`.
 
         train_arguments: arguments of `wfm train`, or None if this object only reads an existing run.
         """

@@ -22,12 +22,14 @@ LEVEL_TOLERANCE = 1e-6  # call.json may have rounded levels
 def fill_from_call(args: argparse.Namespace, repo: str, pipeline: Path, folders: Sequence[Path]) -> dict[str, Any]:
     """Set options that the user did not set to their values in call.json, and return the content of call.json.
 
-    These are --steps, --grid, --shift, --solver, --guidance, --guidance-low, --max-sequence-length,
+    The options are --steps, --grid, --shift, --solver, --guidance, --guidance-low, --max-sequence-length,
     --negative-prompt (if there is guidance) and --embedded-guidance.
     repo, pipeline: the base model as the user named it, and its folder. folders: LoRA and pipeline folders; the first
-    one with a call.json is used. Without a call.json, the defaults are those of recipes; for a released few-step
-    model, --steps is its number of steps. Raises UserError for invalid values in call.json or in the scheduler's
-    config, and for options that do not fit together.
+    one with a call.json is used. Without a call.json, the defaults of recipes are used, except that --steps of a
+    released few-step model is the number of steps for which the model was distilled.
+
+    Raises UserError for invalid values in call.json or in the scheduler's config, and for options that do not fit
+    together.
     """
     from wfm_ds.export.pipeline_folder import CALL_FILE, read_index
     from wfm_ds.models import registry
@@ -64,7 +66,7 @@ def fill_from_call(args: argparse.Namespace, repo: str, pipeline: Path, folders:
 
 
 def read_levels(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the number of steps and the grid of a pipeline call, as {option: value} without unset values.
+    """Return the options steps and grid of the pipeline call in call.json, as {option: value}. Unset ones are omitted.
 
     Raises ValueError or TypeError if the noise levels are not evenly spaced or the number of steps is invalid.
     """
@@ -80,15 +82,16 @@ def read_levels(call: Mapping[str, Any]) -> dict[str, Any]:
         return {"steps": steps}
     pairs = zip(sigmas, even_levels(steps), strict=True)
     if not all(math.isclose(sigma, level, abs_tol=LEVEL_TOLERANCE) for sigma, level in pairs):
-        raise ValueError(f"sigmas must be the even levels 1, (N - 1)/N, .. 1/N of N steps, got {sigmas}")
+        raise ValueError(f"sigmas must be the evenly spaced levels 1, (N - 1)/N, .. 1/N of N steps, got {sigmas}")
     return {"steps": steps, "grid": "even"}
 
 
 def read_scheduler(folder: Path, steps: int) -> dict[str, Any]:
-    """Return grid, shift and solver of an exported scheduler for evenly spaced noise levels, as {option: value}.
+    """Return the options grid, shift and solver that reproduce an exported scheduler, as {option: value}.
 
-    folder: LoRA or pipeline folder. steps: number of steps in call.json. The solver is `cps` if the scheduler adds
-    noise. Any other scheduler has no grid and no shift. Raises UserError for invalid numbers in the file.
+    folder: LoRA or pipeline folder. steps: number of steps in call.json. Grid and shift are returned only if the
+    scheduler's noise levels are evenly spaced before the shift. The solver is returned only if the scheduler adds
+    noise, and is then `cps`. Raises UserError for invalid numbers in the file.
     """
     from wfm_ds.export.pipeline_folder import SCHEDULER_FILE, SCHEDULER_FOLDER
     from wfm_ds.models.assets.loading import read_json
@@ -121,7 +124,7 @@ def require_number(file: Path, config: Mapping[str, Any], name: str, low: float,
 
 
 def read_negative_prompt(file: Path, call: Mapping[str, Any]) -> str | None:
-    """Return the negative prompt of a pipeline call, or None if it is unset. Raises UserError if it is not a text."""
+    """Return the negative prompt in call.json, or None if it is unset. Raises UserError if it is not a string."""
     negative = call.get("negative_prompt")
     if negative is not None and not isinstance(negative, str):
         raise UserError(f"{file}: negative_prompt must be a text, got {negative!r}; correct it")
@@ -129,7 +132,7 @@ def read_negative_prompt(file: Path, call: Mapping[str, Any]) -> str | None:
 
 
 def read_guidance(call: Mapping[str, Any], family: type[DiffusionModel], index: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the guidance scales of a pipeline call, as {option: value} without unset values.
+    """Return the guidance scales of the pipeline call in call.json, as {option: value}. Unset ones are omitted.
 
     index: model_index.json of the pipeline. Raises ValueError or TypeError for a value that is not a number.
     """

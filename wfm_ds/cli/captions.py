@@ -139,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(args: argparse.Namespace) -> None:
     if is_lerobot(args.folder):
-        raise DataError(f"{args.folder} is a LeRobot dataset, whose tasks are its captions: set data.kind: lerobot")
+        raise DataError(f"{args.folder} is a LeRobot dataset. Its tasks are the captions: set data.kind: lerobot")
     if args.table is not None:
         captions: Mapping[str, Caption] = read_caption_table(args.table)
     else:

@@ -39,7 +39,7 @@ FOLDER_LINES = {
 }
 RECIPE_ARGUMENTS = frozenset({"recipe", "words"})  # `words`: of wfm recipes
 FILE_ARGUMENTS = frozenset({"model", "models", "lora", "checkpoint", "path", "image", "video"})
-"""Arguments that are usually a file or folder, but may also be an address or a name and thus are no Path."""
+"""Arguments that are completed with files although their type is not Path: they may also be an address or a name."""
 
 
 def parser() -> CommandParser:
@@ -76,7 +76,7 @@ def generate_script(shell: str, commands: Commands) -> str:
 
 
 def add_subcommands(parent: argparse.ArgumentParser, commands: Commands, prefix: str = "") -> None:
-    """Add the commands that consist of `prefix` and one word as subparsers, with their own subcommands first."""
+    """Add a subparser for each command that is `prefix` and one word. Its subcommands are added recursively."""
     subparsers = parent.add_subparsers()
     for name, (module, description) in commands.items():
         word = name.removeprefix(prefix)

@@ -2,7 +2,7 @@
 
 Input: a checkpoint of a run (checkpoints/step_N, any number of ranks, any ZeRO stage), a LoRA in the layout of
 diffusers, PEFT, kohya or ComfyUI, a native DeepSpeed checkpoint, or a pipeline to extract a LoRA from. Exit codes: 0 if
-successful, 2 if arguments or input are invalid (one message), 1 for any other error.
+successful, 2 if arguments or input are invalid (prints one `error:` line), 1 for any other error.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ LAYOUT_NAMES = {
 def parser() -> CommandParser:
     p = CommandParser(
         prog="wfm data",
-        description="Show how data.kind: folder reads a folder, its contents and three captions. Of a LeRobot dataset: "
-        "its episodes, cameras, features and tasks.",
+        description="Show how data.kind: folder reads a folder, its contents and three captions. For a LeRobot "
+        "dataset, show its episodes, cameras, features and tasks.",
         epilog="Example: %(prog)s my_images",
     )
     p.add_argument(

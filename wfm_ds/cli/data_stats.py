@@ -23,9 +23,9 @@ DEFAULT_FILE = Path("action_stats.json")
 
 
 class TrainingPart(NamedTuple):
-    """Training samples with the same actions."""
+    """Training samples that share the settings of their actions, and so their statistics."""
 
-    name: str  # of the data set in a mixture, else empty
+    name: str  # name of the data set in a mixture; "" without a mixture
     actions: ActionsRecipe
     fps: float | None  # data.fps
     samples: Sequence[Sample]

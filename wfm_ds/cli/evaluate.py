@@ -178,7 +178,7 @@ def evaluate_models(
 ) -> EvaluationResults:
     """Generate and score the samples of one model after another, with one model in memory at a time.
 
-    prompts: used without `data`.
+    prompts: used if `data` is None.
     """
     import torch
 
@@ -192,7 +192,7 @@ def evaluate_models(
     measured: list[ModelResults] = []
     settings: dict[str, str] = {}
     chosen: Sequence[Prompt] = ()  # prompts of the samples
-    key: object = None  # of the samples
+    key: object = None  # prompt ids and clip layout of the samples, equal for all models
     with open_reward_client(list(functions.values()), args.timeout) as rewards:
         for entry in entries:
             with explain_out_of_memory(device, lambda phase: memory_advice(args, device), lambda: None):
@@ -237,7 +237,7 @@ def choose_samples(
 
 
 def sampling_settings(args: argparse.Namespace, sampler: Sampler) -> dict[str, str]:
-    """Return the settings at the head of the report."""
+    """Return {name: text} of the sampling settings that the report lists at its top."""
     return {
         "sampling": sampling_summary(sampler.settings),
         "solver": sampler.eval_solver,

@@ -68,7 +68,10 @@ def resolve_models(
 
 
 def find_run_recipe(argument: str) -> Recipe | None:
-    """Return the recipe of the run to which `argument` belongs, or None. argument: a run folder or an export."""
+    """Return the recipe of the run to which `argument` belongs, or None if it belongs to no run.
+
+    argument: a run folder or an export.
+    """
     full = argument.rstrip("/") if is_remote(argument) else str(Path(argument).absolute())
     root, separator, _ = full.partition(f"/{EXPORTS}/")
     return read_run_recipe(root)[1] if separator or (Path(root) / RECIPE_FILE).is_file() else None

@@ -1,4 +1,4 @@
-"""Prompts, conditioning frames and recordings of `wfm evaluate`, and the scores of its samples clip by clip."""
+"""Inputs of `wfm evaluate` (prompts, conditioning frames, recordings), and the scores of each generated clip."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_SCORING_BATCH = 16  # samples or clips per reward request
 
 
 def load_data_recipe(path: Path) -> Recipe:
-    """Load the recipe --data. Raises UserError if its validation samples are texts."""
+    """Load the recipe that --data names. Raises UserError if its validation samples are texts without frames."""
     from wfm_ds.recipe.file import load_recipe
 
     recipe = load_recipe(path)
@@ -39,7 +39,7 @@ def load_data_recipe(path: Path) -> Recipe:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationData:
-    """The validation data of the recipe --data."""
+    """The validation data of the recipe that --data names."""
 
     recipe: Recipe
     data: TrainingData
@@ -56,7 +56,7 @@ class EvaluationData:
         return cls(recipe, load_data(recipe))
 
     def choose_samples(self, sampler: Sampler) -> ValidationSamples:
-        """Return the samples that the model can be evaluated on. Raises UserError if it does not fit the recipe."""
+        """Return the validation samples for the model. Raises UserError if the model does not fit the recipe."""
         import functools
 
         from wfm_ds.runs.model_loading import check_conditioning_frames, check_data_inputs
@@ -88,11 +88,11 @@ class SampleScoring:
             sampler=sampler, layout=samples.layout, scorers=[rewards], recordings=samples.recordings
         )
         self._clips: list[GeneratedClip] = []  # not submitted yet
-        self._scores: Scores = {}  # those that do not come from the reward service
+        self._scores: Scores = {}  # scores that do not come from the reward service
         self._recorded: tuple[str, npt.NDArray[np.uint8] | str | None] = "", None  # prompt id and its recording
 
     def add(self, index: int, prompt: Prompt, clips: Sequence[SampleClip]) -> None:
-        """Add the clips of sample `index`. They are submitted if there are enough of them."""
+        """Add the clips of sample `index`. All added clips are submitted once there are MAX_SCORING_BATCH of them."""
         from wfm_ds.training.clip_scoring import GeneratedClip
 
         recordings = self.samples.recordings
@@ -121,7 +121,7 @@ class SampleScoring:
             self._scores = merge_scores(self._scores, self.scoring.submit(clips))
 
     def collect(self, num_samples: int) -> list[SampleScores]:
-        """Wait for the rewards. Returns the scores of all samples for each clip."""
+        """Wait for the rewards. Returns one list per clip number, with the scores of all samples."""
         from wfm_ds.training.clip_scoring import clip_id, merge_scores
 
         scores = merge_scores(self.rewards.wait(), self._scores)

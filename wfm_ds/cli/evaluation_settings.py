@@ -54,7 +54,7 @@ def fill_options(args: argparse.Namespace, entries: Sequence[EvaluatedModel], re
         values |= {name: getattr(recipe.sampling, key) for name, key in SAMPLING_OPTIONS.items()}
         values |= {name: getattr(recipe.model, name) for name in MODEL_OPTIONS}
         is_even = (args.grid or values["grid"]) == "even"
-        if not is_even:  # the shift is that of the rollouts
+        if not is_even:  # the recipe's shift then applies only to rollouts
             values["shift"] = None
         if values["solver"] == ("dpm2" if is_even else "cps"):  # --grid is not that of the recipe
             values["solver"] = None
@@ -84,9 +84,11 @@ def select_functions(
 ) -> dict[str, RewardFunction]:
     """Return {reward name: settings} for the rewards in --rewards and --held-out.
 
-    The default of --rewards and all reward options come from the runs, or else from the recipe --data. If neither has
-    rewards, videos with recordings are scored by `continuation`. Raises UserError if a reward is unknown or cannot
-    score these prompts, if runs use different options for it, or if a held-out reward was used for training.
+    The default of --rewards and all reward options come from the runs, or else from the recipe that --data names. If
+    neither has rewards, videos with recordings are scored by `continuation`.
+
+    Raises UserError if a reward is unknown or cannot score these prompts, if runs use different options for the same
+    reward, or if a held-out reward was used for training.
     """
     from wfm_ds.models import registry
     from wfm_ds.recipe.sections import RewardFunction

@@ -1,7 +1,7 @@
 """`wfm generate`: generate images or videos for prompts, from a pipeline or an export of a run.
 
 The noise is the same as in a run's validation if seeds, steps and guidance are the same. Exit codes: 0 if successful,
-2 for invalid arguments, prompt file, model or folder (one message), 1 for any other error.
+2 if an argument, the prompt file, the model or a folder is invalid (prints one `error:` line), 1 for any other error.
 """
 
 from __future__ import annotations
@@ -216,9 +216,10 @@ def write_samples(
     frame: torch.Tensor | None,
     layout: ClipLayout,
 ) -> None:
-    """Generate samples and write each to a file at once. At the end, write samples.jsonl and the HTML page.
+    """Generate samples and write each one to a file immediately. At the end, write samples.jsonl and the HTML page.
 
-    items: (prompt, seed) of each sample. frame: latents [C,T,h,w] of the first frame. layout: of the clips of a video.
+    items: (prompt, seed) of each sample. frame: latents [C,T,h,w] of the first frame. layout: positions of the clips in
+    a video.
     """
     from wfm_ds.distributed.progress import track_progress
     from wfm_ds.monitoring import gallery
@@ -252,7 +253,7 @@ def write_samples(
 
 
 def repeat_first_frame(frame: torch.Tensor, count: int) -> ConditioningFrames:
-    """Return the latents [C,T,h,w] of the first frame as conditioning frames of `count` samples."""
+    """Return conditioning frames for `count` samples, all with the first frame `frame` (latents [C,T,h,w])."""
     import torch
 
     from wfm_ds.types import ConditioningFrames

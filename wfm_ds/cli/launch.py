@@ -41,14 +41,14 @@ SLURM_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")  # minutes, hour
 
 @dataclass(frozen=True, slots=True)
 class ClusterJob:
-    """A job for which a script is written: the arguments of the command, the loaded recipe, and the machines."""
+    """The job to write: the arguments of `wfm launch`, the loaded recipe, and the machines."""
 
     args: argparse.Namespace
     recipe: Recipe
     name: str
     nodes: int
     gpus: int  # per node
-    hosts: tuple[str, ...] = ()  # of --pdsh
+    hosts: tuple[str, ...] = ()  # host names from --pdsh
 
     def train_arguments(self, recipe_path: str | None = None) -> str:
         """Return the arguments of wfm_ds.train, quoted for a shell. recipe_path: replaces the path of the recipe."""
@@ -119,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def list_storage_warnings(args: argparse.Namespace, recipe: Recipe) -> list[str]:
-    """Return warnings about settings with which the failure of a machine loses all steps of the run."""
+    """Return warnings about settings that would lose all steps of the run if a machine fails."""
     warnings = []
     if recipe.checkpoint.every == 0:
         warnings.append("checkpoint.every is not set: after the failure of a machine, the run starts at step 0 again")
@@ -169,7 +169,7 @@ def require_fitting_options(args: argparse.Namespace, target: str) -> None:
 def read_hosts(args: argparse.Namespace) -> tuple[tuple[str, ...], int]:
     """Return (names, GPUs per host) of the first --nodes hosts of a hostfile, or of a list such as node-a,node-b.
 
-    Raises UserError if there are too few, a line is invalid, or hosts have different numbers of slots.
+    Raises UserError if there are too few hosts, if a line is invalid, or if hosts have different numbers of slots.
     """
     path = Path(args.pdsh)
     if not path.is_file() and "/" in args.pdsh:
@@ -216,7 +216,7 @@ def format_slurm(job: ClusterJob) -> str:
 
 
 def format_k8s(job: ClusterJob) -> str:
-    """Return the manifest. It contains the recipe, except for shipped recipes, which are in the image."""
+    """Return the Kubernetes manifest. It includes the recipe unless the recipe is shipped, and thus in the image."""
     from wfm_ds.recipe.file import read_recipe_tree
     from wfm_ds.recipe.tree import to_yaml
 

@@ -101,8 +101,8 @@ def run_demo(demo: Demo, output: Path, rl_recipes: Sequence[str], seed: int, *, 
 def run_few_steps(output: Path | None, start: Path | None, seed: int) -> None:
     """Distill the result of the digits quickstart, and write the report.
 
-    start: folder of the digits quickstart, which runs there first if the folder is empty or does not exist. Raises
-    UserError, before any folder is emptied, if it has other contents than a finished quickstart.
+    start: folder of the digits quickstart. If it is empty or does not exist, the digits quickstart runs there first. If
+    it contains anything else than a finished quickstart, UserError is raised before any folder is emptied.
     """
     from wfm_ds.demos import few_steps
     from wfm_ds.demos.report_page import PAGE_FILE
@@ -255,7 +255,7 @@ def run_training(recipe: str, *overrides: str) -> Mapping[str, Any]:
 def run_and_show(command: Sequence[str]) -> tuple[int, list[str]]:
     """Run a command and print the lines of its log that match SHOWN_LINE. Returns (exit code, all lines of its output).
 
-    After Ctrl-C, waits until the command, which receives the signal too, has ended, and exits with code 130.
+    The command also receives Ctrl-C. This function then waits until the command has ended, and exits with code 130.
     """
     lines: list[str] = []
     with subprocess.Popen(

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from wfm_ds.recipe.sampling import SamplingRecipe
     from wfm_ds.types import ConditioningFrames, Prompt
 
-FORWARD_PURPOSE = "sample"  # counts its forward passes under this name
+FORWARD_PURPOSE = "sample"  # name under which the forward passes of the sampler are counted
 SHARED_KEYS = ("family", "revision", "guardrail", "prompt_template", "embedded_guidance", "attention")
 KEY_OPTIONS = {
     **{f"model.{key}": f"--{key.replace('_', '-')}" for key in SHARED_KEYS},
     **{"model.path": "--model", "sampling.guidance_scale": "--guidance"},
     **{"sampling.eval_grid": "--grid", "sampling.grid_shift": "--shift"},
 }
-MAX_DIGITS = 7  # of seeds, steps, frames and other counts
+MAX_DIGITS = 7  # maximum digits of seeds, steps, frames and other counts
 
 
 def parse_natural(text: str) -> int:
@@ -172,7 +172,7 @@ def add_sampling_options(p: argparse.ArgumentParser, *, requires_size: bool = Tr
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise UserError for options that do not fit together. --steps, --grid and --guidance must be set."""
+    """Raise UserError for options that do not fit together. `args` must have values for steps, grid and guidance."""
     if args.guidance_low is not None and args.guidance == 1:
         raise UserError("--guidance-low: needs --guidance above 1")
     if args.guidance_batch == "joint" and args.guidance == 1:
@@ -295,7 +295,7 @@ def choose_layout(sampler: Sampler, num_clips: int, num_latents: int = 1) -> Cli
 
 @dataclass(frozen=True, slots=True)
 class SampleClip:
-    """One clip of a generated sample. An image, or a video of one clip, is its own only clip."""
+    """One clip of a generated sample. An image counts as one clip."""
 
     prompt: Prompt  # with the inputs of this clip
     pixels: npt.NDArray[np.uint8]  # image [H,W,3] or video [F,H,W,3]
@@ -312,7 +312,7 @@ def iterate_samples(
 ) -> Iterator[tuple[GeneratedSample, list[SampleClip]]]:
     """Yield (sample, its clips) in the order of `items`.
 
-    items: (prompt, seed) of each sample. batch: batch size. load_frames: returns the conditioning frames of prompts.
+    items: (prompt, seed) of each sample. batch: batch size. load_frames: function that returns conditioning frames.
     layout: layout of the clips if num_clips is above 1. The prompts then have the inputs of all clips.
     """
     from wfm_ds.chunks import split_into_chunks

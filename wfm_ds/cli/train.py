@@ -99,7 +99,7 @@ def rank_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def count_ranks(args: argparse.Namespace) -> int | None:
-    """Return the number of ranks per machine. Returns None for all GPUs of this machine, or of those in a hostfile."""
+    """Return the number of ranks per machine, or None to start one rank per GPU."""
     if args.gpus != ALL:
         return int(args.gpus)
     return None if args.hostfile is not None or has_gpus() else 1

@@ -43,8 +43,8 @@ class Case:
     """Settings for the checks of one tiny pipeline. The defaults fit most families."""
 
     size: tuple[int, int, int] | None = None
-    """Height, width and number of frames of the samples. None: 2 * size_multiple, 3 * size_multiple, and the number of
-    frames that gives two latent frames (videos) or 1 (images)."""
+    """Height, width and number of frames of the samples. If None, the height is 2 * size_multiple and the width 3 *
+    size_multiple; images have 1 frame, and videos have the number of frames that gives two latent frames."""
     load_options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments for registry.load_model."""
     extra_components: Mapping[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Case:
     """Maps (height, width, frames) to {name: array} for each of two different samples. Required for families with
     `input_specs`."""
     reference_inputs: ReferenceInputs | None = None
-    """The call of the diffusers pipeline with inputs. None: skip the comparison of samples with inputs."""
+    """How to call the diffusers pipeline for a sample with inputs. None: skip the comparison with diffusers."""
     sigmas: tuple[tuple[float, float], ...] = ((0.9, 0.3),)
     """For each expert network, the sigmas of the two samples in a batch."""
     block_lists: tuple[str, ...] = ()
@@ -73,8 +73,8 @@ class Case:
     shared_arguments: tuple[str, ...] = ()
     """Pipeline call arguments that are lists but apply to all samples. Other lists have one item per sample."""
     required_call_kwargs: Callable[[Tensor], Mapping[str, Any]] | None = None
-    """Maps the pixels of two samples to pipeline call arguments for required inputs and conditioning frames. These
-    arguments are lists."""
+    """Maps the pixels of two samples to pipeline call arguments for required inputs and conditioning frames. Each
+    argument is a list."""
     unpack_latents: Callable[[DiffusionModel, Tensor], Tensor] | None = None
     """Maps (model, latents from diffusers) to latents in the layout of wfm_ds. None: the layouts are equal."""
     vae_has_frame_axis: bool = False

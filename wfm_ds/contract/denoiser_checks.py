@@ -34,7 +34,7 @@ INVALID_ARGUMENTS: tuple[tuple[str, Callable[[Any, Any, Any], tuple[Any, Any, An
     ("a missing key", lambda x, s, c: (x, s, dict(list(c.items())[1:]))),
     ("one row of text", lambda x, s, c: (x, s, {n: t[:1] for n, t in c.items()})),
 )
-"""Invalid arguments of `denoise`: a description, and a function that makes them from valid arguments."""
+"""[(description, function)]. Each function makes invalid arguments of `denoise` from valid arguments."""
 
 
 def check_batch_matches_samples(subject: FamilyUnderTest) -> None:

@@ -32,11 +32,12 @@ MIN_INPUT_EFFECT = 1e-3  # minimum change of velocities, which have magnitude 1
 
 
 def check_inputs_change_velocity(subject: FamilyUnderTest) -> None:
-    """Check that samples get different velocities if only their inputs differ."""
+    """Check that two samples get different velocities if they differ only in their inputs."""
     one, other = _predict_velocity(subject, _encode_identical_texts(subject) | _encode_all_inputs(subject))
     difference = float((one - other).abs().max())
     fail_unless(
-        difference > MIN_INPUT_EFFECT, f"other inputs change the velocity by only {difference:.1g}; {LARGER_WEIGHTS}"
+        difference > MIN_INPUT_EFFECT,
+        f"different inputs change the velocity by only {difference:.1g}; {LARGER_WEIGHTS}",
     )
 
 
@@ -178,7 +179,10 @@ def _predict_velocity(subject: FamilyUnderTest, conditioning: Conditioning) -> T
 
 
 def _encode_rows(subject: FamilyUnderTest, model: DiffusionModel, rows: Sequence[SampleInputs]) -> Conditioning:
-    """Encode the inputs of samples that all have the same first frame. rows: {name: array} for each sample."""
+    """Encode the inputs of samples that all have the same first frame.
+
+    rows: {input name: array} for each sample.
+    """
     return subject.encode_inputs(model, rows, subject.first_frames[:1] * len(rows))
 
 

@@ -58,7 +58,7 @@ def check_encode_inverts_decode(subject: FamilyUnderTest) -> None:
     """Check that decode_latents undoes the latent normalization of encode_pixels.
 
     The VAE has random weights, so decoding does not restore the original pixels. The check therefore compares the
-    pixels with those of the VAE alone, without normalization.
+    decoded pixels with the pixels that the VAE alone returns, without normalization.
     """
     model, vae = subject.model, subject.model.pipeline.vae
     pixels = subject.random_pixels()
@@ -77,7 +77,7 @@ def check_encode_inverts_decode(subject: FamilyUnderTest) -> None:
 
 
 def check_bfloat16_denoiser(subject: FamilyUnderTest) -> None:
-    """Check that a bfloat16 denoiser returns float32 velocities that are close to those of a float32 denoiser.
+    """Check that a bfloat16 denoiser returns float32 velocities close to the velocities of a float32 denoiser.
 
     Modules in _keep_in_fp32_modules and all components except the denoiser must stay float32.
     """
@@ -97,7 +97,7 @@ def check_bfloat16_denoiser(subject: FamilyUnderTest) -> None:
 
 
 def check_bfloat16_vae(subject: FamilyUnderTest) -> None:
-    """Check that a bfloat16 VAE returns float32 values that are close to those of a float32 VAE.
+    """Check that a bfloat16 VAE returns float32 values close to the values of a float32 VAE.
 
     The latent_cache_key must differ between the two VAEs.
     """

@@ -102,9 +102,9 @@ def check_decoded_pixels(subject: FamilyUnderTest) -> None:
 
 
 def check_several_samples_of_a_prompt(subject: FamilyUnderTest) -> None:
-    """Check that encode_text gives a prompt the same embedding each time if the prompt occurs three times in a batch.
+    """Check that encode_text returns equal embeddings if each prompt occurs three times in a batch.
 
-    The embeddings must have the expected keys and no gradient.
+    The result must have the keys in `conditioning_keys`, and no gradient.
     """
     model = subject.model
     once, often = model.encode_text(PROMPTS), model.encode_text([prompt for prompt in PROMPTS for _ in range(3)])

@@ -28,8 +28,8 @@ class ActionData:
 
     width: int  # numbers per action
     scaling: ActionScaling | None = None
-    library: Floats | None = None  # [N,F-1,D], scaled; from rollout.trajectory_library
-    sets: Mapping[str, ActionData] = field(default_factory=dict)  # of the data sets of a mixture, if they differ
+    library: Floats | None = None  # rollout.trajectory_library, scaled: [trajectories, steps, width]
+    sets: Mapping[str, ActionData] = field(default_factory=dict)  # one per data set of a mixture, if they differ
 
 
 def load_action_data(recipe: Recipe, training: Sequence[Sample], held_out: Sequence[Sample]) -> ActionData | None:
@@ -67,7 +67,7 @@ def differing_sets(data: DataRecipe) -> dict[str, DataRecipe]:
 
 
 def add_viewpoints(samples: Sequence[Sample], data: DataRecipe) -> list[Sample]:
-    """Return the samples with the viewpoint of their data set in their prompts."""
+    """Return the samples with `prompt.viewpoint` set to the viewpoint of their data set."""
     by_set = {name: part.viewpoint for name, (part, _) in data.set_recipes().items()}
     if data.viewpoint is None and not any(by_set.values()):
         return list(samples)
@@ -83,8 +83,8 @@ def describe_actions(
 ) -> ActionData:
     """Return the width and scaling of the actions of a data set.
 
-    fps: frame rate of the clips (data.fps). training: samples for the statistics. probed: samples for the width.
-    Raises DataError if they cannot be used or do not fit data.domain.
+    fps: frame rate of the clips (data.fps). training: samples whose actions determine the statistics. probed: samples
+    whose actions determine the width. Raises DataError if the actions cannot be used or do not fit data.domain.
     """
     actions = data.actions
     stats = load_statistics(training, actions, fps, data.cache_dir) if actions.stats == "data" else None
@@ -101,9 +101,9 @@ def describe_actions(
 
 
 def probe_action_width(actions: ActionsRecipe, samples: Sequence[Sample]) -> int:
-    """Return the most common action width D in NUM_PROBED evenly spaced episodes or files of the dataset.
+    """Return the most common number of values per action in NUM_PROBED evenly spaced episodes or files of the dataset.
 
-    Raises DataError if none of these samples has actions [N-1 steps, D].
+    Raises DataError if none of these samples has actions [steps, values per action].
     """
     widths: Counter[int] = Counter()
     reasons: list[str] = []
@@ -130,11 +130,11 @@ def probe_action_width(actions: ActionsRecipe, samples: Sequence[Sample]) -> int
 def load_trajectory_library(
     path: Path, shape: tuple[int, int], scaling: ActionScaling | None, *, can_be_longer: bool = False
 ) -> Floats:
-    """Load action trajectories, float32 [N trajectories, F-1 steps, D], from an .npy file.
+    """Load action trajectories, float32 [trajectories, steps, numbers per action], from an .npy file.
 
     The trajectories are scaled like the training actions.
-    shape: the required shape (F-1, D) of a trajectory, for clips of F frames.
-    can_be_longer: also accept more than F-1 steps, for several clips.
+    shape: the required shape (steps, numbers per action) of a trajectory. A clip of F frames has F-1 steps.
+    can_be_longer: also accept more steps, for several clips.
     Raises DataError if the file is unreadable, has a different shape or contains non-finite numbers.
     """
     try:

@@ -2,8 +2,9 @@
 
 The pose of frame i is T_i (4 x 4). The action from frame i to frame j is the motion inv(T_i) T_j in the gripper's own
 axes, as 9 numbers: its translation and the first two columns of its rotation matrix (Zhou et al., CVPR 2019). It is
-exact for any two frames, so clips may have any frame rate. The presets give the numbers of NVIDIA's cosmos-framework
-(cosmos_framework/data/generator/action/datasets), on which the action weights of Cosmos3 were trained.
+exact for any two frames, so clips may have any frame rate. The presets compute the same actions as NVIDIA's
+cosmos-framework (cosmos_framework/data/generator/action/datasets), with which the action weights of Cosmos3 were
+trained.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from wfm_ds.errors import DataError
 from wfm_ds.recipe.actions import ActionSpaceRecipe, ActionsRecipe, PoseRecipe, ValueRecipe, Vector, parse_columns
 
 Rows: TypeAlias = Mapping[str, Floats]
-"""Features of an episode: {name: [frames of the episode, D]}."""
+"""Features of an episode: {name: [frames of the episode, numbers per frame]}."""
 DEFAULT_FEATURE = "action"
 
 
 class SpacePart(Protocol):
-    """A part of the numbers of an action."""
+    """Interface of a function that computes some of the numbers of an action."""
 
     @property
     def features(self) -> Mapping[str, int]:
-        """The features that the part reads, and the smallest width of each."""
+        """{feature that is read: smallest number of values per frame that it must have}."""
 
     def __call__(self, rows: Rows, frames: Sequence[int]) -> Doubles | Floats:
-        """Return the numbers [len(frames)-1, D] between the frames."""
+        """Return [len(frames)-1, D]: D numbers for the action between each two neighbouring frames."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredActions:
-    """Rows of a feature. Row i is the action between frames i and i + 1."""
+    """Actions that a feature stores. Row i of the feature is the action between frames i and i + 1."""
 
     feature: str
     compose: str | None = None
@@ -55,7 +56,7 @@ class StoredActions:
 
 @dataclass(frozen=True, slots=True)
 class PoseMotion:
-    """Motion of a pose between neighbouring frames of the clip, [F-1,9]."""
+    """Motion of a stored pose between neighbouring frames of the clip: [number of frames - 1, 9]."""
 
     feature: str
     columns: slice  # x, y, z and the rotation
@@ -79,11 +80,14 @@ class PoseMotion:
 
 @dataclass(frozen=True, slots=True)
 class StoredValues:
-    """Numbers of the first or the next row of each action, [F-1,D]: scale * value + offset, at least `low`."""
+    """Values of a feature at the start or end frame of each action, such as a gripper position.
+
+    The result is max(scale * value + offset, low), [number of frames - 1, number of columns].
+    """
 
     feature: str
     columns: slice
-    is_next: bool = False
+    is_next: bool = False  # True: read the end frame of the action, False: its start frame
     scale: float = 1
     offset: float = 0
     low: float = -np.inf
@@ -110,7 +114,10 @@ class StoredValues:
 
 @dataclass(frozen=True, slots=True)
 class StoredMotion:
-    """Stored motions to the next frame: a translation and a rotation vector, as nine numbers [F-1,9]."""
+    """Motions to the next frame, stored as translation and rotation vector. Returns [number of frames - 1, 9].
+
+    The 9 numbers are the translation and the first two columns of the rotation matrix.
+    """
 
     feature: str
 
@@ -131,7 +138,10 @@ class StoredMotion:
 
 @dataclass(frozen=True, slots=True)
 class AgibotMotion:
-    """Motion of a link of the AgiBot G1 between neighbouring frames, [F-1,9], from the angles of its joints."""
+    """Motion of a link of the AgiBot G1 between neighbouring frames: [number of frames - 1, 9].
+
+    It is computed from the angles of the robot's joints.
+    """
 
     link: str
 
@@ -215,12 +225,12 @@ PRESETS: Mapping[str, Sequence[Sequence[SpacePart]]] = {
         ]
     ],
 }
-"""{preset: lists of parts}. The first list with all its features in the data set is used."""
+"""{preset: lists of parts}. A data set uses the first list for which it has all features."""
 
 
 @dataclass(frozen=True, slots=True)
 class ActionSpace:
-    """Makes the actions of a clip from the features of its episode. Thread-safe."""
+    """Computes the actions of a clip from the features of its episode. Thread-safe."""
 
     choices: Sequence[Sequence[SpacePart]]  # lists of parts; the first with all features is used
 
@@ -256,7 +266,7 @@ class ActionSpace:
         return len(rows[next(iter(list_features(self._choose_parts(rows))))])
 
     def __call__(self, rows: Rows, frames: Sequence[int]) -> Floats:
-        """Return the actions float32 [len(frames)-1, D] between these frames of the episode.
+        """Return the actions between these frames of the episode, float32 [len(frames)-1, numbers per action].
 
         Raises ValueError if the rows do not reach to the last frame or cannot be used, and KeyError for a missing
         feature.
@@ -280,7 +290,7 @@ class ActionSpace:
 
 
 def list_features(parts: Sequence[SpacePart]) -> dict[str, int]:
-    """Return {feature: smallest width} of the features that the parts read."""
+    """Return {feature that the parts read: smallest number of values per frame that it must have}."""
     widths: dict[str, int] = {}
     for part in parts:
         for name, width in part.features.items():

@@ -33,10 +33,10 @@ QUANTILES = {"q01": 0.01, "q99": 0.99}
 def load_statistics(
     samples: Sequence[Sample], actions: ActionsRecipe, fps: float | None, cache_dir: Path | None
 ) -> dict[str, list[float]]:
-    """Return the statistics of all actions in the samples' episodes or files, as `compute_statistics` does.
+    """Return the statistics of all actions in the samples' episodes or files (see `compute_statistics`).
 
-    They are cached in cache_dir/action_stats if cache_dir is set. fps: frame rate of the clips, None: as recorded.
-    Raises DataError if no actions can be read.
+    The statistics are cached in cache_dir/action_stats if cache_dir is set. fps: frame rate of the clips; None: the
+    recorded frame rate. Raises DataError if no actions can be read.
     """
     sources = unique_sources(samples)
     file = None
@@ -53,9 +53,10 @@ def load_statistics(
 
 
 def compute_statistics(arrays: Sequence[Floats]) -> dict[str, list[float]]:
-    """Return {q01, q99, mean, std, min, max: [D]} of all rows of the arrays [N,D] together.
+    """Return {name of the statistic: one value per action component}, computed over the rows of all arrays.
 
-    Quantiles are interpolated linearly. std divides by N. Raises DataError for rows of different widths.
+    arrays: [number of actions, components] each. The names are q01, q99, mean, std, min and max. Quantiles are
+    interpolated linearly, and std divides by the number of rows. Raises DataError if the arrays have different widths.
     """
     if len(widths := {array.shape[1] for array in arrays}) > 1:
         raise DataError(
@@ -78,7 +79,7 @@ def unique_sources(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def statistics_key(sources: Sequence[Sample], actions: ActionsRecipe, fps: float | None) -> str | None:
-    """Return a hash of everything that determines the statistics, or None for data other than stored episodes."""
+    """Return a hash of everything that determines the statistics, or None if some samples are not stored episodes."""
     episodes = [sample.rows for sample in sources if sample.rows is not None]
     rows = [episode for episode in episodes if isinstance(episode, EpisodeRows)]
     if len(rows) < len(sources):
@@ -92,7 +93,7 @@ def statistics_key(sources: Sequence[Sample], actions: ActionsRecipe, fps: float
 
 
 def find_version(file: str) -> tuple[str | int, ...] | None:
-    """Return the identity of a file, or None if it is unreadable. The statistics skip its episodes."""
+    """Return the identity of a file. Returns None for an unreadable file, whose episodes the statistics skip."""
     try:
         return media_from_path(file).identity()
     except READ_ERRORS:
@@ -100,9 +101,9 @@ def find_version(file: str) -> tuple[str | int, ...] | None:
 
 
 def read_all_actions(sources: Sequence[Sample], actions: ActionsRecipe, fps: float | None) -> list[Floats]:
-    """Return the actions [N,D] of each episode or video. Unreadable ones are skipped and logged.
+    """Return one array [number of actions, components] per episode or video.
 
-    Raises DataError if none can be read.
+    Episodes and videos with unreadable actions are skipped and logged. Raises DataError if no actions can be read.
     """
     readable: list[Floats] = []
     skipped: list[str] = []
@@ -128,7 +129,10 @@ def read_all_actions(sources: Sequence[Sample], actions: ActionsRecipe, fps: flo
 
 
 def read_clip_actions(sample: Sample, actions: ActionsRecipe, fps: float | None) -> Floats:
-    """Return the actions [N,D] of all clips of an episode or video, for clips of one action and `fps` frames a second.
+    """Return all actions [number of actions, components] that clips of an episode or video can contain.
+
+    fps: frame rate of the clips. If it is below the recorded frame rate, an action spans several recorded frames, and
+    clips that start at different frames are used. None: the recorded frame rate.
 
     Raises KeyError, OSError or ValueError.
     """

@@ -13,7 +13,10 @@ QUARTER = pi / 2
 
 
 class Joint(NamedTuple):
-    """A joint of a kinematic chain: its pose in the link before it, and the state that moves it about or along z."""
+    """A joint of a kinematic chain: its pose relative to the previous link, and the state value that moves it.
+
+    The state value is a rotation about z or, for the waist lift, a translation along z.
+    """
 
     position: tuple[float, float, float]  # metres
     angles: tuple[float, float, float]  # about the fixed axes x, y, z
@@ -61,10 +64,11 @@ head camera (G1_omnipicker_calibrated.urdf in NVIDIA's cosmos-framework)."""
 def agibot_poses(
     link: str, arms: Doubles, head: Doubles, waist: Doubles, position: Doubles, orientation: Doubles
 ) -> tuple[Doubles, Doubles]:
-    """Return rotations [N,3,3] and positions [N,3] in the world of `head`, `left` or `right`, in N frames.
+    """Return the rotations [N,3,3] and positions [N,3] of a link in N frames, in world coordinates.
 
-    arms: [N,14], left then right. head: [N,2], yaw and pitch. waist: [N,2], pitch in radians and lift in metres.
-    position [N,3] and orientation [N,4] (quaternion x, y, z, w) of the base; 0 0 0 0 means no rotation.
+    link: `head`, `left` or `right`. arms: [N,14], left then right. head: [N,2], yaw and pitch. waist: [N,2], pitch in
+    radians and lift in metres. position: [N,3], of the base. orientation: [N,4], quaternions x, y, z, w of the base;
+    0 0 0 0 means no rotation.
     """
     states = np.concatenate([arms, waist, head], axis=1)
     resting = (np.linalg.norm(orientation, axis=1) < 1e-8)[:, None]

@@ -39,8 +39,8 @@ READ_TIMEOUT_S = 300.0  # per sample, so that a hanging file system causes an er
 def candidate_offsets(offset: int, num_samples: int) -> list[int]:
     """Return the sample to read and its substitutes, as offsets in an epoch of `num_samples`.
 
-    The sample at `offset` comes first. It has at most MAX_SUBSTITUTES substitutes, about half an epoch away. If
-    a file is bad, the next file is tried.
+    The sample at `offset` comes first, followed by at most MAX_SUBSTITUTES substitutes from about half an epoch away.
+    If a file is bad, the next file is tried.
     """
     half_epoch = (num_samples + 1) // 2
     return [offset, *((offset + half_epoch + attempt) % num_samples for attempt in range(MAX_SUBSTITUTES))]
@@ -85,9 +85,9 @@ class SampleCandidate:
 class BatchReader(ABC):
     """Base class that reads training batches from an endless sequence of samples, epoch after epoch.
 
-    A position is an index into this sequence. Optimizer step s, from 1, reads `global_batch` positions, the first of
-    which is (s-1) * global_batch. These positions are sharded over the data-parallel ranks. `bad` maps each reason to
-    the number of bad files that this rank read. A file that is read twice counts twice.
+    A position is an index into this sequence. Optimizer step s (from 1) reads `global_batch` consecutive positions,
+    starting at (s-1) * global_batch. These positions are sharded over the data-parallel ranks. `bad` maps each reason
+    to the number of bad files that this rank read. A file that is read twice counts twice.
     """
 
     global_batch: int  # samples per optimizer step over all ranks
@@ -132,7 +132,7 @@ class BatchReader(ABC):
         return [self._wait_for_sample(position, future) for position, future in futures.items()]
 
     def bad_counts(self, world_sums: Callable[[Mapping[str, float]], dict[str, float]]) -> dict[str, float]:
-        """Return {data/bad/REASON: count}. Collective.
+        """Return {data/bad/REASON: count}. All ranks must call this.
 
         The counts include the bad files of all ranks and the entries that the scan of the dataset rejected. world_sums:
         function that sums each value over all ranks.
@@ -261,9 +261,10 @@ class BatchReader(ABC):
 
 
 def read_on_leader(world: World, read: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
-    """Call `read` on each replica leader and return its samples on all ranks of the replica. Collective.
+    """Call `read` on each replica leader and return its samples on all ranks of the replica.
 
-    Only the leader's samples have media, pixels or latents. If `read` raises UserError on a leader, all ranks raise it.
+    All ranks must call this. Only the leader's samples have media, pixels or latents. If `read` raises UserError on a
+    leader, all ranks raise it.
     """
     samples: list[TrainingSample] | None = world.run_checked(read, on="leaders")
     if samples is not None:
@@ -278,9 +279,10 @@ def read_on_leader(world: World, read: Callable[[], list[TrainingSample]]) -> li
 
 
 def choose_on_leader(world: World, samples: Sequence[Sample], choose: Callable[[], list[Sample]]) -> list[Sample]:
-    """Call `choose` on each replica leader and return its choice on all ranks of the replica. Collective.
+    """Call `choose` on each replica leader and return its choice on all ranks of the replica.
 
-    samples: all samples, identical on every rank. If `choose` raises UserError on a leader, all ranks raise it.
+    All ranks must call this. samples: all samples, identical on every rank. If `choose` raises UserError on a leader,
+    all ranks raise it.
     """
     chosen: list[Sample] | None = world.run_checked(choose, on="leaders")
     if chosen is not None:

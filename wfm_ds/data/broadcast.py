@@ -27,7 +27,7 @@ class _UserMediaError(Exception):
 
 
 def read_on_main(world: World, read: Callable[[], TrainingData]) -> TrainingData:
-    """Call `read` on rank 0 and return its result on every rank. Collective.
+    """Call `read` on rank 0 and return its result on every rank. All ranks must call this.
 
     If a sample has a user-defined media class, every rank calls `read`. If `read` raises UserError on rank 0, all ranks
     raise it.
@@ -147,7 +147,7 @@ def _unpack_sample(row: Sequence[Any], versions: dict[str, Any]) -> Sample:
 
 
 def _unpack_version(version: Any) -> Any:
-    """Return the version of a tar, the files of a column, or the views or rows of an episode."""
+    """Convert a value that was sent as JSON: a list becomes a tuple, and a mapping becomes views or EpisodeRows."""
     if isinstance(version, list):
         return tuple(version)
     if "views" in version:

@@ -134,7 +134,7 @@ def describe_columns(source: str, columns: Sequence[str]) -> str:
 
 
 def read_rows(table: Path) -> TableRows:
-    """Read the rows of a .jsonl, .csv (UTF-8) or .parquet file. Raises DataError, which names the invalid line."""
+    """Read the rows of a .jsonl, .csv (UTF-8) or .parquet file. Raises DataError that names the invalid line."""
     suffix = table.suffix.lower()
     if suffix == ".parquet":
         return read_parquet_rows(table)

@@ -30,12 +30,15 @@ class ClipLayout:
         return clip * (self.num_frames - self.overlap)
 
     def slice_inputs(self, inputs: Mapping[str, Floats], clip: int) -> dict[str, Floats]:
-        """Return a clip's actions and camera path. `inputs` has those of the long video. Other inputs are unchanged."""
+        """Return the inputs of one clip, from the inputs of the long video.
+
+        Actions and the camera path are cut to the frames of the clip. Other inputs are unchanged.
+        """
         start, cut = self.first_frame(clip), dict(inputs)
         if ACTIONS in cut:
             cut[ACTIONS] = cut[ACTIONS][start : start + self.num_frames - 1]
         for name, ndim in ((POSES, 3), (INTRINSICS, 2)):
-            if name in cut and cut[name].ndim == ndim:  # intrinsics [4] are those of all frames
+            if name in cut and cut[name].ndim == ndim:  # intrinsics [4] apply to all frames
                 cut[name] = cut[name][start : start + self.num_frames]
         return cut
 
@@ -43,7 +46,7 @@ class ClipLayout:
         return replace(prompt, inputs=self.slice_inputs(prompt.inputs, clip))
 
     def extend_reader(self, reader: InputReader, num_clips: int) -> InputReader:
-        """Return a reader that reads the inputs of all clips and validates those of each clip."""
+        """Return a reader that reads the inputs of a video with `num_clips` clips and validates each clip's part."""
 
         def validate_clips(inputs: Mapping[str, Floats]) -> None:
             for clip in range(num_clips):
@@ -53,7 +56,10 @@ class ClipLayout:
         return replace(reader, num_frames=self.total_frames(num_clips), validate=validate_clips, sets=sets)
 
     def join(self, clips: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
-        """Concatenate the clips of B videos, uint8 [B,F,H,W,3] each, to long videos. A single clip is unchanged."""
+        """Join clips to long videos: drop the overlapping first frames of each further clip, then concatenate.
+
+        clips: uint8 [videos, frames, height, width, 3] each. A single clip is unchanged.
+        """
         if len(clips) == 1:
             return clips[0]
         return np.concatenate([clips[0], *(clip[:, self.overlap :] for clip in clips[1:])], axis=1)

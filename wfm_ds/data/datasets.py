@@ -108,8 +108,8 @@ def list_validation_prompts(recipe: Recipe, prompts: list[Prompt], samples: Sequ
 
     Validation uses the first validation.num_prompts of them.
 
-    prompts: used if there are no samples. samples: held-out samples, or training samples if none are held out. Raises
-    DataError for an invalid prompt file.
+    prompts: the run's prompts; used if there are no samples. samples: held-out samples, or training samples if none are
+    held out. Raises DataError for an invalid prompt file.
     """
     if recipe.validation.prompts:
         loaded = load_prompt_file(recipe.validation.prompts)
@@ -147,8 +147,9 @@ def scan_held_out(recipe: Recipe) -> list[Sample] | None:
 def choose_held_out_source(recipe: Recipe) -> tuple[DataRecipe, list[str]] | None:
     """Return (recipe, paths) of validation.path or validation.episodes. Returns None if neither is set.
 
-    data.options.revision does not apply to validation.path. For a mixture, validation.path is a folder or has LeRobot
-    datasets, which are shown with the views of the first LeRobot data set of the mixture.
+    The result for validation.path does not use data.options.revision. If the training data is a mixture,
+    validation.path is read as a folder, or as LeRobot data if it is remote or contains LeRobot datasets. LeRobot videos
+    are then composed with the `views` of the mixture's first LeRobot data set.
     """
     data, validation = recipe.data, recipe.validation
     if validation.path is None and validation.episodes is None:
@@ -168,7 +169,7 @@ def choose_held_out_source(recipe: Recipe) -> tuple[DataRecipe, list[str]] | Non
 
 
 def lerobot_sources(recipe: Recipe) -> list[tuple[DataRecipe, str]]:
-    """Return recipe and path of each LeRobot dataset of the training and validation data."""
+    """Return (recipe, path) of each LeRobot dataset in the training and validation data."""
     parts = [part for part, _ in recipe.data.set_recipes().values()] or [recipe.data]
     sources = [(part, part.shard_patterns) for part in parts]
     if (held_out := choose_held_out_source(recipe)) is not None:
@@ -188,9 +189,10 @@ def exclude_samples(samples: Sequence[Sample], held_out: Sequence[Sample]) -> li
 def list_epoch(
     recipe: Recipe, dataset: SampleSet, training: Sequence[Sample], held_out: Sequence[Sample]
 ) -> list[Sample]:
-    """Return the training samples of one epoch: windows of recorded episodes, and repeats of a mixture.
+    """Return the training samples of one epoch. Episodes are split into windows, and a mixture repeats samples.
 
-    A window is long enough for all clips of a history and, without held-out samples, for those of validation.
+    A window is long enough for a clip after the clips of a history (`rollout.history`). If there are no held-out
+    samples, validation uses training samples, so a window is also long enough for `validation.clips`.
     """
     num_clips = 1 + (recipe.rl.rollout.history.clips if recipe.is_rl else 0)
     if not held_out:
@@ -249,7 +251,7 @@ def frames_per_clip(recipe: Recipe, model: SizedModel) -> int:
 def assign_buckets(samples: Sequence[Sample], buckets: Buckets, world: World, workers: int) -> list[int]:
     """Return the bucket index of each sample.
 
-    Collective: each rank reads the image sizes of its shard of the samples.
+    All ranks must call this. Each rank reads the image sizes of its shard of the samples.
     """
     if len(buckets.sizes) == 1:
         return [0] * len(samples)
@@ -328,7 +330,7 @@ def build_batch_source(
     cached_latents: LatentLookup | None,
     inputs: InputReader | None = None,
 ) -> BatchReader:
-    """Return the reader of training batches. The caller must close it. Collective.
+    """Return the reader of training batches. All ranks must call this. The caller must close the reader.
 
     global_batch: samples per optimizer step over all ranks. unit: number of consecutive samples that have the same
     size.

@@ -26,7 +26,7 @@ from wfm_ds.storage import atomic
 from wfm_ds.storage.filesystem import read_regular
 
 EMBEDDING_KEY = "prompt_embeds"  # name of the tensor in the safetensors file
-# Functions and classes in pickled numpy arrays, before and since numpy 2, protocols 3 to 5.
+# Functions and classes that pickles of numpy arrays refer to: numpy 1 and 2, pickle protocols 3 to 5.
 ALLOWED_NAMES = frozenset(
     {
         ("numpy", "ndarray"),
@@ -70,7 +70,7 @@ class ArrayUnpickler(Unpickler):
 
 
 def read_pickle(path: Path) -> npt.NDArray[np.floating[Any]]:
-    """Read a float embedding [n tokens, D channels] from a pickle.
+    """Read a float embedding [tokens, channels] from a pickle.
 
     The pickle must contain one array, or a list with one array. Raises DataError otherwise.
     """
@@ -89,7 +89,7 @@ def read_pickle(path: Path) -> npt.NDArray[np.floating[Any]]:
 
 
 def convert_pickles(folder: Path) -> tuple[int, list[str]]:
-    """Convert each pickle in a Cosmos folder that has no safetensors file yet.
+    """Convert the pickled embeddings of a Cosmos folder. A pickle is skipped if its safetensors file exists.
 
     Returns (number of files written, error messages).
     """

@@ -46,7 +46,7 @@ class EpisodeVideo:
 
     @property
     def seconds(self) -> npt.NDArray[np.float64]:
-        """Times of the frames, [length], from the first frame on."""
+        """Times of the frames in seconds, [length]. The window's first frame has time 0."""
         return np.arange(self.length) / self.fps
 
     def open(self) -> BinaryIO:
@@ -62,9 +62,9 @@ class EpisodeVideo:
 def view_places(rows: Sequence[int], size: tuple[int, int]) -> list[list[tuple[int, int, int, int]]]:
     """Return the place (left, top, width, height) of each camera in the composed image.
 
-    rows: number of cameras in each row. size: (height, width) of the first camera, which keeps its size. All rows are
-    as wide as the first one. The cameras of a row share its width equally, and their places have the aspect ratio of
-    the first camera: below one camera, two cameras have half its height and width.
+    rows: number of cameras in each row. size: (height, width) of the first camera, which keeps its size. All rows have
+    the same width. The cameras of a row share its width equally, and their places have the aspect ratio of the first
+    camera. For example, two cameras in a row below the first camera have half its height and width.
     """
     height, width = size
     total, top, places = width * rows[0], 0, []
@@ -77,13 +77,16 @@ def view_places(rows: Sequence[int], size: tuple[int, int]) -> list[list[tuple[i
 
 
 def picture_size(rows: Sequence[int], size: tuple[int, int]) -> tuple[int, int]:
-    """Return (height, width) of the composed image. The arguments are those of `view_places`."""
+    """Return (height, width) of the composed image. It takes the same arguments as `view_places`."""
     left, top, width, height = view_places(rows, size)[-1][-1]
     return top + height, left + width
 
 
 def compose_views(rows: Sequence[int], views: Sequence[Image.Image]) -> Image.Image:
-    """Return one image of the cameras. Each has the size of its place in `view_places`. rows: as there."""
+    """Compose the images of several cameras into one image.
+
+    rows: number of cameras in each row. views: images of the cameras, resized to their places (see `view_places`).
+    """
     size = (views[0].height, views[0].width)
     height, width = picture_size(rows, size)
     composed = Image.new("RGB", (width, height))

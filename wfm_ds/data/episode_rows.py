@@ -21,9 +21,9 @@ NUM_CACHED_COLUMNS = 8  # per thread: columns of a row group, which may have all
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRows(Mapping[str, Floats]):
-    """The features of one episode: {feature: float32 [length, D]}. A feature is read when it is accessed.
+    """The features of one episode: {feature: float32 [length, numbers per frame]}. Features are read on access.
 
-    Unknown features raise KeyError, unreadable files OSError or ValueError.
+    Accessing an unknown feature raises KeyError. An unreadable file raises OSError or ValueError.
     """
 
     file: str  # path or s3:// address of a parquet file
@@ -32,7 +32,7 @@ class EpisodeRows(Mapping[str, Floats]):
     episode: int  # index in the dataset
 
     def __getitem__(self, feature: str) -> Floats:
-        """Return the rows of a feature, float32 [length, D]. A feature with one number per frame has D = 1."""
+        """Return the rows of a feature: float32 [length, numbers per frame], also if there is one number per frame."""
         index, stop = read_row_index(self.file), self.start + self.length
         if feature not in index.names:
             raise KeyError(f"no feature {feature} in {self.file}")
@@ -58,7 +58,7 @@ class RowIndex:
     """The columns and row groups of a parquet file."""
 
     names: tuple[str, ...]
-    starts: npt.NDArray[np.int64]  # first row of each row group, and the number of rows
+    starts: npt.NDArray[np.int64]  # first row of each row group, then the number of rows in the file
     metadata: Any  # of pyarrow
 
 
@@ -76,7 +76,10 @@ def read_row_index(file: str) -> RowIndex:
 
 
 def read_column(file: str, group: int, feature: str) -> tuple[Floats, Floats]:
-    """Read a column of a row group, [rows, D], and the episodes of its rows, [rows]. Raises OSError and ValueError."""
+    """Read a feature of one row group. Return (values [rows, numbers per row], episode index of each row [rows]).
+
+    Raises OSError and ValueError.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
@@ -97,7 +100,10 @@ def read_column(file: str, group: int, feature: str) -> tuple[Floats, Floats]:
 
 
 class ColumnCache(threading.local):
-    """The columns that a thread has read last. Threads read different episodes, so that a shared cache would thrash."""
+    """A separate cache of recently read columns per thread.
+
+    Threads read different episodes, so they would evict each other's columns from a shared cache.
+    """
 
     def __init__(self) -> None:
         self.read = functools.lru_cache(maxsize=NUM_CACHED_COLUMNS)(read_column)

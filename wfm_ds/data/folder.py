@@ -93,7 +93,7 @@ def missing_captions_message(
     count = format_count(len(uncaptioned), what)
     if (other := find_unknown_file(folder)) is not None:  # a command that writes files could damage the dataset
         return (
-            f"{source}: {count} without captions, and the layout is unknown ({relative(other)} is no caption). The "
+            f"{source}: {count} without captions, and the layout is unknown ({relative(other)} is not a caption). The "
             "layouts are in docs/data_layouts.md"
         )
     if lone_texts:
@@ -111,7 +111,7 @@ def missing_captions_message(
 
 
 def find_conversations(folder: Path) -> Path | None:
-    """Return a file of LLaVA conversations. The NAME.json of an image or video is not one. Returns None if none."""
+    """Return a file of LLaVA conversations, or None if there is none. Captions NAME.json are not such files."""
     parts = [os.path.splitext(name) for name in list_names(folder)]
     captioned = {stem for stem, suffix in parts if suffix.lower() in MEDIA_SUFFIXES}
     files = (folder / (stem + suffix) for stem, suffix in parts if stem not in captioned)
@@ -119,7 +119,7 @@ def find_conversations(folder: Path) -> Path | None:
 
 
 def find_unknown_file(folder: Path) -> str | None:
-    """Return a file that is neither media nor text, such as a table or an index. Returns None if there is none."""
+    """Return a file that is neither media nor text, such as a table or an index, or None if there is none."""
     known = MEDIA_SUFFIXES | TEXT_SUFFIXES | UNSUPPORTED_SUFFIXES | {"", ".md"}
     return min((path for path in files_below(folder) if os.path.splitext(path)[1].lower() not in known), default=None)
 

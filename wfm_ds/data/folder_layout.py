@@ -2,8 +2,8 @@
 
 Only file names determine the layout. File contents affect only error messages.
 
-Every layout has a sign, such as the folder `metas/`. The first sign that is found decides. If there is no sign, the
-folder is read as images and videos with caption files.
+Each layout has a marker, such as the folder `metas/`. The first marker that is found determines the layout. A folder
+without a marker is read as images and videos with caption files.
 """
 
 from __future__ import annotations
@@ -87,7 +87,10 @@ def list_names(folder: Path) -> list[str]:
 
 
 def has_conversations(file: Path) -> bool:
-    """Return whether a .json or .jsonl file begins with LLaVA conversations. Returns False for unreadable files."""
+    """Return whether the first bytes of a .json or .jsonl file contain LLaVA conversations.
+
+    Returns False for unreadable files.
+    """
     if file.suffix.lower() not in (".json", ".jsonl"):
         return False
     try:
@@ -118,10 +121,7 @@ def demo_command(folder: Path) -> str | None:
 
 
 def cosmos_sign(folder: Path, names: list[str]) -> str | None:
-    """Return the file names that identify a Cosmos folder, such as `metas/*.txt and videos/`.
-
-    Returns None if the folder is not a Cosmos folder.
-    """
+    """Return the marker of a Cosmos folder, such as `metas/*.txt and videos/`, or None for any other folder."""
     media = next((name for name in ("videos", "images") if name in names), None)
     if media is None or "metas" not in names or not os.path.isdir(folder / "metas"):
         return None

@@ -146,7 +146,7 @@ def load_split(path: str, split: str, options: dict[str, Any]) -> Any:
 
 
 def is_saved_dataset(path: str) -> bool:
-    """Return whether `save_to_disk` wrote this folder, with a single split."""
+    """Return whether this folder contains a single split that was written by `save_to_disk`."""
     return all(os.path.isfile(os.path.join(path, name)) for name in SAVED_FILES)
 
 
@@ -168,7 +168,7 @@ def find_media_column(features: Mapping[str, Any], source: str, wanted: str | No
 
 
 def list_media(dataset: Any, source: HfColumn, default: str) -> list[Media | None]:
-    """Return the image or video of each row, without reading its bytes. The result for an empty row is None."""
+    """Return the image or video of each row without reading its bytes, or None for a row without image or video."""
     import pyarrow.compute as pc
 
     column = disable_decoding(dataset, source.name).data.column(source.name)

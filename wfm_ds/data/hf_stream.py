@@ -1,4 +1,4 @@
-"""`data.streaming`: batches of a Hugging Face dataset from its shards, in stored order and without a local copy."""
+"""Streaming of a Hugging Face dataset (`data.streaming`): reads the shards in stored order, without a local copy."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class InMemoryMedia:
 
 @dataclass(frozen=True, slots=True)
 class StreamedRow:
-    """A usable row, and the number of complete passes over the dataset before this row."""
+    """A usable row, and the number of epochs that are complete before this row."""
 
     sample: Sample
     epoch: int
@@ -103,7 +103,7 @@ class HfStream:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next row and the counts of rows read so far, as JSON."""
+        """Return the position of the next row and the numbers of rows read and rejected so far, as JSON."""
         return {
             "version": self._version,
             "epoch": self._epoch,
@@ -202,7 +202,7 @@ class StreamStep:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class StreamSource(BatchReader):
-    """Batches of an endless stream. They are the same for any number of ranks.
+    """Reads training batches from an endless stream. The batches do not depend on the number of ranks.
 
     Every replica reads all rows of the stream, but decodes only its shard of each batch. Position p is usable row p of
     the stream. A file that cannot be decoded is replaced by another row of the same step. Only the rows of two steps

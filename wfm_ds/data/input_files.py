@@ -1,4 +1,4 @@
-"""Arrays of samples as stored: .npy files and numbers of caption files, and the actions of recorded episodes."""
+"""Read the inputs of samples as they are stored: .npy files, numbers in caption files, actions of episodes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ CAMERA_KEY = "camera"
 
 
 def read_actions(sample: Sample, actions: ActionsRecipe) -> Floats:
-    """Return the actions [N-1,D] between all frames of a sample: as stored, or computed for its whole episode.
+    """Return the actions [frames-1, numbers per action] between all neighbouring frames of a sample.
 
-    Raises KeyError, OSError or ValueError.
+    The actions of a recorded episode are computed for the whole episode. For other samples, they are read from the
+    stored input. Raises KeyError, OSError or ValueError.
     """
     if sample.rows is None:
         return read_raw_input(sample, ACTIONS)

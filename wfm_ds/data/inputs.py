@@ -1,10 +1,10 @@
 """Conditioning inputs of a sample (`data.inputs`): read them and select the values for the frames of the clip.
 
-An input is a key of NAME.json, or of its object `camera`. Its value is a number, a list of numbers, or the name of an
-.npy file in the folder of the image or video. For a file with N frames, row i of `actions` [N-1,D] is the action
-between frames i and i + 1, and `c2w` [N,4,4] and `intrinsics` [4] or [N,4] describe the camera in each frame. All other
-inputs do not depend on the frames. If the file is an image, its inputs describe a generated sample with N frames. The
-input FIRST_FRAME is decoded from the image or video, so data.inputs does not list it.
+An input is a key of the caption file NAME.json, or of its object `camera`. Its value is a number, a list of numbers, or
+the name of an .npy file in the folder of the image or video. For a video with N frames and D numbers per action, row i
+of `actions` [N-1,D] is the action between frames i and i + 1, and `c2w` [N,4,4] and `intrinsics` [4] or [N,4] describe
+the camera in each frame. All other inputs do not depend on the frames. If the sample is an image, its inputs describe a
+generated video with N frames. The input FIRST_FRAME is decoded from the image or video and not listed in data.inputs.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ConditionedModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputReader:
-    """Reads the conditioning inputs, other than text, of samples. Thread-safe."""
+    """Reads the conditioning inputs of samples, except the text. Thread-safe."""
 
     input_ndims: Mapping[str, int]  # number of axes of each input in data.inputs
     num_frames: int  # sampling.num_frames
@@ -198,7 +198,7 @@ def require_shape(array: Floats, shape: tuple[int | None, ...]) -> None:
 
 
 def transform_intrinsics(intrinsics: Floats, media: Media, framing: Framing, draw: Draw) -> Floats:
-    """Convert intrinsics [F,4] from the pixels of the file to the pixels of the cropped and resized frames."""
+    """Convert intrinsics [frames, 4] from the pixels of the file to the pixels of the cropped and resized frames."""
     height, width = media_size(media)
     box = crop_box((height, width), framing, framing.crop_position(draw))
     return crop_intrinsics(intrinsics, box, (framing.height, framing.width))

@@ -48,7 +48,7 @@ class LeRobotSet(SampleSet):
     def __init__(self, data: DataRecipe, path: str) -> None:
         """path: folder, s3:// address or Hub repository.
 
-        Raises DataError if the dataset cannot be downloaded or read, or has no such camera or feature.
+        Raises DataError if the dataset cannot be downloaded or read, or lacks a camera or feature of the recipe.
         """
         super().__init__(path)
         for part in read_parts(data, path):
@@ -88,7 +88,7 @@ class LeRobotSet(SampleSet):
 
 @dataclass(frozen=True, slots=True)
 class DatasetPart:
-    """The selected episodes of one LeRobot dataset, and the rows of cameras to show."""
+    """The selected episodes of one LeRobot dataset, and the cameras to show, as rows of the composed image."""
 
     name: str  # relative path below data.path; "" for the dataset at data.path
     info: LeRobotInfo
@@ -130,10 +130,10 @@ def download_episodes(repo: str, root: str, parts: Sequence[DatasetPart]) -> Non
 
 
 def check_video_files(sources: Sequence[tuple[DataRecipe, str]]) -> None:
-    """Check that the video files of LeRobot datasets of version 3 end with their last episodes. Opens every file.
+    """Check that each video file of LeRobot datasets of version 3 ends when its last episode ends. Opens every file.
 
-    sources: recipe and path of each dataset. Raises DataError if the end differs by more than half a frame: the times
-    of all its episodes may be wrong. Files that cannot be opened are skipped here.
+    sources: recipe and path of each dataset. Raises DataError if the two ends differ by more than half a frame, because
+    the recorded times of all episodes in the file may then be wrong. Files that cannot be opened are skipped here.
     """
     parts = [part for data, path in sources for part in read_parts(data, path) if part.info.is_v3]
     checked = set[str]()
@@ -152,7 +152,7 @@ def check_video_files(sources: Sequence[tuple[DataRecipe, str]]) -> None:
 
 
 def choose_cameras(info: LeRobotInfo, views: Sequence[Sequence[str]] | None) -> Sequence[Sequence[str]]:
-    """Return the rows of cameras to show. views: data.views. None selects the only camera.
+    """Return the cameras to show, as rows of the composed image. views: data.views. None selects the only camera.
 
     Raises DataError if a camera does not exist or is not a colour video, or if `views` is needed.
     """
@@ -189,15 +189,16 @@ def parse_slice(selection: str) -> slice:
 
 
 def split_task(task: str) -> tuple[str, ...]:
-    """Return the descriptions in a task. Empty if there is none."""
+    """Return the descriptions of a task, which TASK_SEPARATOR separates. Returns () for a blank task."""
     return tuple(text for part in task.split(TASK_SEPARATOR) if (text := part.strip()))
 
 
 def split_windows(samples: Sequence[Sample], num_frames: int, fps: float | None) -> list[Sample]:
-    """Split episodes into windows that are at least as long as a clip, so that an epoch shows all of an episode.
+    """Split episodes into windows, so that an epoch has clips from all parts of an episode.
 
-    num_frames: frames of a clip. fps: its frame rate; None: the recorded one. The windows of an episode have about the
-    same length, and ids such as episode_000012#3. Other samples are unchanged.
+    num_frames: frames of a clip. fps: frame rate of a clip; None: the recorded frame rate. Each window is at least as
+    long as a clip, unless the whole episode is shorter. The windows of an episode have about the same length, and ids
+    such as episode_000012#3. Samples that are not episodes are unchanged.
     """
     windows = []
     for sample in samples:

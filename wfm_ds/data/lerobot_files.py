@@ -11,17 +11,19 @@ META_FILES = ("meta/*", "*/meta/*")
 
 
 def download_metadata(path: str, revision: str | None = None) -> str:
-    """Return the folder of a dataset on the Hub after downloading its metadata. Other paths are returned unchanged.
+    """Download the metadata of a dataset on the Hub and return its local folder.
 
-    Raises DataError.
+    A path that is not a Hub repository is returned unchanged. Raises DataError if the download fails.
     """
     return download_files(path, revision, META_FILES) if is_repo_id(path) else path
 
 
 def download_files(repo: str, revision: str | None, patterns: Sequence[str]) -> str:
-    """Download the files of a dataset on the Hub that match a pattern. Return the snapshot folder, named by its commit.
+    """Download those files of a dataset on the Hub that match one of the patterns.
 
-    Cached files are not downloaded again. Raises DataError.
+    Returns the snapshot folder in the Hub cache. Its name is the commit of the dataset.
+
+    Cached files are not downloaded again. Raises DataError if the download fails.
     """
     from huggingface_hub import constants, errors, snapshot_download
 

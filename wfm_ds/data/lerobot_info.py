@@ -61,7 +61,7 @@ class LeRobotInfo:
 
     @property
     def widths(self) -> dict[str, int]:
-        """Numbers per frame of the features in the parquet files, such as states and actions."""
+        """{feature: numbers per frame} of the features in the parquet files, such as states and actions."""
         widths = {}
         for name, one in self.features.items():
             if one["dtype"] not in ("video", "image", "string", "language") and name not in BOOKKEEPING:
@@ -76,7 +76,7 @@ class LeRobotInfo:
 
 @dataclass(frozen=True, slots=True)
 class Episode:
-    """An episode: its tasks, its rows and the position of its videos."""
+    """An episode: its tasks, and the positions of its rows and videos in the files of the dataset."""
 
     index: int
     length: int  # frames
@@ -92,8 +92,9 @@ def is_depth(feature: Mapping[str, Any]) -> bool:
 
 
 def find_roots(path: str) -> dict[str, str]:
-    """Return {name: address} of the LeRobot datasets at a local or s3:// path: {"": path}, or the datasets below it.
+    """Find the LeRobot datasets at a local or s3:// path. Return {path relative to `path`: address}.
 
+    The result is {"": path} if `path` itself is a dataset. Otherwise, it contains the datasets in the folders below.
     Raises DataError if there is none.
     """
     path = path.rstrip("/")
@@ -112,7 +113,10 @@ def find_roots(path: str) -> dict[str, str]:
 
 
 def list_names(fs: Any, folder: str, depth: int) -> list[str]:
-    """Return the relative paths of the LeRobot datasets at most `depth` levels below a folder; [""] for itself."""
+    """Return the relative paths of the LeRobot datasets at most `depth` levels below a folder.
+
+    Returns [""] if the folder itself is a dataset.
+    """
     if fs.isfile(f"{folder}/{LEROBOT_INFO}"):
         return [""]
     if depth == 0:
@@ -150,10 +154,10 @@ def read_info(root: str) -> LeRobotInfo:
 
 
 def read_episodes(info: LeRobotInfo, cameras: Sequence[str]) -> list[Episode]:
-    """Return the episodes with the videos of these cameras, by index.
+    """Return all episodes, with the positions of the videos of these cameras. The episodes are sorted by index.
 
-    Raises DataError if metadata is missing or damaged, or if it has no or duplicate episodes, or fewer than info.json
-    says.
+    Raises DataError if metadata is missing or damaged, if there are no episodes or fewer than info.json states, or if
+    two episodes have the same index.
     """
     with convert_damage(info.join("meta/episodes" + ("" if info.is_v3 else ".jsonl"))):
         rows = sorted(read_rows_v3(info) if info.is_v3 else read_rows_v2(info), key=lambda row: row["episode_index"])
@@ -180,7 +184,7 @@ def read_rows_v2(info: LeRobotInfo) -> list[dict[str, Any]]:
 
 
 def read_rows_v3(info: LeRobotInfo) -> list[dict[str, Any]]:
-    """Return the rows of meta/episodes/*/*.parquet without statistics."""
+    """Return the rows of meta/episodes/*/*.parquet. Columns with statistics are omitted."""
     import pyarrow.parquet as pq
 
     fs, inner = open_filesystem(info.root)
@@ -215,12 +219,15 @@ def list_episodes_v3(info: LeRobotInfo, rows: Sequence[Mapping[str, Any]], camer
 
 
 def read_span(row: Mapping[str, Any], camera: str) -> tuple[float, float]:
-    """Return start and end in seconds of an episode of version 3 in the video file of a camera."""
+    """Return (start, end) of an episode in a camera's video file, in seconds. row: metadata of version 3."""
     return float(row[f"videos/{camera}/from_timestamp"]), float(row[f"videos/{camera}/to_timestamp"])
 
 
 def video_address(info: LeRobotInfo, row: Mapping[str, Any], camera: str) -> str:
-    """Return the address of the video of an episode of version 3. row: its row in meta/episodes/."""
+    """Return the address of the video file that contains an episode of version 3.
+
+    row: the episode's row in meta/episodes/.
+    """
     place = {name: row[f"videos/{camera}/{name}"] for name in ("chunk_index", "file_index")}
     return info.join(info.video_path.format(video_key=camera, **place))
 
@@ -228,7 +235,10 @@ def video_address(info: LeRobotInfo, row: Mapping[str, Any], camera: str) -> str
 def list_spans(
     info: LeRobotInfo, rows: Sequence[Mapping[str, Any]], cameras: Sequence[str]
 ) -> dict[str, list[tuple[float, float, int]]]:
-    """Return {video file: [(start in seconds, end in seconds, episode)]} of a dataset of version 3, by start."""
+    """Return the positions of the episodes in the video files of a dataset of version 3.
+
+    The result is {video file: [(start in seconds, end in seconds, episode index)]}, sorted by start.
+    """
     spans = defaultdict[str, list[tuple[float, float, int]]](list)
     for row, camera in itertools.product(rows, cameras):
         spans[video_address(info, row, camera)].append((*read_span(row, camera), row["episode_index"]))
@@ -238,7 +248,7 @@ def list_spans(
 def check_spans(info: LeRobotInfo, rows: Sequence[Mapping[str, Any]], cameras: Sequence[str]) -> None:
     """Raise DataError if the episodes in a video file of version 3 overlap or leave gaps of more than half a frame.
 
-    A wrong from_timestamp would silently give the frames of another moment or episode.
+    With a wrong from_timestamp, frames of another moment or episode would be read without an error.
     """
     for file, spans in list_spans(info, rows, cameras).items():
         expected = 0.0
@@ -252,14 +262,14 @@ def check_spans(info: LeRobotInfo, rows: Sequence[Mapping[str, Any]], cameras: S
 
 
 def read_file_ends(info: LeRobotInfo, cameras: Sequence[str]) -> dict[str, float]:
-    """Return {video file: end of its last episode, in seconds} of a dataset of version 3."""
+    """Return {video file: time in seconds at which its last episode ends} of a dataset of version 3."""
     spans = list_spans(info, read_rows_v3(info), cameras)
     return {file: max(end for _, end, _ in parts) for file, parts in spans.items()}
 
 
 @contextlib.contextmanager
 def convert_damage(address: str) -> Iterator[None]:
-    """Convert errors of missing or damaged metadata in the `with` block to DataError."""
+    """Convert errors that missing or damaged metadata causes in the `with` block to DataError."""
     try:
         yield
     except UserError:
@@ -273,7 +283,10 @@ def convert_damage(address: str) -> Iterator[None]:
 
 
 def read_file(address: str) -> bytes:
-    """Return the bytes of a local or s3:// file. Raises OSError, StorageError, and DataError for a Git LFS pointer."""
+    """Return the bytes of a local or s3:// file.
+
+    Raises OSError or StorageError if reading fails, and DataError if the file is a Git LFS pointer.
+    """
     with media_from_path(address).open() as file:
         content = file.read()
     if content.startswith(LFS_SIGN):

@@ -36,10 +36,9 @@ Pixels = TypeVar("Pixels", bound="Image.Image | npt.NDArray[np.uint8]")
 
 
 def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
-    """Decode to uint8 RGB: [H,W,3] for an image, [framing.num_frames,H,W,3] for a video.
+    """Decode an image to uint8 RGB [H,W,3], or a clip of a video to [framing.num_frames,H,W,3].
 
-    Raises BadMedia if the file is unusable, or with the reason `too_short` if it is an image although
-    framing.num_frames is larger than 1.
+    Raises BadMedia if the file is unusable. The reason is `too_short` for an image if framing.num_frames exceeds 1.
     """
     if media.suffix not in IMAGE_SUFFIXES:
         return load_clip(media, framing, draw)
@@ -87,9 +86,10 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
 def decode_episode(
     media: EpisodeVideo, chosen: Sequence[int], convert: Callable[[Image.Image], Pixels]
 ) -> list[Pixels]:
-    """Return convert(image) of the images at these indices of an episode's frames. Raises BadMedia.
+    """Decode the frames of an episode at the indices `chosen`. Return convert(image) of each. Raises BadMedia.
 
-    Each frame of the second and further cameras is resized to its place when it is decoded, to need less memory.
+    With several cameras, an image is composed of their frames. Frames of the second and further cameras are resized
+    right after decoding, to save memory.
     """
     (first, *others), rows = list(itertools.chain(*media.views)), [len(row) for row in media.views]
     if not others:
@@ -105,10 +105,10 @@ def decode_episode(
 def read_camera(
     media: EpisodeVideo, camera: CameraSpan, chosen: Sequence[int], convert: Callable[[Image.Image], Pixels]
 ) -> list[Pixels]:
-    """Return convert(image) of a camera's frames at these indices.
+    """Decode a camera's frames at the indices `chosen`. Return convert(image) of each.
 
-    A frame is shown within half a frame of its recorded time. Raises BadMedia with reason `decode`, also if a frame is
-    missing.
+    Raises BadMedia with reason `decode` if the file cannot be decoded, or if it has no frame within half a frame
+    duration of a requested time.
     """
     try:
         with open_video(camera.media) as container:
@@ -174,11 +174,10 @@ def open_video(media: Media) -> Iterator[InputContainer]:
 
 
 def read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
-    """Return (times of all frames, times to seek to), both ascending. Does not decode frames.
+    """Return (times of all frames, times to seek to), both ascending, in units of the stream's time base.
 
-    The times are in units of the stream's time base. They come from the index of an MP4 or MOV file, in which FFmpeg
-    itself finds the keyframe before a time. For other files, all packets are read, and the keyframes are the times to
-    seek to.
+    No frames are decoded. The times of MP4 and MOV files come from the file's index, and FFmpeg finds the keyframe
+    before a time by itself. For other files, all packets are read, and the times to seek to are those of the keyframes.
     """
     if (times := read_index(container, stream)) is not None:
         return times, times
@@ -189,9 +188,9 @@ def read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[lis
 def read_index(container: InputContainer, stream: VideoStream) -> list[int] | None:
     """Return the times of all frames from the index of an MP4 or MOV file, ascending, in units of the time base.
 
-    Returns None if the index does not determine them: in truncated and fragmented files, files with an edit list that
-    hides frames, and files that have both B-frames and a variable frame rate. The index lists decoding times, from
-    which the display order of B-frames follows only at a constant rate.
+    Returns None if the index does not determine the times. This happens for truncated and fragmented files, for files
+    with an edit list that hides frames, and for files that have both B-frames and a variable frame rate. The index
+    lists decoding times, which determine the display order of B-frames only at a constant frame rate.
     """
     entries = list(stream.index_entries)
     if "mp4" not in container.format.name or stream.start_time is None or not 0 < stream.frames == len(entries):
@@ -258,9 +257,9 @@ def read_frames(
 ) -> dict[int, Pixels]:
     """Decode the frame nearest to each time in `wanted` and return {time: convert(upright RGB image)}.
 
-    All times are in units of the stream's time base. starts: times to seek to. The later ones are tried if frames are
-    missing, as in files with wrong keyframe flags. untagged_hd: see `frame_to_rgb`. Raises BadMedia with reason
-    `decode` if no frame is within `tolerance` of a time.
+    All times are in units of the stream's time base. starts: times to seek to before decoding. Each further one is
+    used only if frames are still missing, for example because of wrong keyframe flags. untagged_hd: see `frame_to_rgb`.
+    Raises BadMedia with reason `decode` if no frame is within `tolerance` of a wanted time.
     """
     frames, distances = dict[int, Pixels](), dict[int, int]()
     for start in starts:
@@ -292,8 +291,8 @@ def decode_frames(container: InputContainer, start: int, last: int) -> Iterator[
 def frame_to_rgb(media: Media, frame: VideoFrame, *, untagged_hd: bool = True) -> Image.Image:
     """Convert a frame to an upright RGB image. Raises BadMedia if the frame exceeds Pillow's size limit.
 
-    untagged_hd: whether videos without a colour tag are BT.709 from HD_HEIGHT on. False: they are BT.601 in all sizes,
-    as lerobot writes them.
+    untagged_hd: whether videos without a colour tag are BT.709 if their height is at least HD_HEIGHT. False: they are
+    BT.601 at any height, as lerobot writes them.
     """
     if frame.width * frame.height > (Image.MAX_IMAGE_PIXELS or np.inf):
         raise BadMedia("decode", media.name, f"frames of {frame.height} x {frame.width} pixels exceed the size limit")

@@ -124,7 +124,10 @@ class BucketOrder:
 
 
 def cache_epochs(function: Callable[[int], T], maxsize: int) -> Callable[[int], T]:
-    """Cache the most recent results of a function of the epoch. Concurrent threads compute each result only once."""
+    """Cache the most recent results of a function whose argument is the epoch.
+
+    Concurrent threads compute each result only once.
+    """
     cached, lock = functools.lru_cache(maxsize=maxsize)(function), threading.Lock()
 
     def lookup(epoch: int) -> T:

@@ -1,4 +1,4 @@
-"""Decoding of images, and resizing and cropping to the training size."""
+"""Decode images, and resize and crop them to the training size."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ ROLES = ("chosen", "rejected")
 
 
 def load_pairs(paths: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float) -> SampleSet:
-    """Scan preference pairs in a .jsonl file or in tar shards. Raises DataError in the same cases as these classes."""
+    """Scan preference pairs in a .jsonl file or in tar shards. Raises DataError like PairTable and PairShards."""
     if len(paths) == 1 and paths[0].lower().endswith(TABLE_SUFFIX):
         return PairTable(Path(paths[0]), max_bad_fraction=max_bad_fraction)
     return PairShards(paths, cache_dir=cache_dir, max_bad_fraction=max_bad_fraction)

@@ -25,11 +25,11 @@ from wfm_ds.storage.atomic import sync_to_disk, write_text
 
 RAW_URL = "https://raw.githubusercontent.com"
 MIRROR = "WFM_PROMPTS_URL"
-"""Environment variable with a server that has the same paths as RAW_URL."""
+"""Environment variable with the address of a mirror: a server that has the same paths as RAW_URL."""
 NOTE_FILE = "SOURCE.md"
 CHANGED_REMARK = "differs from the published file (changed, or with invalid lines left blank)"
 CHUNK_BYTES = 1 << 16
-TIMEOUT_S = 20.0  # to connect to one address of the server, and without receiving data
+TIMEOUT_S = 20.0  # maximum time to connect to one address of the server, and maximum time without receiving data
 NUM_TRIES = 5
 
 
@@ -100,7 +100,7 @@ PROMPT_SOURCES = {
         (PromptFile("train.txt", "assets/video_prompts.txt", "2a7457f2d7b59ff7915be588de1ddb8fa95c8028"),),
     ),
 }
-"""{data.name: source}."""
+"""{data.name: published prompt set}."""
 
 
 def missing_files(name: str, folder: Path) -> list[PromptFile]:
@@ -161,7 +161,7 @@ def download_prompt_set(name: str, folder: Path) -> Iterator[str]:
 
 
 def git_blob_id(content: bytes) -> str:
-    """Return the id of a file's content in git repositories."""
+    """Return the blob id that git gives to this file content."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
@@ -205,7 +205,9 @@ def _is_readable(line: bytes, parse: ParseLine) -> bool:
 
 
 def _download_file(url: str, part: Path, final: Path) -> None:
-    """Download a URL to the file `part`, after the bytes that it already has. Repeats interrupted transfers.
+    """Download a URL to the file `part`. Bytes that `part` already has are not downloaded again.
+
+    Interrupted transfers are repeated.
 
     Raises DataError if the transfer fails or the file cannot be written.
     """

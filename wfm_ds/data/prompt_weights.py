@@ -1,6 +1,9 @@
 """Sampling of prompts by the standard deviation (std) of their rewards.
 
-    weight = floor + (1 - floor) s / max s      s^2: running mean of the reward variance within a group
+    weight = floor + (1 - floor) s / max(s)
+
+s is the prompt's std: s^2 is the running mean of the reward variance within the prompt's groups. max(s) is the largest
+std of all prompts, and floor is the smallest weight.
 
 Groups with equal rewards have zero gradient, so their prompts are sampled less often. Every prompt is still sampled at
 least `floor` times as often as the prompt with the largest std. The scale of the rewards has no effect. For rewards of
@@ -68,10 +71,7 @@ class RewardStdTable:
         return stats | ({"data/prompt_reward_std_mean": math.fsum(stds) / len(stds)} if len(stds) else {})
 
     def state(self) -> dict[str, str]:
-        """Return the indices and variances of the prompts with rewards as base64 text.
-
-        It has 16 characters per prompt.
-        """
+        """Return the indices and variances of the prompts with rewards as base64 text, 16 characters per prompt."""
         (indices,) = np.nonzero(~np.isnan(self.variances))
         return {
             "seen": encode_array(indices.astype("<i4")),
@@ -86,8 +86,8 @@ class RewardStdTable:
 def draw_prompts(weights: Weights, count: int, *, seed: int, step: int) -> list[int]:
     """Return `count` prompt indices for RL step `step`.
 
-    The average number of times that prompt i is drawn is n = count * w_i / sum(w). In each step, the number is n
-    rounded up or down.
+    On average, prompt i is drawn n = count * w_i / sum(w) times, where w are the weights. In each step, it is drawn n
+    times, rounded up or down.
     """
     order = permutation(len(weights), derive_seed(seed, "prompt_order", step))
     # Scale to the sum instead of modulo, so that rounding errors in rewards rarely change the draw.

@@ -90,7 +90,7 @@ class PromptOrder:
         """Return `count` additional prompts for RL step `step`, to refill it with new groups.
 
         attempt: number of the refill round, counted from 1. If prompts are shuffled, each round number has a separate
-        order, which contains every prompt once per epoch. Otherwise the prompts that follow those of the step are used.
+        order, which contains every prompt once per epoch. Otherwise, the prompts after the step's prompts are used.
         """
         return self._select((step - 1 + attempt) * count, count, derive_seed(self._seed, "further_prompts", attempt))
 
@@ -100,7 +100,7 @@ class PromptOrder:
 
 
 def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Prompt]:
-    """Read all prompts of a file. Raises DataError, which lists the invalid lines.
+    """Read all prompts of a file. Raises DataError that lists the invalid lines.
 
     parse: line parser. None selects it by file suffix.
     """

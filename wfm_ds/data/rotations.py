@@ -1,6 +1,7 @@
-"""Rotation matrices from angles, quaternions, rotation vectors and two columns, as robot data sets store them.
+"""Convert rotations of robot data sets to matrices.
 
-Written with numpy: importing the rotations of scipy takes 0.3 s in every process that reads data.
+The data sets store angles, quaternions, rotation vectors, or two columns of the matrix. This module uses only numpy,
+because importing scipy's rotations takes 0.3 s in every process that reads data.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ Doubles: TypeAlias = npt.NDArray[np.float64]
 
 
 def rotation_matrices(numbers: Doubles, rotation: str) -> Doubles:
-    """Return rotation matrices [N,3,3] from their numbers [N,D] (formats of PoseRecipe.rotation).
+    """Convert N rotations, `numbers` [N, numbers per rotation], to matrices [N,3,3].
 
-    Raises ValueError for quaternions of length 0 and parallel columns.
+    rotation: format of the numbers (see PoseRecipe.rotation). Raises ValueError for a quaternion of length 0 and for
+    two parallel columns.
     """
     if rotation == "euler_xyz":
         x, y, z = (rotate_about(axis, numbers[:, axis]) for axis in range(3))
@@ -41,7 +43,7 @@ def rotate_about(axis: int, angles: Doubles) -> Doubles:
 
 
 def quaternion_matrices(quaternions: Doubles) -> Doubles:
-    """Return rotations [N,3,3] from quaternions x, y, z, w [N,4] of any length. Raises ValueError for length 0."""
+    """Convert quaternions [N,4] (x, y, z, w) of any norm to matrices [N,3,3]. Raises ValueError for norm 0."""
     lengths = np.linalg.norm(quaternions, axis=1)
     if (lengths < 1e-8).any():
         raise ValueError("a quaternion is 0 0 0 0")

@@ -146,11 +146,11 @@ class Sample:
     rejected: Media | None = None  # for pairs: the image or video that `media` is preferred to
     files: Mapping[str, Media] = field(default_factory=dict)  # .npy files of the same tar by name, for inputs
     rows: Mapping[str, npt.NDArray[np.float32]] | None = None  # features of the episode that `media` is a window of
-    texts: tuple[str, ...] = ()  # captions; each epoch draws one; empty: the prompt's text
+    texts: tuple[str, ...] = ()  # captions, one of which is drawn in each epoch; if empty, the prompt's text is used
 
     @property
     def all_media(self) -> list[Media]:
-        """The files of the sample: its image or video, or the chosen and the rejected one of a preference pair."""
+        """The image or video of the sample. For a preference pair, the chosen one and the rejected one."""
         return [self.media] if self.rejected is None else [self.media, self.rejected]
 
 
@@ -192,7 +192,7 @@ class SampleSet:
         return sample.id
 
     def split_holdout(self, holdout: float) -> tuple[list[Sample], list[Sample]]:
-        """Return (training samples, held-out samples) like `choose_held_out`, both sorted by id."""
+        """Split the samples by `choose_held_out`. Return (training samples, held-out samples), both sorted by id."""
         is_held_out = choose_held_out([self.holdout_key(sample) for sample in self.samples], holdout)
         parts: tuple[list[Sample], list[Sample]] = ([], [])
         for sample, held_out in zip(self.samples, is_held_out, strict=True):
@@ -279,7 +279,10 @@ class SampleSetMixture(SampleSet):
         self.samples.sort(key=lambda sample: sample.id)
 
     def holdout_key(self, sample: Sample) -> str:
-        """Return the folder of the dataset and the episode: two sets may contain the same episode."""
+        """Return a key that is the same for the same episode in two datasets, so that both hold it out or neither does.
+
+        The key of an episode is FOLDER/EPISODE. The key of any other sample is its id.
+        """
         return sample.id if sample.rows is None else "/".join(sample.media.name.split("/")[-2:])
 
     def epoch_samples(self, training: Sequence[Sample]) -> list[Sample]:

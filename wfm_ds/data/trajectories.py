@@ -57,10 +57,11 @@ STATS_KEYS = {"quantile": ("q01", "q99"), "meanstd": ("mean", "std")}  # lists i
 
 
 def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None, rest: str = "first") -> Floats:
-    """Return the actions [len(frames)-1,D] that lead from each selected frame to the next.
+    """Return the actions [len(frames)-1,D] between neighbouring selected frames.
 
-    actions: [N-1,D]. Row i is the action between frames i and i + 1. compose: how to combine the actions between two
-    selected frames, `sum` or `pose` (see `compose_poses`). None: raise ValueError if frames are skipped or repeated.
+    actions: [N-1,D] for N frames and D numbers per action. Row i is the action between frames i and i + 1. compose: how
+    to combine the actions between two selected frames, `sum` or `pose` (see `compose_poses`). None: raise ValueError if
+    frames are skipped or repeated. rest: see `compose_poses`; used only with `pose`.
     """
     spans = list(itertools.pairwise(frames))
     if compose is None and any(stop != start + 1 for start, stop in spans):
@@ -84,10 +85,11 @@ def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None,
 
 
 def compose_poses(actions: Floats, start: int, stop: int, rest: str) -> Floats:
-    """Combine the actions from frame `start` to frame `stop` into one: k poses of 9 numbers, then fewer than 9 others.
+    """Combine the actions from frame `start` to frame `stop` into one action.
 
-    rest: whether the other numbers, such as a gripper, are those of the `first` or the `last` combined action. If
-    start = stop, they are those of the action after or before this frame.
+    An action consists of one or more poses of 9 numbers, followed by fewer than 9 other numbers, such as a gripper.
+    Poses are multiplied. rest: whether the other numbers are taken from the `first` or the `last` of these actions. If
+    start = stop, `first` takes them from the action after this frame and `last` from the action before it.
     """
     width = actions.shape[1] // POSE_WIDTH * POSE_WIDTH
     poses = [pose_product(actions[start:stop, i : i + POSE_WIDTH]) for i in range(0, width, POSE_WIDTH)]
@@ -96,9 +98,10 @@ def compose_poses(actions: Floats, start: int, stop: int, rest: str) -> Floats:
 
 
 def relative_poses(rotations: npt.NDArray[np.float64], positions: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Return the motions [N-1,9] between N poses: inv(T_i) T_i+1, as translation and two columns of the rotation.
+    """Return the motions [N-1,9] between N neighbouring poses.
 
-    rotations: [N,3,3]. positions: [N,3].
+    The motion from pose i to pose i + 1 is inv(T_i) T_(i+1), where T_i is pose i as a 4 x 4 matrix. Its 9 numbers are
+    its translation and the first two columns of its rotation. rotations: [N,3,3]. positions: [N,3].
     """
     inverse = rotations[:-1].swapaxes(1, 2)
     moves = np.einsum("nij,nj->ni", inverse, np.diff(positions, axis=0))
@@ -133,7 +136,7 @@ def rotation_matrix(first: npt.NDArray[np.float64], second: npt.NDArray[np.float
 
 
 def require_rigid(poses: Floats) -> None:
-    """Raise ValueError unless all poses [F,4,4] consist of a rotation, a translation and the last row 0 0 0 1."""
+    """Raise ValueError unless each pose in [frames, 4, 4] has a rotation, a translation and the last row 0 0 0 1."""
     rotations = poses[:, :3, :3].astype(np.float64)
     products = np.einsum("fji,fjk->fik", rotations, rotations)
     if np.abs(products - np.eye(3)).max() > RIGID_TOLERANCE or (np.linalg.det(rotations) < 0).any():
@@ -154,7 +157,7 @@ class ActionScaling:
     offset: float
 
     def __call__(self, actions: Floats) -> Floats:
-        """Scale actions [N,D]. Components that are constant in the data (scale 0) become 0."""
+        """Scale actions [number of actions, D]. Components that are constant in the data (scale 0) become 0."""
         constant = self.scale == 0
         scaled = (actions - self.low) / np.where(constant, 1, self.scale) - self.offset
         return np.where(constant, 0, scaled).astype(np.float32)
@@ -163,8 +166,8 @@ class ActionScaling:
 def load_scaling(actions: ActionsRecipe, stats: Mapping[str, Sequence[float]] | None = None) -> ActionScaling | None:
     """Return the scaling from data.actions.stats. Returns None if actions are not normalized.
 
-    stats: {q01, q99, mean, std: [D]} of `stats: data`. None: read the file. Raises DataError if the file cannot be
-    used.
+    stats: statistics that were computed from the data (`data.actions.stats: data`), as `compute_statistics` returns
+    them. None: the statistics are read from the file data.actions.stats. Raises DataError if the file cannot be used.
     """
     if actions.normalize == "none" or actions.stats is None:
         return None
@@ -177,8 +180,8 @@ def load_scaling(actions: ActionsRecipe, stats: Mapping[str, Sequence[float]] | 
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         if isinstance(stats, dict) and any(isinstance(one, dict) and "mean" in one for one in stats.values()):
             raise DataError(
-                f"data.actions.stats: {actions.stats} is LeRobot's, with statistics by feature whose quantiles are not "
-                "those of all rows. Set stats: data, or a file that `wfm data stats` wrote"
+                f"data.actions.stats: {actions.stats} is a LeRobot file. Its statistics are per feature, and its "
+                "quantiles are not computed over all rows. Set stats: data, or a file that `wfm data stats` wrote"
             ) from error
         raise DataError(
             f"data.actions.stats: {actions.stats} must be a JSON object with the lists {first} and {second}, one "

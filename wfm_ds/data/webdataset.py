@@ -49,7 +49,7 @@ class IndexEntry:
 
 @dataclass(frozen=True, slots=True)
 class TarIndex:
-    """The members of one tar, in order.
+    """The members of one tar, in the order of the file.
 
     intact: False if the tar is damaged after the last member in the list.
     """

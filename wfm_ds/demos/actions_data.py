@@ -40,7 +40,10 @@ def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
 
 
 def write_files(folder: Path, number: int, frames: Frames, moves: npt.NDArray[np.int64]) -> None:
-    """Write frames [T,8,16,3] as NNNN.mkv, moves [M] as NNNN.actions.npy, and NNNN.json with the prompt."""
+    """Write NNNN.mkv, NNNN.actions.npy and NNNN.json with the prompt.
+
+    frames: [T,8,16,3]. moves: [number of moves], the actions.
+    """
     stem = f"{number:04}"
     write_video(folder / f"{stem}.mkv", frames, FPS)
     np.save(folder / f"{stem}.actions.npy", encode_actions(moves))
@@ -50,9 +53,12 @@ def write_files(folder: Path, number: int, frames: Frames, moves: npt.NDArray[np
 def write_brightness(out: Path) -> int:
     """Write the demo and return the number of training clips. Raises DataError if `out` is not empty.
 
-    clips/: 2048 clips NNNN.mkv with .json and .actions.npy, half of them with unrelated actions. held_out/: 256 clips
-    with correct actions. prompts.txt: the prompt. start.png: the first frame of the last held-out clip. The files are
-    bitwise reproducible with the same library versions.
+    * clips/: 2048 clips NNNN.mkv with .json and .actions.npy. Half of the clips have unrelated actions.
+    * held_out/: 256 clips with correct actions.
+    * prompts.txt: the prompt.
+    * start.png: the first frame of the last held-out clip.
+
+    The files are bitwise reproducible with the same library versions.
     """
     require_new_folder(out)
     for name, count, wrong in (("clips", NUM_CLIPS, WRONG_FRACTION), ("held_out", NUM_HELD_OUT, 0.0)):

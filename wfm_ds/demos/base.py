@@ -21,7 +21,7 @@ class Demo(ABC):
     name: ClassVar[str]
     """Name of the demo's folder in recipes/."""
     pipeline: ClassVar[str] = ""
-    """Tiny pipeline with random weights. Empty: the one with the demo's name."""
+    """Name of the tiny pipeline that SFT starts from. If it is empty, the pipeline has the name of the demo."""
     description: ClassVar[str]
     """Short description of the data, for messages."""
     sft_data: ClassVar[str]
@@ -29,7 +29,7 @@ class Demo(ABC):
     rl_data: ClassVar[str] = "prompts"
     """Subfolder of the data that RL uses: prompts, or clips that provide the first frames of the samples."""
     rl_recipes: ClassVar[Sequence[str]] = ("nft",)
-    """RL recipes that the quickstart runs by default, each from the SFT model. The report is about the last one."""
+    """RL recipes that the quickstart runs by default. Each run starts from the SFT model. The report shows the last."""
     output: ClassVar[Path]
     """Default output folder of the quickstart."""
     curves: ClassVar[Mapping[str, str]] = {}
@@ -61,7 +61,7 @@ class Demo(ABC):
         """
 
     def page_sections(self, folder: Path, run: Path) -> list[str]:
-        """Return HTML for the report page, instead of the curves and the samples of an RL run."""
+        """Return HTML for the report page. [] selects the default: the curves and samples of the RL run."""
         return []
 
     @abstractmethod

@@ -64,7 +64,7 @@ def load_samples(folder: Path) -> list[tuple[npt.NDArray[np.uint8], str]]:
 
 
 def write_readings(path: Path, samples: Sequence[tuple[npt.NDArray[np.uint8], str]]) -> None:
-    """Write a PNG of the samples with the reading of the reward's classifier below each, green if it is correct.
+    """Write a PNG of the samples. Below each sample is the digit that the reward's classifier reads, green if correct.
 
     samples: (image [H,W,3], prompt) in rows of GRID_COLUMNS.
     """

@@ -57,8 +57,11 @@ def preference_pair(number: int, labels: npt.NDArray[np.int64]) -> dict[str, str
 def write_digits(out: Path) -> int:
     """Write the demo and return the number of images. Raises DataError if `out` is not empty.
 
-    images/: 899 images NNNN.png with .json captions. prompts/train.jsonl: 10 prompts. pairs.jsonl: one preference pair
-    per image. The files are bitwise reproducible with the same library versions.
+    * images/: 899 images NNNN.png with .json captions.
+    * prompts/train.jsonl: 10 prompts.
+    * pairs.jsonl: one preference pair per image.
+
+    The files are bitwise reproducible with the same library versions.
     """
     require_new_folder(out)
     images, labels = sft_split()

@@ -1,7 +1,8 @@
 """The few-step demo: DMD2 distills the LoRA of the digits quickstart to 4 steps and to 1 step.
 
-The report compares each distilled model with the same LoRA that was not distilled. It shows diversity and color noise
-next to the score, because classifiers also recognize the nearly equal, noisy images of too few steps.
+The report compares each distilled model with the LoRA before distillation, at the same number of steps. It shows
+diversity and color noise next to the score, because classifiers also recognize digits in images that are noisy and
+nearly equal, as generated in too few steps.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ RUNS: Mapping[str, tuple[str, Sequence[str]]] = {
     "dmd2_one_step": ("digits/dmd2_one_step", ()),
 }
 """{folder of a run: (shipped recipe, overrides)}"""
-TAGS = ("val/reward/digits", "val/held_out/digits")  # of a run with this reward, of a run that only measures it
+TAGS = ("val/reward/digits", "val/held_out/digits")  # metric of a run that trains on this reward, and of other runs
 FORWARD_SAMPLES, VALIDATION = "perf/forward_samples_", "perf/forward_samples_validation"
 BACKWARD_COST = 2  # of a backward pass in forward passes: gradients of inputs and of weights
 
 
 @dataclass(frozen=True, slots=True)
 class ComparedModel:
-    """A model in the report: the first evaluation of a run (the LoRA that it starts with) or the last one."""
+    """A model in the report, measured by the first evaluation of a run (before distillation) or by the last one."""
 
     name: str  # of the image file
     title: str
     run: str  # "": the RL run of the digits quickstart
-    is_distilled: bool  # False with a run: before its first step
+    is_distilled: bool  # if False and `run` is set: the model before the first step of the run
 
 
 MODELS = (
@@ -70,7 +71,7 @@ class ModelResult:
 
 
 def read_result(run: Path, *, is_last: bool = True) -> ModelResult:
-    """Return the result of the last evaluation of a run, or of the first one."""
+    """Return the result of the last evaluation of a run, or of the first evaluation if `is_last` is False."""
     records = list(read_json_rows(run / "metrics.jsonl"))
     tag = next(tag for tag in TAGS if any(f"{tag}/mean" in record for record in records))
     samples_folder, metrics = load_evaluations(run, f"{tag}/mean")[-1 if is_last else 0]
@@ -86,13 +87,13 @@ def read_result(run: Path, *, is_last: bool = True) -> ModelResult:
 
 
 def convert_to_grey(image: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return the mean of the color channels, [H,W,1], which is less noisy than one channel and what classifiers see."""
+    """Return the mean of the color channels, [H,W,1]. The classifiers receive the same mean."""
     grey: npt.NDArray[np.uint8] = image.mean(axis=2, keepdims=True).round().astype(np.uint8)
     return grey
 
 
 def step_cost(record: Mapping[str, Any]) -> float:
-    """Return the cost of one line of metrics.jsonl: its forward passes of single samples on rank 0.
+    """Return the cost of one line of metrics.jsonl on rank 0, in forward passes of one sample.
 
     The backward pass of a sample costs as much as BACKWARD_COST forward passes. Evaluations are not counted.
     """
@@ -102,7 +103,7 @@ def step_cost(record: Mapping[str, Any]) -> float:
 
 
 def count_forwards(run: Path) -> float:
-    """Return the cost of a run on all ranks in forward passes of one sample, without evaluations."""
+    """Return the cost of a run, summed over all ranks, in forward passes of one sample. Evaluations are not counted."""
     num_ranks = len(list((run / "logs").glob("rank_*.log")))
     return num_ranks * sum(map(step_cost, read_json_rows(run / "metrics.jsonl")))
 
@@ -146,7 +147,7 @@ def write_comparison(folder: Path, start: Path) -> list[str]:
 
 
 def diffusers_lines(folder: Path, start: Path) -> list[str]:
-    """Return Python code with which diffusers generates with the 4-step model."""
+    """Return lines of Python code that generate an image with diffusers and the 4-step model."""
     from wfm_ds.export.loading_code import loading_lines
 
     lora = find_export(folder / "dmd2") / "lora"

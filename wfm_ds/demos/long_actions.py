@@ -18,7 +18,7 @@ from wfm_ds.storage.json_lines import read_json_rows
 from wfm_reward.brightness_demo import FRAMES_PER_MOVE, HEIGHT, NUM_FRAMES, WIDTH
 
 PSNR = "val/recording/psnr"
-FOLLOWING = ("val/held_out/brightness/following", "val/reward/brightness/following")  # with and without training on it
+FOLLOWING = ("val/held_out/brightness/following", "val/reward/brightness/following")  # as held-out or trained reward
 TITLES: Mapping[str, str] = {
     "sft": "SFT",
     "nft": "RL on single clips",
@@ -84,9 +84,9 @@ def list_runs(folder: Path) -> dict[str, Path]:
 
 
 def load_clip_scores(runs: Mapping[str, Path], *prefixes: str) -> ClipScores:
-    """Return a score by clip from the last evaluation of each run. The first of the metrics that a run has counts.
+    """Return {title: [(clip, mean score)]} from the last evaluation of each run. runs: {title: run folder}.
 
-    prefixes: metric names without `/clip_K`.
+    prefixes: metric names without `/clip_K`. The first one that a run has is used.
     """
     scores = {}
     for title, run in runs.items():

@@ -1,6 +1,7 @@
-"""Data of the long-video demo: walks of the brightness, in which actions brighten or darken a grey wall for many clips.
+"""Data of the long-video demo: videos of a grey wall that actions brighten or darken over many clips.
 
-Walks begin at a middle brightness and stay within black and white. Training data shows any part of a walk.
+The brightness takes a random walk. It starts at a medium value and stays between black and white. A training video
+shows any part of a walk.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class WalkSet:
     folder: str
     num_videos: int
     num_clips: int
-    max_skipped: int = 0  # a video shows a walk after 0 to this many clips
+    max_skipped: int = 0  # the first 0 to max_skipped clips of a walk are not in the video
     wrong: float = 0.0  # fraction of videos with actions that are unrelated to the video
 
 
@@ -48,7 +49,7 @@ WALK_SETS = (
 def write_walk(folder: Path, number: int, settings: WalkSet) -> Frames:
     """Write NNNN.mkv, NNNN.json and NNNN.actions.npy, and return the frames [T,8,16,3].
 
-    The actions of the video, right or wrong, never lead beyond black or white.
+    The stored actions may be unrelated to the frames (`settings.wrong`), but they never exceed black or white either.
     """
     generator = np.random.Generator(np.random.PCG64(derive_seed(0, "walk", settings.folder, number)))
     num_moves, start = NUM_MOVES * settings.num_clips, generator.uniform(-MAX_START, MAX_START)
@@ -65,8 +66,12 @@ def write_walk(folder: Path, number: int, settings: WalkSet) -> Frames:
 def write_walks(out: Path) -> int:
     """Write the demo and return the number of videos for training. Raises DataError if `out` is not empty.
 
-    clips/: 2048 single clips for SFT, half of them with unrelated actions. walks/: 1024 videos of 3 clips for RL.
-    held_out/: 16 videos of 12 clips. prompts.txt: the prompt. start.png: the first frame of the last held-out video.
+    * clips/: 2048 single clips for SFT. Half of the clips have unrelated actions.
+    * walks/: 1024 videos of 3 clips for RL.
+    * held_out/: 16 videos of 12 clips.
+    * prompts.txt: the prompt.
+    * start.png: the first frame of the last held-out video.
+
     The files are bitwise reproducible with the same library versions.
     """
     require_new_folder(out)

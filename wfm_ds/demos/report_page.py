@@ -19,7 +19,7 @@ from wfm_ds.storage import atomic
 from wfm_ds.storage.json_lines import read_json_rows
 
 PAGE_FILE = "index.html"
-MIN_POINTS = 3  # of a curve; two points show no course
+MIN_POINTS = 3  # minimum number of points for a curve to be shown
 MIN_IMAGE_WIDTH = 650  # pixels; narrower images of samples are enlarged by an integer factor
 MAX_VIDEOS = 12  # MP4 samples of an evaluation
 STAGES = {"before": "before RL", "after": "after RL"}
@@ -65,7 +65,7 @@ def run_sections(demo: Demo, folder: Path, run: Path) -> list[str]:
 
 
 def load_curves(run: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
-    """Return {label: curve over the RL steps} of the evaluations of a run. tags: {label: name of a metric in 0..1}."""
+    """Return {label: [(RL step, value)]} from the evaluations of a run. tags: {label: name of a metric from 0 to 1}."""
     return {
         label: [
             (int(samples.name.removeprefix("step_")), metrics[tag]) for samples, metrics in load_evaluations(run, tag)
@@ -75,7 +75,7 @@ def load_curves(run: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
 
 
 def images_html(folder: Path) -> list[str]:
-    """Return the images and animations of the samples, before and after RL side by side."""
+    """Return HTML with images and animations of the samples. Before and after RL are side by side."""
     from PIL import Image
 
     parts = []
@@ -94,7 +94,7 @@ def images_html(folder: Path) -> list[str]:
 
 
 def videos_html(folder: Path, run: Path) -> list[str]:
-    """Return the first MP4 samples of the first and the last evaluation, side by side. Empty if samples are images."""
+    """Return HTML with MP4 samples of the first and last evaluation side by side, or [] if the samples are images."""
     folders = list(list_sample_folders(run).values())
     elements = {}
     for stage, samples in zip(STAGES, (folders[0], folders[-1]), strict=True):

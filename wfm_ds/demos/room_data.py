@@ -79,8 +79,10 @@ def write_clip(folder: Path, number: int) -> tuple[Floats, npt.NDArray[np.uint8]
 def write_room(out: Path) -> int:
     """Write the demo and return the number of clips. Raises DataError if `out` is not empty.
 
-    clips/: clips NNNN.mkv with .c2w.npy and .json. start.png, camera.json and prompts.txt: first frame, camera and
-    prompt for `wfm generate`. The files are bitwise reproducible with the same library versions.
+    * clips/: clips NNNN.mkv with .c2w.npy and .json.
+    * start.png, camera.json, prompts.txt: first frame, camera and prompt for `wfm generate`.
+
+    The files are bitwise reproducible with the same library versions.
     """
     require_new_folder(out)
     (out / "clips").mkdir(parents=True)

@@ -30,7 +30,7 @@ METRICS: Mapping[str, str] = {
     "held-out reward: PSNR to the nearest real clip, dB": JUDGE,
     "held-out reward: fraction of videos that match a real clip": f"{JUDGE}/real",
 }
-"""{label: reward, or `reward/part`, in samples.jsonl}"""
+"""{label: name of a score in samples.jsonl, REWARD or REWARD/PART}"""
 EVALUATION_TAG = f"val/reward/{REWARD}/mean"
 STARTS = f"correct starts hit, of {NUM_VARIANTS}"
 NUM_SHOWN = 6  # videos per prompt in the animation
@@ -99,7 +99,7 @@ def load_videos(folder: Path) -> list[PromptedVideo]:
 
 
 def split_by_pairs(videos: Sequence[PromptedVideo]) -> dict[str, list[PromptedVideo]]:
-    """Return the videos of the trained and of the held-out (shape, direction) pairs, as {"trained", "held-out"}."""
+    """Split the videos by their (shape, direction) pair. Return {"trained": videos, "held-out": videos}."""
     return {
         "trained": [video for video in videos if not video.is_held_out],
         "held-out": [video for video in videos if video.is_held_out],

@@ -43,8 +43,9 @@ def noisy_captions(clip: MovingClip) -> list[dict[str, str]]:
 def write_moving(out: Path) -> int:
     """Write the demo and return the number of videos. Raises DataError if `out` is not empty.
 
-    videos/: 720 videos NNNN.mkv with .json captions. prompts/train.jsonl: the 9 prompts of the TRAINED_PAIRS.
-    prompts/validation.jsonl: the same prompts, then the 3 prompts of the HELD_OUT_PAIRS.
+    * videos/: 720 videos NNNN.mkv with .json captions.
+    * prompts/train.jsonl: the 9 prompts of the TRAINED_PAIRS.
+    * prompts/validation.jsonl: the prompts of train.jsonl, then the 3 prompts of the HELD_OUT_PAIRS.
     """
     require_new_folder(out)
     (out / "videos").mkdir(parents=True)

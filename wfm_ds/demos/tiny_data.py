@@ -33,7 +33,7 @@ def write_action_clips(folder: Path) -> int:
 
 
 def write_long_action_clips(folder: Path) -> int:
-    """Write videos of several clips of the long-video demo with domain number 0. Return the number of videos."""
+    """Write long-video demo data: videos of several clips, with domain number 0. Return the number of videos."""
     folder.mkdir(parents=True)
     for number in range(1, NUM_ACTION_CLIPS + 1):
         write_walk(folder, number, WalkSet(folder.name, NUM_ACTION_CLIPS, NUM_WALK_CLIPS))

@@ -1,4 +1,4 @@
-"""Accelerator detection, deterministic kernels, and the ranks per node, threads and free ports of this machine.
+"""Detects accelerators and enables deterministic kernels. Also returns the ranks per node, threads and free ports.
 
 Importing this module does not import torch.
 """
@@ -49,7 +49,7 @@ def choose_accelerator() -> None:
 
 
 def device_context(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context that makes this device the thread's current device. A new thread starts with GPU 0."""
+    """Return a context in which this device is the thread's current device. Otherwise, a new thread uses GPU 0."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -60,8 +60,8 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
     """Make torch use only deterministic kernels inside the context, if `enabled`.
 
     Enter the context before this process uses a GPU. Operations without a deterministic kernel raise an error. Raises
-    RecipeError if CUBLAS_WORKSPACE_CONFIG has a value with which cuBLAS is nondeterministic, or if the variable is
-    unset and CUDA is already initialized.
+    RecipeError if the value of CUBLAS_WORKSPACE_CONFIG makes cuBLAS nondeterministic, or if the variable is not set and
+    CUDA is already initialized.
     """
     if not enabled:
         yield
@@ -107,7 +107,7 @@ def find_free_port() -> int:
 
 
 def threads_per_rank() -> int:
-    """Return OMP_NUM_THREADS if it is set, otherwise the number of cores per rank on this host."""
+    """Return the number of CPU threads per rank: OMP_NUM_THREADS, or the number of cores per rank if it is not set."""
     if "OMP_NUM_THREADS" in os.environ:
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
     return max(1, (os.cpu_count() or 1) // ranks_per_node(1))

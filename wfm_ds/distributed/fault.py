@@ -1,7 +1,7 @@
 """Find the rank that made a run fail, from the reports of all ranks.
 
-heartbeat.py calls it on rank 0 and passes the reports and the time. Three kinds of faults end a run: a rank is gone
-(its process or machine), a rank failed with an error, or a rank is stuck while the others wait for it.
+heartbeat.py uses this module on rank 0 and passes the reports and the time. Three kinds of faults end a run: a rank is
+gone because its process or machine died, a rank failed with an error, or a rank is stuck while the others wait for it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ MAX_NAMED_RANKS = 8  # ranks listed in one message
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """The reason why a run ends, and the ranks that are blamed for it.
+    """The reason why a run ends, and the ranks that caused it.
 
-    stuck: whether these ranks are still running and can print their stack traces.
+    stuck: True if these ranks are still running and can print their stack traces.
     """
 
     ranks: tuple[int, ...]
@@ -39,26 +39,26 @@ class RankRecord:
     operation: str = "start"
     state: Literal["runs", "done", "gone", "failed"] = "runs"
     reason: str = ""
-    is_secondary: bool = False  # it failed because communication with another rank failed
+    is_secondary: bool = False  # whether the rank failed because communication with another rank failed
 
     def describe(self) -> str:
         return f"rank {self.rank} ({self.location})"
 
 
 class RankStates:
-    """The states of all ranks, and the fault that is deduced from them. Times `now_s` are in seconds."""
+    """The states of all ranks. Deduces the fault from them. Times `now_s` are in seconds."""
 
     def __init__(self, size: int, *, silent_s: float, stuck_s: float, max_gap_s: float) -> None:
         """Create an empty table for `size` ranks.
 
         silent_s: a rank without a heartbeat for this many seconds counts as gone. stuck_s: the run counts as stuck if
-        no rank makes progress for this many seconds. max_gap_s: if two calls of `find_fault` are further apart, this
-        process was suspended, and the excess time is not counted.
+        no rank makes progress for this many seconds. max_gap_s: if more than this many seconds pass between two calls
+        of `find_fault`, this process was suspended, and the excess time is not counted.
         """
         self.size, self.silent_s, self.stuck_s, self.max_gap_s = size, silent_s, stuck_s, max_gap_s
         self.last_check_s: float | None = None
         self.members: dict[int, RankRecord] = {}
-        self.first_end_s: float | None = None  # when the first rank was gone or failed
+        self.first_end_s: float | None = None  # time at which the first rank was gone or failed
 
     def add_rank(self, rank: int, location: str, now_s: float) -> None:
         self.members[rank] = RankRecord(rank, location, heard_at_s=now_s, advanced_at_s=now_s)
@@ -66,9 +66,10 @@ class RankStates:
     def record_beat(self, rank: int, num_started: int, num_advances: int, operation: str, now_s: float) -> None:
         """Record a heartbeat.
 
-        num_started: number of operations that the rank has started. All ranks run these operations in the same order,
-        so the numbers are compared between ranks. num_advances: number of other signs of progress. They only show that
-        the rank is not stuck.
+        num_started: number of operations that the rank has started. These numbers are compared between ranks, because
+        all ranks run the same operations in the same order.
+        num_advances: number of other signs of progress, which only show that the rank is not stuck.
+        operation: the operation that the rank started last.
         """
         member = self.members[rank]
         member.heard_at_s = now_s
@@ -81,7 +82,7 @@ class RankStates:
         self.members[rank].state = "done"
 
     def record_failure(self, rank: int, reason: str, is_secondary: bool, now_s: float) -> None:
-        """Record that a rank failed. is_secondary: it failed because communication with other ranks failed."""
+        """Record that a rank failed. is_secondary: whether it failed because communication with other ranks failed."""
         member = self.members[rank]
         member.state, member.reason, member.is_secondary = "failed", reason, is_secondary
         self._record_end(now_s)
@@ -99,7 +100,7 @@ class RankStates:
     def find_fault(self, now_s: float) -> Fault | None:
         """Return the fault that ends the run, or None if there is none.
 
-        After the first failure it returns None for at least SETTLE_S seconds, so that the other ranks can report too.
+        After the first failure, returns None for at least SETTLE_S seconds, so that the other ranks can report too.
         """
         self._exclude_sleep(now_s)
         for member in self._ranks_in_state("runs"):
@@ -112,8 +113,8 @@ class RankStates:
     def _is_settled(self, now_s: float, ended_at_s: float) -> bool:
         """Return whether the ranks have had enough time to report the cause of the failure at `ended_at_s`.
 
-        At least SETTLE_S seconds must have passed. If all failures are secondary, each running rank must also have sent
-        a heartbeat after `ended_at_s`.
+        At least SETTLE_S seconds must have passed. If all failed ranks failed because of other ranks, each running rank
+        must also have sent a heartbeat after `ended_at_s`.
         """
         running, ended = self._ranks_in_state("runs"), [*self._ranks_in_state("gone"), *self._ranks_in_state("failed")]
         is_known = not all(member.is_secondary for member in ended) or all(m.heard_at_s > ended_at_s for m in running)
@@ -131,9 +132,9 @@ class RankStates:
     def _blame_ended(self) -> Fault:
         """Return the fault if at least one rank is gone or failed.
 
-        The fault blames all ranks that are gone. If no rank is gone, it blames a rank that failed by its own error. If
-        all failures are secondary, it blames the running ranks with the fewest started operations, because the failed
-        ranks waited for them.
+        The fault blames all ranks that are gone. If no rank is gone, the fault blames a rank that failed by its own
+        error. If the failed ranks only failed in communication with other ranks, the fault blames the running ranks
+        with the fewest started operations, because the failed ranks were waiting for them.
         """
         gone = self._ranks_in_state("gone")
         if gone:

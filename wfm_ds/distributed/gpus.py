@@ -1,9 +1,9 @@
 """Map `cuda:k` in a recipe to a GPU of this machine, and restrict a process to one GPU.
 
-A rank sees only the training GPUs, so it cannot count the other GPUs of the machine. launch.py therefore stores the
-GPUs of the whole run in the environment variable WFM_LAUNCH_GPUS, and `cuda:k` is the k-th of these. Without this
-variable (torchrun, or nodes that DeepSpeed starts over ssh), `cuda:k` is the k-th GPU that the rank sees. Does not
-import torch, because launch.py must start fast.
+A rank sees only the training GPUs, so it does not know the machine's other GPUs. Therefore, launch.py stores the GPUs
+of the whole run in the environment variable WFM_LAUNCH_GPUS, and `cuda:k` is the k-th of these GPUs, counted from 0.
+Without this variable (torchrun, or nodes that DeepSpeed starts over ssh), `cuda:k` is the k-th GPU that the rank sees.
+This module does not import torch, because launch.py must start fast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COUNT_TIMEOUT_S = 300.0
 
 
 def launch_gpus_value(environ: Mapping[str, str]) -> str:
-    """Return the value of WFM_LAUNCH_GPUS for a run that is started with this environment."""
+    """Return the value to set for WFM_LAUNCH_GPUS in a run that is started with this environment."""
     return environ.get(VISIBLE_DEVICES, ALL_GPUS)
 
 
@@ -50,7 +50,7 @@ class MachineGpus:
     def visible_name(self, device: str, key: str) -> str | None:
         """Return the CUDA_VISIBLE_DEVICES entry of a device such as `cuda:1`, or None if the device is not a GPU.
 
-        key: recipe key of the device, for the message. Raises RecipeError if the GPU does not exist.
+        key: recipe key that contains the device, for the message. Raises RecipeError if the GPU does not exist.
         """
         match = CUDA_DEVICE.fullmatch(device)
         if match is None:
@@ -77,7 +77,7 @@ def find_machine_gpus(num_ranks: int) -> MachineGpus:
 
 
 def gpu_environment(environ: Mapping[str, str], gpu: str) -> dict[str, str]:
-    """Return the environment of a process that sees only this GPU, as cuda:0."""
+    """Return the environment for a process that sees only this GPU, as cuda:0."""
     return {**environ, VISIBLE_DEVICES: gpu}
 
 

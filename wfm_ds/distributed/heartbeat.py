@@ -2,15 +2,16 @@
 
 If a fault occurs, the run ends with a message that names the faulty rank.
 
-Without heartbeats, a rank that died on another machine appears as a failed or hanging collective on all other ranks,
-which hides the cause. A thread on rank 0 tracks the state of each rank (fault.py). A thread on every rank, including
-rank 0, sends heartbeats over TCP. A killed process is detected immediately because its connection closes. A suspended
-process or a machine without power is detected after SILENCE_TIMEOUT_S. Rank 0 sends the fault to all ranks, which exit
-with code 1.
+Without heartbeats, if a rank dies on another machine, all other ranks only report a failed or hanging collective. This
+hides the cause. A thread on rank 0 tracks the state of each rank (fault.py). A thread on every rank, including rank 0,
+sends heartbeats over TCP. A killed process is detected immediately, because its connection closes. A suspended process
+or a machine without power is detected after SILENCE_TIMEOUT_S. Rank 0 sends the fault to all ranks, which exit with
+code 1.
 
 Rank 0 listens on a free port and accepts only peers with a token that was broadcast over the process group. If all
-ranks are on one machine, it listens on MASTER_ADDR, the address set by the launcher. With several machines it listens
-on all addresses, since a machine may resolve its own name to an address that others cannot reach (127.0.1.1 on Debian).
+ranks are on one machine, it listens on MASTER_ADDR, the address set by the launcher. With several machines, it listens
+on all addresses, because a machine may resolve its own name to an address that other machines cannot reach (127.0.1.1
+on Debian).
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from wfm_ds.errors import UserError
 log = logging.getLogger(__name__)
 
 BEAT_INTERVAL_S = 5.0
-SILENCE_TIMEOUT_S = 45.0  # tolerates a swapping machine, but ends a dead run within a minute
+SILENCE_TIMEOUT_S = 45.0  # long enough for a machine that swaps, short enough to end a dead run within a minute
 CONNECT_TIMEOUT_S = 60.0
-CHECK_INTERVAL_S = 0.5  # between two checks of the ranks' states
+CHECK_INTERVAL_S = 0.5  # time between two checks of the ranks' states
 FLUSH_TIMEOUT_S = 10.0  # how long rank 0 waits for the fault to reach all ranks
 EXIT_TIMEOUT_S = 20.0  # how long the main thread may take to exit after a fault
 MAX_LINE_BYTES = 1 << 16
@@ -64,9 +65,9 @@ class JsonConnection:
         return False
 
     def receive(self) -> list[dict[str, Any]] | None:
-        """Return the JSON objects that have arrived, or [] if none is complete. Call it when the socket is readable.
+        """Return the JSON objects that have arrived completely. Call it when the socket is readable.
 
-        Returns None if the peer closed the connection or sent invalid data.
+        Returns [] if no object is complete, and None if the peer closed the connection or sent invalid data.
         """
         try:
             chunk = self.sock.recv(MAX_LINE_BYTES)
@@ -97,7 +98,7 @@ class RankRegistry:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop after a successful run and inform the ranks that are still connected."""
+        """Stop the thread after a successful run. The ranks that are still connected are informed."""
         self._stopping.set()
         self._thread.join(timeout=FLUSH_TIMEOUT_S)
 
@@ -113,7 +114,7 @@ class RankRegistry:
                 now_s = time.monotonic()
                 if (fault := self._states.find_fault(now_s)) is not None:
                     self._send_to_all(fault=[list(fault.ranks), fault.text, fault.stuck])
-                    if not fault.stuck:  # these ranks no longer run
+                    if not fault.stuck:  # the blamed ranks no longer run
                         for rank in set(fault.ranks) & self._connections.keys():
                             self._connections.pop(rank).close()
                     break
@@ -122,7 +123,7 @@ class RankRegistry:
                     last_sent_s = now_s
             else:
                 self._send_to_all(bye=True)
-            # Closing a socket with unread data resets the connection; the peer may lose the last line.
+            # Closing a socket with unread data would reset the connection, and the peer could lose the last line.
             until_s = time.monotonic() + FLUSH_TIMEOUT_S
             while self._connections and time.monotonic() < until_s:
                 self._receive_messages(CHECK_INTERVAL_S)
@@ -141,7 +142,7 @@ class RankRegistry:
         for rank, line in list(self._connections.items()):
             if line.sock in readable:
                 self._read_rank(rank, line)
-        # Admit new ranks last: this reads from their sockets, and a second read in the same call could block forever.
+        # Admit new ranks last, because this reads from their sockets. A second read in this call could block forever.
         for line in [line for line in self._unauthenticated if line.sock in readable]:
             self._admit_rank(line)
 
@@ -149,7 +150,7 @@ class RankRegistry:
         yield from (line.sock for line in (*self._unauthenticated, *self._connections.values()))
 
     def _admit_rank(self, line: JsonConnection) -> None:
-        """Register a connection if its first message has the token, else close it."""
+        """Register a connection if its first message contains the token. Otherwise, close the connection."""
         self._unauthenticated.remove(line)
         first = line.receive()
         rank = verify_rank(first, self.token, self._states.size)
@@ -209,7 +210,7 @@ def wait_readable(sockets: list[socket.socket], timeout_s: float) -> set[socket.
 
 
 def verify_rank(messages: list[dict[str, Any]] | None, token: str, size: int) -> int | None:
-    """Return the rank in the first message if the message has the token, else None."""
+    """Return the rank in the first message, or None if the message lacks the token or the rank is invalid."""
     if not messages or not hmac.compare_digest(str(messages[0].get("token")), token):
         return None
     rank = messages[0].get("rank")
@@ -233,7 +234,8 @@ class Heartbeat:
     ) -> None:
         """Connect to rank 0. Raises UserError if it is unreachable.
 
-        on_end: called with the fault's text before the process exits, unless the main thread waits in `report_failure`.
+        on_end: function that is called with the fault's text before the process exits, unless the main thread is in
+        `report_failure`.
         registry: the RankRegistry, on rank 0 only.
         """
         self.rank, self.registry, self._liveness, self._silent_s = rank, registry, liveness, silent_s
@@ -266,7 +268,7 @@ class Heartbeat:
     def report_failure(self, reason: str, *, is_secondary: bool) -> Fault | None:
         """Report an error of the main thread. Returns the fault that ends the run, or None if no fault arrives in time.
 
-        is_secondary: communication with other ranks failed, so another rank is assumed to be the cause.
+        is_secondary: whether communication with other ranks failed. Another rank is then assumed to be the cause.
         """
         self._main_waits.set()
         self._send_beat()  # the latest progress
@@ -315,7 +317,7 @@ class Heartbeat:
     def _end_run(self, fault: Fault) -> None:
         """End the process.
 
-        If the main thread is in `report_failure`, it first has EXIT_TIMEOUT_S seconds to exit on its own.
+        If the main thread is in `report_failure`, wait EXIT_TIMEOUT_S seconds for the main thread to exit on its own.
         """
         # Ends the process if the main thread or `on_end` hangs.
         last_resort = threading.Timer(EXIT_TIMEOUT_S + FLUSH_TIMEOUT_S, self._exit, (1,))
@@ -342,10 +344,10 @@ class Heartbeat:
 def start_heartbeat(
     world: Any, *, stuck_s: float, on_end: Callable[[str], None], exit_process: Callable[[int], object] = os._exit
 ) -> Heartbeat | None:
-    """Start this rank's heartbeat. Returns None if there is only one rank. Collective.
+    """Start this rank's heartbeat. All ranks must call this. Returns None if there is only one rank.
 
-    stuck_s: the run ends if no rank makes progress for this many seconds. Raises UserError on all ranks if any rank
-    cannot reach rank 0.
+    stuck_s: number of seconds without progress on any rank after which the run ends. Raises UserError on all ranks if
+    any rank cannot reach rank 0.
     """
     if world.size == 1:
         return None
@@ -365,7 +367,7 @@ def start_heartbeat(
 
     try:
         world.run_checked(connect)
-    except UserError:  # all ranks raise it; stop, so that no heartbeat reports another cause
+    except UserError:  # raised on all ranks; stop the heartbeat, so that it does not report another cause
         if heartbeats:
             heartbeats[0].stop()
         elif registry is not None:

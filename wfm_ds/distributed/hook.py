@@ -1,9 +1,9 @@
 """Add the option `-m` to DeepSpeed's own `deepspeed` script.
 
-This package does not install a script called deepspeed. If two packages installed a script of the same name, the later
-one would overwrite the other, and uninstalling one would remove the script of both. Instead, wfm_ds_deepspeed.pth in
-site-packages calls `take_over` when a script named deepspeed starts. Commands for wfm_ds are passed to launch.py, and
-DeepSpeed runs all others. No heavy imports, because this module is loaded whenever a `deepspeed` command starts.
+wfm_ds does not install a script called deepspeed, because it would replace DeepSpeed's script of the same name, and
+uninstalling wfm_ds would then remove the script. Instead, the file wfm_ds_deepspeed.pth in site-packages calls
+`take_over` when a script named deepspeed starts. Commands for wfm_ds are passed to launch.py, and DeepSpeed runs all
+others. This module has no slow imports, because it is loaded whenever a `deepspeed` command starts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SWITCHES = frozenset(
         *("--bind_cores_to_rank", "-q", "--quiet", "-h", "--help"),
     )
 )
-"""DeepSpeed's options without a value; all others have one. A test compares this set with DeepSpeed's parser."""
+"""DeepSpeed's options that take no value. All other options take a value. A test compares this set with DeepSpeed."""
 # Options with a value that wfm_ds.launch reads.
 VALUE_OPTIONS = (
     *("--hostfile", "--node_rank", "--master_port"),
@@ -38,7 +38,7 @@ OPTION_ALIASES = {
 
 
 def take_over() -> None:
-    """Replace this process by `python -m wfm_ds.launch` if it runs `deepspeed` with a command for wfm_ds."""
+    """Replace this process by `python -m wfm_ds.launch` if it is a `deepspeed` command that starts wfm_ds."""
     if Path(sys.argv[0]).name == SCRIPT_NAME and is_wfm_command(sys.argv[1:]):
         os.execv(sys.executable, [sys.executable, "-m", "wfm_ds.launch", *sys.argv[1:]])
 
@@ -54,10 +54,10 @@ def is_wfm_command(argv: Sequence[str]) -> bool:
 
 
 def parse_runner_options(argv: Sequence[str]) -> tuple[dict[str, tuple[int, str]], int | None]:
-    """Return ({full option name: (index, value)}, index of the script or module name) for DeepSpeed's command line.
+    """Parse DeepSpeed's command line. Returns ({full option name: (index, value)}, index of the script or module name).
 
-    The index is None if there is no script or module. Like argparse, this function accepts `--name=value`, unambiguous
-    prefixes of long options, and `-Xvalue`.
+    The last index is None if there is no script or module. As in argparse, an option may be written as `--name=value`,
+    as `-Xvalue`, or as an unambiguous prefix of a long option.
     """
     options: dict[str, tuple[int, str]] = {}
     i = 0
@@ -74,7 +74,7 @@ def parse_runner_options(argv: Sequence[str]) -> tuple[dict[str, tuple[int, str]
 
 
 def full_option_name(option: str) -> str:
-    """Return an option's full name: --node_rank for --node_r, --module for -m. Unknown options are unchanged."""
+    """Return an option's full name, such as --node_rank for --node_r. Unknown options are returned unchanged."""
     if option.startswith("--") and option not in SWITCHES:
         option = next((name for name in (*sorted(SWITCHES), *VALUE_OPTIONS) if name.startswith(option)), option)
     return OPTION_ALIASES.get(option, option)

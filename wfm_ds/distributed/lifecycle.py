@@ -1,6 +1,6 @@
 """Lifecycle of a rank's process: signals, exit after the launcher has died, final status, and exit on errors.
 
-launch.py is the counterpart: it forwards signals, sets WFM_LAUNCH_PID and WFM_STATUS_FILE, and checks the exit status.
+The launcher (launch.py) forwards signals, sets WFM_LAUNCH_PID and WFM_STATUS_FILE, and checks the exit status.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from wfm_ds.program import USER_ERROR_CODE, print_error
 MAX_EXIT_CODE = 255
 ORPHAN_EXIT_CODE = 77  # exit code of a rank after its launcher has died
 PARENT_CHECK_INTERVAL_S = 5.0
-EXIT_WAIT_S = 15.0  # time for the launcher to end a rank: it polls its ranks every second and ends them one by one
+EXIT_WAIT_S = 15.0  # time for the launcher to end a rank; it polls its ranks every second and ends them one by one
 
 
 class StopFlag:
-    """Records SIGTERM and SIGINT (stop) and SIGUSR1 (save) on this rank. Ranks must agree before they act on it."""
+    """Records SIGTERM and SIGINT (stop) and SIGUSR1 (save) on this rank. Ranks must agree before they react."""
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
@@ -49,7 +49,7 @@ class StopFlag:
         return None if self._signal is None else self._signal.name
 
     def raise_flag(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler that records a stop signal. The launcher may repeat the signal at any time."""
+        """Signal handler that records a stop signal. The launcher may send the same signal several times."""
         if self._signal is None:
             self._signal = signal.Signals(number)
 
@@ -82,8 +82,8 @@ def install_signal_handlers() -> StopFlag:
 class ParentWatch:
     """Daemon thread that exits the process with code 77 when its parent or launcher has died.
 
-    Otherwise the ranks of a killed launcher (kill -9, out of memory) would occupy the devices forever. It uses os._exit
-    because the main thread may hang in a collective.
+    If the launcher is killed (kill -9, out of memory), its ranks would otherwise occupy the devices forever. The thread
+    uses os._exit because the main thread may hang in a collective.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -105,10 +105,10 @@ class ParentWatch:
 
 
 def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> ParentWatch | None:
-    """Start a ParentWatch if a launcher started this process, else return None.
+    """Start a ParentWatch if a launcher started this process. Otherwise return None: the run may outlive its shell.
 
-    Environment variables show whether there is a launcher. Call this before `World.join`, which sets them. Without a
-    launcher, a run may outlive its shell. Raises UserError if the variables contradict each other.
+    The launcher is recognized by its environment variables. Call this before `World.join`, which sets the same
+    variables. Raises UserError if the variables contradict each other.
     """
     if find_launched_rank(os.environ) is None and "WFM_LAUNCH_PID" not in os.environ:
         return None
@@ -116,9 +116,9 @@ def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> ParentWatch | N
 
 
 def _find_launcher() -> psutil.Process | None:
-    """Return the launcher's process, given by WFM_LAUNCH_PID. Exits this process if the launcher has died.
+    """Return the process of launch.py, given by WFM_LAUNCH_PID. If launch.py has died, exit this process.
 
-    Returns None if the variable is not set: with DeepSpeed's own launcher, or on other nodes.
+    Returns None if the variable is not set, because launch.py did not start this rank or runs on another node.
     """
     if "WFM_LAUNCH_PID" not in os.environ:
         return None
@@ -145,9 +145,9 @@ def seconds_since_start() -> float:
 
 
 def write_status(status: Literal["finished", "preempted"], step: int) -> None:
-    """Write the final status for the launcher, if WFM_STATUS_FILE is set. Rank 0 calls it last.
+    """Write the final status to WFM_STATUS_FILE, if this variable is set. Rank 0 calls this at the very end.
 
-    launch.py treats a job that exits with code 0 but without a status as failed.
+    launch.py treats a job that exits with code 0 without having written a status as failed.
     """
     target = os.environ.get("WFM_STATUS_FILE")
     if not target:
@@ -160,7 +160,8 @@ def write_status(status: Literal["finished", "preempted"], step: int) -> None:
 def read_preempted_code(environ: Mapping[str, str]) -> int:
     """Return WFM_PREEMPTED_CODE, the exit code of a run that saved a checkpoint and stopped on request. Default: 0.
 
-    Set it to a code at which the scheduler starts the job again. Raises UserError if it is not a number from 0 to 255.
+    Users set the variable to an exit code after which their scheduler starts the job again. Raises UserError if the
+    value is not a number from 0 to 255.
     """
     text = environ.get("WFM_PREEMPTED_CODE", "0")
     if not text.isdecimal() or int(text) > MAX_EXIT_CODE:
@@ -171,8 +172,8 @@ def read_preempted_code(environ: Mapping[str, str]) -> int:
 def exit_with_user_error(message: str, *, prints: bool) -> NoReturn:
     """Print `error: MESSAGE` if `prints` is set, and exit with code 2. Raises SystemExit.
 
-    All ranks call this function in their main thread. A rank that prints exits at once. The others wait silently, at
-    most EXIT_WAIT_S seconds, until the launcher ends them.
+    All ranks call this function in their main thread. A rank that prints the message exits at once. The other ranks
+    wait silently until the launcher ends them, at most EXIT_WAIT_S seconds.
     """
     if prints:
         print_error(message)
@@ -182,10 +183,10 @@ def exit_with_user_error(message: str, *, prints: bool) -> NoReturn:
 
 
 def fail_rank(message: str) -> NoReturn:
-    """Exit because of a user error, e.g. in the recipe. Call before the process group exists.
+    """Exit because of a user error, e.g. in the recipe. Call this before the process group exists.
 
-    The first rank of each node prints the message, because nodes may have different files and GPUs. This rank also
-    prints the message if the launcher's variables contradict each other, since that may be so on this rank only.
+    The first rank of each node prints the message, because nodes may have different files and GPUs. If the launcher's
+    variables contradict each other on this rank, this rank prints the message too.
     """
     try:
         launched = find_launched_rank(os.environ)
@@ -195,10 +196,10 @@ def fail_rank(message: str) -> NoReturn:
 
 
 def _wait_for_signal(timeout_s: float) -> None:
-    """Wait up to `timeout_s` for SIGTERM or SIGINT. Returns immediately if one has already arrived.
+    """Wait up to `timeout_s` seconds for SIGTERM or SIGINT. Returns immediately if such a signal has already arrived.
 
-    sigtimedwait would not work, because the kernel may deliver the signal to a torch thread that does not block it. A
-    wake-up file descriptor works for a signal in any thread.
+    Uses a wake-up file descriptor, which works for signals in any thread. sigtimedwait would not work, because the
+    kernel may deliver the signal to a torch thread that does not block it.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -213,14 +214,14 @@ def _wait_for_signal(timeout_s: float) -> None:
 
 
 def strip_launcher_args(argv: Sequence[str]) -> list[str]:
-    """Remove the arguments `--local_rank=N`, `--local-rank=N` and `--local_rank N`, which launchers add."""
+    """Return `argv` without `--local_rank=N`, `--local-rank=N` and `--local_rank N`, which launchers add."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--local_rank", "--local-rank")
     return parser.parse_known_args(argv)[1]
 
 
 def run_and_exit(program: Callable[[], int]) -> NoReturn:
-    """Run `program` and end the process with its exit code, by os._exit.
+    """Run `program` and end the process with the exit code that it returns, by os._exit.
 
     During a normal interpreter shutdown, threads of gloo or NCCL may abort the process with a different exit code.
     """

@@ -1,16 +1,16 @@
 """Count the operations that the main thread starts: forward passes, optimizer steps, collectives.
 
-heartbeat.py sends the count to rank 0. If no count increases any more, the run hangs, and the other ranks wait for the
-rank with the lowest count. Long work without such operations (scans, caches, exports) increases a second count, which
-only shows that the rank is not stuck. It is never compared between ranks, because they do different amounts of this
-work.
+heartbeat.py sends each rank's count to rank 0. If no count increases any more, the run hangs, and the other ranks wait
+for the rank with the lowest count. Long work without such operations (scans, caches, exports) increases a second count,
+which only shows that the rank is not stuck. The second counts of different ranks are never compared, because ranks do
+different amounts of this work.
 """
 
 from __future__ import annotations
 
 
 class Liveness:
-    """Counts of operations and of other progress, sent by the heartbeat thread."""
+    """Counts of operations and of other progress. The heartbeat thread sends them to rank 0."""
 
     def __init__(self) -> None:
         self.num_started = 0
@@ -26,7 +26,7 @@ class Liveness:
         self.operation = operation
 
     def record_progress(self, operation: str | None = None) -> None:
-        """Record progress of long work. It may be called at any time, in any thread of any rank."""
+        """Record progress of long work. Any thread of any rank may call this at any time."""
         self.num_advances += 1  # not atomic; it only has to change
         if operation is not None:
             self.operation = operation

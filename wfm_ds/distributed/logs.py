@@ -1,4 +1,4 @@
-"""Destinations of log lines: one file per rank, and the console of rank 0."""
+"""Sets up logging: one log file per rank, and the console of rank 0."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOISY_LIBRARIES = (
     "PIL",
     "matplotlib",
 )
-"""Libraries with irrelevant INFO lines. Only their warnings are logged."""
+"""Libraries that log irrelevant INFO lines. Only their warnings are logged."""
 
 
 TRUNCATION_TEXT = "The following part of your input was truncated because"
@@ -38,9 +38,9 @@ TRUNCATION_NOTE = "; warnings about other truncated prompts are not shown"
 
 
 class _TruncationFilter(logging.Filter):
-    """Passes only the first warning of diffusers about truncated prompts for each limit, such as 77 tokens for CLIP.
+    """Passes only the first warning about a truncated prompt for each maximum length, such as 77 tokens for CLIP.
 
-    diffusers warns for each prompt and each text encoder.
+    diffusers logs such a warning for each prompt and each text encoder.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class _TruncationFilter(logging.Filter):
 
 
 class _OwnHandler(logging.Handler):
-    """Base class by which `close_logging` recognizes the handlers of `setup_logging`."""
+    """Base class of all handlers of `setup_logging`. `close_logging` recognizes them by this class."""
 
 
 class _FileHandler(logging.FileHandler, _OwnHandler):
@@ -78,7 +78,7 @@ class _FileHandler(logging.FileHandler, _OwnHandler):
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO], _OwnHandler):
-    """Writes to the current sys.stderr, which rich replaces while it shows a progress bar."""
+    """Handler that writes to the current sys.stderr, because rich replaces it while it shows a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
@@ -101,11 +101,11 @@ def _is_for_console(record: logging.LogRecord) -> bool:
 def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
     """Log to `output_dir/logs/rank_<R>.log` (INFO and above) and, on rank 0, to stderr.
 
-    output_dir: if None, no file is written. console: True shows INFO lines of wfm_ds and wfm_reward and warnings of
-    other packages on stderr; False shows only errors. Python warnings are logged too. Replaces the handlers of an
-    earlier call. Raises UserError if the file cannot be written.
+    output_dir: None writes no file. console: if True, stderr shows INFO lines of wfm_ds and wfm_reward, and warnings of
+    other packages. If False, it shows only errors. Python warnings are logged too. Handlers of an earlier call are
+    replaced. Raises UserError if the file cannot be written.
 
-    Call it after heavy imports, because it removes the handlers that noisy libraries install on import.
+    Call this after heavy imports, because it also removes the handlers that libraries install on import.
     """
     root = logging.getLogger()
     close_logging()
@@ -123,7 +123,7 @@ def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
         root.addHandler(logging.NullHandler())  # else logging prints the warnings of every rank
     logging.captureWarnings(True)
     for name in NOISY_LIBRARIES:
-        if not (name.startswith("torch") and "TORCH_LOGS" in os.environ):  # set by users who want torch's log lines
+        if not (name.startswith("torch") and "TORCH_LOGS" in os.environ):  # the user wants torch's log lines
             _quiet_library(logging.getLogger(name))
 
 

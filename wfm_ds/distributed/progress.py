@@ -1,6 +1,7 @@
-"""Progress display for waits outside of training steps: a bar on a terminal, else a line every LINE_INTERVAL_S seconds.
+"""Progress display for waits outside of training steps.
 
-Only rank 0 shows it. Short waits show nothing. The progress of training is in monitoring/monitor.py.
+On a terminal, it is a progress bar. Otherwise, a line is written every LINE_INTERVAL_S seconds. Only rank 0 shows it,
+and only for waits longer than SHOW_AFTER_S seconds. The progress of training is shown by monitoring/monitor.py.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def track_progress(items: Iterable[Item], title: str, *, total: int) -> Iterator
     """Return an iterator over `items` that shows how many are done, with the estimated remaining time.
 
     title: what is done, such as "encoding texts". total: number of items. Each item also counts as progress for the
-    hang watchdog (liveness.py). It is a context manager, so that the display ends before the message of an error in the
-    loop is shown.
+    hang watchdog (liveness.py). This function is a context manager, so that the display ends before the message of an
+    error in the loop is printed.
     """
 
     def count_items() -> Iterator[Item]:
@@ -52,9 +53,9 @@ def track_progress(items: Iterable[Item], title: str, *, total: int) -> Iterator
 
 @contextlib.contextmanager
 def show_wait(title: str) -> Iterator[None]:
-    """Show that the block still runs and since when. For waits whose remaining time is unknown, such as loading files.
+    """Show for how long the block has been running, if the remaining time is unknown, such as while loading files.
 
-    Unlike `track_progress`, it does not count as progress for the hang watchdog.
+    Unlike with `track_progress`, waiting does not count as progress for the hang watchdog.
     """
     with ProgressDisplay(title, None) as display, call_periodically(display.update, SHOW_AFTER_S):
         yield
@@ -62,7 +63,7 @@ def show_wait(title: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def call_periodically(action: Callable[[], None], interval_s: float) -> Iterator[None]:
-    """Call `action` in a thread every `interval_s` seconds during the block, first after one interval."""
+    """Call `action` in a thread every `interval_s` seconds during the block. The first call is after `interval_s`."""
     finished = threading.Event()
 
     def run() -> None:
@@ -79,7 +80,7 @@ def call_periodically(action: Callable[[], None], interval_s: float) -> Iterator
 
 
 class ProgressDisplay:
-    """Progress of one wait. total: number of items, or None if it is unknown. Use it in `with`."""
+    """Context manager that shows the progress of one wait. total: number of items, or None if it is unknown."""
 
     def __init__(self, title: str, total: int | None) -> None:
         self._title, self._total = title, total
@@ -94,7 +95,7 @@ class ProgressDisplay:
         self.update()
 
     def update(self) -> None:
-        """Refresh the bar, or write a line if the last one is old enough."""
+        """Refresh the bar, or write a line if the last line is at least LINE_INTERVAL_S seconds old."""
         now_s = time.monotonic()
         if not self._is_shown or now_s - self._start_s < SHOW_AFTER_S:
             return
@@ -131,9 +132,9 @@ class ProgressDisplay:
 
 
 def open_console() -> Console | None:
-    """Return the console on stderr if it is a terminal, else None. stdout is reserved for the results of commands.
+    """Return the console on stderr, or None if stderr is not a terminal. stdout is reserved for results of commands.
 
-    All bars must use it: rich draws simultaneous bars below each other only if they have the same console.
+    All bars must use this console, because rich draws simultaneous bars below each other only if they share a console.
     """
     return _stderr_console() if sys.stderr.isatty() else None  # with FORCE_COLOR, rich treats pipes as terminals
 
@@ -154,14 +155,14 @@ def format_progress(title: str, num_done: int, total: int | None, elapsed_s: flo
 
 
 def format_duration(seconds: float) -> str:
-    """Return H:MM:SS, or M:SS below an hour."""
+    """Return a duration as H:MM:SS, or as M:SS if it is shorter than an hour."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def write_line(text: str) -> None:
-    """Log a line, or write it to stderr in commands that set up no logging."""
+    """Log a line, or write it to stderr if the command has not set up logging."""
     if logging.getLogger().handlers:
         log.info("%s", text)
     else:

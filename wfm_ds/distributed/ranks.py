@@ -1,8 +1,8 @@
 """Find the rank of this process in the environment variables of its launcher.
 
-No other module reads these variables. If one launcher runs inside another, the variables of the inner one are used:
-DeepSpeed's launcher or torchrun inside a task of srun or mpirun, and mpirun inside a task of srun. docs/multi-node.md
-has a table of the variables. Does not import torch.
+No other module reads these variables. docs/multi-node.md has a table of them. If one launcher runs inside another, the
+variables of the inner launcher are used, for example those of torchrun inside a task of srun or mpirun, or those of
+mpirun inside a task of srun. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import NamedTuple
 from wfm_ds.errors import UserError
 
 LOOPBACK = "127.0.0.1"
-DEFAULT_PORT = 29500  # of torchrun and DeepSpeed's launcher
+DEFAULT_PORT = 29500  # the default of torchrun and DeepSpeed's launcher
 FIRST_JOB_PORT, NUM_JOB_PORTS = 15000, 10000  # below the ports that Linux gives to clients
 INTERACTIVE_STEP = "4294967290"  # SLURM_STEP_ID of the shell that salloc starts on a compute node
 ADVICE = "see docs/multi-node.md"
-# Each of these variables, together with RANK, identifies a launcher.
+# RANK together with one of these variables identifies a launcher.
 LAUNCHER_MARKS = {"TORCHELASTIC_RUN_ID": "torchrun", "CROSS_RANK": "deepspeed"}
 # Set by launchers for their ranks.
 RANK_VARIABLES = re.compile(
@@ -46,7 +46,7 @@ class LaunchedRank:
     launcher: str
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that torch and DeepSpeed read."""
+        """Return the environment variables from which torch and DeepSpeed read this position."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -105,7 +105,7 @@ def find_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def read_rank(environ: Mapping[str, str]) -> int:
-    """Return the rank of this process. Without a launcher, or if its variables are invalid, return 0."""
+    """Return the rank of this process, or 0 without a launcher or if the launcher's variables are invalid."""
     try:
         launched = find_launched_rank(environ)
     except UserError:
@@ -126,9 +126,9 @@ def _read_number(environ: Mapping[str, str], variable: str) -> int:
 
 
 def _read_rank_variables(environ: Mapping[str, str], launcher: str) -> _Position:
-    """Read RANK, WORLD_SIZE, LOCAL_RANK, and LOCAL_SIZE or LOCAL_WORLD_SIZE.
+    """Read the rank of this process from RANK, WORLD_SIZE, LOCAL_RANK, and LOCAL_SIZE or LOCAL_WORLD_SIZE.
 
-    Without the local variables, this process is the only one on its node, like in a pod of a PyTorchJob.
+    If the local variables are not set, this process is the only rank on its node, as in a pod of a PyTorchJob.
     """
     rank = _read_number(environ, "RANK")
     if "WORLD_SIZE" not in environ:
@@ -151,7 +151,7 @@ def _read_rank_variables(environ: Mapping[str, str], launcher: str) -> _Position
 
 
 def _find_mpi_task(environ: Mapping[str, str]) -> _Position | None:
-    """Return the position in a run of several processes that mpirun or mpiexec started, else None."""
+    """Return the rank of this process if mpirun or mpiexec started it as one of several processes, else None."""
     for names in MPI_VARIABLES:
         if all(name in environ for name in names[:4]) and environ[names.size] != "1":
             rank, size, local_rank, local_size = (_read_number(environ, name) for name in names[:4])
@@ -203,7 +203,7 @@ def _find_srun_task(environ: Mapping[str, str]) -> _Position | None:
 
 
 def _tasks_per_node(environ: Mapping[str, str], size: int) -> list[int]:
-    """Return the number of tasks of each node: [2, 2, 1] for SLURM_STEP_TASKS_PER_NODE=2(x2),1."""
+    """Return the number of tasks of each node, such as [2, 2, 1] for SLURM_STEP_TASKS_PER_NODE=2(x2),1."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         if name in environ:
             matches = [re.fullmatch(r"([1-9]\d*)(?:\(x([1-9]\d*)\))?", part) for part in environ[name].split(",")]
@@ -233,7 +233,7 @@ def _require_equal_variables(environ: Mapping[str, str], task: _Position) -> Non
 
 def _require_consistent(position: _Position) -> None:
     rank, size, local_rank, local_size, launcher = position
-    first = rank - local_rank  # of the node
+    first = rank - local_rank  # the first rank of this node
     if rank < size and local_rank < local_size and 0 <= first <= size - local_size:
         return
     raise UserError(
@@ -260,7 +260,7 @@ def _find_master(environ: Mapping[str, str], position: _Position) -> tuple[str, 
 
 
 def _job_port(environ: Mapping[str, str], launcher: str) -> int:
-    """Return a port that depends on the job, so that two jobs on one node rarely choose the same one."""
+    """Return a port that is derived from the job id, so that two jobs on one node rarely choose the same port."""
     names = ["PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "SLURM_JOB_ID"]
     if launcher == "srun":  # not for mpirun, which starts the ranks of its own node outside of a step
         names.append("SLURM_STEP_ID")

@@ -1,9 +1,9 @@
-"""This rank's position in the process group, and collectives on small values over gloo on the CPU.
+"""This rank's position in the process group, and collectives for small values, which use gloo on the CPU.
 
 A replica is a group of `sp_size` consecutive ranks that process the same samples, each rank a shard of the tokens
-(sequence parallelism). The first rank of a replica is its leader. dp_rank and dp_size count replicas. Samples are
-partitioned over replicas; ZeRO shards, log files and signal flags are per rank. Without sequence parallelism, each rank
-is a replica.
+(sequence parallelism). The first rank of a replica is its leader. dp_rank is the index of a replica, and dp_size is the
+number of replicas. Each replica processes different samples. ZeRO shards, log files and signal flags are per rank.
+Without sequence parallelism, each rank is a replica.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from wfm_ds.distributed.ranks import LOOPBACK, LaunchedRank, find_launched_rank
 from wfm_ds.errors import UserError
 
 COLLECTIVE_TIMEOUT_S = 1800.0
-WAIT_INTERVAL_S = 10.0  # between two polls of the ranks in run_without_timeout
+WAIT_INTERVAL_S = 10.0  # time between two polls of the ranks in run_without_timeout
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,13 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The process group as seen by this rank. host_group: gloo group for flags, counts and texts."""
+    """The process group as seen by this rank. host_group: gloo group that exchanges flags, counts and texts."""
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
-    host_group: ProcessGroup | None  # None: the default group
+    host_group: ProcessGroup | None  # None selects the default group
     timeout_s: float = COLLECTIVE_TIMEOUT_S  # per collective
     replica: Replica | None = None  # None: each rank is a replica
 
@@ -64,8 +64,9 @@ class World:
     def join(cls, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
         """Join the launcher's process group. Without a launcher, create one of size 1.
 
-        Collective; call it once per run. Sets the environment variables that torch and DeepSpeed read. Raises UserError
-        on rank 0 if the port for the ranks' rendezvous is in use, and on all ranks of a node with too few GPUs.
+        All ranks must call this, once per run. Sets the environment variables that torch and DeepSpeed read. Raises
+        UserError on rank 0 if the rendezvous port is in use. Raises UserError on all ranks of a node that has fewer
+        GPUs than ranks.
         """
         import deepspeed
 
@@ -100,7 +101,7 @@ class World:
         return cls(dist.get_rank(), dist.get_world_size(), local_rank, device, host_group, timeout_s)
 
     def with_replicas(self, sp_size: int) -> World:
-        """Return this World with replicas: ranks [i * sp_size, (i + 1) * sp_size) form replica i. Collective.
+        """Return a copy of this World in which each replica has `sp_size` consecutive ranks. All ranks must call this.
 
         Raises UserError if the number of ranks is not a multiple of sp_size.
         """
@@ -150,48 +151,48 @@ class World:
         return dict(zip(values, numbers.tolist(), strict=True))
 
     def sum_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Sum each value over all ranks, in float64. Collective.
+        """Sum each value over all ranks, in float64.
 
-        All ranks must pass the same names in the same order.
+        All ranks must call this with the same names in the same order.
         """
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def sum_over_replicas(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Sum each value over the replica leaders, and return the sums on every rank. Collective.
+        """Sum each value over the replica leaders. Return the sums on every rank.
 
-        All ranks must pass the same names in the same order.
+        All ranks must call this with the same names in the same order.
         """
         return self.sum_over_ranks(values if self.is_leader else dict.fromkeys(values, 0.0))
 
     def max_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return each value's maximum over all ranks. Collective.
+        """Return each value's maximum over all ranks.
 
-        All ranks must pass the same names in the same order.
+        All ranks must call this with the same names in the same order.
         """
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def any_rank(self, flag: bool) -> bool:
-        """Return True on every rank if the flag is True on at least one rank. Collective."""
+        """Return whether the flag is True on at least one rank. All ranks must call this."""
         return self.max_over_ranks({"flag": float(flag)})["flag"] > 0
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's JSON value on every rank. The values of the other ranks are ignored. Collective."""
+        """Return rank 0's JSON value on every rank. Values of other ranks are ignored. All ranks must call this."""
         if self.size == 1:
             return _json_roundtrip(value)
         LIVENESS.start_operation("a broadcast of rank 0's value")
         return _broadcast_json(0, self.host_group, value if self.is_main else None, is_source=self.is_main)
 
     def broadcast_in_replica(self, value: Any) -> Any:
-        """Return the JSON value of the replica's leader on all ranks of the replica. Collective in the replica."""
+        """Return the JSON value of the replica's leader. All ranks of the replica must call this."""
         if self.replica is None:
             return value
         LIVENESS.record_progress("a broadcast in a replica")  # the number of calls differs between ranks
         return _broadcast_json(self.rank - self.sp_rank, self.replica.host_group, value, is_source=self.is_leader)
 
     def broadcast_tensor_in_replica(self, tensor: Tensor | None) -> Tensor:
-        """Return the tensor of the replica's leader on the device of each rank. Collective in the replica.
+        """Return the tensor of the replica's leader, on the device of each rank.
 
-        Ranks other than the leader pass None.
+        All ranks of the replica must call this. Ranks other than the leader pass None.
         """
         if self.replica is None:
             assert tensor is not None
@@ -207,8 +208,8 @@ class World:
     def transfer_tensor(self, tensor: Tensor, source: int, target: int) -> Tensor:
         """Send a tensor from replica `source` to replica `target` through the CPU, and return it.
 
-        Only the ranks of these two replicas call this method, in the same order. The ranks of `target` pass any tensor
-        of the same shape and dtype, and receive the tensor of `source`.
+        Only the ranks of these two replicas call this method. They must run several transfers in the same order. Ranks
+        of `source` pass the tensor to send. Ranks of `target` pass any tensor of the same shape and dtype.
         """
         LIVENESS.record_progress("a tensor transfer between replicas")
         if self.dp_rank == source:
@@ -223,8 +224,8 @@ class World:
     def gather_replica_rows(self, rows: npt.NDArray[np.uint8], counts: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Concatenate the uint8 rows of a replica's ranks on its leader. The other ranks get an empty array.
 
-        counts: number of rows of each rank. No rank may have more rows than the leader. All rows have the same shape.
-        Collective in the replica.
+        All ranks of the replica must call this. All rows have the same shape.
+        counts: number of rows of each rank. No rank may have more rows than the leader.
         """
         if self.replica is None:
             return rows
@@ -244,7 +245,7 @@ class World:
         return all_rows
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the JSON values of all ranks, in rank order, on every rank. Collective."""
+        """Return the JSON values of all ranks, in rank order, on every rank. All ranks must call this."""
         if self.size == 1:
             return [_json_roundtrip(value)]
         LIVENESS.start_operation("a gather of values")
@@ -259,13 +260,13 @@ class World:
         return [json.loads(b[: int(n)].numpy().tobytes()) for b, n in zip(all_blobs, lengths, strict=True)]
 
     def gather_from_leaders(self, value: Any) -> list[Any]:
-        """Return the JSON values of all replica leaders, in replica order, on every rank. Collective."""
+        """Return the JSON values of all replica leaders, in replica order, on every rank. All ranks must call this."""
         return self.gather(value if self.is_leader else None)[:: self.sp_size]
 
     def gather_leader_arrays(self, array: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
-        """Return the uint8 arrays of all replica leaders on rank 0, in replica order. The other leaders get [].
+        """Return the arrays of all replica leaders on rank 0, in replica order. The other leaders get [].
 
-        Only replica leaders call this method, with arrays of the same shape.
+        Only replica leaders call this method. All arrays must have the same shape.
         """
         if self.dp_size == 1:
             return [array.copy()]
@@ -276,10 +277,10 @@ class World:
         return [a.numpy() for a in arrays]
 
     def run_without_timeout(self, work: Callable[[], Any], *, runs_here: bool | None = None) -> Any:
-        """Run `work` on rank 0 while the other ranks wait without a time limit. Collective.
+        """Run `work` on rank 0 while the other ranks wait without a time limit. All ranks must call this.
 
-        runs_here: if given, `work` runs on the ranks that pass True instead. Returns the result, or None on the waiting
-        ranks. If `work` raises UserError on any rank, all ranks raise it.
+        runs_here: whether this rank runs `work`. Default: only rank 0 runs it. Returns the result of `work`, or None on
+        ranks that do not run it. If `work` raises UserError on any rank, all ranks raise this error.
         """
         is_runner = self.is_main if runs_here is None else runs_here
         with ThreadPoolExecutor(1) as pool:
@@ -295,12 +296,12 @@ class World:
         dist.barrier(group=self.host_group)
 
     def run_checked(self, work: Callable[[], Any], on: Literal["all", "leaders", "main"] = "all") -> Any:
-        """Run `work` on all ranks, on the replica leaders, or on rank 0. Collective.
+        """Run `work` on all ranks, on the replica leaders, or on rank 0. All ranks must call this.
 
-        on: `all`, `leaders` or `main` (rank 0).
+        on: the ranks that run `work`: `all`, `leaders` or `main` (rank 0).
 
-        Returns this rank's result, or None if it did not run `work`. If `work` raises UserError on any rank, all ranks
-        raise it.
+        Returns this rank's result, or None if this rank did not run `work`. If `work` raises UserError on any rank, all
+        ranks raise this error.
         """
         result, error = None, None
         if {"all": True, "leaders": self.is_leader, "main": self.is_main}[on]:
@@ -331,7 +332,7 @@ def _json_roundtrip(value: Any) -> Any:
 
 
 def _broadcast_json(source: int, group: ProcessGroup | None, value: Any, *, is_source: bool) -> Any:
-    """Return the JSON value of rank `source` on every rank of the group. Collective.
+    """Return the JSON value of rank `source` on every rank of the group. All ranks of the group must call this.
 
     is_source: whether this rank is `source`.
     """
@@ -348,11 +349,11 @@ def _broadcast_json(source: int, group: ProcessGroup | None, value: Any, *, is_s
 def create_sequence_group(
     num_ranks: int, timeout: datetime.timedelta | None = None, backend: str | None = None
 ) -> ProcessGroup:
-    """Create the sequence-parallel groups and return this rank's group. Collective over all ranks.
+    """Create the sequence-parallel groups and return this rank's group. All ranks must call this.
 
-    A group has `num_ranks` consecutive ranks, to use the fast links within a node. timeout: time limit of the group's
-    collectives, or None for torch's default. backend: None for the default group's backend. Raises UserError if
-    num_ranks does not divide the number of ranks.
+    A group has `num_ranks` consecutive ranks, so that it uses the fast links within a node.
+    timeout: time limit of the group's collectives. None selects torch's default. backend: None selects the backend of
+    the default group. Raises UserError if num_ranks does not divide the total number of ranks.
     """
     world_size = dist.get_world_size()
     if num_ranks < 1 or world_size % num_ranks:

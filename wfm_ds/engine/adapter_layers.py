@@ -1,8 +1,8 @@
 """Select the layers of a denoiser that get LoRA adapters, and merge adapters into the weights of these layers.
 
-The target names of a recipe or of the model family select the layers. The original weights are copied before a merge,
-so they can be restored bit for bit. (PEFT's unmerge subtracts the update instead and leaves rounding errors.) Weights
-are changed in place, so captured CUDA graphs stay valid.
+The recipe or the model family lists the target names that select the layers. The original weights are copied before a
+merge, so that they can be restored bit for bit. (PEFT's unmerge instead subtracts the update, which leaves rounding
+errors.) Weights are changed in place, so captured CUDA graphs stay valid.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCK_NUMBER = "{}"
 def match_linear_layers(network: nn.Module, targets: Iterable[str]) -> list[str]:
     """Return the names of the linear layers that the LoRA targets select.
 
-    As in PEFT, a target is a full layer name or its last components: `to_k` selects `attn.to_k`.
+    As in PEFT, a target is a layer's full name or the last parts of it: `to_k` selects `attn.to_k`.
     """
     return [name for name, part in _match_modules(network, targets) if isinstance(part, nn.Linear)]
 
@@ -34,8 +34,8 @@ def match_linear_layers(network: nn.Module, targets: Iterable[str]) -> list[str]
 def peft_targets(network: nn.Module, targets: Sequence[str]) -> list[str]:
     """Convert LoRA targets to targets that PEFT accepts.
 
-    A target that contains the placeholder BLOCK_NUMBER is replaced by the names of all modules that match it. PEFT does
-    not know this placeholder.
+    PEFT does not support the placeholder BLOCK_NUMBER. A target with this placeholder is replaced by the names of all
+    modules that match the target.
     """
     names: list[str] = []
     for target in targets:
@@ -89,8 +89,8 @@ def _match_modules(network: nn.Module, targets: Iterable[str]) -> Iterator[tuple
 class AdapterMerge:
     """Merges a LoRA adapter into the weights of its layers, and restores these weights.
 
-    layers: result of `find_adapter_layers`. Their weights must not be partitioned (ZeRO-3). While an adapter is merged,
-    the caller must disable all adapters.
+    layers: result of `find_adapter_layers`. Their weights must not be partitioned, as they are with ZeRO-3. While an
+    adapter is merged, the caller must disable all adapters.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
@@ -99,7 +99,7 @@ class AdapterMerge:
 
     @torch.no_grad()
     def merge(self, adapter: str) -> None:
-        """Set each weight to its unmerged value plus this adapter's LoRA update, summed in float32 and rounded once."""
+        """Set each weight to the unmerged weight plus this adapter's LoRA update. The sum is computed in float32."""
         if not self._original_weights:
             self._original_weights = [layer.get_base_layer().weight.detach().clone() for layer in self._layers]
         for layer, original in zip(self._layers, self._original_weights, strict=True):

@@ -29,12 +29,12 @@ from wfm_ds.ulysses.sd3 import SD3JointAttention
 
 Capability = tuple[int, int]
 
-CUDNN_FASTER_CAPABILITY: Capability = (9, 0)  # `auto` selects cuDNN from this compute capability on: it is faster there
+CUDNN_FASTER_CAPABILITY: Capability = (9, 0)  # `auto` selects cuDNN on GPUs with at least this compute capability
 REPLACEMENT_PROCESSORS: Mapping[type, Any] = {
     JointAttnProcessor2_0: SD3JointAttention,
     CosmosAttnProcessor2_0: Cosmos25Attention,
 }
-"""{processor of diffusers: its replacement}. The former bypass diffusers' dispatcher, or call it without a backend."""
+"""{processor of diffusers: its replacement}. These processors of diffusers do not let a model select a kernel."""
 # Processors that pass an attention mask for padded texts. No kernel of this module supports masks.
 MASKED_PROCESSORS = frozenset(
     {
@@ -54,7 +54,7 @@ class AttentionKernel:
     backend: AttentionBackendName
     capabilities: tuple[Capability, Capability]  # compute capability of the GPU: lowest supported, first unsupported
     head_sizes: range  # channels per head
-    package: str = ""  # how to install it; empty: part of torch
+    package: str = ""  # how to install the kernel; empty if it is part of torch
     has_backward: bool = True
 
 
@@ -90,10 +90,10 @@ KERNELS: Mapping[AttentionName, AttentionKernel] = {
 def choose_kernel(
     name: AttentionName, denoiser: nn.Module, dtype: torch.dtype, device: torch.device, *, trains: bool
 ) -> AttentionName:
-    """Return the attention kernel to use: `name`, or for `auto` the best one for this denoiser, dtype and device.
+    """Return the attention kernel to use: `name`, or for `auto` the best kernel for this denoiser, dtype and device.
 
-    trains: whether gradients are needed. The denoiser may be on the meta device. Raises UserError if the kernel `name`
-    cannot be used; the message has the reason and a fix.
+    denoiser: may be on the meta device. trains: whether gradients are needed.
+    Raises UserError if the kernel `name` cannot be used. The message says why and how to fix it.
     """
     if name == "native":
         return name
@@ -111,9 +111,9 @@ def choose_kernel(
 def find_obstacle(
     name: AttentionName, denoiser: nn.Module, dtype: torch.dtype, capability: Capability | None, *, trains: bool
 ) -> str | None:
-    """Return the reason why a kernel cannot be used, with a fix; None if the kernel can be used.
+    """Return why a kernel cannot be used, with a fix, or None if it can be used.
 
-    capability: compute capability of the GPU; None on a CPU.
+    capability: compute capability of the GPU, or None on a CPU.
     """
     kernel, layers = KERNELS[name], list(attention_layers(denoiser))
     if trains and not kernel.has_backward:
@@ -172,7 +172,7 @@ def attention_layers(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:
 def use_kernel(denoiser: nn.Module, name: AttentionName) -> None:
     """Set the kernel of all attention layers. name: result of `choose_kernel`.
 
-    If the denoiser uses sequence parallelism, install that first.
+    Call it after sequence parallelism is installed, if the denoiser uses it.
     """
     if name == "native":
         return
@@ -185,6 +185,6 @@ def use_kernel(denoiser: nn.Module, name: AttentionName) -> None:
 
 
 def current_kernel(denoiser: nn.Module) -> AttentionName:
-    """Return the kernel that `use_kernel` set for a denoiser; `native` if it set none."""
+    """Return the kernel that `use_kernel` has set for this denoiser, or `native` if it was not called."""
     backends = {getattr(layer.processor, "_attention_backend", None) for _, layer in attention_layers(denoiser)}
     return next((name for name, kernel in KERNELS.items() if kernel.backend in backends), "native")

@@ -1,6 +1,7 @@
-"""Low-precision base weights for LoRA.
+"""Low-precision base weights for LoRA (QLoRA).
 
-Linear layers are replaced by low-precision layers. The recipe key `base_precision` selects their class.
+Frozen linear layers are replaced by low-precision layers. The recipe keys `model.base_precision` and, for rollout
+workers, `rollout.base_precision` select the class of these layers.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def quantise_base(
 ) -> int:
     """Replace the denoiser's `eligible_layers` by frozen low-precision layers on the device.
 
-    Returns the number of quantised weight elements; 0 if `precision` is None. Call it before adapters are added and
-    before weights are moved or partitioned. Layers are replaced one by one to save memory. Raises RecipeError if the
-    device does not support the precision, or if no layer is eligible.
+    Returns the number of quantised weight elements, which is 0 if `precision` is None. Call it before adapters are
+    added and before weights are moved or partitioned. Layers are replaced one by one to save memory. Raises RecipeError
+    if the device does not support the precision, or if no layer is eligible.
     """
     if precision is None:
         return 0
@@ -60,7 +61,7 @@ def quantise_base(
 
 
 def require_layers(layers: Sequence[object], key: str) -> None:
-    """Raise RecipeError for the recipe key `key` if `layers` is empty."""
+    """Raise RecipeError if `layers` is empty. key: recipe key to name in the message."""
     if not layers:
         raise RecipeError(
             f"{key}: the denoiser's blocks have no linear layer with sides that are multiples of {SIDE_MULTIPLE}: "
@@ -71,8 +72,8 @@ def require_layers(layers: Sequence[object], key: str) -> None:
 def eligible_layers(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]) -> list[tuple[str, nn.Linear]]:
     """Return (name, layer) of the linear layers in the denoiser's blocks that can be quantised.
 
-    Skips modulation layers (their outputs scale whole blocks), layers that diffusers keeps in float32, and layers with
-    an input or output size that is not a multiple of 16.
+    The result does not contain modulation layers (their outputs scale whole blocks), layers that diffusers keeps in
+    float32, and layers with an input or output size that is not a multiple of 16.
     """
     blocks = tuple(block_classes)
     float32_names = [getattr(part, "_keep_in_fp32_modules", None) or () for part in denoiser.modules()]

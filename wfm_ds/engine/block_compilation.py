@@ -1,8 +1,8 @@
 """torch.compile for the denoiser's repeated blocks, one block at a time.
 
-Blocks of the same structure share compiled code. Hooks on a block are not compiled. Which compiled code a forward pass
-uses depends only on its shapes, the active adapters and whether gradients are enabled. A resumed run therefore computes
-the same results as an uninterrupted one.
+Blocks of the same structure share compiled code. Hooks on a block are not compiled. The choice of the compiled code for
+a forward pass depends only on its shapes, on the active adapters and on whether gradients are enabled. Therefore, a
+resumed run computes the same results as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MAX_GRAPHS = 256
 """Maximum number of compiled versions of a block class.
 
 Each combination of block structure, input shapes, policy and gradient mode needs its own version. torch's default of 8
-is too low. Beyond the limit, a forward pass raises an error instead of running uncompiled."""
+is too low. If more versions are needed, a forward pass raises an error instead of running uncompiled."""
 
-# Inside fused operators, round half-precision values at the same places as eager kernels. Otherwise, a forward pass
-# with gradients stores other intermediate values than a forward pass without gradients, and rounds differently in
-# bfloat16. The probability ratio of two equal policies would then differ from 1.
+# Round half-precision values inside fused operators in the same places as eager kernels do. Otherwise, forward passes
+# with and without gradients would round differently in bfloat16, because they store different intermediate values. The
+# probability ratio of two equal policies would then differ from 1.
 COMPILE_OPTIONS = {"emulate_precision_casts": True}
 
 

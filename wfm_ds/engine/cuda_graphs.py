@@ -1,10 +1,10 @@
 """Record the GPU kernels of a network's forward pass as a CUDA graph, and launch them together in later calls.
 
-A graph reads and writes the memory addresses that its kernels used during recording. Arguments are therefore copied to
-the recorded inputs, results are copied from the recorded outputs, and weights must be changed in place. If a weight has
-a new address at the start of a rollout, all graphs are recorded again. The network's Python code runs only during
-recording. Only calls without gradients are supported. On a CPU, the network is called normally. This module has not yet
-been run on a GPU.
+A graph always reads and writes the memory addresses that its kernels used during recording. Arguments are therefore
+copied to the recorded inputs, results are copied from the recorded outputs, and weights must be changed in place. If a
+weight has a new address at the start of a rollout, all graphs are recorded again. The network's Python code runs only
+during recording. Only calls without gradients are supported. On a CPU, the network is called normally. This module has
+not been run on a GPU yet.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from wfm_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
-NUM_WARM_UPS = 2  # calls before the recording, in which kernels are compiled and selected and workspaces are allocated
+NUM_WARM_UPS = 2  # calls before the recording; they compile and select kernels and allocate workspaces
 CaptureFunction: TypeAlias = Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]]
-"""Function that records a computation. It returns (replay function, result). Each replay overwrites the result."""
+"""Function that records a computation and returns (replay function, result). Each replay overwrites the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +37,10 @@ class RecordedCall:
 
 
 class GraphReplayer:
-    """Runs a network by replaying recorded calls, one recording per signature of the arguments.
+    """Runs a network by replaying recorded calls. There is one recording for each signature of a call.
 
-    A signature has the shape, dtype and device of each tensor, the values of all other arguments, and the variant.
+    The signature consists of the shape, dtype and device of each tensor argument, the values of all other arguments,
+    and the variant (the name of the active weights).
     """
 
     def __init__(self, network: Callable[..., Any], parameters: Callable[[], Iterable[Tensor]]) -> None:
@@ -61,7 +62,7 @@ class GraphReplayer:
 
     @torch.no_grad()
     def __call__(self, variant: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the network and return a copy of its result. variant: name of the active weights, e.g. a policy."""
+        """Run the network and return a copy of its result. variant: name of the active weights, such as a policy."""
         values, layout = tree_flatten((args, kwargs))
         tensors = [value for value in values if isinstance(value, Tensor)]
         signature = (variant, layout, tuple(map(argument_signature, values)))
@@ -89,7 +90,7 @@ class GraphReplayer:
 
 
 class ReplayingNetwork:
-    """Wraps a network: calls replay CUDA graphs, and attributes are read from the network."""
+    """Wrapper of a network that replays CUDA graphs when it is called. It has the attributes of the network."""
 
     def __init__(self, network: Any) -> None:
         self._network = network
@@ -146,7 +147,7 @@ class CudaCapture:
             self._warm_up(compute)
             graph = torch.cuda.CUDAGraph()
             try:
-                # Other threads (data readers, waiting threads) may use the device meanwhile.
+                # During the capture, other threads (data readers, waiting threads) may use the device.
                 with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                     output = compute()
             except RuntimeError as error:
@@ -158,7 +159,7 @@ class CudaCapture:
         return graph.replay, output
 
     def _warm_up(self, compute: Callable[[], Any]) -> None:
-        """Run the computation several times before it is captured, on a side stream as required by torch."""
+        """Run the computation several times before it is captured. torch requires a side stream for this."""
         cuda: Any = torch.cuda  # its streams are not typed
         stream, current = cuda.Stream(self._device), cuda.current_stream(self._device)
         stream.wait_stream(current)

@@ -1,7 +1,7 @@
 """Peak FLOP/s of GPUs by device name, for computing hardware utilisation.
 
-Values are TFLOP/s of dense matrix products from the manufacturers' data sheets. For other devices, a recipe may set
-`logging.peak_tflops`.
+Values are TFLOP/s of dense matrix products from the manufacturers' data sheets. For devices that are not in the table,
+set the recipe key `logging.peak_tflops`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class DevicePeak:
     float32: float
 
 
-# Each row: words that the device's name must contain, and the device's peak. The first matching row wins, so specific
-# rows come first.
+# Each row contains words of a device name and the device's peak. A row matches if the name contains all of its words.
+# The first matching row wins, so specific rows come first.
 DEVICE_PEAKS = (
     ({"B200"}, DevicePeak(2250.0, 1125.0, 75.0)),
     ({"H200", "NVL"}, DevicePeak(835.5, 417.5, 60.0)),
@@ -53,7 +53,7 @@ def find_peak(name: str) -> DevicePeak | None:
 
 
 def peak_tflops(device: torch.device, dtype: torch.dtype) -> float | None:
-    """Return the peak TFLOP/s of the device's matrix products in this dtype; None if it is unknown."""
+    """Return the peak TFLOP/s of the device's matrix products in this dtype, or None if it is unknown."""
     peak = find_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     if peak is None:
         return None

@@ -1,9 +1,9 @@
-"""DenoiserEngine: the denoiser with DeepSpeed.
+"""DenoiserEngine, which trains the denoiser with DeepSpeed.
 
 The engine scales losses, runs optimizer steps, sets the learning rate, switches policies, and gathers full tensors. It
 does not depend on algorithms, model families or files. The policy `train` has the trained weights. The other policies
-are `old`, `ref`, `ema`, and the extra and frozen adapters of a LoRA run (policies.py). An update is an optimizer step
-that was not skipped.
+are `old`, `ref`, `ema`, and the extra and frozen adapters of a LoRA run (policies.py). In this module, an update is an
+optimizer step that was not skipped.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NO_EXTRA_ADAPTERS: Mapping[str, ExtraAdapter] = MappingProxyType({})
 
 
 class EngineForward:
-    """The denoiser that model families call. A call runs the active policy. Attributes are read from the module."""
+    """The denoiser that model families call. It runs the active policy and has the attributes of the module."""
 
     # Model families do not get the DeepSpeed engine itself, because its `config` would hide diffusers' `config`.
     def __init__(self, engine: DenoiserEngine) -> None:
@@ -64,7 +64,7 @@ class EngineForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the denoiser with the active policy.
 
-        Collective: all ranks must make the same calls in the same order.
+        All ranks must make the same calls in the same order.
         """
         LIVENESS.start_operation("a forward pass of the denoiser")
         engine = self._engine
@@ -85,7 +85,7 @@ class EngineForward:
 
 
 class DenoiserEngine(OptimizerSteps):
-    """A denoiser with its DeepSpeed engine and its policies. All ranks must call the methods marked "Collective"."""
+    """A denoiser with its DeepSpeed engine and its policies."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class DenoiserEngine(OptimizerSteps):
         optimizer_options: Mapping[str, OptimizerRecipe],
         frozen_adapters: Sequence[str],
     ) -> None:
-        """Use `build` instead.
+        """Do not call the constructor. Use `build` instead.
 
         ds: result of deepspeed.initialize for `module`. adapters: None in full training. gradient_watches,
         optimizer_options: one entry per trained adapter. frozen_adapters: names of the frozen adapters.
@@ -122,7 +122,7 @@ class DenoiserEngine(OptimizerSteps):
         uses_dropout = recipe.lora is not None and recipe.lora.dropout > 0
         self.dropout = AdapterDropout(module, recipe.run.seed, world.rank) if uses_dropout else None
         self._guard = RankGuard(world) if recipe.engine.guard else None
-        self._last_ema_update = 0  # number of updates at the last call of update_ema
+        self._last_ema_update = 0  # value of num_updates at the last call of update_ema
 
     @classmethod
     def build(
@@ -144,26 +144,26 @@ class DenoiserEngine(OptimizerSteps):
         shard_tokens: TokenSharding = install_ulysses,
         find_part: PartLookup = single_part,
     ) -> DenoiserEngine:
-        """Prepare the denoiser (preparation.py) and create its DeepSpeed engine and policy copies. Collective.
+        """Prepare the denoiser and create its DeepSpeed engine and policy copies. All ranks must call this.
 
-        denoiser: a diffusers model with the same weights on every rank. It is changed in place.
+        denoiser: a diffusers model with the same weights on every rank. It is changed in place (preparation.py).
         lora_targets: name suffixes of the layers to adapt; `lora.target_modules` in the recipe overrides them.
-        policies: the required policies in addition to `train`: a subset of old, ref and ema.
+        policies: the policies that the run needs in addition to `train`: a subset of old, ref and ema.
         accumulation: number of backward passes per optimizer step.
-        total_updates: number of optimizer steps of the run, the length of the learning rate schedule.
+        total_updates: number of optimizer steps of the run, which is the length of the learning rate schedule.
         block_classes: classes of the repeated blocks.
         frozen: names of parameters that full training does not train.
         initial_adapter: initial adapter tensors, named as in `iter_full_tensors`.
-        extra_adapters: {policy: adapter that is also trained}. These adapters start equal to `default`.
-        frozen_adapters: {policy: tensors of an adapter that is never trained}.
+        extra_adapters: {name: options} of adapters to train in addition to `default`. They start equal to `default`.
+        frozen_adapters: {name: tensors} of adapters that are never trained.
         count_flops: whether to count FLOPs. If so, tensor arguments of the denoiser must have one row per sample.
         shard_tokens: function that installs sequence parallelism over the ranks of a replica.
         find_part: maps a parameter's name to its network component, such as an expert. A step may run only some
         components.
 
-        Raises RecipeError if the DeepSpeed JSON or the LoRA targets are invalid, UserError if the denoiser does not
-        support sequence parallelism or the attention kernel, and ValueError for extra or frozen adapters without LoRA,
-        with invalid names or with tensors that do not fit.
+        Raises RecipeError if the DeepSpeed JSON or the LoRA targets are invalid, and UserError if the denoiser does not
+        support sequence parallelism or the attention kernel. Raises ValueError for extra or frozen adapters if LoRA is
+        disabled, a name is invalid or a tensor does not fit.
         """
         unknown = policies - {"old", "ref", "ema"}
         if unknown:
@@ -222,7 +222,7 @@ class DenoiserEngine(OptimizerSteps):
             self.is_replaying = False
 
     def pop_flop_count(self) -> FlopCount | None:
-        """Return the FLOPs of rank 0's forward passes since the last call; None on other ranks."""
+        """Return the FLOPs of rank 0's forward and backward passes since the last call. Other ranks get None."""
         return None if self.flop_counter is None else self.flop_counter.pop_count()
 
     def discard_flop_count(self) -> None:
@@ -230,24 +230,25 @@ class DenoiserEngine(OptimizerSteps):
             self.flop_counter.discard()
 
     def check_ranks_agree(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
-        """Raise an error on all ranks if their next forward passes differ. For the arguments see RankGuard.
+        """Raise an error on all ranks if their next forward passes differ.
 
-        Does nothing if the recipe key `engine.guard` is false.
+        Does nothing if the recipe sets `engine.guard: false`. The arguments are those of `RankGuard.compare_ranks`.
         """
         if self._guard is not None:
             self._guard.compare_ranks(*what, inputs=inputs)
 
     @contextlib.contextmanager
     def use_policy(self, name: str, *, merge: bool = False) -> Iterator[None]:
-        """Make the policy `name` active inside the context: forward passes use its weights.
+        """Make forward passes inside the context use the weights of a policy.
 
-        Collective. Cannot be nested. name: `train`, a policy copy, an extra adapter or a frozen adapter.
-
-        Gradients are disabled inside the context, unless it changes nothing: `train` is active already and `merge` is
-        false. Group forward passes by policy, because every switch of the policy takes time. (A switch copies weights,
-        and at ZeRO-3 it resets DeepSpeed's prefetch order.)
-
+        name: `train`, a policy copy, an extra adapter or a frozen adapter.
         merge: merge the policy's adapter into the weights (adapter_layers.py). LoRA at ZeRO-3 does not support this.
+
+        All ranks must enter and leave the context together. Contexts cannot be nested. Gradients are disabled inside
+        the context, except in the trivial case that `train` is active already and `merge` is false.
+
+        Group forward passes by policy, because switching the policy takes time. It copies weights, and at ZeRO-3 it
+        resets DeepSpeed's prefetch order.
         """
         self._require_trained_policy(f"use_policy({name!r})")
         if name == self.active_policy == "train" and not merge:
@@ -283,7 +284,7 @@ class DenoiserEngine(OptimizerSteps):
     # Policies
 
     def update_policy(self, name: str, decay: float) -> None:
-        """Update the copy `old` or `ema`: copy <- decay * copy + (1 - decay) * trained weights. Collective."""
+        """Update the copy `old` or `ema`: decay * copy + (1 - decay) * trained weights. All ranks call it."""
         self._require_trained_policy("update_policy")
         if name == "ref":
             raise ValueError("ref is frozen: only old and ema follow the trained weights")
@@ -293,7 +294,10 @@ class DenoiserEngine(OptimizerSteps):
             self._stale_adapters.add(name)  # its adapter is written at the next forward pass that needs it
 
     def update_ema(self) -> None:
-        """Update `ema` with the recipe's decay if the last step was applied. Call it after each step. Collective."""
+        """Update `ema` with the recipe's decay, unless the last step was skipped.
+
+        All ranks must call it after each step.
+        """
         options, update = self.recipe.ema, self.num_updates
         if options is None or update == self._last_ema_update:
             return
@@ -302,7 +306,7 @@ class DenoiserEngine(OptimizerSteps):
             self.update_policy("ema", ema_decay(options.decay, update))
 
     def policy_distance(self, policy: str) -> float:
-        """Return norm(trained weights - policy) / norm(policy) over the trained tensors. Collective."""
+        """Return norm(trained weights - policy) / norm(policy) over the trained tensors. All ranks must call this."""
         masters, flats = self.shards.master_weights(), self._policy_flats(policy)
         sums = torch.zeros(2, dtype=torch.float64, device=masters[0].device)
         for parameter in self.shards.slices:
@@ -313,11 +317,12 @@ class DenoiserEngine(OptimizerSteps):
         return math.sqrt(total["difference"] / total["norm"])
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield (name, full tensor) of a policy. Collective: all ranks must iterate to the end.
+        """Yield (name, full tensor) for each tensor of a policy. All ranks must iterate to the end.
 
-        Tensors are on the CPU of rank 0, and None on other ranks. Trained tensors are fp32, from the policy's master
-        weights. Full training yields all parameters and persistent buffers with their diffusers names. LoRA yields the
-        adapter's tensors; names omit the adapter's name (`transformer_blocks.0.attn.to_k.lora_A.weight`).
+        Rank 0 gets CPU tensors, and other ranks get None instead of a tensor. Trained tensors are the policy's fp32
+        master weights. In full training, yields all parameters and persistent buffers with their diffusers names. In
+        LoRA training, yields the adapter's tensors with names such as `transformer_blocks.0.attn.to_k.lora_A.weight`,
+        which do not contain the adapter's name.
         """
         flats = self._policy_flats(policy)
         for name, parameter in self.module.named_parameters():
@@ -331,7 +336,7 @@ class DenoiserEngine(OptimizerSteps):
     # Checkpoints
 
     def step_counters(self) -> dict[str, int]:
-        """Return the numbers of updates and skipped steps, for checkpoints. All ranks get equal numbers."""
+        """Return the numbers of updates and of skipped steps, for checkpoints. They are equal on all ranks."""
         counters = {"updates": self.num_updates, "skipped": self.num_skipped, "ema_seen": self._last_ema_update}
         return counters | {adapter_state_name(n, "updates"): updates for n, updates in self.adapter_updates.items()}
 
@@ -339,9 +344,9 @@ class DenoiserEngine(OptimizerSteps):
         """Return this rank's shards of all states that training changes, as {name: one tensor per optimizer group}.
 
         The names are `train`, each policy that changes during training, and `optimizer.NAME` for each optimizer state.
-        `shards.slices_by_name()` tells which elements of a tensor belong to which parameter. A tensor with 0 dimensions
-        is a number for the whole group, such as AdamW's step. The tensors are views that the next step overwrites.
-        The states of an extra adapter are named by `adapter_state_name`; `extra_shards` has their slices.
+        `adapter_state_name` names the states of extra adapters. A tensor with 0 dimensions is a number for the whole
+        group, such as AdamW's step. The tensors are views that the next step overwrites.
+        `shards.slices_by_name()` maps parameters to tensor slices. Extra adapters have their own `extra_shards`.
         """
         states = self.shards.training_states()
         states |= {name: list(copy.flats) for name, copy in self._moving_copies().items()}
@@ -351,7 +356,7 @@ class DenoiserEngine(OptimizerSteps):
 
     @torch.no_grad()
     def restore_state(self, counters: Mapping[str, int], states: Mapping[str, Flats]) -> None:
-        """Restore a state returned by `step_counters` and `shard_states`, and set the weights to match. Collective."""
+        """Restore results of `step_counters` and `shard_states`, and set the weights to match. All ranks call it."""
         self._require_trained_policy("restore_state")
         self.num_updates, self.num_skipped = counters["updates"], counters["skipped"]
         self._last_ema_update = counters["ema_seen"]
@@ -370,7 +375,7 @@ class DenoiserEngine(OptimizerSteps):
         return {name: copy for name, copy in self.copies.items() if name != "ref"}
 
     def lora_config(self) -> peft.LoraConfig | None:
-        """Return the adapter's PEFT configuration; None in full training."""
+        """Return the adapter's PEFT configuration, or None in full training."""
         return cast(Any, self.module).peft_config[DEFAULT_ADAPTER] if self.uses_lora else None
 
     def _policy_flats(self, policy: str) -> Sequence[Tensor]:

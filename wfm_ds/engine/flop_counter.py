@@ -1,11 +1,11 @@
-"""Count the FLOPs of a module and of the engine's forward passes. Operators are counted on the meta device.
+"""Count the FLOPs of the denoiser's forward and backward passes on the meta device.
 
-Linear layers, attention and convolutions count 2 FLOPs per multiply-add; pointwise operations are not counted. Nothing
-is computed or allocated, so counting a model of 14 billion parameters takes seconds on a laptop.
+A multiply-add in a linear layer, attention or a convolution counts as 2 FLOPs. Pointwise operations are not counted.
+The meta device computes and allocates nothing, so counting a model of 14 billion parameters takes seconds on a laptop.
 
-Each forward pass of the engine is recorded with the shapes of its arguments. The FLOPs of each combination of shapes
-are computed once, on a meta-device copy of the denoiser made before DeepSpeed partitions it. So the count is exact for
-every image size and text length.
+The engine records the shapes of the arguments of each forward pass. The FLOPs of each combination of shapes are counted
+once, on a copy of the denoiser on the meta device that is created before DeepSpeed partitions the denoiser. The count
+is therefore exact for every image size and text length.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Flops:
     """FLOPs of one forward pass of a denoiser and of its backward pass."""
 
     forward: int
-    backward: int  # gradients of trained weights and of activations; frozen weights only pass gradients through
+    backward: int  # gradients of trained weights and of activations; frozen weights need no gradient of their own
     recompute: int  # forward passes repeated in the backward pass, if blocks are checkpointed
     forward_without_adapters: int  # equals `forward` if there are no adapters
 
@@ -56,7 +56,10 @@ def convolution_backward_flops(
     output_mask: Sequence[bool],
     **_: Any,
 ) -> int:
-    """Return the FLOPs of a convolution's backward pass. torch's own formula ignores groups in the weight gradient."""
+    """Return the FLOPs of a convolution's backward pass.
+
+    torch's own formula is wrong for the weight gradient of grouped convolutions.
+    """
     return conv_flop_count(x_shape, w_shape, grad_out_shape, transposed) * sum(output_mask[:2])
 
 
@@ -88,7 +91,7 @@ def measure_flops(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpo
 
 
 def count_without_adapters(denoiser: nn.Module, predict: Callable[[], Tensor]) -> int | None:
-    """Return the FLOPs of `predict` with adapters disabled; None if the denoiser has no adapters."""
+    """Return the FLOPs of `predict` with adapters disabled, or None if the denoiser has no adapters."""
     adapters = find_adapter_layers(denoiser)
     if not adapters:
         return None
@@ -102,7 +105,7 @@ def count_without_adapters(denoiser: nn.Module, predict: Callable[[], Tensor]) -
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of the module on the meta device: parameters and buffers have shapes but no values."""
+    """Return a copy of the module on the meta device. Its parameters and buffers have shapes but no values."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
@@ -115,8 +118,8 @@ def copy_to_meta(module: nn.Module) -> nn.Module:
 class FlopCount:
     """Total FLOPs of several forward passes and of their backward passes."""
 
-    required: int = 0  # needed mathematically
-    recomputed: int = 0  # additionally computed by gradient checkpointing
+    required: int = 0  # without gradient checkpointing
+    recomputed: int = 0  # additional FLOPs of gradient checkpointing
 
     def __add__(self, other: FlopCount) -> FlopCount:
         return FlopCount(self.required + other.required, self.recomputed + other.recomputed)
@@ -128,7 +131,7 @@ class ForwardKind:
 
     shapes: Hashable
     with_gradient: bool
-    with_adapters: bool  # adapters are active, if there are any
+    with_adapters: bool  # False if adapters are disabled
 
 
 class FlopCounter:
@@ -160,7 +163,7 @@ class FlopCounter:
     def record_forward(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, with_gradient: bool, with_adapters: bool
     ) -> None:
-        """Record a forward pass with these arguments. Tensors must have one row per sample."""
+        """Record a forward pass with these arguments. Tensor arguments must have one row per sample."""
         batch = next(len(value) for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         shapes = (
             tuple(map(_argument_shape, args)),
@@ -174,10 +177,10 @@ class FlopCounter:
             )
 
     def pop_count(self) -> FlopCount | None:
-        """Return the FLOPs since the last call.
+        """Return the FLOPs of the forward passes recorded since the last call, and of their backward passes.
 
-        Returns None if FLOPs cannot be counted because the denoiser reads values of tensors. (Meta tensors have no
-        values.)
+        Returns None if the denoiser reads values of tensors. FLOPs cannot be counted then, because meta tensors have no
+        values.
         """
         try:
             return sum((self._count_forwards(kind, samples) for kind, samples in self._samples.items()), FlopCount())
@@ -217,8 +220,9 @@ def make_trainable(
 ) -> None:
     """Prepare a denoiser on the meta device for training, like the engine does.
 
-    Adds the adapters `default`, `names` and `extra_adapters` (LoRA), or freezes the parameters in `frozen` (full
-    training). `default` and the extra adapters are trained. Sets the dtype.
+    Also sets the dtype. For LoRA, adds the adapter `default`, the adapters in `names` and the adapters in
+    `extra_adapters`. `default` and the extra adapters are trained. For full training, freezes the parameters in
+    `frozen`.
     """
     if recipe.lora is None:
         set_trainable(meta_denoiser, frozen)

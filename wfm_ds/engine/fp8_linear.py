@@ -1,8 +1,8 @@
-"""Frozen float8 (e4m3) linear layers for LoRA: half the memory of bfloat16, and faster matrix products on a GPU.
+"""Frozen float8 (e4m3) linear layers for LoRA. They need half the memory of bfloat16 and are faster on a GPU.
 
-All policies (trained, old, reference) use the same base weights. Policies with equal adapters therefore predict
-identical bits in batches of equal size. Each row of a weight or input has its own scale (wfm_kernels.quantise_rows), so
-a sample's result does not depend on the values of the other samples in its batch.
+All policies (trained, old, reference) use the same base weights. Policies with equal adapters therefore give
+bit-identical predictions for batches of the same size. Each row of a weight or input has its own scale
+(wfm_kernels.quantise_rows), so a sample's prediction does not depend on the other samples in its batch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ MIN_CAPABILITY = (8, 9)  # compute capability of the first GPUs with float8 matr
 
 
 class Fp8Linear(FrozenLinear):
-    """A linear layer with a frozen weight [N, K], stored as e4m3 bytes and one float32 scale per row.
+    """A linear layer with a frozen weight [outputs, inputs], stored as e4m3 bytes and one float32 scale per row.
 
-    y = (xq @ Wq^T) * scale(x) * scale(W)^T + bias, in the dtype of x [..., K]. The gradient of x uses the dequantised
-    weight in the gradient's dtype. On a CPU the products are emulated in float64.
+    The input x is quantised too. Of the quantised matrices xq and Wq and their scales, the layer computes
+    y = (xq @ Wq^T) * scale(x) * scale(W)^T + bias in the dtype of x. The gradient of x is computed with the dequantised
+    weight in the gradient's dtype. On a CPU, matrix products are emulated in float64.
     """
 
     weight_bytes: Tensor
@@ -37,7 +38,7 @@ class Fp8Linear(FrozenLinear):
 
     @property
     def quantised_weight(self) -> tuple[Tensor, Tensor]:
-        """Views of the weight: e4m3 values [N, K] and float32 scales [N, 1]."""
+        """Views of the weight: e4m3 values [outputs, inputs] and float32 scales [outputs, 1]."""
         return self.weight_bytes.view(dtype=E4M3), self.scale_bits.view(dtype=torch.float32)
 
     @property
@@ -52,7 +53,7 @@ class Fp8Linear(FrozenLinear):
 class Fp8TwiceLinear(Fp8Linear):
     """An Fp8Linear that also computes the gradient of its input in float8.
 
-    It stores a second, transposed copy of the weight for this.
+    For this purpose, it stores a second, transposed copy of the weight.
     """
 
     back_bytes: Tensor
@@ -81,9 +82,10 @@ class _Fp8Matmul(torch.autograd.Function):
         back: Tensor | None = None,
         back_scale: Tensor | None = None,
     ) -> Tensor:
-        """back, back_scale: the transposed weight, e4m3 [K, N], and its scale, float32 [K, 1].
+        """Compute the layer's output. values, scale: the quantised weight and its row scales.
 
-        The backward pass uses them to compute the gradient of x in float8.
+        back, back_scale: the quantised transposed weight and its row scales. If they are given, the backward pass
+        computes the gradient of x in float8.
         """
         ctx.in_float8 = back is not None
         ctx.save_for_backward(*((values, scale) if back is None else (back, back_scale)))
@@ -110,7 +112,7 @@ def fp8_matmul(
 ) -> Tensor:
     """Return (rows * row_scale) @ (values * scale)^T + bias in `dtype`.
 
-    rows: e4m3 [..., K]. values: e4m3 [N, K].
+    rows: e4m3 [..., inputs]. values: e4m3 [outputs, inputs].
     """
     if rows.device.type != "cpu":
         return torch._scaled_mm(
@@ -127,7 +129,7 @@ def fp8_matmul(
 
 
 def require_fp8(key: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raise RecipeError for the recipe key `key` if the GPU cannot multiply in float8 with outputs in `dtype`."""
+    """Raise RecipeError if the device cannot multiply in float8 with outputs in `dtype`. key: recipe key to name."""
     if device.type != "cuda":
         return
     if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:

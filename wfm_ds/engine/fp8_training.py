@@ -1,12 +1,13 @@
 """Full fine-tuning with float8 matrix products, using torchao or TransformerEngine.
 
 Weights stay ordinary parameters and are cast in every forward pass, so DeepSpeed, the optimizer, checkpoints and
-exports work unchanged. Scales are computed from the current values, so equal weights predict identical bits. torchao
-uses one scale per row of weights and inputs, so a sample's prediction does not depend on its batch.
+exports work unchanged. Scales are computed from the current values, so equal weights give bit-identical predictions.
+torchao uses one scale per row of weights and inputs, so a sample's prediction does not depend on the other samples in
+its batch.
 
-TransformerEngine needs CUDA, so it is imported when the first layer is built. Its scales are per tensor
-(Float8CurrentScaling), so a sample's prediction depends on its batch. Algorithms that compare predictions therefore
-cannot use it.
+TransformerEngine needs CUDA, so it is imported when the first layer is built. It uses one scale per tensor
+(Float8CurrentScaling), so a sample's prediction depends on the other samples in its batch. Algorithms that compare
+predictions therefore cannot use TransformerEngine.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sections import Fp8Training
 
 logger = logging.getLogger(__name__)
-# TransformerEngine requires a multiple of this number of rows, because the gradient of a weight is a sum over rows.
+# TransformerEngine requires inputs with a multiple of this number of rows, because the gradient of a weight is a matrix
+# product that sums over rows.
 ROW_MULTIPLE = 16
 
 
@@ -40,8 +42,8 @@ def train_in_float8(
 ) -> int:
     """Replace the denoiser's `eligible_layers` by float8 layers of `library`, which share the original parameters.
 
-    Returns the number of replaced layers; 0 if `library` is None. On a CPU, torchao emulates the matrix products, which
-    is slow and only for tests.
+    Returns the number of replaced layers, which is 0 if `library` is None. On a CPU, torchao emulates the matrix
+    products. This is slow and only for tests.
     Raises RecipeError if the library cannot be imported, the GPU does not support float8, or no layer is eligible.
     """
     if library is None:
@@ -76,8 +78,9 @@ def torchao_layer_factory(device: torch.device) -> Callable[[nn.Linear], nn.Modu
 def te_layer_factory(key: str, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
     """Return a function that converts a torch linear layer to a TransformerEngine layer that shares its parameters.
 
-    State dicts do not change. Inputs [..., in_features] may have any number of rows. Raises RecipeError, naming the
-    recipe key, if the device is not a GPU or TransformerEngine cannot be imported.
+    State dicts do not change. Inputs [..., in_features] may have any number of rows.
+    key: recipe key to name in messages. Raises RecipeError if the device is not a GPU or TransformerEngine cannot be
+    imported.
     """
     if device.type != "cuda":
         raise RecipeError(f"{key} needs a GPU, but the device is {device.type}: use torchao, which emulates float8")

@@ -22,10 +22,10 @@ class FrozenLinear(nn.Linear):
         self.store_weight(layer.weight.detach().to(device, dtype))
 
     def store_weight(self, weight: Tensor) -> None:
-        """Set the buffers that store `weight` [N, K]."""
+        """Set the buffers that store `weight` [outputs, inputs]."""
         raise NotImplementedError
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]  # peft reads its device and dtype
-        """The weight [N, K] in the model's dtype, dequantised at each access."""
+        """The weight [outputs, inputs] in the model's dtype. It is dequantised at each access."""
         raise NotImplementedError

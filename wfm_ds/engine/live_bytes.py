@@ -1,7 +1,7 @@
 """Measure the current and peak memory of tensors while a block of code runs, on a CPU or on the meta device.
 
-Meta tensors have a size and a lifetime but use no memory. So the memory of a forward and backward pass can be measured
-for a model that does not fit into the machine.
+Meta tensors have a size and a lifetime but use no memory. The memory of a forward and backward pass can therefore be
+measured even if the model does not fit into the machine.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class LiveByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def is_counted(self, key: int) -> bool:
-        """Return whether the tensor storage with this id (`storage_id`) is counted."""
+        """Return whether the storage with this id is counted. key: result of `storage_id`."""
         return key in self._counted_storages
 
     def _add_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._counted_storages:  # another view of it
+        if key in self._counted_storages:  # another view of a counted storage
             return
         self._counted_storages.add(key)
         self.current += size
@@ -62,8 +62,8 @@ def storage_id(tensor: torch.Tensor) -> int:
 def emulate_gpu_attention() -> Iterator[None]:
     """Make attention on the meta device save the same tensors for the backward pass as GPU kernels do.
 
-    By default, attention on the meta device saves a matrix over all pairs of tokens. Inside the context, torch's
-    attention function is replaced by `gpu_attention`.
+    Replaces torch's attention function by `gpu_attention` inside the context. By default, attention on the meta device
+    saves a matrix with an element for each pair of tokens.
     """
     original = functional.scaled_dot_product_attention
 

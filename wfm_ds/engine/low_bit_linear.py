@@ -1,7 +1,7 @@
 """Frozen linear layers with an 8-bit or 4-bit weight, which is dequantised at each use.
 
 These layers save memory but are not faster, because matrix products use the dequantised weight in the model's dtype.
-Inputs are not rounded, so the error is smaller than with float8. Any GPU is supported.
+Inputs are not quantised, so the error is smaller than with float8. All GPUs are supported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NF4_BLOCK = 64  # weight elements per scale in NF4
 
 
 class LowBitLinear(FrozenLinear):
-    """A linear layer y = x W^T + bias that dequantises W again in each forward and backward pass."""
+    """A linear layer that dequantises its weight in each forward pass and again in the backward pass."""
 
     def forward(self, input: Tensor) -> Tensor:
         product: Tensor = _RestoredMatmul.apply(input, self.bias, self)  # type: ignore[no-untyped-call]
@@ -39,7 +39,7 @@ class _RestoredMatmul(torch.autograd.Function):
 
 
 class Int8Linear(LowBitLinear):
-    """A linear layer with a weight [N, K] stored as integers from -127 to 127 and one float32 scale per row."""
+    """A linear layer that stores its weight as integers from -127 to 127 and one float32 scale per row."""
 
     codes: Tensor
     scale_bits: Tensor
@@ -56,7 +56,7 @@ class Int8Linear(LowBitLinear):
 
 
 class Nf4Linear(LowBitLinear):
-    """A linear layer with an NF4 weight [N, K] (arXiv 2305.14314).
+    """A linear layer that stores its weight in the format NF4 of QLoRA (arXiv 2305.14314).
 
     Each element has 4 bits, and each block of 64 elements has a float32 scale.
     """

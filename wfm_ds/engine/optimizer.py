@@ -1,9 +1,9 @@
 """Build the optimizer of the trained parameters, compute its schedules, and convert its states for checkpoints.
 
-Checkpoints store the states of all optimizers in AdamW's format: `step` is one number; `exp_avg` and `exp_avg_sq` are
-float32 with one element per master weight. So a run can resume with a different number of ranks. For an 8-bit
-optimizer, checkpoints also store the scale of each element. If each block still contains the same elements, these
-scales restore the exact 8-bit codes.
+Checkpoints store the states of every optimizer in AdamW's format, so that a run can resume with a different number of
+ranks. `step` is one number, and `exp_avg` and `exp_avg_sq` are float32 with one element per master weight. For an 8-bit
+optimizer, checkpoints also store the scale of each element. With these scales, the exact 8-bit codes are restored if
+each block still contains the same elements.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ NO_OPTIONS: Mapping[str, OptimizerRecipe] = MappingProxyType({})
 class ExtraAdapter:
     """Optimizer settings of an adapter that is trained in addition to `default`.
 
-    All other settings, such as weight decay and the clipping norm, are those of the recipe.
+    All other settings, such as weight decay and the clipping norm, come from the recipe's section `optimizer`.
     """
 
-    lr: float  # constant
+    lr: float  # constant learning rate
     betas: tuple[float, float]
 
     def optimizer_options(self, options: OptimizerRecipe) -> OptimizerRecipe:
-        """Return the recipe's section `optimizer` with the settings of this adapter."""
+        """Return a copy of the recipe's section `optimizer` with the settings of this adapter."""
         own = {"lr": self.lr, "betas": self.betas, "warmup_steps": 0, "schedule": "constant"}
         return options.model_copy(update=own)
 
@@ -54,7 +54,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the recipe's optimizer for all trained parameters. Raises RecipeError if its package is not installed.
 
-    extra_options: {extra adapter: its options}. With extra adapters, the optimizer is an AdapterwiseOptimizer.
+    extra_options: {name of an extra adapter: its options}. If there are extra adapters, the result is an
+    AdapterwiseOptimizer, which steps one adapter at a time.
     """
     optimizer_class, settings = choose_optimizer(options, device)
     if not extra_options:
@@ -100,8 +101,8 @@ def make_adapterwise(optimizer_class: type[torch.optim.Optimizer]) -> type[torch
 class AdapterwiseOptimizer(torch.optim.Optimizer):
     """Mixin for an optimizer with one parameter group per adapter. Its `step` changes only the active adapter.
 
-    ZeRO steps all groups. To set the learning rate of the other adapters to 0 would not be enough, because their
-    moments and step counts would still change.
+    ZeRO steps all parameter groups. Setting the learning rate of the other adapters to 0 would not be enough, because
+    their moments and step counts would still change.
     """
 
     active_adapter = DEFAULT_ADAPTER
@@ -124,7 +125,7 @@ def should_use_fused(device: torch.device) -> bool | None:
 
 
 def read_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
-    """Return one master tensor's optimizer states, {AdamW's name: tensor}. Before the first step, the result is empty.
+    """Return the optimizer states of one master tensor, {name of the state in AdamW: tensor}, or {} before any step.
 
     AdamW's states are returned without a copy. The states of other optimizers are converted to float32 on the CPU.
     """
@@ -143,7 +144,7 @@ def read_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Ten
 
 
 def write_states(optimizer: torch.optim.Optimizer, flat: Tensor, states: Mapping[str, Tensor]) -> None:
-    """Set one master tensor's optimizer states. states: result of `read_states` for the same elements."""
+    """Set the optimizer states of one master tensor. states: result of `read_states` for the same elements."""
     state = optimizer.state[flat]
     if "fused" in optimizer.defaults:
         on_device = optimizer.defaults["fused"]  # fused AdamW keeps the step counter on the device of the weights
@@ -164,19 +165,20 @@ def write_states(optimizer: torch.optim.Optimizer, flat: Tensor, states: Mapping
 
 
 def decode_blocks(codes: Tensor, absmax: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
-    """Dequantise 8-bit optimizer states. Returns (values, scale of each element), both float32 [n].
+    """Dequantise 8-bit optimizer states. Returns (values, scales), both float32 with one element per code.
 
-    codes: [n]. absmax: one scale per block. code_book: ascending numbers from -1 to 1, indexed by the codes.
+    codes: 1D tensor. absmax: one scale per block. code_book: ascending numbers from -1 to 1, indexed by the codes.
     """
     scale = absmax.repeat_interleave(STATE_BLOCK)[: len(codes)]
     return code_book[codes.int()] * scale, scale
 
 
 def encode_blocks(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise optimizer states: the inverse of `decode_blocks`. Returns (codes [n], one scale per block).
+    """Quantise optimizer states to 8 bits, the inverse of `decode_blocks`. Returns (codes, one scale per block).
 
-    scale: previous scale of each element, or 0 if it was not quantised before. If all elements of a block have the same
-    scale, the block keeps it. Otherwise, its scale is the largest magnitude of its values.
+    scale: previous scale of each element, or 0 for an element that was not quantised before. If all elements of a block
+    have the same previous scale, the block keeps this scale. Otherwise, the block's scale is the largest magnitude of
+    its values.
     """
     missing = -len(values) % STATE_BLOCK
     rows, scales = (functional.pad(x, (0, missing)).view(-1, STATE_BLOCK) for x in (values, scale))
@@ -191,9 +193,9 @@ def encode_blocks(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Ten
 def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> float:
     """Return the learning rate of optimizer step `update`, from 1 to total_updates.
 
-    Follows diffusers.optimization.get_scheduler. The warm-up is linear: the rate is 0 in update 1 and lr in update
-    warmup_steps + 1. After it, the linear and cosine schedules decay from lr towards final_lr_fraction * lr. They would
-    reach this value in update total_updates + 1.
+    The schedules are those of diffusers.optimization.get_scheduler. The warm-up is linear: the rate is 0 in update 1
+    and lr in update warmup_steps + 1. Then, the linear and cosine schedules decay from lr towards
+    final_lr_fraction * lr, which they would reach in update total_updates + 1.
     """
     done, warmup = update - 1, recipe.warmup_steps
     if done < warmup:
@@ -205,14 +207,14 @@ def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> f
 
 
 def ema_decay(largest: float, update: int) -> float:
-    """Return the EMA decay after optimizer step `update` (from 1): min((1 + update) / (10 + update), largest)."""
+    """Return the EMA decay for optimizer step `update`, counted from 1. It increases towards `largest`."""
     return min((1 + update) / (10 + update), largest)
 
 
 def accumulate_in_float32(ds: Any) -> None:
     """Make the ZeRO stage 1 optimizer accumulate gradients in float32. Call it before the first backward pass.
 
-    DeepSpeed chooses the dtype in the optimizer's constructor. This function changes the attributes of the finished
+    DeepSpeed chooses the dtype in the constructor of its optimizer. This function changes attributes of the constructed
     optimizer.
     """
     optimizer = ds.optimizer

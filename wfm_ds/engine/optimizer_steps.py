@@ -25,9 +25,9 @@ from wfm_ds.types import DEFAULT_ADAPTER
 class StepResult:
     """The outcome of an optimizer step. All ranks get equal values."""
 
-    # False if a gradient was not finite on some rank, or if there were no loss terms. Then no rank changed its weights.
+    # False if a gradient was not finite on some rank, or if there were no loss terms. No rank changed its weights then.
     is_applied: bool
-    grad_norm: float  # global, before clipping, unscaled; NaN if not applied
+    grad_norm: float  # norm of the gradient over all ranks, before clipping; NaN if the step was not applied
     is_clipped: bool
     lr: float  # learning rate of this step, also if it was not applied
 
@@ -35,8 +35,7 @@ class StepResult:
 class OptimizerSteps:
     """The optimizer steps of a DeepSpeed engine: loss scaling, learning rates, clipping and counters.
 
-    A LoRA run can train several adapters in turn (`train_adapter`). All ranks must call the methods marked
-    "Collective".
+    A LoRA run can train several adapters in turn (`train_adapter`).
     """
 
     def __init__(
@@ -70,16 +69,16 @@ class OptimizerSteps:
         self._gradient_watches = gradient_watches
         self._optimizer_options = optimizer_options
         self._is_using_policy = False  # inside DenoiserEngine.use_policy
-        self._num_backwards = 0  # since the last step
+        self._num_backwards = 0  # backward passes since the last step
         self._expected_backwards = self.accumulation
 
     @contextlib.contextmanager
     def train_adapter(self, name: str) -> Iterator[None]:
-        """Train the adapter `name`, which is `default` or an extra adapter, inside the context. Collective.
+        """Train the adapter `name` inside the context. name: `default` or an extra adapter.
 
         Forward passes, backward passes and optimizer steps use this adapter. All other adapters keep their weights,
-        moments and step counts. Enter and leave the context between optimizer steps. The context cannot be nested, but
-        may contain `use_policy`.
+        moments and step counts. All ranks must enter and leave the context together, between optimizer steps. The
+        context cannot be nested, but it may contain `use_policy`.
         """
         self._require_trained_policy(f"train_adapter({name!r})")
         if self.trained_adapter != DEFAULT_ADAPTER or self._num_backwards:
@@ -107,9 +106,9 @@ class OptimizerSteps:
         self.trained_adapter, self.active_policy = name, "train" if name == DEFAULT_ADAPTER else name
 
     def expect_backwards(self, num_backwards: int) -> None:
-        """Set the number of backward passes of the next optimizer step. Collective.
+        """Set the number of backward passes of the next optimizer step.
 
-        Call it before the first of these backward passes.
+        All ranks must call this before the first of these backward passes.
         """
         if num_backwards < 1 or self._num_backwards:
             raise RuntimeError(
@@ -118,13 +117,13 @@ class OptimizerSteps:
         self._expected_backwards = num_backwards
 
     def backward(self, loss_sum: Tensor, num_terms: int) -> None:
-        """Back-propagate the loss of one micro-step. Collective.
+        """Back-propagate the loss of one micro-step. All ranks must call this.
 
-        The micro-steps of an optimizer step add up to the gradient of the mean loss over all N loss terms.
+        The gradients of an optimizer step's micro-steps add up to the gradient of the mean over all loss terms.
 
         loss_sum: sum of this rank's loss terms in this micro-step, fp32 scalar, equal on the ranks of a replica.
-        num_terms: N >= 1, the number of valid loss terms of the optimizer step over all replicas and micro-steps. For a
-        step without loss terms call `skip_step`.
+        num_terms: number of valid loss terms of the optimizer step over all replicas and micro-steps, at least 1. For a
+        step without loss terms, call `skip_step` instead.
         """
         self._require_trained_policy("backward")
         if loss_sum.ndim != 0:
@@ -140,15 +139,15 @@ class OptimizerSteps:
         last = self._num_backwards == self._expected_backwards
         self.ds.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks and divides by its configured number of micro-steps, even if the actual number
-        # differs. The ranks of a replica hold partial sums of one gradient, so the factor is the number of ranks, not
-        # of replicas.
+        # differs. Multiply by both to undo this. The ranks of a replica hold partial sums of one gradient, so the first
+        # factor is the number of ranks, not of replicas.
         scale = self.world.size * self.accumulation / num_terms
         self.ds.backward(loss_sum * scale)
         if not last:
             self.ds.step()  # only counts the micro-step
 
     def step(self) -> StepResult:
-        """Update the weights after all backward passes of the step. Collective.
+        """Update the weights after all backward passes of the step. All ranks must call this.
 
         If a gradient is not finite on any rank, no rank changes its weights. Raises ModelError if a trained parameter
         received no gradient.

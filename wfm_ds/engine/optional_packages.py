@@ -1,4 +1,4 @@
-"""Optional packages that some recipe keys need. Missing packages are reported before anything is loaded."""
+"""Checks the optional packages that some recipe keys need, before a run loads anything."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ EXTRAS = {
     # Built from source against the installed torch.
     "transformer_engine": "--no-build-isolation 'wfm_ds[transformer-engine]'",
 }
-"""{package: pip requirement that installs it, an extra in pyproject.toml}."""
+"""{package: argument of `pip install` that installs it}."""
 
 
 def require_package(package: str, key: str) -> None:
-    """Raise RecipeError, naming the recipe key, if the package is not installed."""
+    """Raise RecipeError if the package is not installed. key: recipe key that needs the package, for the message."""
     if find_spec(package) is None:
         raise RecipeError(
             f"{key} needs the package {package}, which is not installed: pip install {EXTRAS[package]}, or "

@@ -1,8 +1,8 @@
 """The LoRA adapters of a denoiser. The denoiser switches between policies (sets of weights) by activating adapters.
 
 The policies are `train` (the trained weights, adapter `default`), `old`, `ref` and `ema`. A LoRA run can have further
-policies: adapters that are trained in addition to `default`, and frozen adapters. shards.py keeps the copies of `old`,
-`ref` and `ema`. engine.py and the training loops decide when a policy changes.
+policies: adapters that are trained in addition to `default`, and frozen adapters. shards.py implements the fp32 copies
+of `old`, `ref` and `ema`. engine.py and the training loops decide when a policy changes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ RESERVED_NAMES = frozenset({DEFAULT_ADAPTER, "train", "old", "ref", "ema", "merg
 
 
 def check_adapter_names(names: Sequence[str], *, lora: bool) -> None:
-    """Raise ValueError if PEFT or the engine cannot use the names of these extra and frozen adapters.
+    """Raise ValueError if PEFT or the engine cannot use these names for extra and frozen adapters.
 
-    Without LoRA, any name is an error.
+    lora: whether the run uses LoRA. If it does not, every name is an error.
     """
     if names and not lora:
         raise ValueError(f"extra and frozen adapters need LoRA training: {', '.join(names)}")
@@ -43,7 +43,7 @@ def check_adapter_names(names: Sequence[str], *, lora: bool) -> None:
 
 
 def set_trainable(denoiser: nn.Module, frozen: AbstractSet[str]) -> None:
-    """Freeze the parameters named in `frozen` and train all others (requires_grad)."""
+    """Set requires_grad: False for the parameters named in `frozen`, True for all others."""
     for name, parameter in denoiser.named_parameters():
         parameter.requires_grad_(name not in frozen)
 
@@ -61,10 +61,12 @@ def add_adapters(
 ) -> Adapters:
     """Add the trained adapter `default`, and a frozen copy of it for each name in `names`.
 
-    Call it before DeepSpeed starts. seed: seed of the initial A matrices. initial_values: initial tensors of `default`,
-    `names` and `extra`. extra: names of further trained adapters, which start equal to `default`. frozen: {name of a
-    further frozen adapter: its tensors}. Raises RecipeError if no layer can be adapted, and ValueError if tensors do
-    not fit.
+    Call it before DeepSpeed starts.
+    seed: seed of the initial A matrices.
+    initial_values: initial tensors of all adapters except those in `frozen`. None: random A matrices.
+    extra: names of additional trained adapters, which start equal to `default`.
+    frozen: {name: tensors} of additional frozen adapters.
+    Raises RecipeError if no layer can be adapted, and ValueError if a tensor does not fit.
     """
     copies = (DEFAULT_ADAPTER, *names, *extra)
     denoiser.requires_grad_(False)
@@ -83,7 +85,7 @@ def add_adapters(
     try:
         for name in (*copies, *frozen):
             with torch.random.fork_rng(list(devices)):
-                torch.manual_seed(seed)  # the same seed for each adapter: all adapters start equal, on every rank
+                torch.manual_seed(seed)  # one seed for all adapters and ranks, so that they start equal
                 module.add_adapter(config, adapter_name=name)
     except ValueError as error:  # raised by PEFT if no name matches, or for a layer type that it does not support
         raise RecipeError(f"lora.target_modules: {', '.join(targets)} cannot be adapted: {error}") from error
@@ -108,8 +110,8 @@ def write_initial_values(denoiser: nn.Module, initial_values: AdapterTensors, na
 class Adapters:
     """The LoRA adapters of a denoiser and the choice of the active one. Only trained adapters require gradients.
 
-    The active adapter changes many times per step. PEFT's own switch visits all modules and sets thousands of flags
-    each time, so this class finds the adapted layers once and switches only these layers.
+    The active adapter changes many times per step. PEFT's own function for this visits all modules and sets thousands
+    of flags. This class instead finds the adapted layers once, and then switches only these layers.
     """
 
     def __init__(self, denoiser: nn.Module, trained: Sequence[str] = (DEFAULT_ADAPTER,)) -> None:
@@ -127,7 +129,7 @@ class Adapters:
         self.activate("default")
 
     def activate(self, name: str | None) -> None:
-        """Activate the adapter of this name; None disables all adapters."""
+        """Activate the adapter with this name. None disables all adapters."""
         for layer in (*self.layers, *self._module_copies):
             layer._disable_adapters = name is None
             if name is not None:
@@ -135,7 +137,7 @@ class Adapters:
 
 
 def write_adapter(denoiser: nn.Module, copy: ShardedCopy, name: str) -> None:
-    """Write a policy copy, rounded to the module's dtype, into the frozen adapter `name`. Collective."""
+    """Write a policy copy, rounded to the module's dtype, into the adapter `name`. All ranks must call this."""
     parameters: dict[str, Any] = dict(denoiser.named_parameters())
     pairs = [(parameters[n.replace(".default.", f".{name}.")], q) for n, q in parameters.items() if ".default." in n]
     with torch.no_grad(), copy.use_weights():
@@ -149,17 +151,17 @@ def write_adapter(denoiser: nn.Module, copy: ShardedCopy, name: str) -> None:
 
 
 class AdapterDropout:
-    """The dropout layers of the adapter `default`.
+    """Controls the dropout layers of the adapter `default`.
 
-    Masks are seeded by run seed, rank, optimizer step and forward pass within the step, so checkpoints store no random
-    state. Blocks recomputed in the backward pass use the same masks, because torch's checkpointing restores the random
-    state.
+    Masks depend only on the run's seed, the rank, the optimizer step and the index of the forward pass within the step.
+    Checkpoints therefore need no random state. Blocks that are recomputed in the backward pass use the same masks,
+    because torch's gradient checkpointing restores the random state.
     """
 
     def __init__(self, denoiser: nn.Module, seed: int, rank: int) -> None:
-        """Disable dropout in all adapters, because PEFT creates them in train mode.
+        """Disable dropout in all adapters. `seed_masks` enables dropout in `default`.
 
-        `seed_masks` enables it for `default`.
+        PEFT creates all adapters in train mode, in which dropout is enabled.
         """
         layers = [dict(layer.lora_dropout) for layer in find_adapter_layers(denoiser)]
         for dropout in (dropout for by_adapter in layers for dropout in by_adapter.values()):
@@ -171,7 +173,7 @@ class AdapterDropout:
 
     @contextlib.contextmanager
     def seed_masks(self, step: int, device: torch.device) -> Iterator[None]:
-        """Enable dropout for one forward pass, unless gradients are disabled.
+        """Enable dropout for one forward pass inside the context, unless gradients are disabled.
 
         step: number of optimizer steps so far, including skipped ones.
         """

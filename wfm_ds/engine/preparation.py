@@ -1,8 +1,8 @@
 """Preparation of the denoiser for DeepSpeed: weight placement, adapters, sequence parallelism and kernels.
 
-Weights are moved from memory-mapped files to the device one parameter at a time, so at most one parameter is in memory
-twice. All ranks of a machine share the mapped pages (models/assets/loading.py). At ZeRO-3, each rank copies only its
-shards.
+Weights are moved from memory-mapped files to the device one parameter at a time, so that at most one parameter is in
+memory twice. All ranks of a machine share the pages of the mapped files (models/assets/loading.py). At ZeRO-3, each
+rank copies only its shards.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ def prepare_denoiser(
     frozen_adapters: Mapping[str, AdapterTensors] = NO_ADAPTERS,
     shard_tokens: TokenSharding,
 ) -> Adapters | None:
-    """Prepare a denoiser in place for training. Returns the adapters; None in full training. Collective.
+    """Prepare a denoiser in place for training. All ranks must call this. Returns the adapters, or None without LoRA.
 
     The steps must run in this order: low-precision base weights, weight placement, choice of the trained parameters
     (adapters in LoRA training), gradient checkpointing, sequence parallelism, attention kernel, block compilation.
 
     config: the config for deepspeed.initialize. names: names of the policy copies that have adapters.
-    extra_adapters: names of the extra adapters. The other arguments and the errors are those of `DenoiserEngine.build`.
+    extra_adapters: names of the extra adapters. For the other arguments and the errors, see `DenoiserEngine.build`.
     """
     module: Any = denoiser
     dtype = DTYPES[recipe.model.dtype]
@@ -87,15 +87,16 @@ def prepare_denoiser(
     if recipe.engine.compile:
         compile_blocks(denoiser, block_classes)
         logger.info("blocks are compiled at first use")
-    if world.device.type != "cpu":  # a CPU has only one kernel
+    if world.device.type != "cpu":  # a CPU has only one attention kernel
         logger.info("attention kernel: %s", kernel)
     return adapters
 
 
 def place_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-    """Move the weights to their device, or partition them at ZeRO-3. Collective; call it before adapters are added.
+    """Move the weights to their device, or partition them at ZeRO-3.
 
-    config: the config for deepspeed.initialize. Nothing is broadcast, so all ranks must have loaded the same weights.
+    All ranks must call this, before adapters are added. Nothing is broadcast, so all ranks must have loaded the same
+    weights. config: the config for deepspeed.initialize.
     """
     zero = config["zero_optimization"]
     on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"  # DeepSpeed sets up NVMe swapping itself
@@ -107,7 +108,7 @@ def place_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.d
 
 
 def move_weights(denoiser: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
-    """Move all weights to the device, cast to `dtype`, and all buffers in their own dtypes."""
+    """Move all weights and buffers to the device. Only weights are cast to `dtype`."""
     for parameter in denoiser.parameters():
         parameter.data = parameter.data.to(device, dtype)
     move_buffers(denoiser, device)
@@ -122,13 +123,13 @@ def move_buffers(denoiser: nn.Module, device: torch.device) -> None:
 def partition_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Keep only this rank's ZeRO-3 shard of every parameter.
 
-    Unlike DeepSpeed's zero.Init(module=...), nothing is broadcast from rank 0, and only the shard's pages of the mapped
-    file are read.
+    DeepSpeed's zero.Init(module=...) would broadcast all weights from rank 0. This function broadcasts nothing and only
+    reads the shard's pages of the mapped file.
     """
     init = deepspeed.zero.Init(
         config_dict_or_path=dict(config),
         dtype=dtype,
-        # Reuse the process group for hpZ that an earlier engine in this process created.
+        # If an earlier engine in this process created the process group for hpZ (sharding within a node), reuse it.
         zero_param_parallel_group=groups._get_zero_param_intra_parallel_group(),
     )
     parameter: Any
@@ -136,12 +137,12 @@ def partition_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: tor
         parameter.data = parameter.data.to(dtype)
         init._convert_to_deepspeed_param(parameter)
         parameter.partition()
-        # The remaining tensor is empty. Its device decides where DeepSpeed gathers a single parameter.
+        # The partitioned parameter's tensor is empty. DeepSpeed gathers the parameter on the device of this tensor.
         parameter.data = parameter.data.to(init.local_device)
 
 
 def cast_adapters(denoiser: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the adapters of a partitioned denoiser. (DeepSpeed casts only models that are not partitioned.)"""
+    """Cast the adapters of a partitioned denoiser, because DeepSpeed casts only models that are not partitioned."""
     for parameter in denoiser.parameters():
         if not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.to(dtype)

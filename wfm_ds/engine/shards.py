@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from wfm_ds.engine.optimizer import read_states, write_states
 from wfm_ds.types import DEFAULT_ADAPTER
 
-Flats = Sequence[Tensor]  # one flat fp32 tensor per optimizer group: this rank's shard, padding included
+Flats = Sequence[Tensor]  # this rank's shards: one flat fp32 tensor per optimizer group, including padding
 OPTIMIZER_PREFIX = "optimizer."  # prefix of the names of the optimizer's states
 
 
@@ -28,7 +28,8 @@ OPTIMIZER_PREFIX = "optimizer."  # prefix of the names of the optimizer's states
 class ShardSlice:
     """This rank's slice of one parameter.
 
-    `flats[group][flat_start : flat_start + numel]` holds the parameter's elements from index `parameter_start` on.
+    `flats[group][flat_start : flat_start + numel]` are elements of the parameter. The first of them has the index
+    `parameter_start` in the flattened parameter. flats: one flat tensor per optimizer group.
     """
 
     group: int
@@ -38,15 +39,15 @@ class ShardSlice:
 
 
 def adapter_state_name(adapter: str, state: str) -> str:
-    """Return the name of an extra adapter's state in a checkpoint."""
+    """Return the name of a state of an extra adapter in checkpoints."""
     return f"adapter.{adapter}.{state}"
 
 
 class Shards:
     """This rank's shards of the fp32 master weights in an initialised DeepSpeed engine at ZeRO stage 1, 2 or 3.
 
-    If the engine trains several adapters, an instance covers only one of them and numbers the optimizer groups of this
-    adapter from 0.
+    If the engine trains several adapters, an instance contains only the shards of one adapter. The optimizer groups of
+    this adapter are then numbered from 0.
     """
 
     def __init__(self, ds: Any, adapter: str = DEFAULT_ADAPTER) -> None:
@@ -69,17 +70,17 @@ class Shards:
         return [flat.detach() for flat in self._optimizer_flats()]
 
     def optimizer_states(self) -> list[dict[str, Tensor]]:
-        """Return the optimizer states {name: tensor} of each group. Before the first step, the mappings are empty."""
+        """Return one mapping {state: tensor} per optimizer group. The mappings are empty before the first step."""
         return [read_states(self.ds.optimizer.optimizer, flat) for flat in self._optimizer_flats()]
 
     def load_optimizer_states(self, states: Mapping[str, Flats]) -> None:
-        """Set the optimizer states. states: {name as in `optimizer_states`: one tensor per optimizer group}."""
+        """Set the optimizer states. states: {name of the state: one tensor per optimizer group}."""
         for group, flat in enumerate(self._optimizer_flats()):
             group_states = {name: flats[group] for name, flats in states.items()}
             write_states(self.ds.optimizer.optimizer, flat, group_states)
 
     def training_states(self) -> dict[str, list[Tensor]]:
-        """Return {state: one tensor per optimizer group}: the master weights `train` and the optimizer states.
+        """Return {state: one tensor per optimizer group}. States are `train` (the master weights) and the optimizer's.
 
         The tensors are views that the next step overwrites.
         """
@@ -89,7 +90,7 @@ class Shards:
         return states
 
     def load_training_states(self, states: Mapping[str, Flats]) -> None:
-        """Restore a result of `training_states`, and set the module's weights to match. Collective."""
+        """Restore a result of `training_states`, and set the module's weights to match. All ranks must call this."""
         masters = self.master_weights()
         torch._foreach_copy_(masters, list(states["train"]))
         self.install_weights(masters)
@@ -108,7 +109,7 @@ class Shards:
         )
 
     def _select_groups(self, values: Sequence[Any]) -> list[Any]:
-        """Return the values of this object's optimizer groups. values: one value for each group of the optimizer."""
+        """Return the values for the groups in this object. values: one value for each group of the optimizer."""
         return [values[group] for group in self._groups]
 
     def lengths(self) -> list[int]:
@@ -116,7 +117,7 @@ class Shards:
         return [len(flat) for flat in self._optimizer_flats()]
 
     def slices_by_name(self) -> dict[str, ShardSlice]:
-        """Return {parameter name: this rank's slice}."""
+        """Return {parameter name: this rank's slice of the parameter}."""
         names = {parameter: name for name, parameter in self.ds.module.named_parameters()}
         return {names[parameter]: piece for parameter, piece in self.slices.items()}
 
@@ -146,35 +147,36 @@ class Shards:
                 )
 
     def local_elements(self, parameter: nn.Parameter, flats: Flats) -> Tensor:
-        """Return a view [numel] of this rank's elements of a parameter. flats: one flat tensor per optimizer group."""
+        """Return a flat view of this rank's elements of a parameter. flats: one flat tensor per optimizer group."""
         piece = self.slices[parameter]
         return flats[piece.group][piece.flat_start : piece.flat_start + piece.numel]
 
     def gather_parameter(self, parameter: nn.Parameter, flats: Flats, device: torch.device) -> Tensor | None:
-        """Return a full parameter in fp32 on the CPU of rank 0. Other ranks get None. Collective.
+        """Return a full parameter in fp32 on the CPU of rank 0. Other ranks get None. All ranks must call this.
 
-        device: device on which the parameter is gathered.
+        flats: one flat tensor per optimizer group. device: device on which the parameter is gathered.
         """
         piece, shape = self.slices[parameter], getattr(parameter, "ds_shape", parameter.shape)
         whole = torch.zeros(shape.numel(), dtype=torch.float32, device=device)
         whole[piece.parameter_start : piece.parameter_start + piece.numel] = self.local_elements(parameter, flats).to(
             device
         )
-        dist.reduce(whole, dst=0)  # every element has one owner and all others add 0, so the sum is exact
+        dist.reduce(whole, dst=0)  # one rank owns each element and all other ranks add 0, so the sum is exact
         return whole.view(shape).cpu() if dist.get_rank() == 0 else None
 
     def zero_gradients(self) -> None:
         """Zero the accumulated gradients at ZeRO-3 after an optimizer step.
 
-        ZeRO-3 overwrites old gradients only in the first micro-step, and only for parameters used in that micro-step.
-        Without this call, an expert that is used later or not at all would be updated with old gradients.
+        ZeRO-3 overwrites old gradients only in the first micro-step, and only for parameters used in this micro-step.
+        Without this call, an expert that is used only in later micro-steps, or not at all, would be updated with old
+        gradients.
         """
         if self.stage == 3:
             self.ds.optimizer.grad_partitions_flat_buffer.zero_()
 
     @torch.no_grad()
     def install_weights(self, flats: Flats) -> None:
-        """Set the module's weights to the values in `flats`, rounded to the module's dtype. Collective."""
+        """Set the module's weights to `flats`, rounded to the module's dtype. All ranks must call this."""
         optimizer = self.ds.optimizer
         if self.stage == 3:
             shard: Any
@@ -197,11 +199,11 @@ class Shards:
 
 
 def refresh_gathered_weights(parameters: Sequence[Any]) -> None:
-    """Discard outdated copies of these parameters after their shards changed at ZeRO-3. Collective.
+    """Discard outdated copies of these parameters after their ZeRO-3 shards have changed. All ranks must call this.
 
     Small parameters that ZeRO-3 keeps gathered are gathered again. If zero_hpz_partition_size is set, the secondary
-    shards of each node are discarded too. Otherwise DeepSpeed would gather old weights from them until the next
-    optimizer step.
+    shards of each node are discarded too, because DeepSpeed would otherwise gather old weights from the secondary
+    shards until the next optimizer step.
     """
     persistent = [p for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
     if persistent:
@@ -221,7 +223,7 @@ class ShardedCopy:
 
     @torch.no_grad()
     def lerp_(self, decay: float) -> None:
-        """Update the copy in fp32: copy <- decay * copy + (1 - decay) * trained weights."""
+        """Set the copy to decay * copy + (1 - decay) * trained weights, computed in fp32."""
         masters = self.shards.master_weights()
         if decay == 0:  # lerp with weight 1 would keep a NaN in the copy, and costs a multiplication
             torch._foreach_copy_(self.flats, masters)
@@ -230,20 +232,20 @@ class ShardedCopy:
 
     @contextlib.contextmanager
     def use_weights(self) -> Iterator[None]:
-        """Use this copy as the module's weights inside the context. Collective at entry and exit.
+        """Use this copy as the module's weights inside the context. All ranks must enter and leave it together.
 
         The trained weights are restored on exit, even if all ranks raise the same error. They are not restored if only
-        this rank raises an error, because restoring is collective.
+        this rank raises an error, because all ranks must restore them together.
         """
         self.shards.install_weights(self.flats)
         is_agreed = True
         try:
             yield
         except Exception as error:
-            is_agreed = getattr(error, "agreed", False)  # otherwise the other ranks are in another collective
+            is_agreed = getattr(error, "agreed", False)  # True if all ranks raise this error
             raise
         finally:
-            if is_agreed:  # the trained weights are the rounded masters, so nothing had to be saved
+            if is_agreed:  # the trained weights are the rounded master weights, so they were not saved
                 self.shards.install_weights(self.shards.master_weights())
 
 

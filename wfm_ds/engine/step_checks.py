@@ -20,7 +20,7 @@ MAX_NAMED = 3  # maximum number of parameter names in the error message
 
 
 def single_part(name: str) -> str:
-    """Return the same part for every parameter name. For networks that run all their parts in every step."""
+    """Return the same part for every parameter name, for networks that run all their parameters in every step."""
     return ""
 
 
@@ -51,7 +51,7 @@ class GradientWatch:
         self._find_part, self._adapter = find_part, adapter
         self.watched: dict[str, Any] = {}  # {parameter name: its hook}; empty once all components were checked
         self._names_with_gradient: set[str] = set()
-        self._has_checked = False  # whether any component was checked before
+        self._has_checked = False  # whether a component was checked in an earlier step
         parameter: Any
         for name, parameter in module.named_parameters():
             layer, is_lora, _ = name.partition(".lora_")
@@ -63,13 +63,13 @@ class GradientWatch:
         return lambda _: self._names_with_gradient.add(name)
 
     def check_gradients(self, world: World) -> None:
-        """Check that the watched parameters received gradients. Collective; call it before the optimizer step.
+        """Check that the watched parameters received gradients. All ranks must call this before the optimizer step.
 
-        Raises ModelError on all ranks if a component was run but one of its parameters has no gradient on any rank.
+        Raises ModelError on all ranks if some parameter of a component that was run has no gradient on any rank.
         """
         reached = world.max_over_ranks({name: float(name in self._names_with_gradient) for name in self.watched})
         parts = {self._find_part(name) for name, has_gradient in reached.items() if has_gradient}
-        # If an earlier call has checked a component, a step without new gradients may have run this component again.
+        # A step without gradients for unchecked components may have run only components that were already checked.
         if not parts and not self._has_checked:
             parts = set(map(self._find_part, reached))
         self._has_checked = True
@@ -88,10 +88,10 @@ class GradientWatch:
 
 
 class RankGuard:
-    """Compares forward passes between ranks, so that a mismatch raises an error instead of hanging.
+    """Checks that all ranks run the same forward pass, so that a mismatch raises an error instead of hanging.
 
-    Create it at the same point on every rank. Its timeout is the timeout of the collectives of `world`, because a rank
-    may be late while it decodes videos or compiles.
+    All ranks must create it at the same point. Its timeout equals the timeout of the collectives of `world`. It must be
+    long, because a rank may be late while it decodes videos or compiles.
     """
 
     def __init__(self, world: World) -> None:
@@ -101,16 +101,16 @@ class RankGuard:
         self.num_checks = 0
 
     def compare_ranks(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
-        """Check that all ranks are about to run the same forward pass. Collective; call it before every forward pass.
+        """Check that all ranks are about to run the same forward pass. All ranks must call this before each one.
 
         what: values that identify the forward pass (policy, gradient, shape, ...), equal on all ranks.
         inputs: tensors that must be bit-equal on the ranks of a replica.
 
-        Raises RuntimeError on all ranks if they disagree, or if a rank does not call it within the timeout.
+        Raises RuntimeError on all ranks if their values differ, or if a rank does not call this within the timeout.
         """
         self.num_checks += 1
         world = self._world
-        # Row 0 is for all ranks, row 1 + r for replica r. The initial value is lower than any checksum.
+        # Row 0 compares all ranks. Row 1 + r compares the ranks of replica r. The initial value is below any checksum.
         marks = torch.full((1 + world.dp_size, 2), -(2**40))
         marks[0] = _signed_pair(zlib.crc32(repr((self.num_checks, what)).encode()))
         if world.sp_size > 1:

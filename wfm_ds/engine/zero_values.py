@@ -1,4 +1,4 @@
-"""Checks the values of ZeRO settings. recipe/deepspeed.py checks the keys, without importing DeepSpeed."""
+"""Checks the values of ZeRO settings with DeepSpeed. Without DeepSpeed, recipe/deepspeed.py checks their keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wfm_ds.recipe.schema import Recipe
 def check_zero_values(recipe: Recipe) -> None:
     """Raise RecipeError if DeepSpeed rejects a value in the section zero_optimization of the JSON file.
 
-    The keys of the file must be valid already.
+    recipe/deepspeed.py must have checked the keys of the file before.
     """
     source = find_deepspeed_config(recipe.engine.deepspeed)
     zero = read_deepspeed_config(source)["zero_optimization"]

@@ -1,4 +1,4 @@
-"""Scores of long videos clip by clip: their mean over the clips of a video, and their drift.
+"""Scores of each clip of long videos: means over videos, drift, and averages over the clips of a video.
 
 The drift of a score in clip k is its difference from the score of the first clip of the same video.
 """
@@ -20,18 +20,18 @@ class ClipCurve:
     """Estimates of one score by clip, from the first to the last. An estimate is None if all scores are missing."""
 
     means: Sequence[MeanEstimate | None]
-    drifts: Sequence[MeanEstimate | None]  # from the second clip
+    drifts: Sequence[MeanEstimate | None]  # from the second clip to the last
 
 
 def clip_curve(scores: Sequence[Array]) -> ClipCurve:
-    """Return the curve of a score. scores: [P prompts, S seeds] in each clip."""
+    """Return the curve of a score. scores: one array [P prompts, S seeds] for each clip."""
     return ClipCurve([estimate_mean(one) for one in scores], [estimate_mean(one - scores[0]) for one in scores[1:]])
 
 
 def scores_by_clip(clips: Sequence[SampleScores], num_seeds: int) -> dict[str, list[Array]]:
-    """Return {score: its values [P prompts, S seeds] in each clip}. Names are those of scores_by_reward.
+    """Return {score name: one array [P prompts, S seeds] for each clip}. The names are the keys of scores_by_reward.
 
-    clips: the scores of the samples in each clip. Missing values become NaN.
+    clips: for each clip, the scores of all samples. Missing values become NaN.
     """
     by_clip = [scores_by_reward(samples, num_seeds) for samples in clips]
     names = dict.fromkeys(name for scores in by_clip for name in scores)
@@ -42,7 +42,8 @@ def scores_by_clip(clips: Sequence[SampleScores], num_seeds: int) -> dict[str, l
 def average_clips(clips: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
     """Return the mean scores of a sample over its clips.
 
-    A score that failed in one of the clips has failed. A partial score is averaged over the clips that have it.
+    If a score failed in any of the clips, its mean is a failed score. A partial score is averaged over the clips that
+    have it.
     """
     first = clips[0]
     return dict(first) if len(clips) == 1 else {name: average_scores([clip[name] for clip in clips]) for name in first}

@@ -1,4 +1,7 @@
-"""Scores by clip in the evaluation report: tables, curves, JSON and CSV. Empty for single clips without recordings."""
+"""Scores by clip in the evaluation report: tables, charts, JSON and CSV.
+
+The report omits these parts if each sample is a single clip and there are no recordings to compare the clip with.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class ClipComparison:
 
     @classmethod
     def from_results(cls, results: EvaluationResults) -> ClipComparison:
-        """Compare samples with the same prompt and seed."""
+        """Compute the curves of all models, and the differences between samples with the same prompt and seed."""
         arrays = {model.name: scores_by_clip(model.clips, len(results.seeds)) for model in results.models}
         base = arrays.pop(results.base.name)
         curves, differences = {}, {}
@@ -68,7 +71,7 @@ def format_drift(curve: ClipCurve) -> list[str]:
 
 
 def format_clip_tables(results: EvaluationResults) -> list[str]:
-    """Return the table of each score by clip as text. Empty without clips."""
+    """Return one table per score as text, followed by notes. Returns [] if there are no scores by clip."""
     comparison = ClipComparison.from_results(results)
     tables = [align_columns(comparison.table(score, results.base.name)) for score in comparison.curves]
     return [*tables, "\n".join(NOTES)] if tables else []
@@ -105,7 +108,7 @@ def format_clips_csv(results: EvaluationResults) -> str:
 
 
 def render_clip_section(results: EvaluationResults) -> str:
-    """Return HTML with a chart and a table for each score."""
+    """Return HTML with a chart and a table for each score, or "" if there are no scores by clip."""
     comparison = ClipComparison.from_results(results)
     if not comparison.curves:
         return ""
@@ -122,7 +125,7 @@ def render_clip_section(results: EvaluationResults) -> str:
 
 
 def render_chart(curves: Mapping[str, ClipCurve]) -> list[str]:
-    """Return a chart of one score, if there are several clips. curves: by model."""
+    """Return [HTML chart of one score], or [] for fewer than two clips. curves: {model name: curve}."""
     points = {model: list(list_points(curve.means)) for model, curve in curves.items()}
     points = {model: known for model, known in points.items() if known}
     if len({clip for known in points.values() for clip, _ in known}) < 2:

@@ -28,7 +28,7 @@ Frames = npt.NDArray[np.uint8]
 
 
 class PixelEmbedder:
-    """Embeds downscaled frames as pixel vectors.
+    """Embeds an image or video as the vector of the pixels of its downscaled frames.
 
     The distance between two vectors is the root mean square difference of the pixels, from 0 to 1.
     """
@@ -46,7 +46,7 @@ class DinoEmbedder:
     """Embeds frames as the normalized class tokens of DINOv2 (arXiv 2304.07193)."""
 
     def __init__(self, address: str, device: torch.device) -> None:
-        """address: a folder, or the Hub id of a model in the cache. Raises ModelError if it cannot be loaded."""
+        """address: a model folder, or the Hub id of a cached model. Raises ModelError if it cannot be loaded."""
         from transformers import AutoImageProcessor, AutoModel
 
         self.name, self._device = f"features of {Path(address).name}", device

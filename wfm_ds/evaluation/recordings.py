@@ -15,7 +15,7 @@ from wfm_ds.data.samples import IMAGE_SUFFIXES, Media, Sample
 from wfm_ds.types import Score
 from wfm_reward.similarity import SSIM_WINDOW, psnr, ssim
 
-RECORDING = "recording"  # prefix of the names of the measures, as in metrics
+RECORDING = "recording"  # prefix of the measures' names in metrics and reports
 Similarity = Callable[[npt.NDArray[np.uint8], npt.NDArray[np.uint8]], float]
 
 
@@ -23,10 +23,10 @@ Similarity = Callable[[npt.NDArray[np.uint8], npt.NDArray[np.uint8]], float]
 class Recordings:
     """The videos of data samples, resized and cropped like their conditioning frames."""
 
-    media: dict[str, Media]  # by prompt id
-    framing: Framing  # of all frames of the clips
+    media: dict[str, Media]  # {prompt id: video}
+    framing: Framing  # size and crop, for all frames of all clips
     layout: ClipLayout
-    measures: dict[str, Similarity]  # by name
+    measures: dict[str, Similarity]  # {name: measure}
 
     @classmethod
     def from_samples(
@@ -54,9 +54,9 @@ class Recordings:
     def score_clip(
         self, sample_id: str, video: npt.NDArray[np.uint8], clip: int, recording: npt.NDArray[np.uint8] | str
     ) -> dict[str, Score]:
-        """Return {measure: Score} of one generated clip [F,H,W,3], without its conditioning frames.
+        """Return {measure: Score} of a generated clip [F,H,W,3]. Its conditioning frames, at least one, are not scored.
 
-        recording: from `load`. If it is the reason why there is no recording, the scores are failures.
+        recording: result of `load`. If it is a reason and not a recording, all scores are failures with this reason.
         """
         if isinstance(recording, str):
             return {n: Score(sample_id=sample_id, reward=n, failure=recording) for n in self.measures}

@@ -97,7 +97,7 @@ def list_notes(results: EvaluationResults) -> Iterator[str]:
     if "trained" in kinds:
         yield "T: trained on; the others are held out"
     if "related" in kinds:
-        yield "R: uses the same network as a trained reward, so an increase is no confirmation"
+        yield "R: uses the same network as a trained reward, so an increase does not confirm a gain"
     if results.base.diversity is not None:
         yield f"diversity: mean distance between seeds of a prompt, by {results.embedder_name}"
     for model in results.models:

@@ -27,7 +27,7 @@ from wfm_ds.recipe.sections import RewardFunction, RewardRecipe
 from wfm_ds.types import Prompt, Score
 
 SampleScores = Sequence[Mapping[str, Score]]
-"""One {reward: score} for each sample, ordered by prompt, then by seed."""
+"""One dict {reward name: Score} per sample. The samples are ordered by prompt, then by seed."""
 GENEVAL_PROMPTS, GENEVAL_SEEDS = 553, 4  # number of prompts in prompts/evaluation_metadata.jsonl; images per prompt
 GENEVAL_TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
 
@@ -140,7 +140,7 @@ def decide_verdict(
 ) -> Verdict:
     """Decide the verdict from the score differences between a model and its base model.
 
-    trained: names of the trained rewards, for the message. "" if there are no trained rewards.
+    trained: text with the names of the trained rewards, for the message. "" if there are no trained rewards.
     total: difference in the weighted sum of the trained rewards. None if the sum was not measured.
     held_out: {reward: difference} for rewards that the model was not trained on.
     related: held-out rewards that use the same network as a trained reward. Their increase does not confirm a gain.
@@ -175,7 +175,7 @@ def decide_verdict(
     undetectable = ", ".join(
         f"{name} by less than {difference.estimate.half_width or 0:.3g}" for name, difference in held_out.items()
     )
-    message = f"{trained} increased, but no unrelated held-out reward did; decreases below detection: {undetectable}"
+    message = f"{trained} increased, but no unrelated held-out reward did; decreases not ruled out: {undetectable}"
     return Verdict("unconfirmed", message, {})
 
 
@@ -208,10 +208,10 @@ class ModelResults:
 
     name: str  # short, for tables and folders
     path: str  # as given on the command line
-    files: Sequence[str]  # relative to the report
-    sizes: Sequence[tuple[int, int]]  # height and width of each in pixels
+    files: Sequence[str]  # one path per sample, relative to the report
+    sizes: Sequence[tuple[int, int]]  # height and width of each sample in pixels
     samples: SampleScores
-    diversity: Array | None  # [P]; None with one seed
+    diversity: Array | None  # diversity of each prompt; None if there is only one seed
     clips: Sequence[SampleScores] = ()  # scores by clip, with the similarity to recordings; empty if not measured
 
 

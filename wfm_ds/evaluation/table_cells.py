@@ -1,4 +1,4 @@
-"""Cells of the tables in evaluation reports."""
+"""Formats the cells of the tables in evaluation reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pipeline call of diffusers that generates the same samples as the validation with `sampling.eval_grid: even`."""
+"""Builds the diffusers pipeline call that generates the same samples as validation with `sampling.eval_grid: even`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FewStepCall:
-    """The scheduler that the pipeline needs, and the arguments of its call other than prompts and inputs."""
+    """The scheduler that the pipeline needs, and the arguments of the pipeline call except prompts and inputs."""
 
     arguments: Mapping[str, Any]
     scheduler: Mapping[str, Any] | None  # content of scheduler_config.json; None: the pipeline's own scheduler
@@ -31,10 +31,10 @@ class FewStepCall:
 def build_few_step_call(model: DiffusionModel, sampling: SamplingRecipe) -> FewStepCall:
     """Return the pipeline call for evenly spaced noise levels.
 
-    A pipeline that passes `sigmas` to an Euler scheduler gets the levels before the timestep shift, and a changed
-    scheduler only if the shift or the solver differs. Any other pipeline gets a new scheduler with these levels. For
-    `eval_solver: cps`, each step of the scheduler adds noise. Raises ModelError if plain diffusers cannot use the
-    levels or the guidance.
+    If the pipeline passes `sigmas` to an Euler scheduler, the call contains the levels before the timestep shift, and
+    the scheduler is replaced only if its shift or solver differs from the recipe. For any other pipeline, the scheduler
+    is replaced by a new scheduler with these levels. For `eval_solver: cps`, each step of the scheduler adds noise.
+    Raises ModelError if plain diffusers cannot use the levels or the guidance.
     """
     pipeline, num_steps = model.pipeline, sampling.eval_steps
     shape = model.latent_shape(sampling.height, sampling.width, sampling.num_frames)
@@ -48,7 +48,7 @@ def build_few_step_call(model: DiffusionModel, sampling: SamplingRecipe) -> FewS
         changes: dict[str, Any] = {}
         if bool(config.get("stochastic_sampling")) != adds_noise:
             changes["stochastic_sampling"] = adds_noise
-        if config.get("shift_terminal"):  # would scale all levels, so that the last level has this value
+        if config.get("shift_terminal"):  # would scale all levels so that the last level is shift_terminal
             changes["shift_terminal"] = None
         if sampling.grid_shift is not None:
             changes |= {"shift": sampling.grid_shift, "use_dynamic_shifting": False}
@@ -72,7 +72,7 @@ def build_few_step_call(model: DiffusionModel, sampling: SamplingRecipe) -> FewS
 
 
 def _guidance_arguments(model: DiffusionModel, sampling: SamplingRecipe) -> dict[str, Any]:
-    """Return the arguments for guidance, size and prompts. Raises ModelError for guidance that diffusers cannot use."""
+    """Return the arguments for guidance, size and text. Raises ModelError if diffusers cannot use the guidance."""
     size = sampling.height, sampling.width, sampling.num_frames
     try:
         arguments = model.pipeline_call_kwargs(sampling.guidance_scale, *size)

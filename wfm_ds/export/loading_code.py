@@ -20,7 +20,8 @@ SAFETY_CHECKER = "safety_checker"
 def loading_lines(base: Path, exported: Path, lora: bool) -> str:
     """Return Python code that loads the result of `export_weights` with diffusers alone.
 
-    base: the pipeline folder that was trained. Raises ModelError if its model_index.json cannot be read.
+    base: folder of the pipeline that was trained. lora: whether the export is a LoRA. Raises ModelError if the folder's
+    model_index.json cannot be read.
     """
     pipeline = base if lora else exported
     hub_origin = snapshot_origin(pipeline)
@@ -38,7 +39,7 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
     lines.append(f"pipe = DiffusionPipeline.from_pretrained({', '.join(arguments)})")
     if lora:
         name = json.dumps(str(exported))
-        # If the pipeline class has no LoRA loader, use the network's, or add one to the network.
+        # If the pipeline class has no LoRA loader, use the network's loader, or add a loader to the network.
         has_loader = hasattr(_pipeline_class(read_index(pipeline)), "load_lora_weights")
         loader = "load_lora_weights" if has_loader else f"{LORA_PREFIX}.load_lora_adapter"
         if not has_loader and (network := _network_without_loader(pipeline)) is not None:
@@ -63,7 +64,7 @@ def loading_lines(base: Path, exported: Path, lora: bool) -> str:
 
 
 def _network_without_loader(pipeline: Path) -> str | None:
-    """Return the class name of the denoiser if diffusers cannot load a LoRA into it. Otherwise returns None."""
+    """Return the denoiser's class name if this class cannot load a LoRA in diffusers, and otherwise None."""
     import diffusers
 
     _, class_name = pipeline_components(read_index(pipeline)).get(LORA_PREFIX, (None, None))
@@ -86,14 +87,14 @@ def _components_to_disable(pipeline: Path) -> list[str]:
 
 
 def _builds_safety_checker(pipeline: Path) -> bool:
-    """Return whether diffusers creates a safety checker although the folder has none (Cosmos-Predict2.5)."""
+    """Return whether diffusers creates a safety checker that the folder does not contain (Cosmos-Predict2.5)."""
     index = read_index(pipeline)
     parameters = inspect.signature(_pipeline_class(index)).parameters
     return SAFETY_CHECKER in parameters and pipeline_components(index).get(SAFETY_CHECKER, (None, None))[1] is None
 
 
 def _pipeline_class(index: Mapping[str, Any]) -> Any:
-    """Return the pipeline class that the index names. If diffusers does not have it, returns diffusers' base class."""
+    """Return the pipeline class that model_index.json names, or DiffusionPipeline if diffusers does not have it."""
     import diffusers
 
     return getattr(diffusers, str(index.get("_class_name")), diffusers.DiffusionPipeline)

@@ -1,4 +1,4 @@
-"""Extracts a LoRA from a fully trained model. The LoRA is the best low-rank approximation of the weight changes."""
+"""Extracts a LoRA from a fully trained model, as the best low-rank approximation of the weight changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from wfm_ds.export.target import ExportTarget
 
 @dataclass
 class LoraExtraction:
-    """A LoRA of one denoiser component, and how much of the weight change it represents."""
+    """A LoRA of one denoiser component, and statistics about the part of the weight change that it represents."""
 
     layers: LoraLayers = field(default_factory=dict)
     squares: float = 0.0  # sum of squares of all weight differences, including tensors without a LoRA
@@ -23,19 +23,19 @@ class LoraExtraction:
 
     @property
     def kept_fraction(self) -> float:
-        """Fraction of the weight change that the LoRA represents, measured by sums of squares."""
+        """Fraction of the weight change that the LoRA represents, as a ratio of sums of squares."""
         return self.kept_squares / self.squares if self.squares else 1.0
 
 
 def extract_lora(
     trained: ExportTarget, base: ExportTarget, part: str, rank: int | None, energy: float | None
 ) -> LoraExtraction:
-    """Compute a LoRA that changes component `part` of `base` approximately into that of `trained`.
+    """Compute a LoRA for component `part` of `base` that approximates the weights of `trained`.
 
     The alpha of the LoRA equals its rank.
     rank: maximum rank per layer.
-    energy: fraction of each layer's squared weight change that the LoRA must represent. It determines the rank of each
-    layer.
+    energy: fraction of each layer's sum of squared weight changes that the LoRA must represent. This determines the
+    layer's rank.
     Raises ModelError if the models have different tensors, or if all their linear layers have equal weights.
     """
     extraction = LoraExtraction()
@@ -69,9 +69,10 @@ def extract_lora(
 
 
 def approximate_difference(difference: Tensor, rank: int | None, energy: float | None) -> tuple[LoraLayer, float]:
-    """Return (best LoRA for a weight difference [out, in], sum of squares that the LoRA represents).
+    """Approximate a weight difference [outputs, inputs]. Return (LoRA, sum of squares that the LoRA represents).
 
-    The best approximation is the truncated SVD (Eckart-Young). The singular values are split equally between A and B.
+    The best approximation of a given rank is the truncated SVD (Eckart-Young). A and B each contain the square roots of
+    the singular values.
     """
     U, S, V = torch.linalg.svd(difference, full_matrices=False)
     squares = S.double().square()

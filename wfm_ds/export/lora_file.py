@@ -1,8 +1,8 @@
-"""Reads LoRA files in the layouts of diffusers, PEFT, kohya and ComfyUI, and converts layer names to diffusers'.
+"""Reads LoRA files in the layouts of diffusers, PEFT, kohya and ComfyUI. Layer names become diffusers' names.
 
 The key of a tensor consists of a prefix, the name of a layer and a suffix. All three differ between tools. Alpha is in
-the file header (diffusers), in adapter_config.json (PEFT) or in `.alpha` tensors (kohya, ComfyUI). lora_layouts.py
-writes these layouts.
+the file header (diffusers), in adapter_config.json (PEFT) or in `.alpha` tensors (kohya, ComfyUI). For writing, see
+lora_layouts.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WeightReader = Callable[[str], Tensor]  # reads the weight of a base layer, by i
 
 
 class LoraSource:
-    """Tensor source for exports that reads a LoRA from disk. The LoRA has one file per denoiser component."""
+    """A LoRA on disk, as a source of tensors for exports. It has one file per denoiser component."""
 
     uses_lora = True
 
@@ -59,7 +59,7 @@ class LoraSource:
         """Read a LoRA.
 
         path: a LoRA file, or a folder that contains one.
-        table: layer names of the model family. If it is None, the file must use diffusers' names.
+        table: layer names of the model family. None: the file must use diffusers' names.
         weight: function that maps a denoiser component to its `WeightReader`. Required if the file has a `dora_scale`.
         Raises ModelError if `path` is not a LoRA, or if the table lacks a layer of the LoRA.
         """
@@ -80,7 +80,7 @@ class LoraSource:
 
     @property
     def base_model(self) -> str | None:
-        """Base model named in adapter_config.json, or None."""
+        """The base model that adapter_config.json names, or None if there is none."""
         return None if self.config is None else self.config.get("base_model_name_or_path")
 
     @property
@@ -95,7 +95,7 @@ class LoraSource:
         return f"{len(layers)} layers, rank {rank}, alpha {alpha}"
 
     def bake_alpha(self) -> None:
-        """Multiply all B by alpha / rank and set alpha to the rank. The weight updates do not change."""
+        """Multiply all matrices B by alpha / rank and set alpha to the rank. The weight updates do not change."""
         self.layers = {p: {n: layer.bake_alpha() for n, layer in layers.items()} for p, layers in self.layers.items()}
 
     def lora_config(self) -> Any:
@@ -111,7 +111,7 @@ class LoraSource:
 
 
 def iter_lora_tensors(layers: LoraLayers, whole_layers: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (engine parameter name, tensor) for a LoRA, in the format of TensorSource.iter_full_tensors."""
+    """Yield (name, tensor) for each tensor of a LoRA, with the names that TensorSource.iter_full_tensors uses."""
     for module, layer in layers.items():
         yield f"{module}.lora_A.weight", layer.A
         yield f"{module}.lora_B.weight", layer.B
@@ -135,7 +135,7 @@ def lora_settings(
     derived = {
         "r": rank,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "use_rslora": False,  # already included in the alphas
+        "use_rslora": False,  # the alphas already include the scale of rsLoRA
         "use_dora": any(layer.magnitude is not None for layer in layers.values()),
         "rank_pattern": {name: layer.rank for name, layer in layers.items() if layer.rank != rank},
         "alpha_pattern": {name: layer.alpha for name, layer in layers.items() if layer.alpha != alpha},
@@ -176,7 +176,7 @@ def is_lora(path: Path) -> bool:
 
 
 def read_base_model(path: Path) -> str | None:
-    """Return the base model named in adapter_config.json, or None. Raises ModelError if the settings are invalid."""
+    """Return the base model that adapter_config.json names, or None. Raises ModelError if the settings are invalid."""
     config = _read_config(path)
     return None if config is None else config.get("base_model_name_or_path")
 
@@ -200,9 +200,9 @@ def _read_config(path: Path) -> dict[str, Any] | None:
 
 
 def parse_settings(text: str, source: str, prefix: str = "") -> dict[str, Any]:
-    """Return the PEFT settings in a JSON text, without `prefix` in their names. Raises ModelError if they are invalid.
+    """Return the PEFT settings in a JSON text. Raises ModelError if they are invalid.
 
-    source: file that contains the text, for messages.
+    source: file that contains the text, for messages. prefix: prefix to remove from the names of the settings.
     """
     try:
         settings = json.loads(text)
@@ -219,7 +219,7 @@ def parse_settings(text: str, source: str, prefix: str = "") -> dict[str, Any]:
 def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
     """Return ({name: tensor}, adapter settings). The settings are None if the file's header contains none.
 
-    Raises ModelError if the file cannot be read, or has tensors with other dtypes than floating point.
+    Raises ModelError if the file cannot be read, or if a tensor is empty, not finite or not floating point.
     """
     try:
         with safe_open(file, "pt") as handle:
@@ -240,7 +240,7 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
 
 
 def read_whole_layers(folder: Path, part: str) -> dict[str, Tensor]:
-    """Return {name: tensor} of the fully trained layers (modules_to_save) that a LoRA folder stores for this component.
+    """Return {name: tensor} of a component's fully trained layers (modules_to_save) in a LoRA folder.
 
     Raises ModelError like `read_tensors`.
     """
@@ -287,8 +287,8 @@ def _group_tensors(
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], set[str]]:
     """Group the tensors of a file by layer.
 
-    Returns ({layer: {role: tensor}}, {name: tensor of a fully trained module}, unknown keys). Roles are A, B, alpha and
-    others.
+    Returns ({layer: {role: tensor}}, {name: tensor of a fully trained module}, unknown keys). A role is, for example,
+    A, B or alpha.
     """
     saved_modules = tuple((settings or {}).get("modules_to_save") or ())
     groups: dict[str, dict[str, Tensor]] = {}

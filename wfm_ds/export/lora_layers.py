@@ -10,14 +10,14 @@ from torch import Tensor
 
 from wfm_ds.errors import ModelError
 
-LoraLayers = dict[str, "LoraLayer"]  # by diffusers layer name
+LoraLayers = dict[str, "LoraLayer"]  # {diffusers layer name: layer}
 
 
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
-    """The LoRA update of one layer. It adds alpha / rank * B A to the weight W of the layer.
+    """The LoRA update of one layer. It adds alpha / rank * B A to the layer's weight.
 
-    With a magnitude m (DoRA, arXiv 2402.09353), each row of the sum is scaled to the norm m.
+    With DoRA (arXiv 2402.09353), each row of the sum is then scaled so that its norm is the row's `magnitude`.
     """
 
     A: Tensor  # [rank, in]; for a convolution [rank, in, kh, kw]
@@ -73,8 +73,8 @@ def broadcast_rows(values: Tensor, like: Tensor) -> Tensor:
 def fuse_layers(members: Sequence[LoraLayer | None]) -> LoraLayer:
     """Fuse LoRA layers into one LoRA layer. The A matrices are stacked, and the new B is block-diagonal.
 
-    The output rows of the new layer are split equally between the members, in order. If a member is None, its rows have
-    no update. Raises ModelError if only some members are DoRA.
+    Each member gets an equal number of consecutive output rows of the new layer. If a member is None, its rows have no
+    update. Raises ModelError if only some members use DoRA.
     """
     first = next(member for member in members if member is not None)
     rows, scales = len(first.B), {member.scale for member in members if member is not None}
@@ -107,8 +107,8 @@ def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
     """Split a LoRA layer into `num_parts` layers, each for an equal range of its output rows.
 
     This is the inverse of `fuse_layers`. If B is block-diagonal, each new layer gets only its block of A and B.
-    Otherwise each new layer gets all of A. The list contains None for rows without an update. Raises ModelError if the
-    rows cannot be split equally.
+    Otherwise, each new layer gets all of A. The result contains None instead of a layer if its rows have no update.
+    Raises ModelError if the rows cannot be split equally.
     """
     if len(layer.B) % num_parts:
         raise ModelError(f"{len(layer.B)} output rows cannot be split into {num_parts} layers")
@@ -131,7 +131,7 @@ def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
 def is_same_update(ours: LoraLayers, theirs: LoraLayers, tolerance: float = 1e-6) -> bool:
     """Return whether two LoRAs change the weights in the same way.
 
-    tolerance: maximum norm of the difference, relative to the norm of the update.
+    tolerance: maximum norm of the difference between two updates, relative to the norm of the update.
     """
     if ours.keys() != theirs.keys():
         return False

@@ -1,6 +1,6 @@
 """Writes a LoRA in the layouts of other tools: kohya, ComfyUI and PEFT. weights.py writes diffusers' layout.
 
-docs/exports.md lists the tools that read each layout. Each written file is read back and compared with the LoRA.
+docs/exports.md lists the tools that read each layout. After writing, each file is read and compared with the LoRA.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from wfm_ds.storage import atomic
 EXPERT_SUFFIXES = {
     "transformer": "high_noise",
     "transformer_2": "low_noise",
-}  # names of the experts in file names for ComfyUI
+}  # {component: name of the expert in file names}
 
 
 def write_layout(
@@ -42,8 +42,8 @@ def write_layout(
 
     The LoRA of a two-expert model becomes two files. Their names contain the names of the experts.
     weight: function that maps a denoiser component to its `WeightReader`. Required for DoRA in ComfyUI.
-    Raises ModelError for layers without a name in the layout, and for fully trained modules, which these layouts do not
-    support. Raises OSError if writing fails.
+    Raises ModelError for layers that have no name in the layout, and for fully trained modules, which these layouts do
+    not support. Raises OSError if writing fails.
     """
     if any(source.whole_layers.values()):
         raise ModelError(
@@ -77,9 +77,9 @@ def _for_any_part(weight: WeightReader | None) -> Callable[[str], WeightReader] 
 
 
 def expert_files(out: Path, parts: list[str]) -> dict[str, Path]:
-    """Return {component: output file}. The file of a single component is `out`.
+    """Return {component: output file}. If there is only one component, its file is `out`.
 
-    Two experts get the files `NAME_high_noise` and `NAME_low_noise`.
+    The names of the files of two experts end with `_high_noise` and `_low_noise`.
     """
     if len(parts) == 1:
         return {parts[0]: out}
@@ -89,9 +89,9 @@ def expert_files(out: Path, parts: list[str]) -> dict[str, Path]:
 def kohya_tensors(layers: LoraLayers, family: type[DiffusionModel]) -> dict[str, Tensor]:
     """Return {key: tensor} in kohya's layout, with the tensors down, up and alpha of each layer.
 
-    A key starts with `lora_unet_`, followed by the layer's name with underscores instead of dots. This is the name in
-    the original (non-diffusers) model, or in diffusers if the trainers of the family use diffusers' names (Z-Image).
-    The DoRA magnitude is stored as `dora_scale` [out, 1], as in LyCORIS.
+    A key starts with `lora_unet_`, followed by the layer's name with underscores instead of dots. The name is that of
+    the original (non-diffusers) model, or diffusers' name if kohya's trainer for the family uses diffusers' names
+    (Z-Image). The DoRA magnitude is stored as `dora_scale` [outputs, 1], as in LyCORIS.
     """
     if family.kohya_uses_diffusers_names:
         _require_original_names(layers, family)
@@ -104,9 +104,9 @@ def kohya_tensors(layers: LoraLayers, family: type[DiffusionModel]) -> dict[str,
 def comfyui_tensors(layers: LoraLayers, family: type[DiffusionModel], weight: WeightReader | None) -> dict[str, Tensor]:
     """Return {key: tensor} in ComfyUI's layout, with the tensors A, B and alpha of each layer.
 
-    Keys use diffusers' layer names if ComfyUI supports them for the family. Otherwise they use the names of the
-    original (non-diffusers) model. DoRA is stored as `dora_scale` [out, 1], which ComfyUI divides by the norm of the
-    base weight.
+    Keys use diffusers' layer names if ComfyUI supports these names for the family. Otherwise, they use the names of the
+    original (non-diffusers) model. DoRA is stored as `dora_scale` [outputs, 1], which ComfyUI divides by the norm of
+    the base weight.
     """
     if any(layer.magnitude is not None for layer in layers.values()):
         layers = {name: _convert_to_comfyui_scale(layer, name, weight) for name, layer in layers.items()}
@@ -120,7 +120,7 @@ def comfyui_tensors(layers: LoraLayers, family: type[DiffusionModel], weight: We
 
 
 def layer_tensors(layer: LoraLayer, key: str, matrices: tuple[str, str]) -> dict[str, Tensor]:
-    """Return {key: tensor} for one layer. Only for layouts that store an alpha for each layer.
+    """Return {key: tensor} for one layer, in a layout that stores an alpha for each layer.
 
     key: name of the layer in the layout. matrices: names of A and B in the layout.
     """
@@ -148,8 +148,8 @@ def _convert_to_comfyui_scale(layer: LoraLayer, name: str, weight: WeightReader 
 def original_layers(layers: LoraLayers, family: type[DiffusionModel]) -> LoraLayers:
     """Convert diffusers layers to layers of the original (non-diffusers) model.
 
-    Layers that are a single layer in the original model are fused. Raises ModelError for layers that are not in the
-    name table.
+    Several diffusers layers are fused if they are a single layer in the original model. Raises ModelError for layers
+    that are not in the family's name table.
     """
     _require_original_names(layers, family)
     table = LoraNameTable(family.lora_layer_names)

@@ -1,4 +1,4 @@
-"""Validates the settings of LoRA files from any source, and reads the rank and alpha of a layer from them."""
+"""Validates the settings of LoRA files from any source, and finds the rank and alpha of each layer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Value = TypeVar("Value")
 
 
 def _check_pattern(pattern: str) -> str:
-    """Raise ValueError for a regular expression that is invalid or may take very long."""
+    """Raise ValueError for a regular expression that is invalid or may take very long to match."""
     if len(pattern) > MAX_PATTERN_CHARS:
         raise ValueError(f"a pattern has more than {MAX_PATTERN_CHARS} characters")
     if not PLAIN_PATTERN.fullmatch(pattern):
@@ -47,7 +47,7 @@ Pattern = Annotated[StrictStr, AfterValidator(_check_pattern)]
 
 
 class LoraSettings(BaseModel):
-    """The settings of an adapter_config.json or file header that this package reads. Other settings are kept."""
+    """The settings in an adapter_config.json or file header that wfm_ds reads. Other settings are kept unchanged."""
 
     model_config = ConfigDict(extra="allow")
     r: Rank
@@ -62,7 +62,7 @@ class LoraSettings(BaseModel):
 
 
 def check_settings(settings: object, source: str) -> dict[str, Any]:
-    """Return the settings. Raises ModelError if they are not a JSON object or PEFT would reject them.
+    """Return the settings unchanged. Raises ModelError if they are not a JSON object or PEFT would reject them.
 
     source: file that contains the settings, for messages.
     """
@@ -85,10 +85,9 @@ def peft_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def layer_alpha(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the alpha of a layer, such that the scale is alpha / rank.
+    """Return the alpha of a layer for which the scale is alpha / rank.
 
-    PEFT's scale for rsLoRA is alpha / sqrt(rank). For rsLoRA, the alpha of the settings is therefore multiplied by
-    sqrt(rank).
+    For rsLoRA, PEFT's scale is alpha / sqrt(rank). In this case, alpha in the settings is multiplied by sqrt(rank).
     """
     alpha = float(_select_value(settings.get("alpha_pattern"), module, settings["lora_alpha"]))
     return alpha * math.sqrt(rank) if settings.get("use_rslora") else alpha
@@ -102,8 +101,8 @@ def layer_rank(settings: Mapping[str, Any], module: str) -> int:
 def _select_value(patterns: Mapping[str, Value] | None, module: str, default: Value) -> Value:
     """Return the value of the first pattern that matches the layer name, or `default`. The rules are those of PEFT.
 
-    A plain pattern matches the whole name or its end after a dot. Other patterns are regular expressions for the same
-    parts.
+    A pattern is a layer name or a regular expression. It must match the whole layer name, or the end of the layer name
+    after a dot.
     """
     for pattern, value in (patterns or {}).items():
         if PLAIN_PATTERN.fullmatch(pattern):

@@ -1,4 +1,4 @@
-"""Diffusers pipelines on disk: reading their index, and linking unchanged files into a new pipeline folder."""
+"""Reads the index of a diffusers pipeline folder, and links its unchanged files into a new pipeline folder."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from wfm_ds.storage.filesystem import read_regular
 log = logging.getLogger(__name__)
 
 INDEX_FILE = "model_index.json"
-CALL_FILE = "call.json"  # written by wfm_ds next to the index: call arguments of the pipeline
+CALL_FILE = "call.json"  # file of wfm_ds next to model_index.json: arguments of the pipeline call
 SCHEDULER_FOLDER, SCHEDULER_FILE = "scheduler", "scheduler_config.json"  # names of diffusers
 
-# Another file system, no support for hard links, too many links, or another user's file (fs.protected_hardlinks).
+# Errors of hard links: another file system, no support, too many links, another user's file (fs.protected_hardlinks).
 UNLINKABLE_ERRORS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
 
 
@@ -52,8 +52,8 @@ def link_unchanged_files(base: Path, out: Path, *, changed: Collection[str]) -> 
 
     The linked files are model_index.json, call.json if it exists, and all files of the other components. Hard links
     need no disk space. Do not open the linked files for writing, because this would change `base`. Symbolic links are
-    resolved first, because an export must not contain links into a Hub cache. If linking is not possible, files are
-    copied and one warning is logged. Raises ModelError if `base` is not a pipeline folder, and OSError if files cannot
+    resolved first, so that the new folder has no links into a Hub cache. If files cannot be linked, they are copied,
+    and one warning is logged. Raises ModelError if `base` is not a pipeline folder, and OSError if files cannot
     be read or written.
     """
     present = [
@@ -95,7 +95,7 @@ def replace_scheduler(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
-    """Write JSON atomically. If `file` is a hard link, the original file does not change. Raises OSError."""
+    """Write JSON atomically. Other hard links to the old file do not change. Raises OSError if writing fails."""
     atomic.write_text(file, json.dumps(content, indent=2) + "\n")
 
 

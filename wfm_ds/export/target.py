@@ -1,4 +1,4 @@
-"""Target of an export: the pipeline that was trained. Its folder is read without loading the model."""
+"""The pipeline that was trained, as the target of an export. Its folder is read without loading the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEIGHTS_STEM = "diffusion_pytorch_model"  # the file stem that diffusers expects
 
 
 class ExportInfo(Protocol):
-    """Settings of an export. Each checkpoint contains them."""
+    """Settings of an export. They are stored in each checkpoint."""
 
     @property
     def base(self) -> Path:
@@ -44,7 +44,7 @@ class ExportTarget:
 
     base: Path
     parts: tuple[str, ...]  # denoiser components, as in model_index.json
-    # entries of call.json that the base's call.json does not have
+    # entries of the export's call.json that differ from the base folder's call.json
     call_arguments: Mapping[str, Any] = field(default_factory=dict)
     frozen: tuple[str, ...] = ()  # patterns of tensors that full training leaves unchanged (models/base.py)
     scheduler: Mapping[str, Any] | None = None  # config of the scheduler that replaces the base pipeline's scheduler
@@ -53,9 +53,9 @@ class ExportTarget:
     def from_model(cls, model: DiffusionModel, sampling: SamplingRecipe | None = None) -> ExportTarget:
         """Create the target for a loaded model.
 
-        Arguments for prompt encoding and embedded guidance are stored in the target if they differ from the base
-        folder's call.json. Arguments that call.json does not contain are compared with the pipeline's defaults.
-        If `sampling.eval_grid` is `even`, the target also stores the call of `build_few_step_call`, which may raise
+        The target stores the arguments for prompt encoding and embedded guidance that differ from the base folder's
+        call.json or, if call.json does not contain them, from the pipeline's defaults.
+        If `sampling.eval_grid` is `even`, the target also stores the result of `build_few_step_call`, which may raise
         ModelError.
         """
         base = model.path.absolute()
@@ -103,7 +103,7 @@ class ExportTarget:
         return config
 
     def meta_network(self, part: str) -> nn.Module:
-        """Build a component's network on the meta device. Its class is the one in model_index.json.
+        """Build a component's network on the meta device, with the class that model_index.json names.
 
         Raises ModelError if the base folder does not have the component, or if its class cannot be imported.
         """
@@ -132,7 +132,7 @@ class ExportTarget:
         return {name: spec.shape for name, spec in self.tensor_specs(part).items()}
 
     def tensor_prefix(self, part: str) -> str:
-        """Return the prefix of a component's tensor names in an engine. It is "" if there is only one component."""
+        """Return the prefix of a component's tensor names in an engine, or "" if there is only one component."""
         return "" if len(self.parts) == 1 else f"{part}."
 
     def base_weights(self, part: str) -> FolderWeights:
@@ -142,7 +142,7 @@ class ExportTarget:
 class FolderWeights:
     """Reads single tensors from the safetensors files of a network.
 
-    Each read opens and closes the file. Otherwise its memory-mapped pages would count as memory of this process.
+    Each read opens and closes the file, because memory-mapped pages of an open file count as memory of this process.
     """
 
     def __init__(self, folder: Path) -> None:

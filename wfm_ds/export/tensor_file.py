@@ -17,7 +17,7 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-# {torch dtype: its name in the header}. A file contains its tensors in this order of dtypes.
+# {torch dtype: its name in the header}. Tensors in a file are sorted by dtype in this order.
 DTYPE_NAMES = {
     torch.int64: "I64",
     torch.float64: "F64",

@@ -1,8 +1,8 @@
 """Exports a run's weights as a LoRA or as a pipeline folder that diffusers loads. A run cannot resume from an export.
 
-All ranks iterate over the engine's tensors, because each tensor is gathered collectively. Only rank 0 writes. If
-writing fails, rank 0 iterates to the end before it raises, so that no other rank hangs in a gather. The caller must
-make all ranks agree on the outcome: `world.run_checked(lambda: export_weights(...))`.
+All ranks iterate over the engine's tensors, because all ranks take part in gathering a tensor. Only rank 0 writes. If
+writing fails, rank 0 iterates to the end before it raises, so that no other rank hangs in a gather. Call
+`world.run_checked(lambda: export_weights(...))`, so that the other ranks raise the error too.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 SHARD_BYTES = 1 << 30  # maximum bytes of one file
 LORA_FOLDER = "lora"
-LORA_FILES = {"transformer": "model.safetensors", "transformer_2": "model_2.safetensors"}  # by denoiser component
-# Fully trained layers, in separate files: diffusers rejects a LoRA file with other tensors.
+LORA_FILES = {"transformer": "model.safetensors", "transformer_2": "model_2.safetensors"}  # {component: LoRA file}
+# Files of fully trained layers. They are separate, because diffusers rejects LoRA files that contain other tensors.
 WHOLE_LAYER_FILES = {"transformer": "modules_to_save.safetensors", "transformer_2": "modules_to_save_2.safetensors"}
 METADATA_KEY = "lora_adapter_metadata"  # key in a file's header where diffusers looks for alpha
 LORA_PREFIX = "transformer"  # prefix of the keys in both files; diffusers accepts no other prefix
@@ -54,11 +54,11 @@ class TensorSource(Protocol):
     uses_lora: bool
 
     def iter_full_tensors(self, policy: str) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield (name, tensor) for each tensor. Collective: every rank must iterate to the end.
+        """Yield (name, tensor) for each tensor. All ranks must iterate to the end.
 
-        Tensors are float32 on the CPU of rank 0, and None on other ranks.
-        LoRA: names are `transformer_blocks.0.attn.to_k.lora_A.weight`, without the adapter's name. DoRA adds
-        `lora_magnitude_vector.weight`. A fully trained layer is named `proj_out.modules_to_save.weight`.
+        Rank 0 gets float32 CPU tensors, and other ranks get None instead of a tensor.
+        LoRA: names such as `transformer_blocks.0.attn.to_k.lora_A.weight` do not contain the adapter's name. DoRA adds
+        `lora_magnitude_vector.weight`. Fully trained layers have names such as `proj_out.modules_to_save.weight`.
         Full training: names are those of the denoiser's state dict, including persistent buffers.
         In a two-expert model, each name starts with its component (`transformer_2.blocks.0...`).
         """
@@ -80,15 +80,15 @@ def export_weights(
     shard_bytes: int = SHARD_BYTES,
     trained_only: bool = False,
 ) -> Path:
-    """Write the weights of `policy` in diffusers' format. Collective: all ranks must pass the same arguments.
+    """Write the weights of `policy` in diffusers' format. All ranks must call this with the same arguments.
 
-    LoRA: writes `adapter_config.json` and `model.safetensors` (always float32) to `out/lora`. A second expert is
-    written to `model_2.safetensors`.
+    LoRA: writes `adapter_config.json` and `model.safetensors` (always float32) to `out/lora`. The LoRA of a second
+    expert is written to `model_2.safetensors`.
     Full training: makes `out` a pipeline folder. The denoiser is stored in `dtype`, in files of at most `shard_bytes`.
-    Only one tensor is in memory at a time. All other files are shared with `target.base`.
-    If writing fails, no incomplete `out` is left. An earlier export in `out` is replaced.
-    trained_only: after full training, write only the trained tensors; `out` is then not a complete pipeline. For LoRA,
-    do not warn about an adapter without effect.
+    Only one tensor is in memory at a time. All other files are hard links to the files in `target.base`, or copies.
+    An earlier export in `out` is replaced. If writing fails, no incomplete `out` is left.
+    trained_only: after full training, write only the trained tensors, so that `out` is not a complete pipeline. For a
+    LoRA, do not warn if the adapter has no effect.
     Returns the LoRA folder or the pipeline folder. Raises UserError on rank 0 if the tensors do not match the target or
     are not finite, or if `out` cannot be written.
     """
@@ -129,7 +129,7 @@ def _write_call_arguments(target: ExportTarget, folder: Path) -> None:
 
 @contextlib.contextmanager
 def new_export_folder(out: Path, base: Path) -> Iterator[Path]:
-    """Yield an empty folder that is renamed to `out` when the block ends. Raises UserError if writing fails.
+    """Yield an empty folder that is renamed to `out` at the end of the block. Raises UserError if writing fails.
 
     `out` must not contain `base`.
     """
@@ -144,7 +144,7 @@ def new_export_folder(out: Path, base: Path) -> Iterator[Path]:
 def exhaust_stream(stream: Iterator[tuple[str, Tensor | None]]) -> None:
     """Read all remaining tensors of the stream and discard them.
 
-    Each tensor is gathered collectively, so the other ranks would hang if this rank stopped early.
+    All ranks take part in gathering each tensor, so the other ranks would hang if this rank stopped early.
     """
     for _ in stream:
         pass
@@ -167,7 +167,8 @@ def _group_by_part(
 ) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
     """Group the tensors by denoiser component. Yield (component, its (name, tensor) pairs).
 
-    The names in the pairs do not contain the component. Raises ModelError for unknown, duplicate or missing components.
+    The names in the pairs do not start with the component's name. Raises ModelError for unknown, duplicate or missing
+    components.
     """
     if len(parts) == 1:
         yield parts[0], tensors
@@ -202,14 +203,14 @@ def write_lora(
 ) -> None:
     """Write a new LoRA folder for diffusers: one file per denoiser component, and adapter_config.json.
 
-    adapters: (component, its (name, tensor) pairs).
+    adapters: pairs (component, (name, tensor) pairs of the component).
     settings: the peft.LoraConfig as JSON.
-    shapes: function that returns {name: shape} of a component's state dict. The LoRA must fit these shapes. If it is
-    None, shapes are not checked.
+    shapes: function that returns {name: shape} of a component's state dict, with which the LoRA's shapes are compared.
+    None disables the comparison.
     """
-    # Without the prefix of the keys, diffusers loads nothing. Without this metadata, it uses the rank as alpha. Both
-    # happen silently. Dropout is set to 0 here, because it would stay enabled after loading: PEFT creates layers in
-    # train mode even if the denoiser is in eval mode.
+    # Without the prefix of the keys, diffusers silently loads nothing. Without this metadata, it silently uses the rank
+    # as alpha. Dropout is set to 0, because it would be enabled after loading: PEFT creates layers in train mode even
+    # if the denoiser is in eval mode.
     header_settings = dict(settings) | {"modules_to_save": None, "lora_dropout": 0.0}
     metadata = {f"{LORA_PREFIX}.{key}": value for key, value in header_settings.items()}
     header = {"format": "pt", METADATA_KEY: json.dumps(metadata, indent=2, sort_keys=True)}
@@ -245,10 +246,7 @@ def diffusers_name(name: str) -> str:
 
 
 def adapter_shapes(weight: torch.Size, rank: int, *, dora: bool = False) -> dict[str, list[int]]:
-    """Return {name: shape} of the LoRA matrices A and B for a weight with shape `weight`.
-
-    With DoRA, the result also has `magnitude_vector`.
-    """
+    """Return {name: shape} of the LoRA tensors for a weight of this shape: A, B and, with DoRA, the magnitudes."""
     outputs, *inputs = weight  # [out, in]; for a convolution [out, in, kh, kw], with a 1 x 1 B
     pair = {"A": [rank, *inputs], "B": [outputs, rank, *[1] * (len(inputs) - 1)]}
     return pair | ({"magnitude_vector": [outputs]} if dora else {})
@@ -302,7 +300,8 @@ def _write_denoiser(
 ) -> None:
     """Write the denoiser components after full training: configs, weight files and, for several files, an index.
 
-    Each tensor is written before the next one is gathered. whole: include the untrained tensors from the base folder.
+    Each tensor is written before the next tensor is gathered. whole: whether to write untrained tensors from the base
+    folder too.
     """
     missing: dict[str, StoredTensorSpec] = {}  # {name in `stream`: spec} of the tensors that are not written yet
     with contextlib.ExitStack() as stack:
@@ -360,7 +359,7 @@ def plan_shards(
 ) -> dict[str, dict[str, StoredTensorSpec]]:
     """Distribute tensors over files. Returns {file name in diffusers' scheme: {tensor name: spec}}.
 
-    The tensors keep their order. Each file has at most `shard_bytes`. A larger tensor gets a separate file.
+    The tensors keep their order. Each file has at most `shard_bytes`, except a file that contains one larger tensor.
     """
     shards: list[dict[str, StoredTensorSpec]] = [{}]
     held_bytes = 0

@@ -128,7 +128,7 @@ def parse_rows(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def read_rows(file: str | Path) -> Iterator[tuple[str, Any]]:
-    """Read an annotation file and yield its rows like `parse_rows`. Raises DataError."""
+    """Read an annotation file and yield its rows like `parse_rows`. Raises DataError if the file is unreadable."""
     return parse_rows(str(file), read_content(str(file)))
 
 

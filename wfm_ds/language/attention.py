@@ -55,9 +55,9 @@ def segment_attention_forward(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute `segment_attention` with the interface of transformers: inputs [B,H,L,D], output [B,L,H,D].
+    """Compute `segment_attention` with the interface of transformers. Return [B,L,H,D].
 
-    There are B sequences, H heads, L tokens and D channels per head.
+    There are B sequences, H query heads, K key and value heads, L tokens and D channels per head.
     """
     output = segment_attention(query_BHLD, key_BKLD, value_BKLD, segments, scaling=scaling, dropout=dropout)
     return output.transpose(1, 2).contiguous(), None
@@ -66,7 +66,11 @@ def segment_attention_forward(
 def segment_attention(
     query_BHLD: Tensor, key_BKLD: Tensor, value_BKLD: Tensor, segments: Sequence[int], *, scaling: float, dropout: float
 ) -> Tensor:
-    """Compute causal attention [B,H,L,D] within each segment. The H query heads share K key and value heads."""
+    """Compute causal attention within each segment. Return [B,H,L,D].
+
+    There are B sequences, L tokens and D channels per head. The H query heads share K key and value heads. segments:
+    number of tokens of each segment.
+    """
     is_grouped = query_BHLD.shape[1] != key_BKLD.shape[1]
     parts = [
         F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=is_grouped)

@@ -64,7 +64,7 @@ class LanguageData:
 
     training: SizedConversations
     held_out: SizedConversations
-    bad: Mapping[str, int]  # by reason
+    bad: Mapping[str, int]  # {reason: number of bad rows}
 
     @property
     def media_kinds(self) -> frozenset[str]:
@@ -111,9 +111,10 @@ def measure_conversations(
     source: str,
     cache: SizeCache | None = None,
 ) -> LanguageData:
-    """Count the tokens of all conversations that are not in `cache`. The work is sharded over the ranks. Collective.
+    """Count the tokens of all conversations that are not in `cache`.
 
-    Returns all valid conversations as training data. Raises DataError on all ranks if too many rows are bad.
+    All ranks must call this, and the work is sharded over them. Returns all valid conversations as training data.
+    Raises DataError on all ranks if too many rows are bad.
     """
     count = len(annotations.conversations)
     cached_sizes = [UNKNOWN_SIZE] * count if cache is None else cache.read(count)
@@ -164,7 +165,7 @@ def _check_bad_rows(bad: Sequence[tuple[str, str]], num_good: int, max_bad_fract
 
 
 def load_conversations(recipe: Recipe, reader: ConversationReader, world: World) -> LanguageData:
-    """Load the recipe's conversations. Collective.
+    """Load the recipe's conversations. All ranks must call this.
 
     Held-out conversations come from validation.path. If it is not set, they are split off the training data.
     """

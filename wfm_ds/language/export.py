@@ -119,7 +119,7 @@ def _open_safetensors(file: Path) -> Iterator[Any]:
 def export_language(
     target: LanguageTarget, source: TensorSource, out: Path, *, policy: str, dtype: torch.dtype, is_main: bool
 ) -> Path:
-    """Export the weights of `policy` and return the folder to load. Collective, with the same arguments on all ranks.
+    """Export the weights of `policy` and return the folder to load. All ranks must call this with the same arguments.
 
     A LoRA run writes `out/lora/adapter_model.safetensors` and `adapter_config.json`. A full run writes a model folder:
     weights in `dtype` with the tensor names of the base model, and links to or copies of its other files. The function

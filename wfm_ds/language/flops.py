@@ -56,7 +56,7 @@ class SequenceSize:
 class Layer:
     """A linear layer: its number of weights, and the type of its inputs (such as tokens or patches)."""
 
-    kind: str  # applied to each patch, merged patch, token or labelled token: patch, merged, token or labelled
+    kind: str  # its inputs: `patch`, `merged` (merged patches), `token` or `labelled` (labelled tokens)
     weights: int  # number of weights per item
     is_trained: bool
     has_input_gradient: bool  # an earlier parameter is trained, so its input has a gradient
@@ -66,7 +66,7 @@ class Layer:
 class SequenceWork:
     """FLOP counter for packed sequences.
 
-    Create it after adapters are added and parameters are frozen, but before the model is sharded.
+    Create the counter after adapters are added and parameters are frozen, but before the model is sharded.
     """
 
     def __init__(self, network: Any, *, checkpointing: bool) -> None:
@@ -95,7 +95,7 @@ class SequenceWork:
         return work
 
     def estimate(self, size: SequenceSize) -> FlopCount:
-        """Return the FLOPs of a forward and backward pass on one sequence, and of recomputation in checkpointing."""
+        """Return the FLOPs of a forward and backward pass on one sequence, with recomputation as a separate number."""
         patches = size.num_patches
         items = {
             "patch": patches,

@@ -36,8 +36,8 @@ LOSS_CHUNK = 1024  # number of tokens with float32 logits in memory at a time
 class TokenPrediction:
     """The cross-entropy loss and the accuracy of each labelled token."""
 
-    losses: Tensor  # [N] float32, cross-entropy
-    hits: Tensor  # [N] float32, 1 if the most likely token was correct, else 0
+    losses: Tensor  # [labelled tokens] float32, cross-entropy
+    hits: Tensor  # [labelled tokens] float32, 1 if the most likely token was correct, else 0
 
 
 @dataclass(kw_only=True)
@@ -111,8 +111,8 @@ class LanguageModel:
     def predict(self, sequence: PackedSequence) -> TokenPrediction:
         """Return the loss and accuracy of each labelled token. Logits are computed only for these tokens.
 
-        Collective: all ranks must run the same number of forward passes. With sequence parallelism, all ranks of a
-        group pass the same sequence, and each rank receives the results of all labelled tokens in the sequence.
+        All ranks must run the same number of forward passes. With sequence parallelism, all ranks of a group pass the
+        same sequence, and each rank receives the results of all labelled tokens in the sequence.
         """
         if self.group is None:
             return self._forward(sequence, sequence.label_positions, sequence.targets)

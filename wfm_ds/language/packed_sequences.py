@@ -111,7 +111,7 @@ class ConversationSample:
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """The model inputs and labels of one forward pass."""
+    """The model inputs and labels of one forward pass. It has L tokens, N of which are predicted in the loss."""
 
     input_ids: Tensor  # [1, L] int64
     position_ids: Tensor  # [4, 1, L] int64
@@ -149,7 +149,10 @@ class ConversationReader:
         self._max_tokens, self._too_long = max_tokens, too_long
 
     def tokenize(self, conversation: Conversation) -> tuple[Tokens, list[MediaSize]]:
-        """Return the tokens of a conversation, and the sizes of its images and videos. Raises BadConversation."""
+        """Return the tokens of a conversation, and the sizes of its images and videos.
+
+        Raises BadConversation if it is unusable.
+        """
         media_sizes = self._measure_media(conversation)
         tokens = self._renderer.render(conversation, [self._media_text(size) for size in media_sizes])
         if len(tokens) > self._max_tokens:
@@ -159,7 +162,10 @@ class ConversationReader:
         return tokens, media_sizes
 
     def measure(self, conversation: Conversation) -> ConversationSize:
-        """Return the token counts of a conversation without decoding whole files. Raises BadConversation."""
+        """Return the token counts of a conversation without decoding whole files.
+
+        Raises BadConversation if it is unusable.
+        """
         tokens, media_sizes = self.tokenize(conversation)
         media = sum(media_size.num_times * media_size.num_tokens for media_size in media_sizes)
         return ConversationSize(len(tokens), media, sum(label != IGNORE_INDEX for label in tokens.labels))
@@ -182,13 +188,13 @@ class ConversationReader:
         return hashlib.blake2b(json.dumps(parts, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def read(self, conversation: Conversation) -> ConversationSample:
-        """Return the tokens and pixels of a conversation. Raises BadConversation."""
+        """Return the tokens and pixels of a conversation. Raises BadConversation if it is unusable."""
         return self._with_pixels(conversation, *self.tokenize(conversation))
 
     def read_question(self, conversation: Conversation) -> ConversationSample:
         """Read a conversation that ends with a question, so that the model can generate the answer.
 
-        Raises BadConversation.
+        Raises BadConversation if it is unusable.
         """
         media_sizes = self._measure_media(conversation)
         tokens = self._renderer.render_question(conversation, [self._media_text(size) for size in media_sizes])
@@ -247,8 +253,8 @@ class SequencePacker:
     def __init__(self, positions: Positions, blanks: Sequence[ConversationSample], *, by_sample: bool) -> None:
         """blanks: one blank sample for each kind (image, video) in the run.
 
-        by_sample: True gives all conversations the same weight in the loss, False gives all labelled tokens the same
-        weight.
+        by_sample: whether all conversations have the same weight in the loss. If False, all labelled tokens have the
+        same weight.
         """
         self._positions, self._blanks, self._by_sample = positions, blanks, by_sample
 

@@ -165,11 +165,11 @@ def ulysses_attention_forward(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention within each conversation, with the interface of transformers. Return [B,n,H,D]. Collective.
+    """Compute attention within each conversation, with the interface of transformers. Return [B,n,H,D].
 
-    There are B sequences, n tokens on this rank, H query heads, K key and value heads, and D channels per head. The
-    ranks exchange data three times (all-to-all): the queries, the keys and values together, and the output. There is no
-    mask, so memory grows linearly with the number of tokens.
+    There are B sequences, n tokens on this rank, H query heads, K key and value heads, and D channels per head. All
+    ranks of the group must call this. They exchange data three times (all-to-all): the queries, the keys and values
+    together, and the output. There is no mask, so memory grows linearly with the number of tokens.
     """
     num_ranks, num_heads, num_kv_heads = dist.get_world_size(row.group), query_BHnD.shape[1], key_BKnD.shape[1]
     num_repeats = kv_head_repeats(num_heads, num_kv_heads, num_ranks)

@@ -1,7 +1,7 @@
-"""Activation memory of a recipe. It is measured on the meta device, without computing or allocating anything.
+"""Activation memory of a recipe, measured on the meta device without computing or allocating anything.
 
-The measurements cover forward and backward passes of the denoiser with its adapters, with and without gradient
-checkpointing, and encoding and decoding with the VAE. Only tensors are counted, not the CUDA context and the workspaces
+Forward and backward passes of the denoiser with its adapters are measured, with and without gradient checkpointing.
+Encoding and decoding with the VAE are measured too. Only tensors are counted, not the CUDA context and the workspaces
 of libraries.
 """
 
@@ -33,7 +33,7 @@ class PassMemory:
 
     inference: int  # peak of a forward pass without gradient
     saved_for_backward: int = 0  # activations kept after a forward pass with gradient
-    peak: int = 0  # peak of that forward pass and its backward pass
+    peak: int = 0  # peak of a forward pass with gradient and its backward pass
 
 
 def build_shadow_model(model: DiffusionModel, recipe: Recipe, policies: frozenset[str]) -> DiffusionModel:
@@ -47,7 +47,7 @@ def build_shadow_model(model: DiffusionModel, recipe: Recipe, policies: frozense
     shadow.pipeline.vae = copy_to_meta(model.pipeline.vae)
     shadow.unwrapped_denoiser = shadow.denoiser = denoiser = copy_to_meta(model.unwrapped_denoiser)
     shadow.device, shadow.dtype = META, dtype
-    # The base class's method encodes a text. A copy without weights cannot do this, so store the shapes.
+    # By default, text_shapes encodes a text. The copy has no weights and cannot do this, so store the shapes.
     if type(model).text_shapes is DiffusionModel.text_shapes:
         shapes = model.text_shapes()
         shadow.text_shapes = lambda: shapes  # type: ignore[method-assign]
@@ -78,10 +78,10 @@ def measure_denoiser_passes(
     """Measure the memory of a forward pass without gradient and, if `training`, of a training pass.
 
     A training pass is a forward pass with gradient, followed by its backward pass.
-    shape: latent shape of one sample.
-    ranks: number of ranks that split the tokens of a sample.
-    With several ranks, two sizes are measured, and the memory per rank is calculated from them as a linear function of
-    the size. The memory cannot simply be divided by `ranks`, because a part of it depends only on the text.
+    shape: latent shape of one sample. batch: number of samples.
+    ranks: number of ranks over which the tokens of a sample are sharded (sequence parallelism).
+    With several ranks, the memory is measured for two latent sizes. The memory per rank is extrapolated from them
+    linearly. It is not the total divided by `ranks`, because a part of the memory depends only on the text.
     """
     module: Any = shadow.unwrapped_denoiser
     if checkpointing:
@@ -108,7 +108,7 @@ def measure_denoiser_passes(
 
 
 def _half_rows(shadow: DiffusionModel, shape: Sequence[int]) -> int:
-    """Return about half the number of latent rows. The result is a multiple of the patch size."""
+    """Return about half of the number of latent rows, as a multiple of the patch size."""
     rows = shape[-2]
     patch = next(p for p in range(1, rows + 1) if shadow.num_tokens((*shape[:-2], p, shape[-1])))
     return max(patch, rows // 2 // patch * patch)
@@ -153,7 +153,7 @@ def _predict_velocity(shadow: DiffusionModel, shape: Sequence[int], batch: int, 
 
 
 def measure_decode_bytes(shadow: DiffusionModel, shape: Sequence[int], batch: int) -> int:
-    """Return the peak bytes of decoding latents [batch, *shape].
+    """Return the peak bytes while the VAE decodes latents of shape [batch, *shape].
 
     The pipeline's safety checker (guardrail) runs on the CPU and is not counted.
     """
@@ -161,9 +161,9 @@ def measure_decode_bytes(shadow: DiffusionModel, shape: Sequence[int], batch: in
 
 
 def measure_encode_bytes(shadow: DiffusionModel, pixels: Sequence[int], batch: int) -> int:
-    """Return the peak bytes of encoding `batch` images or videos.
+    """Return the peak bytes while the VAE encodes `batch` images or videos.
 
-    pixels: shape of an image [3,H,W] or of a video [3,F,H,W].
+    pixels: shape of one image (3, height, width) or one video (3, frames, height, width).
     """
     return _measure_peak(lambda: shadow.encode_pixels(torch.empty(batch, *pixels, device=META)))
 
@@ -180,7 +180,7 @@ def text_bytes(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype) -> 
 
 
 def empty_conditioning(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype, batch: int) -> dict[str, Tensor]:
-    """Return {name: empty tensor [batch, *shape]} on the meta device. Masks are int64, other tensors `text_dtype`."""
+    """Return {name: tensor [batch, *shape]} on the meta device. Masks are int64. Other tensors have `text_dtype`."""
     return {
         name: torch.empty(batch, *shape, device=META, dtype=torch.int64 if name.endswith("mask") else text_dtype)
         for name, shape in shapes.items()

@@ -33,7 +33,7 @@ UNIT_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 
 
 def estimate_phase(phase: str) -> str:
-    """Return the phase of the memory estimate to which a stopwatch phase belongs."""
+    """Return the phase of the memory estimate that contains this phase of the run's time measurement (stopwatch)."""
     if phase in ("rollout", "validation"):
         return "sampling"
     if phase.endswith("_forward") and phase != "group_statistics_forward":  # group statistics use training batches
@@ -64,8 +64,8 @@ def suggest_keys(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
 def suggest_keys_after_oom(recipe: Recipe, phase: str, num_ranks: int) -> list[str]:
     """Return recipe keys that reduce the memory of a run after an out-of-memory error, cheapest first.
 
-    Keys that cannot be changed further are omitted. phase: the stopwatch phase in which the error occurred, or "" if
-    unknown. num_ranks: number of ranks per machine.
+    Keys whose value cannot save more memory are omitted. phase: the stopwatch phase in which the error occurred, or ""
+    if it is unknown. num_ranks: number of ranks per machine.
     """
     keys: list[str] = []
     if recipe.algorithm.trains_language:
@@ -137,7 +137,7 @@ def suggest_activation_keys(
 ) -> list[str]:
     """Return recipe keys that reduce the activation memory of this phase.
 
-    denoiser_dtype_keys: keys that give the denoiser a smaller dtype. vae_dtype_keys: the same for the VAE.
+    denoiser_dtype_keys, vae_dtype_keys: keys that give the denoiser or the VAE a smaller dtype.
     """
     engine, several = recipe.engine, recipe.engine.micro_batch_size > 1
     terms = [f"engine.micro_batch_size below {engine.micro_batch_size}"] if several else []
@@ -157,7 +157,7 @@ def suggest_activation_keys(
 
 
 def suggest_sharding(recipe: Recipe) -> list[str]:
-    """Return the advice to use sequence parallelism, or [] if the pipeline's networks do not support it."""
+    """Return the recipe keys that enable sequence parallelism, or [] if the pipeline's networks do not support it."""
     try:
         folder = locate_pipeline(recipe.model.path, recipe.model.family, recipe.model.revision)
     except UserError:
@@ -169,9 +169,9 @@ def suggest_sharding(recipe: Recipe) -> list[str]:
 
 
 def memory_verdict(recipe: Recipe, estimate: MemoryEstimate, memory: int | None) -> str:
-    """Return a line for `--check` that says whether the peak fits into `memory` bytes.
+    """Return a line for `--check` that says whether the peak fits into `memory` bytes of GPU memory.
 
-    If `memory` is None, the line names the smallest GPU with enough memory.
+    memory: None if the machine has no GPU. The line then names the smallest GPU with enough memory.
     """
     if memory is None:
         size = smallest_gpu(estimate.peak_bytes)
@@ -189,8 +189,8 @@ def memory_verdict(recipe: Recipe, estimate: MemoryEstimate, memory: int | None)
 class OutOfMemory(UserError):
     """The device of this rank is out of memory.
 
-    The user can fix it with recipe keys. No checkpoint is saved after it, because the device has no free memory. The
-    previous checkpoint remains usable.
+    The user can fix this error by changing recipe keys. No checkpoint is saved after this error, because the device has
+    no free memory. The previous checkpoint remains usable.
     """
 
 
@@ -198,10 +198,11 @@ class OutOfMemory(UserError):
 def explain_out_of_memory(
     device: torch.device, advice: Callable[[str], Sequence[str]], phase: Callable[[], str | None]
 ) -> Iterator[None]:
-    """Convert failed memory allocations in the block to OutOfMemory errors with an explanation.
+    """Convert out-of-memory errors in the block to OutOfMemory errors with advice.
 
-    phase: function that returns the phase in which the error occurred, or None.
-    advice: function that returns the recipe keys to change for a phase, best first. The phase is "" if unknown.
+    phase: function that returns the phase in which the error occurred, or None if it is unknown.
+    advice: function that returns the recipe keys to change for a phase, best first. Its argument is "" for an unknown
+    phase.
     """
     try:
         yield
@@ -213,7 +214,7 @@ def explain_out_of_memory(
 
 
 def out_of_memory_message(error: BaseException, device: torch.device, phase: str, advice: Sequence[str]) -> str:
-    """Return `out of memory on cuda:0 in phase train: requested 2.0 GiB more, ...; change KEY, or KEY`."""
+    """Return a message: `out of memory on cuda:0 in phase train: requested 2.0 GiB more, ...; change KEY, or KEY`."""
     match = REQUEST_PATTERN.search(str(error))
     request = f"requested {_format_bytes(float(match[1]) * UNIT_BYTES[match[2]])} more, " if match else ""
     in_phase = f" in phase {phase}" if phase else ""

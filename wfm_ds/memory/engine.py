@@ -12,7 +12,7 @@ from wfm_ds.recipe.schema import Recipe
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 FLOAT32_BYTES = 4
-# Bytes per trained weight of the fp32 master and both moments. 8-bit moments have one scale per 256 elements.
+# Bytes per trained weight for the fp32 master weight and both moments. 8-bit moments have one scale per 256 elements.
 OPTIMIZER_STATE_BYTES = {"adamw": 3 * FLOAT32_BYTES, "adamw8bit": FLOAT32_BYTES + 2 * (1 + FLOAT32_BYTES / 256)}
 # DeepSpeed's defaults for keys missing in the JSON file.
 REDUCE_BUCKET, PREFETCH_BUCKET, MAX_LIVE, MAX_REUSE_DISTANCE, SUB_GROUP = 500_000_000, 50_000_000, 10**9, 10**9, 10**9
@@ -38,9 +38,9 @@ class EngineMemory:
         self.num_exported = self.num_trained // (1 + len(recipe.algorithm.extra_adapters))
 
     def state_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of the engine's permanent memory: weights, policy copies and optimizer states.
+        """Return {category: bytes} of memory that is never freed: weights, policy copies and optimizer states.
 
-        With ZeRO stage 3, the result also contains the gradients and the reduction bucket, which are never freed.
+        With ZeRO stage 3, the gradients and the reduction bucket are never freed either.
         """
         shared = self.world_size if self.zero_config["stage"] == 3 else 1
         # Buffers (position tables, a quantized base) are not sharded.
@@ -50,7 +50,7 @@ class EngineMemory:
             ranks = self.zero_config["zero_hpz_partition_size"]
             weights += self.numel * self.compute_bytes // (min(self.world_size, 8) if ranks == "auto" else ranks)
         parts = {"weights": weights}
-        if not self.is_offloaded:  # otherwise masters, moments, copies and gradients are on the host
+        if not self.is_offloaded:  # otherwise master weights, moments, copies and gradients are on the host
             parts["policies"] = self.num_exported * FLOAT32_BYTES * self.num_copies // self.world_size
             parts["optimizer states"] = (
                 int(self.num_trained * OPTIMIZER_STATE_BYTES[self.recipe.optimizer.name]) // self.world_size
@@ -71,12 +71,12 @@ class EngineMemory:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of the float32 gradients (engine/optimizer.py). From ZeRO stage 2 on, each rank has a shard."""
+        """Bytes of this rank's float32 gradients. At ZeRO stages 2 and 3, a rank has only a shard of them."""
         shared = self.world_size if self.zero_config["stage"] >= 2 else 1
         return 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // shared
 
     def gather_memory(self, *, training: bool) -> dict[str, int]:
-        """Return {category: bytes} of the unsharded weights that ZeRO stage 3 has gathered at the same time.
+        """Return {category: bytes} of the unsharded weights that ZeRO stage 3 keeps in memory at the same time.
 
         Returns {} for other ZeRO stages.
         """
@@ -85,7 +85,7 @@ class EngineMemory:
         ahead = int(self.zero_config.get("stage3_prefetch_bucket_size", PREFETCH_BUCKET))
         largest = max(sum(p.numel() for p in m.parameters(recurse=False)) for m in self.network.modules())
         reused = int(self.zero_config.get("stage3_max_reuse_distance", MAX_REUSE_DISTANCE)) // 2 if training else 0
-        # Prefetched weights and, in training, the last weights of the forward pass, kept for the backward pass.
+        # Prefetched weights and, in training, the last weights of the forward pass. The backward pass needs them first.
         live = min(
             self.numel, int(self.zero_config.get("stage3_max_live_parameters", MAX_LIVE)), ahead + largest + reused
         )
@@ -94,7 +94,7 @@ class EngineMemory:
     def optimizer_step_parts(self) -> dict[str, int]:
         """Return {category: bytes} of gradients and temporary tensors during an optimizer step.
 
-        The size of the temporary tensors is that of an AdamW step without fused kernels.
+        Temporary tensors are estimated for an AdamW step without fused kernels.
         """
         share = 0 if self.is_offloaded else self.num_exported * FLOAT32_BYTES // self.world_size
         if self.zero_config["stage"] == 3:

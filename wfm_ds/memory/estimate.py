@@ -54,7 +54,7 @@ class MemoryEstimate:
     def from_engine(
         cls, engine: EngineMemory, phases: Mapping[str, Mapping[str, int]], num_parameters: int
     ) -> MemoryEstimate:
-        """Create the estimate of an engine with these phases."""
+        """Create the estimate for an engine. phases: {phase: {category: bytes}}."""
         return cls(
             phases=phases,
             world_size=engine.world_size,
@@ -89,13 +89,13 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory per rank of a run with this recipe.
 
-    model: the loaded model, or a copy on the meta device (models/assets/meta_loading.py), before an engine changes its
-    denoiser.
+    model: the loaded model, or a copy on the meta device (models/assets/meta_loading.py). No engine may have changed
+    its denoiser.
     device: `cuda` or `cpu`. On the CPU, text encoders are float32.
     encoder_bytes: size of the text encoders, if `model` does not contain them.
-    keeps_encoders: True if the text encoders stay loaded because texts are not cached.
-    Raises RecipeError for the recipes that `derive_run_sizes` rejects, and ModelError for a family whose code reads
-    values of tensors, which tensors on the meta device do not have.
+    keeps_encoders: whether the text encoders stay loaded because texts are not cached.
+    Raises RecipeError if `derive_run_sizes` rejects the recipe. Raises ModelError if the code of the model family reads
+    values of tensors, because tensors on the meta device have no values.
     """
     try:
         sums = _DiffusionMemory(recipe, model, world_size, device)
@@ -143,7 +143,7 @@ class _DiffusionMemory(EngineMemory):
         return numel * int(self.text_dtype.itemsize)
 
     def phase_parts(self) -> dict[str, dict[str, int]]:
-        """Return {phase: {category: bytes}} of memory that each phase uses in addition to the static memory."""
+        """Return {phase: {category: bytes}} of the memory of each phase, without the permanent memory of the run."""
         samples, batch = self.sampling_batch_size(), self.training_batch_size()
         sample_passes = self.measure_passes(samples, training=False)
         step_data = self.step_data_parts()
@@ -213,8 +213,8 @@ class _DiffusionMemory(EngineMemory):
     def num_resident_latents(self) -> int:
         """Return the maximum number of latent tensors that a rank stores at the same time.
 
-        With sampling.explore, the number includes the candidates. With rollout.max_refills, the number is doubled,
-        because two rounds of samples can be in memory.
+        If the recipe sets sampling.explore, the candidates are included. If it sets rollout.max_refills, the number is
+        doubled, because two rounds of samples can be in memory.
         """
         recipe, derived = self.recipe, self.run_sizes
         training = derived.samples_per_rank * self.latents_per_rollout()
@@ -230,7 +230,7 @@ class _DiffusionMemory(EngineMemory):
     def latents_per_rollout(self) -> int:
         """Return the number of latent tensors that a rollout stores per sample.
 
-        They are counted by running the sampling plan on latents with one element.
+        The number is determined by running the sampling plan on latents with one element.
         """
         one = torch.zeros(1, *(1 for _ in self.shape))
         trajectory: Trajectory = self.algorithm.plan(1).denoise(
@@ -244,8 +244,8 @@ class _DiffusionMemory(EngineMemory):
     def measure_reference_passes(self, of_samples: PassMemory) -> PassMemory | None:
         """Return the memory of a forward pass of a reference policy, or None if the loss has no reference policies.
 
-        of_samples: memory of a forward pass in a rollout. In RL, reference policies have the same batch size, so it is
-        also theirs.
+        of_samples: memory of a forward pass in a rollout. In RL, this is also the result, because forward passes of
+        reference policies have the same batch size.
         """
         if self.recipe.is_rl:
             return of_samples if self.algorithm.uses_old_predictions or self.algorithm.references else None
@@ -253,9 +253,9 @@ class _DiffusionMemory(EngineMemory):
         return self.measure_passes(self.training_batch_size(), training=False) if references else None
 
     def encode_peak_bytes(self) -> int:
-        """Return the peak bytes of encoding with the VAE.
+        """Return the peak bytes while the VAE encodes training data.
 
-        Videos are encoded one at a time, and all images of a micro-batch together.
+        Videos are encoded one at a time. All images of a micro-batch are encoded together.
         """
         size = self.recipe.sampling
         if self.model.is_video:
@@ -265,7 +265,7 @@ class _DiffusionMemory(EngineMemory):
         return measure_encode_bytes(self.shadow_model, (3, size.height, size.width), batch)
 
     def merge_lora_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of the base weights that rollout.merge_lora stores while the LoRA is merged."""
+        """Return {category: bytes} of the copied base weights while the LoRA is merged for rollout.merge_lora."""
         if not self.recipe.is_rl or not self.recipe.rl.rollout.merge_lora:
             return {}
         layers = find_adapter_layers(self.shadow_model.unwrapped_denoiser)
@@ -285,8 +285,8 @@ class _DiffusionMemory(EngineMemory):
     def training_parts(self, passes: PassMemory, batch: int) -> dict[str, int]:
         """Return {category: bytes} of a forward and backward pass with batch size `batch`.
 
-        With guidance, RL runs a conditional and an unconditional forward pass. During the second pass, the activations
-        of the first are still in memory.
+        With guidance, RL runs a conditional and an unconditional forward pass. During the unconditional forward pass,
+        the activations of the conditional forward pass are still in memory.
         """
         guided = (
             passes.saved_for_backward + passes.inference
@@ -299,9 +299,9 @@ class _DiffusionMemory(EngineMemory):
 
 
 def format_memory_table(estimate: MemoryEstimate, *, trained_part: str = "denoiser") -> list[str]:
-    """Return lines of a table in GiB, with a row per memory category and a column per phase.
+    """Return the lines of a table in GiB, with one row per memory category and one column per phase.
 
-    trained_part: name of the trained network.
+    trained_part: name of the trained network in the heading.
     """
     names = list(estimate.phases)
     parts = list(dict.fromkeys(part for of_phase in estimate.phases.values() for part in of_phase))

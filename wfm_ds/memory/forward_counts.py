@@ -1,12 +1,13 @@
 """Predicts the number and FLOPs of the denoiser's forward passes (metrics `perf/forwards_*`) without running them.
 
-Counts are per rank. They are the same on all ranks, because the ranks of a replica run each forward pass together.
-Counts are exact if no optimizer step is skipped, with three exceptions:
+Counts are per rank and equal on all ranks, because the ranks of a replica run each forward pass together. Counts are
+exact if no optimizer step is skipped, with three exceptions:
 
-With two experts, each micro-batch has loss terms of only one expert. An optimizer step may therefore run one more
-forward pass for each purpose, and two more for the purpose `policy` if data samples have separate forward passes.
+With two experts, each micro-batch has loss terms of only one expert. An optimizer step may therefore run one forward
+pass more than predicted for each purpose. If data samples have separate forward passes, it may run two more for the
+purpose `policy`.
 
-With `data.buckets`, the validation loss runs one more forward pass per additional image size.
+With `data.buckets`, the validation loss runs one forward pass more for each additional image size.
 
 With several teachers, the counts assume that each teacher teaches the same number of samples.
 
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from wfm_ds.recipe.schema import Recipe
     from wfm_ds.sampling.denoise import SamplingPlan
 
-TRAINING_PURPOSE = "policy"  # extra adapters: NAME_policy
+TRAINING_PURPOSE = "policy"  # for an extra adapter, the purpose is NAME_policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +46,8 @@ class ForwardCount:
     """Number of forward passes for one purpose, such as `rollout`."""
 
     calls: int
-    samples: int  # total over all calls
-    without_adapters: int = 0  # samples predicted with adapters disabled: reference policy of a LoRA run
+    samples: int  # total number of samples in all of these forward passes
+    without_adapters: int = 0  # samples with adapters disabled, as for the reference policy of a LoRA run
 
     def __add__(self, other: ForwardCount) -> ForwardCount:
         return ForwardCount(
@@ -100,11 +101,11 @@ def count_rl_step(
     """Return {purpose: number of forward passes} for RL step `step`. The first step is 1.
 
     The count includes all optimizer steps of this RL step. It includes the rollout unless rollout workers generate it.
-    guided: function that returns whether predictions at a noise level use guidance. Required if guidance is used at
-    only some noise levels. The count assumes that the rollout and the loss terms use guidance equally often.
+    guided: function that returns whether predictions at a noise level use guidance. It is required if guidance is used
+    only at some noise levels. The count assumes that the rollout and the loss terms use guidance equally often.
     exploration_sigmas: noise levels at which candidates of sampling.explore are denoised.
-    The actual count is lower if samples or loss terms are dropped (failed rewards, `zero_std: drop`, no gradient), and
-    higher if groups are refilled or have a history (rollout.history). For best_of_n, the count assumes that every
+    The actual count is lower if samples or loss terms are dropped (failed rewards, `zero_std: drop`, no gradient). It
+    is higher if groups are refilled or have a history (rollout.history). For best_of_n, the count assumes that every
     optimizer step trains the same fraction of its samples. This is exact if each rank has whole groups and trains them
     in one optimizer step.
     """
@@ -138,8 +139,9 @@ def count_update(
 ) -> dict[str, ForwardCount]:
     """Return {purpose: number of conditional forward passes} for optimizer step `update` of RL step `step`.
 
-    equal: names of the policies whose weights equal the trained weights before this optimizer step. They need no
-    forward passes. `old` is not among them if the algorithm uses old predictions, which are counted separately.
+    equal: names of the policies that have the trained weights before this optimizer step, so that they need no forward
+    passes. If the algorithm uses predictions of `old`, this function counts them separately, and `equal` must not
+    contain `old`.
     """
     adapter, terms = algorithm.choose_adapter(step, update), terms_per_update(recipe, derived)
     size = recipe.engine.micro_batch_size
@@ -165,7 +167,7 @@ def count_update(
     if algorithm.uses_group_statistics:
         counts["group_statistics"] = ForwardCount(calls, terms)
     if "old" in counts and algorithm.uses_old_predictions:
-        counts["old"] = ForwardCount(calls, terms)  # uses the batch size of training
+        counts["old"] = ForwardCount(calls, terms)  # with the batch size of training
     return counts
 
 
@@ -187,7 +189,7 @@ def terms_per_update(recipe: Recipe, derived: RunSizes) -> int:
 
 
 def denoiser_sigmas(plan: SamplingPlan) -> list[float]:
-    """Return the noise levels at which this plan calls the denoiser. They are recorded in a run on tiny latents."""
+    """Return the noise levels at which a sampling plan calls the denoiser, recorded by running it on tiny latents."""
     sigmas: list[float] = []
 
     def record_sigma(latents: Tensor, sigma: float) -> Tensor:
@@ -231,8 +233,8 @@ def count_evaluation(
     The count includes sampling and, in supervised training, the validation loss on `num_images` images or preference
     pairs.
 
-    guided_steps: number of denoising steps with guidance. None: either all or none of the sampling.eval_steps use
-    guidance.
+    guided_steps: number of denoising steps with guidance. None: all sampling.eval_steps use guidance if the recipe
+    enables guidance, and otherwise none.
     rollout_sigmas: noise levels of a rollout, if validation.rollout_correlation also generates rollout samples.
     guided: function that returns whether predictions at a noise level use guidance. See count_rl_step.
     """
@@ -284,9 +286,9 @@ def count_sampling(recipe: Recipe, purpose: str, samples: int, steps: int, guide
 
 
 def guidance_predicate(recipe: Recipe, expert_of: Callable[[float], int] = lambda sigma: 0) -> IsGuided:
-    """Return a function that returns whether predictions at a noise level use guidance.
+    """Return a function that maps a noise level to whether predictions at this level use guidance.
 
-    expert_of: function that returns the index of the expert for a noise level.
+    expert_of: function that maps a noise level to the index of the expert.
     """
     return lambda sigma: recipe.sampling.uses_guidance(expert_of(sigma))
 

@@ -1,4 +1,4 @@
-"""The Cosmos-RL configuration to convert: its keys, the default values of its mode, and notes for the user."""
+"""The Cosmos-RL configuration to convert, with the default values of unset keys and notes for the user."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ def num_model_copies(source: CosmosConfig) -> int:
 def groups_per_step(_: Any, source: CosmosConfig) -> int:
     """Return the number of groups per optimizer step.
 
-    In Cosmos-RL, num_rollout model copies generate one group together. Gradients are accumulated over grad_accum_iter
-    rounds. Raises NoCounterpart if the number of copies is not a multiple of num_rollout.
+    In Cosmos-RL, `num_rollout` model copies generate one group together, and gradients are accumulated over
+    `grad_accum_iter` rounds. Raises NoCounterpart if the number of copies is not a multiple of num_rollout.
     """
     copies = num_model_copies(source)
     if copies % source["model.rl.num_rollout"]:
@@ -99,7 +99,8 @@ def power_ema(_: Any, source: CosmosConfig) -> tuple[float, int]:
     decay = round((1 - 1 / (last + 1)) ** exponent, 6) if last > 0 else 0.0
     source.add_note(
         f"ema: model.ema.enabled is true by default in Cosmos-RL. Its decay at step t is (1 - 1/(t + 1)) ** "
-        f"{exponent:.2f}; in wfm_ds it rises as (1 + j)/(10 + j) to ema.decay, the value of Cosmos-RL at the last step"
+        f"{exponent:.2f}; in wfm_ds, it is (1 + j)/(10 + j) at update j, at most ema.decay, which is Cosmos-RL's value "
+        "at the last step"
     )
     return decay, 1
 

@@ -113,7 +113,7 @@ class DiffusionModel(NoiseSchedule):
 
     @classmethod
     def extra_components(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
-        """Return {name: component} for components that the folder lacks. Raises ModelError if one is unavailable."""
+        """Return {name: component} for components that no file stores. Raises ModelError if one is not installed."""
         return {}
 
     @classmethod
@@ -141,7 +141,7 @@ class DiffusionModel(NoiseSchedule):
 
     @classmethod
     def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
-        """Return the default guidance scale w. index: model_index.json. call: defaults of the pipeline call."""
+        """Return the default guidance scale. index: model_index.json. call: default arguments of the pipeline call."""
         return float(call.get(cls.guidance_arguments[0], 1.0))
 
     def extract_denoiser(self, pipeline: Any) -> nn.Module:
@@ -164,7 +164,7 @@ class DiffusionModel(NoiseSchedule):
             part.to(self.device)
 
     def prepare_for_lora(self, targets: Sequence[str]) -> None:
-        """Prepare the denoiser for LoRA adapters on the linear layers with a suffix in `targets`.
+        """Prepare the denoiser for LoRA adapters. targets: name suffixes of the linear layers that get an adapter.
 
         A family can override this method to move frozen layers into encode_text, which runs only once per prompt.
         """
@@ -199,7 +199,7 @@ class DiffusionModel(NoiseSchedule):
 
     @abstractmethod
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Encode B prompts. Return {name: tensor [B, ...]} without gradients.
+        """Encode prompts. Return {conditioning key: tensor [number of prompts, ...]} without gradients.
 
         Embeddings have the dtype of the text encoders. Masks are int64. Use encode_negative_text for negative prompts.
         Raises ValueError for an empty list.
@@ -212,22 +212,22 @@ class DiffusionModel(NoiseSchedule):
         return self.pipeline.encode_prompt(list(prompts), device=self.device, max_sequence_length=length, **options)
 
     def encode_negative_text(self, texts: Sequence[str]) -> Conditioning:
-        """Encode negative prompts and dropped captions. Some pipelines add an instruction to prompts only."""
+        """Encode negative prompts and dropped captions, without the instruction that some pipelines add to prompts."""
         return self.encode_text(texts)
 
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Encode inputs, such as actions. Return {key in optional_conditioning_keys: tensor [B samples, ...]}.
+        """Encode inputs, such as actions. Return {conditioning key: tensor [number of samples, ...]}.
 
-        inputs: {name from input_specs: array} for each sample.
+        inputs: {name in input_specs: array} for each sample.
         num_frames: number of video frames. size: (height, width) in pixels.
         Raises ValueError for arrays that the loaded checkpoint cannot use.
         """
         return {}
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} of the required tensors from `encode_inputs`, for one sample with this latent shape."""
+        """Return {name: shape without batch axis} of the tensors from `encode_inputs`, for these latents."""
         return {}
 
     @property
@@ -236,7 +236,7 @@ class DiffusionModel(NoiseSchedule):
         return self.uses_clean_frames and max(self.conditioning_frame_counts) > 0
 
     def clean_frame_range(self, num_frames: tuple[int, int]) -> tuple[int, int]:
-        """Return the recipe's range `num_frames`, or (0, 0) if the model does not use conditioning frames."""
+        """Return the recipe's range `num_frames`, or (0, 0) if the model does not use clean conditioning frames."""
         return num_frames if self.uses_clean_frames else (0, 0)
 
     @property
@@ -258,11 +258,11 @@ class DiffusionModel(NoiseSchedule):
         return {name: tuple(tensor.shape[1:]) for name, tensor in self.encode_text([""]).items()}
 
     def conditioning_from_embedding(self, embedding: Tensor) -> Conditioning | None:
-        """Convert an embedding [n tokens, D channels] to the format of `encode_text`. None: unsupported shape."""
+        """Convert an embedding [tokens, channels] to the format of `encode_text`. Returns None for a wrong shape."""
         return None
 
     def text_cache_key(self) -> dict[str, Any]:
-        """Return the JSON values that text embeddings depend on: family, encoder files, dtype, pipeline arguments."""
+        """Return everything that text embeddings depend on, except the text, as JSON values."""
         dtypes = {str(next(encoder.parameters()).dtype) for encoder in self.text_encoders().values()}
         return {
             "family": self.family,
@@ -314,8 +314,8 @@ class DiffusionModel(NoiseSchedule):
         """Predict the velocity eps - x0 in one forward pass, without guidance. Keeps the autograd graph.
 
         Returns float32 in the shape of the latents.
-        latents: [B,C,...] float32. sigma: [B] float32 in (0, 1].
-        conditioning: tensors [B, ...] from encode_text and encode_inputs.
+        latents: [batch, channels, ...] float32. sigma: [batch] float32 in (0, 1].
+        conditioning: tensors [batch, ...] from encode_text and encode_inputs.
         expert: index of the expert network, for models with two experts.
         Raises ValueError for wrong shapes, dtypes or keys. If sigma is on the CPU, its values are checked too. On a
         GPU, this check would make the host wait, so it is skipped.
@@ -323,13 +323,13 @@ class DiffusionModel(NoiseSchedule):
 
     @property
     def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
-        """The range (low, high) of each expert network: low <= sigma < high. The first range includes 1."""
+        """The range (low, high) of each expert, which runs for low <= sigma < high. The first range includes 1."""
         return ((0.0, 1.0),)
 
     def select_expert(self, sigma: float) -> int:
         """Return the index of the expert network for this sigma.
 
-        A sigma at the limit between two experts gets the same expert in float32 and float64.
+        The boundary between two experts has a tolerance, so that float32 and float64 sigmas select the same expert.
         """
         return next(i for i, (low, _) in enumerate(self.sigma_ranges) if sigma >= low - SIGMA_ERROR)
 
@@ -371,14 +371,14 @@ class DiffusionModel(NoiseSchedule):
         return {"max_sequence_length": self.max_sequence_length}
 
     def export_call_kwargs(self) -> dict[str, Any]:
-        """Return the arguments for call.json of an export: those of prompt encoding and the embedded guidance scale."""
+        """Return the arguments that an export stores in call.json: text arguments and the embedded guidance scale."""
         guidance = {} if self.embedded_guidance is None else {"guidance_scale": self.embedded_guidance}
         return {**self.text_call_kwargs(), **guidance}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Return the pipeline call arguments for guidance scale w and this size in pixels.
+        """Return the pipeline call arguments, except prompts, number of steps and noise.
 
-        The result does not include prompts, number of steps or noise. `num_frames` is passed to video pipelines only.
+        w: guidance scale. height, width: size in pixels. num_frames: ignored by image families.
         """
         frames = {"num_frames": num_frames} if self.is_video else {}
         return {self.guidance_arguments[0]: w, "height": height, "width": width, **frames, **self.text_call_kwargs()}
@@ -399,7 +399,7 @@ def matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:
 
 @contextmanager
 def temporary_seed(seed: int) -> Iterator[None]:
-    """Seed the global CPU generator inside the context and restore its state afterwards."""
+    """Seed the global CPU generator. Restore its state at the end of the context."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU
         yield

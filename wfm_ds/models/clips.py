@@ -1,7 +1,8 @@
 """Long videos as a sequence of clips. Each clip is conditioned on the last frames of the clip before it.
 
-The last frames are rounded to uint8 and encoded again, as if they came from a file. They are the first frames of the
-next clip, so clips overlap. Actions and camera paths of a clip are a slice of those of the long video.
+The last frames of a clip are rounded to uint8 and encoded again, as if they came from a file. They become the first
+frames of the next clip, so clips overlap. Each clip receives the slice of the long video's actions and camera path that
+belongs to its frames.
 """
 
 from __future__ import annotations
@@ -26,16 +27,17 @@ from wfm_ds.seeds import derive_seed
 from wfm_ds.types import FIRST_FRAME, ConditioningFrames, Prompt
 
 Videos: TypeAlias = npt.NDArray[np.uint8]
-"""[B,F,H,W,3] uint8."""
+"""Videos as uint8 [batch, frames, height, width, 3]."""
 DecodeFunction: TypeAlias = Callable[[Tensor], tuple[Videos, list[bool]]]
-"""Decodes latents [B,C,T,h,w] to (videos, whether the latents of each video are finite), as Sampler.decode_to_uint8."""
+"""Decodes latents like Sampler.decode_to_uint8. Returns (videos, flags). A flag is False if a video's latents contain
+non-finite values."""
 
 
 def choose_clip_layout(model: DiffusionModel, settings: SamplingRecipe, num_latents: int = 1) -> ClipLayout:
-    """Return the layout of clips that are conditioned on the last frames of the clip before them.
+    """Return the layout of clips that are each conditioned on the last frames of the previous clip.
 
     num_latents: number of conditioning frames of a clip, in latent frames.
-    Raises ModelError if the model does not support as many conditioning frames, or if they cover the whole clip.
+    Raises ModelError if the model does not support this number, or if the conditioning frames cover the whole clip.
     """
     if num_latents < 1 or num_latents not in model.conditioning_frame_counts:
         raise ModelError(
@@ -53,9 +55,10 @@ def choose_clip_layout(model: DiffusionModel, settings: SamplingRecipe, num_late
 
 
 def encode_last_frames(sampler: Sampler, videos: Videos, layout: ClipLayout) -> Tensor:
-    """Encode the last `layout.overlap` frames of each video. Returns latents [B,C,T,h,w] float32 on the device.
+    """Encode the last `layout.overlap` frames of each video as conditioning frames of the next clip.
 
-    T is the number of latent frames of a clip. The latents after the first `layout.num_latents` frames are zero.
+    Returns float32 latents with the shape of a whole clip, on the model's device. The first `layout.num_latents` latent
+    frames are the encoded frames, and the remaining latent frames are zero.
     """
     latents = sampler.model.encode_uint8(list(videos[:, -layout.overlap :]))
     return pad_num_frames(latents, sampler.latent_shape[1])
@@ -66,8 +69,8 @@ def condition_on_last_frames(
 ) -> tuple[list[Prompt], ConditioningFrames | None]:
     """Return the prompts and conditioning frames of clips that continue `videos`.
 
-    A model that does not use latents of the first frame receives its pixels as the input FIRST_FRAME of the prompts.
-    The conditioning frames are then None.
+    Some models take the first frame as pixels instead of clean latents (`uses_clean_frames` is False). For them, the
+    prompts contain the last frame of each video as the input FIRST_FRAME, and the conditioning frames are None.
     """
     if not sampler.model.uses_clean_frames:
         last = videos[:, -1].astype(np.float32)
@@ -82,9 +85,10 @@ def condition_on_last_frames(
 def reconstruct_clip(
     sampler: Sampler, recording: npt.NDArray[np.uint8], layout: ClipLayout, clip: int
 ) -> npt.NDArray[np.uint8]:
-    """Encode and decode one clip of a recording, uint8 [total_frames,H,W,3]. Returns the frames after the overlap.
+    """Encode and decode one clip of a recording with the VAE. Returns the frames after the overlap.
 
-    A reward that compares samples with recordings should not measure the error of the VAE.
+    recording: uint8 [frames, height, width, 3]. clip: index of the clip.
+    Rewards compare samples with reconstructed recordings, so that the VAE's error does not affect the reward.
     """
     start = layout.first_frame(clip)
     latents = sampler.model.encode_uint8([recording[start : start + layout.num_frames]])
@@ -94,13 +98,13 @@ def reconstruct_clip(
 
 
 def clip_seed(seed: int, clip: int) -> int:
-    """Return the noise seed of a clip of the long video with noise seed `seed`. The first clip has this seed."""
+    """Return the noise seed of clip number `clip` in a long video with noise seed `seed`. Clip 0 uses `seed` itself."""
     return seed if clip == 0 else derive_seed(seed, "clip", clip)
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedClips:
-    """One clip of each of B long videos."""
+    """One clip of each long video in a batch."""
 
     prompts: Sequence[Prompt]  # with the inputs of this clip
     pixels: Videos
@@ -119,11 +123,12 @@ def generate_clips(
     *,
     decode: DecodeFunction | None = None,
 ) -> Iterator[GeneratedClips]:
-    """Generate B long videos clip by clip. Yields one clip of all videos at a time.
+    """Generate long videos clip by clip. Yields one clip of all videos at a time.
 
-    prompts: with the inputs of all frames of the long videos. noise_seeds: see `clip_seed`.
+    prompts: one per long video, with the inputs of all frames. noise_seeds: one per long video, see `clip_seed`.
     conditional_frames: conditioning frames of the first clip.
-    decode: default Sampler.decode_to_uint8. Must return the videos on every rank that runs the forward passes.
+    decode: function that decodes latents, by default Sampler.decode_to_uint8. Must return the videos on every rank that
+    runs the forward passes.
     """
     decode, frames = decode or sampler.decode_to_uint8, conditional_frames
     pixels, is_finite = np.empty(0, np.uint8), [True] * len(prompts)

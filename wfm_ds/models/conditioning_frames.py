@@ -1,8 +1,9 @@
 """Conditioning frames: the first latent frames of a video may be clean instead of noisy.
 
-Two tensors in the conditioning describe these frames. `conditional_latents` [B,C,T,h,w] contains the clean latents.
-`conditional_mask` [B,1,T,1,1] float32 is 1 on conditioning frames and 0 on noisy frames. A conditioning contains both
-tensors or neither. The number of conditioning frames may differ between the samples of a batch.
+Two tensors in the conditioning describe these frames. `conditional_latents` contains the clean latents, in the shape
+[B,C,T,h,w] of the noisy latents. `conditional_mask`, float32 [B,1,T,1,1], is 1 on conditioning frames and 0 on noisy
+frames. A conditioning contains both tensors or neither. Samples of a batch may have different numbers of conditioning
+frames.
 """
 
 from __future__ import annotations
@@ -26,28 +27,32 @@ CONDITIONING_FRAME_KEYS = frozenset({LATENTS_KEY, MASK_KEY})
 
 @dataclass(frozen=True, slots=True)
 class CleanFrames:
-    """Clean conditioning frames of B videos: latents [B,C,T,h,w] and mask [B,1,T,1,1], both float32."""
+    """Clean conditioning frames of a batch of videos.
+
+    latents: float32 [batch, channels, latent frames, h, w].
+    mask: float32 [batch, 1, latent frames, 1, 1], which is 1 on conditioning frames and 0 on noisy frames.
+    """
 
     latents: Tensor
     mask: Tensor
 
     def insert_clean_latents(self, noisy: Tensor) -> Tensor:
-        """Return a copy of `noisy` [B,C,T,h,w] in which clean latents replace the conditioning frames."""
+        """Return a copy of the noisy latents with clean latents on the conditioning frames."""
         return self.mask * self.latents + (1 - self.mask) * noisy
 
     def insert_known_velocity(self, velocity: Tensor, noisy: Tensor, sigma: Tensor) -> Tensor:
-        """Return `velocity` with the exact values on conditioning frames.
+        """Return a copy of `velocity` with the exact velocity on conditioning frames.
 
-        The exact velocity is (noisy - clean) / sigma, because the clean latents of these frames are known.
+        The clean latents of these frames are known, so their exact velocity is (noisy - clean) / sigma.
         """
         known = (noisy - self.latents) / sigma.view(-1, 1, 1, 1, 1)
         return self.mask * known + (1 - self.mask) * velocity
 
 
 def get_clean_frames(conditioning: Conditioning) -> CleanFrames | None:
-    """Return the clean frames in a conditioning, or None if there are none.
+    """Return the clean frames in a conditioning, or None if it has none.
 
-    Raises ValueError if only one of the two keys is present.
+    Raises ValueError if the conditioning has only the latents or only the mask.
     """
     present = CONDITIONING_FRAME_KEYS & conditioning.keys()
     if not present:
@@ -60,15 +65,15 @@ def get_clean_frames(conditioning: Conditioning) -> CleanFrames | None:
 
 
 def pad_num_frames(latents: Tensor, num_frames: int) -> Tensor:
-    """Append zero frames to latents [..., t,h,w] until they have `num_frames` latent frames."""
+    """Append zeros to latents [..., latent frames, h, w] until they have `num_frames` latent frames."""
     return pad(latents, (0, 0, 0, 0, 0, num_frames - latents.shape[-3]))
 
 
 def add_clean_frames(conditioning: Conditioning, latents: Tensor, counts: Tensor) -> Conditioning:
-    """Return a copy of the conditioning with added conditioning frames.
+    """Return a copy of the conditioning in which the first counts[i] latent frames of sample i are conditioning frames.
 
-    The first counts[i] latent frames of sample i become conditioning frames.
-    latents: clean normalized latents [B,C,T,h,w] float32. counts: [B] integers from 0 to T - 1.
+    latents: clean normalized latents [B,C,T,h,w] float32 of B samples with T latent frames.
+    counts: [B] integers from 0 to T - 1.
     Raises ValueError for invalid latents or counts.
     """
     if latents.ndim != 5 or latents.dtype != torch.float32 or counts.shape != latents.shape[:1]:

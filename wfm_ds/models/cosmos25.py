@@ -70,10 +70,10 @@ class Cosmos25(DiffusionModel):
         return [*super().auxiliary_modules(), *projection]
 
     def prepare_for_lora(self, targets: Sequence[str]) -> None:
-        """Move the denoiser's text projection into encode_text, unless LoRA trains it.
+        """Move the denoiser's text projection into encode_text, unless LoRA trains the projection.
 
-        Before the projection, a prompt's embedding contains the outputs of all text encoder layers and needs 100 MB.
-        The projected embedding is 100 times smaller.
+        This makes cached embeddings 100 times smaller. Without projection, the embedding of a prompt contains the
+        outputs of all text encoder layers and needs 100 MB.
         """
         denoiser: Any = self.unwrapped_denoiser
         if not self.config.use_crossattn_projection or self.text_projection is not None:
@@ -89,10 +89,10 @@ class Cosmos25(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, max_sequence_length, D channels]}. The network also attends to padding.
+        """Return {prompt_embeds: [batch, max_sequence_length, channels]}. The network also attends to padding.
 
-        D is the text encoder's width times its number of layers. After prepare_for_lora has moved the projection, D is
-        the width of the projected embeddings.
+        The number of channels is the text encoder's width times its number of layers. After prepare_for_lora has moved
+        the text projection into this method, it is the width of the projected embeddings.
         """
         embeds, _ = self.call_encode_prompt(prompts, do_classifier_free_guidance=False)
         if self.text_projection is not None:
@@ -110,10 +110,10 @@ class Cosmos25(DiffusionModel):
 
     @torch.no_grad()
     def conditioning_from_embedding(self, embedding: Tensor) -> Conditioning | None:
-        """Convert one prompt's precomputed embedding [max_sequence_length, D] to the format of `encode_text`.
+        """Convert one prompt's precomputed embedding [max_sequence_length, channels] to the format of `encode_text`.
 
-        D is the text encoder's width times its number of layers. The embedding must include padding tokens. Returns
-        None for other shapes.
+        The embedding must include padding tokens, and its number of channels must be the text encoder's width times its
+        number of layers. Returns None for other shapes.
         """
         width = self.config.crossattn_proj_in_channels if self.config.use_crossattn_projection else None
         if embedding.shape != (self.max_sequence_length, width or self.config.text_embed_dim):
@@ -152,7 +152,7 @@ class Cosmos25(DiffusionModel):
         return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, (F - 1) / 4 + 1, H / 8, W / 8) for F frames of H x W pixels.
+        """Return (channels, (F - 1) / 4 + 1, H / 8, W / 8) for F frames of H x W pixels.
 
         Raises ValueError if the latents exceed the network config's max_size, or if the pipeline does not support the
         size.
@@ -170,10 +170,10 @@ class Cosmos25(DiffusionModel):
         return int((num_frames // frames) * (h // rows) * (w // columns))
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Return the pipeline call arguments for guidance scale w, with guidance_scale = w - 1.
+        """Return the pipeline call arguments for guidance scale w. They contain guidance_scale = w - 1.
 
-        The pipeline computes v_cond + guidance_scale * (v_cond - v_uncond). Raises ValueError for 1 < w <= 2, because
-        the pipeline disables guidance if guidance_scale <= 1.
+        The reason is that this pipeline computes v_cond + guidance_scale * (v_cond - v_uncond). Raises ValueError for
+        1 < w <= 2, because the pipeline disables guidance if guidance_scale <= 1.
         """
         if 1 < w <= 2:
             raise ValueError(f"the diffusers pipeline disables guidance for w = {w}: choose 1 or more than 2")

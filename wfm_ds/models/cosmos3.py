@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from wfm_ds.types import Conditioning
 
 TEXT_KEYS = ("text_keys", "text_values", "text_mask")
-ASSUMED_TEXT_TOKENS = 512  # text length for estimates; the pipeline does not truncate text
+ASSUMED_TEXT_TOKENS = 512  # text length for memory estimates, because the pipeline does not truncate text
 UNUSED_HEADS = ("audio_*", "action_proj_out.*")  # heads for audio and action prediction, which is not supported
 ACTION_LAYERS = ("action_*",)
 OTHER_VIEWPOINTS = {
@@ -119,9 +119,10 @@ class Cosmos3(DiffusionModel):
     ) -> str:
         """Format a prompt as the diffusers pipeline does.
 
-        Without actions, sentences about size and duration are appended. In negative prompts, they are negated.
-        With actions, a prompt becomes a JSON object with size, duration and viewpoint (default ego_view). Negative
-        prompts and prompts that already are JSON objects stay unchanged.
+        If the model does not receive actions, sentences about size and duration are appended to the text. Negative
+        prompts get the negated sentences.
+        If the model receives actions, a prompt becomes a JSON object with size, duration and viewpoint (default
+        ego_view). Negative prompts and prompts that are already JSON objects stay unchanged.
         Some pipelines also prepend a system prompt.
         """
         is_image = num_frames == 1
@@ -151,10 +152,10 @@ class Cosmos3(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {text_keys, text_values: [B,L,G,K,D], text_mask: [B,L] int64} from all layers of the text tower.
+        """Return the attention keys and values of the texts in all layers of the text tower, and a mask.
 
-        There are L text tokens, G layers, K key-value heads and D channels per head. Shorter prompts are padded with
-        zeros.
+        text_keys, text_values: [batch, text tokens, layers, key-value heads, channels per head]. Shorter prompts are
+        padded with zeros. text_mask: int64 [batch, text tokens], 0 on padding.
         """
         require_prompts(prompts)
         assert self.text_tower is not None, "the text tower was dropped"
@@ -199,10 +200,10 @@ class Cosmos3(DiffusionModel):
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Return {actions: [B,F-1,A] float32, domain: [B] int64}, or {} if no sample has actions.
+        """Return {actions: float32 [batch, num_frames - 1, channels], domain: int64 [batch]}, or {} without actions.
 
-        Actions are zero-padded to the network's A action channels. The domain is the robot type (default 0) and selects
-        the network's action weights.
+        Actions are zero-padded to the network's number of action channels. The domain is the robot type (default 0). It
+        selects the network's action weights.
         Raises ValueError for wrong action shapes, an unknown domain, a network without action support, or a batch in
         which only some samples have actions.
         """
@@ -243,9 +244,9 @@ class Cosmos3(DiffusionModel):
         return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, (F - 1) / 4 + 1, H / f, W / f) for F frames of H x W pixels and VAE scale factor f.
+        """Return (channels, (F - 1) / 4 + 1, H / f, W / f) for F frames of H x W pixels and VAE scale factor f.
 
-        The latent size need not be a multiple of the patch size.
+        The latent height and width need not be multiples of the patch size.
         """
         factor, frames_factor = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         num_latent_frames = count_latent_frames(num_frames, frames_factor)
@@ -256,7 +257,7 @@ class Cosmos3(DiffusionModel):
         return math.prod(token_grid(self.config, shape[1:]))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return linear sigmas if the pipeline's config sets use_native_flow_schedule, otherwise {}."""
+        """Return {sigmas: linear sigmas} if the pipeline's config sets use_native_flow_schedule, otherwise {}."""
         if not self.pipeline.config.use_native_flow_schedule:
             return {}
         first = 1 - 1 / self.pipeline.scheduler.config.num_train_timesteps

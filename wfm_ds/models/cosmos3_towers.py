@@ -58,9 +58,9 @@ class TextTower(nn.Module):
         self.config = transformer.config
 
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (keys, values) of one text with token ids [L] int64.
+        """Return (keys, values) of one text, after the rotary embedding.
 
-        Each is [L tokens, G layers, K key-value heads, D channels per head], after the rotary embedding.
+        ids: token ids, int64 [tokens]. Keys and values: [tokens, layers, key-value heads, channels per head].
         """
         states = self.embed_tokens(ids)[None]
         positions = torch.arange(len(ids), dtype=torch.float32, device=ids.device).expand(3, 1, -1)
@@ -100,7 +100,7 @@ class TextAttention(nn.Module):
     def forward(self, states: Tensor, rotation: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
         """Return the attention output [B,L,W], and the keys and values [B,L,K,D] that the video attends to.
 
-        There are L text tokens, W channels per token, K key-value heads and D channels per head.
+        B is the batch size. There are L text tokens with W channels, and K key-value heads with D channels each.
         """
         query, key, value = (
             part(states).unflatten(-1, (-1, self.head_dim)) for part in (self.to_q, self.to_k, self.to_v)
@@ -149,8 +149,9 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
 
         latents: [B,C,T,h,w] in the compute dtype. time: [B] float32, 1000 * sigma.
         free: [B,T], 1 on noisy latent frames, 0 on conditioning frames.
-        text_keys, text_values: [B,L,G,K,D]. text_mask: [B,L] int64, 0 on padding.
-        actions: [B,F-1,A], without noise. Action i leads from frame i to frame i + 1.
+        text_keys, text_values: [B, text tokens, layers, key-value heads, channels per head].
+        text_mask: [B, text tokens] int64, 0 on padding.
+        actions: [B, pixel frames - 1, channels], without noise. Action i leads from frame i to frame i + 1.
         domain: [B] int64, selects the network's weights for the actions.
         """
         shape, dtype = latents.shape, latents.dtype
@@ -186,7 +187,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         return dtype
 
     def patchify(self, latents: Tensor) -> Tensor:
-        """Convert latents [B,C,T,h,w] to patches [B,N,p*p*C] of p x p latents.
+        """Convert latents [B,C,T,h,w] to N patches of p x p latents. Return [B, N, p * p * C].
 
         Partial patches at the edges are filled with zeros.
         """
@@ -205,12 +206,18 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         return latents
 
     def embed_actions(self, actions: Tensor, domain: Tensor | None) -> Tensor:
-        """Embed noise-free actions [B,F-1,A] as tokens [B,F-1,W]. Action tokens have no time embedding."""
+        """Embed noise-free actions [batch, actions, action channels] as tokens [batch, actions, token channels].
+
+        Action tokens have no time embedding.
+        """
         tokens: Tensor = self.action_proj_in(actions, domain) + self.action_modality_embed
         return tokens
 
     def video_positions(self, num_frames: int, rows: int, columns: int) -> Tensor:
-        """Return the positions (time, row, column) of N video tokens, float32 [3,N]. The first frame has time 0."""
+        """Return the positions (time, row, column) of all video tokens, float32 [3, tokens].
+
+        The first frame has time 0.
+        """
         frames = self.temporal_positions(torch.arange(num_frames), self.fps / self.temporal_compression)
         axes = torch.meshgrid(frames, torch.arange(rows).float(), torch.arange(columns).float(), indexing="ij")
         return torch.stack([axis.flatten() for axis in axes])
@@ -224,16 +231,20 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         return torch.stack([time, torch.zeros(count), torch.zeros(count)])
 
     def temporal_positions(self, index: Tensor, rate: float) -> Tensor:
-        """Return the time positions of latent frames or actions. rate: latent frames or actions per second."""
+        """Return the time positions of latent frames or actions.
+
+        index: their indices. rate: number of latent frames or actions per second.
+        """
         if not self.config.enable_fps_modulation or len(index) == 1:
             return index.float()
         positions: Tensor = index.float() / rate * (self.config.base_fps / self.temporal_compression)
         return positions
 
     def rotary_tables(self, positions: Tensor, after_text: Tensor, dtype: torch.dtype) -> RotaryTables:
-        """Return the rotary cosines and sines [B,N,D] of N tokens with positions [3,N].
+        """Return the rotary cosines and sines of N tokens, each [batch, N, channels per head].
 
-        The time positions of each sample start after its text tokens.
+        positions: (time, row, column) of the tokens, [3, N]. after_text: [batch], first time position after the text of
+        each sample. It is added to the time positions.
         """
         shifted = positions[:, None].repeat(1, len(after_text), 1)  # [3,B,N]
         shifted[0] += after_text[:, None]
@@ -255,9 +266,10 @@ class GenerationLayer(nn.Module):
     def forward(
         self, tokens: Tensor, text_keys: Tensor, text_values: Tensor, text_mask: Tensor | None, rotation: RotaryTables
     ) -> Tensor:
-        """Return the layer's output [B,N,W] for N video and action tokens.
+        """Return the layer's output for the video and action tokens, in the shape of `tokens`.
 
-        text_keys, text_values: [B,L,K,D] for L text tokens. text_mask: [B,L] bool, or None if no text has padding.
+        text_keys, text_values: [B, text tokens, key-value heads, channels per head].
+        text_mask: [B, text tokens] bool, or None if no text has padding.
         """
         attended = self.self_attn(self.input_layernorm_moe_gen(tokens), text_keys, text_values, text_mask, rotation)
         tokens = tokens + attended
@@ -297,17 +309,18 @@ class DomainLinear(DomainAwareLinear):  # type: ignore[misc]
     """
 
     def forward(self, x: Tensor, domain_id: Tensor) -> Tensor:
-        """Map x [B,n,in] to [B,n,out]. domain_id: [B] int64, selects the weights of each sample."""
+        """Map x [batch, tokens, in] to [batch, tokens, out]. domain_id: int64 [batch], selects the weights."""
         weight = self.fc(domain_id).view(len(x), self.input_size, self.output_size)
         output: Tensor = torch.bmm(x, weight) + self.bias(domain_id)[:, None]
         return output
 
 
 def compute_rotary_tables(config: Any, positions: Tensor, dtype: torch.dtype) -> RotaryTables:
-    """Return cosines and sines [B,n,D] for positions [3,B,n] float32, as diffusers' rotary embedding does.
+    """Return rotary cosines and sines, each [batch, tokens, channels per head], as diffusers' rotary embedding does.
 
-    Frequencies are always float32. diffusers stores them in the model's dtype, but bfloat16 angles are meaningless at
-    large positions such as 15000.
+    positions: float32 [3, batch, tokens]. dtype: dtype of the result.
+    Frequencies are always float32, unlike in diffusers, which stores them in the model's dtype. In bfloat16, angles are
+    meaningless at large positions such as 15000.
     """
     size, axes = config.head_dim, config.rope_axes_dim
     with positions.device:

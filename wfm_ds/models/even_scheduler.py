@@ -1,12 +1,13 @@
-"""Even noise levels q = 1, (N - 1)/N, .. 1/N for N steps, and a diffusers scheduler with these levels.
+"""Evenly spaced noise levels 1, (N - 1)/N, ..., 1/N for N steps, and a diffusers scheduler with these levels.
 
-diffusers' Euler scheduler places N numbers x evenly from 1 to its smallest sigma, applies its own shift s to them, and
-then scales 1 - sigma so that the last sigma is `shift_terminal`. With x = 1 - k d for step k, the result is
+diffusers' Euler scheduler spaces N numbers x evenly from 1 to its smallest sigma and applies its own timestep shift s
+to them. It then scales 1 - sigma by a constant c so that the last sigma is `shift_terminal`. With x = 1 - k d for step
+k, the result is
 
     1 - sigma = c k / (A - k),    A = s / ((s - 1) d),    d = (1 - smallest sigma) / (N - 1)
 
-The even levels with shift t have the same form with A = t N / (t - 1). So a scheduler with a suitable s has exactly
-these levels, although its pipeline passes only the number of steps.
+Evenly spaced levels to which the timestep shift t is applied have the same form with A = t N / (t - 1). A scheduler
+with a suitable s therefore has exactly these levels, although its pipeline passes only the number of steps.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ TOLERANCE = 1e-6  # relative tolerance for comparing a scheduler's shift with th
 
 
 def even_levels(num_steps: int) -> list[float]:
-    """Return the N levels 1, (N - 1)/N, .. 1/N, before the timestep shift and without the final 0."""
+    """Return the levels 1, (N - 1)/N, ..., 1/N for N = num_steps, before the timestep shift. The final 0 is omitted."""
     return [(num_steps - k) / num_steps for k in range(num_steps)]
 
 
 def build_even_scheduler(
     shift: float, num_steps: int, num_train_timesteps: int, *, stochastic_sampling: bool = False
 ) -> Any | None:
-    """Return a FlowMatchEulerDiscreteScheduler with evenly spaced noise levels, to which this shift is applied.
+    """Return a FlowMatchEulerDiscreteScheduler with evenly spaced noise levels, to which `shift` is applied.
 
-    Its timesteps are not rounded. It takes Euler steps; with stochastic_sampling, each step except the last adds noise
-    to the predicted clean latents. The levels are evenly spaced only if the pipeline runs `num_steps` steps. Returns
-    None if no such scheduler exists, which is possible only for large shifts and many steps.
+    The pipeline must run exactly `num_steps` steps. For another number, the levels are not evenly spaced. Timesteps are
+    not rounded. stochastic_sampling: add noise to the predicted clean latents in each step except the last, instead of
+    taking Euler steps. Returns None if no such scheduler exists, which happens only for large shifts and many steps.
     """
     own_shift = _scheduler_shift(shift, num_steps, num_train_timesteps)
     if own_shift is None:
@@ -46,9 +47,9 @@ def build_even_scheduler(
 
 
 def find_even_shift(config: Any, num_steps: int) -> float | None:
-    """Return the shift for which `build_even_scheduler` built a scheduler with this config and `num_steps` steps.
+    """Return the `shift` argument with which `build_even_scheduler` built the scheduler of this config.
 
-    Returns None for any other scheduler with a `shift_terminal`.
+    Returns None if `build_even_scheduler` did not build it for `num_steps` steps.
     """
     last, own_shift = config["shift_terminal"], config.get("shift")
     if own_shift is None or num_steps == 1:
@@ -59,10 +60,10 @@ def find_even_shift(config: Any, num_steps: int) -> float | None:
 
 
 def _scheduler_shift(shift: float, num_steps: int, num_train_timesteps: int) -> float | None:
-    """Return the scheduler's own shift s for even levels with shift t, or None if there is none.
+    """Return the scheduler's own shift s that gives evenly spaced levels with shift t, or None if there is none.
 
-    The smallest sigma is the shifted m = 1 / num_train_timesteps. So s solves m s^2 - b s + r = 0 with
-    r = (1 - m) t N / ((t - 1) (N - 1)) and b = r - 1 + m.
+    In the notation of the module docstring, the smallest sigma is m = 1 / num_train_timesteps after the shift by s.
+    Therefore, s solves m s^2 - b s + r = 0 with r = (1 - m) t N / ((t - 1) (N - 1)) and b = r - 1 + m.
     """
     if num_steps == 1 or shift == 1:
         return shift

@@ -108,10 +108,10 @@ class Flux2(DiffusionModel):
 
     @classmethod
     def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
-        """Return the default guidance scale w.
+        """Return the default guidance scale.
 
-        For klein base, w is the pipeline's default. For distilled klein and for dev, which has embedded guidance, w is
-        1.
+        It is 1 (no classifier-free guidance) for distilled FLUX.2-klein and for FLUX.2-dev, which has embedded guidance
+        instead. For FLUX.2-klein base, it is the default of the pipeline call.
         """
         unguided = index.get("is_distilled") or index["_class_name"] == "Flux2Pipeline"
         return 1.0 if unguided else super().default_guidance_scale(index, call)
@@ -132,10 +132,9 @@ class Flux2(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, max_sequence_length, 3 D]}.
+        """Return {prompt_embeds: [batch, max_sequence_length, channels]}. The network also attends to padding.
 
-        The embeddings are the outputs of three text encoder layers with D channels each. The network also attends to
-        padding.
+        The channels are the concatenated outputs of three text encoder layers.
         """
         embeds, _ = self.call_encode_prompt(prompts)
         return {"prompt_embeds": embeds}
@@ -159,9 +158,9 @@ class Flux2(DiffusionModel):
         return vae.decode_raw(self.pipeline.vae, torch.pixel_shuffle(latents * std + mean, PATCH_SIZE))
 
     def _patch_statistics(self) -> tuple[Tensor, Tensor]:
-        """Return (mean, std) of the patch channels from the VAE's batch norm, each float32 [1, 4 C, 1, 1].
+        """Return the mean and std of patches from the VAE's batch norm, each float32 [1, patch channels, 1, 1].
 
-        C is the number of VAE channels. A patch has 2 x 2 VAE latents.
+        A patch consists of 2 x 2 VAE latents, so it has four times as many channels as the VAE.
         """
         network = self.pipeline.vae
         mean, variance = (v.float().view(1, -1, 1, 1) for v in (network.bn.running_mean, network.bn.running_var))
@@ -184,13 +183,13 @@ class Flux2(DiffusionModel):
         return velocity.transpose(1, 2).reshape(count, -1, h, w).float()
 
     def _guidance_input(self, sigma: Tensor) -> Tensor | None:
-        """Return the embedded guidance scale as float32 [B] on sigma's device. Returns None for klein."""
+        """Return the embedded guidance scale of each sample, float32 [batch]. Returns None for FLUX.2-klein."""
         return None if self.embedded_guidance is None else torch.full_like(sigma, self.embedded_guidance)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (4 C, H / (2 f), W / (2 f)) for H x W pixels. Each patch has 2 x 2 VAE latents.
+        """Return (4 C, H / (2 f), W / (2 f)) for H x W pixels, VAE scale factor f and C VAE channels.
 
-        C is the number of VAE channels. f is the VAE scale factor.
+        Latents of this family are patches of 2 x 2 VAE latents.
         """
         require_image(self.family, num_frames)
         multiple = PATCH_SIZE * self.pipeline.vae_scale_factor
@@ -211,8 +210,8 @@ class Flux2(DiffusionModel):
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         """Return the pipeline call arguments for guidance scale w.
 
-        If the network has embedded guidance, `guidance_scale` is the embedded guidance scale, and w must be 1. Raises
-        ModelError for another w.
+        If the network has embedded guidance, the pipeline's argument `guidance_scale` is the embedded guidance scale,
+        and w must be 1. Raises ModelError for any other w.
         """
         call = super().pipeline_call_kwargs(w, height, width, num_frames)
         if self.embedded_guidance is not None and w != 1:
@@ -221,9 +220,9 @@ class Flux2(DiffusionModel):
 
 
 def token_positions(num_text: int, h: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return (positions of text tokens, positions of image tokens), int64 [n tokens, 4] each.
+    """Return the positions of the text tokens and of the h * w image tokens, int64 [tokens, 4] each.
 
-    The 4 numbers of a position are the image index, row, column and text token index.
+    The four numbers of a position are image index, row, column and text token index.
     """
     text = torch.zeros(num_text, 4, dtype=torch.int64, device=device)
     text[:, 3] = torch.arange(num_text, device=device)

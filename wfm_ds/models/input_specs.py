@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class InputSpec:
     """An input of a model family in addition to text and conditioning frames.
 
-    An example is `actions` with shape [F-1,D], for F frames and D numbers per action.
+    An example is `actions` with shape [number of frames - 1, numbers per action].
     """
 
-    rank: int  # number of axes of one sample's array; 0: a scalar
+    rank: int  # number of axes of one sample's array; 0 for a scalar
     required: bool = False
     requires_input: str | None = None  # name of an input that must be given together with this one

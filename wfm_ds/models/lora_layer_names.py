@@ -22,7 +22,7 @@ class LoraLayerName:
 
     diffusers: str  # with BLOCK, such as `blocks.{}.attn1.to_q`
     original: str
-    index: int = 0  # from 0; the rows of the original weight consist of `num_slices` equal slices
+    index: int = 0  # index of the slice, from 0; the rows of a fused weight consist of `num_slices` equal slices
     num_slices: int = 1
 
 
@@ -54,13 +54,17 @@ class LoraNameTable:
         return next(((name.original.format(*match.groups()), name) for match, name in matches if match), None)
 
     def find_members(self, module: str) -> list[str]:
-        """Return the diffusers layers of an original layer, in the order of its slices; [] if the name is unknown."""
+        """Return the names of the diffusers layers that form an original layer, in the order of its slices.
+
+        Returns [] if `module` is not an original layer name of this table.
+        """
         return _find_layers(module, self._by_original)
 
     def find_flat_members(self, flat: str) -> list[str]:
-        """Return the diffusers layers for a kohya name, in which underscores replace the dots of a layer name.
+        """Return the names of the diffusers layers for a kohya name.
 
-        The name may be derived from the diffusers name or from the original name. Returns [] if it is unknown.
+        A kohya name is a diffusers name or an original name with underscores instead of dots. Returns [] for an unknown
+        name.
         """
         return _find_layers(flat, self._by_flat_diffusers)[:1] or _find_layers(flat, self._by_flat_original)
 

@@ -1,4 +1,4 @@
-"""The noise levels of a model, from the scheduler of its pipeline."""
+"""The noise levels (sigmas) of a model, computed by the scheduler of its pipeline."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SIGMA_ERROR = 1e-6  # maximum rounding error of sigmas, which diffusers computes
 
 
 class NoiseSchedule(PixelCodec):
-    """The sigmas and the timestep shift of a model. The scheduler may depend on the size of the latents."""
+    """Computes the sigmas and the timestep shift of a model. Some schedulers depend on the size of the latents."""
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
-        """Return the sigmas of the pipeline's scheduler for this latent shape.
+        """Return the sigmas of the pipeline's scheduler for latents of this shape.
 
-        The result is float64 [num_steps + 1] on the CPU and decreases to 0. Raises ModelError if the scheduler's
-        sigmas do not decrease from at most 1 to 0.
+        The result is float64 [num_steps + 1] on the CPU. It decreases from at most 1 to 0. Raises ModelError if the
+        scheduler's sigmas do not.
         """
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
@@ -70,7 +70,8 @@ class NoiseSchedule(PixelCodec):
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
         """Return additional arguments for scheduler.set_timesteps, as the diffusers pipeline passes them.
 
-        The arguments may contain `sigmas` without timestep shift. In that case num_inference_steps is not passed.
+        The arguments may contain `sigmas`, to which the scheduler applies its timestep shift. If they do,
+        num_inference_steps is not passed.
         """
         return {}
 
@@ -80,10 +81,10 @@ class NoiseSchedule(PixelCodec):
         return "dpm2" if self.pipeline.scheduler.config.get("solver_order", 1) > 1 else "ode"
 
     def flow_shift(self, sampling: SamplingRecipe) -> float:
-        """Return the scheduler's timestep shift s: sigma = s * q / (1 + (s - 1) * q) for q in [0, 1].
+        """Return the scheduler's timestep shift s, which maps q in [0, 1] to sigma = s * q / (1 + (s - 1) * q).
 
-        If the shift depends on size or number of steps, it is computed for the recipe's size and eval_steps. Raises
-        ModelError if the scheduler has no timestep shift.
+        If the shift depends on the size or the number of steps, it is computed for the recipe's size and eval_steps.
+        Raises ModelError if the scheduler has no such shift.
         """
         shape = self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
         shift = self._scheduler_shift(sampling.eval_steps, shape)
@@ -107,7 +108,7 @@ class NoiseSchedule(PixelCodec):
 
 
 def read_sigmas(scheduler: Any, num_steps: int, arguments: Mapping[str, Any]) -> Tensor:
-    """Return the sigmas of a diffusers scheduler and the final 0, float64 [num_steps + 1] on the CPU.
+    """Return the sigmas of a diffusers scheduler, including the final 0, as float64 [num_steps + 1] on the CPU.
 
     arguments: see NoiseSchedule.schedule_arguments.
     """

@@ -1,4 +1,4 @@
-"""Qwen-Image: Qwen2.5-VL texts of variable length, a video VAE for single frames, norm-preserving guidance."""
+"""Qwen-Image: Qwen2.5-VL embeddings of variable length, a video VAE applied to single frames, rescaled guidance."""
 
 from __future__ import annotations
 
@@ -76,9 +76,9 @@ class QwenImage(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, n, D], prompt_embeds_mask: [B, n] int64}.
+        """Return {prompt_embeds: [batch, tokens, channels], prompt_embeds_mask: int64 [batch, tokens]}.
 
-        n is the number of tokens of the longest prompt. D is the number of channels.
+        The number of tokens is that of the longest prompt in the batch.
         """
         embeds, mask = self.call_encode_prompt(prompts)
         if mask is None:  # no padding
@@ -86,7 +86,7 @@ class QwenImage(DiffusionModel):
         return {EMBEDS: embeds, MASK: mask}
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} for a text of maximum length."""
+        """Return {name: shape without batch axis} of the tensors from `encode_text` for a text of maximum length."""
         length = self.max_sequence_length
         return {EMBEDS: (length, self.config.joint_attention_dim), MASK: (length,)}
 
@@ -113,7 +113,7 @@ class QwenImage(DiffusionModel):
         return unpack_latents(velocity, h, w).float()
 
     def combine_guidance(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-        """Apply guidance, then rescale each token of the result to its norm in `cond`, as diffusers does."""
+        """Apply guidance, then rescale each token so that it has the same norm as in `cond`, as diffusers does."""
         guided = pack_latents(super().combine_guidance(cond, uncond, scale))
         norms = pack_latents(cond).norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
         return unpack_latents(guided * norms, *cond.shape[2:])

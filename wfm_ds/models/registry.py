@@ -1,4 +1,4 @@
-"""Find and load the model family of a pipeline. All families in this folder are discovered without registration."""
+"""Find the model family of a pipeline and load the pipeline. Families in this folder need no registration."""
 
 from __future__ import annotations
 
@@ -72,9 +72,10 @@ def model_families() -> dict[str, type[DiffusionModel]]:
 
 
 def find_family(folder: Path, user_family: str | None = None) -> type[DiffusionModel]:
-    """Return the model family for the pipeline class in model_index.json. Raises ModelError if there is none.
+    """Return the model family that supports the pipeline class in model_index.json.
 
     user_family: a user's family class, as `package.module:Class`. If set, this class is returned.
+    Raises ModelError if no family supports the pipeline class.
     """
     index = read_json(folder / "model_index.json")
     if unsafe := [name for name in index if not name.isidentifier()]:
@@ -124,7 +125,7 @@ def resolve_pipeline(
 
 
 def locate_pipeline(path: str | Path, user_family: str | None = None, revision: str | None = None) -> Path:
-    """Return the folder as `resolve_pipeline` does, but download only model_index.json from the Hub."""
+    """Return the same folder as `resolve_pipeline`, but download only model_index.json from the Hub."""
     if is_repo_id(str(path)):
         folder = hub.download_index(str(path), revision)
         find_family(folder, user_family)
@@ -181,7 +182,7 @@ def tiny_cache_key() -> str:
 def publish_folder(source: Path, folder: Path) -> None:
     """Rename `source` to `folder`.
 
-    If another process has already created `folder`, this function does nothing. Both have the same content.
+    If another process has already created `folder`, this function does nothing. Both folders have the same content.
     """
     try:
         source.rename(folder)
@@ -280,7 +281,7 @@ def check_embedded_guidance(family: type[DiffusionModel], folder: Path, scale: f
 
 
 def randomize_denoiser(model: DiffusionModel, seed: int) -> None:
-    """Initialize the denoiser's weights again, at random from `seed`. Their dtype does not change."""
+    """Replace the denoiser's weights by random initial weights of the same dtype. seed: random seed."""
     with temporary_seed(derive_seed(seed, "denoiser_init")):
         for part in model.denoiser_components:
             network: Any = getattr(model.pipeline, part)

@@ -1,8 +1,8 @@
 """Sampling of images or videos from prompts and noise seeds, for rollouts, validation and `wfm generate`.
 
-Each forward pass of the denoiser is counted under a purpose, such as rollout or validation. An optional check compares
-the forward passes of all ranks. On a GPU, latents are decoded on a separate CUDA stream, in parallel with later work.
-The streams have not run on a GPU yet; tests check the order of the CUDA calls.
+Each forward pass of the denoiser is counted under a purpose, such as rollout or validation. An optional check verifies
+that all ranks run the same forward passes. On a GPU, latents are decoded on a separate CUDA stream, in parallel with
+later work. This stream has not been run on a GPU yet. Tests check the order of the CUDA calls.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class CountingForward:
     def __init__(
         self, denoise: DenoiseFunction, engine: DenoiserEngine | None = None, *, one_size: bool = True
     ) -> None:
-        """engine: engine that compares each forward pass across ranks before running it. None disables the comparison.
+        """engine: checks before each forward pass that all ranks run the same one. None disables the check.
 
-        one_size: whether all replicas use the same height and width. If True, the comparison includes the size.
+        one_size: whether all replicas use the same height and width. If True, the check compares the sizes too.
         """
         self._denoise, self._engine, self._one_size = denoise, engine, one_size
         self.counts: Counter[str] = Counter()
@@ -74,8 +74,9 @@ class CountingForward:
     def __call__(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
     ) -> Tensor:
-        """Return the active policy's velocity, float32 [B, ...], for latents [B, ...] at sigma [B].
+        """Predict the velocity with the active policy. Returns float32 in the shape of the latents.
 
+        latents: [batch, ...]. sigma: [batch]. conditioning: {name: tensor [batch, ...]}.
         expert: index of the expert network, for models with two experts. None: the model selects the expert by sigma.
         """
         self.counts[purpose] += 1
@@ -97,14 +98,16 @@ class PendingPixels:
 
     @property
     def is_pending(self) -> bool:
-        """Whether decoding may still run on the GPU. The caller can then do other work before it calls `wait`."""
+        """Whether decoding may still be running on the GPU. If so, the caller can do other work before `wait`."""
         return self.done_event is not None
 
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
         """Wait for decoding. Return (samples, finite).
 
-        samples: the n decoded samples of the B latents, uint8 [n,H,W,3] for images, [n,F,H,W,3] for videos; an empty
-        array [0] if n is 0. finite: B flags. Flag i is False if the latents of sample i contain non-finite values.
+        samples: the decoded rows, uint8 [rows, height, width, 3] for images, [rows, frames, height, width, 3] for
+        videos. If no rows were decoded, an empty array of shape [0].
+        finite: one flag for each sample of the batch, decoded or not. A flag is False if the sample's latents contain
+        non-finite values.
         """
         if self.done_event is not None:
             self.done_event.synchronize()
@@ -121,9 +124,9 @@ def get_decode_stream(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def run_on_decode_stream(device: torch.device, latents: Tensor) -> Iterator[Any]:
-    """Run the `with` block on the decoding stream. Yields the CUDA event that marks its end, or None on a CPU.
+    """Run the `with` block on the decoding stream. Yields a CUDA event that is recorded at its end, or None on a CPU.
 
-    The block starts after the work that is already queued, and runs in parallel with later work.
+    The block waits for the work already queued on the caller's stream, and runs in parallel with later work.
     latents: input of the block, computed on the caller's stream.
     """
     stream = get_decode_stream(device)
@@ -147,7 +150,10 @@ class GuidanceConditioning:
     negative: Conditioning | None  # None: no guidance
 
     def join_halves(self, model: DiffusionModel) -> Conditioning:
-        """Return one conditioning with B positive, then B negative rows. Raises RecipeError if shapes differ."""
+        """Return one conditioning with the positive rows followed by the negative rows.
+
+        Raises RecipeError if the shapes of positive and negative tensors differ.
+        """
         assert self.negative is not None
         try:
             return model.stack_conditioning([self.positive, self.negative])
@@ -166,19 +172,20 @@ class Sampler:
     settings: SamplingRecipe
     forward: ForwardFunction
     max_joint_rows: Mapping[str, int] = field(default_factory=dict)
-    """{purpose: maximum batch size of a forward pass with both positive and negative conditioning}. This batch has two
-    rows per sample. `generate` uses separate forward passes for more rows and for purposes without an entry."""
+    """{purpose: maximum number of rows in a joint forward pass}. A joint forward pass has two rows per sample, one with
+    positive and one with negative conditioning. `generate` runs two separate forward passes if there would be more rows
+    or if the purpose has no entry."""
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """The shape (C,h,w) or (C,T,h,w) of a sample's latents. Raises ValueError for an unsupported size."""
+        """The shape of one sample's latents: (channels, [latent frames,] h, w). Raises ValueError if unsupported."""
         size = self.settings
         return self.model.latent_shape(size.height, size.width, size.num_frames)
 
     def evaluation_plan(self) -> SamplingPlan:
-        """Return the plan for validation and generation. Raises ModelError for unsupported sigmas.
+        """Return the sampling plan for validation and `wfm generate`. Raises ModelError for unsupported sigmas.
 
-        The plan is deterministic, except for `sampling.eval_solver: cps`.
+        The plan is deterministic unless the recipe sets `sampling.eval_solver: cps`.
         """
         sigmas = self.model.evaluation_sigmas(self.settings)
         if self.eval_solver == "cps":
@@ -187,7 +194,7 @@ class Sampler:
 
     @property
     def eval_solver(self) -> str:
-        """The solver for validation and `wfm generate`: the recipe's eval_solver or its default."""
+        """The solver for validation and `wfm generate`: the recipe's eval_solver, or the default if it is not set."""
         default = self.model.default_solver if self.settings.eval_grid == "stock" else "ode"
         return self.settings.eval_solver or default
 
@@ -202,11 +209,11 @@ class Sampler:
         conditional_frames: ConditioningFrames | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> Trajectory:
-        """Denoise one sample for each of the B prompts according to a sampling plan.
+        """Denoise one sample for each prompt according to a sampling plan.
 
         purpose: name under which the forward passes are counted.
-        noise_seeds: seeds of the initial noise.
-        seeds: seeds of the noise that the plan adds in later steps. Default: noise_seeds.
+        noise_seeds: seeds of the initial noise, one per prompt.
+        seeds: seeds of the noise that the plan adds in later steps, one per prompt. Default: noise_seeds.
         shape: shape of one sample's latents. Default: latent_shape.
         """
         conditions = self.encode_conditioning(prompts, conditional_frames, shape)
@@ -233,11 +240,11 @@ class Sampler:
         negative_purpose: str = UNCONDITIONAL,
         guidance_scale: float | None = None,
     ) -> Tensor:
-        """Predict the velocity [B, ...] float32 with one expert network, and apply guidance if this expert uses it.
+        """Predict the float32 velocity with one expert network, and apply guidance if this expert uses guidance.
 
         The conditional forward pass has a gradient and is counted under `purpose`. The unconditional forward pass has
         no gradient and is counted under `negative_purpose`.
-        guidance_scale: the guidance scale. None: the recipe's guidance scale of this expert.
+        guidance_scale: None selects the recipe's guidance scale of this expert.
         """
         scale = self.settings.expert_guidance_scale(expert) if guidance_scale is None else guidance_scale
         conditional = self.forward(purpose, latents, sigma, conditions.positive, expert)
@@ -250,10 +257,10 @@ class Sampler:
     def predict_joint_velocity(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditions: GuidanceConditioning, expert: int
     ) -> Tensor:
-        """Predict the velocity with guidance in one forward pass of 2 B rows: B conditional and B unconditional.
+        """Predict the velocity with guidance in one joint forward pass.
 
-        The result may differ from the result of `predict_velocity` by rounding errors. Guidance must be enabled for
-        this expert network.
+        The batch has two rows per sample, one conditional and one unconditional. The result may differ from the result
+        of `predict_velocity` by rounding errors. Guidance must be enabled for this expert network.
         """
         both = torch.cat([latents] * 2), torch.cat([sigma] * 2), conditions.join_halves(self.model)
         conditional, unconditional = self.forward(purpose, *both, expert).chunk(2)
@@ -267,11 +274,11 @@ class Sampler:
         *,
         guided: bool | None = None,
     ) -> GuidanceConditioning:
-        """Encode prompts, their inputs and conditioning frames. Encode negative prompts if `guided` is True.
+        """Encode prompts with their inputs and conditioning frames, and negative prompts if guidance is used.
 
         Positive and negative conditioning contain the same inputs and conditioning frames.
         shape: shape of one sample's latents. Default: latent_shape.
-        guided: whether predictions use guidance. Default: whether any expert uses guidance in the recipe.
+        guided: whether guidance is used. Default: whether the recipe enables guidance for any expert.
         """
         positive = self.encode_texts([prompt_text(prompt) for prompt in prompts], shape)
         negative = None
@@ -311,11 +318,11 @@ class Sampler:
         return height * size.height // h, width * size.width // w
 
     def decode_to_uint8(self, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """Decode latents of B samples. Return (samples, finite).
+        """Decode the latents of a batch. Return (samples, finite).
 
-        samples: uint8 [B,H,W,3] for images, [B,F,H,W,3] for videos.
-        finite: B flags. Flag i is False if the latents of sample i contain non-finite values. Zero latents replace
-        them, so the decoded sample must not be scored.
+        samples: uint8 [batch, height, width, 3] for images, [batch, frames, height, width, 3] for videos.
+        finite: one flag per sample. A flag is False if the sample's latents contain non-finite values. All latents of
+        such a sample are replaced by zeros before decoding, so the decoded sample must not be scored.
         """
         return self.start_decoding(latents).wait()
 
@@ -323,7 +330,7 @@ class Sampler:
     def start_decoding(self, latents: Tensor, rows: slice = slice(None)) -> PendingPixels:
         """Start decoding `latents[rows]`. On a GPU, decoding runs in parallel with later work.
 
-        The result has a finiteness flag for every sample in `latents`, including samples outside `rows`.
+        The result has a finiteness flag for every sample in `latents`, even for samples that are not decoded.
         """
         with run_on_decode_stream(self.model.device, latents) as done:
             finite_B = latents.flatten(1).isfinite().all(1)
@@ -338,10 +345,10 @@ class Sampler:
         return PendingPixels(levels, finite, done)
 
     def decode_batch_size(self, shape: Sequence[int]) -> int:
-        """Return the number of samples with latents of this shape to decode together.
+        """Return the number of samples to decode together. shape: shape of one sample's latents.
 
-        The number is limited so that decoding needs less memory than the denoiser. It is larger for small samples,
-        because decoding them one by one would not fully use a GPU.
+        The number is small enough that decoding needs less memory than the denoiser. Small samples are decoded in
+        larger batches, because decoding them one by one would not fully use a GPU.
         """
         model, size, (*_, h, w) = self.model, self.settings, self.latent_shape
         if model.device.type == "cpu" and not model.is_video:

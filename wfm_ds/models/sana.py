@@ -1,4 +1,4 @@
-"""SANA 1.0 and 1.5: a deep-compression VAE, Gemma-2 text with a mask, linear attention."""
+"""SANA 1.0 and 1.5: a deep-compression VAE, the text encoder Gemma-2, and linear attention."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LORA_NAMES = (
 class Sana(DiffusionModel):
     """SANA. The network receives the timestep num_train_timesteps * sigma * timestep_scale and returns the velocity.
 
-    The timestep is not rounded. The text of `instruction` is put before prompts, but not before negative prompts.
+    The timestep is not rounded. The text `instruction` is prepended to prompts, but not to negative prompts.
     """
 
     family = "sana"
@@ -65,10 +65,10 @@ class Sana(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, n, D], prompt_attention_mask: [B, n] int64} with n = max_sequence_length.
+        """Return {prompt_embeds: [B, n, channels], prompt_attention_mask: int64 [B, n]} for B prompts.
 
-        D is the number of channels. Instruction and prompt are encoded as one text. As in diffusers, the result
-        contains only the first token and the last n - 1 tokens of this text.
+        n is max_sequence_length. Instruction and prompt are encoded as one text. As in diffusers, the result contains
+        only the first token and the last n - 1 tokens of this text.
         """
         return self.encode_with_instruction(self.instruction, prompts)
 
@@ -95,7 +95,7 @@ class Sana(DiffusionModel):
         output: Tensor = self.denoiser(
             hidden_states=latents.to(self.dtype),
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
-            # The argument `attention_mask` is a different one and would not mask the padding of the text.
+            # The network's argument `attention_mask` would not mask the padding of the text.
             encoder_attention_mask=conditioning["prompt_attention_mask"],
             timestep=time,
             return_dict=False,
@@ -117,8 +117,8 @@ class Sana(DiffusionModel):
         return {**super().text_call_kwargs(), INSTRUCTION: self.instruction}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Return the pipeline call arguments. They disable resolution binning.
+        """Return the pipeline call arguments, with resolution binning disabled.
 
-        With binning, the pipeline would generate an image of a different size and resize it.
+        With resolution binning, the pipeline would generate an image of a different size and resize it.
         """
         return {**super().pipeline_call_kwargs(w, height, width, num_frames), "use_resolution_binning": False}

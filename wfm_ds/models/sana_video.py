@@ -53,9 +53,9 @@ class SanaVideo(Sana):
         return clean_frames.insert_known_velocity(velocity, latents, sigma)
 
     def token_timesteps(self, time: Tensor, latents: Tensor, clean_frames: CleanFrames) -> Tensor:
-        """Return one timestep per patch, [B, 1, T, h, w]: `time` [B] on noisy frames, 0 on conditioning frames.
+        """Return one timestep per patch, [batch, 1, latent frames, rows, columns].
 
-        T, h and w count patches.
+        The timestep is 0 on conditioning frames and `time` on noisy frames. time: [batch].
         """
         count, _, *size = latents.shape
         frames, height, width = (n // patch for n, patch in zip(size, self.config.patch_size, strict=True))
@@ -63,7 +63,7 @@ class SanaVideo(Sana):
         return (time.view(-1, 1, 1, 1, 1) * noisy).expand(count, 1, frames, height, width)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, (F - 1) / k + 1, H / f, W / f) for F frames of H x W pixels.
+        """Return (channels, (F - 1) / k + 1, H / f, W / f) for F frames of H x W pixels.
 
         k and f are the VAE's temporal and spatial scale factors. The size of the network's rotary embedding table
         limits duration, height and width.

@@ -1,4 +1,4 @@
-"""SANA-WM, stage 1 without the refiner: videos that start with a given image and follow a camera path."""
+"""SANA-WM without the refiner (stage 1 only): videos that start with a given image and follow a camera path."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # ty
 class SanaWM(DiffusionModel):
     """SANA-WM. The network receives the timestep num_train_timesteps * sigma and returns the velocity.
 
-    The timestep is 0 on the conditioning frame. The network truncates timesteps to integers. The text of `instruction`
-    is put before each prompt, but not before negative prompts.
+    The timestep is 0 on the conditioning frame. The network truncates timesteps to integers. The text `instruction` is
+    prepended to prompts, but not to negative prompts.
     """
 
     family = "sana_wm"
@@ -105,7 +105,8 @@ class SanaWM(DiffusionModel):
     def unused_parameter_patterns(self) -> tuple[str, ...]:
         """Name patterns of parameters that the network does not use.
 
-        These are gates in softmax attention blocks and, if the network uses Pluecker coordinates, the ray embedding.
+        The patterns match gates in softmax attention blocks and, if the network uses Pluecker coordinates, the ray
+        embedding.
         """
         config, every = self.config, self.config.softmax_every_n
         softmax = range(every - 1, config.num_layers, every) if every > 0 else ()
@@ -114,7 +115,10 @@ class SanaWM(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, n, D], prompt_attention_mask: [B, n] int64} with n = max_sequence_length."""
+        """Return {prompt_embeds: [batch, tokens, channels], prompt_attention_mask: int64 [batch, tokens]}.
+
+        The number of tokens is max_sequence_length.
+        """
         head = "\n".join(self.instruction or DEFAULT_CHI_PROMPT)
         if not head:
             return self.encode_tokens(prompts, self.max_sequence_length)
@@ -130,9 +134,9 @@ class SanaWM(DiffusionModel):
         return self.encode_tokens(texts, self.max_sequence_length)
 
     def encode_tokens(self, texts: Sequence[str], length: int, head: str = "") -> Conditioning:
-        """Encode each text with the prefix `head`. Return embeddings and mask.
+        """Encode each text after the prefix `head`. Return embeddings and mask.
 
-        Longer texts are truncated to `length` tokens. Shorter texts are padded on the right.
+        Prefix and text together are truncated or padded on the right to `length` tokens.
         """
         require_prompts(texts)
         tokens = self.pipeline.tokenizer(
@@ -154,16 +158,16 @@ class SanaWM(DiffusionModel):
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Return the camera geometry of B samples as four float32 tensors.
+        """Return the camera geometry of B samples with T latent frames of h x w latents, as four float32 tensors.
 
-        raymap [B,T,20]: camera pose relative to the first pose, and intrinsics, for each latent frame.
-        rays [B,N,4,4]: transforms from world to ray coordinates, for N = T h w tokens.
-        ray_angles [B,3,T,h,w]: 3 numbers for each token.
-        chunk_plucker [B,6k,T,h,w]: Pluecker coordinates, for k pixel frames per latent frame.
+        raymap [B, T, 20]: camera pose relative to the first pose, and intrinsics, for each latent frame.
+        rays [B, tokens, 4, 4]: transform from world to ray coordinates for each token.
+        ray_angles [B, 3, T, h, w]: three numbers for each token.
+        chunk_plucker [B, 6 k, T, h, w]: Pluecker coordinates of all pixel frames, k per latent frame.
         The network casts these tensors to its dtype. They are computed in float32, because bfloat16 poses have a
         relative error of 1/256.
-        Raises ValueError for samples without a camera, for shapes other than c2w [F,4,4] and intrinsics [4] or [F,4],
-        and for focal lengths that are not positive.
+        Raises ValueError if the input c2w does not have the shape [num_frames, 4, 4], if intrinsics does not have the
+        shape [4] or [num_frames, 4], if one of them is missing, or if a focal length is not positive.
         """
         rows = [self.encode_camera(row, num_frames, size) for row in inputs]
         return {name: copy_to_device(torch.cat([row[name] for row in rows]), self.device) for name in CAMERA_KEYS}

@@ -75,10 +75,9 @@ class StableDiffusion3(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, n, D], pooled_prompt_embeds: [B, P]}.
+        """Return {prompt_embeds: [batch, tokens, channels], pooled_prompt_embeds: [batch, channels]}.
 
-        Each prompt has n tokens: CLIP tokens, then T5 tokens. Without a T5 encoder, zeros replace the T5 tokens. D and
-        P are numbers of channels.
+        The tokens are the CLIP tokens followed by the T5 tokens. Without a T5 encoder, zeros replace the T5 tokens.
         """
         texts = {"prompt_2": list(prompts), "prompt_3": list(prompts)}
         embeds, _, pooled, _ = self.call_encode_prompt(prompts, **texts, do_classifier_free_guidance=False)
@@ -106,7 +105,7 @@ class StableDiffusion3(DiffusionModel):
         return velocity.float()
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, H / f, W / f) for H x W pixels and VAE scale factor f.
+        """Return (channels, H / f, W / f) for H x W pixels and VAE scale factor f.
 
         The size of the network's positional embedding table limits height and width.
         """

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def pad_and_stack(rows: Sequence[Conditioning]) -> Conditioning:
-    """Concatenate conditioning tensors [B,n,...] that have different numbers n of tokens.
+    """Concatenate conditioning tensors [batch, tokens, ...] with different numbers of tokens along the batch axis.
 
-    Embeddings and masks are padded with zeros to the largest n.
+    Embeddings and masks are padded with zeros to the largest number of tokens.
     """
     longest = max(tensor.shape[1] for row in rows for tensor in row.values())
     return {

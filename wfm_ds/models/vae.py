@@ -22,14 +22,14 @@ from wfm_ds.pinned_memory import copy_to_device
 
 MAX_PIXELS_PER_BATCH = 2**20
 """Maximum number of pixels that a float32 VAE processes together: one image of 1024 x 1024. A larger sample is
-processed alone. The limit is fixed, so that results do not depend on the free memory."""
+processed alone. The maximum is constant, so that results do not depend on the free memory."""
 MAX_SIZE_MULTIPLE = 1024  # largest multiple of height and width to try, in pixels
-# Attribute of the encoder's output that has the latents, for KL and Wan VAEs, AutoencoderTiny and AutoencoderDC.
+# Attributes of the encoder's output that may contain the latents: KL and Wan VAEs, AutoencoderTiny, AutoencoderDC.
 POSTERIOR_ATTRIBUTES = ("latent_dist", "latents", "latent")
 
 
 def encode_normalized(vae: Any, pixels: Tensor) -> Tensor:
-    """Encode pixels in [-1, 1] to normalized latents (z - shift) * scale."""
+    """Encode pixels in [-1, 1] to latents z. Return the normalized latents (z - shift) * scale."""
     shift, scale = latent_shift_and_scale(vae)
     return (encode_mode(vae, pixels) - shift) * scale
 
@@ -69,7 +69,7 @@ def max_batch_size(vae: Any, pixels: int) -> int:
 
 
 def frames_per_decode(vae: Any, num_frames: int) -> int:
-    """Return how many pixel frames the VAE decodes together.
+    """Return how many of a video's `num_frames` pixel frames the VAE decodes at the same time.
 
     The Wan VAE decodes one latent frame at a time. All other VAEs decode the whole video.
     """
@@ -79,10 +79,10 @@ def frames_per_decode(vae: Any, num_frames: int) -> int:
 
 
 def latent_shift_and_scale(vae: Any) -> tuple[Tensor | float, Tensor | float]:
-    """Return (shift, scale) of the latents, as numbers or as tensors [1,C,1,1,1].
+    """Return (shift, scale) of the VAE's latents.
 
-    Video VAEs have a mean and a std for each channel, in the config or in buffers (LTX-2). Image VAEs have one shift
-    and one scale for all channels.
+    Image VAEs have one shift and one scale for all channels. Video VAEs have a mean and a std for each channel, stored
+    in the config or in buffers (LTX-2). For them, shift and scale are tensors [1, channels, 1, 1, 1].
     """
     settings = dict(vae.named_buffers(recurse=False)) | vae.config
     mean, std = settings.get("latents_mean"), settings.get("latents_std")
@@ -94,13 +94,16 @@ def latent_shift_and_scale(vae: Any) -> tuple[Tensor | float, Tensor | float]:
 
 
 def require_image(family: str, num_frames: int) -> None:
-    """Raise ValueError unless num_frames is 1."""
+    """Raise ValueError if num_frames is not 1, because the family only generates images."""
     if num_frames != 1:
         raise ValueError(f"{family} makes images: num_frames must be 1, got {num_frames}")
 
 
 def require_multiple(name: str, size: int, multiple: int, largest: int | None = None) -> None:
-    """Raise ValueError unless this height or width is a positive multiple of `multiple`, at most `largest`."""
+    """Raise ValueError unless `size` is a positive multiple of `multiple` and at most `largest`.
+
+    name: "height" or "width", for the message. largest: None means no maximum.
+    """
     if size < 1 or size % multiple or (largest is not None and size > largest):
         limits = "" if largest is None else f", from {multiple} to {largest}"
         raise ValueError(f"{name} must be a multiple of {multiple}{limits}, got {size}")
@@ -112,9 +115,10 @@ def require_multiples(height: int, width: int, multiple: int, largest: int | Non
 
 
 def count_latent_frames(num_frames: int, factor: int, largest: int | None = None) -> int:
-    """Return the number of latent frames of a video. Raises ValueError unless num_frames is factor * k + 1.
+    """Return the number of latent frames of a video.
 
-    factor: the VAE's temporal scale factor. largest: maximum of num_frames.
+    factor: the VAE's temporal scale factor. largest: maximum of num_frames, None for no maximum.
+    Raises ValueError unless num_frames is factor * k + 1 for an integer k >= 0.
     """
     if num_frames < 1 or (num_frames - 1) % factor or (largest is not None and num_frames > largest):
         limits = "at least 1" if largest is None else f"from 1 to {largest}"
@@ -154,8 +158,8 @@ class PixelCodec(ABC):
     def encode_pixels(self, pixels: Tensor) -> Tensor:
         """Encode float32 pixels in [0, 1] to normalized float32 latents.
 
-        Images [B,3,H,W] become [B,C,h,w]. Video families convert [B,3,F,H,W] to [B,C,T,h,w]. Raises ValueError for
-        other shapes or dtypes.
+        Image families encode images [B,3,H,W] to latents [B,C,h,w]. Video families encode videos [B,3,F,H,W] to
+        latents [B,C,T,h,w]. Raises ValueError for other shapes or dtypes.
         """
         layout, ndim = ("[B,3,F,H,W]", 5) if self.is_video else ("[B,3,H,W]", 4)
         if pixels.ndim != ndim or pixels.shape[1] != 3 or pixels.dtype != torch.float32:
@@ -169,7 +173,7 @@ class PixelCodec(ABC):
     def encode_batch_size(self, pixels: Tensor) -> int:
         """Return the number of samples to encode together.
 
-        It is 1 for videos, so that cached latents do not depend on the batch.
+        Videos are encoded one by one, so that cached latents do not depend on the batch.
         """
         if self.is_video:
             return 1

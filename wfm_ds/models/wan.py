@@ -2,7 +2,7 @@
 
 Wan 2.1 and 2.2 A14B have text-to-video and image-to-video networks (wan_image_conditioning.py). In a model with two
 experts, each forward pass runs one expert. If an optimizer step uses only one expert, the gradient of the other expert
-is zero. Adam still changes its weights, because Adam's moments contain gradients of earlier steps.
+is zero. Adam still changes the weights of the other expert, because Adam's moments contain gradients of earlier steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ IMAGE_TO_VIDEO_TEXT_TOKENS = 512  # diffusers assumes this number when it separa
 
 
 class Experts(nn.Module):
-    """The expert networks of a denoiser, with the interface of one network. Parameters are named EXPERT.PARAMETER."""
+    """The expert networks of a denoiser as one module. Parameter names are EXPERT.PARAMETER."""
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Experts(nn.Module):
     def add_adapter(self, config: Any, adapter_name: str = "default") -> None:
         """Add a separate adapter to each expert.
 
-        The adapters are initialized in the order of the experts, from torch's global random generator.
+        The adapters are initialized from torch's global random generator, in the order of the experts.
         """
         for network in self.networks:
             network.add_adapter(config, adapter_name=adapter_name)
@@ -106,7 +106,7 @@ class WanVariant:
 
 
 def read_variant(pipeline: Any, path: Path) -> WanVariant:
-    """Read the variant of a pipeline. Raises ModelError if it is incomplete or needs unsupported inputs."""
+    """Read the variant of a pipeline. Raises ModelError if the pipeline is incomplete or needs unsupported inputs."""
     boundary_ratio: float | None = pipeline.config.get("boundary_ratio")
     networks = {name: network for name in EXPERT_NAMES if (network := getattr(pipeline, name, None)) is not None}
     if (len(networks) == 2) != (boundary_ratio is not None):
@@ -209,16 +209,16 @@ class Wan(DiffusionModel):
 
     @property
     def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
-        """The sigma range of each expert. If there are two experts, boundary_ratio separates their ranges.
+        """The sigma range (low, high) of each expert.
 
-        `transformer` runs above boundary_ratio, and `transformer_2` runs below it.
+        If there are two experts, `transformer` runs for sigma >= boundary_ratio, and `transformer_2` runs below.
         """
         boundary = self.boundary_ratio
         return super().sigma_ranges if boundary is None else ((boundary, 1.0), (0.0, boundary))
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, max_sequence_length, text_dim]}. The embeddings of padding are zero."""
+        """Return {prompt_embeds: [batch, max_sequence_length, channels]}. The embeddings of padding are zero."""
         embeds, _ = self.call_encode_prompt(prompts, do_classifier_free_guidance=False)
         return {"prompt_embeds": embeds}
 
@@ -228,7 +228,7 @@ class Wan(DiffusionModel):
     def encode_inputs(
         self, inputs: Sequence[Mapping[str, npt.NDArray[np.float32]]], num_frames: int, size: tuple[int, int]
     ) -> Conditioning:
-        """Encode the first frames (see ImageConditioner).
+        """Encode the first frames for an image-to-video network. Returns {} for other networks.
 
         Raises ValueError if a frame is missing or has the wrong size.
         """
@@ -274,7 +274,7 @@ class Wan(DiffusionModel):
         return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
     def resolve_expert(self, sigma: Tensor, expert: int | None) -> int:
-        """Return the index of the expert for sigma [B]. If `expert` is given, return `expert`.
+        """Return the index of the expert that runs for these sigmas. If `expert` is given, return `expert`.
 
         Raises ValueError if the values of sigma belong to different experts, or not to `expert`. If `expert` is given
         and sigma is on a GPU, this check is skipped, because it would make the host wait for the GPU.
@@ -287,9 +287,9 @@ class Wan(DiffusionModel):
         return experts.pop()
 
     def network_timesteps(self, sigma: Tensor, shape: Sequence[int], conditional_mask: Tensor | None) -> Tensor:
-        """Return the network's timesteps, float32 [B].
+        """Return the network's timesteps, float32: one per sample, or for TI2V one per token.
 
-        For TI2V, returns [B, tokens] instead, with timestep 0 for the tokens of conditioning frames.
+        For TI2V, the shape is [batch, tokens], and tokens of conditioning frames have timestep 0.
         """
         time_B: Tensor = sigma * self.pipeline.scheduler.config.num_train_timesteps
         if not self.has_token_timesteps:
@@ -300,7 +300,7 @@ class Wan(DiffusionModel):
         return time_BT.repeat_interleave(self.num_tokens(shape[1:]) // shape[2], dim=1)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (C, (F - 1) / 4 + 1, H / f, W / f) for F frames of H x W pixels and VAE scale factor f.
+        """Return (channels, (F - 1) / 4 + 1, H / f, W / f) for F frames of H x W pixels and VAE scale factor f.
 
         The size of the network's rotary embedding table limits duration, height and width.
         """

@@ -27,7 +27,7 @@ MAX_CACHE_BYTES = 2**30  # on the host: the first frames of about 100 videos wit
 
 
 class ImageConditioner:
-    """Encodes first frames for image-to-video networks. An LRU cache on the host keeps the results."""
+    """Encodes first frames for image-to-video networks. Results are kept in an LRU cache in host memory."""
 
     def __init__(self, pipeline: Any, *, embeds: bool, max_cache_bytes: int = MAX_CACHE_BYTES) -> None:
         """embeds: whether the network also receives CLIP image embeddings."""
@@ -44,10 +44,10 @@ class ImageConditioner:
     ) -> Conditioning:
         """Encode the first frames [H,W,3] of videos with num_frames frames.
 
-        Returns {image_channels: [B,f+C,T,h,w] float32}, where f is the VAE's temporal scale factor. The first f
-        channels are a mask that is 1 on the first latent frame. The other C channels are the normalized latents of a
-        video with grey frames after the first frame.
-        If the network receives CLIP embeddings, the result also contains {image_embeds: [B, n tokens, D channels]} in
+        Returns {image_channels: float32 [batch, channels, latent frames, h, w]}. The first channels, as many as the
+        VAE's temporal scale factor, are a mask that is 1 on the first latent frame. The remaining channels are the
+        normalized latents of a video with grey frames after the first frame.
+        If the network receives CLIP embeddings, the result also contains image_embeds: [batch, tokens, channels] in
         CLIP's dtype.
         """
         rows = [self._encode_cached(frame, num_frames) for frame in frames]

@@ -1,4 +1,4 @@
-"""Z-Image and Z-Image-Turbo: image and text tokens in one sequence, Qwen3 texts of variable length."""
+"""Z-Image and Z-Image-Turbo: one sequence of image and text tokens, Qwen3 text embeddings of variable length."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ class ZImage(DiffusionModel):
 
     @torch.no_grad()
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
-        """Return {prompt_embeds: [B, n, D], prompt_embeds_mask: [B, n] int64}.
+        """Return {prompt_embeds: [batch, tokens, channels], prompt_embeds_mask: int64 [batch, tokens]}.
 
-        n is the number of tokens of the longest prompt. D is the number of channels.
+        The number of tokens is that of the longest prompt in the batch.
         """
         embeds, _ = self.call_encode_prompt(prompts, do_classifier_free_guidance=False)
         masks = [torch.ones(1, len(row), dtype=torch.int64, device=row.device) for row in embeds]
@@ -80,7 +80,7 @@ class ZImage(DiffusionModel):
         )
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} for a text of maximum length."""
+        """Return {name: shape without batch axis} of the tensors from `encode_text` for a text of maximum length."""
         return {EMBEDS: (self.max_sequence_length, self.config.cap_feat_dim), MASK: (self.max_sequence_length,)}
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -112,8 +112,8 @@ class ZImage(DiffusionModel):
         return {"sigmas": get_default_z_image_sigmas(num_steps), "mu": mu}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Return the pipeline call arguments for guidance scale w, with guidance_scale = w - 1.
+        """Return the pipeline call arguments for guidance scale w. They contain guidance_scale = w - 1.
 
-        The pipeline computes cond + guidance_scale * (cond - uncond).
+        The reason is that this pipeline computes cond + guidance_scale * (cond - uncond).
         """
         return super().pipeline_call_kwargs(w - 1, height, width, num_frames)

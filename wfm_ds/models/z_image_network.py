@@ -1,4 +1,4 @@
-"""Z-Image's network for batched tensors. The `forward` of diffusers takes and returns lists of samples.
+"""Z-Image's network with a `forward` for batched tensors. In diffusers, `forward` takes and returns lists of samples.
 
 This version reads no values from the device. It therefore never waits for a GPU, and it works on the meta device.
 """
@@ -34,8 +34,8 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
     ) -> tuple[Tensor]:
         """Return the network's output [B,C,h,w] for latents [B,C,h,w].
 
-        timestep: [B], from 0 (noise) to 1 (clean). encoder_hidden_states: texts [B, n tokens, D channels].
-        encoder_attention_mask: [B,n] int64, 0 on the padding at the end of each text.
+        timestep: [B], from 0 (noise) to 1 (clean). encoder_hidden_states: text embeddings [B, tokens, channels].
+        encoder_attention_mask: [B, tokens] int64, 0 on the padding at the end of each text.
         """
         h, w = hidden_states.shape[2:]
         time = self.t_embedder(timestep * self.t_scale).type_as(hidden_states)
@@ -60,10 +60,9 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
         return (unpatchify(patches, h, w),)
 
     def _image_tokens(self, latents: Tensor, padded_length: Tensor) -> tuple[Tensor, Tensor]:
-        """Return image tokens [B,N,D], including padding tokens, and their rotary embeddings [B,N,R].
+        """Return image tokens, including padding tokens, and their rotary embeddings, each [batch, tokens, channels].
 
-        N is the number of tokens, D and R are numbers of channels. padded_length: [B], number of text tokens including
-        padding.
+        padded_length: [batch], number of text tokens including padding tokens.
         """
         count, _, h, w = latents.shape
         tokens = self.all_x_embedder[PATCH_LAYERS](patchify(latents))
@@ -77,9 +76,9 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
         return torch.cat([tokens, padding], 1), self._rotary_embeddings(positions)
 
     def _text_tokens(self, embeds: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-        """Return text tokens [B,N,D], including padding tokens, and their rotary embeddings [B,N,R].
+        """Return text tokens, including padding tokens, and their rotary embeddings, each [batch, tokens, channels].
 
-        embeds: [B, n tokens, D channels]. length: [B], number of tokens without padding. Padding tokens have the
+        embeds: [batch, tokens, channels]. length: [batch], number of tokens without padding. Padding tokens have the
         positions after the last text token.
         """
         embeds = functional.pad(embeds, (0, 0, 0, -embeds.shape[1] % SEQ_MULTI_OF))
@@ -102,7 +101,7 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
 
 
 def patchify(latents: Tensor) -> Tensor:
-    """Convert latents [B,C,h,w] to patches [B, h/2 * w/2, 4 C] with values in the order row, column, channel."""
+    """Convert latents [B,C,h,w] to 2 x 2 patches [B, h/2 * w/2, 4 C]. Values are ordered by row, column, channel."""
     count, channels, h, w = latents.shape
     patches = latents.reshape(count, channels, h // PATCH_SIZE, PATCH_SIZE, w // PATCH_SIZE, PATCH_SIZE)
     return patches.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)

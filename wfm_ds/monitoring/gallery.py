@@ -43,7 +43,7 @@ class GalleryEntry:
     height: int
     prompt: str
     caption: str  # seed and parameters
-    failure: str = ""  # why the sample is not what the model should generate
+    failure: str = ""  # why the sample is invalid; empty for a valid sample
 
 
 def gallery_page(title: str, facts: Mapping[str, str], entries: Sequence[GalleryEntry]) -> str:

@@ -40,8 +40,8 @@ def chart_html(
 ) -> str:
     """Return HTML: a line chart, and a legend with each curve's first and last value.
 
-    curves: {label: curve}. Together, they must have at least two different x values. half_widths: {label: half of the
-    confidence interval at each point; None for no interval}.
+    curves: {label: curve}. Together, the curves must have at least two different x values. half_widths: {label: half
+    the width of the confidence interval at each point, or None for a point without interval}.
     """
     numbers = sorted({x for points in curves.values() for x, _ in points})
     axes = ChartAxes((numbers[0], numbers[-1]), y_range)

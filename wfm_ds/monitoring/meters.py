@@ -2,8 +2,8 @@
 
 Statistics need no host synchronization per micro-batch. On a GPU, a phase is measured by two CUDA events on the current
 stream, which are read at the end of the step. The clock of the host would attribute GPU time to a later phase, because
-the host only queues work and waits for its result later. The time of a phase includes the time in which the host waits,
-for example for data, and the GPU is idle.
+the host only queues work and waits for its result later. The time of a phase includes time in which the GPU is idle,
+for example while the host waits for data.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Meter:
 
     def __init__(self) -> None:
         # Tensors on the device. The keys are the names of one call of `add`. `x_std^2` is the mean square of `x_std`.
-        self._sums: dict[tuple[str, ...], Tensor] = {}  # [2, N] float64: weighted values, weights
-        self._maxima: dict[tuple[str, ...], Tensor] = {}  # [N]
+        self._sums: dict[tuple[str, ...], Tensor] = {}  # [2, number of names] float64: weighted values, weights
+        self._maxima: dict[tuple[str, ...], Tensor] = {}  # [number of names]
 
     def add(self, stats: Mapping[str, Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> None:
         """Add the statistics of a micro-batch. weight_B: weights [B] of its loss terms; padding has weight 0.
@@ -56,7 +56,7 @@ class Meter:
             self._maxima[names] = torch.maximum(self._maxima.get(names, biggest), biggest)
 
     def collect(self, world: World) -> dict[str, float]:
-        """Return {name: value over all replicas} on every rank, and reset the meter. Collective."""
+        """Return {name: value over all replicas} on every rank, and reset the meter. All ranks must call this."""
         tensors = [*self._sums.values(), *self._maxima.values()]
         sums: dict[str, float] = {}
         weights: dict[str, float] = {}
@@ -84,7 +84,10 @@ def is_maximum(name: str) -> bool:
 
 
 def stack_stats(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Stack N statistics. Returns values [N, B] and weights [N, B]. Loss terms outside a mask have weight 0."""
+    """Stack N statistics of B loss terms. Returns values [N, B] and weights [N, B].
+
+    A loss term outside a statistic's mask has weight 0.
+    """
     value_NB = torch.stack([stat[0] if isinstance(stat, tuple) else stat for stat in stats])
     if not any(isinstance(stat, tuple) for stat in stats):
         return value_NB, weight_B.expand_as(value_NB)

@@ -45,7 +45,8 @@ class Monitor:
     ) -> None:
         """Open `output_dir/metrics.jsonl` for appending. Raises OSError if the folder cannot be written.
 
-        console: True shows progress as a live line if stderr is a terminal. Otherwise, progress is logged periodically.
+        console: whether to show progress as a live line if stderr is a terminal. Otherwise, progress is logged
+        periodically.
         unit: what the progress display counts, such as images. trackers: started trackers, which receive all metrics
         and samples.
         """

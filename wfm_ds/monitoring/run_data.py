@@ -156,7 +156,7 @@ class RunReader:
     def _build_panels(self) -> list[dict[str, Any]]:
         """Return the charts that have curves, as [{title, curves}].
 
-        All charts together have at most MAX_CURVES curves. If there are more, the last charts lose their curves.
+        All charts together have at most MAX_CURVES curves. If there are more, curves of the last charts are omitted.
         """
         num_left, panels = MAX_CURVES, []
         for title, _ in PANELS:
@@ -272,7 +272,7 @@ def parse_sample(line: str, step: int) -> dict[str, Any] | None:
 def read_recipe(path: Path) -> dict[str, Any]:
     """Return {text, changed, steps, model, algorithm} of a recipe file. changed: {dotted key: non-default value}.
 
-    Returns only {text} if the recipe cannot be parsed, because another version wrote it.
+    Returns only {text} if the recipe cannot be parsed, for example because another version of wfm_ds wrote it.
     """
     from wfm_ds.recipe import file as recipe_file
 
@@ -296,7 +296,10 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def parse_object(text: str) -> dict[str, Any]:
-    """Return the JSON object in a text, or {}. NaN, infinite numbers and integers above 64 bits become None."""
+    """Return the JSON object in a text, or {} if there is none.
+
+    NaN, infinite numbers and integers above 64 bits become None.
+    """
     try:
         content = json.loads(
             text,

@@ -98,7 +98,7 @@ def try_write_page(folder: Path, reader: RunReader | None = None, *, has_warned:
 
 @contextlib.contextmanager
 def update_page_live(folder: Path, *, devices: str) -> Iterator[None]:
-    """Inside the context, update the page of a run from a thread. Update it once more at the end. Rank 0 only."""
+    """Update the page of a run from a thread inside the context, and once more at its end. Call this only on rank 0."""
     stop = threading.Event()
     thread = threading.Thread(target=_update_until_stopped, args=(folder, devices, stop), name="page", daemon=True)
     thread.start()

@@ -45,7 +45,7 @@ class GeneratedSample:
 
 
 def list_sample_folders(output_dir: Path) -> dict[int, Path]:
-    """Return {step: folder} of a run's validation samples, by step. Folders with other names are ignored."""
+    """Return {step: folder} of a run's validation samples, sorted by step. Folders with other names are ignored."""
     folders = [path for path in (output_dir / "samples").glob("step_*") if re.fullmatch(r"step_\d+", path.name)]
     return {step: path for step, path in sorted((int(path.name.removeprefix("step_")), path) for path in folders)}
 

@@ -1,4 +1,4 @@
-"""The recipe's `data.actions`, and the robots that Cosmos3 knows."""
+"""Schema of the recipe section `data.actions`, and the table of the robots that Cosmos3 was trained on."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ VIEWPOINTS = ("ego_view", "third_person_view", "wrist_view", "concat_view", "top
 
 
 def check_viewpoint(viewpoint: str) -> str:
-    """Return the viewpoint. Raises ValueError unless it is one of VIEWPOINTS or a sentence, which has spaces."""
+    """Return the viewpoint. Raises ValueError if it is neither in VIEWPOINTS nor text with spaces."""
     if viewpoint not in VIEWPOINTS and " " not in viewpoint.strip():
         nearest = difflib.get_close_matches(viewpoint, VIEWPOINTS, n=1, cutoff=0)
         raise ValueError(f"unknown view {viewpoint}: did you mean {nearest[0]}? Or describe the view in a sentence")
@@ -81,14 +81,14 @@ Viewpoint = Annotated[str, AfterValidator(check_viewpoint)]
 
 
 def find_embodiment(domain: int | str) -> Embodiment:
-    """Return the robot of a domain. A number that no robot has is a robot of unknown width."""
+    """Return the robot of a domain. If no known robot has this number, return an Embodiment without width and space."""
     if isinstance(domain, str):
         return EMBODIMENTS[domain]
     return next((robot for robot in EMBODIMENTS.values() if robot.domain == domain), Embodiment(domain))
 
 
 def parse_columns(columns: str) -> slice:
-    """Return the slice of `a:b`. Raises ValueError unless a < b."""
+    """Convert text such as "0:6" to a slice. Raises ValueError if the slice would be empty."""
     start, stop = map(int, columns.split(":"))
     if start >= stop:
         raise ValueError(f"columns {columns} are empty: write first:last+1, such as 0:6")
@@ -96,7 +96,7 @@ def parse_columns(columns: str) -> slice:
 
 
 def is_rotation(rows: tuple[Vector, Vector, Vector]) -> bool:
-    """Return whether two rows are orthonormal and the third is their cross product."""
+    """Return whether the rows form a rotation matrix: two orthonormal rows and their cross product, up to rounding."""
     x, y, z = rows
     cross = (x[1] * y[2] - x[2] * y[1], x[2] * y[0] - x[0] * y[2], x[0] * y[1] - x[1] * y[0])
     errors = [math.hypot(*x) - 1, math.hypot(*y) - 1, sum(map(mul, x, y)), math.dist(cross, z)]
@@ -104,8 +104,8 @@ def is_rotation(rows: tuple[Vector, Vector, Vector]) -> bool:
 
 
 class PoseRecipe(Section):
-    """A pose of the robot in each frame. Its action is the motion to the next frame of the clip: 3 numbers of
-    translation and two columns of the rotation matrix."""
+    """A stored pose of the robot. The action is the motion of this pose between two frames of the clip: 3 numbers of
+    translation, then the first two columns of the rotation matrix (6 numbers)."""
 
     feature: str
     """Feature with the pose: x, y, z, then the rotation."""
@@ -118,7 +118,8 @@ class PoseRecipe(Section):
     """Rotation matrix from the stored axes of the gripper to the axes of the model, multiplied from the right. Cosmos3
     uses the axes of OpenCV: x to the right, y down, z forward."""
     shift: Vector = (0, 0, 0)
-    """Position of the model's point of reference in the stored axes, such as the camera's offset from the gripper."""
+    """Offset from the stored position to the point whose motion the model receives, such as the camera, in the stored
+    axes of the gripper."""
 
     @model_validator(mode="after")
     def _check_pose(self) -> PoseRecipe:
@@ -138,7 +139,8 @@ class ValueRecipe(Section):
     at: Columns | None = None
     """Columns of the feature, such as `6:7`. Unset: all."""
     row: Literal["first", "next"] = "first"
-    """`first`: the row of the frame that the action starts from. `next`: the row of the frame that it leads to."""
+    """Row of the feature. `first`: the row of the frame before the action. `next`: the row of the frame after the
+    action."""
     invert: bool = False
     """Use 1 - x, for example if 1 is a closed gripper and the model expects 1 for an open one."""
 
@@ -150,14 +152,14 @@ class ValueRecipe(Section):
 
 
 class ActionSpaceRecipe(Section):
-    """Actions made from the features of a robot data set: either a stored `feature`, or `poses` and `then`."""
+    """Computation of actions from the features of a robot data set. Set either `feature`, or `poses` and `then`."""
 
     feature: str | None = None
     """Feature with the actions as stored: row i is the action between frames i and i + 1."""
     poses: list[PoseRecipe] = Field(default_factory=list)
-    """Poses. Their motion between the frames of the clip is computed, exact at any frame rate."""
+    """Poses whose motion between the frames of the clip becomes the action. The motion is exact at any frame rate."""
     then: list[ValueRecipe] = Field(default_factory=list)
-    """Numbers that follow the poses."""
+    """Values that follow the motion of the poses in an action, such as the state of a gripper."""
 
     @model_validator(mode="after")
     def _check_parts(self) -> ActionSpaceRecipe:
@@ -167,7 +169,7 @@ class ActionSpaceRecipe(Section):
 
 
 class ActionsRecipe(Section):
-    """Action space, width, normalization and composition of actions. Read if `data.inputs` contains `actions`."""
+    """Action space, width, normalization and composition of actions. Used only if `data.inputs` contains `actions`."""
 
     space: (
         Annotated[
@@ -176,11 +178,11 @@ class ActionsRecipe(Section):
         ]
         | None
     ) = None
-    """lerobot: how actions are made from the stored features. A name: as NVIDIA's cosmos-framework does for this data
-    set (docs/robots.md). Unset: the feature `action` as stored."""
+    """lerobot: how actions are computed from the stored features. A name selects the computation of NVIDIA's
+    cosmos-framework for this data set (docs/robots.md). Unset: the feature `action` as stored."""
     width: PositiveInt | None = None
     """Numbers per action. Samples with a different width are invalid. Unset: the width of `stats`, else the most common
-    one among the first samples."""
+    width among the first samples."""
     stats: Literal["data"] | UserPath | None = None
     """JSON file with statistics for `normalize`: lists `q01` and `q99`, or `mean` and `std`, with one number per action
     component (written by `wfm data stats`). `data`: the statistics of all actions of the training data."""
@@ -193,8 +195,8 @@ class ActionsRecipe(Section):
     the frame of the previous one; the numbers after the last whole pose follow `rest`. Unset: such clips are
     invalid."""
     rest: Literal["first", "last"] = "first"
-    """With `compose: pose`: take the numbers after the poses, such as a gripper, from the first or the last of the
-    combined actions."""
+    """With `compose: pose`: take the numbers after the poses, such as the state of a gripper, from the first or from
+    the last of the combined actions."""
 
     @model_validator(mode="after")
     def _check_stats(self) -> ActionsRecipe:

@@ -1,4 +1,4 @@
-"""A recipe with the values of its `defaults`, as YAML with comments: `wfm recipes show NAME`."""
+"""Format a recipe, merged with the file in its `defaults`, as YAML with comments, for `wfm recipes show NAME`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def find_replaced_values(base: RecipeTree, variant: RecipeTree) -> dict[KeyPath,
 
 
 def _find_comments(lines: Sequence[str], place: SourceLocation) -> tuple[list[str], str]:
-    """Return (comment lines above a value, comment beside it). lines: of the file that contains the value."""
+    """Return (comment lines above a value, comment on its line). lines: lines of the file that contains the value."""
     if place.line is None:
         return [], ""
     above = list(itertools.takewhile(lambda line: re.match(r"\s+#", line), reversed(lines[: place.line - 1])))

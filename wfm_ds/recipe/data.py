@@ -1,4 +1,4 @@
-"""The recipe's `data` section."""
+"""Schema of the recipe section `data`: training data, how it is processed, and caches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from wfm_ds.user_class import is_user_class
 BucketSize = tuple[PositiveInt, PositiveInt]
 INPUT_KINDS = ("paired", "folder", "webdataset", "lerobot")  # kinds of captioned videos that can have data.inputs
 EpisodeSlice = Annotated[str, Field(pattern=r"^(-?[0-9]+)?:(-?[0-9]+)?$")]
-"""Episodes by their order, like a Python slice: `0:-500` for all except the last 500."""
+"""Episodes selected by their order, like a Python slice: `0:-500` selects all except the last 500."""
 Views = Annotated[list[Annotated[list[str], Field(min_length=1)]], Field(min_length=1)]
 
 
@@ -45,15 +45,15 @@ class DataSetRecipe(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Like `data.options`, for `hf` and `lerobot`."""
     actions: ActionsRecipe | None = None
-    """Like `data.actions`. Unset: `data.actions`."""
+    """Like `data.actions`. Unset: the values of `data.actions`."""
     domain: Domain | None = None
-    """Like `data.domain`. Unset: `data.domain`."""
+    """Like `data.domain`. Unset: the value of `data.domain`."""
     viewpoint: Viewpoint | None = None
-    """Like `data.viewpoint`. Unset: `data.viewpoint`."""
+    """Like `data.viewpoint`. Unset: the value of `data.viewpoint`."""
 
 
 class PixelsRecipe(Section):
-    """Range of image sizes for a vision-language model."""
+    """Smallest and largest image size for a vision-language model, in pixels per image."""
 
     min: PositiveInt = 3136
     """Images with fewer pixels are enlarged to this number of pixels."""
@@ -68,19 +68,21 @@ class PixelsRecipe(Section):
 
 
 class VideoRecipe(Section):
-    """Sampling of video frames for a vision-language model."""
+    """Sampling of frames from videos for a vision-language model."""
 
     fps: PositiveFloat = 1.0
     """Frames sampled per second."""
     max_frames: Annotated[int, Field(ge=2)] = 768
-    """Maximum number of frames; longer videos are sampled more sparsely."""
+    """Maximum number of frames. Longer videos are sampled at a lower frame rate."""
     total_pixels: Literal["auto"] | PositiveInt = "auto"
-    """Maximum number of pixels over all frames of a video. `auto`: the pixels of 0.9 * `max_tokens` tokens."""
+    """Maximum number of pixels over all frames of a video. `auto`: as many pixels as 0.9 * `data.max_tokens` tokens
+    represent."""
 
 
 class DataRecipe(Section):
     """Training data: captioned images or videos (SFT, RL), preference pairs (DPO), prompts (RL) or conversations
-    (vlm_sft). If a description starts with kinds, such as `hf:`, the key is only for these kinds."""
+    (vlm_sft). If the description of a key starts with values of `kind`, such as `hf:`, the key is only for these
+    kinds."""
 
     kind: (
         Literal["folder", "hf", "paired", "cosmos", "webdataset", "lerobot", "sets", "pairs", "prompts", "llava"]
@@ -97,31 +99,32 @@ class DataRecipe(Section):
         Annotated[UserAddress, Tag("scalar")] | Annotated[list[UserAddress], Field(min_length=1), Tag("list")],
         Discriminator(value_form),
     ]
-    """Location of the data: usually a folder. sets: the folder that paths of the sets are relative to. hf:
-    `owner/name` or a folder. lerobot: the same, or an s3:// folder; the data sets below a folder are read together.
-    webdataset: tar files (a path, a glob, a range {000..123} or a list of these), local or s3://. pairs: the same, or a
-    .jsonl file. llava: annotations (a .json or .jsonl file, a folder or a list of these; s3:// folders end with a
-    slash)."""
+    """Location of the data: usually a folder. sets: the folder to which relative paths in `sets` are relative. hf:
+    `owner/name` on the Hub or a folder. lerobot: `owner/name`, a folder or an s3:// folder; all data sets below a
+    folder are read together. webdataset: tar files (a path, a glob, a range {000..123} or a list of these), local or
+    s3://. pairs: tar files as for webdataset, or a .jsonl file. llava: annotations (a .json or .jsonl file, a folder or
+    a list of these; s3:// folders end with a slash)."""
     sets: Annotated[list[DataSetRecipe], Field(min_length=1)] | None = None
     """sets: the data sets to mix, sampled in proportion to their weights (docs/data_layouts.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Your own kind: keyword arguments of its constructor. hf: keyword arguments of load_dataset, such as `name` and
     `revision`. lerobot: `revision`, a branch, tag or commit on the Hub."""
     views: Views | None = None
-    """lerobot: cameras to show, in rows from top to bottom: `[[wrist], [left, right]]` shows two cameras of half the
-    size below the first. Unset: the only camera."""
+    """lerobot: cameras to show, in rows from top to bottom. `[[wrist], [left, right]]` shows the cameras left and right
+    with half the size below the camera wrist. Unset: the only camera of the data set."""
     episodes: EpisodeSlice | None = None
-    """lerobot: episodes to use, by their order: `0:-500` for all except the last 500. Unset: all."""
+    """lerobot: episodes to use, as a slice of their order: `0:-500` uses all except the last 500. Unset: all."""
     streaming: bool = False
     """hf, SFT only: stream the rows in stored order instead of writing them to disk first (docs/data_processing.md).
     Needs `shuffle: false` and, for Hub data sets, a commit in `options.revision`."""
     prompt: Annotated[str, Field(min_length=1)] | None = None
-    """folder, lerobot: caption for images, videos and episodes that have none. Unset: these are invalid."""
+    """folder, lerobot: caption for images, videos and episodes that have none. Unset: samples without a caption are
+    invalid."""
     caption_column: str | None = None
     """folder, hf: column with the captions. Unset: the first of `text`, `prompt` and `caption` that exists."""
     image_column: str | None = None
-    """folder, hf: column with the images or videos of a data set of the datasets library. Unset: its only such
-    column."""
+    """folder, hf: column with the images or videos, for data sets of the datasets library. Unset: the only column that
+    has images or videos."""
     name: str = "prompts"
     """prompts: name of the prompt set, which selects its format (pickscore, ocr, geneval, dance_grpo_t2v, or any other
     name)."""
@@ -136,20 +139,23 @@ class DataRecipe(Section):
     """Shuffle the samples in every epoch, with an order derived from `run.seed`."""
     choose: Literal["even", "reward_std"] = "even"
     """prompts: how prompts are chosen. `even`: each prompt once per epoch. `reward_std`: prompts with a larger reward
-    std are chosen more often (docs/prompts.md); for prompt sets that are repeated many times."""
+    std are chosen more often. Use it for prompt sets that a run repeats many times (docs/prompts.md)."""
     choose_floor: Annotated[float, Field(gt=0, le=1)] = 0.14
     """With `choose: reward_std`: sampling weight of a prompt whose samples all have the same reward, relative to the
     prompt with the largest reward std. 1: all prompts are equally likely."""
     choose_memory: Decay = 0.6
-    """With `choose: reward_std`: decay of the moving average of a prompt's reward variance, per update."""
+    """With `choose: reward_std`: decay of the moving average of a prompt's reward variance. Each group of the prompt is
+    one update."""
     fps: PositiveFloat | None = None
     """Videos: frame rate at which clips are sampled. Unset: consecutive frames at the frame rate of the file."""
     allow_repeats: bool = False
-    """Repeat frames of videos with a frame rate below `fps`. False: such videos are skipped and counted as low_fps."""
+    """True: repeat frames of videos with a frame rate below `fps`. False: skip such videos and count them as
+    low_fps."""
     clip: Literal["random", "centre"] = "random"
-    """Temporal position of the clip in a video: random in each epoch, or the middle."""
+    """Temporal position of the clip in a video. `random`: a random position in each epoch. `centre`: the middle."""
     crop: Literal["centre", "random"] = "centre"
-    """Position of the crop if the aspect ratio differs: the centre, or random in each epoch."""
+    """Position of the crop if the aspect ratio of an image or video differs from that of the sample size. `centre`: the
+    centre. `random`: a random position in each epoch."""
     buckets: (
         Annotated[
             Annotated[Literal["auto"], Tag("scalar")] | Annotated[list[BucketSize], Field(min_length=1), Tag("list")],
@@ -162,11 +168,12 @@ class DataRecipe(Section):
     to 1:2 with about the same number of pixels. Unset: everything is cropped to `sampling.height` x
     `sampling.width`."""
     max_upscale: Annotated[float, Field(ge=1)] = 2.0
-    """Maximum upscaling. Images and videos that need more are skipped and counted as too_small."""
+    """Maximum factor by which images and videos are enlarged. Images and videos that need a larger factor are skipped
+    and counted as too_small."""
     inputs: list[str] = Field(default_factory=list)
-    """Conditioning inputs besides text and frames, such as `[actions]`: keys of NAME.json with a number, a list of
-    numbers or the name of an .npy file in the same folder (docs/inputs.md). All samples must have them, and the model
-    must support them."""
+    """Conditioning inputs in addition to text and frames, such as `[actions]`: keys of NAME.json with a number, a list
+    of numbers or the name of an .npy file in the same folder (docs/inputs.md). All samples must have them, and the
+    model must support them."""
     actions: ActionsRecipe = ActionsRecipe()
     """Action space, width, normalization and composition of actions."""
     domain: Domain | None = None
@@ -176,21 +183,21 @@ class DataRecipe(Section):
     """Position of the camera in the captions of Cosmos3 with actions, or a sentence that describes it (docs/robots.md).
     Unset: `ego_view`."""
     workers: Annotated[int, Field(ge=1, le=256)] = 2
-    """Threads per rank that read and decode samples ahead."""
+    """Threads per rank that read and decode samples in advance."""
     allow_pickle: bool = False
     """cosmos: also read text embeddings from pickle files. The unpickler only builds numpy arrays."""
     cache_dir: UserPath | None = None
-    """Cache folder shared by runs: text embeddings, latents, tar indexes, conversation lengths. Unset: no cache, except
-    for text embeddings (see `cache_text`)."""
+    """Folder for cached text embeddings, latents, tar indexes and conversation lengths. Several runs can share it.
+    Unset: no cache, except for text embeddings (see `cache_text`)."""
     cache_text: Literal["auto", "off"] = "auto"
     """`auto`: before training, encode all texts into `cache_dir`, else $WFM_CACHE (~/.cache/wfm_ds), then free the text
-    encoders. They stay loaded if the embeddings would exceed 64 GiB or the run draws fewer samples than half of the
-    texts (docs/data_processing.md). `off`: encode each text when it is first needed."""
+    encoders. The encoders stay loaded if the embeddings would exceed 64 GiB, or if the run draws fewer samples than
+    half of the texts (docs/data_processing.md). `off`: encode each text when it is first needed."""
     cache_latents: bool = False
     """Cache the latents of all training images and videos in `cache_dir`. Needs `clip: centre` and `crop: centre`."""
 
     media_path: UserAddress | None = None
-    """llava: local or s3:// folder that image and video paths in the annotations are relative to. Unset: the
+    """llava: local or s3:// folder to which image and video paths in the annotations are relative. Unset: the
     annotations contain absolute paths or URLs."""
     system_prompt: str | None = None
     """llava: system prompt of conversations without one. Unset: whatever the model's chat template inserts."""
@@ -202,9 +209,9 @@ class DataRecipe(Section):
     pack: bool = True
     """llava: pack several conversations into one sequence. They do not attend to each other."""
     pixels: PixelsRecipe = PixelsRecipe()
-    """llava: image sizes."""
+    """llava: smallest and largest image size, in pixels per image."""
     video: VideoRecipe = VideoRecipe()
-    """llava: video frames."""
+    """llava: how frames are sampled from videos."""
 
     @property
     def folder(self) -> Path:

@@ -87,7 +87,7 @@ KNOWN_ZERO_KEYS = frozenset(
 
 
 def policy_copies(policies: frozenset[str], *, lora: bool) -> frozenset[str]:
-    """Return the policies stored as separate weight copies. With LoRA, the base model itself serves as policy `ref`."""
+    """Return the policies that need their own copy of the weights. With LoRA, policy `ref` is the base model itself."""
     return policies - {"ref"} if lora else policies
 
 
@@ -105,9 +105,9 @@ def build_deepspeed_config(
 ) -> dict[str, Any]:
     """Return the config dict for deepspeed.initialize.
 
-    accumulation: micro-batches (backward passes) per optimizer step. policies: names of the policies in addition to the
-    trained one. Raises RecipeError if a setting is not supported or does not fit the recipe. The message names the JSON
-    file and the key.
+    accumulation: micro-batches (backward passes) per optimizer step. policies: names of all policies except the trained
+    one. Raises RecipeError if a setting is not supported or does not fit the recipe. The message names the JSON file
+    and the key.
     """
     source = find_deepspeed_config(recipe.engine.deepspeed)
     from_json = read_deepspeed_config(source)

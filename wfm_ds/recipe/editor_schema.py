@@ -1,4 +1,4 @@
-"""JSON schema of recipe files, for editors: they complete keys, show descriptions and mark mistakes.
+"""JSON schema of recipe files. Editors use it to complete keys, show descriptions and mark mistakes.
 
 The schema describes a file before `defaults` is merged. It checks keys, types and values. Only `wfm check` checks
 whether values fit together.
@@ -72,7 +72,7 @@ def _format_json(node: Any, depth: int, indent: str = "") -> str:
 
 
 def _simplify(node: Any) -> Any:
-    """Remove what editors do not need from a schema of pydantic, and convert tuples and unions for them."""
+    """Convert a pydantic schema for editors: remove titles and unhelpful defaults, convert tuples and unions."""
     if isinstance(node, list):
         return [_simplify(entry) for entry in node]
     if not isinstance(node, dict):
@@ -102,7 +102,7 @@ def _simplify(node: Any) -> Any:
 def _select_by_key(key: str, members: dict[str, str]) -> Schema:
     """Return a union as if/then conditions: the value of `key` selects the member.
 
-    An editor then reports only mistakes that concern this member. If the key is absent, because the recipe inherits it
+    An editor then reports mistakes only for the selected member. If the key is absent, because the recipe inherits it
     through `defaults`, all members are allowed. members: {value of the key: reference to the definition}.
     """
     values: Schema = {"enum": list(members)}
@@ -124,7 +124,7 @@ def _match_value(key: str, schema: Schema) -> Schema:
 
 
 def _find_list_items(node: Any) -> set[str]:
-    """Return the names of the definitions that are entries of lists."""
+    """Return the names of all definitions in `$defs` that describe entries of lists."""
     entries = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     found = set[str]().union(*map(_find_list_items, entries))
     if isinstance(node, dict) and "items" in node:

@@ -100,7 +100,7 @@ def resolve_recipe_path(path: Path) -> Path:
 
 
 def read_recipe_tree(path: Path) -> RecipeTree:
-    """Read a recipe file, merged with the file named by `defaults`, without validating it. Raises RecipeError."""
+    """Read a recipe file and merge it with the file named by `defaults`, without validation. Raises RecipeError."""
     variant, base = read_recipe_parts(path)
     return variant if base is None else merge_trees(base, variant)
 
@@ -108,7 +108,7 @@ def read_recipe_tree(path: Path) -> RecipeTree:
 def read_recipe_parts(path: Path) -> tuple[RecipeTree, RecipeTree | None]:
     """Return (values of a recipe file without `defaults`, values of the file named by `defaults`, or None).
 
-    Does not validate them. Raises RecipeError.
+    The values are not validated. Raises RecipeError if a file cannot be read.
     """
     variant = _read_tree(path)
     if "defaults" not in variant.values:

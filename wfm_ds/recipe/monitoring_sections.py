@@ -1,4 +1,4 @@
-"""Recipe sections `validation` and `logging`. docs/recipes.md is generated from their docstrings."""
+"""Schema of the recipe sections `validation` and `logging`. docs/recipes.md is generated from the docstrings."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def _expand_reward_name(value: Any) -> Any:
 
 
 class ValidationRecipe(Section):
-    """Periodic evaluation with the same prompts and seeds in every step and run, and with any number of ranks. Uses the
-    EMA weights if there are any."""
+    """Periodic evaluation with the same prompts and seeds in every step and run, and with any number of ranks.
+    Evaluations use the EMA weights if the recipe has a section `ema`."""
 
     every: NonNegativeInt = 0
     """Steps between evaluations (optimizer steps for SFT and DPO, RL steps for RL). 0: only at the end and, with
@@ -36,9 +36,9 @@ class ValidationRecipe(Section):
     """Noise seeds. Each prompt is sampled once per seed."""
     clips: Annotated[int, Field(ge=1, le=99)] = 1
     """Number of clips per sample, for samples conditioned on frames. Each clip has `sampling.num_frames` frames and
-    continues the last frames of the clip before it, with the next actions or camera poses. Scores are reported by
-    clip, with the similarity to the recorded video (docs/long_videos.md). Videos in the data that are too short for
-    all clips are skipped."""
+    continues the last frames of the clip before it, with the next actions or camera poses. Scores are reported for each
+    clip, together with the similarity to the recorded video (docs/long_videos.md). Videos in the data that are too
+    short for all clips are skipped."""
     rollout_correlation: bool = False
     """RL: also sample the same prompts and seeds with the rollout's steps and solver, and report the rank correlation
     of the two rewards (docs/choosing.md)."""
@@ -46,8 +46,8 @@ class ValidationRecipe(Section):
         Annotated[HeldOutReward, BeforeValidator(_expand_reward_name, json_schema_input_type=str | HeldOutReward)]
     ] = Field(default=[])
     """Rewards (or their names) that score all evaluation samples and are never trained on. RL raises an alarm if the
-    trained reward rises while these fall (docs/rewards.md); SFT and DPO only log them. Computed by the service at
-    `reward.endpoint` if it is set, else by the trainer's service."""
+    trained reward rises while these fall (docs/rewards.md); SFT and DPO only log them. The service at `reward.endpoint`
+    computes their scores if this key is set, else the trainer's service."""
     path: UserAddress | None = None
     """Validation data in the format of `data.kind` (sets: a folder or LeRobot datasets), for the validation loss (SFT,
     DPO) and for samples conditioned on frames. Unset: the `holdout` fraction of the training data; in RL the training
@@ -59,8 +59,8 @@ class ValidationRecipe(Section):
     """SFT and DPO: fraction of the training data held out for validation, selected by a hash of the sample id (lerobot:
     of the episode)."""
     num_images: PositiveInt = 64
-    """SFT and DPO: number of samples for the validation loss, each at eight noise levels. The first samples by id are
-    used."""
+    """SFT and DPO: number of samples for the validation loss, each at eight noise levels. The samples are ordered by
+    id, and the first ones are used."""
 
 
 class LoggingRecipe(Section):

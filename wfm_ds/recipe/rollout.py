@@ -1,4 +1,4 @@
-"""The recipe section rollout.
+"""Schema of the recipe section `rollout`: how the samples of an RL step are generated.
 
 Attribute docstrings document the keys: docs/recipes.md is generated from them.
 """
@@ -19,9 +19,10 @@ class HistoryRecipe(Section):
     """Clips that the rollout policy generates before the samples of a group."""
 
     clips: Annotated[int, Field(ge=0, le=64)] = 0
-    """Maximum number of clips before the samples. A group has 0 to this many, all equally often. Each clip continues
-    the last frames of the clip before it, with the next actions or camera poses of the trajectory, so videos in `data`
-    must be long enough for one more clip. Only the samples are trained on. 0: samples continue recorded frames."""
+    """Maximum number of clips before the samples. For each group, the number of clips is drawn uniformly from 0 to this
+    maximum. Each clip continues the last frames of the clip before it, with the next actions or camera poses of the
+    trajectory, so videos in `data` must be long enough for one more clip. Only the samples are trained on. 0: samples
+    continue recorded frames."""
 
 
 class RolloutRecipe(Section):
@@ -44,30 +45,31 @@ class RolloutRecipe(Section):
     policy."""
     trajectories: Literal["data", "shuffle", "library"] = "data"
     """Actions or camera paths that condition the samples, if `data.inputs` contains any. `data`: the trajectory of the
-    sample's own clip. `shuffle`: the trajectory of another clip of the same step and `domain`. `library`: a random one
-    from `trajectory_library`. With `shuffle` and `library`, rewards must not compare samples with the clip, which does
-    not show the trajectory."""
+    sample's own clip. `shuffle`: the trajectory of another clip of the same step and `domain`. `library`: a random
+    trajectory from `trajectory_library`. With `shuffle` and `library`, rewards must not compare samples with the
+    recorded clip, because it shows a different trajectory."""
     trajectory_library: UserPath | None = None
-    """With `trajectories: library`: .npy file with unscaled actions [N, num_frames - 1, width]. With
-    `history`, a trajectory must have the actions of all clips."""
+    """With `trajectories: library`: .npy file [number of trajectories, num_frames - 1, numbers per action] with actions
+    that are not normalized. With `history`, a trajectory must have the actions of all clips."""
     history: HistoryRecipe = HistoryRecipe()
-    """Samples continue the policy's own clips instead of recorded frames, as in a long video made clip by clip
-    (docs/long_videos.md)."""
+    """Let samples continue the policy's own clips instead of recorded frames, as in a long video that is generated clip
+    by clip (docs/long_videos.md)."""
     merge_lora: bool = False
     """Merge the LoRA into the weights while samples are generated: faster forward passes, but a copy of the adapted
-    layers' weights takes extra memory. Not for algorithms that compare log-probabilities, nor for zero3 with colocated
-    rollouts."""
+    layers' weights takes extra memory. Cannot be used with algorithms that compare log-probabilities, or with zero3 and
+    colocated rollouts."""
     base_precision: BasePrecision | None = None
-    """async with LoRA: `model.base_precision` of the workers. If it differs from training, the rollout policy differs
-    slightly; only for algorithms that do not use rollout log-probabilities. Unset: `model.base_precision`."""
+    """async with LoRA: storage format of the base model in the workers, with the values of `model.base_precision`. If
+    it differs from the trainer's format, the rollout policy differs slightly from the trained policy. Only for
+    algorithms that do not use rollout log-probabilities. Unset: `model.base_precision`."""
     cuda_graph: bool = False
     """Record rollout forward passes as CUDA graphs, one per batch size. Each graph keeps the memory of a forward pass.
-    Not for zero3 or `engine.sequence_parallel` with colocated rollouts. No effect on CPUs."""
+    With colocated rollouts, it cannot be used with zero3 or `engine.sequence_parallel`. No effect on CPUs."""
     max_staleness: NonNegativeInt = 1
     """async: maximum age of a sample in RL steps when it is trained on. The policy is published to the workers after
     each RL step. 0: strictly on-policy; the samples of a step are generated after the previous step."""
     spawn: Annotated[int, Field(ge=0, le=256)] = 1
-    """async: workers that rank 0 starts on its machine. 0: only workers started separately."""
+    """async: number of workers that rank 0 starts on its machine. 0: none; you start all workers yourself."""
     devices: Annotated[list[str], Field(min_length=1)] | None = None
     """async: devices of the spawned workers in order, such as `cuda:6`. Numbers count all GPUs available to the run on
     the trainer's machine (docs/async.md). Required if the trainer uses GPUs. Unset: cpu."""

@@ -1,4 +1,4 @@
-"""Derive batch sizes and step counts from a recipe and a world size. Rejects invalid combinations."""
+"""Compute batch sizes and numbers of steps from a recipe and a world size, and reject invalid combinations."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def num_replicas(recipe: Recipe, world_size: int, *, ranks_per_node: int | None 
 
 
 def derive_run_sizes(recipe: Recipe, world_size: int) -> RunSizes:
-    """Derive the sizes of a run.
+    """Compute the numbers of samples, loss terms and optimizer steps of a run.
 
     Raises RecipeError if the samples cannot be partitioned evenly over the ranks, or if engine.gradient_accumulation is
     set in RL.

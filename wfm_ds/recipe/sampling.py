@@ -20,7 +20,7 @@ StepRange = tuple[NonNegativeInt, NonNegativeInt]
 
 
 class RandomWindow(Section):
-    """Consecutive steps at a random position, chosen anew in each RL step (Flow-GRPO-Fast, MixGRPO)."""
+    """Window of consecutive noisy steps. Each RL step draws a new random position (Flow-GRPO-Fast, MixGRPO)."""
 
     kind: Literal["random"]
     """Selects this kind."""
@@ -37,8 +37,8 @@ class RandomWindow(Section):
 
 
 class ProgressiveWindow(Section):
-    """Consecutive steps that move towards the clean end during training, then continue from the start, modulo the
-    number of positions (MixGRPO)."""
+    """Window of consecutive noisy steps that moves towards the last denoising steps during training, and then starts
+    again at the first steps (MixGRPO)."""
 
     kind: Literal["progressive"]
     """Selects this kind."""
@@ -47,7 +47,7 @@ class ProgressiveWindow(Section):
     stride: PositiveInt = 1
     """Number of denoising steps by which the window moves."""
     iters_per_position: PositiveInt = 25
-    """RL steps between moves."""
+    """RL steps between two moves of the window."""
     range: StepRange | None = None
     """[first, last]: the window is within steps first .. last - 1. Unset: all steps except the last."""
 
@@ -59,14 +59,14 @@ class ProgressiveWindow(Section):
 
 
 class SubsetWindow(Section):
-    """Steps that each RL step chooses from a list at random, without replacement (Flow-Factory)."""
+    """Noisy steps that each RL step draws at random from a list, without replacement (Flow-Factory)."""
 
     kind: Literal["subset"]
     """Selects this kind."""
     size: PositiveInt
     """Number of steps with noise."""
     indices: list[NonNegativeInt] = Field(min_length=1)
-    """Steps to choose from. 0 is the first step; the last step is not allowed."""
+    """Denoising steps to draw from. 0 is the first step. The last step is not allowed."""
 
     @model_validator(mode="after")
     def _check_indices(self) -> SubsetWindow:
@@ -100,14 +100,15 @@ class ExploreRecipe(Section):
 
     group_size: Annotated[int, Field(ge=2)]
     """Candidates per prompt, at least `rollout.group_size`. Half of the selected samples are the best candidates, half
-    the worst, ranked as in `algorithm.best_of_n`. Candidates without a reward are selected only if
-    there are too few others."""
+    the worst, ranked as in `algorithm.best_of_n`. Candidates without a reward are selected only if too few candidates
+    have one."""
     steps: Annotated[PositiveInt, Field(le=10_000)]
     """Denoising steps per candidate, at most `sampling.steps`. With fewer steps and a stochastic solver, candidates are
     generated with `ode`, so that they depend only on their initial noise."""
     regenerate: bool = True
     """True: generate the selected samples again from their seeds with `sampling.steps` steps, then score and train on
-    these. False: train on the candidates; only for algorithms that read only the clean latents of a rollout."""
+    the new samples. False: train on the candidates themselves. This works only with algorithms that need only the clean
+    latents of a rollout."""
 
 
 class SamplingRecipe(Section):
@@ -159,12 +160,12 @@ class SamplingRecipe(Section):
     """Denoising steps in validation and logged samples."""
     eval_grid: Literal["stock", "even"] = "stock"
     """Noise levels in validation and logged samples, with the values of `grid`. `even` is for models that generate in
-    few steps: `eval_solver` is `ode` or `cps`, and exports contain what plain diffusers needs for the same kind of
-    samples (docs/exports.md)."""
+    few steps. With `even`, `eval_solver` is `ode` or `cps`, and exports contain the noise levels or the scheduler with
+    which plain diffusers generates the same kind of samples (docs/exports.md)."""
     eval_solver: Literal["ode", "dpm2", "cps"] | None = None
-    """Solver in validation and logged samples: `ode` (Euler), `dpm2` (second-order multistep) or `cps`, which adds the
-    noise of rollouts with `solver: cps` and `noise_level: 1`. `cps` needs these values and `eval_grid: even`. Unset:
-    `dpm2` if the pipeline's scheduler is a multistep one (SANA, Wan, Cosmos) and `eval_grid` is `stock`, else
+    """Solver in validation and logged samples: `ode` (Euler), `dpm2` (second-order multistep) or `cps`, which adds
+    noise as in rollouts with `solver: cps` and `noise_level: 1`. `cps` needs these two values and `eval_grid: even`.
+    Unset: `dpm2` if the pipeline's scheduler is a multistep one (SANA, Wan, Cosmos) and `eval_grid` is `stock`, else
     `ode`."""
     guidance_scale: Annotated[float, Field(ge=1)] = DEFAULT_GUIDANCE_SCALE
     """Classifier-free guidance scale w in v_uncond + w * (v_cond - v_uncond), in rollouts, validation and logged
@@ -173,9 +174,10 @@ class SamplingRecipe(Section):
     """Models with two experts (Wan 2.2 A14B): guidance scale of the low-noise expert. 1: no guidance for this expert.
     Unset: `guidance_scale`."""
     guidance_batch: Literal["separate", "joint"] = "separate"
-    """Forward passes for guidance. `separate`: one for the conditional and one for the unconditional prediction.
-    `joint`: a single one, if twice the number of samples fits into `engine.max_forward_batch`; in rollouts only for
-    algorithms that do not compare log-probabilities. The results differ only in rounding."""
+    """How guided predictions are computed. `separate`: with one forward pass for the conditional and one for the
+    unconditional prediction. `joint`: with a single forward pass, if twice the number of samples fits into
+    `engine.max_forward_batch`. In rollouts, `joint` applies only to algorithms that do not compare log-probabilities.
+    The results differ only in rounding."""
     negative_prompt: str | None = None
     """Text of the unconditional pass if `guidance_scale` is above 1. Unset: the model family's default."""
 
@@ -200,7 +202,7 @@ class SamplingRecipe(Section):
         return self
 
     def _check_noisy_evaluation(self) -> None:
-        """Raise ValueError for settings with which plain diffusers cannot sample as the rollouts do."""
+        """Raise ValueError if plain diffusers cannot sample with the noise of `eval_solver: cps` and these settings."""
         if self.eval_grid != "even":
             raise ValueError("eval_solver: cps needs eval_grid: even, because exports contain a scheduler for it")
         if self.solver != "cps" or self.noise_level != CPS_EVAL_NOISE:

@@ -102,7 +102,7 @@ class Recipe(Section):
     def held_out_reward_settings(self) -> RewardRecipe | None:
         """A `reward` section with the held-out rewards and the run's service settings.
 
-        None if there are no such rewards.
+        None if there are no held-out rewards.
         """
         functions = [RewardFunction(**reward.model_dump()) for reward in self.validation.held_out_rewards]
         if not functions:
@@ -112,7 +112,7 @@ class Recipe(Section):
 
     @property
     def all_reward_settings(self) -> RewardRecipe | None:
-        """All rewards that this run's service computes, including held-out rewards. None if there are no rewards."""
+        """A `reward` section with all rewards of this run, including held-out rewards. None if there are no rewards."""
         if self.reward is None or self.held_out_reward_settings is None:
             return self.reward or self.held_out_reward_settings
         return self.reward.model_copy(
@@ -155,7 +155,7 @@ class Recipe(Section):
 
     @property
     def unused_sections(self) -> frozenset[str]:
-        """Sections that must not be in the file of this kind of recipe."""
+        """Names of the sections that a recipe file for this algorithm must not contain."""
         return frozenset({"sampling"} if self.algorithm.trains_language else ())
 
     @model_validator(mode="before")
@@ -234,8 +234,8 @@ class Recipe(Section):
     def _check_noisy_evaluation(self) -> None:
         """Raise ValueError if exports of noisy steps would not work in diffusers.
 
-        With `stochastic_sampling`, the Cosmos pipelines add noise to conditioning frames, and that of SANA-WM, which
-        needs a first frame, gets the predicted clean latents from a velocity with the wrong sign.
+        With the scheduler option `stochastic_sampling`, the Cosmos pipelines also add noise to conditioning frames. The
+        SANA-WM pipeline, which needs a first frame, computes clean latents from a velocity with the wrong sign.
         """
         if self.sampling.eval_solver == "cps" and self.algorithm.conditioning_frame_range[1] > 0:
             raise ValueError(
@@ -269,10 +269,10 @@ class Recipe(Section):
             )
 
     def _check_trajectories(self) -> None:
-        """Check data.inputs and rollout.trajectories.
+        """Raise ValueError if data.inputs or rollout.trajectories do not fit the rest of the recipe.
 
-        `shuffled` and `library` trajectories replace the trajectories of the data, so data.inputs must contain a kind
-        of trajectory. The new trajectories do not match the clips of the data, so the loss must not use these clips.
+        `shuffle` and `library` replace the recorded trajectories, so data.inputs must contain actions or camera poses.
+        The new trajectories do not match the recorded clips, so the loss must not train on these clips.
         """
         inputs = self.data.inputs
         if inputs and self.validation.prompts is not None:
@@ -383,7 +383,7 @@ class Recipe(Section):
 
 @dataclass(frozen=True, slots=True)
 class ConditionalKeys:
-    """Keys of one section that are read only if `is_read(recipe)` is true. Otherwise, setting them is an error."""
+    """Keys of a recipe section that are used only if `is_read(recipe)` is true. Otherwise, setting one is an error."""
 
     section: str
     keys: tuple[str, ...]

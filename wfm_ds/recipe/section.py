@@ -99,7 +99,7 @@ Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
 
 
 def value_form(value: Any) -> str:
-    """Return "mapping", "list" or "scalar": the pydantic tag of the union member that accepts `value`."""
+    """Return the pydantic tag of the union member that accepts `value`: "mapping", "list" or "scalar"."""
     if isinstance(value, dict | BaseModel):
         return "mapping"
     return "list" if isinstance(value, list | tuple) else "scalar"
@@ -125,7 +125,7 @@ class Section(BaseModel):
     def require_defaults(self, *keys: str, unless: str) -> None:
         """Raise ValueError if a key in `keys` has a non-default value.
 
-        unless: text that says when these keys are read, for the error message.
+        unless: the condition under which these keys are used, as text for the error message.
         """
         if unread := self.non_default_keys(*keys):
             raise ValueError(f"{' and '.join(unread)}: only read with {unless}; remove it")

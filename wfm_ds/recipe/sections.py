@@ -73,8 +73,8 @@ class ModelRecipe(Section):
     """LoRA only: storage format of the frozen linear layers in the transformer blocks. `fp8`: float8 e4m3 with one
     scale per row and float8 matrix products; half the memory, faster on GPUs of compute capability 8.9 or newer.
     `fp8_twice`: like `fp8`, with a second copy for a float8 backward pass; saves no memory. `int8`: half the memory and
-    a quarter of the fp8 error on any GPU, without a speed-up. `nf4`: a quarter of the memory (needs bitsandbytes). The
-    trained, old and reference policies share this base. Unset: `dtype`."""
+    a third of the rounding error of `fp8`, on any GPU, without a speed-up. `nf4`: a quarter of the memory (needs
+    bitsandbytes). The trained, old and reference policies share this base. Unset: `dtype`."""
     fp8_training: Fp8Training | None = None
     """Full training only: run the matrix products of the transformer blocks in float8, forward and backward. Needs
     compute capability 8.9 or newer, and zero1 or zero2. Weights keep their dtype and are cast in each forward pass.
@@ -94,16 +94,16 @@ class ModelRecipe(Section):
     """SANA only: the instruction that its pipelines prepend to prompts (not to negative prompts). `stock`: prepend it.
     `none`: do not. Unset: the value saved with the pipeline (call.json), else `stock`."""
     embedded_guidance: PositiveFloat | None = None
-    """FLUX.2-dev only: the guidance scale passed to the network as an input in training, rollouts and validation. Not
-    classifier-free guidance; keep `sampling.guidance_scale` at 1. Unset: the value saved with the pipeline (call.json),
-    else the default of the diffusers pipeline."""
+    """FLUX.2-dev only: the guidance scale passed to the network as an input in training, rollouts and validation. This
+    is not classifier-free guidance, so keep `sampling.guidance_scale` at 1. Unset: the value saved with the pipeline
+    (call.json), else the default of the diffusers pipeline."""
     attention: AttentionName = "auto"
     """Attention kernel of the denoiser. `auto`: `cudnn` on GPUs of compute capability 9.0 (H100) or newer if dtype and
     model allow it, else `native` (torch's choice). `flash`, `flash3` and `sage` need the packages flash-attn,
     FlashAttention-3 and sageattention. `flash3` and `sage` have no backward pass: use them in rollout workers and `wfm
     generate` (docs/performance.md)."""
     guardrail: Literal["stock", "off"] = "stock"
-    """Safety checker of Cosmos pipelines. `stock`: check prompts and videos like the pipeline does (needs
+    """Safety checker of Cosmos pipelines. `stock`: check prompts and videos as the pipeline does (needs
     cosmos_guardrail). `off`: no checks, which the model's licence may not allow."""
 
 
@@ -121,10 +121,11 @@ class LoraRecipe(Section):
     """Initialization of A (B starts at zero): `gaussian`, or PEFT's `default` (Kaiming uniform)."""
     init_from: UserPath | None = None
     """LoRA to start from: a .safetensors file with diffusers, PEFT, kohya or ComfyUI keys, or an export folder. Layers
-    missing from it are initialized as `init` says. The reference policy of RL remains the base model without
-    adapters."""
+    that are missing in the file are initialized according to `init`. The reference policy of RL remains the base model
+    without adapters."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Dropout probability of adapter inputs in training. Not for algorithms that compare log-probabilities."""
+    """Dropout probability of adapter inputs in training. Cannot be used with algorithms that compare
+    log-probabilities."""
     rslora: bool = False
     """Rank-stabilized LoRA: scale by alpha / sqrt(rank)."""
     dora: bool = False
@@ -155,14 +156,14 @@ class EngineRecipe(Section):
     """DeepSpeed config: a name in ds_configs/ (zero1, zero2, zero3, ...) or the path of a JSON file, for ZeRO settings
     only."""
     micro_batch_size: PositiveInt = 1
-    """Batch size of a training forward pass on each rank (with `sequence_parallel`: on each replica). Counts samples in
-    SFT, preference pairs in DPO, and (sample, timestep) pairs in RL."""
+    """Batch size of a training forward pass on each rank (with `sequence_parallel`: on each replica). The unit is
+    samples in SFT, preference pairs in DPO, and training examples (one sample at one noise level) in RL."""
     gradient_accumulation: PositiveInt = 1
     """SFT and DPO: micro-batches per optimizer step. RL derives it from `micro_batch_size`."""
     max_forward_batch: PositiveInt = 16
     """Maximum number of samples per rank in a forward pass without gradients: in rollouts, in validation, and for
-    predictions of reference policies (there, loss terms: at least `micro_batch_size` of them). Lower it if one of these
-    runs out of memory."""
+    predictions of reference policies. For reference policies, the unit is training examples, and a forward pass has at
+    least `micro_batch_size` of them. Lower this number if one of these phases runs out of memory."""
     max_grad_norm: NonNegativeFloat = 1.0
     """Maximum global gradient norm. 0: no gradient clipping."""
     sequence_parallel: PositiveInt = 1
@@ -172,17 +173,19 @@ class EngineRecipe(Section):
     """Compile the denoiser's repeated blocks with torch.compile, also in rollout workers. The first step takes minutes;
     later ones are faster. For zero1 and zero2 (docs/performance.md)."""
     timeout_minutes: PositiveFloat = 30.0
-    """End the run if no rank makes progress for this many minutes. Must exceed the time to load the model or write a
-    checkpoint, `reward.timeout_s`, and `reward.start_timeout_s`."""
+    """End the run if no rank makes progress for this many minutes. The number must exceed the time to load the model or
+    write a checkpoint, `reward.timeout_s`, and `reward.start_timeout_s`."""
     deterministic: bool = False
     """Use only deterministic kernels, also in rollout workers. Slower, but repeated runs on the same GPU model are
-    bit-identical (docs/checkpoints.md). CPU runs always are. Operations without a deterministic kernel fail."""
+    bit-identical (docs/checkpoints.md). CPU runs are always bit-identical. Operations without a deterministic kernel
+    fail."""
     guard: bool = False
-    """Debugging: check before every forward pass that all ranks run the same one, with a small all-reduce."""
+    """For debugging: before every forward pass, check with a small all-reduce that all ranks run the same forward
+    pass."""
 
 
 class OptimizerRecipe(Section):
-    """AdamW and its learning-rate schedule, counted in optimizer steps."""
+    """AdamW and its learning-rate schedule. All numbers of steps are optimizer steps."""
 
     name: Literal["adamw", "adamw8bit"] = "adamw"
     """`adamw8bit`: bitsandbytes' AdamW with 8-bit moments. Saves 6 bytes per trained weight; updates are slightly less
@@ -209,7 +212,7 @@ class EmaRecipe(Section):
     to disable EMA."""
 
     decay: Decay = 0.999
-    """Maximum decay. Update j uses min((1 + j) / (10 + j), decay)."""
+    """Maximum decay. The decay of update number j is min((1 + j) / (10 + j), decay)."""
     every: PositiveInt = 1
     """Optimizer steps between updates of the average."""
 
@@ -231,7 +234,7 @@ class HeldOutReward(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reward's constructor."""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
-    """Worker processes for this reward, if the trainer starts the service."""
+    """Number of worker processes for this reward, if the trainer starts the service."""
     max_batch: Annotated[int, Field(ge=1, le=64)] | None = None
     """Maximum number of items that a worker scores at once, if the trainer starts the service. Unset: 16, or the
     maximum that the reward's class sets if that is smaller."""
@@ -246,9 +249,10 @@ class RewardFunction(HeldOutReward):
     name: RewardName
     """A reward of wfm_reward, or `package.module:Class`."""
     weight: float = 1.0
-    """Weight in the sum. 0: only logged; a failed score does not invalidate the sample."""
+    """Weight in the sum of the rewards. 0: the reward is only logged, and a failed score does not invalidate the
+    sample."""
     clip: Bounds | None = None
-    """Range that raw scores are clipped to before weighting. Unset: no clipping."""
+    """Range to which raw scores are clipped before weighting. Unset: no clipping."""
 
     @property
     def uses_gpu(self) -> bool:
@@ -261,9 +265,9 @@ class RewardRecipe(Section):
     functions: list[RewardFunction] = Field(min_length=1)
     """The rewards. Their weighted sum is the total reward."""
     clip: Bounds | None = None
-    """Range that the weighted sum is clipped to. Unset: no clipping."""
+    """Range to which the weighted sum is clipped. Unset: no clipping."""
     scale: PositiveFloat = 1.0
-    """Factor applied after `clip`."""
+    """Factor by which the weighted sum is multiplied after `clip`."""
     spawn: bool = True
     """Start a reward service on the machine of rank 0. Must be false if `endpoint` is set."""
     endpoint: str | None = None
@@ -301,8 +305,8 @@ class CheckpointRecipe(Section):
     """Resumable checkpoints and exports of the weights (docs/checkpoints.md)."""
 
     every: NonNegativeInt = 0
-    """Steps between checkpoints. The last step also writes one. 0: write a checkpoint only when SIGTERM or SIGINT stops
-    the run, which always saves one."""
+    """Steps between checkpoints. A checkpoint is also written after the last step, and when SIGTERM or SIGINT stops the
+    run. 0: write a checkpoint only when SIGTERM or SIGINT stops the run."""
     keep: PositiveInt = 2
     """Number of checkpoints to keep. Older ones are removed when a new one is complete and, with `storage`, copied."""
     export_every: NonNegativeInt = 0

@@ -1,7 +1,8 @@
 """Tiny versions of recipes: with `--tiny`, any recipe runs in about a minute on a laptop CPU.
 
 A tiny recipe keeps the algorithm, LoRA or full training, the ZeRO stage, solver, guidance, EMA, schedules and
-conditioning. Built-in models, sizes, data and rewards replace those of the recipe, so no path or address remains.
+conditioning. Its models, sizes, data and rewards are replaced by built-in ones, so no path or address of the recipe
+remains.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class TinyFamily:
 
     name: str
     released: tuple[str, ...]
-    """Parts of the names of the models that it stands in for, in lower case."""
+    """Lower-case parts of the names of the released models that this pipeline replaces."""
     height: int = 32
     width: int = 32
     is_video: bool = False
@@ -105,7 +106,7 @@ Values = dict[str, Any]
 
 
 def find_tiny_family(model_path: str) -> TinyFamily:
-    """Return the family of a recipe's model.path: a released model, a local pipeline folder, or `tiny:FAMILY`.
+    """Return the tiny family for a recipe's model.path: a released model, a local pipeline folder, or `tiny:FAMILY`.
 
     Raises RecipeError if the family is unknown.
     """
@@ -119,7 +120,7 @@ def find_tiny_family(model_path: str) -> TinyFamily:
 
 
 def match_released_name(model_path: str) -> TinyFamily | None:
-    """Return the family of the released model that this path names. Returns None if there is none."""
+    """Return the tiny family for the released model or run folder that this path names, or None if there is none."""
     if model_path.startswith(TINY_PREFIX):
         return _BY_NAME.get(model_path.removeprefix(TINY_PREFIX))
     last_part = model_path.rstrip("/").rpartition("/")[2].lower()
@@ -199,7 +200,7 @@ def shrink_recipe(recipe: Recipe, name: str, family: TinyFamily | None, *, world
 
 
 def describe_tiny_recipe(recipe: Recipe) -> str:
-    """Return one line that says what --tiny replaced."""
+    """Return one line that lists the values that --tiny replaced."""
     parts = [recipe.model.path]
     if not recipe.algorithm.trains_language:
         size = recipe.sampling

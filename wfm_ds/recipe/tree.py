@@ -1,4 +1,4 @@
-"""Recipes before validation: parse YAML to values with line numbers, merge recipes, apply overrides, write YAML.
+"""Handle recipes before validation: parse YAML with line numbers, merge recipes, apply overrides and write YAML.
 
 Reads no files and does not depend on the schema. Where YAML 1.1 would surprise users, scalars follow YAML 1.2: `1e-4`
 is a number; `on`, `off`, `yes`, `no` and dates are text.
@@ -37,7 +37,7 @@ SCALAR_PATTERNS = {  # {YAML type: (pattern of unquoted scalars, their possible 
 
 @dataclass(frozen=True, slots=True)
 class SourceLocation:
-    """Source of a recipe value: a line of a file, or a command-line override."""
+    """Origin of a recipe value: a line of a file, or a command-line override."""
 
     source: str
     line: int | None = None

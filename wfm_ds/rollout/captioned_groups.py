@@ -1,4 +1,4 @@
-"""Groups of captioned images or videos."""
+"""Creates the groups of an RL step from captioned images or videos."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ class CaptionedGroups:
     ) -> None:
         """Create the source from a data reader.
 
-        encode: collective function that encodes samples to clean latents [B, ...] float32, for `Group.data`.
+        encode: function that encodes samples to clean latents [B, ...] float32, for `Group.data`. All ranks call it.
         num_conditioning_frames: smallest and largest number of conditioning frames of a group, in latent frames.
         trajectories: object that replaces the recorded actions and camera paths. None keeps them.
-        layout: clips of the groups, and whether the groups have the decoded frames as `recording`.
+        layout: layout of the clips of the groups. It also defines whether the decoded frames are kept as
+        `Group.recording`. None: each group has a single clip and no recording.
         """
         self.trajectories, self.layout = trajectories, layout
         self.job, self.reader, self.encode, self.num_conditioning_frames = job, reader, encode, num_conditioning_frames
         self.num_groups, size = job.recipe.rl.rollout.prompts_per_step, job.recipe.rl.rollout.group_size
         first = job.world.dp_rank * job.run_sizes.samples_per_rank
         self.local_groups = range(first // size, (first + job.run_sizes.samples_per_rank - 1) // size + 1)
-        self._reader_states: dict[int, dict[str, Any]] = {}  # (corrupt files) before each step
+        self._reader_states: dict[int, dict[str, Any]] = {}  # {step: state before it}; lists corrupt files
 
     def step_groups(self, step: int) -> list[Group]:
         job = self.job
@@ -103,12 +104,13 @@ class CaptionedGroups:
 
 
 def draw_history_seeds(run_seed: int, step: int, num_groups: int, max_clips: int) -> list[tuple[int, ...]]:
-    """Return the noise seeds of the clips before the samples, for each group of an RL step.
+    """Return the noise seeds of the clips before the samples: one tuple for each group of an RL step.
 
-    A group has 0 to `max_clips` of them. All numbers have the same probability. In a step, they occur equally often, up
-    to rounding.
+    A group has 0 to `max_clips` clips before its samples. Each number of clips is equally likely. Within a step, all
+    numbers occur equally often, up to rounding.
     """
-    offset = draw_uniform(run_seed, "history_offset", step)  # without it, rounding would prefer the same numbers
+    # Without the offset, rounding would prefer the same numbers in every step.
+    offset = draw_uniform(run_seed, "history_offset", step)
     order = sorted(range(num_groups), key=lambda g: derive_seed(run_seed, "history", step, g))
     lengths = {g: min(max_clips, int((i + offset) * (max_clips + 1) / num_groups)) for i, g in enumerate(order)}
     return [

@@ -12,7 +12,7 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-STOP_S = 20.0  # for the process to exit
+STOP_S = 20.0  # maximum wait for the process to exit
 DEATHS_WINDOW_S = 600.0
 
 
@@ -27,9 +27,10 @@ class RestartingProcess:
     ) -> None:
         """Start the process. Call `watch` to restart it when it dies.
 
-        start: starts the process, with a pipe as stdin.
-        should_restart: returns whether to restart the process. It is called in a thread after each death. Its arguments
-        are the exit status and the times of all deaths in the last DEATHS_WINDOW_S seconds. It may remove times.
+        start: function that starts the process, with a pipe as stdin.
+        should_restart: function that returns whether to restart the process. It is called in a thread after each death.
+        Its arguments are the exit status and the times of all deaths in the last DEATHS_WINDOW_S seconds. It may remove
+        times.
         """
         self.name = name
         self._start, self._should_restart = start, should_restart

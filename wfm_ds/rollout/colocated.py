@@ -39,7 +39,7 @@ class ColocatedSource:
     ) -> None:
         """rewards: client of the reward service. None: the samples are neither decoded nor scored.
 
-        layout: clips before the samples, and their recordings. None: there are none.
+        layout: layout of the clips before the samples, and of recordings. None: the run has neither.
         """
         self.job, self.groups, self.rewards, self.algorithm = job, groups, rewards, algorithm
         self.settings = job.recipe.rl.rollout
@@ -57,7 +57,7 @@ class ColocatedSource:
         return self.groups.data_metrics()
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Generate the samples of the step and submit them for scoring. Collective.
+        """Generate the samples of the step and submit them for scoring. All ranks must call this.
 
         Each replica generates its shard of the samples.
         """
@@ -93,10 +93,10 @@ class ColocatedSource:
             yield
 
     def generate_samples(self, samples: Sequence[RolloutSample], plan: SamplingPlan) -> StepRollouts:
-        """Denoise this replica's shard of the samples with the rollout policy and send it for scoring. Collective.
+        """Denoise this replica's shard of the samples with the rollout policy and send it for scoring.
 
-        A chunk is decoded and sent while the next chunk is denoised. A replica with a smaller shard adds copies of the
-        first sample, because all replicas must run the same number of forward passes.
+        All ranks must call this. A chunk is decoded and sent while the next chunk is denoised. A replica with a smaller
+        shard adds copies of the first sample, because all replicas must run the same number of forward passes.
         """
         job = self.job
         shards = even_ranges(len(samples), job.world.dp_size)

@@ -41,17 +41,17 @@ Images: TypeAlias = npt.NDArray[np.uint8]
 class Group:
     """Prompt and data that all samples of a group share.
 
-    A group with history continues clips that the rollout policy generates first (histories.py). Before that, `prompt`
-    has the inputs of all clips, and `data` the conditioning frames of the first clip.
+    If a group has a history, its samples continue clips that the rollout policy generates first (histories.py). Until
+    these clips exist, `prompt` has the inputs of all clips, and `data` has the conditioning frames of the first clip.
     """
 
     prompt: Prompt
     data: Tensor | None = None  # clean latents [C,...] float32 of the captioned sample, on replicas that need them
     num_conditioning_frames: int = 0  # number of latent frames at the start of `data` that condition the samples
     history_seeds: tuple[int, ...] = ()  # noise seeds of the clips before the samples
-    recording: Images | None = None  # [n,F,H,W,3]: clip 0 and the clip after the history; on the leader, if needed
-    clip: int = 0  # index of the samples' clip; 0 although there are history_seeds: the history was not finite
-    reference: Images | None = None  # [T,H,W,3]: how the recording continues, after encoding and decoding
+    recording: Images | None = None  # [n,F,H,W,3] recorded clip 0 and clip after the history; on the leader, if needed
+    clip: int = 0  # index of the samples' clip; 0 despite history_seeds if the history was not finite
+    reference: Images | None = None  # [T,H,W,3] recorded frames that samples should show, after encoding and decoding
 
 
 def stack_conditioning_frames(groups: Sequence[Group]) -> ConditioningFrames | None:
@@ -63,7 +63,7 @@ def stack_conditioning_frames(groups: Sequence[Group]) -> ConditioningFrames | N
 
 
 def first_replica(job: Job, group: int) -> int:
-    """Return the first replica with samples of a group of the step."""
+    """Return the index of the first replica that has samples of a group. group: index of the group in the step."""
     return group * job.recipe.rl.rollout.group_size // job.run_sizes.samples_per_rank
 
 
@@ -72,7 +72,7 @@ RewardedGroup: TypeAlias = tuple[Group, Sequence[float | None]]
 
 
 class GroupSource(Protocol):
-    """Provides the groups of each RL step. All methods are collective."""
+    """Provides the groups of each RL step. All methods are collective: all ranks must call them."""
 
     def step_groups(self, step: int) -> list[Group]:
         """Return the groups of RL step `step`. A repeated call returns the same groups.
@@ -259,11 +259,14 @@ class StepRollouts:
     local_rollouts: Sequence[Rollout]  # of this replica's samples, which are contiguous in `samples`
     first_index: int  # index of the first local sample in `samples`
     failures: Scores  # failed Scores of local samples with non-finite latents
-    group_rewards: Sequence[RewardedGroup] | None = None  # of all candidates, if `samples` was selected
+    group_rewards: Sequence[RewardedGroup] | None = None  # of all candidates if `samples` are a selection, else None
 
 
 class RolloutSource(Protocol):
-    """Generates the samples of each RL step and collects their reward scores. All methods are collective."""
+    """Generates the samples of each RL step and collects their reward scores.
+
+    All methods are collective: all ranks must call them.
+    """
 
     groups: GroupSource
 
@@ -279,7 +282,8 @@ class RolloutSource(Protocol):
     def collect_rewards(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
         """Return a dict {reward name: Score} for each sample in `rollouts.samples`, in this order.
 
-        The result includes the samples of all ranks. Without rewards, a dict is empty unless the sample failed.
+        The result includes the samples of all ranks. In runs without rewards, the dict of a sample is empty, or has a
+        failed Score if the sample failed.
         """
 
     def step_metrics(self) -> dict[str, float]:

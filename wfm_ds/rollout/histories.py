@@ -37,10 +37,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HistoryLayout:
-    """Frames of the longest group of a run: the clips before its samples, and its samples."""
+    """Layout of the clips of a run's groups: up to `max_clips` clips, followed by the clip of the samples."""
 
-    layouts: Mapping[int, ClipLayout]  # by number of conditioning latent frames
-    max_clips: int  # before the samples
+    layouts: Mapping[int, ClipLayout]  # {number of conditioning latent frames: layout}
+    max_clips: int  # maximum number of clips before the samples
     keeps_recordings: bool  # whether samples are compared with the recordings that they continue
 
     @property
@@ -54,7 +54,7 @@ class HistoryLayout:
         return max(self.layouts.values(), key=lambda layout: layout.total_frames(self.max_clips + 1))
 
     def group_layout(self, group: Group) -> ClipLayout:
-        """Return the layout for a group. Models that receive the pixels of the first frame have one layout."""
+        """Return the layout for a group. Groups with 0 conditioning latent frames use the layout for 1."""
         return self.layouts[max(1, group.num_conditioning_frames)]
 
     def slice_group(self, group: Group, clip: int) -> Group:
@@ -62,16 +62,20 @@ class HistoryLayout:
         return replace(group, prompt=self.group_layout(group).slice_prompt(group.prompt, clip), clip=clip)
 
     def slice_recording(self, group: Group, frames: Images) -> Images:
-        """Return the recorded clips that the samples of a group may continue, [n,F,H,W,3].
+        """Return the recorded clips with which the samples of a group may be compared, [n,F,H,W,3].
 
-        They are clip 0 and, if the group has a history, the clip after it. frames: the recording of all clips.
+        These are clip 0 and, if the group has a history, the clip after the history. frames: recorded frames of all
+        clips.
         """
         layout = self.group_layout(group)
         starts = [layout.first_frame(clip) for clip in sorted({0, len(group.history_seeds)})]
         return np.stack([frames[start : start + layout.num_frames] for start in starts])
 
     def extend_buckets(self, buckets: Buckets) -> Buckets:
-        """Return buckets whose clips cover all frames of a group. If recordings are kept, all frames are decoded."""
+        """Return buckets with clips that cover all frames of a group.
+
+        If recordings are kept, all frames are decoded.
+        """
         framing, total = buckets.framings[0], self.num_frames
         if self.keeps_recordings:
             return Buckets(replace(framing, num_frames=total, span=None), buckets.sizes)
@@ -94,7 +98,9 @@ class HistoryLayout:
 def extend_for_history(
     layout: HistoryLayout | None, buckets: Buckets, inputs: InputReader | None, actions: ActionData | None
 ) -> tuple[Buckets, InputReader | None]:
-    """Return buckets and a reader of inputs that cover all frames of a group. Without a layout, they do not change.
+    """Return buckets and a reader of inputs that cover all frames of a group.
+
+    If `layout` is None, returns `buckets` and `inputs` unchanged.
 
     Raises RecipeError if the trajectories of rollout.trajectory_library are too short.
     """
@@ -107,9 +113,10 @@ def extend_for_history(
 def choose_history_layout(
     recipe: Recipe, model: DiffusionModel, *, keeps_recordings: bool | None = None
 ) -> HistoryLayout | None:
-    """Return the clips of the run's groups, or None if it has neither histories nor recordings.
+    """Return the layout of the clips of the run's groups, or None if the run has neither histories nor recordings.
 
-    keeps_recordings: whether groups may have recordings. None: if a reward needs them, whose class is then imported.
+    keeps_recordings: whether groups may have recordings. None: only if a reward of the recipe needs them. The reward
+    classes are then imported to find out.
     Raises ModelError if the model cannot continue clips.
     """
     if not recipe.is_rl:
@@ -128,7 +135,7 @@ def choose_history_layout(
 class HistoryWalker:
     """Generates the clips before the samples of groups, with the active weights.
 
-    Clips are generated one by one: the samples of a group must not depend on which other groups this rank has.
+    Clips are generated one by one, because the samples of a group must not depend on which other groups this rank has.
     """
 
     sampler: Sampler
@@ -139,11 +146,12 @@ class HistoryWalker:
     def start_samples(
         self, groups: Mapping[int, Group], plan: SamplingPlan, num_clips: Sequence[int] | None = None
     ) -> dict[int, Group]:
-        """Generate the clips before the samples. Returns the groups at the start of their samples.
+        """Generate the clips before the samples of each group. Returns the groups, ready for generating their samples.
 
-        num_clips: number of first, second, ... clips to generate, if other ranks must run the same forward passes.
-        None: as many as needed.
-        If the latents of a group are not finite, its samples start with the recorded frames (clip 0).
+        groups: {index of a group in the step: group}, at least one.
+        num_clips: number of first, second, ... clips to generate, so that all ranks run the same forward passes. None:
+        as many as the groups need.
+        If a clip of a group has non-finite latents, the samples of the group start with the recorded frames (clip 0).
         """
         videos, broken, spare = dict[int, Images](), set[int](), next(iter(groups))
         for clip, count in enumerate(count_clips(groups.values()) if num_clips is None else num_clips):
@@ -173,9 +181,9 @@ class HistoryWalker:
         return pixels, is_finite
 
     def begin_clip(self, group: Group, clip: int, video: Images | None) -> Group:
-        """Return the group at the start of a clip, conditioned on the last frames of `video` [F,H,W,3].
+        """Prepare a group for generating a clip that continues `video` [F,H,W,3]. Returns a new group.
 
-        If `video` is None, the conditioning frames do not change.
+        The last frames of `video` become its conditioning frames. If `video` is None, they do not change.
         """
         cut = self.layout.slice_group(group, clip)
         if video is None:
@@ -185,10 +193,10 @@ class HistoryWalker:
         return replace(cut, prompt=prompt, data=cut.data if frames is None else frames.latents[0])
 
     def add_reference(self, group: Group) -> Group:
-        """Return the group with the recorded frames that its samples should show. Without `recording`, it has none.
+        """Set `reference` to the recorded frames that the samples of the group should show. Returns a new group.
 
-        The recorded clip is encoded and decoded, because a reward should not measure the error of the VAE. The
-        conditioning frames are omitted.
+        A group without `recording` is returned unchanged. The recorded clip is encoded and decoded, because a reward
+        should not measure the error of the VAE. The conditioning frames are omitted.
         """
         if group.recording is None:
             return group
@@ -204,17 +212,17 @@ def count_clips(groups: Iterable[Group]) -> list[int]:
 
 
 class ReplicaHistories:
-    """Histories of colocated rollouts. The first replica with samples of a group generates its clips."""
+    """Generates the histories of colocated rollouts: the first replica with samples of a group generates its clips."""
 
     def __init__(self, job: Job, layout: HistoryLayout) -> None:
         self.job = job
         self.walker = HistoryWalker(job.sampler, layout, lambda latents: decode_on_all_ranks(job, latents))
 
     def start_samples(self, groups: Sequence[Group], plan: SamplingPlan) -> list[Group]:
-        """Return all groups of an RL step at the start of their samples. Collective.
+        """Generate the histories of an RL step. Returns all groups, ready for generating their samples.
 
-        The result is identical on every rank, except for conditioning frames and `reference`. Call this with the
-        rollout policy. All replicas run the same forward passes.
+        All ranks must call this, with the rollout policy active. The result is identical on every rank, except for
+        conditioning frames and `reference`. All replicas run the same forward passes.
         """
         world, size, share = self.job.world, self.job.recipe.rl.rollout.group_size, self.job.run_sizes.samples_per_rank
         owners = [first_replica(self.job, g) for g in range(len(groups))]
@@ -224,7 +232,7 @@ class ReplicaHistories:
         counts = [count_clips(owned.values()) for owned in by_replica]
         num_clips = [max(count) for count in itertools.zip_longest(*counts, fillvalue=0)]
         first_local = world.dp_rank * share // size
-        spare = {first_local: replace(groups[first_local], history_seeds=())}  # for replicas without a first sample
+        spare = {first_local: replace(groups[first_local], history_seeds=())}  # for replicas that own no group
         started = self.walker.start_samples(by_replica[world.dp_rank] or spare, plan, num_clips)
         broken = [g for g in by_replica[world.dp_rank] if started[g].clip < len(groups[g].history_seeds)]
         all_broken = {g for part in world.gather_from_leaders(broken) for g in part} if num_clips else set[int]()
@@ -251,7 +259,7 @@ def conditioning_tensor(group: Group) -> Tensor:
 
 
 def replace_conditioning_frames(group: Group, frames: Tensor) -> Group:
-    """Return the group with other conditioning frames, as `conditioning_tensor` returns them."""
+    """Return the group with the conditioning frames `frames`, in the format of `conditioning_tensor`."""
     if FIRST_FRAME in group.prompt.inputs:
         inputs = {**group.prompt.inputs, FIRST_FRAME: frames.cpu().numpy()}
         return replace(group, prompt=replace(group.prompt, inputs=inputs))
@@ -262,9 +270,10 @@ def replace_conditioning_frames(group: Group, frames: Tensor) -> Group:
 def history_metrics(
     samples: Sequence[RolloutSample], scores: Sequence[Mapping[str, Score]], names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the number of groups with non-finite histories, and the mean scores by number of clips before the samples.
+    """Return the metrics of histories. names: names of the rewards.
 
-    The metrics are `rollout/history_broken`, and `reward/NAME/after_K` for K clips.
+    `rollout/history_broken` is the number of groups with non-finite histories. `reward/<name>/after_<k>` is the mean
+    score of the samples that continue k clips.
     """
     groups = {sample.group_id: sample.group for sample in samples}.values()
     broken = sum(group.clip < len(group.history_seeds) for group in groups)
@@ -286,7 +295,7 @@ def check_references(recipe: Recipe) -> None:
         return
     algorithm, rollout = recipe.rl.algorithm, recipe.rl.rollout
     if rollout.trajectories != "data":
-        problem = f"rollout.trajectories {rollout.trajectories} conditions them on others: set it to data"
+        problem = f"rollout.trajectories {rollout.trajectories} gives samples other trajectories: set it to data"
     elif algorithm.conditioning_frame_range[0] == 0:
         problem = "not all samples start with its frames: set algorithm.min_num_conditional_frames above 0"
     elif recipe.data.cache_latents:
@@ -302,6 +311,6 @@ def history_warnings(recipe: Recipe) -> list[str]:
         return []
     return [
         f"rollout.history.clips {recipe.rl.rollout.history.clips} without a reward that compares samples with the "
-        "recording: own frames may not allow the recorded actions, and rewards that are relative to these frames can "
-        "then drive videos to extremes: add the reward continuation"
+        "recording: the policy's own frames may not allow the recorded actions, and rewards that are relative to these "
+        "frames can then drive videos to extremes: add the reward continuation"
     ]

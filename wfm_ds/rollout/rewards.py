@@ -31,15 +31,15 @@ from wfm_ds.types import FIRST_FRAME, MediaBatch, Prompt, Score
 if TYPE_CHECKING:
     from wfm_ds.runs.job import Job
 
-MAX_RUN_CHARS = 100  # of the run's name in the service's log
+MAX_RUN_CHARS = 100  # maximum length of the run's name in the service's log
 DEADLINE_SLACK_S = 10.0  # the client's own deadline expires first, with the more specific message
 NOT_FINITE = "latents are not finite"
 LATENTS = "latents"  # name in the failed Scores of runs without rewards
-NUM_REASONS = 5  # failure reasons in one log line
+NUM_REASONS = 5  # maximum number of failure reasons in one log line
 Scores = dict[str, dict[str, Score]]
 """{sample id: {reward name: Score}}."""
 References: TypeAlias = Sequence[npt.NDArray[np.uint8] | str | None]
-"""Recorded frames [T,H,W,3] that samples should show, or the reason why there are none, one item per sample."""
+"""One item per sample: the recorded frames [T,H,W,3] that it should show, the reason why they are missing, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class RewardClient:
         """
         self._reward = reward
         self.names = [function.name for function in reward.functions]
-        self.reference_rewards: list[str] = []  # those of `names` that compare samples with references
+        self.reference_rewards: list[str] = []  # rewards that compare samples with recordings
         self._lost_after_s = lost_after_s
         # Unique: the service treats tasks with equal ids as the same work, also across sessions of a run.
         self._client_id = f"{client}-{uuid.uuid4().hex[:12]}"
@@ -93,7 +93,7 @@ class RewardClient:
     def submit(self, batch: MediaBatch, failures: Mapping[str, str] = MappingProxyType({})) -> None:
         """Send a copy of the batch to the service, which scores it with all rewards. Does not wait for the scores.
 
-        failures: {sample id: reason} of samples whose recordings cannot be read. Rewards that need a reference fail for
+        failures: {sample id: reason} of samples with unreadable recordings. Rewards that need a reference fail for
         these samples.
         """
         media, references = list(np.array(batch.media)), batch.references if self.reference_rewards else ()
@@ -229,7 +229,7 @@ def _parse_scores(task: _RewardTask, outcome: TaskOutcome) -> Iterator[Score]:
 
 
 def decode_in_replica(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-    """Decode latents [B, ...] on all ranks of a replica. Collective in the replica.
+    """Decode latents [B, ...] on all ranks of a replica. All ranks of the replica must call this.
 
     Returns (uint8 images, whether the latents of each sample are finite). Only the replica leader gets the images. On
     other ranks the images are an empty array [0].
@@ -247,7 +247,7 @@ def decode_on_all_ranks(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8
 def list_reference_rewards(reward: RewardRecipe | None) -> list[str]:
     """Return the names of the rewards that compare samples with recordings.
 
-    The user's classes in a running service are omitted, because they may not exist here.
+    The user's own rewards in a separately started service are omitted: their classes may not exist on this machine.
     """
     from wfm_reward import registry
 
@@ -274,7 +274,7 @@ class ReplicaDecoding:
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
         """Wait until each rank of the replica has decoded its shard. Returns the result of `decode_in_replica`.
 
-        Collective: all ranks of the replica must call this method.
+        All ranks of the replica must call this.
         """
         images, is_finite = self._local_decoding.wait()
         return self._world.gather_replica_rows(images, self._counts), is_finite
@@ -323,7 +323,10 @@ def drop_first_frame(inputs: Mapping[str, npt.NDArray[np.float32]]) -> dict[str,
 
 
 def gather_scores(world: World, local_scores: Mapping[str, Mapping[str, Score]]) -> Scores:
-    """Return the scores of all replicas on every rank. `local_scores` is used only on replica leaders. Collective."""
+    """Return the scores of all replicas on every rank. `local_scores` is used only on replica leaders.
+
+    All ranks must call this.
+    """
     parts = world.gather_from_leaders(pack_scores(local_scores))
     return {sample_id: scores for part in parts for sample_id, scores in unpack_scores(part).items()}
 

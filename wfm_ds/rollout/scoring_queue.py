@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 
 class ScoringQueue:
-    """Decodes denoised chunks and sends them to the reward service. All methods are collective in the replica.
+    """Decodes denoised chunks and sends them to the reward service.
 
-    On a GPU, a side stream decodes a chunk while the next chunk is denoised. Chunks are merged until every rank of the
-    replica has a sample to decode.
+    All methods are collective: all ranks of the replica must call them. On a GPU, a side stream decodes a chunk while
+    the next chunk is denoised. Chunks are merged until every rank of the replica has a sample to decode.
     """
 
     def __init__(self, job: Job, rewards: RewardClient) -> None:
         self.job, self.rewards = job, rewards
         self._fps = job.recipe.sampling.fps if job.model.is_video else None
-        self._waiting: list[DenoisedChunk] = []  # fewer samples than ranks
+        self._waiting: list[DenoisedChunk] = []  # not decoded yet; together fewer samples than ranks
         self._decoding: deque[tuple[ReplicaDecoding, DenoisedChunk]] = deque()  # at most two
         self._failures: Scores = {}
 
@@ -77,7 +77,7 @@ class ScoringQueue:
 
 
 class FiniteCheck:
-    """Replaces ScoringQueue in runs without rewards: it only finds samples whose latents are not finite."""
+    """Replaces ScoringQueue in runs without rewards: it only finds samples with non-finite latents."""
 
     def __init__(self) -> None:
         self._chunks: list[tuple[Tensor, Sequence[str]]] = []  # (whether each sample is finite, sample ids)

@@ -1,8 +1,8 @@
 """Rollouts on the training ranks that generate extra samples and select samples by reward.
 
-`sampling.explore` generates many cheap candidate samples per group, and selects the best and the worst.
-`rollout.max_refills` replaces each group with equal rewards by a group of another prompt. If both are set, the rewards
-of the candidates decide whether a group is replaced.
+With `sampling.explore`, many cheap candidate samples are generated per group, and the best and the worst are selected.
+With `rollout.max_refills`, a group is replaced by a group of another prompt if all of its samples have equal rewards.
+If both are set, the rewards of the candidates decide whether a group is replaced.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class SelectiveSource(ColocatedSource):
         settings = recipe.sampling.candidate_sampling
         if settings is not None and settings.steps < recipe.sampling.steps:
             self._candidate_plan = exploration_plan(settings, job.model.rollout_sigmas(settings))
-        # (scores, total reward) by sample id, of the current step
+        # {sample id: (scores, total reward)} of the current step
         self._candidates: dict[str, tuple[dict[str, Score], float | None]] = {}
         self._selection_metrics: dict[str, float] = {}
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Generate candidate samples and return the selected samples. Collective.
+        """Generate candidate samples and return the selected samples. All ranks must call this.
 
         With `sampling.explore.regenerate`, the selected samples are generated again with the usual sampling plan.
         """
@@ -142,7 +142,10 @@ class SelectedRollouts:
         self._template = self._template or generated.local_rollouts[0]
 
     def distribute_evenly(self, samples: Sequence[RolloutSample]) -> StepRollouts:
-        """Move rollouts until all replicas have the same number. Returns this replica's rollouts. Collective."""
+        """Move rollouts until all replicas have the same number. Returns this replica's rollouts.
+
+        All ranks must call this.
+        """
         assert self._template is not None, "keep_selected was not called"
         local = transfer_to_replicas(self.world, samples, self._owner_replicas, self._local_rollouts, self._template)
         return StepRollouts(
@@ -173,8 +176,8 @@ class GroupSelection:
     """
 
     def __init__(self, num_groups: int) -> None:
-        self.num_groups = num_groups  # in an RL step
-        self.num_dropped = 0  # groups that are not informative, replaced or not
+        self.num_groups = num_groups  # number of groups of an RL step
+        self.num_dropped = 0  # number of groups that are not informative, whether replaced or not
         self._informative_groups: list[list[RolloutSample]] = []
         self._other_groups: list[list[RolloutSample]] = []
 
@@ -205,8 +208,8 @@ def within_group_correlation(
 ) -> float | None:
     """Return Pearson's correlation of two rewards after subtraction of each group's mean reward.
 
-    Samples without both rewards are ignored. Returns None if no sample has both rewards, or if one of the rewards is
-    constant within every group.
+    first, second: the two rewards of each sample. Samples with a missing reward are ignored. Returns None if no sample
+    has both rewards, or if one of the rewards is constant within every group.
     """
     pairs: dict[str, list[tuple[float, float]]] = {}
     for a, b, group in zip(first, second, group_ids, strict=True):
@@ -228,7 +231,7 @@ def transfer_to_replicas(
     local: Mapping[str, Rollout],
     template: Rollout,
 ) -> list[Rollout]:
-    """Move rollouts between replicas until all replicas have the same number of them. Collective.
+    """Move rollouts between replicas until all replicas have the same number of them. All ranks must call this.
 
     Returns the rollouts of this replica: a contiguous range of `samples`.
     samples: samples of all replicas. Their number is a multiple of the number of replicas.

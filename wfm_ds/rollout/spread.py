@@ -14,15 +14,15 @@ from wfm_ds.distributed.world import World
 from wfm_ds.rollout.groups import StepRollouts
 from wfm_ds.transport.arrays import pack_arrays, unpack_arrays
 
-MAX_ELEMENTS = 4096  # of each sample's latents that are compared
+MAX_ELEMENTS = 4096  # maximum number of compared elements of a sample's latents
 
 
 def measure_spread(world: World, rollouts: StepRollouts) -> dict[str, float]:
-    """Return `rollout/spread`: the mean distance between two samples of a prompt in this RL step. Collective.
+    """Return `rollout/spread`: the mean distance between two samples of a prompt in this RL step.
 
-    The distance is the root mean square difference of clean latents, measured on up to MAX_ELEMENTS evenly spaced
-    elements. A prompt that appears several times in the step counts once, with all of its samples. Returns {} if no
-    prompt has two finite samples. The value does not depend on the number of ranks.
+    All ranks must call this. The distance is the root mean square difference of clean latents, measured on up to
+    MAX_ELEMENTS evenly spaced elements. A prompt that appears several times in the step counts once, with all of its
+    samples. Returns {} if no prompt has two finite samples. The value does not depend on the number of ranks.
     """
     rows = [
         pack_arrays({"latents": select_elements(sample.clean_latents)} if sample.is_finite else {})

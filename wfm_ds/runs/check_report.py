@@ -21,7 +21,7 @@ class CheckReport:
     facts: Mapping[str, str]
     run_sizes: RunSizes
     memory: MemoryEstimate | None
-    """None for a family whose code cannot run without weights."""
+    """Estimated memory. None for a model family whose code cannot run without weights."""
     trained_part: str = "denoiser"  # name of the trained network
     verdict: str  # whether the memory suffices
 

@@ -48,7 +48,7 @@ class FetchItem:
     target: Path
     """Folder of the files."""
     download: Callable[[], object]
-    """Downloads the files. Raises UserError."""
+    """Function that downloads the files. Raises UserError if the download fails."""
 
 
 @dataclass(slots=True)
@@ -173,7 +173,7 @@ def list_published_files(data: DataRecipe) -> list[Path]:
 
 
 def plan_prompts(recipe: Recipe, notes: list[str]) -> Iterator[FetchItem]:
-    """Yield the download of the published prompt set, if the recipe reads one of its files that is missing."""
+    """Yield the download of the published prompt set if the recipe reads a file of this set that is missing here."""
     data, published = recipe.data, list_published_files(recipe.data)
     if not published:
         return

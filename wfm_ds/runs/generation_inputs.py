@@ -178,7 +178,7 @@ def read_camera_inputs(args: argparse.Namespace, size: SamplingRecipe) -> InputA
 
 
 def check_total_frames(inputs: InputArrays, layout: ClipLayout, args: argparse.Namespace) -> None:
-    """Raise UserError unless actions and camera path have the length of all clips of a video."""
+    """Raise UserError unless the actions and the camera path are exactly as long as all clips of a video together."""
     total = layout.total_frames(args.clips)
     for name, rows in ((ACTIONS, total - 1), (POSES, total), (INTRINSICS, total)):
         if name in inputs and (name != INTRINSICS or inputs[name].ndim > 1) and len(inputs[name]) != rows:

@@ -49,7 +49,9 @@ PUBLIC_TEXTS = (
     *("algorithm.name", "reward.functions.name", "validation.held_out_rewards.name"),
     *("lora.target_modules", "lora.modules_to_save", "data.inputs"),
 )
-"""Keys whose text the model card shows if it matches NAME. Other keys show only numbers, true, false and choices."""
+"""Recipe keys whose text the model card shows if it matches NAME.
+
+The card shows the values of other keys only if they are numbers, true, false or a choice."""
 NAME = re.compile(r"[A-Za-z_][\w.-]*(:\w+)?(/[\w.-]+)?")  # of a reward, layer, input, or class (package.module:Class)
 
 

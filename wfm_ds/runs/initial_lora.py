@@ -42,10 +42,11 @@ def load_initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor
 
 
 def read_fitting_lora(recipe: Recipe, model: DiffusionModel, path: Path, what: str) -> LoraSource:
-    """Read a LoRA and check that the run adapts all of its layers. what: its name in messages.
+    """Read a LoRA and check that the run adapts all of its layers.
 
-    model: the loaded model, before an engine changes its denoiser. Raises ModelError if the LoRA cannot be read or is
-    for another base, and RecipeError if it has layers that are not in lora.target_modules.
+    what: name of the LoRA in messages. model: the loaded model, before an engine changes its denoiser. Raises
+    ModelError if the LoRA cannot be read or is for another base, and RecipeError if it has layers that are not in
+    lora.target_modules.
     """
     parts, targets = tuple(model.denoiser_components), recipe.lora and recipe.lora.target_modules
     source = LoraSource(path, LoraNameTable(model.lora_layer_names), base_weight_readers(model.path))

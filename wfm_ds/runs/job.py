@@ -63,7 +63,7 @@ class CommonJob(ABC):
         return "ema" if self.recipe.ema is not None else "train"
 
     def should_stop(self) -> bool:
-        """Return whether any rank has received a stop signal. Collective. Call it once per step."""
+        """Return whether any rank has received a stop signal. All ranks must call this once per step."""
         return self.world.any_rank(self.stop_flag.is_set)
 
     @property
@@ -78,7 +78,7 @@ class CommonJob(ABC):
 
     @abstractmethod
     def export_weights(self, out: Path) -> Path:
-        """Export the weights of the evaluation policy to the folder `out`. Collective.
+        """Export the weights of the evaluation policy to the folder `out`. All ranks must call this.
 
         Returns the folder from which the weights can be loaded.
         """
@@ -154,7 +154,7 @@ class Job(CommonJob):
 
 
 def open_monitor(recipe: Recipe, world: World, resumed_at: int | None, unit: str, resources: ExitStack) -> Monitor:
-    """Open the run's metrics and trackers, and close them with `resources`. Collective.
+    """Open the run's metrics and trackers, and close them with `resources`. All ranks must call this.
 
     resumed_at: last optimizer step of the checkpoint, or None for a new run. unit: what a step trains, such as images.
     """

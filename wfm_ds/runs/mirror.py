@@ -69,10 +69,10 @@ class Mirror:
         self._copied_objects: dict[tuple[int, ...], str] = {}  # S3 objects of hard-linked files, by inode and state
         self._wakeup = threading.Event()
         self._is_finishing = False  # finish() was called
-        self._complete = threading.Event()  # all files are uploaded since finish() was called
+        self._complete = threading.Event()  # set when all files are uploaded after finish() was called
         self._last_progress_s = time.monotonic()
-        self._most_bytes: dict[str, int] = {}  # bytes of the best attempt to upload a file
-        self._is_claimed = False  # the record file is uploaded
+        self._most_bytes: dict[str, int] = {}  # {file: most bytes that one attempt has uploaded}
+        self._is_claimed = False  # True after the record file is uploaded
         self._is_closed = False
         self.failure = ""  # why the last round of uploads failed; empty if it succeeded
         self._thread = threading.Thread(target=self._run_thread, name="mirror", daemon=True)
@@ -113,7 +113,7 @@ class Mirror:
         return folder
 
     def newer_step(self) -> int | None:
-        """Return the newest step in S3 if no local step is as new, else None. Raises StorageError if S3 fails."""
+        """Return the newest step in S3 if it is newer than all local steps, else None. Raises StorageError."""
         newest = remote_store.find_newest(f"{self.address}/{CHECKPOINTS}")
         return None if newest is None or newest.step <= max(self._complete_steps(), default=-1) else newest.step
 
@@ -145,7 +145,7 @@ class Mirror:
         self._wakeup.set()
 
     def list_unverified_steps(self) -> Collection[int]:
-        """Return the steps of local checkpoints that must not be removed: those after the newest upload."""
+        """Return the steps of local checkpoints after the newest uploaded one. They must not be removed."""
         verified = max((step for step in self._complete_steps() if self._is_sent(marker_name(step))), default=-1)
         return [step for step in self._complete_steps() if step > verified]
 
@@ -370,7 +370,7 @@ class Mirror:
             log.warning("%s: %s; a continued run will upload these files again", self.folder / SENT_FILES_NAME, error)
 
     def _read_sent_files(self) -> dict[str, SentFile]:
-        """Load the state of earlier uploads. Returns {} if the file is missing or invalid: all files are sent again."""
+        """Load the state of earlier uploads, or {} if the file is missing or invalid. Then all files are sent again."""
         try:
             state = json.loads((self.folder / SENT_FILES_NAME).read_text(encoding="utf-8"))
             files = state["files"] if state["address"] == self.address else {}

@@ -45,7 +45,7 @@ def set_revision(recipe: Recipe, revision: str | None) -> Recipe:
 
 
 def find_previous_commit(recipe: Recipe) -> str | None:
-    """Return the model commit of the run that this recipe continues, or None."""
+    """Return the model commit of the run that this recipe continues, or None if it continues no run."""
     for place in iterate_recipe_locations(recipe):
         _, other = layout.read_run_recipe(place)
         if other is not None and other.model.path == recipe.model.path and hub.is_commit(other.model.revision):
@@ -66,13 +66,13 @@ def iterate_recipe_locations(recipe: Recipe) -> Iterator[str]:
 
 
 def agree_on_commit(recipe: Recipe, world: World, *, overwrite: bool) -> Recipe:
-    """Call `pin_commit` on rank 0 and return the resulting recipe on all ranks. Collective."""
+    """Call `pin_commit` on rank 0 and return the resulting recipe on all ranks. All ranks must call this."""
     revision = world.run_checked(lambda: pin_commit(recipe, overwrite=overwrite).model.revision, on="main")
     return set_revision(recipe, world.broadcast(revision))
 
 
 def fetch_model(recipe: Recipe, world: World) -> None:
-    """Download a model from the Hub to the cache of each machine. Collective.
+    """Download a model from the Hub to the cache of each machine. All ranks must call this.
 
     One process per machine downloads. The other processes wait without a timeout. If a download fails, all ranks raise
     UserError.
@@ -85,7 +85,7 @@ def fetch_model(recipe: Recipe, world: World) -> None:
 
 
 def locate_model(recipe: Recipe) -> Path:
-    """Return a model's folder, without downloading weights. Raises ModelError if the model is not found."""
+    """Return a model's folder without downloading its weights. Raises ModelError if the model is not found."""
     model = recipe.model
     if recipe.algorithm.trains_language:
         return language_folders.locate_language_model(model.path, model.revision)

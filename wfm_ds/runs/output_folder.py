@@ -178,7 +178,11 @@ def require_unused_names(place: RunContents) -> None:
 
 
 def require_recorded_files(place: str, unrecorded: Collection[str]) -> None:
-    """Raise RecipeError if --overwrite would delete files that are missing in the run's record file."""
+    """Raise RecipeError if there are `unrecorded` files, which --overwrite does not delete.
+
+    place: recipe key and value of the location. unrecorded: files with names that a run uses, which the run's record
+    file does not list.
+    """
     if unrecorded:
         raise RecipeError(
             f"{place} contains {', '.join(unrecorded)}, which {RECORD_FILE} does not list, so --overwrite does not "
@@ -189,7 +193,7 @@ def require_recorded_files(place: str, unrecorded: Collection[str]) -> None:
 def require_other_run(recipe: Recipe) -> None:
     """Raise RecipeError if run.resume is a checkpoint of this run itself.
 
-    A run continues from its newest checkpoint without this setting.
+    Without run.resume, a run already continues from its newest checkpoint.
     """
     resume, folder, storage = recipe.run.resume, recipe.run.output_dir, recipe.checkpoint.storage
     if resume in ("auto", "never"):

@@ -51,7 +51,7 @@ class RunExports(Protocol):
         ...
 
     def finish_push(self) -> None:
-        """Wait for uploads to the Hub. Collective."""
+        """Wait for uploads to the Hub. All ranks must call this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +149,7 @@ def is_shared_error(error: Exception, world: World) -> bool:
 
 @contextmanager
 def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
-    """End all ranks if the block raises an error on one rank. Collective.
+    """End all ranks if the block raises an error on one rank. All ranks must call this.
 
     UserError, RunError and errors of other ranks become SystemExit with the run's exit code. Unexpected errors of this
     rank are raised unchanged.
@@ -206,10 +206,10 @@ class ResultRecorder:
         self._copies: StorageCopies | None = None  # set after waiting for them
 
     def record_outcome(self, outcome: RunOutcome) -> StorageCopies | None:
-        """Wait until the files of a successful run are in checkpoint.storage, then write result.json. Collective.
+        """Wait until the files of a successful run are in checkpoint.storage, then write result.json.
 
-        Returns the state of the copies, or None if checkpoint.storage is not set. Raises UserError if result.json
-        cannot be written.
+        All ranks must call this. Returns the state of the copies, or None if checkpoint.storage is not set. Raises
+        UserError if result.json cannot be written.
         """
         self.wait_for_copies()
         if self._ending.world.is_main:
@@ -230,7 +230,7 @@ class ResultRecorder:
             log.error("result.json cannot be written: %s", error.strerror)
 
     def wait_for_copies(self) -> None:
-        """Wait until all files are in checkpoint.storage or the uploads make no more progress. Collective."""
+        """Wait until all files are in checkpoint.storage or the uploads stall. All ranks must call this."""
         from wfm_ds.runs.storage_copies import finish_copies
 
         self._copies = finish_copies(self._recipe, self._ending.world, self._mirror)

@@ -1,4 +1,4 @@
-"""Collective operations on `checkpoint.storage`: fetch the starting checkpoint, and wait for copies at the end."""
+"""Fetch the starting checkpoint from `checkpoint.storage`, and wait for the copies there at the end of a run."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ def open_mirror(recipe: Recipe, world: World) -> Mirror | None:
 def open_run_folder(
     recipe: Recipe, world: World, mirror: Mirror | None, start: RunStart, *, overwrite: bool
 ) -> RunStart:
-    """Prepare the locked output folder and download the starting checkpoint if it is in S3. Collective.
+    """Prepare the locked output folder and download the starting checkpoint if it is in S3.
 
-    Returns `start` with the local path of the checkpoint. overwrite: remove the existing run first. Raises UserError if
-    the folder or the checkpoint cannot be prepared.
+    All ranks must call this. Returns `start` with the local path of the checkpoint. overwrite: remove the existing run
+    first. Raises UserError if the folder or the checkpoint cannot be prepared.
     """
 
     def prepare_folder() -> None:
@@ -89,9 +89,9 @@ def open_run_folder(
 
 
 def fetch_start_checkpoint(recipe: Recipe, world: World, mirror: Mirror | None, start: RunStart) -> RunStart:
-    """Download the checkpoint of `start` if it is in S3. Returns `start` with its local path. Collective.
+    """Download the checkpoint of `start` if it is in S3. Returns `start` with the local path of the checkpoint.
 
-    Raises UserError on all ranks if the download fails.
+    All ranks must call this. Raises UserError on all ranks if the download fails.
     """
     address, folder = start.checkpoint, recipe.run.output_dir
     if address is None or not is_remote(address):
@@ -116,7 +116,7 @@ def discard_fetched_checkpoint(recipe: Recipe, world: World) -> None:
 
 
 def finish_copies(recipe: Recipe, world: World, mirror: Mirror | None) -> StorageCopies | None:
-    """Wait for the uploads to S3 and return which files are missing there. Collective.
+    """Wait for the uploads to S3 and return which files are missing there. All ranks must call this.
 
     Returns None if checkpoint.storage is not set. The result is identical on every rank.
     """
@@ -143,7 +143,7 @@ def finish_copies(recipe: Recipe, world: World, mirror: Mirror | None) -> Storag
 
 
 def send_missing_copies(recipe: Recipe, world: World, done: int) -> StorageCopies | None:
-    """Upload the missing files of a finished run to S3. done: the run's last step. Collective.
+    """Upload the missing files of a finished run to S3. done: the run's last step. All ranks must call this.
 
     Does nothing if the folder is not on this machine or S3 has a newer state. Raises UserError if S3 fails, or if the
     folder or result.json cannot be read.

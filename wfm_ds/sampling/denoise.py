@@ -38,8 +38,8 @@ class Trajectory:
 
     clean_latents: Tensor
     stored_steps: list[StoredStep] = field(default_factory=list)
-    states: dict[int, Tensor] = field(default_factory=dict)  # by step: denoiser input latents, if plan.keep_states
-    predictions: dict[int, Tensor] = field(default_factory=dict)  # by step: x - sigma*v, if the plan keeps predictions
+    states: dict[int, Tensor] = field(default_factory=dict)  # {step: denoiser input}; empty unless plan.keep_states
+    predictions: dict[int, Tensor] = field(default_factory=dict)  # {step: x - sigma*v}; empty unless kept by plan
 
 
 class SamplingPlan(Protocol):
@@ -57,7 +57,7 @@ class SamplingPlan(Protocol):
     def keep_states(self) -> bool:
         """Whether the plan keeps input latents of the denoiser, in `Trajectory.states`.
 
-        EDM plans keep those of the stored steps, flow-matching plans those of all steps.
+        EDM plans keep the inputs of the stored steps, flow-matching plans the inputs of all steps.
         """
 
     def denoise(
@@ -107,7 +107,7 @@ class FlowPlan:
 
     @property
     def trainable_noisy_steps(self) -> tuple[int, ...]:
-        """Indices of the noisy steps except the last step of the plan, which is never trained as a noisy step."""
+        """Indices of the noisy steps. The last step of the plan is excluded, even if it is noisy."""
         return tuple(k for k in self.noisy_steps if k < len(self.steps) - 1)
 
     @torch.no_grad()
@@ -118,7 +118,7 @@ class FlowPlan:
         seeds: Sequence[int],
         conditioning_frames: ConditioningFrames | None = None,
     ) -> Trajectory:
-        """See SamplingPlan.denoise. seeds: in [0, 2**63).
+        """See SamplingPlan.denoise. The seeds must be in [0, 2**63).
 
         Conditioning frames stay unchanged: noise is never added to them, and log-probabilities exclude them. Raises
         ValueError if the noise has the wrong shape or dtype.
@@ -173,7 +173,10 @@ def step_noise_seeds(seeds: Sequence[int], step: int) -> Tensor:
 
 
 def transition_mean(velocity: Tensor, latents: Tensor, coefficients: Tensor) -> Tensor:
-    """Return the mean of the next latents, c_x * latents + c_v * velocity: [B, ...]. coefficients: [B,5] float64."""
+    """Return the mean of the next latents, c_x * latents + c_v * velocity: [B, ...].
+
+    coefficients: rows of FlowPlan.table, [B,5] float64. Their first two columns are c_x and c_v.
+    """
     c_x, c_v = (coefficients[:, i].to(latents.dtype).view(-1, *[1] * (latents.ndim - 1)) for i in (0, 1))
     return c_x * latents + c_v * velocity
 
@@ -183,8 +186,8 @@ def transition_log_prob(
 ) -> Tensor:
     """Return the log-probability [B] of the next latents, averaged over the elements of each sample.
 
-    Latents and velocity: [B, ...]; gradients flow to the velocity. coefficients: [B,5] float64. mask: as in
-    sample_mean. Equal velocities give bit-identical results in rollout and training.
+    Latents and velocity: [B, ...]; gradients flow to the velocity. coefficients: rows of FlowPlan.table, [B,5]
+    float64. mask: as in sample_mean. Equal velocities give bit-identical results in rollout and training.
     """
     if mask is None:
         return sde_log_prob(velocity, latents, next_latents, coefficients)

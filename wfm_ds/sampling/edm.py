@@ -29,7 +29,7 @@ INITIAL_CHURN = -1  # step index used for the noise added to the initial state
 
 
 def karras_levels(num_steps: int) -> list[float]:
-    """Return the noise levels S_0 = 200 > ... > S_N = 0.01, evenly spaced in S^(1/7) (arXiv 2206.00364, eq. 5)."""
+    """Return num_steps + 1 noise levels S from 200 to 0.01, evenly spaced in S^(1/7) (arXiv 2206.00364, eq. 5)."""
     high, low = HIGHEST_LEVEL ** (1 / RHO), LOWEST_LEVEL ** (1 / RHO)
     return [(high + i / num_steps * (low - high)) ** RHO for i in range(num_steps + 1)]
 
@@ -48,7 +48,7 @@ class Churn:
 
     @classmethod
     def from_settings(cls, num_steps: int, *, s_churn: float, s_t_min: float, s_t_max: float, s_noise: float) -> Churn:
-        """Return the churn of an N-step rollout, with relative = min(s_churn / (N + 1), sqrt(1.2) - 1)."""
+        """Return the churn of a rollout, with relative = min(s_churn / (num_steps + 1), sqrt(1.2) - 1)."""
         return cls(
             relative=min(s_churn / (num_steps + 1), MAX_CHURN),
             min_level=s_t_min,
@@ -114,7 +114,7 @@ class EdmPlan:
         seeds: Sequence[int],
         conditioning_frames: ConditioningFrames | None = None,
     ) -> Trajectory:
-        """See SamplingPlan.denoise. Runs N + 1 predictions and returns the x0 prediction at the last noise level.
+        """See SamplingPlan.denoise. Returns the x0 prediction at the last noise level, after all steps of the plan.
 
         Step k adds the noise that `step_noise` draws from each sample's seed (in [0, 2**63)). `conditioning_frames` is
         ignored, because the denoiser itself inserts these frames into its input and returns them as x0. Raises
@@ -157,9 +157,10 @@ def step_noise(seeds: Sequence[int], step: int, like: Tensor) -> Tensor:
 
 
 def make_edm_plan(solver: str, num_steps: int, churn: Churn, *, stored_steps: Sequence[int] = ()) -> EdmPlan:
-    """Return an N-step plan with `edm_2ab` (two-step Adams-Bashforth in ln S, the RES multistep solver) or `edm_euler`.
+    """Return a sampling plan with the solver `edm_2ab` or `edm_euler`.
 
-    Coefficients are float64 on the host. Raises ValueError for an unknown solver, for N < 1, and if noise levels do not
+    `edm_2ab` is the RES multistep solver (two-step Adams-Bashforth in ln S, with the EDM noise level S). Coefficients
+    are float64 on the host. Raises ValueError for an unknown solver, for num_steps < 1, and if noise levels do not
     decrease because the churn is too large.
     """
     if solver not in EDM_SOLVERS or num_steps < 1:

@@ -95,7 +95,10 @@ def draw_device_normal(seeds: Tensor, like: Tensor) -> Tensor:
 
 
 def add_noise(clean_latents: Tensor, sigma: Tensor, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Draw noise and return (noisy latents, noise). The noise of sample i depends only on seeds[i], in [0, 2**63)."""
+    """Draw noise and return (noisy latents, noise). The noise of sample i depends only on seeds[i].
+
+    sigma: [B] for B samples. seeds: in [0, 2**63).
+    """
     require_latents(clean_latents=clean_latents)
     require_vectors(clean_latents, sigma=sigma)
     device_seeds = copy_to_device(torch.tensor(seeds, dtype=torch.int64), clean_latents.device)
@@ -105,7 +108,8 @@ def add_noise(clean_latents: Tensor, sigma: Tensor, seeds: Sequence[int]) -> tup
 def noisy_latents(clean_latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
     """Return (1-sigma)*x0 + sigma*eps.
 
-    x0 and eps are float32 [B,C,h,w] or [B,C,T,h,w]; sigma is [B]. Raises ValueError for other shapes and dtypes.
+    x0 = clean_latents and eps = noise are float32 [B,C,h,w] or [B,C,T,h,w]; sigma is [B]. Raises ValueError for other
+    shapes and dtypes.
     """
     require_latents(clean_latents=clean_latents, noise=noise)
     require_vectors(clean_latents, sigma=sigma)

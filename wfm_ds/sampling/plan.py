@@ -105,8 +105,8 @@ def stochastic_plan(
 
     sigmas: noise levels [N+1] float64, N > 1. The first value is replaced by 1 (pure noise), because a value slightly
     below 1 would give extreme coefficients.
-    noisy_steps: None for all steps. `dance` then ends with an Euler step that returns the x0 prediction, as in
-    DanceGRPO.
+    noisy_steps: indices of the steps that add noise. None: all steps; with `dance`, the last step is then an Euler step
+    that returns the x0 prediction, as in DanceGRPO.
     stored_steps: steps to store for training. keep_means: whether to store their means too.
     gaussian: whether `cps` uses the full Gaussian log-probability. If False, `cps` uses the published form, which omits
     the variance and the constant.
@@ -137,7 +137,7 @@ def stochastic_plan(
 
 
 def use_gaussian_log_prob(table: Tensor) -> Tensor:
-    """Return a copy of the coefficient table [N,5] in which noisy steps have the Gaussian log-density.
+    """Return a copy of the coefficient table [N,5] of N steps in which noisy steps have the Gaussian log-density.
 
     The log-density is -(mean d^2)/(2 s^2) - ln s - ln(2 pi)/2, where d is the distance from the mean of the step and s
     its std. Columns 3 and 4 of the table are the scale and the constant of this log-density.
@@ -151,7 +151,7 @@ def use_gaussian_log_prob(table: Tensor) -> Tensor:
 def trainable_steps(window: Window | None, num_steps: int, *, run_seed: int, step: int) -> list[int]:
     """Return the stochastic steps that RL step `step` (from 1) may train on, ascending.
 
-    All ranks get the same steps.
+    window: section sampling.window of the recipe. None: all steps except the last. All ranks get the same steps.
     """
     if window is None:
         return list(range(num_steps - 1))
@@ -212,7 +212,7 @@ def rollout_plan(
 
 
 def plan_without_window(sampling: SamplingRecipe, sigmas: Tensor, *, gaussian: bool = True) -> FlowPlan:
-    """Return the plan without sampling.window. Its noisy steps have the same coefficients with every window.
+    """Return the sampling plan that ignores sampling.window. The window does not change a noisy step's coefficients.
 
     sigmas, gaussian: see rollout_plan.
     """

@@ -29,7 +29,7 @@ class TensorStore:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder  # also has the temporary files: a search for stale ones then need not list all entries
+        self.folder = folder  # temporary files are here, not next to the entries, so that stale ones are found quickly
 
     def __contains__(self, key: TensorKey) -> bool:
         return self._tensor_names(key) is not None

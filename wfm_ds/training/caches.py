@@ -57,9 +57,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-MAX_DECODED_MEDIA = 16  # images or videos decoded in memory at once
-MAX_EMBEDDING_BYTES = 64 * 2**30  # largest size on disk of the embeddings that are precomputed automatically
-MAX_TEXTS_PER_DRAW = 2  # texts per sample that the run draws; with more texts, many embeddings would never be used
+MAX_DECODED_MEDIA = 16  # maximum number of images or videos in memory
+MAX_EMBEDDING_BYTES = 64 * 2**30  # maximum size on disk of automatically precomputed embeddings
+MAX_TEXTS_PER_DRAW = 2  # maximum number of precomputed texts per drawn sample; more would mostly stay unused
 PRECOMPUTE_HINT = "set data.cache_dir and run wfm data prepare"
 
 
@@ -83,7 +83,7 @@ class CaptionEmbeddingFile:
         except (OSError, SafetensorError) as error:
             raise DataError(f"{self.path} cannot be read: {error}") from error
         if len(tensors) != 1 or next(iter(tensors.values())).ndim != 2:
-            raise DataError(f"{self.path} must hold exactly one tensor [n, D]")
+            raise DataError(f"{self.path} must hold exactly one tensor [tokens, embedding size]")
         return next(iter(tensors.values()))
 
 
@@ -162,7 +162,7 @@ def all_samples(data: TrainingData) -> list[Sample]:
 def drop_unused_encoders(model: DiffusionModel, texts: TextCache, needed: Sequence[Text]) -> bool:
     """Free the text encoders if the embeddings of all `needed` texts are cached. Returns True if they were freed."""
     with track_progress(needed, "looking up texts", total=len(needed)) as tracked:
-        for text in tracked:  # one file access each, slow on network storage
+        for text in tracked:  # each look-up is a file access, slow on network storage
             if not texts.is_stored(text):
                 return False
     model.drop_text_encoders()
@@ -239,7 +239,7 @@ class CacheFiller:
 def precompute_texts(
     recipe: Recipe, model: DiffusionModel, data: TrainingData, derived: RunSizes, world: World
 ) -> TextCache:
-    """Open the run's text cache, encode the missing texts and free the text encoders. Collective.
+    """Open the run's text cache, encode the missing texts and free the text encoders. All ranks must call this.
 
     The text encoders stay in memory if the run still needs them. With data.cache_text: auto, the log gives the reason.
     Call this after `mark_frozen_layers` and before the engine is built.
@@ -331,7 +331,7 @@ def encode_local_texts(texts: TextCache, needed: Sequence[Text], world: World) -
 
 
 def load_clean_latents(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
-    """Return the clean latents [B, ...] float32 of B samples. Collective in the replica.
+    """Return the clean latents [B, ...] float32 of B samples. All ranks of the replica must call this.
 
     All ranks of the replica get the same latents. The leader encodes and caches the latents that are not cached yet.
     """

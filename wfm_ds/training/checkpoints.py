@@ -26,7 +26,7 @@ class Resumable(Protocol):
     step: int  # the last completed step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's state as JSON values, without the engine's state. Collective.
+        """Return the loop's state as JSON values, without the engine's state. All ranks must call this.
 
         The result is identical on every rank.
         """
@@ -36,7 +36,10 @@ class Resumable(Protocol):
 
 
 class Checkpoints:
-    """Writes `checkpoints/step_<N>/` at the recipe's interval and when the run stops. All methods are collective."""
+    """Writes `checkpoints/step_<N>/` at the recipe's interval and when the run stops.
+
+    All methods are collective: all ranks must call them.
+    """
 
     def __init__(self, job: CommonJob) -> None:
         self.job, self.settings = job, job.recipe.checkpoint

@@ -25,7 +25,7 @@ class GeneratedClip:
     prompt: Prompt  # with the inputs of this clip
     pixels: npt.NDArray[np.uint8]  # [F,H,W,3], or an image [H,W,3]
     is_finite: bool
-    recorded: npt.NDArray[np.uint8] | str | None = None  # from Recordings.load; None: not needed
+    recorded: npt.NDArray[np.uint8] | str | None = None  # result of Recordings.load; None if not needed
 
     @property
     def id(self) -> str:
@@ -34,7 +34,7 @@ class GeneratedClip:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipScoring:
-    """Submits clips to reward clients and compares them with recordings."""
+    """Submits clips to reward clients and measures the similarity of the clips to recordings."""
 
     sampler: Sampler
     layout: ClipLayout
@@ -46,7 +46,10 @@ class ClipScoring:
         return self.recordings is not None or any(client.reference_rewards for client in self.scorers)
 
     def submit(self, clips: Sequence[GeneratedClip]) -> Scores:
-        """Submit clips for scoring. Returns the scores that do not come from reward clients."""
+        """Submit clips for scoring by the reward clients. Returns the scores that are already known.
+
+        These are failed scores of clips with non-finite latents, and the similarity to recordings.
+        """
         fps = self.sampler.settings.fps if self.sampler.model.is_video else None
         references = self._load_references(clips)
         scores: Scores = {}
@@ -71,7 +74,10 @@ class ClipScoring:
         return scores
 
     def _load_references(self, clips: Sequence[GeneratedClip]) -> list[npt.NDArray[np.uint8] | str | None]:
-        """Return the frames that the clips should show, or the reasons why they cannot be read."""
+        """Return for each clip the recorded frames that it should show, or the reason why they cannot be read.
+
+        If no reward needs the frames, returns None for each clip.
+        """
         if not any(client.reference_rewards for client in self.scorers):
             return [None] * len(clips)
         reconstructed: dict[tuple[int, int], npt.NDArray[np.uint8]] = {}  # samples of a prompt share its recording

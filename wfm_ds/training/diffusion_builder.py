@@ -116,7 +116,7 @@ def build_diffusion_engine(
 
 
 def list_extra_adapters(recipe: Recipe) -> dict[str, ExtraAdapter]:
-    """Return the adapters that are trained beside the exported one."""
+    """Return the adapters that are trained in addition to the exported adapter."""
     return {
         name: ExtraAdapter(lr=settings.lr or recipe.optimizer.lr, betas=settings.betas)
         for name, settings in recipe.algorithm.extra_adapters.items()
@@ -133,7 +133,7 @@ def build_job(
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> Job:
-    """Build the engine, caches and monitor of a diffusion run. Collective.
+    """Build the engine, caches and monitor of a diffusion run. All ranks must call this.
 
     resources: ExitStack that closes the monitor.
     """
@@ -168,9 +168,10 @@ def build_job(
 def prepare_diffusion_run(
     recipe: Recipe, world: World, stop: StopFlag, oom_advice: OomAdvice
 ) -> Callable[[RunStart, Mirror | None, ExitStack], DiffusionLoop]:
-    """Check the recipe, load data and model, and return a function that builds the training loop. Collective.
+    """Check the recipe, load data and model, and return a function that builds the training loop.
 
-    The function takes (start, mirror, resources) and calls `build_diffusion_loop`. Nothing is written before that call.
+    All ranks must call this. The function takes (start, mirror, resources) and calls `build_diffusion_loop`. Nothing is
+    written before that call.
     """
     log.info("reading data %s", recipe.data.path)
     data = read_on_main(world, lambda: check_and_load_data(recipe, world.size))
@@ -201,7 +202,7 @@ def build_diffusion_loop(
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> DiffusionLoop:
-    """Build the recipe's training loop. Collective.
+    """Build the recipe's training loop. All ranks must call this.
 
     resources: ExitStack that closes everything that this function opens.
     """
@@ -216,10 +217,10 @@ def build_diffusion_loop(
 
 @contextlib.contextmanager
 def provide_reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None]:
-    """Yield the address of the reward service on every rank. Collective.
+    """Yield the address of the reward service on every rank. All ranks must call this.
 
-    Yields None if the recipe has no rewards. If the recipe has no address of a service, rank 0 starts a reward service
-    and stops it when the context ends.
+    Yields None if the recipe has no rewards. If reward.endpoint is not set, rank 0 starts a reward service and stops it
+    when the context ends.
     """
     reward = recipe.all_reward_settings
     if reward is None or reward.endpoint is not None:
@@ -328,7 +329,7 @@ def connect_reward_client(
 def build_group_source(
     job: Job, algorithm: RlAlgorithm, data: TrainingData, layout: HistoryLayout | None, resources: ExitStack
 ) -> GroupSource:
-    """Build the source of rollout groups from a list of prompts or from captioned images and videos."""
+    """Build the source of rollout groups, from a list of prompts or from captioned images and videos."""
     recipe, seed = job.recipe, job.recipe.run.seed
     num_groups = recipe.rl.rollout.prompts_per_step
     if not data.samples and recipe.data.choose == "reward_std":
@@ -339,7 +340,7 @@ def build_group_source(
         return PromptGroups(PromptOrder(data.prompts, seed=seed, shuffle=recipe.data.shuffle), num_groups)
     inputs = InputReader.from_recipe(recipe, job.model, data.actions)
     buckets, keeps_recordings = build_buckets(recipe, job.model), layout is not None and layout.keeps_recordings
-    num_pixel_frames = buckets.framings[0].num_frames  # of the conditioning frames, or of a clip to train on
+    num_pixel_frames = buckets.framings[0].num_frames  # conditioning frames only, or a whole clip
     buckets, inputs = extend_for_history(layout, buckets, inputs, data.actions)
     # unit: all groups of a step come from one size bucket, because the rollouts of a step have one size.
     source = build_batch_source(

@@ -11,7 +11,10 @@ from wfm_ds.runs.layout import EXPORTS
 
 
 class Exporter:
-    """Exports weights to `safetensors/step_<N>/` on schedule and at the end of the run. All methods are collective."""
+    """Exports weights to `safetensors/step_<N>/` on schedule and at the end of the run.
+
+    All methods are collective: all ranks must call them.
+    """
 
     def __init__(self, job: CommonJob) -> None:
         self.job = job

@@ -78,15 +78,19 @@ def make_sample_reader(recipe: Recipe, model: LanguageModel) -> ConversationRead
 def prepare_language_run(
     recipe: Recipe, world: World, stop: StopFlag, oom_advice: OomAdvice
 ) -> Callable[[RunStart, Mirror | None, ExitStack], TrainingLoop]:
-    """Check the recipe, load model and data, and return a function that builds the training loop. Collective.
+    """Check the recipe, load model and data, and return a function that builds the training loop.
 
-    The function takes (start, mirror, resources) and calls `build_language_loop`. Nothing is written before that call.
+    All ranks must call this. The function takes (start, mirror, resources) and calls `build_language_loop`. Nothing is
+    written before that call.
     """
     return functools.partial(build_language_loop, recipe, world, stop, load_language_setup(recipe, world, oom_advice))
 
 
 def load_language_setup(recipe: Recipe, world: World, oom_advice: OomAdvice) -> LanguageSetup:
-    """Check the settings, load the model, and read the conversations and their token counts. Collective."""
+    """Check the settings, load the model, and read the conversations and their token counts.
+
+    All ranks must call this.
+    """
 
     def load_model() -> LanguageModel:
         check_engine_settings(recipe, world.size)
@@ -126,7 +130,7 @@ def build_language_loop(
     mirror: Mirror | None,
     resources: ExitStack,
 ) -> TrainingLoop:
-    """Build the training loop. Collective.
+    """Build the training loop. All ranks must call this.
 
     resources: ExitStack that closes everything that this function opens.
     """

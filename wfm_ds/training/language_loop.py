@@ -104,7 +104,7 @@ class LanguageLoop(TrainingLoop):
             rows = keep_common_samples(world, data.sequences)
             batches = self.micro_batches(rows)
         labelled, samples = (sum(len(b.label_positions) for b in batches), sum(b.num_samples for b in batches))
-        # Unreadable conversations are only known now: count the actual terms over all ranks.
+        # Only now is it known which conversations are unreadable, so count the actual terms over all ranks.
         sums = world.sum_over_replicas(
             {
                 "labelled": labelled,
@@ -192,7 +192,7 @@ class LanguageValidator:
         self._samples, self._batches = samples, list[PackedSequence]()
 
     def build_rows(self) -> None:
-        """Pack the conversations that this replica has read. Collective.
+        """Pack the conversations that this replica has read. All ranks must call this.
 
         Each packed sequence becomes one batch.
         """
@@ -250,7 +250,7 @@ class LanguageValidator:
 
 
 def keep_common_samples(world: World, rows: list[list[ConversationSample]]) -> list[list[ConversationSample]]:
-    """Return only the samples that every rank of the replica could read. Collective.
+    """Return only the samples that every rank of the replica could read. All ranks must call this.
 
     All ranks of a replica must train on the same sequences.
     """
@@ -263,7 +263,7 @@ def keep_common_samples(world: World, rows: list[list[ConversationSample]]) -> l
 
 
 def read_conversations(reader: ConversationReader, conversations: Sequence[Conversation]) -> list[ConversationSample]:
-    """Read held-out conversations. Those with unreadable images or videos are skipped with a warning."""
+    """Read held-out conversations. Conversations with unreadable images or videos are skipped with a warning."""
     samples = []
     for conversation in conversations:
         try:

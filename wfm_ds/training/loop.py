@@ -77,7 +77,7 @@ class NonFiniteLimit:
 
 
 class PeriodicEvaluator(Protocol):
-    """Interface of the evaluation during training. All methods are collective."""
+    """Interface of the evaluation during training. All methods are collective: all ranks must call them."""
 
     def evaluate_at_start(self, step: int) -> None: ...
 
@@ -91,7 +91,7 @@ class PeriodicEvaluator(Protocol):
 
 
 class TrainingLoop(ABC):
-    """Trains `job.engine` step by step. All methods are collective.
+    """Trains `job.engine` step by step. All methods are collective: all ranks must call them.
 
     Subclasses define the data and the loss of a step.
     """
@@ -198,7 +198,7 @@ class TrainingLoop(ABC):
         """Run all optimizer steps of training step `step`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's state as JSON values, without the engine's state. Collective.
+        """Return the loop's state as JSON values, without the engine's state. All ranks must call this.
 
         The result is identical on every rank.
         """
@@ -219,7 +219,7 @@ class TrainingLoop(ABC):
 
     @abstractmethod
     def extra_state(self) -> dict[str, Any]:
-        """Return the subclass's additions to `state_dict`, as JSON values. Collective."""
+        """Return the subclass's additions to `state_dict`, as JSON values. All ranks must call this."""
 
     @abstractmethod
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -227,7 +227,7 @@ class TrainingLoop(ABC):
 
 
 def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool) -> dict[str, bool]:
-    """Write one line of metrics per optimizer step, and agree on stop and save requests. Collective.
+    """Write one line of metrics per optimizer step, and agree on stop and save requests. All ranks must call this.
 
     The first line also contains the times, forward counts and speed of the whole step. writing: whether this rank is
     still writing its shard of a checkpoint. Returns {name: True if it is true on any rank} for `stop` (stop requested),
@@ -282,7 +282,10 @@ def speed_summary(device: torch.device, metrics: Mapping[str, float]) -> str:
 
 
 def engine_metrics(job: CommonJob, result: StepResult, prefix: str = "") -> dict[str, float]:
-    """Return the metrics of an optimizer step. prefix: text between `optim/` and their names, for further adapters."""
+    """Return the metrics of an optimizer step.
+
+    prefix: text after `optim/` in the metric names of an adapter; "" for the exported adapter.
+    """
     return {
         f"optim/{prefix}grad_norm": result.grad_norm,
         f"optim/{prefix}clipped": float(result.is_clipped),

@@ -16,9 +16,9 @@ from wfm_ds.chunks import split_into_chunks
 from wfm_ds.types import ConditioningFrames
 
 TermT = TypeVar("TermT", bound=LossTerm)
-# Fraction of the free GPU memory for cached predictions. Cached batches get the same fraction, activations the rest.
+# Fraction of the free GPU memory for cached predictions, and again for cached batches. Activations use the remainder.
 GPU_BUFFER_FRACTION = 0.1
-HOST_CACHE_BYTES = 256 << 20  # bytes for cached batches if training runs on the CPU
+HOST_CACHE_BYTES = 256 << 20  # maximum size of cached batches if training runs on the CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Update(Generic[TermT]):
     """This rank's loss terms of one optimizer step, padded so that all ranks run the same forward passes."""
 
     terms: Sequence[TermT]
-    total_weight: float  # this rank's share of the loss denominator; counts dropped terms without gradient too
+    total_weight: float  # this rank's part of the loss denominator, including dropped terms without a gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class MicroBatch:
     """Loss terms that are computed in the same forward passes. The algorithm determines the class of `batch`."""
 
     batch: Any
-    expert: int  # the expert of all its noise levels
+    expert: int  # index of the expert for all noise levels in the batch
 
     def parts(self) -> list[MicroBatch]:
         """Split the micro-batch into parts. The loss of each part needs its own forward and backward pass."""
@@ -89,7 +89,7 @@ class MicroBatches(Generic[TermT]):
         return sum(terms[0].num_parts for terms, _ in self.splits)
 
     def iterate(self, *, release: bool, chosen: Container[int] | None = None) -> Iterator[MicroBatch]:
-        """Yield the micro-batches in order. chosen: their indices; None: all.
+        """Yield the micro-batches in order. chosen: indices of the micro-batches to yield; None yields all of them.
 
         release=False: cache micro-batches for the next iteration, up to `cache_bytes`.
         release=True: remove each micro-batch from the cache before yielding it. Use this for the last iteration.
@@ -165,7 +165,7 @@ def pad_across_ranks(
     has_gradient: Callable[[TermT], bool] = lambda term: True,
     num_teachers: int = 1,
 ) -> Update[TermT]:
-    """Remove and add loss terms so that all ranks run the same forward passes. Collective.
+    """Remove and add loss terms so that all ranks run the same forward passes. All ranks must call this.
 
     Removes loss terms without a gradient, and adds padding terms on ranks that have fewer terms than others.
 

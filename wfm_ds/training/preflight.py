@@ -52,13 +52,13 @@ from wfm_ds.training.reward_checks import check_rewards
 
 log = logging.getLogger(__name__)
 
-NUM_CHECKED_SAMPLES = 32  # samples that --check reads
-SERVICE_WAIT_S = 8.0  # wait of `--check` for a reward service; a run waits longer, because the service may start later
-MIN_PROMPT_DRAWS = 3  # draws per prompt in a run; with fewer, reward statistics of most prompts are unreliable
+NUM_CHECKED_SAMPLES = 32  # maximum number of samples that --check reads
+SERVICE_WAIT_S = 8.0  # how long --check waits for a reward service; a run waits longer: the service may start later
+MIN_PROMPT_DRAWS = 3  # minimum draws per prompt in a run; with fewer, reward stds of most prompts are unreliable
 
 
 def limit_service_wait(recipe: Recipe) -> Recipe:
-    """Return the recipe with a wait of at most SERVICE_WAIT_S for the service at reward.endpoint."""
+    """Return a copy of the recipe that waits at most SERVICE_WAIT_S seconds for the service at reward.endpoint."""
     reward = recipe.reward
     if reward is None or reward.endpoint is None:
         return recipe
@@ -229,15 +229,15 @@ def noisy_student_warnings(recipe: Recipe) -> list[str]:
     if (sampling.solver, sampling.noise_level) == ("cps", CPS_EVAL_NOISE):
         advice = "set sampling.eval_solver: cps and eval_grid: even"
     return [
-        f"sampling.solver {sampling.solver} adds noise in the rollouts, but validation and exports take Euler steps, "
-        f"which may not show what the student learns: {advice}"
+        f"sampling.solver {sampling.solver} adds noise in the rollouts, but validation samples and exports use Euler "
+        f"steps, which may not show what the student learns: {advice}"
     ]
 
 
 def check_run(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> CheckReport:
     """Check data, model, rewards and memory of a run with `world_size` ranks. Raises UserError if it cannot run.
 
-    It includes all checks that a run makes before its first step.
+    The checks include all checks that a run makes before its first step.
     """
     from wfm_ds.training.language_builder import check_language_run
 

@@ -42,9 +42,10 @@ def check_rewards(recipe: Recipe, data: TrainingData) -> None:
 
 
 def check_service_references(recipe: Recipe, names: Sequence[str], *, has_recordings: bool) -> None:
-    """Raise RecipeError if a running service has rewards that compare samples with recordings that the run lacks.
+    """Raise RecipeError if rewards of a running service need recordings, but the run or its rollouts have none.
 
-    names: rewards of the service that compare samples with recordings. The user's classes are known only there.
+    names: rewards of the service that compare samples with recordings. They may include the user's own rewards, for
+    which only the service knows whether they need recordings.
     """
     if names and not has_recordings:
         raise missing_recordings(names[0])

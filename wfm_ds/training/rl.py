@@ -113,7 +113,7 @@ class RlLoop(TrainingLoop):
         return StepReport(step_metrics, metrics, num_samples=int(step_metrics["rollout/samples"]))
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the RL state as JSON values. Collective.
+        """Return the RL state as JSON values. All ranks must call this.
 
         Random noise depends only on the step, so the state does not contain it.
         """
@@ -165,8 +165,8 @@ class RlLoop(TrainingLoop):
     def check_failures(self, totals: Sequence[float | None], scores: Sequence[dict[str, Score]]) -> None:
         """Log failed samples, and raise RunError after too many failures.
 
-        The error is raised if the fraction of failed samples exceeds reward.max_failed_fraction (without rewards, its
-        default) in MAX_FAILING_STEPS consecutive steps.
+        The error is raised if the fraction of failed samples exceeds reward.max_failed_fraction (in runs without
+        rewards, its default) in MAX_FAILING_STEPS consecutive steps.
         """
         limit = DEFAULT_MAX_FAILED_FRACTION if self.reward is None else self.reward.max_failed_fraction
         failed = sum(total is None for total in totals)
@@ -241,7 +241,7 @@ class RlLoop(TrainingLoop):
         return metrics | engine_metrics(job, result, prefix)
 
     def pad_across_ranks(self, terms: Sequence[LossTerm], equal_policies: Set[str]) -> Update[LossTerm]:
-        """Remove and add loss terms so that all ranks run the same forward passes. Collective."""
+        """Remove and add loss terms so that all ranks run the same forward passes. All ranks must call this."""
         model, algorithm = self.job.model, self.algorithm
         num_experts, maxima = len(model.sigma_ranges), self.job.world.max_over_ranks
         return pad_across_ranks(
@@ -254,7 +254,7 @@ class RlLoop(TrainingLoop):
         )
 
     def find_equal_policies(self, update: int) -> Set[str]:
-        """Return the policies with the weights that the trained policy has before optimizer step `update`."""
+        """Return the policies that have the same weights as the trained policy before optimizer step `update`."""
         if update > 0:
             return frozenset()
         return self.equal_policies | ({"old"} if self.algorithm.uses_old_predictions else set())
@@ -305,10 +305,10 @@ class RlLoop(TrainingLoop):
 
     @torch.no_grad()
     def sum_group_statistics(self, micros: MicroBatches[LossTerm], references: References) -> list[Tensor | None]:
-        """Sum RlAlgorithm.group_statistics over all loss terms of each group, on all replicas. Collective.
+        """Sum RlAlgorithm.group_statistics over all loss terms of each group, on all replicas.
 
-        Returns one tensor [B] per micro-batch of B loss terms. Element b is the sum for the group of term b. If the
-        algorithm does not use group statistics, returns None for each micro-batch.
+        All ranks must call this. Returns one tensor [B] per micro-batch of B loss terms. Element b is the sum for the
+        group of term b. If the algorithm does not use group statistics, returns None for each micro-batch.
         """
         if not self.algorithm.uses_group_statistics:
             return [None] * len(micros)
@@ -350,7 +350,7 @@ class RlLoop(TrainingLoop):
     def predict_velocity(self, purpose: str, micro: MicroBatch, guidance_scale: float | None = None) -> Tensor:
         """Predict the velocity with the active policy.
 
-        purpose: name under which the forward passes are counted. guidance_scale: None is the guidance of the rollout.
+        purpose: name under which the forward passes are counted. guidance_scale: None for the rollout's scale.
         """
         sampler, batch = self.job.sampler, micro.batch
         conditions = sampler.encode_conditioning(

@@ -132,7 +132,7 @@ class SftLoop(TrainingLoop):
         return [LossTerm(row=row, sigma=sigma, weight=1.0) for row, sigma in zip(rows, sigmas.tolist(), strict=True)]
 
     def reference_errors(self, micros: MicroBatches[LossTerm]) -> list[dict[str, Tensor]]:
-        """Return {reference policy: velocity errors [M, B]} for each micro-batch. See NoisyBatch for M and B.
+        """Return {reference policy: velocity errors [M, B]} for each micro-batch of B samples with M items each.
 
         The forward passes have the same batch size as in training. With another batch size a GPU may choose different
         kernels, and policies with the same weights would give different errors.
@@ -167,7 +167,7 @@ class SftLoop(TrainingLoop):
         return self.meter.collect(self.job.world) | engine_metrics(self.job, result)
 
     def make_noisy_batch(self, samples: Sequence[TrainingSample], terms: Sequence[LossTerm]) -> NoisyBatch:
-        """Add noise to each sample at the noise level of its loss term. Collective in the replica."""
+        """Add noise to each sample at the noise level of its loss term. All ranks of the replica must call this."""
         seed, times = self.job.recipe.run.seed, self.settings.items_per_sample
         rows = [samples[term.row] for term in terms]
         clean = load_clean_latents(self.job, list(iter_media(rows)))
@@ -206,7 +206,7 @@ class SftLoop(TrainingLoop):
 
 
 def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Tensor:
-    """Return the active policy's velocity errors [M, B]. See NoisyBatch for M and B.
+    """Return the active policy's velocity errors [M, B] for a batch of B samples with M items each.
 
     purpose: name under which the forward passes are counted.
     """
@@ -240,9 +240,9 @@ def iter_media(samples: Sequence[TrainingSample]) -> Iterator[TrainingSample]:
 class ValidationLoss:
     """The loss on held-out samples with fixed noise.
 
-    The loss depends on the weights, but not on the step or the number of ranks. The L = 8 noise levels are sigma_j =
-    shift((j + .5) / L). The noise depends only on the sample and j. Velocity errors have shape [M, N, L], for N samples
-    with M images or videos each.
+    The loss depends on the weights, but not on the step or the number of ranks. Velocity errors have shape [M, N, L],
+    for N samples with M images or videos each, at L = 8 noise levels. Noise level j is the timestep shift of (j + .5) /
+    L. The noise depends only on the sample and j.
     """
 
     def __init__(
@@ -257,7 +257,10 @@ class ValidationLoss:
 
     @torch.no_grad()
     def measure_loss(self) -> dict[str, float]:
-        """Return `val/loss`, `val/loss_bucket<j>` and the algorithm's metrics of the evaluation weights. Collective."""
+        """Return `val/loss`, `val/loss_bucket<j>` and the algorithm's metrics of the evaluation weights.
+
+        All ranks must call this.
+        """
         engine, references = self.job.engine, {}
         for policy in self.settings.reference_policies:
             with engine.use_policy(policy):
@@ -269,9 +272,10 @@ class ValidationLoss:
         return {f"val/{name}": float(values.mean()) for name, values in {**means, **sample_metrics}.items()}
 
     def policy_errors(self) -> Tensor:
-        """Return the active policy's velocity errors [M, N, L] as float64 on the CPU. Collective.
+        """Return the active policy's velocity errors [M, N, L] as float64 on the CPU. All ranks must call this.
 
-        See ValidationLoss for M, N and L. The errors are identical on every rank.
+        M: images or videos per sample. N: number of samples. L: number of noise levels. The errors are identical on
+        every rank.
         """
         world, model = self.job.world, self.job.model
         shape = (self.settings.items_per_sample, len(self.samples), len(self.sigmas))
@@ -286,8 +290,9 @@ class ValidationLoss:
         return torch.tensor(list(sums.values()), dtype=torch.float64).view(shape)
 
     def add_errors(self, terms: Sequence[tuple[int, int]], expert: int, errors: Tensor) -> None:
-        """Compute this replica's shard of the velocity errors and write it into `errors` [M, N, L].
+        """Compute this replica's shard of the velocity errors and write it into `errors`.
 
+        errors: [images or videos per sample, number of samples, number of noise levels].
         terms: (sample index, noise-level index) pairs of one expert and one image size. All ranks run the same number
         of forward passes, so a rank with fewer pairs repeats some of them and discards the repeated results.
         """
@@ -327,7 +332,10 @@ class ValidationLoss:
         )
 
     def load_latents(self, index: int) -> Tensor:
-        """Return the clean latents [M, ...] of a sample on every rank of the replica. Collective in the replica."""
+        """Return the clean latents [M, ...] of a sample with M images or videos.
+
+        All ranks of the replica must call this and get the result.
+        """
         world, sample = self.job.world, self.samples[index]
         if not world.is_leader:
             return world.broadcast_tensor_in_replica(None)

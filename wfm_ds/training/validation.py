@@ -42,7 +42,7 @@ class Validator:
     """Generates samples with the evaluation weights and computes rewards, a validation loss, or both.
 
     In a run with rewards, it generates a sample for each (prompt, seed) pair. In other runs, it generates only the
-    samples to log. The training weights do not change. All methods are collective.
+    samples to log. The training weights do not change. All methods are collective: all ranks must call them.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Validator:
         # Recordings are measured only clip by clip: a single clip stays close to its conditioning frames.
         self.recordings = samples.recordings if self.num_clips > 1 else None
         is_scored = bool(self.scorers or self.recordings)
-        self.items = items if is_scored else items[: job.recipe.logging.num_samples]  # else only to show
+        self.items = items if is_scored else items[: job.recipe.logging.num_samples]  # otherwise only samples to log
         self.last_metrics: dict[str, float] = {}
         self._evaluated_at = -1
         self._failed_scores: Scores = {}  # failed samples of this rank since the last collection of scores
@@ -203,7 +203,11 @@ class Validator:
     def _load_recordings(
         self, prompts: Sequence[Prompt], scoring: ClipScoring
     ) -> Sequence[npt.NDArray[np.uint8] | str | None]:
-        """Return the recordings of the prompts on replica leaders, if a measure or reward needs them, or else None."""
+        """Return for each prompt the recording, or the reason why it cannot be read.
+
+        Returns None for each prompt on ranks that are not replica leaders, and if no measure or reward needs
+        recordings.
+        """
         known = self.samples.recordings
         if known is None or not scoring.needs_recordings or not self.job.world.is_leader:
             return [None] * len(prompts)
@@ -211,7 +215,7 @@ class Validator:
         return [loaded[prompt.id] for prompt in prompts]
 
     def collect_scores(self) -> Scores:
-        """Wait for outstanding scores and return the scores of all ranks, on every rank. Collective."""
+        """Wait for outstanding scores and return the scores of all ranks, on every rank. All ranks must call this."""
         if not (self.scorers or self.recordings):
             return {}
         local_scores = self._failed_scores
@@ -245,7 +249,10 @@ class Validator:
         return clip_metrics(ordered, num_seeds, held_out) if ordered else {}
 
     def select_scores(self, id_prefix: str, gathered: Scores) -> list[list[Mapping[str, Score]]]:
-        """Return for each clip the scores of all samples, in the order of `self.items`, or [] without scores."""
+        """Return for each clip the scores of all samples, in the order of `self.items`.
+
+        If there are no scores, the list of each clip is empty. gathered: result of `collect_scores`.
+        """
         numbers = range(len(self.items)) if gathered else ()
         return [[gathered[clip_id(f"{id_prefix}/{k}", clip)] for k in numbers] for clip in range(self.num_clips)]
 

@@ -45,7 +45,10 @@ class ValidationFrames:
         self._latents: dict[str, Tensor] = {}  # on the host, by prompt id
 
     def load_frames(self, prompts: Sequence[Prompt]) -> ConditioningFrames:
-        """Return the conditioning frames of these prompts on the device. Collective if `encode` is."""
+        """Return the conditioning frames of these prompts on the device.
+
+        If `encode` must be called by all ranks, then so must this method.
+        """
         latents = torch.stack([self._prompt_latents(prompt.id) for prompt in prompts]).to(self.sampler.model.device)
         return ConditioningFrames(latents, torch.tensor([self.counts[prompt.id] for prompt in prompts]))
 
@@ -79,7 +82,7 @@ class ValidationSamples:
     prompts: Sequence[Prompt]  # with the inputs (actions, cameras) of all clips
     frames: ValidationFrames | None = None  # None: the run does not use them, or validation.prompts is set
     layout: ClipLayout
-    recordings: Recordings | None = None  # None: nothing is compared with them, or the data are texts or images
+    recordings: Recordings | None = None  # None if they are not needed, or if the data has no videos
 
     @classmethod
     def from_data(
@@ -93,7 +96,10 @@ class ValidationSamples:
         *,
         keeps_recordings: bool,
     ) -> ValidationSamples:
-        """Return the validation samples of usable data samples. encode: function that returns clean latents."""
+        """Create the validation samples from usable data samples.
+
+        encode: function that returns clean latents. keeps_recordings: whether to keep the recorded videos.
+        """
         recordings = None
         if keeps_recordings:
             recordings = Recordings.from_samples(samples, framing, layout, recipe.validation.clips)
@@ -108,7 +114,7 @@ class ValidationSamples:
 
 
 def load_validation_samples(job: Job, data: TrainingData, *, needs_recordings: bool) -> ValidationSamples:
-    """Return the validation prompts with their inputs, conditioning frames and recordings. Collective.
+    """Return the validation prompts with their inputs, conditioning frames and recordings. All ranks must call this.
 
     needs_recordings: whether a reward compares samples with recordings. With several clips, recordings are always kept.
     """
@@ -138,7 +144,7 @@ def has_recorded_videos(recipe: Recipe, data: TrainingData) -> bool:
 
 
 def validation_layout(recipe: Recipe, sampler: Sampler) -> ClipLayout:
-    """Return the layout of the clips of validation samples. They overlap by the largest number of conditioning frames.
+    """Return the layout of the clips of validation samples. Clips overlap by the maximum number of conditioning frames.
 
     Raises ModelError if the model cannot continue clips, as the recipe requires.
     """
@@ -149,10 +155,11 @@ def validation_layout(recipe: Recipe, sampler: Sampler) -> ClipLayout:
 
 
 def validation_framing(recipe: Recipe, model: DiffusionModel, layout: ClipLayout, *, covers_samples: bool) -> Framing:
-    """Return the framing of validation samples. They have one size, even if training uses several.
+    """Return the framing of validation samples. All of them have one size, even if training uses several sizes.
 
-    covers_samples: whether the clip of the data covers all frames of a sample, although fewer of them may be decoded.
-    The conditioning frames are then the first frames of the recording, and shorter videos are skipped.
+    covers_samples: whether the recorded clip must cover all frames of a validation sample, even if fewer frames are
+    decoded. If True, the conditioning frames are the first frames of the recording, and videos that are shorter than a
+    validation sample are skipped.
     """
     size, num_frames = recipe.sampling, layout.total_frames(recipe.validation.clips)
     framing = replace(build_buckets(recipe, model).framings[0], height=size.height, width=size.width)
@@ -184,7 +191,10 @@ def choose_validation_samples(
 
 
 def encode_in_replica(job: Job, framing: Framing, media: Media) -> Tensor:
-    """Return the clean latents of an image or video on all ranks of the replica. Collective in the replica."""
+    """Return the clean latents of an image or video on all ranks of the replica.
+
+    All ranks of the replica must call this.
+    """
     latents = load_media_latents(job, media, framing) if job.world.is_leader else None
     return job.world.broadcast_tensor_in_replica(latents)
 

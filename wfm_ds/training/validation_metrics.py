@@ -50,8 +50,9 @@ def clip_metrics(
 ) -> dict[str, float]:
     """Return `val/reward/<name>/clip_<k>` for each reward and clip, and `val/reward/<name>/drift`.
 
-    `drift` is the mean difference between the last clip and the first clip of the same sample. Prefixes are those of
-    `reward_metrics`. clips: for each clip, the scores of all samples in prompt-major order.
+    `drift` is the mean difference between the last clip and the first clip of the same sample. Held-out rewards
+    and the similarity to recordings have the same prefixes as in `reward_metrics`. clips: for each clip, the scores of
+    all samples in prompt-major order.
     """
     metrics: dict[str, float] = {}
     for tag, scores in sorted(scores_by_clip(clips, num_seeds).items()):
@@ -73,7 +74,7 @@ def metric_prefix(tag: str, held_out_rewards: Collection[str]) -> str:
 def correlation_metrics(
     evaluated: Sequence[Mapping[str, Score]], rolled_out: Sequence[Mapping[str, Score]], prompts: Sequence[str]
 ) -> dict[str, float]:
-    """Compare the rewards of evaluation samples with those of rollout samples for the same prompts and seeds.
+    """Compare the rewards of evaluation samples with the rewards of rollout samples for the same prompts and seeds.
 
     Returns three metrics per reward, with the prefix `val/reward/<name>/`. `rollout_mean` is the mean reward of the
     rollout samples. `rank_correlation` is computed over all pairs of samples. `rank_correlation_within_prompts` is

@@ -40,11 +40,14 @@ class TaskKind:
 
     stall_s: float  # a task without progress for this long goes to another worker
     info: Mapping[str, Any]  # plain values, sent to clients in `attached`
-    max_waiting: int | None = None  # limit of waiting tasks of this kind; None: only the overall limit
+    max_waiting: int | None = None  # maximum number of waiting tasks of this kind; None: only the overall limit
 
 
 class Broker:
-    """Message broker. The constructor binds its sockets. It serves between `start` and `stop`. Thread-safe."""
+    """Message broker. Thread-safe.
+
+    The constructor binds the sockets. Messages are handled between `start` and `stop`.
+    """
 
     def __init__(
         self,

@@ -48,7 +48,7 @@ class BrokerClients:
         kinds: Mapping[str, Mapping[str, Any]],
         cancel: Callable[[str, str, str], None],
     ) -> None:
-        """kinds: information for clients about each kind of task.
+        """kinds: {kind of task: information for clients}.
         cancel: called as cancel(worker, task_id, why) for each cancelled task that a worker is running.
         """
         self._port, self._ledger, self._spool = port, ledger, spool

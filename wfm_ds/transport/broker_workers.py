@@ -44,7 +44,7 @@ class _WorkerState:
 
 
 class BrokerWorkers:
-    """The connected workers, indexed by id and by route (zmq routing id). Each has a list of unsent tasks."""
+    """The connected workers, indexed by id and by route (zmq routing id). Each worker has a list of unsent tasks."""
 
     def __init__(
         self,

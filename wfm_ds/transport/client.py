@@ -129,7 +129,7 @@ class PipeClient:
     ) -> None:
         """Queue `tasks`, which refer to ranges of `rows`, and return immediately.
 
-        tensors: one tensor per row, or an empty list. Do not modify them until the tasks have ended.
+        tensors: (name, tensor) for each row, or an empty list. Do not modify the tensors until the tasks have ended.
         first_row: the number that the tasks' ranges use for `rows[0]`.
         Raises WireError if rows, tensors and tasks do not fit in one message.
         """

@@ -113,7 +113,7 @@ class Ledger:
         return list(itertools.takewhile(lambda c: c.seq > after_seq, newest_first))[::-1]
 
     def release_completions(self, owner: str, up_to_seq: int) -> None:
-        """Drop completions that the submitter has received, and remember their task ids."""
+        """Drop the completions up to a sequence number, because the submitter has them. Remember their task ids."""
         completions = self._owners[owner].completions if owner in self._owners else {}
         while completions and (oldest := next(iter(completions.values()))).seq <= up_to_seq:
             self._remove_task(self._entries[oldest.id], "released")

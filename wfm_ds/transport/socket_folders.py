@@ -29,7 +29,7 @@ FOLDER_NAME = re.compile(rf"{FOLDER_PREFIX}[a-z0-9_]{{8}}")  # mkdtemp appends t
 
 
 class SocketFolder:
-    """A new folder at `path` with mode 0700, locked until `remove` is called or this process ends."""
+    """A new folder at `path` with mode 0700. It is locked until `remove` is called or this process ends."""
 
     def __init__(self, base: Path | None = None) -> None:
         """Remove orphaned folders, then create a new one in `base`. By default, a parent folder for sockets is chosen.

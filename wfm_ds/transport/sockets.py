@@ -52,19 +52,19 @@ MessageHandler: TypeAlias = Callable[[bytes, Message, list[zmq.Frame], float], N
 
 
 class PipeError(UserError):
-    """An endpoint cannot be bound, is not allowed, or does not reply."""
+    """Raised if an endpoint cannot be bound, is not allowed, or does not reply."""
 
 
 class EndpointNotAllowed(PipeError):
-    """The endpoint is invalid or insecure. Retrying does not help."""
+    """Raised if an endpoint is invalid or insecure. Retrying does not help."""
 
 
 class PeerUnreachable(Exception):
-    """The peer is not connected. Nothing was sent."""
+    """Raised if a message was not sent because the peer is not connected."""
 
 
 class SendQueueFull(Exception):
-    """The send queue is full because the peer does not read. Nothing was sent."""
+    """Raised if a message was not sent because the send queue is full: the peer does not read."""
 
 
 class Mailbox(Generic[T]):

@@ -1,6 +1,6 @@
 """Data that the broker serves to clients: the tensors of results until clients release them, and announced files.
 
-The spool keeps references to the received buffers and to paths, and copies nothing. Used only by the broker's thread.
+The spool keeps references to the received buffers and to paths, and copies nothing. Only the broker's thread uses it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from wfm_ds.transport.wire import MAX_FRAME_BYTES, Buffer, TensorSpec
 
 
 class NotInSpool(LookupError):
-    """The spool does not have the requested data. The message gives the reason."""
+    """Raised if the spool does not have the requested data. The message gives the reason."""
 
 
 def owner_run(owner: str) -> str:

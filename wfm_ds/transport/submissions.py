@@ -125,7 +125,7 @@ class PayloadRequest:
 
     type: str
     fields: Mapping[str, Any]
-    marker: int | None = None  # first marker sent after it; None: to be (re)sent
+    marker: int | None = None  # first marker sent after the request; None: the request must be sent (again)
 
 
 class PayloadRequests:

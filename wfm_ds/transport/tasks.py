@@ -68,7 +68,7 @@ class Completion:
 
 
 class TaskRejected(ValueError):
-    """The ledger rejected a task. If the reason is "full", it may be submitted again later."""
+    """Raised if the ledger rejects a task. If the reason is "full", the task may be submitted again later."""
 
 
 @dataclass(frozen=True, slots=True)

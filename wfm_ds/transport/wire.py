@@ -37,9 +37,9 @@ T = TypeVar("T")
 
 
 class WireError(ValueError):
-    """A message that cannot be sent, or a received message that is invalid or unexpected.
+    """Raised if a message cannot be sent, or if a received message is invalid or unexpected.
 
-    The receiver drops and counts such messages.
+    The receiver drops and counts invalid and unexpected messages.
     """
 
 
@@ -108,7 +108,10 @@ def pack_tensors(arrays: Sequence[tuple[str, Array]]) -> tuple[list[TensorSpec],
 def encode_header(
     message_type: str, message_id: int, fields: Mapping[str, Any], specs: Sequence[TensorSpec] = ()
 ) -> bytes:
-    """Return the header frame. Does not check fields. Raises WireError if it cannot be encoded or is too large."""
+    """Return the header frame of a message. The fields are not checked against the schema.
+
+    Raises WireError if the header cannot be encoded or is too large.
+    """
     assert not fields.keys() & RESERVED_KEYS, f"{message_type} uses a reserved header key"
     header = {"v": PROTOCOL_VERSION, "t": message_type, "mid": message_id, **fields}
     packed = pack_value(header | {"tensors": list(specs)} if specs else header)

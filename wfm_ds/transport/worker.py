@@ -41,7 +41,7 @@ ReportProgress: TypeAlias = Callable[[int, int], None]
 
 
 class TaskFailed(Exception):
-    """A task failed. `fatal` is True if another attempt would fail in the same way."""
+    """Raised if a task fails. `fatal` is True if another attempt would fail in the same way."""
 
     def __init__(self, reason: str, *, fatal: bool) -> None:
         super().__init__(reason)
@@ -145,8 +145,8 @@ class LeaseWorker:
     def run_batches(self, handle: BatchHandler, *, max_rows: int, max_wait_s: float) -> None:
         """Run tasks in batches until stopped. If `handle` raises an exception, all tasks of the batch fail.
 
-        A batch has the tasks that arrive within `max_wait_s` seconds after the first one. It has at most `max_rows`
-        rows, unless a single task has more.
+        A batch contains the tasks that arrive within `max_wait_s` seconds after the first one. It has at most
+        `max_rows` rows, unless a single task has more.
         """
         thread = threading.Thread(target=self._run_thread, name="pipes", daemon=True)
         thread.start()

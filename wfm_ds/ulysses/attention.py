@@ -13,7 +13,8 @@ from torch.distributed import ProcessGroup
 
 from wfm_ds.ulysses.exchange import reshard, shard_sizes
 
-RotationPairs = Literal["neighbours", "halves"]  # channels that rotate together: 2 i and 2 i + 1, or i and i + D / 2
+# Which of the D channels rotate together. neighbours: 2 i and 2 i + 1. halves: i and i + D / 2.
+RotationPairs = Literal["neighbours", "halves"]
 
 
 def sequence_attention(
@@ -24,12 +25,13 @@ def sequence_attention(
     group: ProcessGroup,
     backend: Any,
 ) -> Tensor:
-    """Return the attention output [B,n,H,D] of the local tokens, which attend to all tokens. Collective in the group.
+    """Return the attention output of the local tokens, which attend to all tokens. All ranks of `group` must call this.
 
-    query, key, value: [B,n,H,D] for n local tokens and H heads, after norms and rotary embedding.
+    query, key, value and the output: [batch, local tokens, heads, channels per head]. Norms and rotary embedding have
+    already been applied.
     lengths: number of tokens on each rank.
     backend: diffusers' name of the attention kernel. None selects the active kernel.
-    An all-to-all gives each rank all tokens for some of the heads, so any kernel can be used (without a mask). A second
+    An all-to-all gives each rank all tokens for some of the heads, so any kernel without a mask can be used. A second
     all-to-all restores the token shards.
     """
     heads = shard_sizes(query_BnHD.shape[2], dist.get_world_size(group), "attention heads")
@@ -39,7 +41,10 @@ def sequence_attention(
 
 
 def apply_rotation(x_BnHD: Tensor, tables_nD: Sequence[Tensor], pairs: RotationPairs) -> Tensor:
-    """Apply the rotary embedding to queries or keys [B,n,H,D]. tables: cosines and sines, [n,D] each."""
+    """Apply the rotary embedding to queries or keys [batch, tokens, heads, channels per head].
+
+    tables: cosines and sines, [tokens, channels per head] each.
+    """
     cos, sin = tables_nD
     unbind_dim = {"neighbours": -1, "halves": -2}[pairs]
     result: Tensor = apply_rotary_emb(x_BnHD, (cos, sin), use_real=True, use_real_unbind_dim=unbind_dim, sequence_dim=1)

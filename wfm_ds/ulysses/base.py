@@ -24,11 +24,11 @@ class UlyssesTransformer(ABC):
 
     Each model family is a subclass in its own module of this package. After the patch embedding, a rank has only its
     local tokens. Text and timesteps are complete on every rank unless the family shards them. The output of `proj_out`
-    is gathered on every rank. The transformer must not use parameters after `proj_out`, because their gradients would
-    not be partial sums.
+    is gathered on every rank. The transformer must not use parameters after `proj_out`, because each rank would compute
+    their full gradient, not a partial sum over its own tokens.
 
-    Hooks inside a block must read only the block's arguments, not the attributes of this object. Gradient checkpointing
-    runs the block again in the backward pass. The attributes may then belong to a forward pass with other shapes.
+    Hooks inside a block must read only the block's arguments, not the attributes of this object: gradient checkpointing
+    runs the block again in the backward pass, when the attributes may belong to a forward pass with other shapes.
     """
 
     transformer_class: ClassVar[type[nn.Module]]
@@ -55,9 +55,9 @@ class UlyssesTransformer(ABC):
 
     @abstractmethod
     def shard_blocks(self, transformer: Any) -> None:
-        """Replace all operations in the transformer blocks that combine tokens.
+        """Replace all operations in the transformer blocks that combine several tokens, such as attention.
 
-        If an operation is not supported, raises UserError before it changes the transformer.
+        Raises UserError if an operation is not supported. The transformer is then unchanged.
         """
 
     @abstractmethod
@@ -68,16 +68,16 @@ class UlyssesTransformer(ABC):
         """
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """Return the local tokens [B,n,C] of the patch embedding's output [B,S,C].
+        """Return the local tokens of the patch embedding's output [batch, tokens, channels].
 
-        Families with another output shape override this method.
+        Families with an output of another shape override this method.
         """
         return self.copy_local_shard(embedded, 1)
 
     def copy_local_shard(self, x: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
-        """Return a copy of this rank's shard of x along dim. (A view would keep all of x in memory.)
+        """Return a copy of this rank's shard of x along dim. A view would keep all of x in memory.
 
-        lengths: shard size of each rank. Default: number of tokens of each rank.
+        lengths: shard size of each rank. Default: each rank's number of tokens in the current forward pass.
         """
         shard = local_shard(x, dim, self.lengths if lengths is None else lengths, self.group)
         return shard.clone(memory_format=torch.contiguous_format)
@@ -90,12 +90,15 @@ class UlyssesTransformer(ABC):
 
     @classmethod
     def num_units(cls, grid: Sequence[int]) -> int:
-        """Return the size of a token grid in units of `shard_unit` (tokens, rows or frames)."""
+        """Return how many units (`shard_unit`: tokens, rows or frames) a token grid consists of."""
         return math.prod(grid)
 
     @classmethod
     def check_shape(cls, config: Any, num_ranks: int, shape: Sequence[int]) -> None:
-        """Raise UserError if latents of this shape, [C,h,w] or [C,T,h,w], are too small for this many ranks."""
+        """Raise UserError if latents are too small for this many ranks.
+
+        shape: (channels, h, w) or (channels, latent frames, h, w).
+        """
         grid = patch_grid(shape[1:], patch_sizes(config, len(shape) - 1))
         shard_sizes(cls.num_units(grid), num_ranks, cls.shard_unit)
 
@@ -128,8 +131,9 @@ class UlyssesTransformer(ABC):
 class UlyssesLineTransformer(UlyssesTransformer):
     """Base class for families that shard whole lines of tokens (rows or frames).
 
-    Linear attention sums a state over the ranks. A convolution exchanges the lines at the shard borders. The amount of
-    exchanged data does not depend on the number of local lines. The number of heads does not limit the number of ranks.
+    Linear attention sums a state over the ranks, and convolutions exchange the lines at the shard borders. The amount
+    of exchanged data does not depend on the number of local lines. Because heads are not sharded, there may be more
+    ranks than heads.
     """
 
     shards_heads = False
@@ -138,7 +142,7 @@ class UlyssesLineTransformer(UlyssesTransformer):
         "controlnet_block_samples": "ControlNet residuals",
     }
     original_processor: ClassVar[type]
-    sharded_processor: ClassVar[type]  # its replacement; constructed with the group
+    sharded_processor: ClassVar[type]  # replaces original_processor; its constructor receives the group
     convolution_name: ClassVar[str]  # attribute of a block's feed-forward: the convolution across lines
 
     def shard_blocks(self, transformer: Any) -> None:
@@ -160,9 +164,10 @@ class UlyssesLineTransformer(UlyssesTransformer):
 
 
 def patch_sizes(config: Any, num_axes: int) -> list[int]:
-    """Return the patch size along each axis, [h,w] or [T,h,w].
+    """Return the patch size along each latent axis: [h, w], or [frames, h, w] if num_axes is 3.
 
-    As in diffusers, an int `patch_size` is for height and width. Frames then use `patch_size_t`, or 1 without it.
+    As in diffusers, an integer `patch_size` in the config is the patch size for height and width. The patch size for
+    frames is then `patch_size_t`, or 1 if the config does not have it.
     """
     if isinstance(config.patch_size, Sequence):
         return list(config.patch_size)
@@ -171,14 +176,14 @@ def patch_sizes(config: Any, num_axes: int) -> list[int]:
 
 
 def patch_grid(shape: Sequence[int], patch_size: Sequence[int]) -> list[int]:
-    """Return the number of patches along each axis, [h,w] or [T,h,w]. shape: latent size along these axes."""
+    """Return the number of patches along each axis. shape, patch_size: latent size and patch size along these axes."""
     return [count // side for count, side in zip(shape, patch_size, strict=True)]
 
 
 def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Call `change` before each forward pass of a module. `change` edits the arguments {name: value} in place.
+    """Call `change` with the arguments {name: value} of each forward pass of a module. `change` edits them in place.
 
-    Positional arguments stay positional.
+    Positional arguments are still passed as positional arguments.
     """
     names = list(inspect.signature(type(module).forward).parameters)[1:]
 
@@ -194,10 +199,10 @@ def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]
 
 
 def install_halo_exchange(convolution: nn.Module, group: ProcessGroup) -> None:
-    """Replace a convolution's zero padding between shards by the border lines of the neighbouring ranks.
+    """Make a convolution over sharded lines read the border lines of the neighbouring ranks instead of zero padding.
 
-    The convolution must pad its inputs [B,C,n,W] by one line. The padding along W and at both ends of the sequence
-    remains zero.
+    The convolution must pad its inputs [batch, channels, local lines, line length] by one line on each side. The
+    padding along a line and at both ends of the whole sequence remains zero.
     """
     for part in convolution.modules():  # in a LoRA layer, the base layer and lora_A pad, but lora_B does not
         if isinstance(part, nn.Conv2d) and part.padding[0]:

@@ -1,4 +1,4 @@
-"""Cosmos-Predict2.5: a shard may start at any token of a video.
+"""Sequence parallelism for Cosmos-Predict2.5: a shard may start at any token of a video.
 
 In diffusers' CosmosTransformer3DModel the outputs of `patch_embed`, `learnable_pos_embed` and `time_embed` are sharded.
 `attn1` exchanges tokens after the rotary embedding. `attn2` (attention to text and image context) needs no exchange.
@@ -39,10 +39,11 @@ class UlyssesCosmos25(UlyssesTransformer):
             )
 
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
-        """Return the number of tokens of each rank. Also flattens the timesteps in `arguments`, [B,1,T,1,1], to [B T].
+        """Return the number of tokens of each rank. Also flattens timesteps with one value per frame in `arguments`.
 
-        The transformer would expand timesteps of shape [B,1,T,1,1] to all tokens. `_shard_time_embeddings` expands flat
-        timesteps to the local tokens only. Timesteps with one value per sample do not change.
+        The transformer would expand timesteps of shape [batch, 1, frames, 1, 1] to all tokens. Flat timesteps are
+        expanded by `_shard_time_embeddings`, to the local tokens only. Timesteps with one value per sample do not
+        change.
         """
         latents, timestep = arguments["hidden_states"], arguments["timestep"]
         count, _, num_frames, *_ = latents.shape
@@ -54,16 +55,17 @@ class UlyssesCosmos25(UlyssesTransformer):
         return shard_sizes(self.num_units(grid), self.num_ranks, self.shard_unit)
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """Return the local tokens [B,n,1,1,C] of the patch embedding [B,T,h,w,C].
+        """Return the local tokens of the patch embedding [batch, frames, rows, columns, channels].
 
-        The transformer later flattens the three middle dimensions.
+        The result is [batch, local tokens, 1, 1, channels], because the transformer later flattens the three middle
+        dimensions.
         """
         return self.copy_local_shard(embedded.flatten(1, 3), 1)[:, :, None, None]
 
     def _shard_time_embeddings(self, _: nn.Module, args: Any, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Expand the time embeddings of each frame [B*T,C] to the local tokens [B,n,C].
+        """Expand time embeddings [batch * frames, channels] to the local tokens [batch, local tokens, channels].
 
-        The time embeddings of each sample [B,C] are returned unchanged.
+        If there is only one time embedding per sample, return the embeddings unchanged.
         """
         if self.frames is None:
             return embeddings
@@ -81,10 +83,10 @@ class UlyssesCosmos25(UlyssesTransformer):
 class Cosmos25Attention:
     """Replacement for CosmosAttnProcessor2_0: self-attention with sharded tokens, and cross-attention."""
 
-    _attention_backend: Any = None  # diffusers' name of a kernel
+    _attention_backend: Any = None  # name of an attention kernel in diffusers
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        """group: the ranks that shard the tokens of self-attention. None: tokens are not sharded."""
+        """group: the ranks over which the tokens of self-attention are sharded, or None if they are not sharded."""
         self.group = group
 
     def __call__(
@@ -95,8 +97,10 @@ class Cosmos25Attention:
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Compute self-attention of local tokens [B,n,C] to all tokens, or cross-attention to text [B,m,C].
+        """Compute the self-attention of the local tokens to all tokens, or their cross-attention to text.
 
+        hidden_states: local tokens [batch, local tokens, channels].
+        encoder_hidden_states: text [batch, text tokens, channels]. None selects self-attention.
         image_rotary_emb: rotary tables (cosines, sines) of all tokens.
         """
         context = hidden_states if encoder_hidden_states is None else encoder_hidden_states

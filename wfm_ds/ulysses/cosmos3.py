@@ -1,7 +1,7 @@
-"""Cosmos3: a shard may start at any token of a video and its actions.
+"""Sequence parallelism for Cosmos3: a shard may start at any video token or action token.
 
 The output of `sequence` in the generation tower (models/cosmos3_towers.py) is sharded. It contains all tokens, with
-their timestep embeddings already added. Every rank has the keys and values of all text tokens, but uses them only for
+their timestep embeddings already added. Every rank has the keys and values of all text tokens, but uses only those of
 its own heads. With grouped-query attention, each rank gets whole key-value heads and their query heads.
 """
 
@@ -52,7 +52,7 @@ class Cosmos3Attention:
     """Attention processor of the generation tower: all tokens attend to the text and to each other."""
 
     def __init__(self, group: ProcessGroup | None = None, backend: Any = None) -> None:
-        """group: the ranks that shard the tokens. None: no sharding. backend: diffusers' name of a kernel."""
+        """group: the ranks over which tokens are sharded, or None. backend: diffusers' name of an attention kernel."""
         self.group = group
         self._attention_backend = backend
 
@@ -65,9 +65,11 @@ class Cosmos3Attention:
         text_mask: Tensor | None,
         rotation: Sequence[Tensor],
     ) -> Tensor:
-        """Compute the attention of local tokens [B,n,W] to text [B,L,K,D] and to all N tokens.
+        """Compute the attention of the local tokens to the text and to all tokens.
 
-        rotation: rotary tables of all N tokens, [B,N,D] each.
+        tokens: local tokens [batch, local tokens, channels].
+        text_keys, text_values: [batch, text tokens, key-value heads, channels per head].
+        rotation: rotary tables of all tokens, [batch, tokens, channels per head] each.
         """
         lengths, tables, group = [0], rotation, self.group
         if group is not None:
@@ -95,9 +97,9 @@ class Cosmos3Attention:
     def attend_full(
         self, query: Tensor, key: Tensor, value: Tensor, text_keys: Tensor, text_values: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Return the attention output [B,N,heads,D] for complete sequences.
+        """Return the attention output for complete sequences, [batch, tokens, heads, channels per head].
 
-        Key-value heads are repeated, because some kernels require equal numbers of heads.
+        Key-value heads are repeated, because some kernels require as many key-value heads as query heads.
         """
         key, value = torch.cat([text_keys, key], 1), torch.cat([text_values, value], 1)
         queries_per_key = query.shape[2] // key.shape[2]
@@ -112,19 +114,25 @@ class Cosmos3Attention:
 
 
 def token_grid(config: Any, shape: Sequence[int]) -> tuple[int, int, int]:
-    """Return the number of tokens (frames, rows, columns) for latents of shape [T,h,w]. Includes partial patches."""
+    """Return the number of tokens along each axis (frames, rows, columns), including partial patches.
+
+    shape: latent shape (frames, h, w).
+    """
     num_frames, height, width = shape
     patch = config.latent_patch_size
     return num_frames, math.ceil(height / patch), math.ceil(width / patch)
 
 
 def rotate_halves(x: Tensor, tables: Sequence[Tensor]) -> Tensor:
-    """Rotate x [B,n,heads,D] by tables [B,n,D]. Channel i rotates with channel i + D / 2."""
+    """Rotate x [B, tokens, heads, D] by tables [B, tokens, D]. Of D channels, i and i + D / 2 rotate together."""
     cos, sin = (table[:, :, None] for table in tables)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin
 
 
 def text_attention_mask(text_mask: Tensor, num_tokens: int) -> Tensor:
-    """Return the attention mask [B,1,1,L+N] bool for text_mask [B,L]. Only the padding of the text is masked."""
+    """Return the attention mask for text tokens followed by `num_tokens` other tokens. Only text padding is masked.
+
+    text_mask: bool [batch, text tokens]. The result is [batch, 1, 1, text tokens + num_tokens].
+    """
     return nn.functional.pad(text_mask, (0, num_tokens), value=True)[:, None, None]

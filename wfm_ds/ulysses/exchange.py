@@ -1,6 +1,7 @@
-"""Differentiable exchange of tensors between the ranks of a group. Collective in forward and backward passes.
+"""Differentiable exchange of tensors between the ranks of a group.
 
-Shards may be uneven: rank r has `shard_sizes(count, num_ranks)[r]` of the tokens, or of the heads in attention.
+All ranks of the group must call these functions and run their backward passes. Shards may have different sizes: rank r
+has `shard_sizes(count, num_ranks)[r]` tokens, or heads in attention.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ Tensors = tuple[Tensor, ...]
 
 
 def shard_sizes(count: int, num_ranks: int, what: str) -> list[int]:
-    """Return the shard sizes of `count` items. Sizes differ by at most one, and the first ranks have the larger shards.
+    """Return the shard size of each rank for `count` items. Sizes differ by at most one, largest first.
 
     Raises UserError if a shard would be empty. what: plural noun for the items in the error message.
     """
@@ -50,7 +51,8 @@ def all_to_all(
 
     Each tensor is split along split_dim. Piece j has size split_sizes[j] and is sent to rank j. The received pieces are
     concatenated along concat_dim. The piece from rank j has size concat_sizes[j] along concat_dim.
-    Sender and receiver must agree about each size. If all sizes are equal on one rank, they must be equal on all ranks.
+    The sizes must match on the sending and the receiving rank. If all sizes are equal on one rank, they must be equal
+    on all ranks.
     """
     if len(set(split_sizes)) == len(set(concat_sizes)) == 1:
         return all_to_all_equal(tensors, split_dim, concat_dim, group)
@@ -86,7 +88,7 @@ def resize_shape(x: Tensor, lengths: dict[int, int]) -> torch.Size:
 
 
 class RankMap(torch.autograd.Function):
-    """A collective linear map. The backward pass applies the adjoint map to the gradients."""
+    """A linear map that all ranks apply together. The backward pass applies the adjoint map to the gradients."""
 
     @staticmethod
     def forward(
@@ -149,16 +151,17 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def exchange_halo(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Extend x [B,C,n,W] to [B,C,n+2,W] by one border line of the previous rank and one of the next rank.
+    """Extend x by the adjacent line of the previous rank and the adjacent line of the next rank.
 
-    The first and the last rank add a line of zeros at the outer border.
+    x: [batch, channels, local lines, line length]. The result has two more lines. At both ends of the whole sequence, a
+    line of zeros is added instead.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     before, after = rank > 0, rank < num_ranks - 1
     sizes = [int(abs(other - rank) == 1) for other in range(num_ranks)]
 
     def exchange_lines(lines: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (last line of the previous rank, first line of the next rank), with zeros for missing ranks."""
+        """Return (last line of the previous rank, first line of the next rank). A missing rank's line is zeros."""
         outer = [lines[:, :, :1]] * before + [lines[:, :, -1:]] * after
         zeros = torch.zeros_like(lines[:, :, :1])
         if not outer:
@@ -171,7 +174,7 @@ def exchange_halo(x: Tensor, group: ProcessGroup) -> Tensor:
         return (torch.cat([above, xs[0], below], 2),)
 
     def add_halo_gradients(gs: Tensors) -> Tensors:
-        """Add the gradients of the halo lines to the lines of the ranks that sent them."""
+        """Send the gradients of the halo lines back and add them to the gradients of the original lines."""
         above, below = exchange_lines(gs[0])
         gradient = gs[0][:, :, 1:-1].clone()
         gradient[:, :, :1] += above

@@ -1,4 +1,4 @@
-"""Installation of sequence parallelism in a denoiser. A family is a subclass of UlyssesTransformer."""
+"""Installs sequence parallelism in a denoiser. In this module, a family is a subclass of UlyssesTransformer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from wfm_ds.ulysses.base import UlyssesTransformer
 
 @cache
 def import_families() -> None:
-    """Import all modules of this package, which defines their subclasses of UlyssesTransformer."""
+    """Import all modules of this package, so that their subclasses of UlyssesTransformer exist."""
     for info in pkgutil.iter_modules(ulysses.__path__, f"{ulysses.__name__}."):
         importlib.import_module(info.name)
 
@@ -27,8 +27,9 @@ def import_families() -> None:
 def ulysses_families() -> dict[type[nn.Module], type[UlyssesTransformer]]:
     """Return {transformer class: family} for all concrete subclasses of UlyssesTransformer.
 
-    These are the families of this package, and the families in modules that are already imported, such as the module of
-    `model.family`. Raises UserError if a family has no transformer class, or if two families have the same class.
+    The result contains the families of this package and of all other imported modules, such as the module of
+    `model.family`.
+    Raises UserError if a family has no transformer class, or if two families have the same class.
     """
     import_families()
     by_class: dict[type[nn.Module], type[UlyssesTransformer]] = {}
@@ -60,26 +61,30 @@ def class_path(family: type[UlyssesTransformer]) -> str:
 def install_ulysses(denoiser: nn.Module, group: ProcessGroup) -> None:
     """Shard the tokens of a diffusers transformer over `group`. Changes the transformer in place.
 
-    Forward passes are then collective in the group. All ranks pass identical complete inputs, and receive the complete
-    output. If every rank computes the same loss of the complete output, each rank's parameter gradients are partial
-    sums. Their sum over the group is the gradient of the loss.
+    Afterwards, all ranks of the group must run each forward pass together. They pass identical complete inputs and
+    receive the complete output. If every rank computes the same loss from the complete output, each rank's parameter
+    gradients are partial sums. Their sum over the group is the gradient of the loss.
 
-    denoiser: a supported transformer, or a module that has only supported transformers as children (experts). Add
-    adapters before this call. Set up gradient checkpointing and DeepSpeed before or after this call. Raises UserError
-    if the transformer is unsupported. A forward pass raises UserError on all ranks if its inputs have too few tokens.
+    denoiser: a supported transformer, or a module that has only supported transformers as children (experts). Adapters
+    must be added before this call. Gradient checkpointing and DeepSpeed may be set up before or after it.
+    Raises UserError if the transformer is not supported. Later, a forward pass raises UserError on all ranks if its
+    inputs have too few tokens.
     """
     for transformer, family in match_families(denoiser):
         family(transformer, group)
 
 
 def check_denoiser(denoiser: nn.Module, num_ranks: int) -> None:
-    """Raise UserError if `install_ulysses` would fail with this many ranks. Needs no process group."""
+    """Raise UserError if `install_ulysses` would fail with this many ranks. Does not need a process group."""
     for transformer, family in match_families(denoiser):
         family.check_config(transformer.config, num_ranks)
 
 
 def check_latent_shape(denoiser: nn.Module, num_ranks: int, shape: Sequence[int]) -> None:
-    """Raise UserError if latents of this shape, [C,h,w] or [C,T,h,w], have too few tokens for this many ranks."""
+    """Raise UserError if latents have too few tokens for this many ranks.
+
+    shape: (channels, h, w) or (channels, latent frames, h, w).
+    """
     for transformer, family in match_families(denoiser):
         family.check_shape(transformer.config, num_ranks, shape)
 
@@ -99,6 +104,6 @@ def match_families(denoiser: nn.Module) -> list[tuple[Any, type[UlyssesTransform
 
 
 def find_family(transformer: nn.Module) -> type[UlyssesTransformer] | None:
-    """Return the family of a transformer's class or of its nearest supported base class, or None."""
+    """Return the family for a transformer's class or its nearest supported base class. Returns None without one."""
     families = ulysses_families()
     return next((families[kind] for kind in type(transformer).__mro__ if kind in families), None)

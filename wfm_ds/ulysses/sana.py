@@ -1,4 +1,6 @@
-"""SANA: rows of patches are sharded. Linear attention sums a state. The 3x3 convolution exchanges border rows.
+"""Sequence parallelism for SANA: rows of patches are sharded.
+
+Linear attention sums a state over the ranks. The 3x3 convolution exchanges border rows with the neighbouring ranks.
 
 In diffusers' SanaTransformer2DModel, the output of `patch_embed` is sharded. Text attention (`attn2`) needs no
 exchange.
@@ -20,9 +22,9 @@ from wfm_ds.ulysses.exchange import shard_sizes, sum_over_ranks
 
 
 class SanaLinearAttention:
-    """Replacement for SanaLinearAttnProcessor2_0. Computes relu(q) S / relu(q) z.
+    """Replacement for SanaLinearAttnProcessor2_0. Computes relu(q) S / relu(q) z for queries q, keys k and values v.
 
-    S is the float32 sum of relu(k) v^T over the tokens of all ranks. z is the float32 sum of relu(k).
+    S is the sum of relu(k) v^T, and z is the sum of relu(k). Both are float32 sums over the tokens of all ranks.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -35,7 +37,7 @@ class SanaLinearAttention:
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
     ) -> Tensor:
-        """Compute the attention of the local tokens [B,n,C] to all tokens."""
+        """Compute the attention of the local tokens [batch, local tokens, channels] to all tokens."""
         query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
         query = query if attn.norm_q is None else attn.norm_q(query)
         key = key if attn.norm_k is None else attn.norm_k(key)

@@ -1,4 +1,6 @@
-"""SANA-Video: frames are sharded. Linear attention sums two states. The temporal convolution exchanges border frames.
+"""Sequence parallelism for SANA-Video: frames are sharded.
+
+Linear attention sums two states over the ranks. The temporal convolution exchanges frames at the shard borders.
 
 In diffusers' SanaVideoTransformer3DModel, the output of `patch_embedding` and the rotary tables are sharded. Timesteps
 are sharded if there is one for each token. Text attention (`attn2`) and the 3x3 convolution need no exchange.
@@ -21,9 +23,10 @@ from wfm_ds.ulysses.exchange import local_shard, shard_sizes, sum_over_ranks
 
 
 class SanaVideoLinearAttention:
-    """Replacement for SanaLinearAttnProcessor3_0. Computes R relu(q) S / relu(q) z with the rotation R.
+    """Replacement for SanaLinearAttnProcessor3_0. Computes R relu(q) S / relu(q) z for queries q, keys k and values v.
 
-    S is the float32 sum of R relu(k) v^T over the tokens of all ranks. z is the float32 sum of relu(k).
+    R is the rotary embedding. S is the sum of R relu(k) v^T, and z is the sum of relu(k). Both are float32 sums over
+    the tokens of all ranks.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -38,9 +41,9 @@ class SanaVideoLinearAttention:
         *,
         rotary_emb: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """Compute the attention of local tokens [B,n,C] to all tokens.
+        """Compute the attention of the local tokens [batch, local tokens, channels] to all tokens.
 
-        rotary_emb: rotary tables (cosines, sines) of the local tokens, [1,n,1,D] each.
+        rotary_emb: rotary tables (cosines, sines) of the local tokens, [1, local tokens, 1, channels per head] each.
         """
         query, key, value = (layer(hidden_states) for layer in (attn.to_q, attn.to_k, attn.to_v))
         query = query if attn.norm_q is None else attn.norm_q(query)
@@ -82,7 +85,7 @@ class UlyssesSanaVideo(UlyssesLineTransformer):
         return [count * per_frame for count in shard_sizes(frames, self.num_ranks, self.shard_unit)]
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """Return the local tokens [B,C,n] of the patch embedding [B,C,T,h,w]. n counts tokens."""
+        """Return the local tokens [batch, channels, local tokens] of the patch embedding [batch, channels, T, h, w]."""
         return self.copy_local_shard(embedded.flatten(2), 2)
 
     def shard_block_arguments(self, arguments: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5: image tokens and text tokens are sharded, and exchanged together.
+"""Sequence parallelism for Stable Diffusion 3 and 3.5: image and text tokens are sharded, and exchanged together.
 
 In diffusers' SD3Transformer2DModel, the outputs of `pos_embed` (image) and `context_embedder` (text) are sharded. The
 attention does not depend on the order of tokens, so each rank's image and text tokens are concatenated.
@@ -67,12 +67,12 @@ class UlyssesSD3(UlyssesTransformer):
 
 
 class SD3JointAttention:
-    """Replacement for JointAttnProcessor2_0: attention over image and text, or over the image only (SD3.5 `attn2`)."""
+    """Replacement for JointAttnProcessor2_0. Attends to image and text, or only to the image (`attn2` of SD3.5)."""
 
-    _attention_backend: Any = None  # diffusers' name of a kernel
+    _attention_backend: Any = None  # name of an attention kernel in diffusers
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        """group: the ranks that shard the tokens. None: tokens are not sharded."""
+        """group: the ranks over which tokens are sharded, or None if they are not sharded."""
         self.group = group
 
     def __call__(
@@ -84,7 +84,7 @@ class SD3JointAttention:
         *,
         lengths: JointLengths | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Compute the attention of local image tokens [B,n,C] and local text tokens [B,m,C] to all tokens.
+        """Compute the attention of local image and text tokens, [batch, local tokens, channels] each, to all tokens.
 
         lengths: numbers of image and text tokens on each rank.
         """
@@ -114,6 +114,6 @@ class SD3JointAttention:
 
 
 def project_qkv(tokens: Tensor, heads: int, layers: Sequence[Any], norms: Sequence[Any]) -> list[Tensor]:
-    """Return queries, keys and values after their norms, [B,n,H,D] each."""
+    """Return queries, keys and values after their norms, [batch, tokens, heads, channels per head] each."""
     qkv = [layer(tokens).unflatten(-1, (heads, -1)) for layer in layers]
     return [x if norm is None else norm(x) for x, norm in zip(qkv, norms, strict=True)]

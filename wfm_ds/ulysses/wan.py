@@ -1,4 +1,4 @@
-"""Wan 2.1 and 2.2: a shard may start at any token of a video.
+"""Sequence parallelism for Wan 2.1 and 2.2: a shard may start at any token of a video.
 
 In diffusers' WanTransformer3DModel, the output of `patch_embedding` is sharded. Timesteps are sharded if there is one
 for each token (TI2V). `attn1` exchanges tokens after the rotary embedding. `attn2` (attention to text and image
@@ -38,7 +38,7 @@ class UlyssesWan(UlyssesTransformer):
         return lengths
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """Return the local tokens [B,C,n] of the patch embedding [B,C,T,h,w]. n counts tokens."""
+        """Return the local tokens [batch, channels, local tokens] of the patch embedding [batch, channels, T, h, w]."""
         return self.copy_local_shard(embedded.flatten(2), 2)
 
 
@@ -57,9 +57,9 @@ class WanSelfAttention:
         attention_mask: Tensor | None = None,
         rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Compute the attention of local tokens [B,n,C] to all tokens.
+        """Compute the attention of the local tokens [batch, local tokens, channels] to all tokens.
 
-        rotary_emb: rotary tables (cosines, sines) of all S tokens, [1,S,1,D] each.
+        rotary_emb: rotary tables (cosines, sines) of all tokens, [1, tokens, 1, channels per head] each.
         """
         assert rotary_emb is not None
         lengths = shard_sizes(rotary_emb[0].shape[1], dist.get_world_size(self.group), "tokens")

@@ -39,7 +39,7 @@ class ClipModel:
         return float(self.model.logit_scale.float().exp())
 
     def embed_images(self, media: npt.NDArray[np.uint8] | Sequence[Any]) -> Tensor:
-        """Return one unit vector per image, float32 [B images, D numbers].
+        """Return one unit vector per image, float32 [images, embedding size].
 
         Images are uint8 [B,H,W,3] or PIL images. The processor resizes and crops them.
         """
@@ -52,7 +52,7 @@ class ClipModel:
             return _normalize_rows(self.model.visual_projection(pooled))
 
     def embed_texts(self, texts: Sequence[str]) -> Tensor:
-        """Return one unit vector per text, float32 [B texts, D numbers]. Texts are truncated to the context length."""
+        """Return one unit vector per text, float32 [texts, embedding size]. Long texts are truncated to the context."""
         import torch
 
         max_length = self.model.config.text_config.max_position_embeddings

@@ -17,8 +17,8 @@ class ActionFollowing(ItemReward):
     """Mean over all actions of exp(-MSE / temperature), where MSE compares predicted and conditioning actions.
 
     `temperature` has the unit of squared actions. If the run normalizes actions (data.actions), this is the unit of
-    normalized actions. To find the noise floor, first score real clips with their recorded actions. Parts: `mse`, and
-    `following_moving`, which is the mean over only those actions that are larger than the median.
+    normalized actions. To find the noise floor, first score real clips with their recorded actions. The reward also
+    reports `mse`, and `following_moving`, which is the mean over only those actions that are larger than the median.
     """
 
     name = "action_following"

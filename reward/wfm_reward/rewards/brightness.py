@@ -31,9 +31,9 @@ MAX_NEIGHBOUR_DISTANCE = 0.15  # maximum RMS distance to a neighbour, with brigh
 class BrightnessFollowing(ItemReward):
     """Fraction of the requested brightness changes that the video shows, minus its distance from an ideal video.
 
-    The distance is the mean over pixels to the nearest ideal frame, in units of BRIGHTNESS_STEP. The reward also
-    reports `following` (the fraction), `residual` (the distance) and `still`: the fraction for the requests
-    "unchanged" only, missing if there are none.
+    The distance is the mean absolute difference of the pixels from the nearest ideal video, in units of
+    BRIGHTNESS_STEP. The reward also reports `following`, the fraction, and `residual`, the distance. `still` is the
+    fraction over only those moves that request no change. It is missing if there are no such moves.
     """
 
     name = "brightness"

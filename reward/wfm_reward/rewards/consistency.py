@@ -17,11 +17,11 @@ NEGLIGIBLE = 1e-4  # brightness differences (0..1) below this count as zero
 class Consistency(ItemReward):
     """Mean of start continuity, steadiness and sharpness, each from 0 to 1. Needs at least three frames and no model.
 
-    Parts: `start` is the PSNR between the first two frames divided by 40 dB (the first frame is often a conditioning
-    frame). `start_db` is this PSNR in dB. `steadiness` is 1 - |second temporal differences| / (2 |first differences|),
-    which is low for flicker. `sharpness` compares the mean spatial gradients of the first third and the last third of
-    the frames: the smaller mean divided by the larger mean. It is low for videos that drift into blur or noise.
-    (Rewards based on inverse dynamics do not penalize such videos.)
+    The reward also reports its three terms. `start` is the PSNR between the first two frames divided by 40 dB (the
+    first frame is often a conditioning frame), and `start_db` is this PSNR in dB. `steadiness` is 1 - |second temporal
+    differences| / (2 |first differences|), which is low for flicker. `sharpness` compares the mean spatial gradients of
+    the first third and the last third of the frames: the smaller mean divided by the larger mean. It is low for videos
+    that drift into blur or noise. (Rewards based on inverse dynamics do not penalize such videos.)
     """
 
     name = "consistency"

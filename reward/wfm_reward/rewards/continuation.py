@@ -19,8 +19,8 @@ class Continuation(ItemReward):
     """Weighted mean of PSNR / 40 dB (at most 1), SSIM and 1 - LPIPS between a video and its recording.
 
     Conditioning frames are omitted. The recording is encoded and decoded by the VAE first, so that a perfect sample
-    scores 1. Only videos from a run whose trajectories are those of the data have a recording. Parts: `psnr_db`,
-    `ssim`, and `lpips` if it has a weight.
+    scores 1. A video has a recording only if the run generates it with the trajectory of the recording. The
+    reward also reports `psnr_db`, `ssim`, and, if its weight is above 0, `lpips`.
     """
 
     name = "continuation"
@@ -37,7 +37,7 @@ class Continuation(ItemReward):
     def __init__(
         self, device: str = "cpu", *, psnr: float = 1.0, ssim: float = 1.0, lpips: float = 0.0, net: str = "alex"
     ) -> None:
-        """Store the options. Raises RewardError for weights below 0, or if all are 0.
+        """Store the options. Raises RewardError if a weight is negative or all weights are 0.
 
         psnr, ssim, lpips: weights. A weight of 0 disables the part. net: network of LPIPS (package `lpips`): alex, vgg
         or squeeze.

@@ -150,7 +150,7 @@ class GenEval(ItemReward):
         return [COLORS[index] for index in indices.tolist()]
 
     def _embed_color_texts(self, name: str) -> Tensor:
-        """Return one CLIP text embedding of unit length per colour: [len(COLORS), D numbers].
+        """Return one CLIP text embedding of unit length per colour: [len(COLORS), embedding size].
 
         The embedding of a colour is the average over the prompts in COLOR_TEMPLATES.
         """

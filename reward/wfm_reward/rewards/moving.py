@@ -1,4 +1,4 @@
-"""Rewards of the video quickstart: motion of the requested shape, and a held-out reward, the nearest real clip."""
+"""Rewards of the video quickstart: motion of the requested shape, and similarity to real clips (held-out reward)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class MovingReward(ItemReward):
     """Motion in the requested direction, 0 to 1, multiplied by a quality score, 0 to 1.
 
     The option `what` selects the quality score. With `shape`, it is the part `identity`, which is the similarity to the
-    requested shape in every frame. With `light`, it is the part `light`, which only grows with the amount of light, so
-    this reward is easy to hack. Further parts: `way` is the motion, and `right_way` is 1 if the motion exceeds 0.5.
-    Metadata: `shape`, `direction`.
+    requested shape in every frame. With `light`, it is the part `light`, which depends only on the amount of light, so
+    this reward is easy to hack. The reward also reports `way`, the motion, and `right_way`, 1 if `way` exceeds 0.5.
+    Required metadata: `shape` and `direction`.
     """
 
     name = "moving"
@@ -63,9 +63,9 @@ class MovingReward(ItemReward):
 class NearestClip(ItemReward):
     """PSNR in dB, at most 60, between the video and the nearest real clip.
 
-    Both are compared as grids of large square cells. Parts, each 0.0 or 1.0: `shape` and `direction` are 1.0 if the
-    nearest clip has the requested shape or direction. `both` is 1.0 if it has both. `real` is 1.0 if the mean squared
-    error is below .01. Metadata: `shape` and `direction`.
+    Both are compared as grids of large square cells. The reward also reports four values that are 0.0 or 1.0. `shape`
+    and `direction` are 1.0 if the nearest clip has the requested shape or direction. `both` is 1.0 if it has both.
+    `real` is 1.0 if the mean squared error is below .01. Required metadata: `shape` and `direction`.
     """
 
     name = "nearest_clip"

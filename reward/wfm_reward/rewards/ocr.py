@@ -14,7 +14,7 @@ QUOTED_TEXT = re.compile(r'"([^"]*)"')
 
 
 class Ocr(ItemReward):
-    """1 - d / len(target), 0 to 1, for the edit distance d between the recognized text and the target.
+    """1 - d / len(target), where d is the edit distance between the recognized text and the target (0 to 1).
 
     d is 0 if the recognized text contains the target, and at most len(target). The target is the metadata `ocr_target`.
     If there is no such metadata, it is the first text in double quotes in the prompt. Case and whitespace are ignored.

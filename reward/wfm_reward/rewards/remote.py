@@ -31,8 +31,8 @@ class Remote(Reward):
 
     Set the addresses with the environment variables REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and, if needed,
     REMOTE_REWARD_TOKEN. The prefix of these names can also be WFM_REWARD_ or DIFFUSION_REWARD_. `remote/NAME` is
-    `remote` with the option `reward: NAME`, so that a recipe can use several remote rewards. The limits of the score
-    are those of the remote reward.
+    `remote` with the option `reward: NAME`, so that a recipe can use several remote rewards. The score has the
+    limits of the remote reward.
     """
 
     name = "remote"

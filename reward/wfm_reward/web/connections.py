@@ -36,7 +36,7 @@ class ConnectionAcceptor:
         self._loop = asyncio.get_running_loop()
 
     async def serve(self, listeners: Iterable[socket.socket]) -> None:
-        """Accept connections until cancelled. Connections that are open at that time stay with the aiohttp server."""
+        """Accept connections until cancelled. The aiohttp server keeps handling connections that are still open."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._close_idle_connections())
             for listener in listeners:

@@ -55,7 +55,7 @@ class EnqueueFields(BaseModel):
 
 
 def parse_enqueue(body: memoryview) -> ScoreRequest:
-    """Parse and validate an enqueue request. Raises HttpProblem."""
+    """Parse and validate an enqueue request. Raises HttpProblem if it is invalid."""
     line = bytes(body[:MAX_LINE_BYTES]).partition(b"\n")[0]
     if len(line) >= min(len(body), MAX_LINE_BYTES):
         raise invalid_request(f"no newline after the JSON within {MAX_LINE_BYTES} bytes")

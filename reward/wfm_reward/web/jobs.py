@@ -57,7 +57,7 @@ class ItemResults:
 
 @dataclass(slots=True)
 class ScoreJob:
-    """One scoring request of a client. Holds results, but not the images and videos."""
+    """One scoring request of a client, with its results but without its images and videos."""
 
     id: str
     info: Mapping[str, Any]  # of the request
@@ -76,7 +76,7 @@ class _Piece:
 
 
 class ScoreJobs:
-    """All jobs of the server. Create and use it within the event loop; `close` ends its thread."""
+    """All jobs of the server. Create and use this object within the event loop. `close` ends its thread."""
 
     def __init__(
         self, endpoint: str, max_batch: Mapping[str, int], result_ttl_s: float, keys: ClientKeys | None

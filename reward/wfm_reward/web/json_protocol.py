@@ -42,9 +42,10 @@ class ComputeFields(BaseModel):
 
 
 def parse_compute(body: memoryview, reserve: ReserveBytes) -> tuple[ScoreRequest, float | None]:
-    """Return (request, its time limit in seconds or None). Raises HttpProblem, and exceptions of `reserve`.
+    """Return (request, its time limit in seconds or None).
 
-    reserve: called with the size of each decoded array before the array is allocated.
+    reserve: function that is called with the size of each decoded array before the array is allocated. Raises
+    HttpProblem for an invalid request, and any exception that `reserve` raises.
     """
     text = bytes(body)
     if sum(text.count(delimiter) for delimiter in (b",", b"[", b"{")) > MAX_VALUES:
@@ -79,7 +80,7 @@ def parse_compute(body: memoryview, reserve: ReserveBytes) -> tuple[ScoreRequest
 
 
 def decode_image(text: str, reserve: ReserveBytes) -> npt.NDArray[np.uint8]:
-    """Decode a base64 image to uint8 [H,W,3]. Raises HttpProblem."""
+    """Decode a base64 image to uint8 [H,W,3]. Raises HttpProblem if it is invalid."""
     from PIL import Image
 
     data = _decode_base64(text)
@@ -94,7 +95,7 @@ def decode_image(text: str, reserve: ReserveBytes) -> npt.NDArray[np.uint8]:
 
 
 def decode_video(item: str | list[str], reserve: ReserveBytes) -> npt.NDArray[np.uint8]:
-    """Decode a list of base64 images or a base64 video file to uint8 [T,H,W,3]. Raises HttpProblem."""
+    """Decode a list of base64 images or a base64 video file to uint8 [T,H,W,3]. Raises HttpProblem if it is invalid."""
     if isinstance(item, str):
         return _decode_video_file(_decode_base64(item), reserve)
     if not item:
@@ -137,8 +138,10 @@ def _decode_base64(text: str) -> bytes:
 def compute_reply(
     rewards: Sequence[str], scores: dict[str, list[tuple[float | None, str | None, dict[str, float]]]]
 ) -> dict[str, Any]:
-    """Build the reply. Its key `scores` has the values of all rewards, and `rewards` only those of the first reward, as
-    Flow-Factory expects."""
+    """Build the reply. Its key `scores` has the values of all rewards.
+
+    Its key `rewards` has only the values of the first reward, because Flow-Factory expects this.
+    """
     values = {name: [value for value, _, _ in scores[name]] for name in rewards}
     failures = [
         {"reward": name, "index": i, "reason": failure}

@@ -1,1 +1,1 @@
-"""`wfm doctor`."""
+"""`wfm doctor`: check this machine, and whether it can train a recipe."""

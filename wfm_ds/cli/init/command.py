@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def complete_request(args: argparse.Namespace, questions: Questions) -> RecipeRequest:
-    """Return the options, after asking for those that are missing. Raises UserError if they contradict each other."""
+    """Ask for missing options and return all options. Raises UserError if options contradict each other."""
     from wfm_ds.models.assets.hub import require_pipeline_folder
     from wfm_ds.models.assets.local_folders import require_local_model
     from wfm_ds.recipe.tiny import TINY_PREFIX
@@ -215,7 +215,7 @@ def suggest_models(data: DataSummary, task: Task) -> tuple[str, ...]:
 
 
 def guess_family(model_path: str) -> TinyFamily | None:
-    """Return the tiny family that stands in for a model. Returns None if the path does not show the family."""
+    """Return the tiny family that matches a model, or None if the model's path does not show its family."""
     from wfm_ds.recipe.tiny import find_tiny_family
 
     try:
@@ -263,7 +263,7 @@ def choose_rewards(
 
 
 def suggest_rewards(kinds: Sequence[str], data: DataSummary) -> list[str]:
-    """Return names of rewards for this kind of samples. Rewards that read the metadata of the data come first."""
+    """Return names of rewards for these kinds of samples. Rewards that read the metadata of the data come first."""
     from wfm_reward import registry
 
     special = []
@@ -305,9 +305,9 @@ def format_command(request: RecipeRequest, *, force: bool) -> str:
 
 
 def write_recipe(out: Path, text: str) -> None:
-    """Check the recipe, its data, folders and rewards as `wfm check` does, without loading the model, and write it.
+    """Check the recipe as `wfm check` does, but without loading the model. Then write it.
 
-    Writes nothing if a check fails. Raises UserError.
+    Raises UserError, and writes nothing, if the recipe, its data, its folders or its rewards are invalid.
     """
     from wfm_ds.recipe import file as recipe_file
 

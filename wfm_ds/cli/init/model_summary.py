@@ -29,7 +29,7 @@ class PipelineSummary:
 
 @dataclass(frozen=True, slots=True)
 class LanguageModelSummary:
-    """A vision-language model."""
+    """Path and title of a vision-language model."""
 
     path: str
     title: str

@@ -24,8 +24,9 @@ class Questions:
     ) -> str:
         """Return a key of `choices`, or any other text if `other` is set.
 
-        choices: {answer: its description}. default: also the answer without a terminal; None: the first choice on a
-        terminal, else a UserError that names the option. other: what a user may type instead of a number.
+        choices: {answer: its description}. default: answer for an empty input, and without a terminal. If it is None,
+        an empty input selects the first choice, and without a terminal, a UserError that names the option is raised.
+        other: description of what the user may type instead of a number.
         """
         if not self.can_ask:
             return default if default is not None else self._refuse(option)
@@ -45,9 +46,9 @@ class Questions:
             sys.stdout.write(f"{answer!r} is not a number from 1 to {len(answers)}\n")
 
     def ask_value(self, question: str, parse: Callable[[str], T], *, option: str, default: str = "") -> T:
-        """Return the answer, parsed. Asks again while `parse` raises a UserError.
+        """Ask for a value and return parse(answer). Asks again while `parse` raises a UserError.
 
-        Without a terminal, the answer is the default. Raises UserError, naming the option, if there is no default.
+        Without a terminal, the default is used. If there is none, raises a UserError that names the option.
         """
         if not self.can_ask:
             return parse(default or self._refuse(option))

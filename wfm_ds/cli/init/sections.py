@@ -1,4 +1,4 @@
-"""The recipe that `wfm init` proposes for a task, its data and a model: values, each with the reason for it."""
+"""The recipe that `wfm init` proposes for a task, its data and a model. Each value has its reason as a comment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LEARNING_RATES: dict[Task, tuple[float, float]] = {
     "distill": (3e-5, 3e-5),
     "reasoner": (1e-4, 1e-5),
 }
-"""{task: (for LoRA, for all weights)}"""
+"""{task: (learning rate for LoRA, learning rate for all weights)}"""
 
 
 class RecipeLine(NamedTuple):
@@ -42,7 +42,7 @@ Sections = dict[str, list[RecipeLine]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeRequest:
-    """The options of `wfm init`, complete."""
+    """The options of `wfm init`. Missing options have been asked for or set to their defaults."""
 
     task: Task
     data: DataSummary
@@ -134,7 +134,10 @@ def create_supervised_sections(request: RecipeRequest, model: PipelineSummary) -
 
 
 def few_step_lines(model: PipelineSummary, *keys: str) -> list[RecipeLine]:
-    """Return a line for each key that sets the model's number of denoising steps. Empty if it has no such number."""
+    """Return lines that set each of these keys to the number of steps for which the model was distilled.
+
+    Returns [] if the model is not a few-step model.
+    """
     steps = model.num_steps
     return (
         [] if steps is None else [RecipeLine(key, steps, f"the model is distilled for {steps} steps") for key in keys]
@@ -237,7 +240,7 @@ def choose_output_folder(out: Path) -> str:
 
 
 def choose_inputs(request: RecipeRequest, model: PipelineSummary) -> list[str]:
-    """Return the conditioning inputs to train with: those that the model needs, and actions if the task needs them."""
+    """Return the inputs to train with: all inputs that the model requires, and actions if the task needs them."""
     uses_actions = request.task == "actions" or (request.task == "rl" and request.data.are_videos)
     optional = model.optional_inputs if uses_actions else ()
     return [name for name in (*model.inputs, *optional) if name in request.data.metadata_keys]
@@ -290,9 +293,9 @@ def conditioning_lines() -> list[RecipeLine]:
 
 
 def frame_lines(request: RecipeRequest, model: PipelineSummary) -> list[RecipeLine]:
-    """Return the line sampling.num_frames: the default of the pipeline, or fewer if the videos are too short.
+    """Return the line for sampling.num_frames: the pipeline's default, or less if the videos are too short.
 
-    Raises UserError if they have fewer than five frames.
+    Raises UserError if most videos have fewer than five frames.
     """
     data = request.data
     if not model.is_video:
@@ -314,7 +317,7 @@ def frame_lines(request: RecipeRequest, model: PipelineSummary) -> list[RecipeLi
 
 
 def holdout_line(num_samples: int) -> RecipeLine:
-    """Return the line validation.holdout: about VALIDATION_SAMPLES samples, but at most a fifth of the data."""
+    """Return the line for validation.holdout, which holds out about VALIDATION_SAMPLES samples, at most 20 %."""
     share = round(min(MAX_HOLDOUT, max(MIN_HOLDOUT, VALIDATION_SAMPLES / num_samples)), 2)
     count = min(max(1, round(share * num_samples)), num_samples - 1)  # a single sample is trained on
     comment = f"about {count} of {num_samples}" + (
@@ -330,7 +333,7 @@ def prompt_count_line(num_samples: int) -> RecipeLine:
 
 
 def create_held_out_lines(request: RecipeRequest) -> list[RecipeLine]:
-    """Return the lines for a reward that is never trained on, with enough prompts to see it fall."""
+    """Return the lines for a held-out reward, and for enough validation prompts to detect that this reward falls."""
     if request.held_out_reward is None:
         return []
     comment = "never trained on (docs/rewards.md)"
@@ -357,7 +360,7 @@ def training_size(model: PipelineSummary, sizes: Sequence[tuple[int, int]]) -> t
 
 
 def size_lines(sizes: Sequence[tuple[int, int]], height: int, width: int) -> list[RecipeLine]:
-    """Return the lines data.buckets and data.max_upscale, if the files need them at height x width.
+    """Return the lines for data.buckets and data.max_upscale, if the files need them at height x width.
 
     Without buckets, files of other aspect ratios lose much of their area. Files that must be enlarged more than
     max_upscale are skipped.

@@ -19,7 +19,8 @@ FLUX2_STEPS = 4  # steps of the distilled FLUX.2-klein, which has is_distilled i
 def find_few_steps(path: str, folder: Path, family: type[DiffusionModel]) -> int | None:
     """Return the number of steps that a model was distilled to, or None if it was not distilled.
 
-    path: name on the Hub, or the folder. folder: contains the model's model_index.json and perhaps call.json.
+    path: the repository on the Hub or the local folder, as in model.path. folder: local folder with model_index.json
+    and, optionally, call.json.
     """
     index = read_json(folder / "model_index.json")
     steps = FEW_STEP_REPOS.get(path) or read_few_steps(folder, family, index)
@@ -29,7 +30,7 @@ def find_few_steps(path: str, folder: Path, family: type[DiffusionModel]) -> int
 
 
 def read_few_steps(folder: Path, family: type[DiffusionModel], index: Mapping[str, Any]) -> int | None:
-    """Return the number of steps in call.json of a model or LoRA.
+    """Return the number of steps in the call.json of a model or LoRA.
 
     Returns None if the file is missing, does not disable guidance, or has more than MAX_FEW_STEPS steps.
     family, index: the model's family and the content of its model_index.json.

@@ -22,7 +22,7 @@ LICENCE = "NVIDIA's Open Model License requires the guardrail or an equivalent o
 
 
 class NoGuardrail:
-    """A safety checker that accepts everything. A saved pipeline contains null in its place."""
+    """A safety checker that accepts everything. Saved pipelines contain null instead of this checker."""
 
     def to(self, device: Any) -> NoGuardrail:
         return self
@@ -64,16 +64,17 @@ def require_safe_prompts(safety_checker: Any, prompts: Sequence[str]) -> None:
 
 
 def apply_guardrail(safety_checker: Any, pixels: Tensor) -> Tensor:
-    """Apply the safety checker to float32 videos [B,3,F,H,W] in [0, 1].
+    """Blur faces in videos and replace unsafe videos by black videos.
 
-    The checker blurs faces and replaces unsafe videos by black ones. It works on 8-bit pixels, so values are rounded
-    down to 8 bits. If the guardrail is off, the pixels are returned unchanged.
+    pixels: float32 [batch, 3, frames, height, width] in [0, 1].
+    The checker works on 8-bit pixels, so pixel values are rounded down to multiples of 1/255. If the guardrail is off,
+    the pixels are returned unchanged.
     """
     if isinstance(safety_checker, NoGuardrail):
         return pixels
     frames = (255 * pixels).to("cpu", torch.uint8).movedim(1, -1).numpy()  # rounds down, as the diffusers pipeline does
     results = [safety_checker.check_video_safety(video) for video in frames]
     if rejected := sum(video is None for video in results):
-        log.warning("the guardrail rejected %d videos: they are black", rejected)
+        log.warning("the guardrail rejected %d videos and replaced them by black videos", rejected)
     videos = [np.zeros_like(frames[0]) if video is None else video for video in results]
     return torch.from_numpy(np.stack(videos)).to(pixels.device).movedim(-1, 1).float() / 255

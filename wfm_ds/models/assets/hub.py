@@ -85,7 +85,7 @@ def is_commit(revision: str | None) -> bool:
 
 @functools.cache
 def can_find_host(host: str | None) -> bool:
-    """Return whether DNS resolves a host name. Also returns True if a proxy is set."""
+    """Return whether DNS resolves the host name. Returns True without a DNS lookup if a proxy is set."""
     if urllib.request.getproxies().keys() - {"no"}:  # the key `no` is the variable NO_PROXY, not a proxy
         return True
     try:
@@ -100,10 +100,11 @@ def is_offline() -> bool:
 
 
 def resolve_commit(repo: str, revision: str | None) -> str:
-    """Return the current commit of a branch or tag. revision: None is the branch main; a commit is returned unchanged.
+    """Return the commit hash of a branch or tag. Does not change the Hub cache.
 
-    Without a connection, the commit of the last download is returned. The branches recorded in the Hub cache do not
-    change. Raises HubConnectionError if there is neither a connection nor a download, and ModelError like `list_files`.
+    revision: branch or tag; None means the branch main. A commit hash is returned unchanged.
+    Without a connection, returns the commit of the last download. Raises HubConnectionError if there is no earlier
+    download either. Raises ModelError like `list_files`.
     """
     if revision is not None and is_commit(revision):
         return revision
@@ -120,7 +121,7 @@ def resolve_commit(repo: str, revision: str | None) -> str:
 
 
 def find_cached_snapshot(repo: str, revision: str | None) -> Path | None:
-    """Return the snapshot folder of the last download, or None if there is none. It may lack files."""
+    """Return the snapshot folder of the last download, or None if there is none. The folder may lack files."""
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=[], local_files_only=True))
     except LocalEntryNotFoundError:
@@ -128,10 +129,10 @@ def find_cached_snapshot(repo: str, revision: str | None) -> Path | None:
 
 
 def download_first_file(repo: str, name: str, revision: str | None) -> Path:
-    """Download a file to the Hub cache and return its snapshot folder.
+    """Download one file to the Hub cache and return the snapshot folder that contains the file.
 
-    Without a network, only the cache is read, because huggingface_hub would repeat the request for half a minute before
-    it reads the cache. Raises the errors of hf_hub_download.
+    Offline, this function only reads the cache. Otherwise huggingface_hub would retry for half a minute before it reads
+    the cache. Raises the same errors as hf_hub_download.
     """
     return Path(hf_hub_download(repo, name, revision=revision, local_files_only=is_offline())).parent
 
@@ -139,7 +140,7 @@ def download_first_file(repo: str, name: str, revision: str | None) -> Path:
 def download_index(repo: str, revision: str | None) -> Path:
     """Download model_index.json to the Hub cache and return its snapshot folder, which is named after the commit.
 
-    Raises ModelError if the Hub does not have the file, or if it is not cached and there is no network.
+    Raises ModelError if the repository has no model_index.json, or if the file is neither cached nor downloadable.
     """
     with translate_hub_errors(repo, revision), hide_bars_without_terminal():
         try:
@@ -243,8 +244,8 @@ def file_name(name: str) -> str:
 def is_snapshot_complete(repo: str, folder: Path, parts: Sequence[str], *, weights: bool) -> bool:
     """Return whether the snapshot folder has all files of the components in `parts`.
 
-    Uses the file list that the last download saved. If there is no list, each component folder must contain files and
-    all shards of its weights.
+    Compares the folder with the file list that the last download saved. Without such a list, checks that each component
+    folder contains files and that no weight shards are missing.
     """
     try:
         files = [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]
@@ -294,9 +295,9 @@ def hide_bars_without_terminal() -> Iterator[None]:
 
 @contextmanager
 def log_download_progress(repo: str, files: Sequence[DryRunFileInfo]) -> Iterator[None]:
-    """Log the size of the download now and, without progress bars, a message every PROGRESS_INTERVAL_S seconds.
+    """Log the size of the download, then report progress every PROGRESS_INTERVAL_S seconds inside the context.
 
-    Also reports progress to the hang watchdog every PROGRESS_INTERVAL_S seconds.
+    Each report goes to the hang watchdog. If progress bars are disabled, it is also printed.
     """
     todo = [file for file in files if file.will_download]
     log.info(

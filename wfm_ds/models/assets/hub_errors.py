@@ -1,4 +1,4 @@
-"""Errors of the Hugging Face Hub as one sentence that says what to do."""
+"""Converts errors of the Hugging Face Hub to one-sentence messages that say what to do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CONNECTION_ERRORS = (errors.HTTPError, ConnectionError, TimeoutError, RuntimeErr
 
 
 class HubConnectionError(ModelError):
-    """The Hub cannot be reached, and the cache lacks a file."""
+    """Raised if the Hub cannot be reached and the Hub cache lacks a required file."""
 
 
 @contextmanager

@@ -21,7 +21,7 @@ FILE_PATTERNS = ("*.json", "model*.safetensors", "*.txt", "*.jinja", "*.model") 
 
 
 def locate_language_model(path: str, revision: str | None = None) -> Path:
-    """Return the folder of a vision-language model. From the Hub, only config.json is downloaded.
+    """Return the folder of a vision-language model. For a Hub repository, only config.json is downloaded.
 
     Raises ModelError if the model does not exist.
     """
@@ -59,8 +59,8 @@ def list_language_files(repo: str, revision: str | None) -> list[DryRunFileInfo]
 def is_language_snapshot_complete(repo: str, folder: Path) -> bool:
     """Return whether the snapshot folder has all files of the model.
 
-    Uses the file list that the last download saved. If there is no list, only the weight files and the tokenizer are
-    checked.
+    Compares the folder with the file list that the last download saved. Without such a list, checks only the weight
+    files and the tokenizer.
     """
     try:
         names = [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]

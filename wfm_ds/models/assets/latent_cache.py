@@ -31,12 +31,12 @@ class LatentCache:
         return self._cache_key(medium, framing) in self._store
 
     def read(self, medium: Media, framing: Framing) -> Tensor | None:
-        """Return the cached latents [C,...], float32 on the CPU. Returns None if there is no entry."""
+        """Return the cached latents [channels, ...], float32 on the CPU, or None if there is no entry."""
         entry = self._store.read(self._cache_key(medium, framing))
         return None if entry is None else entry[TENSOR_NAME]
 
     def write(self, medium: Media, framing: Framing, latents: Tensor) -> None:
-        """Store the latents [C,...] of one image or video. Raises OSError."""
+        """Store the latents [channels, ...] of one image or video. Raises OSError if the disk cannot be written."""
         self._store.write(self._cache_key(medium, framing), {TENSOR_NAME: latents})
 
     def _cache_key(self, medium: Media, framing: Framing) -> dict[str, Any]:

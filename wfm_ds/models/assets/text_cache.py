@@ -76,7 +76,10 @@ def format_prompts(
 
 
 def require_viewpoints(model: DiffusionModel, size: SamplingRecipe, key: str) -> None:
-    """Raise ModelError if the model's captions do not contain the view. key: the recipe key or option that sets it."""
+    """Raise ModelError if the model's prompts cannot contain a viewpoint.
+
+    key: recipe key or command-line option that sets the viewpoint, for the message.
+    """
     shape = (size.height, size.width, size.num_frames)
     if model.format_prompt("", *shape, viewpoint="wrist_view") == model.format_prompt("", *shape):
         raise ModelError(f"{key}: captions of {model.family} ({model.path}) do not mention the view: remove it")
@@ -86,10 +89,10 @@ class PrecomputedEmbedding(Protocol):
     """A text embedding that is stored with the training data."""
 
     def identity(self) -> Sequence[str | int]:
-        """Return a key that changes when the embedding changes. Raises OSError."""
+        """Return a key that changes when the embedding changes. Raises OSError if its file cannot be read."""
 
     def load(self) -> Tensor:
-        """Load the embedding [n tokens, D channels], which may come from any text encoder. Raises DataError."""
+        """Load the embedding [tokens, channels], which may come from any text encoder. Raises DataError on failure."""
 
 
 class EmbeddingLru:
@@ -121,9 +124,10 @@ class EmbeddingLru:
 
 
 class TextCache:
-    """A cache for the results of `model.encode_text` and, for NegativeText, `model.encode_negative_text`.
+    """A cache of text embeddings in memory and, optionally, on disk.
 
-    Each text is encoded separately, so results do not depend on the batch.
+    `model.encode_negative_text` encodes texts of type NegativeText. `model.encode_text` encodes all other texts. Each
+    text is encoded separately, so results do not depend on the batch.
     """
 
     def __init__(
@@ -135,7 +139,10 @@ class TextCache:
         store: TensorStore | None = None,
         precomputed: Mapping[str, PrecomputedEmbedding] | None = None,
     ) -> None:
-        """precomputed: {text: embedding} to use instead of encoding, if the shape fits the model's text encoder."""
+        """precomputed: {text: embedding} to use instead of encoding the text.
+
+        If an embedding cannot be loaded or its shape does not fit the model, its text is encoded.
+        """
         self._model = model
         self._store, self._max_bytes = store, max_bytes
         self._precomputed = precomputed or {}
@@ -144,15 +151,15 @@ class TextCache:
         self._on_host, self._on_device = EmbeddingLru(max_bytes), EmbeddingLru(max_device_bytes)
 
     def encode(self, texts: Sequence[Text]) -> dict[str, Tensor]:
-        """Return {name: tensor [B, ...]} for B texts, on the model's device."""
+        """Return {conditioning key: tensor [number of texts, ...]} on the model's device."""
         rows = self._device_rows(dict.fromkeys(texts))
         return self._model.stack_conditioning([rows[text] for text in texts])
 
     def prepare(self, texts: Iterable[Text]) -> None:
         """Encode texts that are not cached yet. Stops when the new embeddings fill half of the host cache.
 
-        Text encoders make the host wait for the device. Call this method in advance, so that `encode` rarely has to run
-        the text encoders.
+        Running the text encoders makes the host wait for the device. Call this method in advance, so that `encode`
+        finds most texts in the cache.
         """
         if not self._model.text_encoders():
             return
@@ -256,15 +263,15 @@ def create_text_store(recipe: Recipe, model: DiffusionModel) -> TensorStore | No
 
 
 def software_key(model: DiffusionModel) -> str:
-    """Return a hash of everything that changes the embedding of a given text, including device and torch version."""
+    """Return a hash of everything that affects embeddings, including device type and torch version."""
     settings = {**model.text_cache_key(), "device": model.device.type, "torch": torch.__version__}
     return hashlib.sha256(canonical_json(settings).encode()).hexdigest()[:24]
 
 
 def open_store_folder(store: TensorStore, *, required: bool) -> bool:
-    """Create the folder and record that a run uses it. Return whether this succeeded.
+    """Create the folder and record the current time as its last use. Return True on success.
 
-    On failure, raises DataError if `required` is set, and otherwise logs a warning and returns False.
+    If the folder cannot be written, raises DataError if `required` is set. Otherwise logs a warning and returns False.
     """
     try:
         store.folder.mkdir(parents=True, exist_ok=True)

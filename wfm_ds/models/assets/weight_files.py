@@ -48,9 +48,9 @@ def list_weight_files(folder: Path) -> list[Path]:
 
 
 def shard_index_path(folder: Path, base: str) -> Path:
-    """Return the path at which the shard index of the weights would be. The file may not exist.
+    """Return the path of the shard index of a network's weights. The file may not exist.
 
-    base: `diffusion_pytorch_model` or `model`.
+    base: base name of the weight files, `diffusion_pytorch_model` or `model`.
     """
     variant = select_variant(folder)
     return folder / (
@@ -73,11 +73,11 @@ def pipeline_variant(folder: Path) -> str | None:
 
 
 def fingerprint_folders(folder: Path, parts: Iterable[str]) -> str:
-    """Return a SHA-256 hex digest of the pipeline subfolders in `parts`, such as "vae".
+    """Return a SHA-256 hex digest of subfolders of a pipeline folder.
 
+    parts: names of the subfolders, such as "vae".
     Configs and tokenizer files are hashed completely. For a weight file, only the size, the header, the first MiB and
-    the last MiB are hashed. Weight files that would not be loaded are skipped. Raises ModelError if a file cannot be
-    read.
+    the last MiB are hashed. Weight files that are not loaded are skipped. Raises ModelError if a file cannot be read.
     """
     digest = hashlib.sha256()
     for part in sorted(parts):

@@ -54,8 +54,8 @@ def write_tiny_model(family: str, out: Path) -> None:
 def drop_derived_config(file: Path) -> None:
     """Remove block_out_channels from the config of an AutoencoderTiny.
 
-    AutoencoderTiny computes this value from other keys, but saves it too. Diffusers would log a warning when it loads
-    the key.
+    AutoencoderTiny saves this value although it computes it from other keys. Diffusers would log a warning when it
+    loads a config with this key.
     """
     config = json.loads(file.read_text())
     if config["_class_name"] == "AutoencoderTiny":

@@ -1,6 +1,6 @@
-"""Random text encoders, image encoders and vision-language models of the tiny pipelines, of width 16 to 64.
+"""Random text encoders, image encoders and vision-language models for the tiny pipelines. Their widths are 16 to 64.
 
-Functions named `..._text` build the tokenizers and text encoders of a pipeline, {component name: component}.
+Functions named `..._text` build the tokenizers and text encoders of a pipeline and return {component name: component}.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def qwen3vl_model(tokenizer: Any, prefix: str, seed: int, *, text: Mapping[str, 
     """Return a Qwen3-VL with two text layers of width 32 and two vision layers.
 
     prefix: common prefix of the model and config class names, Qwen3VL or Qwen3VLMoe.
-    text: values to add to the text section of the config. top: values to add to its top level.
+    text: values to add to the config's text section. top: values to add to the config's top level.
     """
     config = getattr(transformers, f"{prefix}Config")(
         text_config={
@@ -197,7 +197,7 @@ def flux2_dev_text() -> Parts:
 
 
 def clip_image_parts() -> Parts:
-    """Return the image encoder of Wan 2.1, with the library's initial weights, and its processor."""
+    """Return a CLIP image encoder for Wan 2.1, with the initial weights of transformers, and its image processor."""
     config = transformers.CLIPVisionConfig(
         hidden_size=CLIP_IMAGE_WIDTH,
         intermediate_size=32,

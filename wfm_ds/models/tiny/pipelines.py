@@ -68,23 +68,23 @@ def second_wan_expert(config: Mapping[str, Any], boundary: float) -> Parts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyPipeline:
-    """A tiny pipeline. The functions build its components."""
+    """The description of a tiny pipeline. The functions in its fields build the components."""
 
     pipeline: str
-    """The pipeline class of diffusers."""
+    """Name of the pipeline class in diffusers."""
     transformer: str
     sizes: Mapping[str, Any]
     """The config of the transformer."""
     vae: Callable[[], Any]
     scheduler: Callable[[], Any]
     text: Callable[[], Parts]
-    """Builds the tokenizers and text encoders."""
+    """Builds the tokenizers and text encoders. Returns {component name: component}."""
     call: Mapping[str, Any]
-    """The pipeline call arguments for one small image or video, without images and cameras."""
+    """The pipeline call arguments for one small image or video, except input images and cameras."""
     change_weights: Callable[[nn.Module], None] = keep_weights
     """Changes the random transformer in place."""
     more: Callable[[], Parts] = field(default=dict)
-    """Builds further components and constructor arguments."""
+    """Builds further components. Returns {argument of the pipeline's constructor: value}."""
     has_guardrail: bool = False
 
     def build(self) -> Any:

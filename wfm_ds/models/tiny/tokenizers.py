@@ -65,8 +65,8 @@ MISTRAL_SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"  # word
 def suffix_merges(word: str, mark: str) -> list[tuple[str, str]]:
     """Return the BPE merges that build `word` followed by `mark`, from right to left.
 
-    For "red" and "</w>" they are ("e", "d</w>"), ("r", "ed</w>"). Every pair contains the mark, so merges of different
-    words do not interfere.
+    For the word "red" and the mark "</w>", the merges are ("e", "d</w>"), ("r", "ed</w>"). Every pair contains the
+    mark, so merges of different words do not interfere.
     """
     *head, tail = [*word[:-1], word[-1] + mark]
     pairs = []
@@ -79,20 +79,20 @@ def suffix_merges(word: str, mark: str) -> list[tuple[str, str]]:
 def prefix_merges(mark: str, words: Iterable[str]) -> list[tuple[str, str]]:
     """Return the distinct BPE merges that build `mark` followed by each word, from left to right.
 
-    For "_" and "red" they are ("_", "r"), ("_r", "e"), ("_re", "d").
+    For the mark "_" and the word "red", the merges are ("_", "r"), ("_r", "e"), ("_re", "d").
     """
     pairs = [((mark + word)[: end + len(mark)], word[end]) for word in words for end in range(len(word))]
     return list(dict.fromkeys(pairs))
 
 
 def number_tokens(*tokens: str, merges: Iterable[tuple[str, str]], last: Iterable[str] = ()) -> dict[str, int]:
-    """Return {token: id} of `tokens`, the tokens that the merges create, and the tokens in `last`."""
+    """Number `tokens`, then the tokens that the merges create, then the tokens in `last`. Return {token: id}."""
     created = dict.fromkeys(left + right for left, right in merges)
     return {token: index for index, token in enumerate([*tokens, *created, *last])}
 
 
 def byte_symbols() -> list[str]:
-    """Return the 256 characters that represent bytes. They are sorted, because the library returns an unordered set."""
+    """Return the 256 characters that represent bytes, sorted."""
     return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
@@ -111,8 +111,8 @@ def gemma_tokenizer() -> GemmaTokenizer:
     """Return a Gemma tokenizer with 487 ids.
 
     The vocabulary contains special tokens, bytes, the symbol for the start of a word, ASCII characters and words. The
-    first word of a text is split into characters, because this symbol does not precede it. Like the released tokenizer,
-    this tokenizer prepends <bos>.
+    first word of a text is split into characters, because the symbol does not precede it. Like the released tokenizer,
+    the tiny tokenizer prepends <bos>.
     """
     merges = prefix_merges(SENTENCEPIECE_SPACE, WORDS)
     bytes_of_others = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -123,8 +123,8 @@ def gemma_tokenizer() -> GemmaTokenizer:
 def t5_tokenizer() -> T5Tokenizer:
     """Return a T5 tokenizer with 138 ids.
 
-    The score of a token is a log-probability. A text is split so that the sum of scores is highest. Words have higher
-    scores than their characters, so that they are not split.
+    The score of a token is a log-probability. The tokenizer splits a text so that the sum of scores is highest. A word
+    has a higher score than its characters together, so words are not split.
     """
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), (SENTENCEPIECE_SPACE, -4.0)]  # T5 fixes the first 3 ids
     words = [(SENTENCEPIECE_SPACE + word, -2.0) for word in WORDS]
@@ -152,7 +152,7 @@ def qwen_tokenizer(
 
 
 def chat_tokenizer() -> Qwen2Tokenizer:
-    """Return a tokenizer of vision-language models. It adds no space, so that decoding returns the same text."""
+    """Return a tokenizer for vision-language models. It prepends no space, so decoding returns the encoded text."""
     return qwen_tokenizer(add_prefix_space=False, template=CHAT_TEMPLATE)
 
 

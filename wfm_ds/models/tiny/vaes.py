@@ -1,4 +1,4 @@
-"""VAEs of the tiny pipelines: random ones, and two with latents equal to the pixels for the quickstarts."""
+"""VAEs of the tiny pipelines: random VAEs, and for the quickstarts two VAEs with latents equal to the pixels."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def sana_vae() -> Any:
 
 
 def wan_vae(seed: int = SEED, **config: Any) -> Any:
-    """Return a random video VAE: spatial factor 8, temporal factor 4, one mean and one std per channel.
+    """Return a random video VAE with spatial factor 8 and temporal factor 4. Each channel has a mean and a std.
 
     config: constructor arguments to add or replace.
     """
@@ -100,7 +100,7 @@ def wan_vae(seed: int = SEED, **config: Any) -> Any:
 
 
 def wan22_ti2v_vae() -> Any:
-    """Return a random video VAE with spatial factor 16, of which 2 comes from patches of 2 x 2 pixels."""
+    """Return a random video VAE with spatial factor 16. Its patches of 2 x 2 pixels contribute a factor of 2."""
     return wan_vae(
         decoder_base_dim=8,
         is_residual=True,
@@ -120,7 +120,7 @@ def qwen_image_vae() -> Any:
 
 
 def ltx2_vae() -> Any:
-    """Return a random video VAE: temporal factor 2, spatial factor 8.
+    """Return a random video VAE with temporal factor 2 and spatial factor 8.
 
     The mean of its latents is not 0 and their std is not 1, so that tests detect missing normalization.
     """
@@ -154,7 +154,7 @@ def identity_vae() -> Any:
 
     AutoencoderTiny passes (x + 1) / 2 to the encoder for pixels x, and returns 2 y - 1 for the decoder's output y. Its
     decoder starts with a tanh and uses ReLUs. The encoder therefore divides by 20, so that the tanh is almost linear,
-    and the decoder multiplies again. Because a ReLU drops negative values, the decoder computes relu(z) - relu(-z).
+    and the decoder multiplies by 20. A ReLU removes negative values z, so the decoder computes z as relu(z) - relu(-z).
     """
     vae = diffusers.AutoencoderTiny(
         encoder_block_out_channels=(6,),
@@ -183,9 +183,10 @@ def exact_vae() -> Any:
     """Return a Wan VAE with latents equal to the pixels.
 
     Encoding and decoding are exact to 1e-6 for grey videos in [-1, 1] that are constant on cells of 4 x 4 pixels. A
-    latent is the mean of a cell. Its 4 channels are 4 successive frames. The first latent frame has the first frame in
-    channel 0 and zeros in the other channels. Hidden channels 0 to 3 carry x and hidden channels 4 to 7 carry -x,
-    because silu(x) - silu(-x) = x. Channel 8 is a constant much larger than x, so that the norms before silu only scale
+    latent is the mean of a cell. The four latent channels contain four successive frames. The first latent frame has
+    the first frame in channel 0 and zeros in the other channels.
+    Hidden channels 0 to 3 contain x, the values to pass on, and hidden channels 4 to 7 contain -x, because
+    silu(x) - silu(-x) = x. Hidden channel 8 is a constant much larger than x, so that the norms before silu only scale
     by a constant.
     """
     vae = diffusers.AutoencoderKLWan(
@@ -253,5 +254,5 @@ def set_decoder_weights(vae: Any) -> None:
 
 
 def neutralize_norm(norm: Any) -> None:
-    """Set the weight of a norm layer to its divisor, which is about CONSTANT, so that the layer has no effect."""
+    """Set the weight of a norm layer to the layer's divisor (about CONSTANT), so that the layer has no effect."""
     norm.gamma.fill_(CONSTANT / EXACT_WIDTH**0.5)

@@ -1,4 +1,4 @@
-"""Random weights of the tiny networks. Default initial values that would hide errors in tests are replaced."""
+"""Random weights of the tiny networks. They replace default initial values that would hide errors in tests."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def keep_weights(transformer: nn.Module) -> None:
 
 
 def amplify_text(factor: float, transformer: nn.Module) -> None:
-    """Scale the value projections of text tokens in joint attention.
+    """Multiply the value projections of text tokens in joint attention by `factor`.
 
-    With the default scale, a prompt hardly changes an image.
+    Otherwise, a prompt would hardly change the image.
     """
     for name, weight in transformer.named_parameters():
         if ".add_v_proj." in name:
@@ -73,7 +73,7 @@ def build_transformer(
 ) -> Any:
     """Return a random diffusers transformer in evaluation mode.
 
-    change_weights: function that modifies the new transformer in place. Its random numbers depend on `seed` too.
+    change_weights: function that modifies the new transformer in place. Random numbers that it draws depend on `seed`.
     """
     with temporary_seed(seed):
         transformer = getattr(diffusers, class_name)(**sizes)

@@ -1,4 +1,4 @@
-"""Recipe keys that say how rewards become advantages. The computation is in algorithms/advantages.py."""
+"""Recipe keys that control how advantages are computed from rewards. algorithms/advantages.py computes them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from wfm_ds.recipe.sections import RewardRecipe
 
 
 class AdvantageSettings(Section):
-    """Keys that say how rewards become advantages."""
+    """Keys that control how advantages are computed from rewards."""
 
     combine: Literal["sum", "mean", "gdpo"] = "sum"
     """How several rewards are combined. `sum`: compute one advantage from the weighted sum of the rewards. `mean`:
     compute an advantage per reward and take their weighted mean. `gdpo` (arXiv 2601.05242): compute an advantage per
     reward, take their weighted sum and normalize it over all samples."""
     advantage_std: Literal["group", "global", "none"] = "global"
-    """Divisor of centred rewards: the standard deviation of the group, of all samples, or none."""
+    """Divisor of the centred rewards. `group`: standard deviation of the group. `global`: standard deviation of all
+    samples. `none`: no division."""
     std_unbiased: bool = False
     """Use the unbiased standard deviation (divide by n - 1), like some other trainers."""
     adv_clip_max: PositiveFloat = 5.0
@@ -29,7 +30,7 @@ class AdvantageSettings(Section):
 
     @property
     def num_selected(self) -> int | None:
-        """Number of samples per group that are trained on: half of them the best, half the worst. None: all."""
+        """Number of samples per group to train on: half of them the best samples, half the worst. None: all samples."""
         return None
 
     @property

@@ -59,7 +59,7 @@ class ModelProperties(Protocol):
 
     @property
     def sigma_ranges(self) -> Sequence[tuple[float, float]]:
-        """(low, high) noise level of each expert; one entry for models without several experts."""
+        """(lowest, highest) noise level of each expert. A model with a single denoiser has one entry."""
 
     def clean_frame_range(self, num_frames: tuple[int, int], /) -> tuple[int, int]:
         """Return the (min, max) number of conditioning latent frames that the model receives as clean latents.
@@ -93,7 +93,7 @@ class TeacherSettings(Section):
 
 
 class AdapterOptimizer(Section):
-    """Optimizer keys of a LoRA that is trained beside the exported one."""
+    """Optimizer keys of an additional LoRA that is trained but not exported."""
 
     lr: PositiveFloat | None = None
     """Learning rate, constant. Unset: `optimizer.lr`."""
@@ -110,19 +110,20 @@ class AlgorithmSettings(Section):
     is_rl: ClassVar[bool] = False
     """True: trains on generated samples (reinforcement learning, distillation). False: supervised learning on data."""
     takes_prompts: ClassVar[bool] = False
-    """Can train on prompts (data.kind: prompts)."""
+    """Whether the algorithm can train on prompts (data.kind: prompts)."""
     takes_media: ClassVar[bool] = False
-    """Can train on captioned images or videos."""
+    """Whether the algorithm can train on captioned images or videos."""
     takes_conversations: ClassVar[bool] = False
-    """Trains on conversations (data.kind: llava)."""
+    """Whether the algorithm trains on conversations (data.kind: llava)."""
     trains_language: ClassVar[bool] = False
-    """Trains a language model. Such recipes have no section `sampling`."""
+    """Whether the algorithm trains a language model. Recipes for such algorithms have no section `sampling`."""
     reference_policies: ClassVar[tuple[str, ...]] = ()
     """Supervised algorithms: names of untrained policies that the loss needs, in the order of their forward passes."""
     takes_pairs: ClassVar[bool] = False
-    """Trains on preference pairs (data.kind: pairs)."""
+    """Whether the algorithm trains on preference pairs (data.kind: pairs)."""
     matches_flow: ClassVar[bool] = False
-    """Trains velocities on clean samples with noise (flow matching), which undoes a distillation to few steps."""
+    """Whether the loss trains velocities on clean samples with added noise (flow matching). Such a loss undoes a
+    distillation to few steps."""
 
     @property
     def conditioning_frame_range(self) -> tuple[int, int]:
@@ -136,7 +137,7 @@ class AlgorithmSettings(Section):
 
     @property
     def extra_adapters(self) -> Mapping[str, AdapterOptimizer]:
-        """{adapter: optimizer keys} of the LoRAs that are trained beside the exported one."""
+        """{adapter name: optimizer keys} of the LoRAs that are trained in addition to the exported LoRA."""
         return {}
 
     def list_teachers(self) -> Sequence[TeacherSettings]:
@@ -144,7 +145,7 @@ class AlgorithmSettings(Section):
         return ()
 
     def list_lora_teachers(self) -> dict[str, TeacherSettings]:
-        """Return {policy: teacher} of the teachers with a LoRA. The others are the policy `ref`."""
+        """Return {policy name: teacher} of the teachers with a LoRA. Teachers without a LoRA use the policy `ref`."""
         return {f"teacher_{i}": teacher for i, teacher in enumerate(self.list_teachers()) if teacher.has_lora}
 
     def check_recipe(self, recipe: RecipeSections) -> None:
@@ -181,14 +182,15 @@ class RolloutSettings(AlgorithmSettings):
     implementation: ClassVar[str] = ""
     """The RlAlgorithm subclass as `package.module:Class`. Empty: `name` is the class path."""
     supports_async: ClassVar[bool] = True
-    """Supports rollouts in separate worker processes (rollout.mode: async), where samples may be a few RL steps old."""
+    """Whether rollouts can run in separate worker processes (rollout.mode: async), with samples that may be a few RL
+    steps old."""
     uses_edm_solvers: ClassVar[bool] = False
     """Its rollouts use the EDM solvers. Other algorithms cannot use them."""
     compares_log_probs: ClassVar[bool] = True
     """May compare log-probabilities of rollouts and training, so both must round identically. If False, rollouts may
     use faster, slightly different kernels and weights."""
     reads_rollout_policy: ClassVar[bool] = False
-    """Reads the recipe key `rollout.policy`."""
+    """Whether the algorithm uses the recipe key `rollout.policy`."""
 
     @property
     def advantages(self) -> AdvantageSettings | None:
@@ -206,16 +208,16 @@ class RolloutSettings(AlgorithmSettings):
 
     @property
     def num_sample_parts(self) -> int:
-        """Number of equal parts into which the samples of an RL step are split. An optimizer step trains on one."""
+        """Number of equal parts into which the samples of an RL step are split: one part per optimizer step."""
         return 1
 
     def num_default_updates(self, num_steps: int) -> int:
-        """Return the optimizer steps of the exported weights in a run of `num_steps` RL steps."""
+        """Return the number of optimizer steps that train the exported weights in a run of `num_steps` RL steps."""
         return num_steps * self.num_updates
 
     @property
     def passes_per_term(self) -> int:
-        """Forward and backward passes of the exported weights per loss term, without those on data samples."""
+        """Forward and backward passes of the exported weights per loss term, without the passes on data samples."""
         return 1
 
     def num_trained_samples(self, group_size: int) -> int:
@@ -242,7 +244,8 @@ class RolloutSettings(AlgorithmSettings):
         return 0
 
     def list_policies(self, rollout: RolloutRecipe) -> frozenset[str]:
-        """Return the policies besides the trained one that the loss or the rollouts use: `old`, `ref`, both or none."""
+        """Return which of the policies `old` and `ref` the loss or the rollouts use in addition to the trained
+        policy."""
         return frozenset()
 
     def check_recipe(self, recipe: RecipeSections) -> None:
@@ -296,13 +299,14 @@ class RolloutSettings(AlgorithmSettings):
 
 
 class RlSettings(AdvantageSettings, RolloutSettings):
-    """Keys of all RL algorithms: how rewards become advantages, and how many updates follow."""
+    """Keys of all RL algorithms: how advantages are computed from rewards, and the number of updates per RL step."""
 
     zero_std: Literal["keep", "drop"] | None = None
-    """Groups whose samples all have the same reward, so that the advantages are 0. `keep`: train on them. `drop`: do
-    not. Unset: `drop` if the loss depends only on the reward (such as diffusion_nft with `kl_beta: 0`), else `keep`."""
+    """Whether to train on groups in which all samples have the same reward, so that all advantages are 0. `keep`: train
+    on these groups. `drop`: do not. Unset: `drop` if the loss depends only on the reward (such as diffusion_nft with
+    `kl_beta: 0`), else `keep`."""
     best_of_n: PositiveInt | None = None
-    """Train only on this many samples per group: half of them the best, half the worst. Unset: all."""
+    """Train only on this many samples per group: half of them the best samples, half the worst. Unset: all samples."""
     updates_per_rollout: PositiveInt = 1
     """Optimizer steps per RL step. Each one trains on an equal part of the samples."""
 
@@ -376,7 +380,7 @@ class ConditioningFramesSettings(ConditioningFrameKeys, RlSettings):
 
 @dataclass(frozen=True, slots=True)
 class RlSections:
-    """The sections of a recipe that trains on generated samples, and its algorithm settings."""
+    """The sections that a recipe needs for training on generated samples, with the settings of its algorithm."""
 
     algorithm: RolloutSettings
     rollout: RolloutRecipe

@@ -22,7 +22,8 @@ class DdrlAlgorithm(ConditioningFramesSettings):
     compute an advantage per reward and take their weighted mean. `gdpo` (arXiv 2601.05242): compute an advantage per
     reward, take their weighted sum and normalize it over all samples."""
     advantage_std: Literal["group", "global", "none"] = "group"
-    """Divisor of centred rewards: the standard deviation of the group, of all samples, or none."""
+    """Divisor of the centred rewards. `group`: standard deviation of the group. `global`: standard deviation of all
+    samples. `none`: no division."""
     updates_per_rollout: Literal[1] = 1
     """Optimizer steps per RL step. Always 1."""
     train_on: list[Annotated[int, Field(ge=-1)]] = Field([0, 1, 2, 3], min_length=1)

@@ -30,7 +30,7 @@ FAKE_SCORE = "fake"  # adapter of DMD2's second trained network
 
 
 class DistillationSettings(ConditioningFrameKeys):
-    """Keys of the distillation algorithms."""
+    """Base class of the settings of the distillation algorithms."""
 
     compares_log_probs = False
     supports_async = False
@@ -83,7 +83,7 @@ class DistillationSettings(ConditioningFrameKeys):
 
 
 class SelectedTeacher(TeacherSettings):
-    """A teacher of on-policy distillation."""
+    """A teacher of on-policy distillation, and the prompts that it teaches."""
 
     when: dict[str, Any] = Field(default_factory=dict)
     """{metadata key: value} of the prompts that this teacher teaches. Every prompt needs exactly one teacher. Unset:
@@ -186,18 +186,19 @@ class FakeScore(AdapterOptimizer):
     """The fake score of DMD2: a second LoRA that learns to denoise the student's samples. It is not exported."""
 
     updates: PositiveInt = 5
-    """Optimizer steps of the fake score in each RL step, before the student's step. All use the same samples, with
-    other noise."""
+    """Optimizer steps of the fake score in each RL step, before the optimizer step of the student. All of these steps
+    use the same samples, with different noise."""
     warmup_steps: NonNegativeInt = 0
     """RL steps at the start of the run that train only the fake score."""
 
 
 class RewardLoss(AdvantageSettings):
-    """A reward loss beside the distillation loss, on the same samples. Needs the section `reward`."""
+    """A reward loss that is added to the distillation loss, on the same samples. Needs the section `reward`."""
 
     loss: Literal["flow_grpo", "diffusion_nft"]
     """`flow_grpo`: policy gradient on the denoising step that the distillation loss trains, in the same forward pass;
-    for stochastic solvers. `diffusion_nft`: one more forward and backward pass on the finished sample with noise."""
+    needs a stochastic solver. `diffusion_nft`: loss of DiffusionNFT on the finished sample with added noise, in one
+    additional forward and backward pass."""
     weight: PositiveFloat = 1.0
     """Weight of the reward loss. The weight of the distillation loss is 1."""
     beta: PositiveFloat = 1.0
@@ -221,9 +222,9 @@ class Dmd2Algorithm(DistillationSettings):
     fake: FakeScore = FakeScore()
     """The fake score."""
     levels: NoiseLevels = NoiseLevels()
-    """The noise levels of teacher and fake score."""
+    """The noise levels at which teacher and fake score are compared."""
     reward: RewardLoss | None = None
-    """Reward loss beside the distillation loss. Unset: no rewards."""
+    """Reward loss that is added to the distillation loss. Unset: no rewards."""
 
     implementation = "wfm_ds.algorithms.dmd2:Dmd2"
 

@@ -22,9 +22,9 @@ class FlowGrpoAlgorithm(ConditioningFramesSettings):
     over elements. Published values of 1e-5 to 1e-3 are for latents of 65536 elements; smaller latents need larger
     values."""
     clip_ratio_low: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """Lower bound of ratios is 1 - clip_ratio_low. Unset: `clip_ratio`."""
+    """Ratios are clipped to at least 1 - clip_ratio_low. Unset: `clip_ratio`."""
     clip_ratio_high: PositiveFloat | None = None
-    """Upper bound of ratios is 1 + clip_ratio_high. Unset: `clip_ratio`."""
+    """Ratios are clipped to at most 1 + clip_ratio_high. Unset: `clip_ratio`."""
     trust_region: Literal["ratio", "divergence"] = "ratio"
     """Constraint that keeps the policy close to the old policy. `ratio`: clip the probability ratio. `divergence`:
     Flow-DPPO (arXiv 2606.11025), which drops denoising steps with a KL above `divergence` if their ratio has moved in
@@ -38,15 +38,15 @@ class FlowGrpoAlgorithm(ConditioningFramesSettings):
     """Distance to the reference policy. `velocity`: mean squared velocity difference. `gaussian`: KL of the denoising
     step, as a mean over elements. `flow_grpo`: this KL times the step length (for `flow_sde` and `dance`)."""
     zero_std: Literal["keep", "drop"] = "drop"
-    """Groups whose samples all have the same reward, so that the advantages are 0. `drop`: do not train on them.
-    `keep`: train on them, so that `kl_beta` still applies."""
+    """Whether to train on groups in which all samples have the same reward, so that all advantages are 0. `drop`: do
+    not train on these groups. `keep`: train on them, so that `kl_beta` still applies."""
     timestep_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the noisy rollout steps that each sample is trained on, rounded down, but at least one. The steps are
     chosen at random for each sample. DanceGRPO: .6."""
     old_log_prob: Literal["auto", "rollout", "recompute"] = "auto"
     """Source of the old log-probabilities in the ratios. `rollout`: stored during the rollout. `recompute`: computed
-    before the first update, with one more forward pass for each trained step of the later updates. `auto`: in the first
-    update, the current policy, because its weights are the same; in later updates, like `rollout`. If
+    before the first update, with one additional forward pass for each trained step of the later updates. `auto`: in the
+    first update, the current policy, because its weights are the same; in later updates, like `rollout`. If
     `rollout.max_staleness` is above 0, `auto` equals `recompute`, and both drop denoising steps that exceed
     `max_drift`."""
     max_drift: PositiveFloat = 10.0

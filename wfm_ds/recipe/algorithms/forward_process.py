@@ -130,8 +130,8 @@ class NftAlgorithm(ForwardProcessSettings):
 
 
 class AwmAlgorithm(ForwardProcessSettings):
-    """Advantage Weighted Matching (arXiv 2509.25050): policy gradient with the flow matching loss of a clean sample in
-    place of its log-probability."""
+    """Advantage Weighted Matching (arXiv 2509.25050): policy gradient that replaces the log-probability of a sample by
+    its negative flow-matching loss."""
 
     name: Literal["awm"]
     """Selects this algorithm."""
@@ -176,13 +176,14 @@ MAX_EXPONENT = 10.0  # e^10 is about 22000
 
 
 class RamAlgorithm(ForwardProcessSettings):
-    """Reinforce Adjoint Matching (arXiv 2605.10759): flow matching to the velocity of the reference policy, which is
-    shifted according to the reward."""
+    """Reinforce Adjoint Matching (arXiv 2605.10759): flow matching to a target, which is the velocity of the reference
+    policy, shifted according to the reward."""
 
     name: Literal["ram"]
     """Selects this algorithm."""
     advantage_std: Literal["group", "global", "none"] = "group"
-    """Divisor of centred rewards: the standard deviation of the group, of all samples, or none."""
+    """Divisor of the centred rewards. `group`: standard deviation of the group. `global`: standard deviation of all
+    samples. `none`: no division."""
     multiplier: PositiveFloat = 5.0
     """Strength of the reward relative to the reference policy: tilt = multiplier * advantage."""
     tilt: Literal["linear", "exp"] = "linear"
@@ -206,8 +207,8 @@ class RamAlgorithm(ForwardProcessSettings):
 
 
 class DgpoAlgorithm(ForwardProcessSettings):
-    """DGPO (arXiv 2510.08425): preference optimization that compares the good with the bad samples of a group. The loss
-    is computed on finished samples to which noise is added again (the forward process)."""
+    """DGPO (arXiv 2510.08425): preference optimization that compares the good samples of a group with the bad ones. The
+    loss is computed on finished samples to which noise is added again (the forward process)."""
 
     name: Literal["dgpo"]
     """Selects this algorithm."""

@@ -11,7 +11,7 @@ from wfm_ds.recipe.sampling import SamplingRecipe
 
 
 class SupervisedSettings(AlgorithmSettings):
-    """Keys of all supervised algorithms: noise levels and conditioning frames (algorithms/sft.py)."""
+    """Keys of all supervised algorithms of diffusion models: noise levels and conditioning frames."""
 
     timestep_density: Literal["logit_normal", "uniform", "mode"] = "logit_normal"
     """Probability density of the noise level q before the shift (SD3). `logit_normal`: a larger mean gives more
@@ -26,7 +26,8 @@ class SupervisedSettings(AlgorithmSettings):
     """Shift of the noise level: sigma = shift * q / (1 + (shift - 1) * q). Unset: the shift of the pipeline's
     scheduler."""
     stratified: bool = False
-    """Stratify the noise levels of a global batch over the density instead of sampling them independently."""
+    """True: draw the noise levels of a global batch from equally probable parts of the density. False: draw them
+    independently."""
     min_num_conditional_frames: NonNegativeInt = 0
     """Minimum number of conditioning frames, for video models that support them: clean first latent frames without a
     loss. 0: text to video, 1: image to video, 2: video to video. n latent frames are 1 + 4 * (n - 1) pixel frames."""
@@ -34,7 +35,7 @@ class SupervisedSettings(AlgorithmSettings):
     """Maximum number of conditioning frames. The number is chosen uniformly at random per sample and epoch."""
 
     implementation: ClassVar[str]
-    """The subclass of Supervised, as `package.module:Class`."""
+    """Import path of the algorithm's class, a subclass of Supervised: `package.module:Class`."""
     matches_flow = True
     items_per_sample: ClassVar[int] = 1
     """Images or videos per sample in a forward pass: 2 for preference pairs."""

@@ -42,8 +42,8 @@ from wfm_ds.types import Rollout, Score
 log = logging.getLogger(__name__)
 
 ATTACH_S = 60.0
-FETCH_S = 120.0  # timeout if none of the requested payloads arrives
-ROUND_S = 2.0  # how long rank 0 waits before all ranks check whether to stop
+FETCH_S = 120.0  # maximum wait for the next of the requested payloads
+ROUND_S = 2.0  # how long rank 0 waits for results before all ranks check whether to stop
 
 _ChunkTensors = Mapping[str, Tensor]
 """{name: float32 tensor} of one chunk."""
@@ -68,10 +68,10 @@ class AsyncSource:
         service: RolloutService | None,
         layout: HistoryLayout | None = None,
     ) -> None:
-        """Create the source. Collective.
+        """Create the source. All ranks must call this.
 
         service: the rollout service on rank 0, None on other ranks.
-        layout: clips before the samples, and their recordings. None: there are none.
+        layout: layout of the clips before the samples, and of recordings. None: the run has neither.
         """
         self.job, self.groups, self.algorithm = job, groups, algorithm
         self.settings, self.service, self.layout = job.recipe.rl.rollout, service, layout
@@ -82,12 +82,12 @@ class AsyncSource:
             job, algorithm.rollout_policy, self.session_id, service.broker if service else None
         )
         self.scheduler = ChunkScheduler(job, self.session_id, self.client, service) if service is not None else None
-        self._groups: dict[int, list[Group]] = {}  # of admitted steps
+        self._groups: dict[int, list[Group]] = {}  # {admitted step: its groups}
         self._scores: dict[str, dict[str, Score]] = {}
         self._staleness: dict[str, float] = {}
 
     def publish_policy(self, step: int) -> None:
-        """Publish the policy and submit the RL steps that workers may generate with it. Collective.
+        """Publish the policy and submit the RL steps that workers may generate with it. All ranks must call this.
 
         After the last step, this method tells the workers to exit instead.
         """
@@ -106,7 +106,7 @@ class AsyncSource:
                 self.scheduler.submit_step(admitted_step, groups)
 
     def wait_until_ready(self, step: int) -> bool:
-        """Wait until all samples of the step are generated and scored. Collective.
+        """Wait until all samples of the step are generated and scored. All ranks must call this.
 
         Returns False if a rank gets a stop request first. Raises RunError on all ranks if no chunk finishes within
         rollout.timeout_s.
@@ -124,9 +124,9 @@ class AsyncSource:
         return True
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Download this replica's samples of a step. Call it after `wait_until_ready` returned True. Collective.
+        """Download this replica's samples of a step. Call it after `wait_until_ready` returned True.
 
-        Raises RunError on all ranks if a sample cannot be downloaded or is malformed.
+        All ranks must call this. Raises RunError on all ranks if a sample cannot be downloaded or is malformed.
         """
         job = self.job
         samples = plan_step_samples(
@@ -172,7 +172,7 @@ class AsyncSource:
         self.client.close()
 
     def _slice_prompts(self, samples: list[RolloutSample], chunks: Sequence[ChunkPlan]) -> list[RolloutSample]:
-        """Return the samples with the inputs of their clips."""
+        """Return the samples with only the inputs of the clip that they show, not the inputs of all clips."""
         if self.layout is None:
             return samples
         groups = [self.layout.slice_group(samples[chunk.first].group, chunk.clip) for chunk in chunks]
@@ -209,8 +209,9 @@ class AsyncSource:
     def _share_rollouts(
         self, chunk: ChunkPlan, tensors: _ChunkTensors | None, samples: Sequence[RolloutSample], rows: range, step: int
     ) -> list[Rollout]:
-        """Broadcast a chunk from the replica leader and return some of its rollouts. Collective in the replica.
+        """Broadcast a chunk from the replica leader and return some of its rollouts.
 
+        All ranks of the replica must call this.
         tensors: the chunk's tensors on the leader, None on other ranks.
         samples: all samples of the step.
         rows: indices into `samples` of the rollouts to return.
@@ -271,7 +272,7 @@ def start_async_source(
     resources: ExitStack,
     layout: HistoryLayout | None = None,
 ) -> AsyncSource:
-    """Start the broker and the workers on rank 0 and connect all ranks to the broker. Collective.
+    """Start the broker and the workers on rank 0 and connect all ranks to the broker. All ranks must call this.
 
     resources: ExitStack that stops broker and workers. Raises UserError on all ranks if broker or workers cannot be
     started.
@@ -295,10 +296,11 @@ def start_async_source(
 
 
 def gather_conditioning_frames(job: Job, groups: Sequence[Group]) -> list[Group]:
-    """Return copies of the groups that keep only the conditioning frames in `data`, on the CPU. Collective.
+    """Collect the conditioning frames of all groups on rank 0. All ranks must call this.
 
-    groups: all groups of the step. Each replica has set `data` only for the groups that it has read. The result is
-    complete only on rank 0.
+    Returns copies of the groups. Their `data` contains only the conditioning frames, on the CPU. groups: all groups of
+    the step; each replica has set `data` only for the groups that it has read. Only on rank 0 do all groups in
+    the result have their frames.
     """
     latents = next((group.data for group in groups if group.data is not None), None)
     if latents is None or job.model.clean_frame_range(job.recipe.algorithm.conditioning_frame_range)[1] == 0:
@@ -312,7 +314,10 @@ def gather_conditioning_frames(job: Job, groups: Sequence[Group]) -> list[Group]
 
 
 def gather_recordings(job: Job, groups: Sequence[Group]) -> list[Group]:
-    """Return the groups with `recording`. Complete only on rank 0. Collective. Call it on all ranks with all groups."""
+    """Collect the recordings of all groups on rank 0. All ranks must call this with all groups of the step.
+
+    Returns copies of the groups. Only on rank 0, each of them has its `recording`.
+    """
     recording = next((group.recording for group in groups if group.recording is not None), None)
     if recording is None:  # no rewards need them, or this rank is not a replica leader
         return list(groups)
@@ -327,9 +332,10 @@ def gather_recordings(job: Job, groups: Sequence[Group]) -> list[Group]:
 
 
 def send_to_main(job: Job, group: int, tensor: Tensor) -> Tensor:
-    """Return on rank 0 the tensor of the first replica with samples of the group. Other ranks return `tensor`.
+    """Send a tensor to rank 0 from the first replica with samples of the group.
 
-    Collective: all ranks must call this with tensors of the same shape. Empty tensors are not sent.
+    Rank 0 returns the received tensor, other ranks return `tensor`. All ranks must call this with tensors of the same
+    shape. Empty tensors are not sent. group: index of the group in the step.
     """
     owner = first_replica(job, group)
     if tensor.numel() and owner and job.world.dp_rank in (0, owner):

@@ -34,8 +34,8 @@ class GroupChunk(NamedTuple):
 class ClosedChunk:
     """A generated or abandoned chunk.
 
-    publication: index of the publication whose weights generated the chunk, or None if the chunk was abandoned;
-    `reason` says why.
+    publication: index of the publication with the weights that generated the chunk, or None if it was abandoned.
+    reason: why the chunk was abandoned, or "".
     """
 
     chunk: GroupChunk
@@ -46,7 +46,7 @@ class ClosedChunk:
 
 @dataclass(slots=True)
 class _StepChunks:
-    waiting: dict[GroupChunk, str] = field(default_factory=dict)  # task id by chunk
+    waiting: dict[GroupChunk, str] = field(default_factory=dict)  # {chunk: task id}
     closed: dict[GroupChunk, ClosedChunk] = field(default_factory=dict)
 
 
@@ -70,13 +70,13 @@ class Coordinator:
     ) -> None:
         """Plan the RL steps from first_step to last_step.
 
-        Call `record_publication(first_step - 1)` first, when the weights at the start of `first_step` are published.
+        Before any other method, call `record_publication(first_step - 1)` when the initial weights are published.
         """
         self.session_id, self.groups_per_step, self.group_size = session_id, groups_per_step, group_size
         self.chunk_size = min(chunk_size, group_size)
         self.max_staleness, self.last_step = max_staleness, last_step
         self.first_publication = first_step - 1
-        self.last_publication = first_step - 2  # none yet
+        self.last_publication = first_step - 2  # nothing is published yet
         self.next_step = first_step  # the first step that is not admitted
         self.num_dropped_stale = 0
         self._steps: dict[int, _StepChunks] = {}

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedChunk:
-    publication: int  # RL step after which the weights were published; one for the whole chunk
-    group: Group  # at the start of its samples
+    publication: int  # RL step after which the weights of this chunk were published
+    group: Group  # with the conditioning frames of the samples
     trajectory: Trajectory
     images: npt.NDArray[np.uint8]  # [n,H,W,3] or [n,T,H,W,3]
     is_finite: Sequence[bool]
@@ -54,7 +54,7 @@ class ChunkGenerator:
     ) -> None:
         """joint_rows: passed to Sampler as `max_joint_rows`.
 
-        layout: clips before the samples, and their recordings. None: there are none.
+        layout: layout of the clips before the samples, and of recordings. None: the run has neither.
         on_chunk_start: function that is called after the weights of a chunk are loaded.
         """
         self._forward = CountingForward(model.denoise)
@@ -77,7 +77,7 @@ class ChunkGenerator:
         """Denoise and decode a task's samples as one batch. Thread-safe.
 
         progress: function that is called with the number of completed forward passes.
-        Raises TaskFailed for a history or a recording if this worker has no layout.
+        Raises TaskFailed if the task has a history or a recording, but this worker has no layout for them.
         """
         group = task.samples[0].group
         if self.walker is None and (group.history_seeds or group.recording is not None):

@@ -1,4 +1,4 @@
-"""Serializes chunks as JSON rows and named float32 arrays, to send them between trainer and rollout workers."""
+"""Serializes chunks as JSON rows and named arrays, to send them between trainer and rollout workers."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def validate_trajectory(trajectory: Trajectory, count: int, plan: SamplingPlan, 
 
 
 def validate_history(tensors: Mapping[str, Tensor], group: Group) -> None:
-    """Raise KeyError or ValueError if a worker's conditioning frames do not have the shape of the recorded ones."""
+    """Raise KeyError or ValueError if a worker's conditioning frames differ in shape from the recorded frames."""
     frames, expected = tensors["history"], conditioning_tensor(group)
     if frames.shape != expected.shape or frames.dtype != torch.float32:
         raise ValueError(f"history: expected {list(expected.shape)} float32, got {list(frames.shape)} {frames.dtype}")

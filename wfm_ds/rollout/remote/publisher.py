@@ -35,7 +35,7 @@ class PolicyManifest:
     """
 
     session_id: str
-    publication: int  # number of the RL step before it; 0: before the first step
+    publication: int  # number of the RL step that produced the weights; 0 for the weights before the first step
     folder: str  # path on the trainer; used if the worker sees the same file system
     files: tuple[PolicyFile, ...]
 
@@ -60,24 +60,25 @@ class PolicyManifest:
 class PolicyPublisher:
     """Writes the policy after RL step N to the folder `v<N>` and announces it to the broker.
 
-    All methods are collective.
+    All methods are collective: all ranks must call them.
     """
 
     def __init__(self, job: Job, policy: str, session_id: str, broker: Broker | None) -> None:
-        """Remove the weights that earlier sessions published. Collective.
+        """Create the publisher and remove the weights that earlier sessions published. All ranks must call this.
 
         policy: name of the policy that generates samples. broker: the broker on rank 0, None on other ranks.
         """
         self.job, self.policy, self.session_id, self.broker = job, policy, session_id, broker
         self.root = Path(job.world.broadcast(str(publications_folder(job.recipe))))
         self.retained: list[PolicyManifest] = []
-        # The newest, max_staleness older ones that workers may use, and one that a worker may still be reading.
+        # Keep the newest publication, max_staleness older ones that workers may use, and one that a worker may still
+        # be reading.
         self.num_retained = job.recipe.rl.rollout.max_staleness + 2
         if broker is not None:
             shutil.rmtree(self.root, ignore_errors=True)
 
     def publish(self, publication: int) -> None:
-        """Export the policy and announce it. Collective.
+        """Export the policy and announce it. All ranks must call this.
 
         Raises UserError on all ranks if the files cannot be written.
         """

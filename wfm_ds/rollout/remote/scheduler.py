@@ -37,8 +37,8 @@ class ChunkPlan:
     first: int  # index of its first sample among the samples of the step
     stop: int
     task_id: str
-    staleness: int | None  # age of its weights in RL steps; None: the chunk has no samples
-    reason: str  # why it has no samples
+    staleness: int | None  # age of its weights in RL steps; None if the chunk has no samples
+    reason: str  # why the chunk has no samples; "" if it has samples
     clip: int  # index of the samples' clip
     layout: Mapping[str, Any]  # layout of the trajectory, from pack_trajectory
     scores: Sequence[Any]  # from pack_scores
@@ -52,10 +52,10 @@ class ChunkScheduler:
         self.broker: Broker = service.broker
         self.session_id = session_id
         self._coordinator: Coordinator | None = None
-        self._samples: dict[int, list[RolloutSample]] = {}  # of admitted steps, with their conditioning frames
-        # Admitted but not submitted, by step.
+        self._samples: dict[int, list[RolloutSample]] = {}  # {admitted step: samples}
+        # {step: chunks and their task ids} of the steps that are admitted but not submitted yet
         self._unsubmitted_chunks: dict[int, list[tuple[GroupChunk, str]]] = defaultdict(list)
-        self._results: dict[str, Mapping[str, Any]] = {}  # metadata by task id
+        self._results: dict[str, Mapping[str, Any]] = {}  # {task id: metadata}
         self._finished_at_s = self.client.now_s()
 
     @property

@@ -219,7 +219,7 @@ def choose_worker_devices(rollout: RolloutRecipe, num_ranks: int) -> list[Worker
 def spawn_device_names(devices: list[str] | None, spawn: int) -> list[str]:
     """Return the devices of the `spawn` workers on this machine: `devices` if it is set, otherwise the CPU.
 
-    Raises RecipeError if workers on a machine with GPUs have no `devices`. Training ranks may use every GPU there.
+    Raises RecipeError if `devices` is None and this machine has GPUs, because training ranks may use all of them.
     """
     if spawn == 0:
         return ["cpu"]

@@ -27,7 +27,7 @@ from wfm_ds.transport.worker import TaskFailed
 
 log = logging.getLogger(__name__)
 
-PIECE_TIMEOUT_S = 60.0  # for one piece of a file to arrive
+PIECE_TIMEOUT_S = 60.0  # maximum wait for one piece of a file
 FILE_NAME = re.compile(r"[\w-]+/[\w.-]+")  # exactly one folder deep: a path cannot leave the publication's folder
 
 
@@ -35,7 +35,10 @@ class PolicyWeights:
     """Loads published versions of the policy into the model's denoiser. Not thread-safe."""
 
     def __init__(self, model: DiffusionModel, client: PipeClient, *, lora: bool, merge: bool = False) -> None:
-        """client: connection to the trainer's broker. merge: merge the adapter into the base weights (AdapterMerge)."""
+        """client: connection to the trainer's broker. lora: whether the policy is an adapter.
+
+        merge: whether to merge the adapter into the base weights (AdapterMerge).
+        """
         self.model, self.client, self.lora, self.merge = model, client, lora, merge
         self.loaded_manifest: PolicyManifest | None = None
         self._has_adapter = False
@@ -126,7 +129,10 @@ class PolicyWeights:
             copy_whole_layers(getattr(self.model.pipeline, part), read_whole_layers(folder, part), folder)
 
     def _copy_tensors(self, part: str, paths: list[Path]) -> None:
-        """Copy tensors from files to the denoiser component `part`. Raises ValueError if a trained one is missing."""
+        """Copy tensors from files to the denoiser component `part`.
+
+        Raises ValueError if the files lack a trained tensor.
+        """
         network: Any = getattr(self.model.pipeline, part)
         targets = network.state_dict()
         if self.lora:

@@ -39,8 +39,8 @@ log = logging.getLogger("wfm_ds.rollout")
 
 ATTACH_S = 60.0
 LOOK_S = 1.0  # interval for checking the broker and the lanes
-LEAVE_S = 5.0  # to sign off from the broker
-MAX_NAME_CHARS = 60  # limited by the messages, which add the number of a lane
+LEAVE_S = 5.0  # maximum time to sign off from the broker
+MAX_NAME_CHARS = 60  # messages limit the length of a name, to which the number of a lane is appended
 HOST_CHARS = 40
 MAX_FAILURE_CHARS = 150  # per reward: all failures of a chunk fit into one message
 
@@ -111,7 +111,7 @@ def run_worker(args: argparse.Namespace) -> int:
     def request_stop(number: int, frame: FrameType | None) -> None:
         stop.set()
         if not is_ready.is_set():
-            os._exit(0)  # it has no chunk yet
+            os._exit(0)  # the worker has no chunk yet
 
     if args.stop_on_eof:
         threading.Thread(target=exit_on_eof, args=[is_ready], name="start-up", daemon=True).start()
