@@ -2,13 +2,13 @@
 
     deepspeed --num_gpus 8 -m wfm_ds.train recipes/mine.yaml
 
-The command starts DeepSpeed's runner as a child in a new process group and passes its arguments on. If both --num_gpus
-and CUDA_VISIBLE_DEVICES are set, it changes the arguments, because the runner would otherwise ignore
-CUDA_VISIBLE_DEVICES (see `apply_visible_devices`). `python -m wfm_ds.launch ...` does the same. The environment
-variables that are set here are read in distributed/lifecycle.py.
+`python -m wfm_ds.launch ...` does the same. The command starts DeepSpeed's runner as a child in a new process group and
+passes its arguments on. If both --num_gpus and CUDA_VISIBLE_DEVICES are set, it changes the arguments, because the
+runner would otherwise ignore CUDA_VISIBLE_DEVICES (see `apply_visible_devices`). The environment variables that are set
+here are read in distributed/lifecycle.py.
 
 DeepSpeed's runner loses ranks when it receives a signal, and reports success when its inner launcher
-(deepspeed.launcher.launch) is killed. Therefore signals are sent to the ranks first, so that they can save a
+(deepspeed.launcher.launch) is killed. Therefore, signals are sent to the ranks first, so that they can save a
 checkpoint, and the whole process group is killed at the end. If a wfm_ds module ends without a final status, the run
 counts as failed.
 """
@@ -163,9 +163,9 @@ class Supervisor:
     """Runs DeepSpeed's runner in a new process group and passes signals on to the ranks.
 
     A stop signal is first passed to the ranks (stage `signaled`). After `grace_s` seconds, the process group receives
-    SIGTERM (`ending`). After another TERM_WAIT_S seconds, it receives SIGKILL (`killed`). A shielded runner ignores
-    SIGTERM. If it has no ranks, it therefore receives SIGKILL after SHIELDED_WAIT_S seconds. A second signal skips the
-    current wait if it comes at least SIGNAL_REPEAT_S seconds later.
+    SIGTERM (`ending`). After another TERM_WAIT_S seconds, the group receives SIGKILL (`killed`). A shielded runner
+    ignores SIGTERM, so without ranks it receives SIGKILL after SHIELDED_WAIT_S seconds instead. A second stop signal
+    skips the current wait if it comes at least SIGNAL_REPEAT_S seconds after the first.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class Supervisor:
                 os.kill(pid, signal.SIGUSR1)
 
     def handle_stop_signal(self, number: signal.Signals, now_s: float) -> None:
-        """Pass a stop signal on to the ranks. If they have already received one, skip the current wait."""
+        """Pass a stop signal on to the ranks. If they have already received a stop signal, skip the current wait."""
         if now_s - self.last_signal_s < SIGNAL_REPEAT_S:
             return
         self.last_signal_s = now_s
@@ -309,9 +309,9 @@ def read_grace_s(environ: Mapping[str, str]) -> float:
 
 
 def job_environment(environ: Mapping[str, str], *, is_single_rank: bool) -> dict[str, str]:
-    """Return the environment variables that the job inherits.
+    """Return `environ` without WFM_STATUS_FILE and WFM_LAUNCH_PID, which an outer wfm_ds.launch may have set.
 
-    is_single_rank: also omit the variables that an outer launcher sets for its ranks.
+    is_single_rank: also remove the variables that an outer launcher sets for its ranks.
     """
     if is_single_rank:
         return remove_rank_variables(environ)
@@ -319,7 +319,7 @@ def job_environment(environ: Mapping[str, str], *, is_single_rank: bool) -> dict
 
 
 def cpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the additional variables of ranks on a CPU. Their threads must not spin, because ranks share the cores."""
+    """Return additional variables for ranks on a CPU. Waiting threads must not spin, because ranks share the cores."""
     return {"DS_ACCELERATOR": "cpu", "OMP_WAIT_POLICY": environ.get("OMP_WAIT_POLICY", "PASSIVE")}
 
 

@@ -1,8 +1,8 @@
 """Asynchronous copies between CPU and GPU through pinned memory.
 
 A copy from pageable memory blocks the CPU until the GPU has finished all queued work. A copy from pinned memory does
-not. The caller may release the pinned source tensor at once, because torch does not reuse its memory before the copy is
-done.
+not. The caller may release the pinned source tensor at once, because torch does not reuse the tensor's memory before
+the copy is done.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def lists_to_device(device: torch.device | str, *values: Sequence[float]) -> Seq
 def offload_tensor(tensor: Tensor) -> Tensor:
     """Copy a tensor to pinned CPU memory without waiting.
 
-    The copy may still be in progress: read it only with `copy_to_device` on the same stream.
+    The copy may still be in progress, so read the result only with `copy_to_device` on the same stream.
     """
     if tensor.device.type != "cuda":
         return tensor.cpu()

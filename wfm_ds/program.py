@@ -72,9 +72,9 @@ def run_with_exit_code(
 ) -> int:
     """Run `work` and return its exit code. After a user error, print its message and return 2.
 
-    fail: function that receives the message of a user error and returns the exit code. It replaces `print_error`.
+    fail: function to call with the message of a user error instead of printing it. It returns the exit code.
     key_options: see CommandParser.
-    Without `fail`, an OSError with a file name counts as a user error. With `fail`, every OSError is raised again.
+    Without `fail`, an OSError with a file name counts as a user error. With `fail`, every OSError is raised.
     """
     try:
         return work() or 0
@@ -95,8 +95,7 @@ def run_with_exit_code(
 def collect_garbage_rarely() -> Iterator[None]:
     """Make Python collect garbage less often inside the context.
 
-    Used while commands start: torch, diffusers and transformers create over a million objects, and scanning these
-    repeatedly takes a sixth of the CPU time of `wfm check`.
+    Commands use it while they start, because torch, diffusers and transformers create over a million objects.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(50_000, 50, 1000)

@@ -137,8 +137,8 @@ def prepare_and_train(
 ) -> tuple[RunOutcome, StorageCopies | None]:
     """Check the recipe, load model and data, prepare the output folder and train. All ranks must call this.
 
-    Returns (outcome of the run, state of the uploads to checkpoint.storage), identical on every rank. The state is None
-    without remote storage.
+    Returns (outcome of the run, files that are missing in checkpoint.storage), equal on all ranks. The second value is
+    None if checkpoint.storage is not set.
     """
     with collect_garbage_rarely():  # these imports take seconds
         from wfm_ds.distributed.accelerator import ranks_per_node
@@ -216,7 +216,7 @@ def memory_advice_context(recipe: Recipe, world: World) -> AdviceContext:
 
 
 def report_finished_run(recipe: Recipe, world: World, start: RunStart) -> tuple[RunOutcome, StorageCopies | None]:
-    """Log that the run has finished, and upload missing files. Call it without holding the output folder's lock."""
+    """Log that the run has finished, and upload missing files. The caller must not hold the output folder's lock."""
     from wfm_ds.runs.result import RunOutcome
     from wfm_ds.runs.storage_copies import send_missing_copies
 

@@ -30,15 +30,16 @@ class Prompt:
     viewpoint: str | None = None  # position of the camera in the model's caption (data.viewpoint)
     metadata: Mapping[str, Any] = field(default_factory=dict)  # OCR target, GenEval spec, ...; passed to the rewards
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict, compare=False)
-    """Conditioning inputs in addition to the text (data/inputs.py): actions [F-1,D], c2w [F,4,4], intrinsics [F,4], ...
+    """Conditioning inputs in addition to the text (data/inputs.py), for F frames and D numbers per action.
 
-    There are F frames and D numbers per action. FIRST_FRAME: pixels [H,W,3] of the first frame, 0 to 255, for networks
-    that are conditioned on pixels."""
+    For example: actions [F-1,D], c2w [F,4,4] and intrinsics [F,4]. FIRST_FRAME: pixels [H,W,3] of the first frame, 0 to
+    255, for networks that are conditioned on pixels.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ConditioningFrames:
-    """Clean latent frames that condition samples: for sample i, the first counts[i] frames of latents[i]."""
+    """Clean latent frames that condition samples: sample i sees the first counts[i] frames of latents[i]."""
 
     latents: Tensor  # [B,C,T,h,w] float32
     counts: Tensor  # [B] int64

@@ -38,9 +38,9 @@ def import_class(path: str, base: type[Any], *, key: str, error: type[UserError]
 
 
 def import_object(path: str, *, key: str, error: type[UserError], form: str = CLASS_PATH_FORM) -> Any:
-    """Import the object at `path` (package.module:NAME). Returns None if the module does not define it.
+    """Import the object at `path` (package.module:NAME). Returns None if the module does not define NAME.
 
-    Raises `error` if the path does not have this form or the module cannot be imported.
+    Raises `error` if `path` does not have this form or the module cannot be imported.
     """
     module_name, _, name = path.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), name)):

@@ -33,11 +33,11 @@ def sde_coefficients(
     kind: `flow_sde` (arXiv 2505.05470), `dance` (2505.07818), `cps` (2509.05952) or `ode` (Euler; ignores eta).
     sigma, sigma_next: [B] floating point, 1 >= sigma >= sigma_next >= 0.
     eta: noise level, a number or [B], at least 0 (at most 1 for `cps`). The Flow-SDE and CPS papers call it `a`.
-    sigma_max: second sigma of the whole schedule. It replaces larger sigmas in the term 1 - sigma of `flow_sde`.
+    sigma_max: second sigma of the whole schedule. In the term 1 - sigma of `flow_sde`, sigma is at most sigma_max.
 
     A step without noise has w = c0 = 0 and no policy gradient. The values of all arguments are checked, so call this
-    with CPU tensors, once per schedule. Raises ValueError for invalid shapes, ranges or kinds, for `flow_sde` at sigma
-    1 unless sigma_max is below 1, and for `dance` at sigma 0.
+    function with CPU tensors, once per schedule. Raises ValueError for invalid shapes, ranges or kinds, for `flow_sde`
+    at sigma 1 unless sigma_max is below 1, and for `dance` at sigma 0.
     """
     if kind not in STEP_KINDS:
         raise ValueError(f"unknown kind of step {kind!r}; choose one of {', '.join(STEP_KINDS)}")
@@ -64,10 +64,7 @@ def sde_coefficients(
 
 
 def _clamp_sigma(s: Tensor, sigma_max: float | None) -> Tensor:
-    """Return the sigma to use in the term 1 - sigma of `flow_sde`.
-
-    It is at most sigma_max, because a schedule may start close to 1.
-    """
+    """Return sigma, but at most sigma_max, for the term 1 - sigma of `flow_sde`, which must not be 0."""
     bounded = s if sigma_max is None else s.clamp(max=sigma_max)
     if bool((bounded >= 1).any()):
         raise ValueError(

@@ -39,7 +39,7 @@ class KernelVariant:
     draws_noise: bool = False
 
     def wide_accesses(self, dtypes: tuple[str, ...]) -> int:
-        """Return how many 16-byte accesses a thread needs for one tile of each tensor. dtypes: one per tensor."""
+        """Return how many 16-byte accesses a thread needs for one tile of each tensor. dtypes: the tensors' dtypes."""
         per_thread = self.constants["BLOCK"] // (32 * self.warps)
         return sum(per_thread * BYTES[dtype] // ACCESS_BYTES for dtype in dtypes)
 

@@ -1,7 +1,7 @@
 """Registration of the torch operators `wfm_kernels::*`, which torch.compile and CUDA graphs treat as opaque nodes.
 
-The arguments were validated by ops.py. Every operator returns new tensors. An optional result that is not requested is
-an empty tensor.
+ops.py validates the arguments. Every operator returns new tensors. An optional result that was not requested is an
+empty tensor.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 Number i of a sample with seed s is computed as follows. Philox4x32-10 (Salmon et al. 2011) with the 64-bit key s and
 the counter i div 4 gives four words. The Box-Muller transform of these words gives four normal numbers, and number i is
 entry i mod 4 of them. The number does not depend on batch, rank, launch shape or backend. The words are equal on all
-devices. The normal numbers may differ between devices in the last bits (below 1e-6), because logarithm and sine do.
+devices. The normal numbers may differ between devices by less than 1e-6, because logarithm and sine are rounded
+differently.
 """
 
 from __future__ import annotations

@@ -172,8 +172,8 @@ def sde_step(
     uncond_velocity: unconditional velocity u. If it is given, guidance is applied to the velocity v in float32:
     u + guidance_scale * (v - u).
 
-    log_prob is computed from the next latents after they are rounded to the latents' dtype. sde_log_prob therefore
-    returns the same bits for these latents. Not differentiable. Raises ValueError for invalid arguments.
+    log_prob is computed from the next latents after rounding to the latents' dtype, so sde_log_prob returns the same
+    bits. Not differentiable. Raises ValueError for invalid arguments.
     """
     require_latents(velocity=velocity, latents=latents, uncond_velocity=uncond_velocity, noise=noise)
     require_coefficients(coefficients, latents)
@@ -206,10 +206,10 @@ def sde_log_prob(
 ) -> Tensor:
     """Return the log-probability of steps from latents to next_latents, averaged over the elements of each sample.
 
-    The result is float32 [B] for B samples. For the arguments, see sde_step. If velocities of the same dtype are passed
-    to both functions, they return the same bits.
-    Differentiable once, with respect to velocity and uncond_velocity. Gradients have the dtype of their input. If this
-    is float16, scale the loss, because the gradients of a mean over a sample would otherwise be subnormal. Raises
+    The result is float32 [B] for B samples. For the arguments, see sde_step, which returns the same bits if the
+    velocities have the same dtype.
+    Differentiable once, with respect to velocity and uncond_velocity. Each gradient has the dtype of its input. For
+    float16 inputs, scale the loss, because the gradients of a mean over a sample would otherwise be subnormal. Raises
     ValueError for invalid arguments.
     """
     require_latents(velocity=velocity, latents=latents, next_latents=next_latents, uncond_velocity=uncond_velocity)
@@ -239,17 +239,19 @@ def nft_loss(
     sigma, reward_weight: [B] float32. reward_weight must be in [0, 1]. This is not checked.
 
     The formulas use v = velocity, v_old = old_velocity, v_ref = ref_velocity, r = reward_weight,
-    u = noise - clean_latents, e = sigma (u - v_old), d = sigma beta (v - v_old), p = e - d and q = e + d:
+    u = noise - clean_latents, and the mean over the elements of a sample:
 
-        w+ = max(mean|p|, 1e-5)     w- = max(mean|q|, 1e-5)          (without gradient)
-        policy = (r mean(p^2)/w+ + (1-r) mean(q^2)/w-) / beta         kl = mean((v - v_ref)^2)
+        e = sigma * (u - v_old)         d = sigma * beta * (v - v_old)      p = e - d       q = e + d
+        w_p = max(mean(abs(p)), 1e-5)   w_q = max(mean(abs(q)), 1e-5)       (both without gradient)
+        policy = (r * mean(p^2) / w_p + (1 - r) * mean(q^2) / w_q) / beta   kl = mean((v - v_ref)^2)
 
     p and q are the x0 errors of the paper, computed without the noisy latents to avoid cancellation. The loss is
     differentiable once, with respect to velocity only.
 
-    stats contains loss_positive = mean(p^2)/w+, loss_negative = mean(q^2)/w-, weight_positive = w+,
-    weight_negative = w-, old_deviation and old_deviation_max (mean and maximum of (v - v_old)^2) and, with a reference,
-    old_ref_deviation (mean of (v_old - v_ref)^2). Raises ValueError for invalid shapes and dtypes, and for beta <= 0.
+    stats contains loss_positive = mean(p^2) / w_p, loss_negative = mean(q^2) / w_q, weight_positive = w_p,
+    weight_negative = w_q, old_deviation and old_deviation_max (mean and maximum of (v - v_old)^2) and, with a
+    reference, old_ref_deviation (mean of (v_old - v_ref)^2). Raises ValueError for invalid shapes and dtypes, and for
+    beta <= 0.
     """
     require_latents(
         velocity=velocity,
@@ -311,9 +313,9 @@ def quantise_rows(x: Tensor, *, backend: Backend = "auto") -> tuple[Tensor, Tens
     """Quantize each row of x to float8 e4m3. Return (q, scale) such that x is approximately q * scale.
 
     x: [..., row length] float32, bfloat16 or float16. q: shape of x. scale: float32 [..., 1].
-    A row's scale is its largest magnitude divided by 448 (the maximum of e4m3), or 1 for a row of zeros. Values are
-    rounded to nearest even. Matrix products with a row that contains NaN or infinity are NaN, so that the error stays
-    visible. Not differentiable. Raises ValueError for other dtypes, an empty x, or rows longer than 32768.
+    The scale of a row is the row's largest magnitude divided by 448 (the maximum of e4m3), or 1 for a row of zeros.
+    Values are rounded to nearest even. Matrix products with a row that contains NaN or infinity are NaN. Not
+    differentiable. Raises ValueError for other dtypes, an empty x, or rows longer than 32768.
     """
     if x.dtype not in LATENT_DTYPES or x.ndim == 0 or x.numel() == 0 or x.shape[-1] > MAX_ROW:
         raise ValueError(

@@ -65,7 +65,7 @@ def nft_loss(
     beta: float,
     ref_velocity: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return {name in NftLoss: one value per sample} for the DiffusionNFT loss, computed from x0 predictions.
+    """Return the losses and statistics of ops.nft_loss, computed from x0 predictions: {name: one value per sample}.
 
     Source: arXiv 2509.16117.
     """

@@ -135,7 +135,7 @@ def nft_loss(
     ref: Tensor | None,
     beta: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return policy loss, KL (0 without a reference), and statistics in the order of library.NFT_STATS, per sample."""
+    """Return each sample's policy loss, KL (0 without a reference), and statistics (in the order of NFT_STATS)."""
     positive, negative, change = _nft_errors(velocity, old, clean, noise, sigma, beta)
     weights = [error.abs().mean(1).clamp_min(MIN_WEIGHT) for error in (positive, negative)]
     losses = [error.square().mean(1) / w for error, w in zip((positive, negative), weights, strict=True)]

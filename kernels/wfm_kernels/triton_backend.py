@@ -1,9 +1,7 @@
-"""Triton backend: chooses launch shapes, aligns tensors and allocates workspaces.
+"""Triton backend, with the interface of torch_backend.py. Chooses launch shapes, aligns tensors and allocates memory.
 
-It has the same interface as torch_backend.py.
-
-Operators do not synchronize with the device and do not autotune. Their memory allocation does not depend on
-tensor values, so they can be captured in a CUDA graph.
+Operators do not synchronize with the device, do not autotune, and allocate memory independently of tensor values, so
+CUDA graphs can capture them.
 """
 
 from __future__ import annotations

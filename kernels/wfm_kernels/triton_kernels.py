@@ -66,7 +66,7 @@ def sde_kernel(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Run a denoising step, or compute the log-probability of a stored step (GIVEN). Both sum in the same order."""
+    """Run a denoising step or, if GIVEN is set, only compute its log-probability. Both sum in the same order."""
     part, sample = tl.program_id(0), tl.program_id(1)
     row = sample.to(tl.int64) * n  # int64: a batch of videos can exceed 2**31 elements
     coef = coef_ptr + sample * coef_stride

@@ -80,7 +80,7 @@ def check_reward(name: str, device: str, options: Mapping[str, Any], max_batch: 
 
 
 def resolve_max_batch(name: str, max_batch: int | None) -> int:
-    """Return `max_batch` or the reward's default. Raises RewardError if it exceeds the reward's maximum."""
+    """Return `max_batch`, or the reward's default for None. Raises RewardError if it exceeds the reward's maximum."""
     largest = get_reward_class(name).max_batch
     if max_batch is None:
         return min(DEFAULT_MAX_BATCH, largest)

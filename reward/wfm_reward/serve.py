@@ -3,8 +3,7 @@
 The main process only supervises: it runs the broker in a thread and `workers` processes for each reward. When all
 workers are ready, it writes pipes.json and prints one line of JSON to stdout. On SIGTERM or SIGINT, it finishes running
 tasks and exits. A second signal makes it exit immediately. With --stop-on-eof, it ignores these signals and stops when
-stdin is closed, because the trainer that started it needs the scores to finish its step. The exit status is 0 after a
-requested stop, 2 for user errors, and otherwise 1.
+stdin is closed. The exit status is 0 after a requested stop, 2 for user errors, and otherwise 1.
 """
 
 from __future__ import annotations

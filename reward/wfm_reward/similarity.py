@@ -35,8 +35,7 @@ def frame_psnr(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> float:
 def ssim(frames: Frames, reference: Frames) -> float:
     """Return the structural similarity, at most 1, as the mean over the T frames. Both videos are uint8 [T,H,W,3].
 
-    Computed as in scikit-image's structural_similarity with its defaults: windows of 7 x 7 pixels inside the frame
-    with equal weights, sample covariances, and the mean over positions and channels (Wang et al., 2004).
+    Computed as in scikit-image's structural_similarity with its defaults (windows of 7 x 7 pixels).
     Raises ValueError if the shapes differ or a frame is smaller than a window.
     """
     require_equal_shapes(frames, reference)
@@ -46,7 +45,7 @@ def ssim(frames: Frames, reference: Frames) -> float:
 
 
 def frame_ssim(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> float:
-    """Return the SSIM of two images [H,W,3]. It is computed in strips of rows, which stay in the processor's cache."""
+    """Return the SSIM of two images [H,W,3]."""
     last = SSIM_WINDOW - 1
     num_windows = (a.shape[0] - last) * (a.shape[1] - last) * a.shape[2]
     strips = [slice(top, top + STRIP_ROWS + last) for top in range(0, a.shape[0] - last, STRIP_ROWS)]
@@ -54,10 +53,7 @@ def frame_ssim(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> float:
 
 
 def sum_ssim(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> float:
-    """Return the sum of the SSIM of all windows of two images [H,W,3].
-
-    Sums, variances and covariances are exact int32 numbers, multiplied by n^2 or n(n - 1) for windows of n pixels.
-    """
+    """Return the sum of the SSIM of all windows of two images [H,W,3]."""
     x, y, n = a.astype(np.int32), b.astype(np.int32), SSIM_WINDOW**2
     sum_x, sum_y = window_sums(x), window_sums(y)
     mean_product, mean_squares = 2 * sum_x * sum_y, sum_x * sum_x + sum_y * sum_y

@@ -1,7 +1,4 @@
-"""Statistics of the reward service. For each reward: counts, times, and the latest scores, failures and samples.
-
-The broker's thread writes the statistics (`record_task`), and the HTTP server's thread reads them (`snapshot`).
-"""
+"""Statistics of the reward service. For each reward: counts, times, and the latest scores, failures and samples."""
 
 from __future__ import annotations
 

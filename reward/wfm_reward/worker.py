@@ -66,8 +66,8 @@ class RewardScorer:
 
         A row is {id, prompt, metadata, fps?, inputs?, reference?} with a tensor uint8 [H,W,3] or [T,H,W,3]. If
         `reference` is R > 0, the last R frames of the tensor are the reference. Consecutive rows with the same shape
-        and fps form batches of at most `max_batch` rows. A batch may contain rows of several tasks. For
-        a malformed task, TaskFailed is returned. The remaining tasks are not affected.
+        and fps form batches of at most `max_batch` rows. A batch may contain rows of several tasks. For a malformed
+        task, TaskFailed is returned.
         """
         task_rows = [_read_rows(task) for task in tasks]
         items = [

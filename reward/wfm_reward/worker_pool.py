@@ -171,11 +171,7 @@ class WorkerPool:
         return max(0.0, min(planned, default=float("inf")) - now_s)
 
     def watch_stalled_worker(self, worker_id: str, now_s: float) -> None:
-        """Kill a worker that the broker reports as stalled, unless it reacts within STALL_GRACE_S.
-
-        The broker has already notified the worker. A hung worker then exits by itself, and a worker that has not
-        started the task returns the task.
-        """
+        """Kill a worker that the broker reports as stalled, unless it reacts within STALL_GRACE_S."""
         for slot in self._slots:
             if slot.worker_id == worker_id:
                 slot.kill_at_s = min(slot.kill_at_s, now_s + STALL_GRACE_S)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from wfm_ds.checkpoint.adapter_loading import read_adapter_names
 from wfm_ds.cli import convert
 from wfm_ds.errors import ModelError
 from wfm_ds.export.lora_settings import check_settings, layer_alpha
@@ -121,3 +122,19 @@ def test_patterns_select_layers_as_in_peft():
         assert layer_alpha(settings, module, 4) == alpha
     with pytest.raises(ModelError, match=r"x: alpha_pattern.*\(a\+\)\+b"):
         check_settings(SETTINGS | {"alpha_pattern": {"(a+)+b": 1.0}}, "x")
+
+
+@pytest.mark.parametrize("key", ["target_modules", "exclude_modules", "layers_pattern"])
+def test_a_regular_expression_that_selects_layers_is_never_matched(key, tmp_path, tiny_pipelines, capsys):
+    slow = r"((\w|\.)+)+!"  # would take hours for the first layer name
+    settings = SETTINGS | {"target_modules": [LAYER], key: slow}
+    if key == "layers_pattern":
+        settings["layers_to_transform"] = [0]
+    header = json.dumps({f"transformer.{name}": value for name, value in settings.items()})
+    save_file(GOOD, tmp_path / "model.safetensors", metadata={"format": "pt", "lora_adapter_metadata": header})
+    with pytest.raises(ModelError, match=rf"{key} is a regular expression, .*; convert the LoRA with `wfm convert`"):
+        read_adapter_names(tmp_path / "model.safetensors")
+    base = str(tiny_pipelines("sd3"))
+    assert convert.main([str(tmp_path / "model.safetensors"), str(tmp_path / "out"), "--base", base]) == 0
+    assert read_adapter_names(tmp_path / "out" / "lora" / "model.safetensors") == set(GOOD)
+    capsys.readouterr()

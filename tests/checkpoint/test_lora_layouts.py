@@ -1,6 +1,7 @@
 """LoRA files in the layouts of other tools: round trips, loading with diffusers, and ComfyUI's arithmetic."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from each_case import check_each
+from pages import DOCS, table_rows
 from wfm_ds.cli import convert
 from wfm_ds.engine.adapter_layers import match_linear_layers
 from wfm_ds.export.lora_base import base_weight_readers, denoiser_parts, read_lora
@@ -136,6 +138,7 @@ LOADED_BY_DIFFUSERS = {  # by family: comfyui, comfyui with --bake-alpha, and ko
     "qwen_image": ("Target modules", True, True),
     "z_image": (ALPHA_IS_UNEXPECTED, "Target modules", True),
 }
+NAMES_IN_DOCS = {"SD3": "sd3", "Wan": "wan21", "FLUX.2": "flux2", "Qwen-Image": "qwen_image", "Z-Image": "z_image"}
 
 
 @check_each(("family", "outcomes"), LOADED_BY_DIFFUSERS.items())
@@ -156,6 +159,34 @@ def test_diffusers_loads_the_layouts_listed_in_the_docs(family, outcomes, export
     assert_same_updates(updates_in_diffusers(folder, lora / "model.safetensors"), want)
     assert run(capsys, file, tmp_path / "back", "--base", folder)[0] == 0
     assert_same_updates(updates_in_diffusers(folder, tmp_path / "back" / "lora" / "model.safetensors"), want)
+
+
+def who_reads_what():
+    """Yield (tool, names of its models, cells) for each row of the table in docs/exports.md."""
+    for reader, *cells in table_rows("exports.md", "| | diffusers export |"):
+        tool, _, models = reader.partition(", ")
+        yield tool, re.split(", | and ", models), cells
+
+
+def test_the_docs_say_what_diffusers_loads():
+    listed = {}
+    for tool, models, (own, *cells) in who_reads_what():
+        if tool == "diffusers":
+            assert own == "yes"
+            listed |= {NAMES_IN_DOCS[model]: cells for model in models}
+    assert listed.keys() == LOADED_BY_DIFFUSERS.keys()
+    for family, outcomes in LOADED_BY_DIFFUSERS.items():
+        for cell, outcome in zip(listed[family], outcomes, strict=True):
+            assert (cell == "yes") == (outcome is True), family
+            assert ("without an error" in cell) == (outcome == {}), family
+            assert all(quoted in outcome for quoted in re.findall('"(.*?)"', cell)), family
+
+
+def test_the_docs_name_the_models_that_comfyui_reads_at_half_strength():
+    without_alpha = [models for tool, models, cells in who_reads_what() if tool == "ComfyUI" and "scale 1" in cells[0]]
+    page = " ".join((DOCS / "exports.md").read_text().split())
+    [named] = re.findall(r"An export of (.*?) with the default alpha 64 and rank 32 .*? \*\*half its strength in", page)
+    assert {*re.split(", | or ", named)} == {*sum(without_alpha, [])} == NAMES_IN_DOCS.keys() - {"Wan"}
 
 
 def assert_same_updates(got, want):

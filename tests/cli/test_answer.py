@@ -1,5 +1,7 @@
 """`wfm answer`: the same answers as transformers' generate, and one-line errors for bad input."""
 
+import json
+
 import peft
 import pytest
 import torch
@@ -61,6 +63,38 @@ def test_an_adapter_finds_its_base(media, capsys):
     assert ask([str(media / "lora"), *asked]) == ask(["tiny:qwen25vl", *asked]) == 0
     with_adapter, without = capsys.readouterr().out.splitlines()[:2]
     assert with_adapter != without
+
+
+def test_adapter_settings_that_are_invalid_or_hang_are_one_line_errors(media, capsys):
+    folder = get_tiny_folder("qwen25vl")
+    network = AutoModelForImageTextToText.from_pretrained(folder)
+    network = peft.get_peft_model(network, peft.LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False))
+    network.save_pretrained(media / "lora")
+    file = media / "lora" / "adapter_config.json"
+    settings = json.loads(file.read_text()) | {"base_model_name_or_path": str(folder)}
+    file.write_text(json.dumps(settings))
+    assert ask([str(media / "lora"), "?", "--tokens", "2"]) == 0
+    expected = capsys.readouterr().out
+    for change in (
+        {"target_modules": r"((\w|\.)+)+!"},
+        {"layers_pattern": r"((\w|\.)+)+!", "layers_to_transform": [0]},
+    ):
+        file.write_text(json.dumps(settings | change))
+        assert ask([str(media / "lora"), "?", "--tokens", "2"]) == 0  # the file's tensors say which layers it has
+        assert capsys.readouterr().out == expected
+    for change, message in (
+        ({"r": "4"}, "adapter_config.json: r: "),
+        ({"lora_alpha": [8]}, "adapter_config.json: lora_alpha: "),
+        ({"r": 3}, "does not fit its base model"),
+        ({"alpha_pattern": {"(a+)+b": 3}}, "is too complex"),
+    ):
+        file.write_text(json.dumps(settings | change))
+        assert ask([str(media / "lora"), "?"]) == 2
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
+    (media / "lora" / "adapter_model.safetensors").write_bytes(b"x")
+    assert ask([str(media / "lora"), "?"]) == 2
 
 
 def test_invalid_questions_are_one_line_errors(media, capsys):

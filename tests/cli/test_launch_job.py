@@ -93,6 +93,8 @@ def test_a_kubernetes_job_names_its_pods_and_starts_them_again(written, tmp_path
         (rule["action"], *rule.get("onExitCodes", {}).get("values", [])) for rule in spec["podFailurePolicy"]["rules"]
     ]
     assert actions == [("FailJob", 2), ("Ignore", job_templates.PREEMPTED_CODE), ("Ignore",)]
+    disruption = {"type": "DisruptionTarget", "status": "True"}  # the schemas before Kubernetes 1.35 need the status
+    assert spec["podFailurePolicy"]["rules"][2]["onPodConditions"] == [disruption]
     pod = spec["template"]["spec"]
     (container,) = pod["containers"]
     assert (pod["subdomain"], pod["restartPolicy"]) == (service["metadata"]["name"], "Never")
@@ -146,6 +148,33 @@ def test_a_skypilot_task_finds_a_recipe_in_the_copied_folder(written, tmp_path):
     assert f" mine.yaml {OUT} " in task["run"]
 
 
+def test_names_that_look_like_other_yaml_types_remain_texts(written):
+    words = ("--name", "null", "--volume", "123:/shared", "--image")
+    service, job = yaml.safe_load_all(written("--k8s", *words, "1234"))
+    pod = job["spec"]["template"]["spec"]
+    names = [service["metadata"]["name"], job["metadata"]["name"], service["spec"]["selector"]["job-name"]]
+    assert [*names, pod["subdomain"]] == ["null"] * 4
+    assert (pod["containers"][0]["image"], pod["volumes"][0]["persistentVolumeClaim"]["claimName"]) == ("1234", "123")
+    task = yaml.safe_load(written("--skypilot", "--accelerator", "10", *words, "a: b's", "--force"))
+    assert (task["name"], task["volumes"], task["resources"]["accelerators"]) == ("null", {"/shared": "123"}, "10:8")
+    assert task["resources"]["image_id"] == "docker:a: b's"
+
+
+def test_an_override_with_several_lines_reaches_the_run(written, tmp_path):
+    lines = "data.path=/a\n  b\n\nc"
+    _, job = yaml.safe_load_all(written(*K8S, lines))
+    task = yaml.safe_load(written(*SKY, lines, "--force"))
+    for script in (job["spec"]["template"]["spec"]["containers"][0]["args"][0], task["run"]):
+        script = script.replace("/tmp/hosts", str(tmp_path / "hosts"))
+        code, printed = run_with_tools(script, tmp_path, {"deepspeed": PRINT_WORDS})
+        assert code == 0
+        assert printed.endswith(f"|{OUT}|{PATH}|{lines}|\n")
+
+
+def test_the_path_of_a_volume_does_not_end_with_a_slash(written):
+    assert yaml.safe_load(written(*SKY, "--volume", "lake:/shared/"))["volumes"] == {"/shared": "lake"}
+
+
 def test_a_script_for_hosts_returns_the_code_of_a_launcher_that_ends_at_once(written, tmp_path):
     start = "trap save_and_stop INT TERM\n"
     script = written("--pdsh", "a").replace(start, f"{start}sleep 0.3\n")
@@ -184,6 +213,7 @@ def test_a_script_for_hosts_saves_on_sigterm(written, tmp_path):
         (["--skypilot", "--accelerator", "H100:8"], "--accelerator H100:8: expected a type such as H100"),
         (["--slurm", "--time", "soon"], "--time soon: expected a time limit of SLURM"),
         ([*K8S, "--volume", "shared"], "--volume shared: expected NAME:PATH"),
+        ([*SKY, "--volume", "lake:/"], "--volume lake:/: expected NAME:PATH"),
         (
             [*K8S, "--volume", "lake:/lake"],
             "run.output_dir /shared/sft is not on the volume lake:/lake: set run.output",

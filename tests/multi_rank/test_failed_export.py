@@ -44,3 +44,30 @@ def test_a_checkpoint_is_saved_before_the_error_of_an_export(one_rank, tiny_pipe
     (outcome,) = one_rank.run(train_on_rank, **run)
     assert (outcome["status"], outcome["step"]) == ("finished", 1)
     assert (out / "safetensors" / "step_1" / "transformer" / "config.json").exists()
+
+
+def train_with_a_failing_export(recipe, overrides):
+    """Train on this rank. Rank 0 fails when it writes the export, with an error that wfm_ds does not raise itself."""
+    from wfm_ds.export import weights
+
+    def fail(*args, **kwargs):
+        raise MemoryError("no more")
+
+    write_lora, weights.write_lora = weights.write_lora, fail
+    try:
+        train_on_rank(recipe, overrides)
+    except UserError as error:
+        return str(error)
+    finally:
+        weights.write_lora = write_lora
+
+
+def test_a_checkpoint_is_saved_before_an_unexpected_error_of_an_export(two_ranks, tiny_pipelines, tmp_path):
+    out = tmp_path / "out"
+    overrides = ["run.steps=1", "validation.every=0", "checkpoint.every=0", "checkpoint.export_every=1"]
+    run = tiny_recipe("sd3_nft", out, tiny_pipelines("sd3"), *overrides)
+    messages = two_ranks.run(train_with_a_failing_export, **run)
+    assert messages == [f"the weights cannot be exported to {out}/safetensors/step_1: MemoryError: no more"] * 2
+    assert (out / "checkpoints" / "step_1" / "COMPLETE").exists()
+    outcomes = two_ranks.run(train_on_rank, **run)
+    assert [(o["status"], o["step"]) for o in outcomes] == [("finished", 1)] * 2

@@ -19,7 +19,7 @@ from wfm_ds.errors import RewardError
 from wfm_ds.recipe.sections import RewardRecipe
 from wfm_ds.rollout.reward_service import RewardService, build_service_config
 from wfm_ds.rollout.rewards import RewardClient
-from wfm_ds.training.preflight import check_spawned_rewards
+from wfm_ds.training.preflight import require_reachable_rewards
 from wfm_reward import registry
 from wfm_reward.http_client import MAX_RESPONSE_BYTES
 from wfm_reward.rewards.remote import IGNORE_REPLICA_VARIABLE, VARIABLE_PREFIXES, read_service_addresses
@@ -212,7 +212,7 @@ def test_an_unreachable_service_is_a_failure_and_an_error_of_checks(server, monk
         with pytest.raises(
             RewardError, match=r"remote/x: cannot connect to http://127\.0\.0\.1:1/.*Connection refused"
         ):
-            check_spawned_rewards(SimpleNamespace(all_reward_settings=recipe))
+            require_reachable_rewards(SimpleNamespace(all_reward_settings=recipe))
     reward = remote(timeout_s=600)
     reward.deadline_s = time.monotonic() + 0.8  # fails before the worker counts as hung and before the run's deadline
     assert "Connection refused" in reward.score(a_batch(["a"]))[0].failure

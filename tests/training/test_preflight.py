@@ -11,6 +11,7 @@ from peft import LoraConfig
 from PIL import Image
 
 from each_case import check_each
+from families import change_json
 from wfm_ds.data import datasets
 from wfm_ds.data.buckets import Buckets
 from wfm_ds.data.datasets import find_usable_samples, load_data
@@ -158,6 +159,17 @@ def test_rewards_on_gpus_are_not_started_on_a_machine_without_gpus(rl, monkeypat
     monkeypatch.setattr(preflight, "is_accelerator_present", lambda: False)
     check_run(rl("reward.functions=[{name: color, device: 'cuda:7'}]"), world_size=1)
     assert "the rewards were not started: this machine has no GPU for color" in caplog.text
+    for name in ("REMOTE_REWARD_TOKEN", "REMOTE_REWARD_ENQUEUE_URL", "REMOTE_REWARD_FETCH_URL"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1/x")
+    with pytest.raises(RewardError, match="remote/x: cannot connect to .*Connection refused"):
+        check_run(rl("reward.functions=[{name: color, device: 'cuda:7'}, {name: remote/x}]"), world_size=1)
+
+
+def test_a_network_of_a_package_that_is_not_installed_is_refused_by_the_check(sft, tiny_pipelines, tmp_path):
+    folder = shutil.copytree(tiny_pipelines("sd3"), tmp_path / "model")
+    change_json(folder / "model_index.json", transformer=["absent_package", "MyNetwork"])
+    with pytest.raises(ModelError, match=r"absent_package\.MyNetwork, which cannot be imported"):
+        check_run(sft(f"model.path={folder}"), world_size=1)
 
 
 def test_lora_parameters_of_the_report_are_those_that_peft_adds(sft):
@@ -330,6 +342,7 @@ FRAMES, LAYERS = "algorithm.max_num_conditional_frames", "lora.target_modules: "
         ("rl", "sd3", ["lora.target_modules=[to_q,pos_embed.proj]"], f"{LAYERS}pos_embed.proj is of type Conv2d, "),
         ("rl", "sd3", ["lora.modules_to_save=[nope]"], r"lora\.modules_to_save: no layer with weights ends with nope"),
         ("rl", "sd3", ["lora.modules_to_save=[norm_out]"], "norm_out contains .* these instead: norm_out.linear"),
+        ("sft", "cosmos3", ["lora={modules_to_save: [action_proj_in]}"], "action_proj_in contains .*action_proj_in.fc"),
         ("sft", "sd3", [f"{FRAMES}=1"], "max_num_conditional_frames 1: sd3 supports 0 .*: change the range 0 to 1"),
         ("ddrl", "sd3", [f"{FRAMES}=1"], "sd3 supports 0 conditioning latent frames: change the range 0 to 1"),
         ("ddrl", "sd3", ["sampling.s_churn=0"], r"steps \[0, 1, 2\] add no noise"),
@@ -348,7 +361,7 @@ FRAMES, LAYERS = "algorithm.max_num_conditional_frames", "lora.target_modules: "
 def test_a_setting_that_the_model_lacks_is_a_recipe_error(
     rl, sft, ddrl, tiny_pipelines, kind, family, overrides, message
 ):
-    places = [f"model.path={tiny_pipelines(family)}", *(["model.guardrail=off"] if family == "cosmos25" else [])]
+    places = [f"model.path={tiny_pipelines(family)}", *(["model.guardrail=off"] if "cosmos" in family else [])]
     recipe = {"rl": rl, "sft": sft, "ddrl": ddrl}[kind](*places, *overrides)
     if message is None:
         assert load_on_cpu(recipe).family == family

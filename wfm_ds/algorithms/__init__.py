@@ -17,7 +17,7 @@ RlAlgorithm: TypeAlias = base.RlAlgorithm[Any, Any]
 def build_rl_algorithm(recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> RlAlgorithm:
     """Build the recipe's RL algorithm. sigmas: noise levels of the N rollout steps and the final 0, [N+1] float64.
 
-    model: properties of the model to train. Without them, the algorithm can only plan rollouts. Raises RecipeError if
+    model: properties of the model to train. If None, the algorithm can only plan rollouts. Raises RecipeError if
     the algorithm does not support these noise levels, or uses policies that the engine does not provide.
     """
     settings = recipe.rl.algorithm
@@ -49,7 +49,7 @@ def build_supervised_algorithm(recipe: Recipe) -> SupervisedAlgorithm:
 
 
 def rl_policy_copies(recipe: Recipe) -> frozenset[str]:
-    """Return the names of the policy copies that the RL algorithm compares against or samples with."""
+    """Return the names of the policy copies that the RL algorithm uses in its loss or for sampling."""
     return recipe.rl.algorithm.list_policies(recipe.rl.rollout)
 
 

@@ -98,7 +98,7 @@ def compute_advantages(
     *,
     transform: Callable[[Array], Array] | None = None,
 ) -> Advantages:
-    """Compute advantages: center and scale rewards within their group, then transform, clip and select.
+    """Center and scale rewards within their group, then transform, clip and select the resulting advantages.
 
     settings.advantage_std selects the divisor of the centered rewards: std + 1e-4 over the group (`group`) or over all
     samples (`global`), or 1 (`none`). settings.combine selects which rewards are centered and scaled:
@@ -108,11 +108,10 @@ def compute_advantages(
         gdpo  each reward function separately; advantage = (w - mean(w)) / (std(w) + 1e-4) with w = weighted sum of
               the results, and with mean and std over all samples of groups with at least two rewards
 
-    The results then pass through `transform` (an elementwise function), settings.adv_clip_max and settings.adv_mode. If
-    all rewards of a group are equal, its advantages before `transform` are exactly 0; with the setting `zero_std:
-    drop`, they are None. The setting `best_of_n` ranks the values after `transform`; in a tie, the earlier sample wins.
-    Without ties, the order of the samples does not change a sample's advantage by a single bit. Raises ValueError for
-    unequal lengths and for non-finite rewards.
+    The advantages then pass through `transform` (an elementwise function), settings.adv_clip_max and settings.adv_mode.
+    If all rewards of a group are equal, the advantages of the group are exactly 0 before `transform`; with the setting
+    `zero_std: drop`, they are None. With the setting `best_of_n`, only the samples with the highest and lowest values
+    after `transform` get advantages. Raises ValueError for unequal lengths and for non-finite rewards.
     """
     valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
     raw = _normalize_advantages(columns, valid, compared, settings)
@@ -133,12 +132,11 @@ def compute_advantages(
 def select_best_and_worst(
     rewards: Rewards, groups: Sequence[str], settings: AdvantageSettings, count: int
 ) -> tuple[list[int], list[str]]:
-    """Select the count/2 samples with the highest and the count/2 samples with the lowest advantages of each group.
+    """In each group, select the count/2 samples with the highest and the count/2 samples with the lowest advantages.
 
-    Returns (sorted indices of the selected samples, ids of the groups with unequal rewards). Samples without a reward
-    are selected only if a group has fewer than `count` rewards. Each group must have at least `count` samples. If
-    `count` is odd, each group must have exactly `count` samples. Raises ValueError in the same cases as
-    compute_advantages.
+    Returns (sorted indices of the selected samples, ids of the groups in which samples have different rewards). If a
+    group has fewer than `count` rewards, samples without a reward are selected too. Each group must have at least
+    `count` samples, or exactly `count` if `count` is odd. Raises ValueError in the same cases as compute_advantages.
     """
     valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
     ranked = _normalize_advantages(columns, valid, compared, settings)
@@ -157,9 +155,8 @@ def _compare_groups(
 ) -> tuple[list[int], list[Indices], list[tuple[float, Array]], list[bool]]:
     """Check rewards and groups. Returns (valid, compared, columns, constant).
 
-    valid: indices of samples with a reward. compared: for each group with at least two rewards, the valid indices.
-    columns: result of `_reward_columns`. constant: for each group in `compared`, whether all samples of the group have
-    the same rewards.
+    valid: indices of the samples with a reward. compared: for each group with at least two such samples, their indices.
+    columns: result of `_reward_columns`. constant: for each group in `compared`, whether all of its rewards are equal.
     """
     if len(rewards.totals) != len(groups):
         raise ValueError(f"{len(rewards.totals)} rewards but {len(groups)} group ids")

@@ -1,8 +1,7 @@
 """Advantage Weighted Matching (AWM, arXiv 2509.25050): policy gradients on the forward process.
 
 The negative flow-matching loss of a re-noised clean sample serves as its log-probability. The probability ratio
-compares the trained policy and the old policy at the same noise and noise level. The loss is the clipped ratio times
-the advantage, as in PPO.
+compares the trained policy and the old policy at the same noise and noise level. The loss is PPO's clipped loss.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class StepSamples(Protocol):
 
 
 class RlAlgorithm(ABC, Generic[TermT, BatchT]):
-    """Base class of RL algorithms, built for one recipe. Its decisions on the host must be the same on every rank."""
+    """Base class of RL algorithms. Results that do not depend on this rank's samples must be equal on every rank."""
 
     Settings: ClassVar[type[RolloutSettings]]
     """Class of the recipe section `algorithm`, a subclass of `base_settings`."""
@@ -102,7 +102,7 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     rollout_policy = "train"
     """Policy that generates rollouts: `train` or the name of a policy copy."""
     references: tuple[str, ...] = ()
-    """Policies that the loss compares against (`old`, `ref`, `ema`), in the order of their forward passes.
+    """Policies that the loss compares with the trained policy (`old`, `ref`, `ema`), in the order of forward passes.
 
     While the weights of such a policy equal the trained weights, the policy is missing from the loss's `references`.
     The loss then uses the detached prediction of the trained policy instead."""
@@ -153,7 +153,7 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     def choose_adapter(self, step: int, update: int) -> str:
         """Return the name of the adapter that optimizer step `update` of RL step `step` trains. Updates start at 0.
 
-        `default` is the adapter that the run exports. Full training trains all weights under this name.
+        `default` is the adapter that the run exports. In runs without LoRA, `default` stands for all weights.
         """
         return DEFAULT_ADAPTER
 
@@ -200,15 +200,15 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
         """Return (unreduced loss of each loss term [B], statistics).
 
         velocity: prediction at (batch.latents, batch.sigma) with the guidance of the rollout, with gradient.
-        references: {policy: prediction}. If `LossTermBatch.parts` split the terms into several batches, return only
-        the contribution of `batch`. The RL loop sums the statistic `loss/total` over these batches. Every other
-        statistic must be returned for only one of them.
+        references: {policy: prediction}. If `LossTermBatch.parts` returned several batches, return only the
+        contribution of `batch` to the loss. The RL loop sums the statistic `loss/total` over these batches. Return
+        every other statistic for only one of them.
         """
 
     def group_statistics(
         self, terms: Sequence[TermT], velocity: Tensor, batch: BatchT, references: Mapping[str, Tensor]
     ) -> tuple[Sequence[str], Tensor]:
-        """Return the group id of each of the B loss terms, and the values [B] that they add to their groups' sums.
+        """Return the group id of each of the B loss terms, and the value [B] that each term adds to its group's sum.
 
         Called only if `uses_group_statistics`. velocity: prediction before the optimizer step, without gradient.
         references: as in `loss`.
@@ -245,12 +245,10 @@ def draw_steps(num_steps: int, count: int, seed: int) -> list[int]:
 
 
 def draw_stratified_sigmas(num_levels: int, shift: float, run_seed: int, *key: int | str) -> list[float]:
-    """Draw num_levels noise levels, ascending.
+    """Draw num_levels noise levels, ascending. Equal arguments give equal levels.
 
-    One number is drawn from each of num_levels equal parts of (0, 1), and the timestep shift is applied to it. The
-    probability density of all levels together does not depend on num_levels. Values are in (0, 1] and already rounded
-    to float32 like the denoiser's inputs, so that later rounding cannot change which expert is selected. Equal
-    arguments give equal levels.
+    One number is drawn from each of num_levels equal parts of (0, 1). The timestep shift converts it to a noise level,
+    which is rounded to float32 like the denoiser's inputs.
     """
     draws = [(part + draw_uniform(run_seed, "train_sigma", *key, part)) / num_levels for part in range(num_levels)]
     q = torch.tensor(draws, dtype=torch.float64).clamp(QUANTILE_MARGIN, 1 - QUANTILE_MARGIN)

@@ -1,8 +1,8 @@
-"""DDRL (arXiv 2512.04332): policy gradients on churned EDM rollouts, regularized by a diffusion loss on data.
+"""DDRL (arXiv 2512.04332): policy gradients on EDM rollouts with churn, regularized by a diffusion loss on data.
 
 For each trained step, a rollout stores only the input latents of the denoiser. The transition to the next state is
-Gaussian, with a mean that is affine in the velocity. The sampling plan defines the gain and the std of each transition.
-The noise is not stored: training draws it again from the sample's seed. The loss functions are in ddrl_losses.py.
+Gaussian, and its mean is an affine function of the velocity. Training draws the noise of the transition again from the
+sample's seed. The loss functions are in ddrl_losses.py.
 """
 
 from __future__ import annotations

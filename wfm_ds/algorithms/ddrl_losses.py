@@ -40,8 +40,8 @@ def log_ratio(
 
     the result depends on `norm`:
 
-        gaussian    -q/(2 std^2) = mean(noise*d - d^2/2), independent of the coordinates
-        literal     -q, as in the published code; in EDM coordinates, high noise levels then dominate the loss
+        gaussian    -q/(2 std^2) = mean(noise*d - d^2/2)
+        literal     -q, as in the published code; in EDM coordinates, high noise levels dominate this loss
         std_scaled  -q/(2 std)
 
     Equal velocities give exactly 0, because the code computes mean(noise*d - d^2/2) and not q. Raises ValueError for
@@ -71,8 +71,8 @@ def reference_kl(
 def data_loss(velocity: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the EDM loss (1 + S^2)/S^2 * mean((x0 - x0_hat)^2), [B], with the EDM noise level S = sigma/(1 - sigma).
 
-    x0 is `clean`, and x0_hat is its prediction, computed from the velocity at the noisy latents. The loss equals the
-    mean squared velocity error times (1 - sigma)^2 + sigma^2. sigma is [B]; mask and all other tensors have the shapes
+    x0 is `clean`, and x0_hat is the prediction of x0 from the velocity at the noisy latents. The loss equals
+    ((1 - sigma)^2 + sigma^2) * (mean squared velocity error). sigma is [B]; mask and all other tensors have the shapes
     described in log_ratio.
     """
     require_latents(velocity=velocity, clean=clean, noise=noise)

@@ -1,7 +1,7 @@
 """DGPO (arXiv 2510.08425): direct group preference optimization, weighted by advantages.
 
 The loss decreases the velocity errors of samples with positive advantage and increases the errors of samples with
-negative advantage. The weight of a group is 1/2 at first. It decreases as the policy learns to prefer the better
+negative advantage. The weight of a group is 1/2 at first, and decreases as the policy learns to prefer the better
 samples of the group more strongly than the reference policy does. Samples of a group share noise levels and noise, so
 that their errors are comparable.
 """
@@ -30,14 +30,16 @@ OLD_DECAY_SLOPE, MAX_OLD_DECAY = 0.001, 0.3
 
 
 class Dgpo(ForwardProcess):
-    """DGPO, with the loss
+    """DGPO. The loss of a sample at one noise level is
 
-        sigmoid(sum over the group of A beta (l - l_ref) / K) A l + kl_beta mean((v - v_ref)^2)
+        sigmoid(sum_group(A * beta * (l - l_ref) / K)) * A * l + kl_beta * mean((v - v_ref)^2)
 
-    A is the advantage, K the group size, and l = mean((v - u)^2) the error of the velocity v for the target u = noise -
-    clean latents. l_ref and l_old are the errors of the reference policy and the old policy. The old policy is a moving
-    average of the trained weights. The sum is over a group's samples at one noise level. No gradient flows through the
-    sigmoid. The first term has no gradient if the ratio exp(l_old - l) is outside the clip range in the direction of A.
+    A is the advantage, K the group size, v the velocity, and l = mean((v - u)^2) its error for the target
+    u = noise - clean latents. v_ref and l_ref are the velocity and the error of the reference policy. sum_group is the
+    sum over the samples of the group. The sigmoid has no gradient.
+
+    With clip_ratio, A * l has no gradient either if exp(l_old - l) is above the clip range and A > 0, or below the clip
+    range and A <= 0. l_old is the error of the old policy, a moving average of the trained weights.
     """
 
     Settings = DgpoAlgorithm
@@ -66,8 +68,7 @@ class Dgpo(ForwardProcess):
     ) -> tuple[list[str], Tensor]:
         """See RlAlgorithm. The group id of a loss term is its noise seed.
 
-        Two loss terms have the same noise seed only if their samples are in the same group and have the same noise
-        level.
+        Only loss terms of the same group and noise level have equal noise seeds.
         """
         errors, ref_errors = self._velocity_errors(velocity, batch), self._velocity_errors(references["ref"], batch)
         contributions = batch.credit * self.settings.beta * (errors - ref_errors) / self.group_size

@@ -57,18 +57,16 @@ def nft_loss(
     ref_velocity, the weight r = reward_weight in [0, 1] (see reward_weights), and
 
         u = noise - clean_latents
-        v+ = beta*v + (1-beta)*v_old,  v- = (1+beta)*v_old - beta*v,  e+- = sigma*(u - v+-)
-        L+- = mean(e+-^2)/mean|e+-|
+        v+ = beta*v + (1-beta)*v_old      e+ = sigma*(u - v+)      L+ = mean((e+)^2)/mean|e+|
+        v- = (1+beta)*v_old - beta*v      e- = sigma*(u - v-)      L- = mean((e-)^2)/mean|e-|
 
     the loss is
 
         l = adv_clip_max*(r*L+ + (1-r)*L-)/beta + kl_beta*mean((v - v_ref)^2)
 
-    The denominators mean|e+-| have no gradient and are at least 1e-5. mask: [B,1,T,1,1], 0 on frames excluded from
-    means and maxima; None if all frames count. Only `velocity` gets a gradient. The gradient of a sample does not
-    depend on other samples.
-
-    Raises ValueError for wrong shapes or dtypes. ref_velocity must be set if kl_beta > 0, and only then.
+    The denominators mean|e+| and mean|e-| have no gradient and are at least 1e-5. Only `velocity` gets a gradient.
+    mask: [B,1,T,1,1], 0 on excluded frames; None if all frames count. ref_velocity must be set if and only if
+    kl_beta > 0. Raises ValueError for wrong shapes or dtypes.
     """
     latents = {"velocity": velocity, "old_velocity": old_velocity, "clean_latents": clean_latents, "noise": noise}
     require_latents(**latents, **({} if ref_velocity is None else {"ref_velocity": ref_velocity}))
@@ -144,8 +142,7 @@ class DiffusionNft(ForwardProcess):
     def has_gradient(self, term: ForwardTerm, equal_policies: Set[str]) -> bool:
         """Return False if the gradient of the loss is known to be zero.
 
-        This is the case without a KL loss if the reward weight is 1/2 and the old policy has the trained weights: the
-        gradients of the two parts of the policy loss then cancel.
+        Without a KL loss, the gradient is zero if the reward weight is 1/2 and the old policy has the trained weights.
         """
         return (
             self.settings.kl_beta > 0

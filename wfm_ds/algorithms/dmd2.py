@@ -54,9 +54,10 @@ def dmd_direction(
     prediction: Tensor,
     mask: Tensor | None = None,
 ) -> Tensor:
-    """Return DMD's gradient direction d for the predicted clean latents h, [B, ...].
+    """Return DMD's gradient direction d for the clean latents h that the student predicted, [B, ...].
 
-    From their velocities v at y, the teacher and the fake score predict the clean latents x0_hat = y - s*v. Then
+    y is h with noise of level s. The velocities v of the teacher and the fake score at y give the predictions
+    x0_hat = y - s*v of the clean latents. The direction is
 
         d = (x0_hat_fake - x0_hat_teacher) / max(mean|h - x0_hat_teacher|, 1e-3)
 
@@ -71,7 +72,7 @@ def dmd_direction(
 def dmd_loss(velocity: Tensor, latents: Tensor, sigma: Tensor, direction: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return mean(h * d) of each sample, [B], with h = x - sigma*v.
 
-    Its gradient with respect to h is d / n for n elements, as for DMD2's loss mean((h - (h - d).detach())^2) / 2.
+    The gradient with respect to h is d / n for n elements, as for DMD2's loss mean((h - (h - d).detach())^2) / 2.
     velocity: v at x = latents, [B, ...]. sigma: [B]. direction: d, [B, ...], without gradient. mask: as in sample_mean.
     """
     prediction = latents - broadcast_over_latents(sigma, latents) * velocity
@@ -79,10 +80,9 @@ def dmd_loss(velocity: Tensor, latents: Tensor, sigma: Tensor, direction: Tensor
 
 
 def draw_level(levels: NoiseLevels, shift: float, quantile: float) -> float:
-    """Return a quantile of the density of noise levels, restricted to levels.min .. levels.max.
+    """Return a quantile of the density of noise levels in levels.min .. levels.max, rounded to float32.
 
-    shift: timestep shift of the density. quantile: in [0, 1). The result is rounded to float32, like the inputs of the
-    denoiser.
+    shift: timestep shift of the density. quantile: in [0, 1).
     """
     bounds = torch.tensor([levels.min, levels.max], dtype=torch.float64)
     low, high = invert_shift(bounds, shift).tolist()
@@ -97,7 +97,7 @@ def draw_level(levels: NoiseLevels, shift: float, quantile: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dmd2Term(LossTerm):
-    """One denoising step of a sample, and the noise that is added to its prediction for the teacher and fake score."""
+    """One denoising step of a sample, and the noise to add to the prediction of this step."""
 
     trains_fake: bool
     denoise_step: int
@@ -177,7 +177,7 @@ class Dmd2(RlAlgorithm[Dmd2Term, LossTermBatch]):
         return FAKE_SCORE if update < fake.updates or step <= fake.warmup_steps else DEFAULT_ADAPTER
 
     def compute_advantages(self, rewards: Rewards, groups: Sequence[str]) -> Advantages:
-        """Return the advantages. The reward loss has no gradient for samples without a reward: their advantage is 0."""
+        """Return the advantages. With a reward loss, the advantage of a sample without a reward is 0, not None."""
         advantages = super().compute_advantages(rewards, groups)
         if self.settings.reward is None:
             return advantages
@@ -225,7 +225,6 @@ class Dmd2(RlAlgorithm[Dmd2Term, LossTermBatch]):
         return self.num_steps / len(trained) if denoise_step in trained else 0.0
 
     def _draw_noise(self, purpose: str, *key: int) -> tuple[float, int]:
-        """Draw a noise level and a noise seed."""
         assert self.shift is not None, "built without a model: the timestep shift is unknown"
         quantile = draw_uniform(self.run_seed, f"{purpose}_level", *key)
         return draw_level(self.settings.levels, self.shift, quantile), derive_seed(

@@ -1,7 +1,7 @@
 """Diffusion-DPO (arXiv 2311.12908) for flow matching, with one beta for all noise levels (Flow-DPO, arXiv 2501.13918).
 
-The implicit reward of a sample measures how much better the policy predicts its velocity than the reference policy. The
-loss is the logistic loss of the reward difference between the chosen and the rejected sample.
+The implicit reward of a sample is higher if the policy predicts the sample's velocity better than the reference policy
+does. The loss is the logistic loss of the reward difference between the chosen and the rejected sample.
 """
 
 from __future__ import annotations
@@ -36,10 +36,7 @@ def preference_loss(rewards: Tensor) -> Tensor:
 
 
 def is_preferred(margins: Tensor) -> Tensor:
-    """Return 1 for a positive reward margin, 0 for a negative margin, and 1/2 for a margin of 0.
-
-    Before the first update, all margins are 0.
-    """
+    """Return 1 for a positive reward margin, 0 for a negative margin, and 1/2 for a margin of 0."""
     return (1 + torch.sign(margins)) / 2
 
 
@@ -66,6 +63,6 @@ class Dpo(SupervisedAlgorithm):
         return preference_loss(rewards), stats
 
     def validation_loss(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """See SupervisedAlgorithm. `accuracy` compares the implicit rewards of a pair, averaged over noise levels."""
+        """See SupervisedAlgorithm. `accuracy` is `is_preferred` of the mean reward margin over the noise levels."""
         rewards = implicit_rewards(errors, references["ref"], self.settings.beta)
         return preference_loss(rewards), {"accuracy": is_preferred((rewards[0] - rewards[1]).mean(dim=1))}

@@ -1,12 +1,12 @@
 """Flow-GRPO (arXiv 2505.05470): policy gradients on denoising steps.
 
-Its settings also cover Flow-GRPO-Fast, MixGRPO (2507.21802), DanceGRPO (2505.07818), GRPO-Guard (2510.22319) and
+The settings also cover Flow-GRPO-Fast, MixGRPO (2507.21802), DanceGRPO (2505.07818), GRPO-Guard (2510.22319) and
 Flow-DPPO (2606.11025).
 
 With a stochastic solver, each noisy step draws x' ~ N(mu, s^2) with mu = c_x*x + c_v*v, where x are the latents and v
-is the velocity. The rollout uses the trained weights and stores (x, x', log-probability). The loss predicts v at x
-again. It increases or decreases the probability of x' according to the sample's advantage. Log-probabilities are
-averaged over the n elements of a sample, so ratios are the n-th root of the true ratios.
+is the velocity. The rollout uses the trained weights and stores (x, x', log-probability). Training predicts v at x
+again, and increases or decreases the probability of x' according to the sample's advantage. Log-probabilities are
+averaged over the n elements of a sample, so probability ratios are the n-th roots of the true ratios.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ MAX_START_DEVIATION = 0.1  # fraction of the trust region; larger initial deviat
 def policy_drift(old_log_prob: Tensor, rollout_log_prob: Tensor, clip_range: float) -> Tensor:
     """Return |log p_old - log p_rollout| / clip_range, [B], detached. It measures how stale each loss term is.
 
-    Both log-probabilities are [B] float32, averaged over the n elements of a sample. The true probability ratio is
-    exp(log p_old - log p_rollout) to the power n. In practice it is 0 or infinite, so it cannot serve as an importance
-    weight.
+    Both log-probabilities are [B] float32, averaged over the elements of a sample.
     """
     require_vectors(old_log_prob, old_log_prob=old_log_prob, rollout_log_prob=rollout_log_prob)
     return ((old_log_prob - rollout_log_prob).abs() / clip_range).detach()
@@ -301,7 +299,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         stored: Tensor | None,
         recompute: Callable[[Tensor, TransitionBatch], Tensor],
     ) -> Tensor:
-        """Return the old policy's value: recomputed from `old`, a detached `value`, or stored by the rollout."""
+        """Return the old policy's counterpart of `value`, without gradient."""
         if self.uses_old_predictions and "old" in references:
             return recompute(references["old"], batch)
         if self.uses_old_predictions or (self.settings.old_log_prob == "auto" and batch.is_first_update):

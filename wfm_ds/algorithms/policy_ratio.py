@@ -1,4 +1,4 @@
-"""Surrogate losses of policy gradients: ratio of new to old probability times advantage, within a trust region."""
+"""Surrogate losses of policy gradients: probability ratio * advantage, with the ratio limited to a trust region."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reinforce Adjoint Matching (RAM, arXiv 2605.10759): flow matching towards a reward-tilted reference."""
+"""Reinforce Adjoint Matching (RAM, arXiv 2605.10759): flow matching towards a reference that the reward shifts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def ram_loss(
 ) -> Tensor:
     """Return mean((v - target)^2) of each sample, [B], with v = velocity.
 
-    The target is v_ref + R*(u - v) with v_ref = ref_velocity and u = noise - clean. It has no gradient. Velocities and
+    The target is v_ref + R*(u - v) with v_ref = ref_velocity and u = noise - clean, without gradient. Velocities and
     latents are [B,C,h,w] or [B,C,T,h,w] float32. Both velocities are predictions at the same noisy latents. tilt: R,
     [B]. mask: as in sample_mean.
     Raises ValueError for other shapes and dtypes.

@@ -50,9 +50,9 @@ class Sft(SupervisedAlgorithm):
 
 
 def density_quantile(algorithm: SupervisedSettings, a: Tensor) -> Tensor:
-    """Return the `a`-quantile of the density of q, 0 < a < 1: a fraction `a` of the density lies below it.
+    """Return the `a`-quantile of the density of q, for 0 < a < 1.
 
-    With timestep_density `mode`, the density is that of mode sampling (arXiv 2403.03206).
+    The timestep_density `mode` is the density of mode sampling (arXiv 2403.03206).
     """
     match algorithm.timestep_density:
         case "uniform":
@@ -65,7 +65,7 @@ def density_quantile(algorithm: SupervisedSettings, a: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SigmaBand:
-    """The noise levels of one expert in a two-expert model, and the fraction of the training density in this range."""
+    """The range of noise levels of one expert, and the fractions of the training density below both ends."""
 
     low: float = 0.0  # sigma in [low, high); 1 belongs to the last band
     high: float = 1.0
@@ -79,10 +79,7 @@ FULL_BAND = SigmaBand()
 def density_bands(
     algorithm: SupervisedSettings, shift: float, ranges: Sequence[tuple[float, float]]
 ) -> list[SigmaBand]:
-    """Return the sigma range of each expert, and the fractions of the training density below its two ends.
-
-    shift: flow shift of the density. ranges: sigma range [low, high) of each expert.
-    """
+    """Return the SigmaBand of each expert. shift: flow shift. ranges: sigma range [low, high) of each expert."""
     return [
         SigmaBand(low, high, *(_density_below(algorithm, shift, sigma) for sigma in (low, high)))
         for low, high in ranges
@@ -105,9 +102,8 @@ def _density_below(algorithm: SupervisedSettings, shift: float, sigma: float) ->
 def draw_experts(bands: Sequence[SigmaBand], run_seed: int, step: int, num_micro_steps: int) -> list[int]:
     """Draw the expert to train in each micro-batch of an optimizer step. All ranks draw the same experts.
 
-    On average over steps, the fraction of micro-batches that train an expert is its fraction of the training density.
-    In a single step, its number of micro-batches differs from the average by less than one. The order of the experts is
-    random.
+    On average over steps, an expert's fraction of the micro-batches equals its fraction of the training density. In
+    each step, the expert's number of micro-batches differs from the average by less than one. The order is random.
     """
     ends = list(itertools.accumulate(band.density_below_high - band.density_below_low for band in bands))
     offset = draw_uniform(run_seed, "training_expert", step)
@@ -128,10 +124,9 @@ def draw_training_sigmas(
     """Draw the noise level of each sample of a micro-batch: [B] float32 in (0, 1] and within `band`, on the CPU.
 
     positions: index of each sample in the sequence of all samples of the run, over all epochs. Optimizer step s =
-    1, 2, ... trains on positions (s-1)*global_batch to s*global_batch - 1. A noise level depends only on (run_seed,
-    position), not on rank or micro-batch. With `algorithm.stratified`, the density is split into global_batch strata of
-    equal probability, and a permutation seeded by (run_seed, step) gives each position of a global batch a different
-    stratum.
+    1, 2, ... trains on positions (s-1)*global_batch to s*global_batch - 1. A sample's noise level does not depend on
+    the rank. With `algorithm.stratified`, the density is split into global_batch strata of equal probability, and each
+    sample of a global batch is assigned to a different stratum.
     """
     draws = [draw_uniform(run_seed, "training_sigma", position) for position in positions]
     if algorithm.stratified:
@@ -146,7 +141,7 @@ def draw_training_sigmas(
 
 
 def clamp_to_band(sigma: Tensor, band: SigmaBand) -> Tensor:
-    """Clamp noise levels to their band, because rounding to float32 may have moved them outside."""
+    """Clamp noise levels to `band`, because rounding to float32 may have moved levels outside."""
     if band == FULL_BAND:
         return sigma
     low, high = (torch.tensor(end, dtype=torch.float64) for end in (band.low, band.high))
@@ -184,9 +179,10 @@ def loss_weight(kind: str, sigma: Tensor) -> Tensor:
 
 
 def conditioning_frame_counts(num_frames: tuple[int, int], draws: Sequence[float]) -> Tensor | None:
-    """Return the number of conditioning latent frames of each of B samples, [B] int64, or None if it is always 0.
+    """Return the number of conditioning latent frames of each of B samples, [B] int64.
 
-    num_frames: (smallest, largest) number. draws: one uniform random number in [0, 1) per sample.
+    Returns None if num_frames is (0, 0). num_frames: (smallest, largest) number. draws: one uniform random number in
+    [0, 1) per sample.
     """
     low, high = num_frames
     if high == 0:
@@ -203,7 +199,7 @@ def validation_sigmas(shift: float, num_levels: int = NUM_BUCKETS) -> Tensor:
 
 
 def bucket_index(sigma: Tensor, shift: float, num_buckets: int = NUM_BUCKETS) -> Tensor:
-    """Return the index of the bucket of each sigma, int64.
+    """Return the noise-level bucket of each sigma as an int64 index.
 
     The timestep shift converts q in (0, 1) to sigma. The buckets are num_buckets equal intervals of q.
     """

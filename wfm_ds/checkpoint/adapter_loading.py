@@ -65,8 +65,8 @@ def load_adapter(model: DiffusionModel, folder: Path) -> None:
 def copy_whole_layers(network: torch.nn.Module, layers: Mapping[str, Tensor], folder: Path) -> None:
     """Copy the fully trained layers of a LoRA into a network.
 
-    layers: result of `read_whole_layers(folder, ...)`. Raises ModelError if the network has no tensor of the same name
-    and shape for one of them.
+    layers: {tensor name: tensor}, result of `read_whole_layers(folder, ...)`. Raises ModelError if the network lacks a
+    tensor with one of these names, or if its shape differs.
     """
     parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in network.named_parameters()}
     for name, tensor in layers.items():
@@ -97,6 +97,12 @@ def read_adapter_names(path: Path) -> set[str]:
         raise ModelError(
             f"{path} does not contain its alpha ({METADATA_KEY} in its header); use a LoRA that a run exported"
         )
+    for key in ("target_modules", "exclude_modules", "layers_pattern"):
+        if settings.get(key) and (isinstance(settings[key], str) or key == "layers_pattern"):
+            raise ModelError(
+                f"{path}: {key} is a regular expression, which can take unlimited time to match; convert the LoRA with "
+                "`wfm convert`, which writes the layer names"
+            )
     return set(tensors)
 
 

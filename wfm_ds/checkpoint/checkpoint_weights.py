@@ -101,8 +101,9 @@ class CheckpointWeights:
 class MergedAdapter:
     """Tensor source for exports: the weights of the base model with a LoRA merged into them.
 
-    The merged weight is W + alpha / rank * B A, computed in float32 for one tensor at a time. For DoRA, each row of
-    this sum is then scaled to its stored magnitude. Fully trained layers replace the layers of the base model.
+    The merged weight is W + alpha / rank * (B @ A), with the base weight W and the LoRA matrices A and B. It is
+    computed in float32 for one tensor at a time. For DoRA, each row of this sum is then scaled to its stored magnitude.
+    Fully trained layers replace the layers of the base model.
     """
 
     uses_lora = False
@@ -171,7 +172,7 @@ def is_deepspeed_checkpoint(folder: Path) -> bool:
 
 
 class DeepSpeedWeights:
-    """Float32 weights of a checkpoint that DeepSpeed's save_checkpoint wrote, at any ZeRO stage."""
+    """The float32 weights in a checkpoint of any ZeRO stage that DeepSpeed's save_checkpoint wrote."""
 
     uses_lora = False
 
@@ -209,7 +210,7 @@ class DeepSpeedWeights:
 
 
 def strip_wrapper_prefixes(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Remove the prefixes in WRAPPERS that all names share. Returns {name: tensor}."""
+    """Remove each prefix in WRAPPERS with which all names start. Returns {name: tensor}."""
     tensors = dict(states)
     for prefix in WRAPPERS:
         if tensors and all(name.startswith(prefix) for name in tensors):

@@ -61,7 +61,7 @@ class RankState:
 def capture_state(engine: DenoiserEngine, loop: Mapping[str, Any], target: ExportInfo, dtype: torch.dtype) -> RankState:
     """Copy this rank's state to host memory.
 
-    loop: state of the training loop as JSON values. target, dtype: export settings, which `wfm convert` reads later.
+    loop: state of the training loop as JSON values. target, dtype: export settings for `wfm convert`.
     """
     tensors = {
         flat_name(name, group): flat.to("cpu", copy=True)

@@ -185,7 +185,7 @@ def publish_checkpoint(
     before_complete: Callable[[], None],
     moved: ProgressCallback = ignore_progress,
 ) -> dict[str, int]:
-    """Upload a local checkpoint. Return {file name: number of bytes}.
+    """Upload a local checkpoint. Return {name of each uploaded file: number of bytes}.
 
     before_complete: function to call after the upload of all files except COMPLETE.
     moved: function that is called with the number of bytes of each uploaded part, to show progress.
@@ -207,8 +207,8 @@ def publish_checkpoint(
 def prune_checkpoints(root: str, *, newest: int, keep: int) -> None:
     """Remove old and incomplete checkpoints from S3.
 
-    newest: step of the caller's newest checkpoint. keep: number of complete checkpoints to keep up to this step.
-    Complete checkpoints of later steps are kept too, because another run wrote them.
+    newest: step of the caller's newest checkpoint. keep: number of complete checkpoints to keep among the steps up to
+    `newest`. Complete checkpoints of later steps are kept too, because another run wrote them.
     Raises StorageError if S3 fails.
     """
     names = transfer.list_objects(root)

@@ -137,7 +137,7 @@ class ShardedStates:
         layout: position of each parameter in the returned tensors.
         lengths: number of elements of each returned tensor. Elements that belong to no parameter are 0.
         rank: rank of the file to read first. If this file already has the requested layout, no other file is opened.
-        For a state that is a single number, such as AdamW's step, the list contains this number for each group.
+        A state that is a single number, such as AdamW's step, is returned as this number for each group.
         Raises UserError if a file cannot be read or contains different parameters.
         """
         ranks: Sequence[int] = [rank]

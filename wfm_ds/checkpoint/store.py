@@ -4,9 +4,9 @@
     checkpoints/step_400/          name of this folder once all files are on disk; COMPLETE lists their sizes
     checkpoints/LATEST             the name of the newest checkpoint, for people and scripts; wfm_ds does not read it
 
-A folder is skipped if its files do not match the file COMPLETE. The folder is replaced when a run saves the same step
-again. Each save first removes the folders step_N.tmp of killed runs. All ranks must share one file system.
-rank_state.py defines the content of a checkpoint.
+A folder is incomplete if its files do not match the file COMPLETE. It is replaced when a run saves the same step again.
+Each save first removes the folders step_N.tmp of killed runs. All ranks must share one file system. rank_state.py
+defines the content of a checkpoint.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CheckpointSave:
         """Start to write `root/step_<step>`. Raises UserError on all ranks if the folder cannot be created.
 
         write: function that the thread of each rank calls with the folder to write to. It must not communicate with
-        other ranks. It returns the files that this rank wrote, and may raise OSError and UserError.
+        other ranks. It returns the files that this rank wrote, or raises OSError or UserError.
         metadata: JSON values to store in COMPLETE. Only the values of rank 0 are used.
         keep: number of checkpoints to keep, including the new one.
         protected_steps: function that returns the steps of additional checkpoints to keep. It is called on rank 0.
@@ -89,8 +89,8 @@ class CheckpointSave:
     def commit(self) -> Path:
         """Wait for all ranks, mark the checkpoint as complete, and remove old checkpoints. All ranks must call this.
 
-        Returns the path of the checkpoint. Raises UserError on all ranks if any rank failed. Older checkpoints then
-        stay unchanged.
+        Returns the path of the checkpoint. If writing failed on any rank, raises UserError on all ranks and keeps the
+        older checkpoints.
         """
         world, temporary_folder = self.world, self.temporary_folder
         try:
@@ -139,7 +139,7 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]]) -> None:
-    """Write this rank's files to disk, and then a list of these files."""
+    """Write this rank's files to disk, and then a file that lists them."""
     files = write(making)
     for path in files:
         atomic.sync_to_disk(path)
@@ -243,8 +243,7 @@ def steps_to_keep(steps: Collection[int], *, newest: int, keep: int) -> set[int]
 def prune_checkpoints(root: Path, *, newest: int, keep: int, protected_steps: Collection[int] = ()) -> None:
     """Remove old checkpoints. Keeps the protected steps and the last `keep` checkpoints up to step `newest`.
 
-    Folders of steps after `newest` are removed too. They are damaged checkpoints, because the run did not resume from
-    them.
+    Folders of later steps are removed too: they are damaged, because the run did not resume from them.
     """
     all_steps = set(list_steps(root))
     steps_kept = steps_to_keep(all_steps, newest=newest, keep=keep) | {

@@ -85,9 +85,7 @@ def generate_answer(args: argparse.Namespace) -> str:
         raise UserError(str(error)) from error
     network: Any = model.network
     if adapter is not None:
-        from peft import PeftModel
-
-        network = PeftModel.from_pretrained(network, str(adapter))
+        network = add_adapter(network, adapter)
     return decode_answer(network.to(device, dtype).eval(), model, sample, args.tokens, device)
 
 
@@ -113,6 +111,26 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
     if not isinstance(base, str):
         raise ModelError(f"{folder / ADAPTER_CONFIG} has no base_model_name_or_path; export the adapter again")
     return base, folder
+
+
+def add_adapter(network: Any, folder: Path) -> Any:
+    """Return the network with the PEFT adapter in `folder`. Raises ModelError if it is invalid or does not fit."""
+    import peft
+    from safetensors import SafetensorError
+
+    from wfm_ds.export.lora_file import PEFT_FILE, read_tensors
+    from wfm_ds.export.lora_settings import check_settings, select_layers
+    from wfm_ds.models.assets.loading import read_json
+    from wfm_ds.storage.filesystem import shorten_error
+
+    settings = check_settings(read_json(folder / ADAPTER_CONFIG), str(folder / ADAPTER_CONFIG))
+    tensors, _ = read_tensors(folder / PEFT_FILE)
+    layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors if ".lora_" in name}
+    try:
+        config = peft.LoraConfig(**select_layers(settings, layers))
+        return peft.PeftModel.from_pretrained(network, str(folder), config=config)
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise ModelError(f"{folder} does not fit its base model ({shorten_error(error)})") from error
 
 
 def decode_answer(network: Any, model: Any, sample: Any, max_tokens: int, device: Any) -> str:

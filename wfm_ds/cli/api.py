@@ -1,4 +1,4 @@
-"""Python API for runs, for notebooks: `wfm_ds.Run.from_recipe("sd3_nft", tiny=True).train().samples()`.
+"""Python API to train runs and read their results: `wfm_ds.Run.from_recipe("sd3_nft", tiny=True).train().samples()`.
 
 Training starts `wfm train` in a separate process. Results are read from the output folder of the run.
 """
@@ -145,7 +145,7 @@ class Run:
 
 
 def _run_command(arguments: list[str], show: bool) -> None:
-    """Run a command.
+    """Run a command line. show: print its output.
 
     Raises UserError if the command prints `error: ...` and exits with code 2. Raises RunError for any other failure.
     """

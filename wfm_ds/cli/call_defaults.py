@@ -20,13 +20,12 @@ LEVEL_TOLERANCE = 1e-6  # call.json may have rounded levels
 
 
 def fill_from_call(args: argparse.Namespace, repo: str, pipeline: Path, folders: Sequence[Path]) -> dict[str, Any]:
-    """Set options that the user did not set to their values in call.json, and return the content of call.json.
+    """Set sampling options that the user omitted, from call.json. Return the content of call.json.
 
-    The options are --steps, --grid, --shift, --solver, --guidance, --guidance-low, --max-sequence-length,
-    --negative-prompt (if there is guidance) and --embedded-guidance.
-    repo, pipeline: the base model as the user named it, and its folder. folders: LoRA and pipeline folders; the first
-    one with a call.json is used. Without a call.json, the defaults of recipes are used, except that --steps of a
-    released few-step model is the number of steps for which the model was distilled.
+    repo: the base model as the user named it. pipeline: folder of the base model. folders: LoRA and pipeline folders,
+    of which the first one with a call.json is used.
+    An option that call.json does not set gets the default of recipes. The exception is --steps of a released few-step
+    model, which is the number of steps for which the model was distilled.
 
     Raises UserError for invalid values in call.json or in the scheduler's config, and for options that do not fit
     together.
@@ -66,7 +65,7 @@ def fill_from_call(args: argparse.Namespace, repo: str, pipeline: Path, folders:
 
 
 def read_levels(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options steps and grid of the pipeline call in call.json, as {option: value}. Unset ones are omitted.
+    """Return the options steps and grid that the call.json values `call` set, as {option: value}.
 
     Raises ValueError or TypeError if the noise levels are not evenly spaced or the number of steps is invalid.
     """
@@ -91,7 +90,7 @@ def read_scheduler(folder: Path, steps: int) -> dict[str, Any]:
 
     folder: LoRA or pipeline folder. steps: number of steps in call.json. Grid and shift are returned only if the
     scheduler's noise levels are evenly spaced before the shift. The solver is returned only if the scheduler adds
-    noise, and is then `cps`. Raises UserError for invalid numbers in the file.
+    noise, and is then `cps`. Raises UserError for invalid numbers in the scheduler's config.
     """
     from wfm_ds.export.pipeline_folder import SCHEDULER_FILE, SCHEDULER_FOLDER
     from wfm_ds.models.assets.loading import read_json

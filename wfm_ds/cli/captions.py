@@ -1,7 +1,7 @@
 """`wfm data captions DIR`: write a caption file for each image and video.
 
---prompt "..." sets the same caption for all files. --from FILE.csv or FILE.jsonl reads one caption per file, from the
-columns or keys `file` (path relative to DIR) and `prompt`. Other columns become metadata. --layout selects the caption
+--prompt "..." sets the same caption for all files. --from FILE.csv or FILE.jsonl reads a table with the columns or keys
+`file` (image or video, relative to DIR) and `prompt`. Other columns become metadata. --layout selects the caption
 files: NAME.json or NAME.txt next to each image or video, or metas/NAME.txt in a Cosmos folder.
 """
 

@@ -76,7 +76,7 @@ def generate_script(shell: str, commands: Commands) -> str:
 
 
 def add_subcommands(parent: argparse.ArgumentParser, commands: Commands, prefix: str = "") -> None:
-    """Add a subparser for each command that is `prefix` and one word. Its subcommands are added recursively."""
+    """Add a subparser for each command that consists of `prefix` and one more word. Add its subcommands too."""
     subparsers = parent.add_subparsers()
     for name, (module, description) in commands.items():
         word = name.removeprefix(prefix)

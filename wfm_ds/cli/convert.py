@@ -138,7 +138,7 @@ def convert_run_lora(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def temporary_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`, so that it is on the same disk."""
+    """Yield a temporary folder that is next to `out` and therefore on the same disk."""
     from wfm_ds.storage import atomic
 
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ def export_run(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
 def read_export_settings(cuts: ShardedStates) -> dict[str, Any]:
     """Return the export settings of a checkpoint as {name: value}.
 
-    Raises UserError if base, parts, call, dtype or lora is missing.
+    Raises UserError if the setting base, parts, call, dtype or lora is missing.
     """
     from wfm_ds.export.lora_settings import check_settings
 

@@ -90,7 +90,7 @@ def describe_lerobot(path: str) -> list[str]:
 
 
 def describe_size(feature: Mapping[str, Any]) -> str:
-    """Return `width x height` of a camera."""
+    """Return the frame size `width x height` of a camera. feature: the LeRobot feature of the camera."""
     sizes = dict(zip(feature.get("names") or ("height", "width", "channels"), feature["shape"], strict=False))
     return f"{sizes.get('width', '?')} x {sizes.get('height', '?')}"
 

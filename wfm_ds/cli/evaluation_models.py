@@ -1,4 +1,4 @@
-"""Resolve the model arguments of `wfm evaluate` (pipelines, LoRAs, exports, runs) and find their runs' recipes."""
+"""Resolve the models of `wfm evaluate` (pipelines, LoRAs, exports, runs) and find the recipes that trained them."""
 
 from __future__ import annotations
 

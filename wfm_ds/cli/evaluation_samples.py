@@ -46,7 +46,7 @@ class EvaluationData:
 
     @classmethod
     def load(cls, recipe: Recipe, args: argparse.Namespace) -> EvaluationData:
-        """Load the data for samples with the size and the number of clips in `args`."""
+        """Load the validation data of the recipe. args: size and number of clips of the samples."""
         from wfm_ds.data.datasets import load_data
 
         size = {"height": args.height, "width": args.width, "num_frames": args.frames, "fps": args.fps}
@@ -78,7 +78,7 @@ class EvaluationData:
 
 
 class SampleScoring:
-    """Scores samples clip by clip: by rewards, and by their similarity to recordings."""
+    """Scores samples clip by clip: by rewards and by similarity to recordings."""
 
     def __init__(self, rewards: RewardClient, samples: ValidationSamples, sampler: Sampler, num_clips: int) -> None:
         from wfm_ds.training.clip_scoring import ClipScoring

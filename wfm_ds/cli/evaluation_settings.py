@@ -1,4 +1,4 @@
-"""Sampling options and rewards of `wfm evaluate`, with defaults from recipes of runs."""
+"""Sampling options and rewards of `wfm evaluate`, with defaults from the recipes of the evaluated runs."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ MAX_PROMPT_BATCH = 8  # samples of a prompt that are generated together by defau
 
 
 def fill_options(args: argparse.Namespace, entries: Sequence[EvaluatedModel], recipe: Recipe | None) -> None:
-    """Set omitted options in `args` from the recipe, or else to the defaults of `wfm generate`.
+    """Set omitted options in `args`.
 
-    Options that the recipe does not set come from the call.json of the trained models or of the base model. Raises
-    UserError if the pipeline has no default size, or if the options do not fit together.
+    Their values come from the recipe, else from the call.json of a trained model or of the base model, else from the
+    defaults of `wfm generate`. Raises UserError if the pipeline has no default size, or if the options do not fit
+    together.
     """
     from wfm_ds.cli.call_defaults import fill_from_call
     from wfm_ds.models import registry
@@ -146,7 +147,7 @@ def training_reward_names(recipe: Recipe | None) -> list[str]:
 def training_rewards(
     recipe: Recipe | None, args: argparse.Namespace, measured: Sequence[str], base: ModelResults
 ) -> TrainedRewards:
-    """Return the rewards that a model was trained on. They come from its recipe or, without one, from --rewards.
+    """Return the rewards that a model was trained on. If it has no recipe, these are the rewards in --rewards.
 
     measured: names of all measured rewards. base: results of the base model.
     """

@@ -48,12 +48,12 @@ exit "$code"
 K8S = JobTemplate("""\
 @{config_map}apiVersion: v1
 kind: Service
-metadata: {name: @name}
-spec: {clusterIP: None, selector: {job-name: @name}, publishNotReadyAddresses: true}
+metadata: {name: "@name"}
+spec: {clusterIP: None, selector: {job-name: "@name"}, publishNotReadyAddresses: true}
 ---
 apiVersion: batch/v1
 kind: Job
-metadata: {name: @name}
+metadata: {name: "@name"}
 spec:
   completionMode: Indexed
   completions: @nodes
@@ -63,10 +63,10 @@ spec:
     rules:
       - {action: FailJob, onExitCodes: {containerName: train, operator: In, values: [2]}}  # an error of the user
       - {action: Ignore, onExitCodes: {containerName: train, operator: In, values: [@preempted_code]}}  # run again
-      - {action: Ignore, onPodConditions: [{type: DisruptionTarget}]}
+      - {action: Ignore, onPodConditions: [{type: DisruptionTarget, status: "True"}]}
   template:
     spec:
-      subdomain: @name
+      subdomain: "@name"
       restartPolicy: Never
       terminationGracePeriodSeconds: @signal_s  # from SIGTERM to SIGKILL
       containers:
@@ -87,7 +87,7 @@ spec:
             - {name: shared, mountPath: @mount_path}
             - {name: shm, mountPath: /dev/shm}
 @{recipe_mount}      volumes:
-        - {name: shared, persistentVolumeClaim: {claimName: @claim}}
+        - {name: shared, persistentVolumeClaim: {claimName: "@claim"}}
         - {name: shm, emptyDir: {medium: Memory}}
 @{recipe_volume}""")
 
@@ -104,11 +104,11 @@ RECIPE_MOUNT = "            - {name: recipe, mountPath: /etc/wfm}\n"
 RECIPE_VOLUME = JobTemplate("        - {name: recipe, configMap: {name: @name-recipe}}\n")
 
 SKYPILOT = JobTemplate("""\
-name: @name
+name: "@name"
 workdir: .
 num_nodes: @nodes
 resources:
-  accelerators: @accelerator:@gpus
+  accelerators: "@accelerator:@gpus"
 @{image_line}  job_recovery:  # of managed jobs: sky jobs launch
     recover_on_exit_codes: [@preempted_code]
 @{volume_lines}envs:

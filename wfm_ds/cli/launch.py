@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
@@ -50,9 +51,14 @@ class ClusterJob:
     gpus: int  # per node
     hosts: tuple[str, ...] = ()  # host names from --pdsh
 
-    def train_arguments(self, recipe_path: str | None = None) -> str:
-        """Return the arguments of wfm_ds.train, quoted for a shell. recipe_path: replaces the path of the recipe."""
-        return shlex.join([recipe_path or str(self.args.recipe), *self.args.overrides])
+    def train_arguments(self, recipe_path: str | None = None, indent: int = 0) -> str:
+        """Return the arguments of wfm_ds.train, quoted for a shell.
+
+        recipe_path: replaces the path of the recipe. indent: spaces before each line of the YAML block that contains
+        the arguments; an override can have several lines.
+        """
+        words = shlex.join([recipe_path or str(self.args.recipe), *self.args.overrides])
+        return words.replace("\n", "\n" + " " * indent)
 
     def common_values(self) -> dict[str, object]:
         """Return the values of the placeholders that all templates have."""
@@ -155,7 +161,7 @@ def require_fitting_options(args: argparse.Namespace, target: str) -> None:
             raise UserError(f"--{owner} needs --{option} (see wfm launch --help)")
     if args.time is not None and not SLURM_TIME.fullmatch(args.time):
         raise UserError(f"--time {args.time}: expected a time limit of SLURM, such as 24:00:00 or 2-0 (days-hours)")
-    if args.volume is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*:/[\w./-]*", args.volume):
+    if args.volume is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*:(/[\w.-]+)+/?", args.volume):
         raise UserError(f"--volume {args.volume}: expected NAME:PATH, such as shared:/shared")
     if args.accelerator is not None and not re.fullmatch(r"[\w.-]+", args.accelerator):
         raise UserError(f"--accelerator {args.accelerator}: expected a type such as H100; set the number with --gpus")
@@ -230,13 +236,13 @@ def format_k8s(job: ClusterJob) -> str:
         job.common_values(),
         claim=claim,
         mount_path=mount_path,
-        image=shlex.quote(job.args.image),
+        image=json.dumps(job.args.image),
         last=job.nodes - 1,
         backoff=RESTARTS * job.nodes,  # one failure ends the pods of all nodes
         config_map=config_map,
         recipe_mount=RECIPE_MOUNT if is_file else "",
         recipe_volume=RECIPE_VOLUME.substitute(name=job.name) if is_file else "",
-        arguments=job.train_arguments("/etc/wfm/recipe.yaml" if is_file else None),
+        arguments=job.train_arguments("/etc/wfm/recipe.yaml" if is_file else None, indent=14),
     )
 
 
@@ -252,16 +258,16 @@ def format_skypilot(job: ClusterJob) -> str:
     volume_lines = ""
     if job.args.volume is not None:
         volume, mount_path = read_volume(job.args.volume, job.recipe)
-        volume_lines = f"volumes:\n  {mount_path}: {volume}\n"
+        volume_lines = f'volumes:\n  {mount_path}: "{volume}"\n'
     elif job.nodes > 1:
         raise UserError(f"--nodes {job.nodes}: all machines must share run.output_dir: add --volume NAME:PATH")
     return SKYPILOT.substitute(
         job.common_values(),
         accelerator=job.args.accelerator,
-        image_line="" if job.args.image is None else f"  image_id: {shlex.quote(f'docker:{job.args.image}')}\n",
+        image_line="" if job.args.image is None else f"  image_id: {json.dumps(f'docker:{job.args.image}')}\n",
         setup_lines=SKYPILOT_SETUP if job.args.image is None else "",
         volume_lines=volume_lines,
-        arguments=job.train_arguments(recipe_path),
+        arguments=job.train_arguments(recipe_path, indent=2),
     )
 
 
@@ -287,11 +293,11 @@ JOB_WRITERS: dict[str, Callable[[ClusterJob], str]] = {
 
 def read_volume(volume: str, recipe: Recipe) -> tuple[str, str]:
     """Return (name, path at which it is mounted) of --volume. Raises UserError if run.output_dir is not on it."""
-    name, _, mount_path = volume.partition(":")
+    name, _, mount_path = volume.rstrip("/").partition(":")  # SkyPilot refuses paths that end with a slash
     folder = recipe.run.output_dir
     if not folder.is_relative_to(mount_path):
         raise UserError(
-            f"run.output_dir {folder} is not on the volume {volume}: set run.output_dir={mount_path.rstrip('/')}/NAME, "
+            f"run.output_dir {folder} is not on the volume {volume}: set run.output_dir={mount_path}/NAME, "
             "or choose another volume with --volume"
         )
     return name, mount_path

@@ -67,10 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_current_folder() -> None:
-    """Put the current folder first on sys.path, as `python -m` does, unless Python runs with -P.
-
-    Child processes do not need this: they are started in the same folder with `python -m`.
-    """
+    """Put the current folder first on sys.path, as `python -m` does, unless Python runs with -P."""
     folder = os.getcwd()
     if not sys.flags.safe_path and sys.path[0] != folder:
         sys.path.insert(0, folder)

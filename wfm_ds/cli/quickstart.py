@@ -168,7 +168,10 @@ def load_demo(name: str) -> Demo:
 
 
 def prepare_folder(demo: Demo, folder: Path) -> None:
-    """Write the demo's data and untrained pipeline. Raises UserError if the folder has other files."""
+    """Empty the folder, and write the demo's data and untrained pipeline to it.
+
+    Raises UserError if other programs wrote to the folder.
+    """
     from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.logs import quiet_libraries
 

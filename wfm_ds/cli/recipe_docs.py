@@ -129,11 +129,8 @@ def own_keys(section: type[BaseModel]) -> list[str]:
     for key, field in section.model_fields.items():
         if key in heading_keys(section):
             continue
-        if key not in shared:
+        if key not in shared or key_entry(key, field) != key_entry(key, shared[key]):
             keys.append(key_entry(key, field))
-        elif key_entry(key, field) != key_entry(key, shared[key]):
-            is_new = field.description != shared[key].description
-            keys.append(key_entry(key, field, field.description if is_new else "As above, with another default."))
     return keys
 
 
@@ -160,9 +157,8 @@ def optional_note(path: KeyPath) -> str:
     return ""
 
 
-def key_entry(name: str, field: FieldInfo, meaning: str | None = None) -> str:
-    text = field.description if meaning is None else meaning
-    return f"* `{name}` ({type_text(field)}; {default_text(field)}): {link_pages(join_lines(text or ''))}"
+def key_entry(name: str, field: FieldInfo) -> str:
+    return f"* `{name}` ({type_text(field)}; {default_text(field)}): {link_pages(join_lines(field.description or ''))}"
 
 
 def type_text(field: FieldInfo) -> str:

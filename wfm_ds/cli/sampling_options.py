@@ -313,7 +313,7 @@ def iterate_samples(
     """Yield (sample, its clips) in the order of `items`.
 
     items: (prompt, seed) of each sample. batch: batch size. load_frames: function that returns conditioning frames.
-    layout: layout of the clips if num_clips is above 1. The prompts then have the inputs of all clips.
+    layout: layout of the clips if num_clips is above 1. Each prompt must then have the inputs of all clips.
     """
     from wfm_ds.chunks import split_into_chunks
     from wfm_ds.data.clip_layout import ClipLayout

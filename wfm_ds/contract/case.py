@@ -1,4 +1,4 @@
-"""Settings for the checks of a model family, and functions that run its diffusers pipeline."""
+"""Settings for the checks of a model family, and functions that run the family's diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ReferenceInputs:
     """Describes a call of the diffusers pipeline for one sample with inputs such as actions."""
 
     size: tuple[int, int, int]
-    """Height, width and number of frames of the sample. With inputs, the pipeline may support only a few sizes."""
+    """Height, width and number of frames of the sample. The pipeline must support this size together with inputs."""
     call: Callable[[Path, Tensor], tuple[Any, SampleInputs, dict[str, Any]]]
     """Maps (folder, pixels [1,3,...]) to (pipeline, inputs of the sample, pipeline call arguments)."""
     num_conditioning_frames: int = 0

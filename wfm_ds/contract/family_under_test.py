@@ -89,7 +89,7 @@ class FamilyUnderTest:
         return self.load_model(inputs=sorted({name for row in self.sample_inputs() for name in row}))
 
     def sample_inputs(self) -> list[SampleInputs]:
-        """Return {name: array} for each of two samples of size `size`. The list is empty if the case has no inputs."""
+        """Return {input name: array} for each of two samples of size `size`, or [] if the case has no inputs."""
         return [] if self.case.inputs is None else list(self.case.inputs(*self.size))
 
     def load_reference_pipeline(self) -> Any:

@@ -102,9 +102,9 @@ def check_decoded_pixels(subject: FamilyUnderTest) -> None:
 
 
 def check_several_samples_of_a_prompt(subject: FamilyUnderTest) -> None:
-    """Check that encode_text returns equal embeddings if each prompt occurs three times in a batch.
+    """Check that a prompt has the same embedding whether it occurs once or three times in a batch.
 
-    The result must have the keys in `conditioning_keys`, and no gradient.
+    The result of encode_text must have the keys in `conditioning_keys`, and no gradient.
     """
     model = subject.model
     once, often = model.encode_text(PROMPTS), model.encode_text([prompt for prompt in PROMPTS for _ in range(3)])
@@ -158,7 +158,7 @@ def check_grid_ends_at_clean_latents(subject: FamilyUnderTest) -> None:
 def check_conditioning_frames(subject: FamilyUnderTest) -> None:
     """Check that conditioning frames stay unchanged and affect the remaining frames.
 
-    The generated latents must equal those of diffusers.
+    The generated latents must equal the latents that diffusers generates.
     """
     model, case = subject.model, subject.case
     if case.conditioning_frames_call is None:

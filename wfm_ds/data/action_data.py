@@ -1,4 +1,4 @@
-"""Width and scaling of the actions of a dataset, and the action library of an RL run."""
+"""Number of values per action (width) and scaling of the actions of a dataset, and the action library of an RL run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_PROBED = 16  # number of episodes or files read to find the width of the act
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionData:
-    """Width and scaling of the actions in the training data, and optional additional action trajectories for RL."""
+    """Number of values per action (width) and scaling of the training actions, and optional trajectories for RL."""
 
     width: int  # numbers per action
     scaling: ActionScaling | None = None
@@ -58,7 +58,7 @@ def load_action_data(recipe: Recipe, training: Sequence[Sample], held_out: Seque
 
 
 def differing_sets(data: DataRecipe) -> dict[str, DataRecipe]:
-    """Return {name: recipe} of the data sets of a mixture, or {} if all have the same actions and domain."""
+    """Return {name: recipe} of the data sets of a mixture, or {} if all of them have the same actions and domain."""
     parts = {name: part for name, (part, _) in data.set_recipes().items() if ACTIONS in part.inputs}
     shared = (data.actions, data.domain)
     if data.actions.stats != "data" and all((part.actions, part.domain) == shared for part in parts.values()):
@@ -81,7 +81,7 @@ def add_viewpoints(samples: Sequence[Sample], data: DataRecipe) -> list[Sample]:
 def describe_actions(
     data: DataRecipe, fps: float | None, training: Sequence[Sample], probed: Sequence[Sample]
 ) -> ActionData:
-    """Return the width and scaling of the actions of a data set.
+    """Return the number of values per action (width) and the scaling of the actions of a data set.
 
     fps: frame rate of the clips (data.fps). training: samples whose actions determine the statistics. probed: samples
     whose actions determine the width. Raises DataError if the actions cannot be used or do not fit data.domain.
@@ -134,7 +134,7 @@ def load_trajectory_library(
 
     The trajectories are scaled like the training actions.
     shape: the required shape (steps, numbers per action) of a trajectory. A clip of F frames has F-1 steps.
-    can_be_longer: also accept more steps, for several clips.
+    can_be_longer: also accept trajectories with more steps, which several clips share.
     Raises DataError if the file is unreadable, has a different shape or contains non-finite numbers.
     """
     try:

@@ -1,10 +1,10 @@
 """Actions between the frames of a clip, from the states and actions that a robot data set stores (data.actions.space).
 
-The pose of frame i is T_i (4 x 4). The action from frame i to frame j is the motion inv(T_i) T_j in the gripper's own
-axes, as 9 numbers: its translation and the first two columns of its rotation matrix (Zhou et al., CVPR 2019). It is
-exact for any two frames, so clips may have any frame rate. The presets compute the same actions as NVIDIA's
-cosmos-framework (cosmos_framework/data/generator/action/datasets), with which the action weights of Cosmos3 were
-trained.
+T_i is the pose at frame i as a 4 x 4 matrix. The action from frame i to frame j is the motion inv(T_i) @ T_j in the
+gripper's own axes, as 9 numbers: its translation and the first two columns of its rotation matrix (Zhou et al., CVPR
+2019). This is exact for any two frames, so clips may have any frame rate. The presets compute the same actions as
+NVIDIA's cosmos-framework (cosmos_framework/data/generator/action/datasets), with which the action weights of Cosmos3
+were trained.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SpacePart(Protocol):
 
     @property
     def features(self) -> Mapping[str, int]:
-        """{feature that is read: smallest number of values per frame that it must have}."""
+        """{name of a feature that this function reads: minimum number of values per frame}."""
 
     def __call__(self, rows: Rows, frames: Sequence[int]) -> Doubles | Floats:
         """Return [len(frames)-1, D]: D numbers for the action between each two neighbouring frames."""
@@ -40,7 +40,7 @@ class SpacePart(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StoredActions:
-    """Actions that a feature stores. Row i of the feature is the action between frames i and i + 1."""
+    """Actions that a data set stores as a feature. Row i of the feature is the action between frames i and i + 1."""
 
     feature: str
     compose: str | None = None
@@ -56,7 +56,7 @@ class StoredActions:
 
 @dataclass(frozen=True, slots=True)
 class PoseMotion:
-    """Motion of a stored pose between neighbouring frames of the clip: [number of frames - 1, 9]."""
+    """Motion of a stored pose between neighbouring frames of the clip. Returns [number of frames - 1, 9]."""
 
     feature: str
     columns: slice  # x, y, z and the rotation
@@ -82,7 +82,7 @@ class PoseMotion:
 class StoredValues:
     """Values of a feature at the start or end frame of each action, such as a gripper position.
 
-    The result is max(scale * value + offset, low), [number of frames - 1, number of columns].
+    Returns max(scale * value + offset, low), [number of frames - 1, number of columns].
     """
 
     feature: str
@@ -138,7 +138,7 @@ class StoredMotion:
 
 @dataclass(frozen=True, slots=True)
 class AgibotMotion:
-    """Motion of a link of the AgiBot G1 between neighbouring frames: [number of frames - 1, 9].
+    """Motion of a link of the AgiBot G1 between neighbouring frames. Returns [number of frames - 1, 9].
 
     It is computed from the angles of the robot's joints.
     """
@@ -246,7 +246,7 @@ class ActionSpace:
     def find_features(self, widths: Mapping[str, int]) -> list[str]:
         """Return the names of the features that are read. widths: {name: numbers per frame} of the data set's features.
 
-        Raises DataError if a feature is missing or too narrow.
+        Raises DataError if a feature is missing or has too few numbers per frame.
         """
         needed = list_features(self._choose_parts(widths))
         for name, width in needed.items():
@@ -268,8 +268,8 @@ class ActionSpace:
     def __call__(self, rows: Rows, frames: Sequence[int]) -> Floats:
         """Return the actions between these frames of the episode, float32 [len(frames)-1, numbers per action].
 
-        Raises ValueError if the rows do not reach to the last frame or cannot be used, and KeyError for a missing
-        feature.
+        Raises ValueError if the rows of a feature end before the last frame or cannot be used. Raises KeyError for a
+        missing feature.
         """
         parts = self._choose_parts(rows)
         widths = list_features(parts)
@@ -290,7 +290,7 @@ class ActionSpace:
 
 
 def list_features(parts: Sequence[SpacePart]) -> dict[str, int]:
-    """Return {feature that the parts read: smallest number of values per frame that it must have}."""
+    """Return {name of a feature that the parts read: minimum number of values per frame}."""
     widths: dict[str, int] = {}
     for part in parts:
         for name, width in part.features.items():

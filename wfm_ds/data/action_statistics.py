@@ -93,7 +93,7 @@ def statistics_key(sources: Sequence[Sample], actions: ActionsRecipe, fps: float
 
 
 def find_version(file: str) -> tuple[str | int, ...] | None:
-    """Return the identity of a file. Returns None for an unreadable file, whose episodes the statistics skip."""
+    """Return the identity of a file, or None if it is unreadable. The statistics skip episodes in unreadable files."""
     try:
         return media_from_path(file).identity()
     except READ_ERRORS:

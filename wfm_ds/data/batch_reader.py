@@ -40,7 +40,7 @@ def candidate_offsets(offset: int, num_samples: int) -> list[int]:
     """Return the sample to read and its substitutes, as offsets in an epoch of `num_samples`.
 
     The sample at `offset` comes first, followed by at most MAX_SUBSTITUTES substitutes from about half an epoch away.
-    If a file is bad, the next file is tried.
+    They are tried in this order until a file is good.
     """
     half_epoch = (num_samples + 1) // 2
     return [offset, *((offset + half_epoch + attempt) % num_samples for attempt in range(MAX_SUBSTITUTES))]
@@ -74,7 +74,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class SampleCandidate:
-    """A sample that may be read for a position of the data order. `framing` sets its crop size and its frames."""
+    """A sample that may be read for a position of the data order. `framing` determines its crop size and frames."""
 
     sample: Sample
     framing: Framing
@@ -87,7 +87,7 @@ class BatchReader(ABC):
 
     A position is an index into this sequence. Optimizer step s (from 1) reads `global_batch` consecutive positions,
     starting at (s-1) * global_batch. These positions are sharded over the data-parallel ranks. `bad` maps each reason
-    to the number of bad files that this rank read. A file that is read twice counts twice.
+    to the number of bad files that this rank has read; a file that is read twice counts twice.
     """
 
     global_batch: int  # samples per optimizer step over all ranks
@@ -141,7 +141,7 @@ class BatchReader(ABC):
         return counts | {f"data/bad/{reason}": count for reason, count in self.rejected.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's record of bad files as JSON.
+        """Return this rank's counts of bad files as JSON values.
 
         The sample order is computed from the step and needs no state.
         """

@@ -147,7 +147,6 @@ def _unpack_sample(row: Sequence[Any], versions: dict[str, Any]) -> Sample:
 
 
 def _unpack_version(version: Any) -> Any:
-    """Convert a value that was sent as JSON: a list becomes a tuple, and a mapping becomes views or EpisodeRows."""
     if isinstance(version, list):
         return tuple(version)
     if "views" in version:

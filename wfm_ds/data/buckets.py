@@ -20,7 +20,7 @@ ASPECT_RATIOS = ((1, 1), (5, 4), (4, 3), (3, 2), (16, 9), (2, 1))
 
 
 def automatic_sizes(height: int, width: int, multiple: int) -> list[ImageSize]:
-    """Return the given size, and sizes of about the same area with other aspect ratios.
+    """Return the given size, followed by sizes of about the same area with other aspect ratios.
 
     The aspect ratios range from 2:1 to 1:2. The sides of the other sizes are multiples of `multiple`.
     """
@@ -54,7 +54,7 @@ def nearest_size(sizes: Sequence[ImageSize], height: int, width: int) -> int:
 
 
 class Buckets:
-    """The training sizes of a run, with one Framing per size. Every image or video is assigned to one of them."""
+    """The training sizes (buckets) of a run, with one Framing per size. Each image or video belongs to one."""
 
     def __init__(self, framing: Framing, sizes: Sequence[ImageSize]) -> None:
         """framing: settings for all sizes. Each size replaces the height and width in these settings."""

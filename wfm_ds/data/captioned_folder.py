@@ -96,7 +96,6 @@ class CaptionCache:
             log.info("caption cache of %s cannot be written, captions are read at each start: %s", self.folder, error)
 
     def _load(self) -> dict[str, list[Any]]:
-        """Return {path: [state, caption]} of the last scan. Returns {} if this folder has no valid cache file."""
         try:
             content = json.loads(self.file.read_bytes())
             if content["format"] != CACHE_FORMAT or content["folder"] != to_printable(self.folder):
@@ -219,10 +218,9 @@ class CaptionedFolder(SampleSet):
             self.reject("no_json", media_file)
 
     def _reject_lone_texts(self) -> None:
-        """Reject text files without an image or video if they are probably captions of missing files.
+        """Reject text files without an image or video if they are probably captions of missing files, not notes.
 
-        Text files are probably captions if no caption is a JSON file and most text files have an image or video.
-        Otherwise, text files without an image or video are probably notes.
+        They are probably captions if no caption is a JSON file and most text files have an image or video.
         """
         if not self._num_objects and len(self.lone_texts) < self._num_texts:
             for path in self.lone_texts:

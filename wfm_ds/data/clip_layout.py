@@ -1,4 +1,4 @@
-"""Frames of long videos that are generated clip by clip (models/clips.py)."""
+"""Positions of the clips in long videos that are generated clip by clip (models/clips.py)."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class ClipLayout:
         return replace(prompt, inputs=self.slice_inputs(prompt.inputs, clip))
 
     def extend_reader(self, reader: InputReader, num_clips: int) -> InputReader:
-        """Return a reader that reads the inputs of a video with `num_clips` clips and validates each clip's part."""
+        """Return a copy of the reader that reads the inputs of videos with `num_clips` clips and checks each clip."""
 
         def validate_clips(inputs: Mapping[str, Floats]) -> None:
             for clip in range(num_clips):
@@ -56,9 +56,9 @@ class ClipLayout:
         return replace(reader, num_frames=self.total_frames(num_clips), validate=validate_clips, sets=sets)
 
     def join(self, clips: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
-        """Join clips to long videos: drop the overlapping first frames of each further clip, then concatenate.
+        """Join clips to long videos: drop the overlapping frames of each clip except the first, then concatenate.
 
-        clips: uint8 [videos, frames, height, width, 3] each. A single clip is unchanged.
+        clips: uint8 [videos, frames, height, width, 3] each. A single clip is returned unchanged.
         """
         if len(clips) == 1:
             return clips[0]

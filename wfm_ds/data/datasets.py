@@ -43,10 +43,10 @@ LatentLookup: TypeAlias = Callable[[Media, Framing], Any]  # returns the cached 
 
 
 class SizedModel(Protocol):
-    """The methods of a model (models/base.py) that determine which sizes are valid."""
+    """The methods of a model (models/base.py) that determine which image and video sizes are valid."""
 
     def latent_shape(self, height: int, width: int, num_frames: int, /) -> tuple[int, ...]:
-        """Return the latent shape (C,h,w) or (C,T,h,w). Raises ValueError for an unsupported size."""
+        """Return the latent shape, (C,h,w) or for videos (C,T,h,w). Raises ValueError for an unsupported size."""
         ...
 
     def size_multiple(self, num_frames: int, /) -> int:
@@ -106,7 +106,7 @@ def load_data(recipe: Recipe) -> TrainingData:
 def list_validation_prompts(recipe: Recipe, prompts: list[Prompt], samples: Sequence[Sample]) -> list[Prompt]:
     """Return the candidates for validation prompts, from validation.prompts or from the data.
 
-    Validation uses the first validation.num_prompts of them.
+    Validation uses the first validation.num_prompts candidates.
 
     prompts: the run's prompts; used if there are no samples. samples: held-out samples, or training samples if none are
     held out. Raises DataError for an invalid prompt file.
@@ -147,9 +147,9 @@ def scan_held_out(recipe: Recipe) -> list[Sample] | None:
 def choose_held_out_source(recipe: Recipe) -> tuple[DataRecipe, list[str]] | None:
     """Return (recipe, paths) of validation.path or validation.episodes. Returns None if neither is set.
 
-    The result for validation.path does not use data.options.revision. If the training data is a mixture,
-    validation.path is read as a folder, or as LeRobot data if it is remote or contains LeRobot datasets. LeRobot videos
-    are then composed with the `views` of the mixture's first LeRobot data set.
+    validation.path is read without data.options.revision. If the training data is a mixture, validation.path is read as
+    a folder, or as LeRobot data if it is remote or contains LeRobot datasets. LeRobot videos are then composed with the
+    `views` of the mixture's first LeRobot data set.
     """
     data, validation = recipe.data, recipe.validation
     if validation.path is None and validation.episodes is None:
@@ -178,7 +178,7 @@ def lerobot_sources(recipe: Recipe) -> list[tuple[DataRecipe, str]]:
 
 
 def exclude_samples(samples: Sequence[Sample], held_out: Sequence[Sample]) -> list[Sample]:
-    """Return the samples without the held-out episodes. Raises DataError if none remain."""
+    """Return the samples that are not held-out episodes. Raises DataError if none remain."""
     names = {sample.media.name for sample in held_out if sample.rows is not None}
     remaining = [sample for sample in samples if sample.media.name not in names]
     if names and not remaining:
@@ -191,8 +191,8 @@ def list_epoch(
 ) -> list[Sample]:
     """Return the training samples of one epoch. Episodes are split into windows, and a mixture repeats samples.
 
-    A window is long enough for a clip after the clips of a history (`rollout.history`). If there are no held-out
-    samples, validation uses training samples, so a window is also long enough for `validation.clips`.
+    A window is long enough for the clips of a history (`rollout.history`) and one more clip. Without held-out samples,
+    validation uses training samples, so a window is also long enough for `validation.clips` clips.
     """
     num_clips = 1 + (recipe.rl.rollout.history.clips if recipe.is_rl else 0)
     if not held_out:
@@ -238,8 +238,8 @@ def trains_on_data(recipe: Recipe) -> bool:
 def frames_per_clip(recipe: Recipe, model: SizedModel) -> int:
     """Return the number of frames to read per clip.
 
-    It is sampling.num_frames, except for an RL run that trains only on generated samples. Such a run reads only the
-    conditioning frames, so that even images can serve as its data.
+    An RL run that trains only on generated samples reads only the conditioning frames, so its data may even be images.
+    All other runs read sampling.num_frames.
     """
     size, (_, most) = recipe.sampling, recipe.algorithm.conditioning_frame_range
     if not recipe.is_rl or most == 0 or trains_on_data(recipe):
@@ -284,10 +284,10 @@ def find_usable_samples(
     what: str = "samples",
     inputs: InputReader | None = None,
 ) -> list[Sample]:
-    """Return the first `count` samples that can be decoded, with the conditioning inputs for their centre crops.
+    """Return the first `count` usable samples, with the conditioning inputs for their centre crops.
 
-    Bad samples are skipped and logged. Raises DataError if all samples are bad, or if the number of bad samples exceeds
-    data.max_bad_fraction of `dataset_size`. what: name of the samples in messages.
+    Samples with unusable files or inputs are skipped and logged. Raises DataError if all samples are unusable, or if
+    more than data.max_bad_fraction * dataset_size samples are skipped. what: name of the samples in messages.
     """
     usable, broken = list[Sample](), list[str]()  # not the errors: their tracebacks hold the model
     title = f"checking {what}"

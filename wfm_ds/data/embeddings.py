@@ -1,7 +1,7 @@
 """`wfm data embeddings FOLDER --from-pickle`: convert the text embeddings of a Cosmos folder.
 
-The command writes NAME.safetensors next to each NAME.pickle, so that training never opens a pickle. A pickle can
-execute code. The unpickler of this module creates only numpy arrays of numbers, lists and plain values.
+The command writes NAME.safetensors next to each NAME.pickle, so that training never opens a pickle, which can execute
+code. The unpickler of this module creates only numpy arrays of numbers, lists and plain values.
 """
 
 from __future__ import annotations

@@ -32,7 +32,10 @@ Views: TypeAlias = Sequence[Sequence[CameraSpan]]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeVideo:
-    """The frames of a window of an episode. Several cameras are composed into one image. Implements `Media`."""
+    """The frames of a window of an episode, composed into one image per frame if there are several cameras.
+
+    Implements `Media`.
+    """
 
     name: str
     views: Views
@@ -77,7 +80,7 @@ def view_places(rows: Sequence[int], size: tuple[int, int]) -> list[list[tuple[i
 
 
 def picture_size(rows: Sequence[int], size: tuple[int, int]) -> tuple[int, int]:
-    """Return (height, width) of the composed image. It takes the same arguments as `view_places`."""
+    """Return (height, width) of the composed image. For the arguments, see `view_places`."""
     left, top, width, height = view_places(rows, size)[-1][-1]
     return top + height, left + width
 

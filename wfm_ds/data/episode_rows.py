@@ -32,7 +32,7 @@ class EpisodeRows(Mapping[str, Floats]):
     episode: int  # index in the dataset
 
     def __getitem__(self, feature: str) -> Floats:
-        """Return the rows of a feature: float32 [length, numbers per frame], also if there is one number per frame."""
+        """Return the rows of a feature: float32 [length, numbers per frame], even with one number per frame."""
         index, stop = read_row_index(self.file), self.start + self.length
         if feature not in index.names:
             raise KeyError(f"no feature {feature} in {self.file}")
@@ -100,7 +100,7 @@ def read_column(file: str, group: int, feature: str) -> tuple[Floats, Floats]:
 
 
 class ColumnCache(threading.local):
-    """A separate cache of recently read columns per thread.
+    """A cache of recently read columns, separate for each thread.
 
     Threads read different episodes, so they would evict each other's columns from a shared cache.
     """

@@ -111,7 +111,7 @@ def missing_captions_message(
 
 
 def find_conversations(folder: Path) -> Path | None:
-    """Return a file of LLaVA conversations, or None if there is none. Captions NAME.json are not such files."""
+    """Return a file of LLaVA conversations, or None if there is none. Caption files NAME.json are ignored."""
     parts = [os.path.splitext(name) for name in list_names(folder)]
     captioned = {stem for stem, suffix in parts if suffix.lower() in MEDIA_SUFFIXES}
     files = (folder / (stem + suffix) for stem, suffix in parts if stem not in captioned)
@@ -119,7 +119,7 @@ def find_conversations(folder: Path) -> Path | None:
 
 
 def find_unknown_file(folder: Path) -> str | None:
-    """Return a file that is neither media nor text, such as a table or an index, or None if there is none."""
+    """Return a file with an unknown suffix, such as a table or an index, or None if there is none."""
     known = MEDIA_SUFFIXES | TEXT_SUFFIXES | UNSUPPORTED_SUFFIXES | {"", ".md"}
     return min((path for path in files_below(folder) if os.path.splitext(path)[1].lower() not in known), default=None)
 

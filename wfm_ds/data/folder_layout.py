@@ -115,7 +115,7 @@ def missing_folder_message(folder: Path) -> str:
 
 
 def demo_command(folder: Path) -> str | None:
-    """Return the command that writes the digits demo. Returns None unless `folder` is named like the demo's folder."""
+    """Return the command that writes the digits demo if `folder` has the name of the demo's folder, otherwise None."""
     root = next((candidate for candidate in (folder, folder.parent) if candidate.name == "digits"), None)
     return None if root is None else f"wfm data digits {shorten_path(root)}"
 

@@ -153,8 +153,8 @@ def is_saved_dataset(path: str) -> bool:
 def find_media_column(features: Mapping[str, Any], source: str, wanted: str | None) -> tuple[str, str]:
     """Return the name of the column with images or videos, and its type, `Image` or `Video`.
 
-    wanted: data.image_column. None selects the only such column. Raises DataError if the column is missing or
-    ambiguous.
+    wanted: data.image_column. None selects the only column with images or videos. Raises DataError if the column is
+    missing or ambiguous.
     """
     kinds = {name: type(feature).__name__ for name, feature in features.items()}
     candidates = [name for name, kind in kinds.items() if kind in DEFAULT_SUFFIX]

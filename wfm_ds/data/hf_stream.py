@@ -103,7 +103,7 @@ class HfStream:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next row and the numbers of rows read and rejected so far, as JSON."""
+        """Return the position of the next row and the numbers of rows read and rejected so far, as JSON values."""
         return {
             "version": self._version,
             "epoch": self._epoch,
@@ -114,7 +114,7 @@ class HfStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the row of a saved state.
+        """Continue at the position in a saved state.
 
         Raises DataError if the dataset has changed since the state was saved.
         """
@@ -204,9 +204,8 @@ class StreamStep:
 class StreamSource(BatchReader):
     """Reads training batches from an endless stream. The batches do not depend on the number of ranks.
 
-    Every replica reads all rows of the stream, but decodes only its shard of each batch. Position p is usable row p of
-    the stream. A file that cannot be decoded is replaced by another row of the same step. Only the rows of two steps
-    are in memory. Their files are decoded when a batch needs them.
+    Every replica reads all rows of the stream, but decodes only its shard of each batch. Position p is the stream's
+    usable row p. A file that cannot be decoded is replaced by another row of the same step.
     """
 
     open_stream: Callable[[], HfStream] = field(kw_only=False)  # opens the stream at its first row
@@ -221,7 +220,7 @@ class StreamSource(BatchReader):
         self._stream_pool = ThreadPoolExecutor(1, thread_name_prefix="stream")  # one thread keeps the order
 
     def read_batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
-        """Return this rank's shard of a step's batch, like `BatchReader.read_batch`. Steps must be read in order."""
+        """Return this rank's shard of a step's batch, as in `BatchReader.read_batch`. Steps must be read in order."""
         if self._steps and step not in self._steps:
             raise ValueError(f"a stream is read step by step: the next step is {min(self._steps)}, not {step}")
         for wanted in (step, step + 1):
@@ -238,7 +237,7 @@ class StreamSource(BatchReader):
         return super().bad_counts(world_sums) | rejected
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's record of bad files and the state of the stream, as JSON."""
+        """Return this rank's counts of bad files and the state of the stream, as JSON values."""
         return {**super().state(), "stream": self._stream_state}
 
     def restore_from_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:

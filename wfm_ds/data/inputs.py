@@ -96,7 +96,7 @@ class InputReader:
         return replace(reader.for_data(recipe.data, actions), sets=sets)
 
     def for_data(self, data: DataRecipe, actions: ActionData) -> InputReader:
-        """Return this reader with the action space, scaling and domain of a data set."""
+        """Return a copy of this reader that uses the action space, scaling and domain of a data set."""
         return replace(
             self,
             actions=data.actions,
@@ -109,7 +109,8 @@ class InputReader:
     def load_prompt(self, sample: Sample, framing: Framing, draw: Draw) -> Prompt:
         """Return the sample's prompt with the conditioning inputs of the clip that `load_media` would decode.
 
-        Raises BadMedia with reason `bad_actions` or `bad_input`, or with the reason why the image or video is unusable.
+        Raises BadMedia with reason `bad_actions`, with reason `bad_input`, or with the reason why the image or video is
+        unusable.
         """
         reader = self.sets.get(dataset_name(sample), self)
         inputs = reader._read_inputs(sample, framing, draw) if self.input_ndims else {}

@@ -133,7 +133,7 @@ def check_video_files(sources: Sequence[tuple[DataRecipe, str]]) -> None:
     """Check that each video file of LeRobot datasets of version 3 ends when its last episode ends. Opens every file.
 
     sources: recipe and path of each dataset. Raises DataError if the two ends differ by more than half a frame, because
-    the recorded times of all episodes in the file may then be wrong. Files that cannot be opened are skipped here.
+    the recorded times of all episodes in the file may then be wrong. Files that cannot be opened are skipped.
     """
     parts = [part for data, path in sources for part in read_parts(data, path) if part.info.is_v3]
     checked = set[str]()
@@ -154,7 +154,7 @@ def check_video_files(sources: Sequence[tuple[DataRecipe, str]]) -> None:
 def choose_cameras(info: LeRobotInfo, views: Sequence[Sequence[str]] | None) -> Sequence[Sequence[str]]:
     """Return the cameras to show, as rows of the composed image. views: data.views. None selects the only camera.
 
-    Raises DataError if a camera does not exist or is not a colour video, or if `views` is needed.
+    Raises DataError if a camera does not exist or is not a colour video, or if `views` is None and there are several.
     """
     where, cameras = shorten_path(info.root), info.cameras
     if not cameras:
@@ -174,7 +174,7 @@ def choose_cameras(info: LeRobotInfo, views: Sequence[Sequence[str]] | None) -> 
 
 
 def select_episodes(episodes: list[Episode], selection: str | None, where: str) -> list[Episode]:
-    """Return the episodes of a slice such as `0:-500`. Raises DataError if there are none."""
+    """Return the episodes in the slice `selection`, such as `0:-500`. None: all. Raises DataError if it is empty."""
     if selection is None:
         return episodes
     selected = episodes[parse_slice(selection)]
@@ -189,7 +189,7 @@ def parse_slice(selection: str) -> slice:
 
 
 def split_task(task: str) -> tuple[str, ...]:
-    """Return the descriptions of a task, which TASK_SEPARATOR separates. Returns () for a blank task."""
+    """Split a task into its descriptions at TASK_SEPARATOR. Returns () for a blank task."""
     return tuple(text for part in task.split(TASK_SEPARATOR) if (text := part.strip()))
 
 
@@ -197,8 +197,8 @@ def split_windows(samples: Sequence[Sample], num_frames: int, fps: float | None)
     """Split episodes into windows, so that an epoch has clips from all parts of an episode.
 
     num_frames: frames of a clip. fps: frame rate of a clip; None: the recorded frame rate. Each window is at least as
-    long as a clip, unless the whole episode is shorter. The windows of an episode have about the same length, and ids
-    such as episode_000012#3. Samples that are not episodes are unchanged.
+    long as a clip, unless the whole episode is shorter. The windows of an episode have about the same length and ids
+    such as episode_000012#3. Samples that are not episodes are returned unchanged.
     """
     windows = []
     for sample in samples:

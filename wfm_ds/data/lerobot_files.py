@@ -19,11 +19,10 @@ def download_metadata(path: str, revision: str | None = None) -> str:
 
 
 def download_files(repo: str, revision: str | None, patterns: Sequence[str]) -> str:
-    """Download those files of a dataset on the Hub that match one of the patterns.
+    """Download the files of a Hub dataset that match one of the patterns, unless they are in the Hub cache.
 
-    Returns the snapshot folder in the Hub cache. Its name is the commit of the dataset.
-
-    Cached files are not downloaded again. Raises DataError if the download fails.
+    Returns the snapshot folder in the Hub cache. Its name is the commit of the dataset. Raises DataError if the
+    download fails.
     """
     from huggingface_hub import constants, errors, snapshot_download
 

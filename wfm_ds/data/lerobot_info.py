@@ -1,7 +1,7 @@
 """Metadata of LeRobot datasets, versions 2.0, 2.1 and 3.0: cameras, features, and the files of each episode.
 
-Version 2 has a parquet file per episode and a video file per episode and camera. In version 3, a file contains many
-episodes, and meta/episodes/ says where each one starts.
+In version 2, each episode has a parquet file, and a video file per camera. In version 3, a file contains many episodes,
+and meta/episodes/ says where each one starts.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def read_info(root: str) -> LeRobotInfo:
 
 
 def read_episodes(info: LeRobotInfo, cameras: Sequence[str]) -> list[Episode]:
-    """Return all episodes, with the positions of the videos of these cameras. The episodes are sorted by index.
+    """Return all episodes, sorted by index, with the positions of their videos from these cameras.
 
     Raises DataError if metadata is missing or damaged, if there are no episodes or fewer than info.json states, or if
     two episodes have the same index.

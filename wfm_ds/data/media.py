@@ -86,7 +86,7 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
 def decode_episode(
     media: EpisodeVideo, chosen: Sequence[int], convert: Callable[[Image.Image], Pixels]
 ) -> list[Pixels]:
-    """Decode the frames of an episode at the indices `chosen`. Return convert(image) of each. Raises BadMedia.
+    """Decode frames of an episode. Return convert(image) for each frame index in `chosen`. Raises BadMedia.
 
     With several cameras, an image is composed of their frames. Frames of the second and further cameras are resized
     right after decoding, to save memory.
@@ -105,7 +105,7 @@ def decode_episode(
 def read_camera(
     media: EpisodeVideo, camera: CameraSpan, chosen: Sequence[int], convert: Callable[[Image.Image], Pixels]
 ) -> list[Pixels]:
-    """Decode a camera's frames at the indices `chosen`. Return convert(image) of each.
+    """Decode frames of one camera. Return convert(image) for each frame index in `chosen`.
 
     Raises BadMedia with reason `decode` if the file cannot be decoded, or if it has no frame within half a frame
     duration of a requested time.
@@ -176,7 +176,7 @@ def open_video(media: Media) -> Iterator[InputContainer]:
 def read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
     """Return (times of all frames, times to seek to), both ascending, in units of the stream's time base.
 
-    No frames are decoded. The times of MP4 and MOV files come from the file's index, and FFmpeg finds the keyframe
+    No frames are decoded. For MP4 and MOV files, the times come from the file's index, and FFmpeg finds the keyframe
     before a time by itself. For other files, all packets are read, and the times to seek to are those of the keyframes.
     """
     if (times := read_index(container, stream)) is not None:
@@ -188,9 +188,8 @@ def read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[lis
 def read_index(container: InputContainer, stream: VideoStream) -> list[int] | None:
     """Return the times of all frames from the index of an MP4 or MOV file, ascending, in units of the time base.
 
-    Returns None if the index does not determine the times. This happens for truncated and fragmented files, for files
-    with an edit list that hides frames, and for files that have both B-frames and a variable frame rate. The index
-    lists decoding times, which determine the display order of B-frames only at a constant frame rate.
+    Returns None if the index does not determine the times: for truncated and fragmented files, for files with an edit
+    list that hides frames, and for files that have both B-frames and a variable frame rate.
     """
     entries = list(stream.index_entries)
     if "mp4" not in container.format.name or stream.start_time is None or not 0 < stream.frames == len(entries):
@@ -207,8 +206,8 @@ def choose_frames(media: Media, seconds: npt.NDArray[np.float64], framing: Frami
     """Return the ascending frame indices of a clip.
 
     seconds: [N], times of the video's frames. The number of indices is framing.span, or framing.num_frames if
-    framing.span is None. If framing.fps is None, the frames are consecutive. Otherwise, one frame is chosen every
-    1 / fps seconds, and each is the frame nearest to its time.
+    framing.span is None. If framing.fps is None, the frames are consecutive. Otherwise, they are the frames nearest to
+    times at intervals of 1 / fps seconds.
 
     Raises BadMedia with reason `too_short`, or with reason `low_fps` if a frame would be repeated and
     framing.allow_repeats is False.
@@ -257,9 +256,9 @@ def read_frames(
 ) -> dict[int, Pixels]:
     """Decode the frame nearest to each time in `wanted` and return {time: convert(upright RGB image)}.
 
-    All times are in units of the stream's time base. starts: times to seek to before decoding. Each further one is
-    used only if frames are still missing, for example because of wrong keyframe flags. untagged_hd: see `frame_to_rgb`.
-    Raises BadMedia with reason `decode` if no frame is within `tolerance` of a wanted time.
+    All times are in units of the stream's time base. starts: times to seek to before decoding. Every start after the
+    first is used only if frames are still missing, for example because of wrong keyframe flags. untagged_hd: see
+    `frame_to_rgb`. Raises BadMedia with reason `decode` if no frame is within `tolerance` of a wanted time.
     """
     frames, distances = dict[int, Pixels](), dict[int, int]()
     for start in starts:

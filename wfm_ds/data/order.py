@@ -45,9 +45,8 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64
 def permutation(count: int, seed: int) -> npt.NDArray[np.int64]:
     """Return a permutation of range(count) that depends only on the seed.
 
-    Resumed runs need the same permutation even after an upgrade of numpy. numpy guarantees stable random 64-bit
-    numbers, but not a stable `Generator.permutation`. The permutation is therefore computed by sorting random 64-bit
-    numbers.
+    It is computed by sorting random 64-bit numbers, because these are the same in all versions of numpy, unlike the
+    result of `Generator.permutation`.
     """
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable").astype(np.int64)
 
@@ -66,8 +65,7 @@ class BucketOrder:
 
     The order consists of units. A unit is `unit` consecutive samples from one bucket. Samples enter their buckets in
     the order of `sample_index`, epoch after epoch. As soon as a bucket contains `unit` samples, they form the next
-    unit. Samples left over at the end of an epoch stay in their bucket, so all samples occur equally often. In its
-    first E epochs, a bucket with n samples fills E * n // unit units.
+    unit. Samples left over at the end of an epoch stay in their bucket, so all samples occur equally often.
     """
 
     def __init__(self, buckets: Sequence[int], *, unit: int, seed: int, shuffle: bool) -> None:
@@ -108,7 +106,7 @@ class BucketOrder:
         return order, np.split(by_bucket, np.cumsum(self.counts)[:-1])
 
     def _epoch_units(self, epoch: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Return two arrays: the bucket index of each unit of this epoch, and the index of the unit within its bucket.
+        """Return two arrays for the units that become complete in this epoch: bucket index and index in the bucket.
 
         The units are ordered by the positions of their last samples.
         """

@@ -55,7 +55,7 @@ def draw_centre(purpose: str) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Framing:
-    """Settings for converting an image or video to training pixels: size, crop and selected frames."""
+    """Settings for converting an image or video to training pixels: size, crop and choice of frames."""
 
     height: int
     width: int

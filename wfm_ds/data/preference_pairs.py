@@ -30,8 +30,7 @@ def load_pairs(paths: Sequence[str], *, cache_dir: Path | None, max_bad_fraction
 class PairTable(SampleSet):
     """Preference pairs of a JSONL file. Each line has `prompt` and the relative paths `chosen` and `rejected`.
 
-    The sample id is the value of `id` or, if there is none, `CHOSEN > REJECTED`. It is never the line number. All other
-    keys become metadata.
+    The sample id is the value of `id` or, if there is none, `CHOSEN > REJECTED`. All other keys become metadata.
     """
 
     def __init__(self, table: Path, *, max_bad_fraction: float) -> None:

@@ -1,8 +1,8 @@
 """Published prompt sets: where they come from, how to check a download, and how to download them.
 
 Each file is pinned to a commit of a GitHub repository and to its git blob id, which shows whether a download is the
-published file. The files already have the layout that `load_prompts` reads. Only their names change, and invalid lines
-become blank.
+published file. The files already have the layout that `load_prompts` reads, so they are only renamed, and invalid lines
+are made blank.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PromptSource:
     repository: str
     commit: str
     licence: str
-    """Licence of the repository. Prompts that were collected elsewhere may have another one; see `remark`."""
+    """Licence of the repository. Prompts that come from elsewhere may have another licence; see `remark`."""
     remark: str
     files: tuple[PromptFile, ...]
 
@@ -109,7 +109,7 @@ def missing_files(name: str, folder: Path) -> list[PromptFile]:
 
 
 def missing_bytes(name: str, folder: Path) -> int:
-    """Request the total size of the missing files from the server. Raises DataError if it cannot be reached."""
+    """Ask the server for the total size of a prompt set's missing files. Raises DataError if it cannot be reached."""
     total = 0
     for file in missing_files(name, folder):
         request = urllib.request.Request(file_url(PROMPT_SOURCES[name], file), method="HEAD")
@@ -137,10 +137,9 @@ def download_error(url: str, path: Path, error: Exception) -> DataError:
 def download_prompt_set(name: str, folder: Path) -> Iterator[str]:
     """Download a published prompt set to a folder. Yield a line of text for each file: path and number of prompts.
 
-    Existing files are kept, and an interrupted download continues. Lines that the loader of this prompt set cannot read
-    are replaced by blank lines, so that the ids of the other prompts, which contain line numbers, do not change. Writes
-    SOURCE.md with the source, licence and checksums. Raises DataError if the server cannot be reached or a file is not
-    the published one.
+    Existing files are kept. Lines that `load_prompts` cannot read are replaced by blank lines, because the ids of the
+    other prompts contain line numbers. Writes SOURCE.md with the source, licence and checksums. Raises DataError if the
+    server cannot be reached or a file is not the published one.
     """
     source, parse = PROMPT_SOURCES[name], PROMPT_FORMATS[name][1]
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,13 +1,13 @@
 """Sampling of prompts by the standard deviation (std) of their rewards.
 
-    weight = floor + (1 - floor) s / max(s)
+    weight = floor + (1 - floor) * s / max(s)
 
-s is the prompt's std: s^2 is the running mean of the reward variance within the prompt's groups. max(s) is the largest
-std of all prompts, and floor is the smallest weight.
+s is the std of a prompt, where s^2 is the running mean of the reward variances of the prompt's groups. max(s) is the
+largest std of all prompts, and floor is the smallest weight.
 
 Groups with equal rewards have zero gradient, so their prompts are sampled less often. Every prompt is still sampled at
 least `floor` times as often as the prompt with the largest std. The scale of the rewards has no effect. For rewards of
-0 or 1 with success rate p, s^2 estimates p (1 - p). A prompt that has no rewards yet gets the mean std of the prompts
+0 or 1 with success rate p, s^2 estimates p * (1 - p). A prompt that has no rewards yet gets the mean std of the prompts
 with rewards. If all stds are 0, all weights are equal.
 """
 
@@ -31,10 +31,10 @@ SEED_BITS = 63  # number of bits of derive_seed
 
 
 class RewardStdTable:
-    """Running reward variance of each prompt. It is NaN for a prompt that has no rewards yet."""
+    """Running mean of the reward variance of each prompt. It is NaN for a prompt that has no rewards yet."""
 
     def __init__(self, num_prompts: int, *, floor: float, memory: float) -> None:
-        """floor: smallest weight, in (0, 1]. memory: decay of the running variance per group, in [0, 1)."""
+        """floor: smallest weight, in (0, 1]. memory: decay of the running mean per group, in [0, 1)."""
         self.floor, self.memory = floor, memory
         self.variances = np.full(num_prompts, np.nan)
 
@@ -71,7 +71,7 @@ class RewardStdTable:
         return stats | ({"data/prompt_reward_std_mean": math.fsum(stds) / len(stds)} if len(stds) else {})
 
     def state(self) -> dict[str, str]:
-        """Return the indices and variances of the prompts with rewards as base64 text, 16 characters per prompt."""
+        """Return base64 texts: `seen` (indices of the prompts with rewards) and `variances` (of these prompts)."""
         (indices,) = np.nonzero(~np.isnan(self.variances))
         return {
             "seen": encode_array(indices.astype("<i4")),
@@ -86,8 +86,7 @@ class RewardStdTable:
 def draw_prompts(weights: Weights, count: int, *, seed: int, step: int) -> list[int]:
     """Return `count` prompt indices for RL step `step`.
 
-    On average, prompt i is drawn n = count * w_i / sum(w) times, where w are the weights. In each step, it is drawn n
-    times, rounded up or down.
+    With n = count * weights[i] / sum(weights), prompt i is drawn floor(n) or ceil(n) times, and n times on average.
     """
     order = permutation(len(weights), derive_seed(seed, "prompt_order", step))
     # Scale to the sum instead of modulo, so that rounding errors in rewards rarely change the draw.
@@ -98,8 +97,8 @@ def draw_prompts(weights: Weights, count: int, *, seed: int, step: int) -> list[
 def systematic_sample(weights: Weights, count: int, start: int) -> npt.NDArray[np.int64]:
     """Return `count` indices by systematic sampling (Madow 1949).
 
-    The weights are laid end to end on a line. Points that are sum(w) / count apart select the indices; the first point
-    is at start / count. start: uniform in [0, sum(w)).
+    The weights are laid end to end on a line. Points at intervals of sum(weights) / count select the indices; the first
+    point is at start / count. start: uniform in [0, sum(weights)).
     """
     total = int(weights.sum())
     return np.searchsorted(count * np.cumsum(weights), start + total * np.arange(count), side="right")

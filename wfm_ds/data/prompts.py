@@ -90,7 +90,8 @@ class PromptOrder:
         """Return `count` additional prompts for RL step `step`, to refill it with new groups.
 
         attempt: number of the refill round, counted from 1. If prompts are shuffled, each round number has a separate
-        order, which contains every prompt once per epoch. Otherwise, the prompts after the step's prompts are used.
+        order, which contains every prompt once per epoch. Otherwise, these are the prompts that follow the step's
+        prompts.
         """
         return self._select((step - 1 + attempt) * count, count, derive_seed(self._seed, "further_prompts", attempt))
 

@@ -20,7 +20,7 @@ def rotation_matrices(numbers: Doubles, rotation: str) -> Doubles:
     """Convert N rotations, `numbers` [N, numbers per rotation], to matrices [N,3,3].
 
     rotation: format of the numbers (see PoseRecipe.rotation). Raises ValueError for a quaternion of length 0 and for
-    two parallel columns.
+    two parallel matrix columns.
     """
     if rotation == "euler_xyz":
         x, y, z = (rotate_about(axis, numbers[:, axis]) for axis in range(3))

@@ -201,11 +201,11 @@ class SampleSet:
 
 
 def choose_held_out(ids: Sequence[str], holdout: float) -> list[bool]:
-    """Return for each sample whether it is held out. Samples with equal ids are on the same side.
+    """Return for each sample whether it is held out. Samples with equal ids get the same result.
 
-    holdout: expected fraction of held-out samples, in [0, 1). A hash of the id decides for each sample, so the decision
-    stays the same when other samples are added or removed. If there are at least two ids and holdout > 0, at least
-    one is held out and at least one is not.
+    holdout: expected fraction of held-out samples, in [0, 1). A hash of the id decides for each sample, so adding or
+    removing other samples does not change the decision. If there are at least two ids and holdout > 0, at least one is
+    held out and at least one is not.
     """
     draws = [draw_uniform(0, "holdout", sample_id) for sample_id in ids]
     ordered = sorted(set(draws))
@@ -279,7 +279,7 @@ class SampleSetMixture(SampleSet):
         self.samples.sort(key=lambda sample: sample.id)
 
     def holdout_key(self, sample: Sample) -> str:
-        """Return a key that is the same for the same episode in two datasets, so that both hold it out or neither does.
+        """Return a key that is the same for one episode in two datasets, so that neither or both hold it out.
 
         The key of an episode is FOLDER/EPISODE. The key of any other sample is its id.
         """
@@ -314,7 +314,7 @@ class SampleSetMixture(SampleSet):
 def epoch_counts(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
     """Return {dataset: number of samples per epoch}. The numbers are proportional to the weights.
 
-    Each number is at least the size of the dataset. It is 0 if the dataset is empty.
+    They are at least as large as the datasets. An empty dataset gets 0.
     """
     total = sum(weights[name] for name, size in sizes.items() if size)
     shares = {name: weights[name] / total if size else 0.0 for name, size in sizes.items()}

@@ -87,9 +87,9 @@ def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None,
 def compose_poses(actions: Floats, start: int, stop: int, rest: str) -> Floats:
     """Combine the actions from frame `start` to frame `stop` into one action.
 
-    An action consists of one or more poses of 9 numbers, followed by fewer than 9 other numbers, such as a gripper.
-    Poses are multiplied. rest: whether the other numbers are taken from the `first` or the `last` of these actions. If
-    start = stop, `first` takes them from the action after this frame and `last` from the action before it.
+    An action consists of one or more poses of 9 numbers, followed by fewer than 9 other numbers, such as a gripper
+    position. Poses are multiplied. rest: `first` or `last`, the action from which the other numbers are taken. If start
+    = stop, `first` means the action after this frame, and `last` the action before it.
     """
     width = actions.shape[1] // POSE_WIDTH * POSE_WIDTH
     poses = [pose_product(actions[start:stop, i : i + POSE_WIDTH]) for i in range(0, width, POSE_WIDTH)]
@@ -100,7 +100,7 @@ def compose_poses(actions: Floats, start: int, stop: int, rest: str) -> Floats:
 def relative_poses(rotations: npt.NDArray[np.float64], positions: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return the motions [N-1,9] between N neighbouring poses.
 
-    The motion from pose i to pose i + 1 is inv(T_i) T_(i+1), where T_i is pose i as a 4 x 4 matrix. Its 9 numbers are
+    The motion from pose i to pose i + 1 is inv(T_i) @ T_(i+1), where T_i is pose i as a 4 x 4 matrix. Its 9 numbers are
     its translation and the first two columns of its rotation. rotations: [N,3,3]. positions: [N,3].
     """
     inverse = rotations[:-1].swapaxes(1, 2)
@@ -149,7 +149,7 @@ def require_rigid(poses: Floats) -> None:
 class ActionScaling:
     """Scaling of actions with D numbers (data.actions.normalize): (actions - low) / scale - offset.
 
-    low and scale are float64 [D].
+    low and scale are float64 [D]. offset is a number.
     """
 
     low: npt.NDArray[np.float64]

@@ -51,7 +51,7 @@ class IndexEntry:
 class TarIndex:
     """The members of one tar, in the order of the file.
 
-    intact: False if the tar is damaged after the last member in the list.
+    intact: False if the tar is damaged after the last listed member.
     """
 
     version: tuple[str | int, ...]

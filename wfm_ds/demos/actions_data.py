@@ -1,7 +1,7 @@
 """`wfm data brightness OUT_DIR`: write the brightness demo, grey clips that actions brighten or darken.
 
-Half of the training clips come with unrelated actions. After SFT the model therefore follows actions only partly, and
-RL can improve it.
+About half of the training clips are stored with random actions instead of their own. After SFT the model therefore
+follows actions only partly, and RL can improve it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PROMPTS, START = "prompts.txt", "start.png"
 def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
     """Write NNNN.mkv, NNNN.json and NNNN.actions.npy, and return the frames [T,H,W,3].
 
-    wrong: probability that the stored actions are unrelated to the frames.
+    wrong: probability that random actions are stored instead of those of the frames.
     """
     generator = np.random.Generator(np.random.PCG64(derive_seed(0, "brightness", folder.name, number)))
     moves, wrong_moves = sample_moves(generator), sample_moves(generator)
@@ -51,10 +51,10 @@ def write_files(folder: Path, number: int, frames: Frames, moves: npt.NDArray[np
 
 
 def write_brightness(out: Path) -> int:
-    """Write the demo and return the number of training clips. Raises DataError if `out` is not empty.
+    """Write the demo data and return the number of training clips. Raises DataError if `out` is not empty.
 
-    * clips/: 2048 clips NNNN.mkv with .json and .actions.npy. Half of the clips have unrelated actions.
-    * held_out/: 256 clips with correct actions.
+    * clips/: 2048 clips NNNN.mkv with .json and .actions.npy. About half have random actions instead of their own.
+    * held_out/: 256 clips with their own actions.
     * prompts.txt: the prompt.
     * start.png: the first frame of the last held-out clip.
 

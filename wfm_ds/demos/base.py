@@ -40,17 +40,13 @@ class Demo(ABC):
         """Write the data into a new or empty folder, and return the number of images or videos."""
 
     def sft_overrides(self, folder: Path) -> list[str]:
-        """Return recipe overrides that set the SFT recipe's paths to files in `folder`.
-
-        model.path and data.path are not included, because the quickstart sets them.
-        """
+        """Return overrides that set the paths of the SFT recipe, except model.path and data.path, to files in
+        `folder`."""
         return []
 
     def rl_overrides(self, folder: Path) -> list[str]:
-        """Return recipe overrides that set the RL recipe's paths to files in `folder`.
-
-        model.path and data.path are not included, because the quickstart sets them.
-        """
+        """Return overrides that set the paths of the RL recipe, except model.path and data.path, to files in
+        `folder`."""
         return []
 
     @abstractmethod

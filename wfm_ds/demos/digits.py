@@ -88,9 +88,9 @@ def write_readings(path: Path, samples: Sequence[tuple[npt.NDArray[np.uint8], st
 
 
 def std_within_prompts(samples: Sequence[tuple[npt.NDArray[np.uint8], str]]) -> float:
-    """Return the standard deviation of pixels, in [0, 1], over the images of a prompt.
+    """Return how much the images of a prompt differ.
 
-    The standard deviation is averaged over all pixels and prompts.
+    This is the standard deviation of a pixel (0 to 1) over the images of a prompt, averaged over pixels and prompts.
     """
     by_prompt: dict[str, list[npt.NDArray[np.uint8]]] = {}
     for image, prompt in samples:

@@ -55,7 +55,7 @@ def preference_pair(number: int, labels: npt.NDArray[np.int64]) -> dict[str, str
 
 
 def write_digits(out: Path) -> int:
-    """Write the demo and return the number of images. Raises DataError if `out` is not empty.
+    """Write the demo data and return the number of images. Raises DataError if `out` is not empty.
 
     * images/: 899 images NNNN.png with .json captions.
     * prompts/train.jsonl: 10 prompts.

@@ -1,8 +1,8 @@
 """The few-step demo: DMD2 distills the LoRA of the digits quickstart to 4 steps and to 1 step.
 
 The report compares each distilled model with the LoRA before distillation, at the same number of steps. It shows
-diversity and color noise next to the score, because classifiers also recognize digits in images that are noisy and
-nearly equal, as generated in too few steps.
+diversity and color noise next to the score, because classifiers also recognize digits in the noisy and nearly equal
+images that a model generates in too few steps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BACKWARD_COST = 2  # of a backward pass in forward passes: gradients of inputs a
 
 @dataclass(frozen=True, slots=True)
 class ComparedModel:
-    """A model in the report, measured by the first evaluation of a run (before distillation) or by the last one."""
+    """A model in the report. Its samples are from the first evaluation of a run (before distillation) or the last."""
 
     name: str  # of the image file
     title: str
@@ -87,13 +87,13 @@ def read_result(run: Path, *, is_last: bool = True) -> ModelResult:
 
 
 def convert_to_grey(image: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return the mean of the color channels, [H,W,1]. The classifiers receive the same mean."""
+    """Return the mean of the color channels, [H,W,1]."""
     grey: npt.NDArray[np.uint8] = image.mean(axis=2, keepdims=True).round().astype(np.uint8)
     return grey
 
 
 def step_cost(record: Mapping[str, Any]) -> float:
-    """Return the cost of one line of metrics.jsonl on rank 0, in forward passes of one sample.
+    """Return the cost of a step on rank 0, in forward passes of one sample. record: its line in metrics.jsonl.
 
     The backward pass of a sample costs as much as BACKWARD_COST forward passes. Evaluations are not counted.
     """
@@ -114,7 +114,7 @@ def find_export(run: Path) -> Path:
 
 
 def start_overrides(start: Path) -> list[str]:
-    """Return recipe overrides that start from the results of a digits quickstart.
+    """Return overrides with which a recipe continues from a digits quickstart.
 
     start: output folder of the digits quickstart.
     """
@@ -197,7 +197,7 @@ def write_report(folder: Path, start: Path, code: Sequence[str], *, seconds: flo
 
 
 def images_html() -> str:
-    """Return the images of all models, with their titles."""
+    """Return HTML with the image and the title of each model."""
     figures = (
         f'<figure><div class="samples"><img src="{model.name}.png" alt="{escape(model.title)}"></div>'
         f"<figcaption>{escape(model.title)}</figcaption></figure>"

@@ -1,6 +1,6 @@
 """The long-video demo: videos of 12 clips, in which each clip starts from the last frame of the clip before it.
 
-The report compares the SFT model, RL on single clips, and RL on the policy's own history.
+The report compares the SFT model, RL on single clips, and RL in which the policy continues its own clips.
 """
 
 from __future__ import annotations

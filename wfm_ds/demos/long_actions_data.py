@@ -1,7 +1,7 @@
 """Data of the long-video demo: videos of a grey wall that actions brighten or darken over many clips.
 
-The brightness takes a random walk. It starts at a medium value and stays between black and white. A training video
-shows any part of a walk.
+The brightness takes a random walk. It starts at a medium value and stays between black and white. A training video may
+show a later part of a walk.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NUM_CLIPS = 12  # of the held-out walks
 
 @dataclass(frozen=True, slots=True)
 class WalkSet:
-    """Videos of one folder. Clips overlap by one frame, so a video has 1 + 8 * num_clips frames."""
+    """Settings of the videos in one folder. Clips overlap by one frame, so a video has 1 + 8 * num_clips frames."""
 
     folder: str
     num_videos: int
@@ -49,7 +49,7 @@ WALK_SETS = (
 def write_walk(folder: Path, number: int, settings: WalkSet) -> Frames:
     """Write NNNN.mkv, NNNN.json and NNNN.actions.npy, and return the frames [T,8,16,3].
 
-    The stored actions may be unrelated to the frames (`settings.wrong`), but they never exceed black or white either.
+    With probability `settings.wrong`, the stored actions are those of another walk with the same first frame.
     """
     generator = np.random.Generator(np.random.PCG64(derive_seed(0, "walk", settings.folder, number)))
     num_moves, start = NUM_MOVES * settings.num_clips, generator.uniform(-MAX_START, MAX_START)
@@ -64,9 +64,9 @@ def write_walk(folder: Path, number: int, settings: WalkSet) -> Frames:
 
 
 def write_walks(out: Path) -> int:
-    """Write the demo and return the number of videos for training. Raises DataError if `out` is not empty.
+    """Write the demo data and return the number of videos for training. Raises DataError if `out` is not empty.
 
-    * clips/: 2048 single clips for SFT. Half of the clips have unrelated actions.
+    * clips/: 2048 single clips for SFT. About half have the actions of another walk.
     * walks/: 1024 videos of 3 clips for RL.
     * held_out/: 16 videos of 12 clips.
     * prompts.txt: the prompt.

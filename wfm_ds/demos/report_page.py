@@ -108,7 +108,7 @@ def videos_html(folder: Path, run: Path) -> list[str]:
 
 
 def pair_html(elements: Mapping[str, str]) -> str:
-    """Return the HTML elements {stage: element} side by side, with the caption of their stage."""
+    """Return HTML that shows elements side by side, each with a caption. elements: {stage: HTML element}."""
     figures = (
         f'<figure><div class="samples">{element}</div><figcaption>{STAGES[stage]}</figcaption></figure>'
         for stage, element in elements.items()

@@ -1,7 +1,4 @@
-"""`wfm data room OUT_DIR`: write the room demo, rendered clips of a tiled room with exact camera paths.
-
-It is small enough for tests and for trying camera-conditioned models.
-"""
+"""`wfm data room OUT_DIR`: write the room demo, rendered clips of a tiled room with exact camera paths."""
 
 from __future__ import annotations
 
@@ -77,7 +74,7 @@ def write_clip(folder: Path, number: int) -> tuple[Floats, npt.NDArray[np.uint8]
 
 
 def write_room(out: Path) -> int:
-    """Write the demo and return the number of clips. Raises DataError if `out` is not empty.
+    """Write the demo data and return the number of clips. Raises DataError if `out` is not empty.
 
     * clips/: clips NNNN.mkv with .c2w.npy and .json.
     * start.png, camera.json, prompts.txt: first frame, camera and prompt for `wfm generate`.

@@ -99,7 +99,7 @@ def load_videos(folder: Path) -> list[PromptedVideo]:
 
 
 def split_by_pairs(videos: Sequence[PromptedVideo]) -> dict[str, list[PromptedVideo]]:
-    """Split the videos by their (shape, direction) pair. Return {"trained": videos, "held-out": videos}."""
+    """Return {"trained": videos, "held-out": videos}, split by the videos' (shape, direction) pairs."""
     return {
         "trained": [video for video in videos if not video.is_held_out],
         "held-out": [video for video in videos if video.is_held_out],

@@ -41,7 +41,7 @@ def noisy_captions(clip: MovingClip) -> list[dict[str, str]]:
 
 
 def write_moving(out: Path) -> int:
-    """Write the demo and return the number of videos. Raises DataError if `out` is not empty.
+    """Write the demo data and return the number of videos. Raises DataError if `out` is not empty.
 
     * videos/: 720 videos NNNN.mkv with .json captions.
     * prompts/train.jsonl: the 9 prompts of the TRAINED_PAIRS.

@@ -24,7 +24,7 @@ NUM_IMAGES = 40
 
 
 def draw_square(number: int, colour: tuple[int, int, int]) -> Image.Image:
-    """Draw a square of this colour on a grey image. Its position and size follow from `number`."""
+    """Draw a square of this colour on a grey image. `number` determines its position and size."""
     pixels = np.full((SIDE, SIDE, 3), 128, np.uint8)
     size, offset = 20 + number * 7 % 16, number * 5 % 20
     pixels[offset : offset + size, offset : offset + size] = colour

@@ -95,7 +95,7 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
 
 
 def ranks_per_node(world_size: int) -> int:
-    """Return the number of ranks on this node. If no launcher started several ranks, return `world_size`."""
+    """Return the number of ranks on this node. Without a launcher that started several ranks, return `world_size`."""
     launched = find_launched_rank(os.environ)
     return world_size if launched is None or launched.size == 1 else launched.local_size
 
@@ -107,7 +107,7 @@ def find_free_port() -> int:
 
 
 def threads_per_rank() -> int:
-    """Return the number of CPU threads per rank: OMP_NUM_THREADS, or the number of cores per rank if it is not set."""
+    """Return OMP_NUM_THREADS or, if it is not set, the number of CPU cores divided by the ranks per node."""
     if "OMP_NUM_THREADS" in os.environ:
         return max(1, int(os.environ["OMP_NUM_THREADS"]))
     return max(1, (os.cpu_count() or 1) // ranks_per_node(1))

@@ -1,6 +1,6 @@
 """Find the rank that made a run fail, from the reports of all ranks.
 
-heartbeat.py uses this module on rank 0 and passes the reports and the time. Three kinds of faults end a run: a rank is
+Rank 0 passes the reports and the current time to this module (heartbeat.py). Three kinds of faults end a run: a rank is
 gone because its process or machine died, a rank failed with an error, or a rank is stuck while the others wait for it.
 """
 
@@ -46,14 +46,15 @@ class RankRecord:
 
 
 class RankStates:
-    """The states of all ranks. Deduces the fault from them. Times `now_s` are in seconds."""
+    """The states of all ranks, from which `find_fault` deduces the fault. `now_s` is the current time in seconds."""
 
     def __init__(self, size: int, *, silent_s: float, stuck_s: float, max_gap_s: float) -> None:
         """Create an empty table for `size` ranks.
 
-        silent_s: a rank without a heartbeat for this many seconds counts as gone. stuck_s: the run counts as stuck if
-        no rank makes progress for this many seconds. max_gap_s: if more than this many seconds pass between two calls
-        of `find_fault`, this process was suspended, and the excess time is not counted.
+        silent_s: a rank without a heartbeat for this many seconds counts as gone.
+        stuck_s: the run counts as stuck if no rank makes progress for this many seconds.
+        max_gap_s: if more than this many seconds pass between two calls of `find_fault`, this process is assumed to
+        have been suspended, and the excess time is not counted.
         """
         self.size, self.silent_s, self.stuck_s, self.max_gap_s = size, silent_s, stuck_s, max_gap_s
         self.last_check_s: float | None = None
@@ -113,8 +114,8 @@ class RankStates:
     def _is_settled(self, now_s: float, ended_at_s: float) -> bool:
         """Return whether the ranks have had enough time to report the cause of the failure at `ended_at_s`.
 
-        At least SETTLE_S seconds must have passed. If all failed ranks failed because of other ranks, each running rank
-        must also have sent a heartbeat after `ended_at_s`.
+        At least SETTLE_S seconds must have passed. If no failed rank caused its failure itself, each running rank must
+        also have sent a heartbeat after `ended_at_s`.
         """
         running, ended = self._ranks_in_state("runs"), [*self._ranks_in_state("gone"), *self._ranks_in_state("failed")]
         is_known = not all(member.is_secondary for member in ended) or all(m.heard_at_s > ended_at_s for m in running)

@@ -28,7 +28,7 @@ COUNT_TIMEOUT_S = 300.0
 
 
 def launch_gpus_value(environ: Mapping[str, str]) -> str:
-    """Return the value to set for WFM_LAUNCH_GPUS in a run that is started with this environment."""
+    """Return the value of WFM_LAUNCH_GPUS for a run that is started with this environment."""
     return environ.get(VISIBLE_DEVICES, ALL_GPUS)
 
 

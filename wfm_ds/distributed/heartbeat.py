@@ -1,12 +1,11 @@
 """Heartbeats: each rank reports its progress to rank 0 every few seconds.
 
-If a fault occurs, the run ends with a message that names the faulty rank.
+If a fault occurs, the run ends with a message that names the faulty rank. Without heartbeats, after the death of a rank
+on another machine, all other ranks would only report a failed or hanging collective.
 
-Without heartbeats, if a rank dies on another machine, all other ranks only report a failed or hanging collective. This
-hides the cause. A thread on rank 0 tracks the state of each rank (fault.py). A thread on every rank, including rank 0,
-sends heartbeats over TCP. A killed process is detected immediately, because its connection closes. A suspended process
-or a machine without power is detected after SILENCE_TIMEOUT_S. Rank 0 sends the fault to all ranks, which exit with
-code 1.
+A thread on rank 0 tracks the state of each rank (fault.py). A thread on every rank, including rank 0, sends heartbeats
+over TCP. A killed process is detected immediately, because its connection closes. A suspended process or a machine
+without power is detected after SILENCE_TIMEOUT_S. Rank 0 sends the fault to all ranks, which then exit.
 
 Rank 0 listens on a free port and accepts only peers with a token that was broadcast over the process group. If all
 ranks are on one machine, it listens on MASTER_ADDR, the address set by the launcher. With several machines, it listens
@@ -98,7 +97,7 @@ class RankRegistry:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread after a successful run. The ranks that are still connected are informed."""
+        """Stop the thread after a successful run, and inform the ranks that are still connected."""
         self._stopping.set()
         self._thread.join(timeout=FLUSH_TIMEOUT_S)
 
@@ -234,8 +233,8 @@ class Heartbeat:
     ) -> None:
         """Connect to rank 0. Raises UserError if it is unreachable.
 
-        on_end: function that is called with the fault's text before the process exits, unless the main thread is in
-        `report_failure`.
+        on_end: function to call with the fault's text before the process exits. It is not called while the main thread
+        is in `report_failure`.
         registry: the RankRegistry, on rank 0 only.
         """
         self.rank, self.registry, self._liveness, self._silent_s = rank, registry, liveness, silent_s
@@ -346,8 +345,8 @@ def start_heartbeat(
 ) -> Heartbeat | None:
     """Start this rank's heartbeat. All ranks must call this. Returns None if there is only one rank.
 
-    stuck_s: number of seconds without progress on any rank after which the run ends. Raises UserError on all ranks if
-    any rank cannot reach rank 0.
+    stuck_s: end the run if no rank makes progress for this many seconds. Raises UserError on all ranks if any rank
+    cannot reach rank 0.
     """
     if world.size == 1:
         return None

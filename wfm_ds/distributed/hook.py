@@ -56,8 +56,8 @@ def is_wfm_command(argv: Sequence[str]) -> bool:
 def parse_runner_options(argv: Sequence[str]) -> tuple[dict[str, tuple[int, str]], int | None]:
     """Parse DeepSpeed's command line. Returns ({full option name: (index, value)}, index of the script or module name).
 
-    The last index is None if there is no script or module. As in argparse, an option may be written as `--name=value`,
-    as `-Xvalue`, or as an unambiguous prefix of a long option.
+    The index of the name is None if there is no script or module. As in argparse, an option may be written as
+    `--name=value`, as `-Xvalue`, or as an unambiguous prefix of a long option.
     """
     options: dict[str, tuple[int, str]] = {}
     i = 0

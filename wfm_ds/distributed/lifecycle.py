@@ -33,7 +33,10 @@ EXIT_WAIT_S = 15.0  # time for the launcher to end a rank; it polls its ranks ev
 
 
 class StopFlag:
-    """Records SIGTERM and SIGINT (stop) and SIGUSR1 (save) on this rank. Ranks must agree before they react."""
+    """Records SIGTERM and SIGINT (stop) and SIGUSR1 (save) on this rank.
+
+    A signal may not reach all ranks, so ranks must exchange their flags before they react.
+    """
 
     def __init__(self) -> None:
         self._signal: signal.Signals | None = None
@@ -49,7 +52,7 @@ class StopFlag:
         return None if self._signal is None else self._signal.name
 
     def raise_flag(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler that records a stop signal. The launcher may send the same signal several times."""
+        """Signal handler that records the first stop signal. The launcher may send several."""
         if self._signal is None:
             self._signal = signal.Signals(number)
 
@@ -105,7 +108,7 @@ class ParentWatch:
 
 
 def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> ParentWatch | None:
-    """Start a ParentWatch if a launcher started this process. Otherwise return None: the run may outlive its shell.
+    """Start a ParentWatch if a launcher started this process. Otherwise return None: a run may outlive its shell.
 
     The launcher is recognized by its environment variables. Call this before `World.join`, which sets the same
     variables. Raises UserError if the variables contradict each other.
@@ -118,7 +121,7 @@ def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> ParentWatch | N
 def _find_launcher() -> psutil.Process | None:
     """Return the process of launch.py, given by WFM_LAUNCH_PID. If launch.py has died, exit this process.
 
-    Returns None if the variable is not set, because launch.py did not start this rank or runs on another node.
+    Returns None if WFM_LAUNCH_PID is not set: launch.py did not start this rank or runs on another node.
     """
     if "WFM_LAUNCH_PID" not in os.environ:
         return None
@@ -173,7 +176,7 @@ def exit_with_user_error(message: str, *, prints: bool) -> NoReturn:
     """Print `error: MESSAGE` if `prints` is set, and exit with code 2. Raises SystemExit.
 
     All ranks call this function in their main thread. A rank that prints the message exits at once. The other ranks
-    wait silently until the launcher ends them, at most EXIT_WAIT_S seconds.
+    silently wait for the launcher to end them, for at most EXIT_WAIT_S seconds.
     """
     if prints:
         print_error(message)
@@ -185,8 +188,8 @@ def exit_with_user_error(message: str, *, prints: bool) -> NoReturn:
 def fail_rank(message: str) -> NoReturn:
     """Exit because of a user error, e.g. in the recipe. Call this before the process group exists.
 
-    The first rank of each node prints the message, because nodes may have different files and GPUs. If the launcher's
-    variables contradict each other on this rank, this rank prints the message too.
+    The first rank of each node prints the message, because nodes may have different files and GPUs. A rank with
+    contradictory launcher variables prints it too.
     """
     try:
         launched = find_launched_rank(os.environ)
@@ -198,8 +201,7 @@ def fail_rank(message: str) -> NoReturn:
 def _wait_for_signal(timeout_s: float) -> None:
     """Wait up to `timeout_s` seconds for SIGTERM or SIGINT. Returns immediately if such a signal has already arrived.
 
-    Uses a wake-up file descriptor, which works for signals in any thread. sigtimedwait would not work, because the
-    kernel may deliver the signal to a torch thread that does not block it.
+    Uses a wake-up file descriptor. sigtimedwait would miss a signal that the kernel delivers to a torch thread.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -221,9 +223,9 @@ def strip_launcher_args(argv: Sequence[str]) -> list[str]:
 
 
 def run_and_exit(program: Callable[[], int]) -> NoReturn:
-    """Run `program` and end the process with the exit code that it returns, by os._exit.
+    """Run `program`, and end the process with its exit code.
 
-    During a normal interpreter shutdown, threads of gloo or NCCL may abort the process with a different exit code.
+    Uses os._exit, because threads of gloo or NCCL may abort a normal interpreter shutdown with a different exit code.
     """
     try:
         code = program()

@@ -1,9 +1,9 @@
 """Count the operations that the main thread starts: forward passes, optimizer steps, collectives.
 
-heartbeat.py sends each rank's count to rank 0. If no count increases any more, the run hangs, and the other ranks wait
-for the rank with the lowest count. Long work without such operations (scans, caches, exports) increases a second count,
-which only shows that the rank is not stuck. The second counts of different ranks are never compared, because ranks do
-different amounts of this work.
+heartbeat.py sends each rank's count to rank 0. If all counts stop increasing, the run is considered hung, and the rank
+with the lowest count is the one that the others wait for. Long work without these operations (scans, caches, exports)
+increases a second count, which only shows that the rank is not stuck. Ranks do different amounts of this work, so
+second counts are not compared between ranks.
 """
 
 from __future__ import annotations

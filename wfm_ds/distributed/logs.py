@@ -38,9 +38,9 @@ TRUNCATION_NOTE = "; warnings about other truncated prompts are not shown"
 
 
 class _TruncationFilter(logging.Filter):
-    """Passes only the first warning about a truncated prompt for each maximum length, such as 77 tokens for CLIP.
+    """Passes only one warning about truncated prompts for each maximum length, such as 77 tokens for CLIP.
 
-    diffusers logs such a warning for each prompt and each text encoder.
+    diffusers logs a warning for each prompt and each text encoder.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class _TruncationFilter(logging.Filter):
 
 
 class _OwnHandler(logging.Handler):
-    """Base class of all handlers of `setup_logging`. `close_logging` recognizes them by this class."""
+    """Base class of the handlers that `setup_logging` installs, by which `close_logging` recognizes them."""
 
 
 class _FileHandler(logging.FileHandler, _OwnHandler):
@@ -78,7 +78,7 @@ class _FileHandler(logging.FileHandler, _OwnHandler):
 
 
 class _ConsoleHandler(logging.StreamHandler[TextIO], _OwnHandler):
-    """Handler that writes to the current sys.stderr, because rich replaces it while it shows a progress bar."""
+    """Handler that writes to the current sys.stderr. rich replaces sys.stderr while it shows a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

@@ -34,11 +34,11 @@ LINE_INTERVAL_S = 30.0
 
 @contextlib.contextmanager
 def track_progress(items: Iterable[Item], title: str, *, total: int) -> Iterator[Iterator[Item]]:
-    """Return an iterator over `items` that shows how many are done, with the estimated remaining time.
+    """Yield an iterator over `items`, and show how many items are done and the estimated remaining time.
 
     title: what is done, such as "encoding texts". total: number of items. Each item also counts as progress for the
-    hang watchdog (liveness.py). This function is a context manager, so that the display ends before the message of an
-    error in the loop is printed.
+    hang watchdog (liveness.py). This is a context manager, so that the display ends before the message of an error in
+    the block is printed.
     """
 
     def count_items() -> Iterator[Item]:
@@ -53,9 +53,9 @@ def track_progress(items: Iterable[Item], title: str, *, total: int) -> Iterator
 
 @contextlib.contextmanager
 def show_wait(title: str) -> Iterator[None]:
-    """Show for how long the block has been running, if the remaining time is unknown, such as while loading files.
+    """Show how long the block has been running. Use it if the remaining time is unknown, e.g. while loading files.
 
-    Unlike with `track_progress`, waiting does not count as progress for the hang watchdog.
+    Unlike items of `track_progress`, this waiting time does not count as progress for the hang watchdog.
     """
     with ProgressDisplay(title, None) as display, call_periodically(display.update, SHOW_AFTER_S):
         yield

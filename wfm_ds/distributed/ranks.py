@@ -1,8 +1,8 @@
 """Find the rank of this process in the environment variables of its launcher.
 
 No other module reads these variables. docs/multi-node.md has a table of them. If one launcher runs inside another, the
-variables of the inner launcher are used, for example those of torchrun inside a task of srun or mpirun, or those of
-mpirun inside a task of srun. This module does not import torch.
+variables of the inner launcher are used: those of torchrun inside a task of srun or mpirun, and those of mpirun inside
+a task of srun. This module does not import torch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """This rank's position in the process group, and collectives for small values, which use gloo on the CPU.
 
-A replica is a group of `sp_size` consecutive ranks that process the same samples, each rank a shard of the tokens
-(sequence parallelism). The first rank of a replica is its leader. dp_rank is the index of a replica, and dp_size is the
-number of replicas. Each replica processes different samples. ZeRO shards, log files and signal flags are per rank.
-Without sequence parallelism, each rank is a replica.
+A replica is a group of `sp_size` consecutive ranks that process the same samples. Each of its ranks processes a shard
+of the tokens (sequence parallelism). Its first rank is its leader. Without sequence parallelism, each rank is a
+replica. dp_rank is the index of a replica, and dp_size is the number of replicas. Different replicas process different
+samples. ZeRO shards, log files and signal flags are per rank.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class World:
     def run_without_timeout(self, work: Callable[[], Any], *, runs_here: bool | None = None) -> Any:
         """Run `work` on rank 0 while the other ranks wait without a time limit. All ranks must call this.
 
-        runs_here: whether this rank runs `work`. Default: only rank 0 runs it. Returns the result of `work`, or None on
+        runs_here: whether this rank runs `work`. None: only rank 0 runs it. Returns the result of `work`, or None on
         ranks that do not run it. If `work` raises UserError on any rank, all ranks raise this error.
         """
         is_runner = self.is_main if runs_here is None else runs_here

@@ -26,7 +26,7 @@ BLOCK_NUMBER = "{}"
 def match_linear_layers(network: nn.Module, targets: Iterable[str]) -> list[str]:
     """Return the names of the linear layers that the LoRA targets select.
 
-    As in PEFT, a target is a layer's full name or the last parts of it: `to_k` selects `attn.to_k`.
+    As in PEFT, a target is the full name of a layer or the end of the name: `to_k` selects `attn.to_k`.
     """
     return [name for name, part in _match_modules(network, targets) if isinstance(part, nn.Linear)]
 
@@ -89,7 +89,7 @@ def _match_modules(network: nn.Module, targets: Iterable[str]) -> Iterator[tuple
 class AdapterMerge:
     """Merges a LoRA adapter into the weights of its layers, and restores these weights.
 
-    layers: result of `find_adapter_layers`. Their weights must not be partitioned, as they are with ZeRO-3. While an
+    layers: result of `find_adapter_layers`. ZeRO-3 is not supported, because it partitions the weights. While an
     adapter is merged, the caller must disable all adapters.
     """
 

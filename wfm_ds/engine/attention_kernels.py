@@ -1,7 +1,7 @@
 """Selection of the denoiser's attention kernel and its installation in every attention layer.
 
 The trainer, rollout workers and `generate` all use this module. The kernels come from diffusers' dispatcher
-(diffusers.models.attention_dispatch). `native` leaves every layer unchanged.
+(diffusers.models.attention_dispatch). The kernel `native` leaves every layer unchanged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MASKED_PROCESSORS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKernel:
-    """A half-precision attention kernel for GPUs, and its requirements. Attention masks are not supported."""
+    """An attention kernel for GPUs and half precision, and its requirements. Attention masks are not supported."""
 
     backend: AttentionBackendName
     capabilities: tuple[Capability, Capability]  # compute capability of the GPU: lowest supported, first unsupported
@@ -111,7 +111,7 @@ def choose_kernel(
 def find_obstacle(
     name: AttentionName, denoiser: nn.Module, dtype: torch.dtype, capability: Capability | None, *, trains: bool
 ) -> str | None:
-    """Return why a kernel cannot be used, with a fix, or None if it can be used.
+    """Return why the kernel `name` cannot be used and how to fix it, or None if it can be used.
 
     capability: compute capability of the GPU, or None on a CPU.
     """

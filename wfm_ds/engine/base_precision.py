@@ -72,8 +72,8 @@ def require_layers(layers: Sequence[object], key: str) -> None:
 def eligible_layers(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]) -> list[tuple[str, nn.Linear]]:
     """Return (name, layer) of the linear layers in the denoiser's blocks that can be quantised.
 
-    The result does not contain modulation layers (their outputs scale whole blocks), layers that diffusers keeps in
-    float32, and layers with an input or output size that is not a multiple of 16.
+    Omitted are modulation layers (their outputs scale whole blocks), layers that diffusers keeps in float32, and layers
+    with an input or output size that is not a multiple of 16.
     """
     blocks = tuple(block_classes)
     float32_names = [getattr(part, "_keep_in_fp32_modules", None) or () for part in denoiser.modules()]

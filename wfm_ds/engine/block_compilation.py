@@ -1,8 +1,8 @@
 """torch.compile for the denoiser's repeated blocks, one block at a time.
 
-Blocks of the same structure share compiled code. Hooks on a block are not compiled. The choice of the compiled code for
-a forward pass depends only on its shapes, on the active adapters and on whether gradients are enabled. Therefore, a
-resumed run computes the same results as an uninterrupted run.
+Blocks of the same structure share compiled code. Hooks on a block are not compiled. A forward pass selects its compiled
+code only by input shapes, active adapters and gradient mode. Therefore, a resumed run computes the same results as an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def compile_blocks(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]
 
 
 def lift_recompile_limits(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiled function so that it raises torch's recompile limits in the calling thread.
+    """Wrap a compiled function so that each call first raises torch's recompile limits in the calling thread.
 
-    torch stores these limits per thread, so each thread must raise them.
+    torch stores these limits per thread.
     """
 
     @functools.wraps(compiled)

@@ -37,7 +37,7 @@ class RecordedCall:
 
 
 class GraphReplayer:
-    """Runs a network by replaying recorded calls. There is one recording for each signature of a call.
+    """Runs a network by replaying recorded calls. Calls with the same signature share a recording.
 
     The signature consists of the shape, dtype and device of each tensor argument, the values of all other arguments,
     and the variant (the name of the active weights).
@@ -53,7 +53,7 @@ class GraphReplayer:
     def drop_stale_recordings(self) -> None:
         """Discard all recordings if the address of a weight has changed. Call it before each rollout.
 
-        Calls do not check the addresses, because checking 700 weights takes longer than the call itself.
+        Calls do not check the addresses themselves, because this would take longer than the call.
         """
         if any(parameter.data_ptr() != address for parameter, address in self._weight_addresses):
             log.info("addresses of weights have changed: CUDA graphs of all forward passes are recorded again")

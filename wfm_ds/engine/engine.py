@@ -1,8 +1,8 @@
 """DenoiserEngine, which trains the denoiser with DeepSpeed.
 
 The engine scales losses, runs optimizer steps, sets the learning rate, switches policies, and gathers full tensors. It
-does not depend on algorithms, model families or files. The policy `train` has the trained weights. The other policies
-are `old`, `ref`, `ema`, and the extra and frozen adapters of a LoRA run (policies.py). In this module, an update is an
+does not depend on algorithms, model families or files. A policy is a set of weights: `train` (the trained weights),
+`old`, `ref`, `ema`, and the extra and frozen adapters of a LoRA run (policies.py). In this module, an update is an
 optimizer step that was not skipped.
 """
 
@@ -104,7 +104,8 @@ class DenoiserEngine(OptimizerSteps):
         """Do not call the constructor. Use `build` instead.
 
         ds: result of deepspeed.initialize for `module`. adapters: None in full training. gradient_watches,
-        optimizer_options: one entry per trained adapter. frozen_adapters: names of the frozen adapters.
+        optimizer_options: one entry per trained adapter; in full training, only `default`. frozen_adapters: names of
+        the frozen adapters.
         """
         super().__init__(ds, recipe, world, total_updates, adapters, gradient_watches, optimizer_options)
         self.module = module
@@ -151,15 +152,15 @@ class DenoiserEngine(OptimizerSteps):
         policies: the policies that the run needs in addition to `train`: a subset of old, ref and ema.
         accumulation: number of backward passes per optimizer step.
         total_updates: number of optimizer steps of the run, which is the length of the learning rate schedule.
-        block_classes: classes of the repeated blocks.
+        block_classes: classes of the denoiser's repeated blocks.
         frozen: names of parameters that full training does not train.
         initial_adapter: initial adapter tensors, named as in `iter_full_tensors`.
         extra_adapters: {name: options} of adapters to train in addition to `default`. They start equal to `default`.
         frozen_adapters: {name: tensors} of adapters that are never trained.
         count_flops: whether to count FLOPs. If so, tensor arguments of the denoiser must have one row per sample.
         shard_tokens: function that installs sequence parallelism over the ranks of a replica.
-        find_part: maps a parameter's name to its network component, such as an expert. A step may run only some
-        components.
+        find_part: maps a parameter's name to its network component, for networks with components that only some steps
+        run, such as experts.
 
         Raises RecipeError if the DeepSpeed JSON or the LoRA targets are invalid, and UserError if the denoiser does not
         support sequence parallelism or the attention kernel. Raises ValueError for extra or frozen adapters if LoRA is
@@ -245,10 +246,10 @@ class DenoiserEngine(OptimizerSteps):
         merge: merge the policy's adapter into the weights (adapter_layers.py). LoRA at ZeRO-3 does not support this.
 
         All ranks must enter and leave the context together. Contexts cannot be nested. Gradients are disabled inside
-        the context, except in the trivial case that `train` is active already and `merge` is false.
+        the context, unless `train` is already active and `merge` is false.
 
-        Group forward passes by policy, because switching the policy takes time. It copies weights, and at ZeRO-3 it
-        resets DeepSpeed's prefetch order.
+        Group forward passes by policy, because switching the policy takes time: it copies weights, and at ZeRO-3 it
+        also resets DeepSpeed's prefetch order.
         """
         self._require_trained_policy(f"use_policy({name!r})")
         if name == self.active_policy == "train" and not merge:
@@ -284,7 +285,7 @@ class DenoiserEngine(OptimizerSteps):
     # Policies
 
     def update_policy(self, name: str, decay: float) -> None:
-        """Update the copy `old` or `ema`: decay * copy + (1 - decay) * trained weights. All ranks call it."""
+        """Set the copy `old` or `ema` to decay * copy + (1 - decay) * trained weights. All ranks must call this."""
         self._require_trained_policy("update_policy")
         if name == "ref":
             raise ValueError("ref is frozen: only old and ema follow the trained weights")
@@ -344,9 +345,10 @@ class DenoiserEngine(OptimizerSteps):
         """Return this rank's shards of all states that training changes, as {name: one tensor per optimizer group}.
 
         The names are `train`, each policy that changes during training, and `optimizer.NAME` for each optimizer state.
-        `adapter_state_name` names the states of extra adapters. A tensor with 0 dimensions is a number for the whole
-        group, such as AdamW's step. The tensors are views that the next step overwrites.
-        `shards.slices_by_name()` maps parameters to tensor slices. Extra adapters have their own `extra_shards`.
+        For extra adapters, see `adapter_state_name`. A tensor with 0 dimensions is a number for the whole group, such
+        as AdamW's step. The tensors are views that the next step overwrites.
+        `shards.slices_by_name()` maps parameters to slices of the tensors. Extra adapters have their own
+        `extra_shards`.
         """
         states = self.shards.training_states()
         states |= {name: list(copy.flats) for name, copy in self._moving_copies().items()}
@@ -356,7 +358,7 @@ class DenoiserEngine(OptimizerSteps):
 
     @torch.no_grad()
     def restore_state(self, counters: Mapping[str, int], states: Mapping[str, Flats]) -> None:
-        """Restore results of `step_counters` and `shard_states`, and set the weights to match. All ranks call it."""
+        """Restore the engine from results of `step_counters` and `shard_states`. All ranks must call this."""
         self._require_trained_policy("restore_state")
         self.num_updates, self.num_skipped = counters["updates"], counters["skipped"]
         self._last_ema_update = counters["ema_seen"]

@@ -179,8 +179,7 @@ class FlopCounter:
     def pop_count(self) -> FlopCount | None:
         """Return the FLOPs of the forward passes recorded since the last call, and of their backward passes.
 
-        Returns None if the denoiser reads values of tensors. FLOPs cannot be counted then, because meta tensors have no
-        values.
+        Returns None if the denoiser reads values of tensors, because meta tensors have no values.
         """
         try:
             return sum((self._count_forwards(kind, samples) for kind, samples in self._samples.items()), FlopCount())
@@ -234,7 +233,6 @@ def make_trainable(
 
 
 def _argument_shape(value: Any) -> Hashable:
-    """Return (shape without batch dimension, dtype) of a tensor. Other values are returned unchanged."""
     return (tuple(value.shape[1:]), value.dtype) if isinstance(value, Tensor) else value
 
 

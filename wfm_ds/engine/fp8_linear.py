@@ -23,9 +23,9 @@ MIN_CAPABILITY = (8, 9)  # compute capability of the first GPUs with float8 matr
 class Fp8Linear(FrozenLinear):
     """A linear layer with a frozen weight [outputs, inputs], stored as e4m3 bytes and one float32 scale per row.
 
-    The input x is quantised too. Of the quantised matrices xq and Wq and their scales, the layer computes
-    y = (xq @ Wq^T) * scale(x) * scale(W)^T + bias in the dtype of x. The gradient of x is computed with the dequantised
-    weight in the gradient's dtype. On a CPU, matrix products are emulated in float64.
+    The input x is quantised too. With quantised matrices xq and Wq and their scales, the output is (xq @ Wq^T) *
+    scale(x) * scale(W)^T + bias, in the dtype of x. The gradient of x is computed with the dequantised weight in the
+    gradient's dtype. On a CPU, matrix products are emulated in float64.
     """
 
     weight_bytes: Tensor
@@ -112,7 +112,7 @@ def fp8_matmul(
 ) -> Tensor:
     """Return (rows * row_scale) @ (values * scale)^T + bias in `dtype`.
 
-    rows: e4m3 [..., inputs]. values: e4m3 [outputs, inputs].
+    rows: e4m3 [..., inputs]. row_scale: [..., 1]. values: e4m3 [outputs, inputs]. scale: [outputs, 1].
     """
     if rows.device.type != "cpu":
         return torch._scaled_mm(

@@ -1,13 +1,15 @@
 """Full fine-tuning with float8 matrix products, using torchao or TransformerEngine.
 
 Weights stay ordinary parameters and are cast in every forward pass, so DeepSpeed, the optimizer, checkpoints and
-exports work unchanged. Scales are computed from the current values, so equal weights give bit-identical predictions.
+exports work unchanged. Scales are computed from the current values, so equal weights and inputs give bit-identical
+predictions.
+
 torchao uses one scale per row of weights and inputs, so a sample's prediction does not depend on the other samples in
 its batch.
 
-TransformerEngine needs CUDA, so it is imported when the first layer is built. It uses one scale per tensor
-(Float8CurrentScaling), so a sample's prediction depends on the other samples in its batch. Algorithms that compare
-predictions therefore cannot use TransformerEngine.
+TransformerEngine uses one scale per tensor (Float8CurrentScaling), so a sample's prediction depends on the other
+samples in its batch. Algorithms that compare predictions therefore cannot use TransformerEngine. It needs CUDA, so it
+is imported only when the first layer is built.
 """
 
 from __future__ import annotations
@@ -78,9 +80,8 @@ def torchao_layer_factory(device: torch.device) -> Callable[[nn.Linear], nn.Modu
 def te_layer_factory(key: str, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
     """Return a function that converts a torch linear layer to a TransformerEngine layer that shares its parameters.
 
-    State dicts do not change. Inputs [..., in_features] may have any number of rows.
-    key: recipe key to name in messages. Raises RecipeError if the device is not a GPU or TransformerEngine cannot be
-    imported.
+    Names and values in state dicts do not change. key: recipe key to name in messages. Raises RecipeError if the device
+    is not a GPU or TransformerEngine cannot be imported.
     """
     if device.type != "cuda":
         raise RecipeError(f"{key} needs a GPU, but the device is {device.type}: use torchao, which emulates float8")

@@ -37,7 +37,6 @@ class LiveByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def is_counted(self, key: int) -> bool:
-        """Return whether the storage with this id is counted. key: result of `storage_id`."""
         return key in self._counted_storages
 
     def _add_storage(self, storage: torch.UntypedStorage) -> None:
@@ -87,7 +86,7 @@ def gpu_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Meta-device attention that saves only inputs, output and one number per row for the backward pass."""
+    """Meta-device attention that saves only inputs, output and one number per query for the backward pass."""
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)

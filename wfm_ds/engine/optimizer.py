@@ -1,9 +1,9 @@
 """Build the optimizer of the trained parameters, compute its schedules, and convert its states for checkpoints.
 
 Checkpoints store the states of every optimizer in AdamW's format, so that a run can resume with a different number of
-ranks. `step` is one number, and `exp_avg` and `exp_avg_sq` are float32 with one element per master weight. For an 8-bit
-optimizer, checkpoints also store the scale of each element. With these scales, the exact 8-bit codes are restored if
-each block still contains the same elements.
+ranks. `step` is one number, and `exp_avg` and `exp_avg_sq` are float32 with one element per master weight. An 8-bit
+optimizer quantises these two states in blocks with one scale each. Its checkpoints also store the scale of each
+element, from which the exact 8-bit codes are restored if each block still contains the same elements.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ NO_OPTIONS: Mapping[str, OptimizerRecipe] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class ExtraAdapter:
-    """Optimizer settings of an adapter that is trained in addition to `default`.
+    """Learning rate and betas of an adapter that is trained in addition to `default`. The learning rate is constant.
 
-    All other settings, such as weight decay and the clipping norm, come from the recipe's section `optimizer`.
+    All other optimizer settings, such as weight decay and the clipping norm, come from the recipe's section
+    `optimizer`.
     """
 
     lr: float  # constant learning rate
@@ -125,7 +126,7 @@ def should_use_fused(device: torch.device) -> bool | None:
 
 
 def read_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
-    """Return the optimizer states of one master tensor, {name of the state in AdamW: tensor}, or {} before any step.
+    """Return {name of the state in AdamW: tensor} for one master tensor, or {} before the first optimizer step.
 
     AdamW's states are returned without a copy. The states of other optimizers are converted to float32 on the CPU.
     """
@@ -194,8 +195,8 @@ def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> f
     """Return the learning rate of optimizer step `update`, from 1 to total_updates.
 
     The schedules are those of diffusers.optimization.get_scheduler. The warm-up is linear: the rate is 0 in update 1
-    and lr in update warmup_steps + 1. Then, the linear and cosine schedules decay from lr towards
-    final_lr_fraction * lr, which they would reach in update total_updates + 1.
+    and lr in update warmup_steps + 1. From there, the linear and cosine schedules decay from lr to final_lr_fraction *
+    lr, which they would reach in update total_updates + 1.
     """
     done, warmup = update - 1, recipe.warmup_steps
     if done < warmup:
@@ -207,15 +208,14 @@ def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> f
 
 
 def ema_decay(largest: float, update: int) -> float:
-    """Return the EMA decay for optimizer step `update`, counted from 1. It increases towards `largest`."""
+    """Return the EMA decay for optimizer step `update`, counted from 1: min((1 + update) / (10 + update), largest)."""
     return min((1 + update) / (10 + update), largest)
 
 
 def accumulate_in_float32(ds: Any) -> None:
     """Make the ZeRO stage 1 optimizer accumulate gradients in float32. Call it before the first backward pass.
 
-    DeepSpeed chooses the dtype in the constructor of its optimizer. This function changes attributes of the constructed
-    optimizer.
+    DeepSpeed chooses the dtype in its optimizer's constructor, so this function changes attributes of the optimizer.
     """
     optimizer = ds.optimizer
     if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.partition_gradients:

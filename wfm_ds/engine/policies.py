@@ -110,8 +110,8 @@ def write_initial_values(denoiser: nn.Module, initial_values: AdapterTensors, na
 class Adapters:
     """The LoRA adapters of a denoiser and the choice of the active one. Only trained adapters require gradients.
 
-    The active adapter changes many times per step. PEFT's own function for this visits all modules and sets thousands
-    of flags. This class instead finds the adapted layers once, and then switches only these layers.
+    The active adapter changes many times per step. PEFT's `set_adapter` would visit all modules each time. This class
+    instead finds the adapted layers once, and then switches only these layers.
     """
 
     def __init__(self, denoiser: nn.Module, trained: Sequence[str] = (DEFAULT_ADAPTER,)) -> None:
@@ -153,9 +153,8 @@ def write_adapter(denoiser: nn.Module, copy: ShardedCopy, name: str) -> None:
 class AdapterDropout:
     """Controls the dropout layers of the adapter `default`.
 
-    Masks depend only on the run's seed, the rank, the optimizer step and the index of the forward pass within the step.
-    Checkpoints therefore need no random state. Blocks that are recomputed in the backward pass use the same masks,
-    because torch's gradient checkpointing restores the random state.
+    Masks depend only on the run's seed, the rank, the optimizer step and the index of the forward pass within the step,
+    so checkpoints need no random state. Blocks that are recomputed in the backward pass use the same masks.
     """
 
     def __init__(self, denoiser: nn.Module, seed: int, rank: int) -> None:

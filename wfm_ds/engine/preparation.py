@@ -1,8 +1,8 @@
 """Preparation of the denoiser for DeepSpeed: weight placement, adapters, sequence parallelism and kernels.
 
 Weights are moved from memory-mapped files to the device one parameter at a time, so that at most one parameter is in
-memory twice. All ranks of a machine share the pages of the mapped files (models/assets/loading.py). At ZeRO-3, each
-rank copies only its shards.
+memory twice. All ranks of a machine share the mapped files (models/assets/loading.py). At ZeRO-3, each rank copies only
+its shards.
 """
 
 from __future__ import annotations

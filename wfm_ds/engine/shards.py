@@ -74,13 +74,13 @@ class Shards:
         return [read_states(self.ds.optimizer.optimizer, flat) for flat in self._optimizer_flats()]
 
     def load_optimizer_states(self, states: Mapping[str, Flats]) -> None:
-        """Set the optimizer states. states: {name of the state: one tensor per optimizer group}."""
+        """Set the optimizer states. states: {state: one tensor per optimizer group}."""
         for group, flat in enumerate(self._optimizer_flats()):
             group_states = {name: flats[group] for name, flats in states.items()}
             write_states(self.ds.optimizer.optimizer, flat, group_states)
 
     def training_states(self) -> dict[str, list[Tensor]]:
-        """Return {state: one tensor per optimizer group}. States are `train` (the master weights) and the optimizer's.
+        """Return {state: one tensor per optimizer group}: `train` (the master weights) and the optimizer states.
 
         The tensors are views that the next step overwrites.
         """
@@ -109,11 +109,10 @@ class Shards:
         )
 
     def _select_groups(self, values: Sequence[Any]) -> list[Any]:
-        """Return the values for the groups in this object. values: one value for each group of the optimizer."""
         return [values[group] for group in self._groups]
 
     def lengths(self) -> list[int]:
-        """Return the number of elements of each flat tensor."""
+        """Return the number of elements of this rank's flat tensor of each optimizer group."""
         return [len(flat) for flat in self._optimizer_flats()]
 
     def slices_by_name(self) -> dict[str, ShardSlice]:
@@ -176,7 +175,10 @@ class Shards:
 
     @torch.no_grad()
     def install_weights(self, flats: Flats) -> None:
-        """Set the module's weights to `flats`, rounded to the module's dtype. All ranks must call this."""
+        """Set the module's weights to `flats`, rounded to the module's dtype. All ranks must call this.
+
+        flats: this rank's fp32 shards, one flat tensor per optimizer group.
+        """
         optimizer = self.ds.optimizer
         if self.stage == 3:
             shard: Any
@@ -202,8 +204,7 @@ def refresh_gathered_weights(parameters: Sequence[Any]) -> None:
     """Discard outdated copies of these parameters after their ZeRO-3 shards have changed. All ranks must call this.
 
     Small parameters that ZeRO-3 keeps gathered are gathered again. If zero_hpz_partition_size is set, the secondary
-    shards of each node are discarded too, because DeepSpeed would otherwise gather old weights from the secondary
-    shards until the next optimizer step.
+    shards of each node are discarded too, because DeepSpeed would otherwise gather old weights from them.
     """
     persistent = [p for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
     if persistent:
@@ -234,8 +235,8 @@ class ShardedCopy:
     def use_weights(self) -> Iterator[None]:
         """Use this copy as the module's weights inside the context. All ranks must enter and leave it together.
 
-        The trained weights are restored on exit, even if all ranks raise the same error. They are not restored if only
-        this rank raises an error, because all ranks must restore them together.
+        The trained weights are restored on exit. After an error, they are restored only if all ranks raise the same
+        error, because all ranks must restore them together.
         """
         self.shards.install_weights(self.flats)
         is_agreed = True

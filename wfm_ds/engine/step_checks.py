@@ -42,11 +42,10 @@ class GradientWatch:
     ) -> None:
         """Watch all trained parameters of a module.
 
-        frozen: names of weights that do not affect the output. Adapters of these weights are not watched, because
-        their gradients are always zero.
-        find_part: maps a parameter's name to its network component, such as an expert. A step may run only some
-        components.
-        adapter: watch only this adapter, because each optimizer step trains only one adapter.
+        frozen: names of weights that do not affect the output. Adapters of these weights are not watched.
+        find_part: maps a parameter's name to its network component, for networks with components that only some steps
+        run, such as experts.
+        adapter: watch only this adapter, because each optimizer step trains only one. None: watch all adapters.
         """
         self._find_part, self._adapter = find_part, adapter
         self.watched: dict[str, Any] = {}  # {parameter name: its hook}; empty once all components were checked
@@ -90,7 +89,7 @@ class GradientWatch:
 class RankGuard:
     """Checks that all ranks run the same forward pass, so that a mismatch raises an error instead of hanging.
 
-    All ranks must create it at the same point. Its timeout equals the timeout of the collectives of `world`. It must be
+    All ranks must create it at the same point. It uses the timeout of the collectives of `world`. This timeout must be
     long, because a rank may be late while it decodes videos or compiles.
     """
 
@@ -106,7 +105,7 @@ class RankGuard:
         what: values that identify the forward pass (policy, gradient, shape, ...), equal on all ranks.
         inputs: tensors that must be bit-equal on the ranks of a replica.
 
-        Raises RuntimeError on all ranks if their values differ, or if a rank does not call this within the timeout.
+        Raises RuntimeError on all ranks if values or inputs differ, or if a rank does not call this within the timeout.
         """
         self.num_checks += 1
         world = self._world

@@ -1,6 +1,6 @@
 """Scores of each clip of long videos: means over videos, drift, and averages over the clips of a video.
 
-The drift of a score in clip k is its difference from the score of the first clip of the same video.
+The drift in clip k is the score of clip k minus the score of the first clip of the same video.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from wfm_ds.types import Score
 
 @dataclass(frozen=True, slots=True)
 class ClipCurve:
-    """Estimates of one score by clip, from the first to the last. An estimate is None if all scores are missing."""
+    """Estimates of one score for each clip of a video. An estimate is None if all scores of the clip are missing."""
 
     means: Sequence[MeanEstimate | None]
     drifts: Sequence[MeanEstimate | None]  # from the second clip to the last
@@ -29,7 +29,7 @@ def clip_curve(scores: Sequence[Array]) -> ClipCurve:
 
 
 def scores_by_clip(clips: Sequence[SampleScores], num_seeds: int) -> dict[str, list[Array]]:
-    """Return {score name: one array [P prompts, S seeds] for each clip}. The names are the keys of scores_by_reward.
+    """Return {score name: one array [P prompts, S seeds] for each clip}, with the score names of scores_by_reward.
 
     clips: for each clip, the scores of all samples. Missing values become NaN.
     """
@@ -42,8 +42,7 @@ def scores_by_clip(clips: Sequence[SampleScores], num_seeds: int) -> dict[str, l
 def average_clips(clips: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
     """Return the mean scores of a sample over its clips.
 
-    If a score failed in any of the clips, its mean is a failed score. A partial score is averaged over the clips that
-    have it.
+    If a score failed in any clip, the mean is a failed score. A partial score is averaged over the clips that have it.
     """
     first = clips[0]
     return dict(first) if len(clips) == 1 else {name: average_scores([clip[name] for clip in clips]) for name in first}

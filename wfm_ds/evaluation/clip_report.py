@@ -66,7 +66,7 @@ class ClipComparison:
 
 
 def format_drift(curve: ClipCurve) -> list[str]:
-    """Return a cell with the drift of the last clip, or [] for a single clip."""
+    """Return [table cell with the drift of the last clip], or [] for a single clip."""
     return [format_interval(drift, "+") for drift in curve.drifts[-1:]]
 
 

@@ -73,7 +73,7 @@ class DinoEmbedder:
 
 
 SampleEmbedder: TypeAlias = PixelEmbedder | DinoEmbedder
-"""Embeds images and videos as vectors. The Euclidean distance measures how different two samples are."""
+"""Embeds images and videos as vectors. The Euclidean distance of two vectors measures how different the samples are."""
 
 
 def load_embedder(choice: str, device: torch.device) -> SampleEmbedder:

@@ -117,8 +117,8 @@ def estimate_ratio(base: Array, other: Array) -> MeanEstimate | None:
     """Estimate the ratio other / base. The estimate is the geometric mean of the ratio over prompts.
 
     base, other: positive values [P prompts]. Prompts with a missing or zero value are excluded. Returns None if no
-    prompt remains. `half_width` of the result is half the interval of the ratio's logarithm. `ratio_bounds` returns
-    the interval of the ratio.
+    prompt remains. `half_width` of the result refers to the logarithm of the ratio; use `ratio_bounds` to get the
+    confidence interval of the ratio.
     """
     usable = (base > 0) & (other > 0)  # False for NaN
     logs = np.log(other[usable]) - np.log(base[usable])

@@ -43,7 +43,7 @@ class Recordings:
         return cls(media=media, framing=total, layout=layout, measures=measures)
 
     def load(self, prompt_id: str) -> npt.NDArray[np.uint8] | str:
-        """Return the recorded frames of all clips, uint8 [total_frames,H,W,3], or the reason why there are none."""
+        """Return the recorded frames of all clips, uint8 [total_frames,H,W,3], or an error message."""
         if prompt_id not in self.media:
             return "no recording: the sample is an image"
         try:
@@ -54,9 +54,10 @@ class Recordings:
     def score_clip(
         self, sample_id: str, video: npt.NDArray[np.uint8], clip: int, recording: npt.NDArray[np.uint8] | str
     ) -> dict[str, Score]:
-        """Return {measure: Score} of a generated clip [F,H,W,3]. Its conditioning frames, at least one, are not scored.
+        """Return {measure: Score} of a generated clip [F,H,W,3].
 
-        recording: result of `load`. If it is a reason and not a recording, all scores are failures with this reason.
+        The first max(1, layout.overlap) frames of the clip are not scored, because they may be conditioning frames.
+        recording: result of `load`. If it is an error message, all scores are failures with this message.
         """
         if isinstance(recording, str):
             return {n: Score(sample_id=sample_id, reward=n, failure=recording) for n in self.measures}

@@ -71,7 +71,7 @@ def table_rows(results: EvaluationResults, comparison: ModelComparison) -> Itera
     """Yield the rows of a model's table. Each row is a list of cells.
 
     Columns: reward, mark (T: trained on, R: related), mean of the base model, mean of the model, difference, number of
-    pairs in which the model is better, remark.
+    sample pairs in which the model is better, remark.
     """
     for name in results.rewards:
         difference = comparison.differences[name]
@@ -263,7 +263,7 @@ def render_base(results: EvaluationResults) -> str:
 
 
 def axis_scale(comparison: ModelComparison) -> float:
-    """Return the largest absolute bound of all confidence intervals, or 1 if there are no intervals.
+    """Return the largest absolute bound of the confidence intervals of all differences, or 1 if there are no intervals.
 
     The result is in units of the standard deviation of the base model's scores.
     """
@@ -272,10 +272,7 @@ def axis_scale(comparison: ModelComparison) -> float:
 
 
 def interval_width(gap: Difference) -> float:
-    """Return half the width of the confidence interval.
-
-    The result is in units of the standard deviation of the base model's scores.
-    """
+    """Return half the width of the confidence interval of `gap`, in standard deviations of the base model's scores."""
     return (gap.estimate.half_width or 0.0) / gap.base_std if gap.base_std > 0 else 0.0
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class FewStepCall:
-    """The scheduler that the pipeline needs, and the arguments of the pipeline call except prompts and inputs."""
+    """A pipeline call: all arguments except prompts and inputs, and the scheduler that the pipeline needs."""
 
     arguments: Mapping[str, Any]
     scheduler: Mapping[str, Any] | None  # content of scheduler_config.json; None: the pipeline's own scheduler
@@ -32,8 +32,8 @@ def build_few_step_call(model: DiffusionModel, sampling: SamplingRecipe) -> FewS
     """Return the pipeline call for evenly spaced noise levels.
 
     If the pipeline passes `sigmas` to an Euler scheduler, the call contains the levels before the timestep shift, and
-    the scheduler is replaced only if its shift or solver differs from the recipe. For any other pipeline, the scheduler
-    is replaced by a new scheduler with these levels. For `eval_solver: cps`, each step of the scheduler adds noise.
+    the scheduler is replaced only if its settings differ from the recipe. For any other pipeline, the scheduler is
+    replaced by a scheduler with these levels. For `eval_solver: cps`, the scheduler adds noise.
     Raises ModelError if plain diffusers cannot use the levels or the guidance.
     """
     pipeline, num_steps = model.pipeline, sampling.eval_steps

@@ -1,4 +1,4 @@
-"""Reads a LoRA together with its base pipeline, from which layer names and, for some layouts, weights are needed."""
+"""Reads a LoRA with the layer names and, for some layouts, the weights of its base pipeline."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ from wfm_ds.models.lora_layer_names import LoraNameTable
 def read_lora(path: Path, base: Path | None) -> tuple[LoraSource, type[DiffusionModel] | None]:
     """Read a LoRA in any layout. Returns (LoRA, its model family).
 
-    base: pipeline folder that determines the family. None: the layer names of the LoRA determine the family. If no
-    family or several families have all of these names, the names must be diffusers' names, and the returned family is
-    None.
+    base: pipeline folder that determines the family. None: the layer names of the LoRA determine the family. If these
+    names match no family or several families, the LoRA must use diffusers' names, and the returned family is None.
     Raises ModelError if the LoRA cannot be read or its layer names are unknown.
     """
     if base is not None:
@@ -51,7 +50,7 @@ def denoiser_parts(base: Path) -> tuple[str, ...]:
 
 
 def base_weight_readers(base: Path) -> Callable[[str], WeightReader]:
-    """Return a function that maps the name of a denoiser component in the folder to its `WeightReader`."""
+    """Return a function that returns the `WeightReader` of a denoiser component, given the component's name."""
     return lambda part: functools.partial(_read_weight, ExportTarget(base, ()).base_weights(part))
 
 

@@ -14,7 +14,7 @@ from wfm_ds.export.target import ExportTarget
 
 @dataclass
 class LoraExtraction:
-    """A LoRA of one denoiser component, and statistics about the part of the weight change that it represents."""
+    """A LoRA of one denoiser component, and statistics about how much of the weight change the LoRA represents."""
 
     layers: LoraLayers = field(default_factory=dict)
     squares: float = 0.0  # sum of squares of all weight differences, including tensors without a LoRA
@@ -32,10 +32,10 @@ def extract_lora(
 ) -> LoraExtraction:
     """Compute a LoRA for component `part` of `base` that approximates the weights of `trained`.
 
-    The alpha of the LoRA equals its rank.
-    rank: maximum rank per layer.
-    energy: fraction of each layer's sum of squared weight changes that the LoRA must represent. This determines the
-    layer's rank.
+    The alpha of each layer equals the layer's rank.
+    rank: maximum rank of a layer.
+    energy: fraction of a layer's sum of squared weight changes that the LoRA should represent. A layer gets the
+    smallest rank that reaches this fraction, but at most `rank`.
     Raises ModelError if the models have different tensors, or if all their linear layers have equal weights.
     """
     extraction = LoraExtraction()

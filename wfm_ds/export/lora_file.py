@@ -1,8 +1,8 @@
-"""Reads LoRA files in the layouts of diffusers, PEFT, kohya and ComfyUI. Layer names become diffusers' names.
+"""Reads LoRA files in the layouts of diffusers, PEFT, kohya and ComfyUI, and converts layer names to diffusers' names.
 
-The key of a tensor consists of a prefix, the name of a layer and a suffix. All three differ between tools. Alpha is in
-the file header (diffusers), in adapter_config.json (PEFT) or in `.alpha` tensors (kohya, ComfyUI). For writing, see
-lora_layouts.py.
+The key of a tensor consists of a prefix, a layer name and a suffix, which all differ between tools. Alpha is in the
+file header (diffusers), in adapter_config.json (PEFT) or in `.alpha` tensors (kohya, ComfyUI). lora_layouts.py writes
+LoRAs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from wfm_ds.errors import ModelError
 from wfm_ds.export.lora_layers import LoraLayer, LoraLayers, row_norms, split_layer
-from wfm_ds.export.lora_settings import check_settings, layer_alpha, layer_rank, peft_settings
+from wfm_ds.export.lora_settings import check_settings, layer_alpha, layer_rank, select_layers
 from wfm_ds.export.weights import LORA_FILES, LORA_FOLDER, LORA_PREFIX, METADATA_KEY, WHOLE_LAYER_FILES
 from wfm_ds.models.lora_layer_names import LoraNameTable
 from wfm_ds.storage.filesystem import read_regular, shorten_error, shorten_path
@@ -49,7 +49,7 @@ WeightReader = Callable[[str], Tensor]  # reads the weight of a base layer, by i
 
 
 class LoraSource:
-    """A LoRA on disk, as a source of tensors for exports. It has one file per denoiser component."""
+    """A LoRA on disk, with one file per denoiser component, as a source of tensors for exports."""
 
     uses_lora = True
 
@@ -141,7 +141,7 @@ def lora_settings(
         "alpha_pattern": {name: layer.alpha for name, layer in layers.items() if layer.alpha != alpha},
         "modules_to_save": sorted({n.rpartition(".")[0] for of in whole_layers.values() for n in of}) or None,
     }
-    return {"target_modules": sorted(layers)} | peft_settings(config or {}) | derived
+    return select_layers(config or {}, layers) | derived
 
 
 def find_lora_files(path: Path) -> dict[str, Path]:
@@ -333,10 +333,9 @@ def _diffusers_layers(module: str, table: LoraNameTable | None) -> list[str]:
 
 
 def _make_layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str, Any] | None, where: str) -> LoraLayer:
-    """Build a LoRA layer from its tensors by role. Raises ModelError if they do not form a LoRA layer.
+    """Build a LoRA layer from {role: tensor}. Raises ModelError if the tensors do not form a LoRA layer.
 
-    Alpha comes from the alpha tensor. Without this tensor it comes from the settings, and without settings it equals
-    the rank.
+    Alpha is the alpha tensor or, if it is missing, the alpha in the settings or, without settings, the rank.
     """
     if not {"A", "B"} <= group.keys():
         raise ModelError(f"{where} has only one of the two LoRA matrices ({', '.join(sorted(group))})")

@@ -15,9 +15,9 @@ LoraLayers = dict[str, "LoraLayer"]  # {diffusers layer name: layer}
 
 @dataclass(frozen=True, slots=True)
 class LoraLayer:
-    """The LoRA update of one layer. It adds alpha / rank * B A to the layer's weight.
+    """The LoRA update of one layer. It adds alpha / rank * B @ A to the layer's weight.
 
-    With DoRA (arXiv 2402.09353), each row of the sum is then scaled so that its norm is the row's `magnitude`.
+    With DoRA (arXiv 2402.09353), each row of the new weight is then scaled to the norm in `magnitude`.
     """
 
     A: Tensor  # [rank, in]; for a convolution [rank, in, kh, kw]
@@ -39,10 +39,7 @@ class LoraLayer:
         return torch.Size([len(self.B), *self.A.shape[1:]])
 
     def delta(self) -> Tensor:
-        """Return the weight update alpha / rank * B A, float32, in the shape of the weight.
-
-        DoRA scaling is not applied.
-        """
+        """Return the update alpha / rank * B @ A, float32, in the shape of the weight. DoRA scaling is not applied."""
         product: Tensor = self.B.float().flatten(1) @ self.A.float().flatten(1)
         return product.view(self.weight_shape) * self.scale
 
@@ -106,9 +103,9 @@ def _zero_layer(like: LoraLayer) -> LoraLayer:
 def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
     """Split a LoRA layer into `num_parts` layers, each for an equal range of its output rows.
 
-    This is the inverse of `fuse_layers`. If B is block-diagonal, each new layer gets only its block of A and B.
-    Otherwise, each new layer gets all of A. The result contains None instead of a layer if its rows have no update.
-    Raises ModelError if the rows cannot be split equally.
+    This is the inverse of `fuse_layers`. If B is block-diagonal, each new layer gets one block of B and the rows of A
+    for this block, and is replaced by None if both are zero. Otherwise, each new layer gets all of A. Raises ModelError
+    if the rows cannot be split equally.
     """
     if len(layer.B) % num_parts:
         raise ModelError(f"{len(layer.B)} output rows cannot be split into {num_parts} layers")
@@ -129,9 +126,9 @@ def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
 
 
 def is_same_update(ours: LoraLayers, theirs: LoraLayers, tolerance: float = 1e-6) -> bool:
-    """Return whether two LoRAs change the weights in the same way.
+    """Return whether two LoRAs have the same weight updates alpha / rank * B @ A. DoRA magnitudes are not compared.
 
-    tolerance: maximum norm of the difference between two updates, relative to the norm of the update.
+    tolerance: maximum norm of the difference between two updates, relative to the norm of the update in `ours`.
     """
     if ours.keys() != theirs.keys():
         return False

@@ -1,6 +1,6 @@
 """Writes a LoRA in the layouts of other tools: kohya, ComfyUI and PEFT. weights.py writes diffusers' layout.
 
-docs/exports.md lists the tools that read each layout. After writing, each file is read and compared with the LoRA.
+docs/exports.md lists the tools that read each layout. Files for kohya and ComfyUI are read again and compared.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 import peft
@@ -18,6 +18,7 @@ MAX_REGEXES = 8  # maximum number of regular expressions in a file
 PLAIN_PATTERN = re.compile(r"[\w.-]+")
 # Constructs that may take exponential time to match: quantified groups, lookarounds, back-references, {counts}.
 SLOW_REGEX = re.compile(r"\)[*+?]|\(\?|\\\d|\{")
+LAYER_CHOICES = ("target_modules", "exclude_modules", "layers_pattern", "layers_to_transform")
 Value = TypeVar("Value")
 
 
@@ -47,7 +48,7 @@ Pattern = Annotated[StrictStr, AfterValidator(_check_pattern)]
 
 
 class LoraSettings(BaseModel):
-    """The settings in an adapter_config.json or file header that wfm_ds reads. Other settings are kept unchanged."""
+    """The LoRA settings that wfm_ds reads from adapter_config.json or a file header. Other settings stay unchanged."""
 
     model_config = ConfigDict(extra="allow")
     r: Rank
@@ -84,10 +85,19 @@ def peft_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name in peft.LoraConfig.__dataclass_fields__}
 
 
-def layer_alpha(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the alpha of a layer for which the scale is alpha / rank.
+def select_layers(settings: Mapping[str, Any], layers: Iterable[str]) -> dict[str, Any]:
+    """Return PEFT settings that select exactly these layers.
 
-    For rsLoRA, PEFT's scale is alpha / sqrt(rank). In this case, alpha in the settings is multiplied by sqrt(rank).
+    The settings that select layers by patterns are dropped: a regular expression can take unlimited time to match.
+    """
+    kept = {name: value for name, value in peft_settings(settings).items() if name not in LAYER_CHOICES}
+    return kept | {"target_modules": sorted(layers)}
+
+
+def layer_alpha(settings: Mapping[str, Any], module: str, rank: int) -> float:
+    """Return the alpha of a layer, so that the layer's update is alpha / rank * B @ A.
+
+    rsLoRA uses alpha / sqrt(rank) instead, so its alpha is multiplied by sqrt(rank).
     """
     alpha = float(_select_value(settings.get("alpha_pattern"), module, settings["lora_alpha"]))
     return alpha * math.sqrt(rank) if settings.get("use_rslora") else alpha
@@ -99,7 +109,7 @@ def layer_rank(settings: Mapping[str, Any], module: str) -> int:
 
 
 def _select_value(patterns: Mapping[str, Value] | None, module: str, default: Value) -> Value:
-    """Return the value of the first pattern that matches the layer name, or `default`. The rules are those of PEFT.
+    """Return the value of the first pattern that matches the layer name as in PEFT, or `default`.
 
     A pattern is a layer name or a regular expression. It must match the whole layer name, or the end of the layer name
     after a dot.

@@ -26,7 +26,7 @@ UNLINKABLE_ERRORS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP)
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """Return the content of model_index.json. Raises ModelError if it is missing or not a JSON object."""
+    """Return the content of a folder's model_index.json. Raises ModelError if it is missing or not a JSON object."""
     path = folder / INDEX_FILE
     try:
         index = json.loads(read_regular(path))
@@ -48,13 +48,12 @@ def pipeline_components(index: dict[str, Any]) -> dict[str, tuple[str | None, st
 
 
 def link_unchanged_files(base: Path, out: Path, *, changed: Collection[str]) -> None:
-    """Link the files of the pipeline `base` into `out`, except those of the `changed` components.
+    """Hard-link the files of the pipeline `base` into `out`, except those of the `changed` components.
 
-    The linked files are model_index.json, call.json if it exists, and all files of the other components. Hard links
-    need no disk space. Do not open the linked files for writing, because this would change `base`. Symbolic links are
-    resolved first, so that the new folder has no links into a Hub cache. If files cannot be linked, they are copied,
-    and one warning is logged. Raises ModelError if `base` is not a pipeline folder, and OSError if files cannot
-    be read or written.
+    The linked files are model_index.json, call.json if it exists, and all files of the other components. Do not open
+    them for writing, because this would change `base`. Symbolic links are resolved first, so that the new folder does
+    not depend on a Hub cache. Files that cannot be linked are copied, with one warning. Raises ModelError if `base` is
+    not a pipeline folder, and OSError if files cannot be read or written.
     """
     present = [
         name for name, (_, class_name) in pipeline_components(read_index(base)).items() if class_name is not None

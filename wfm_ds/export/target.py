@@ -1,4 +1,4 @@
-"""The pipeline that was trained, as the target of an export. Its folder is read without loading the model."""
+"""The trained pipeline, as the target of an export. The pipeline's folder is read without loading the model."""
 
 from __future__ import annotations
 
@@ -54,9 +54,8 @@ class ExportTarget:
         """Create the target for a loaded model.
 
         The target stores the arguments for prompt encoding and embedded guidance that differ from the base folder's
-        call.json or, if call.json does not contain them, from the pipeline's defaults.
-        If `sampling.eval_grid` is `even`, the target also stores the result of `build_few_step_call`, which may raise
-        ModelError.
+        call.json or, if call.json does not contain them, from the pipeline's defaults. If `sampling.eval_grid` is
+        `even`, it also stores the result of `build_few_step_call`, which may raise ModelError.
         """
         base = model.path.absolute()
         base_call = read_call_json(base)
@@ -119,10 +118,7 @@ class ExportTarget:
         return network
 
     def tensor_specs(self, part: str) -> dict[str, StoredTensorSpec]:
-        """Return {name: dtype and shape} for the tensors of a component. Weights are float32.
-
-        Names and shapes follow from the component's config.
-        """
+        """Return {name: dtype and shape} of a component's tensors, according to its config. Weights are float32."""
         return {
             name: StoredTensorSpec(tensor.dtype, tensor.shape)
             for name, tensor in self.meta_network(part).state_dict().items()
@@ -132,7 +128,7 @@ class ExportTarget:
         return {name: spec.shape for name, spec in self.tensor_specs(part).items()}
 
     def tensor_prefix(self, part: str) -> str:
-        """Return the prefix of a component's tensor names in an engine, or "" if there is only one component."""
+        """Return the prefix of a component's tensor names in the engine, or "" if there is only one component."""
         return "" if len(self.parts) == 1 else f"{part}."
 
     def base_weights(self, part: str) -> FolderWeights:

@@ -1,8 +1,8 @@
 """Exports a run's weights as a LoRA or as a pipeline folder that diffusers loads. A run cannot resume from an export.
 
 All ranks iterate over the engine's tensors, because all ranks take part in gathering a tensor. Only rank 0 writes. If
-writing fails, rank 0 iterates to the end before it raises, so that no other rank hangs in a gather. Call
-`world.run_checked(lambda: export_weights(...))`, so that the other ranks raise the error too.
+writing fails, rank 0 iterates to the end before it raises the error, so that no other rank hangs in a gather. Call
+`world.run_checked(lambda: export_weights(...))`, so that the other ranks also raise the error.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def export_weights(
 
     LoRA: writes `adapter_config.json` and `model.safetensors` (always float32) to `out/lora`. The LoRA of a second
     expert is written to `model_2.safetensors`.
-    Full training: makes `out` a pipeline folder. The denoiser is stored in `dtype`, in files of at most `shard_bytes`.
-    Only one tensor is in memory at a time. All other files are hard links to the files in `target.base`, or copies.
-    An earlier export in `out` is replaced. If writing fails, no incomplete `out` is left.
+    Full training: makes `out` a pipeline folder. The denoiser is stored in `dtype`, in files of at most `shard_bytes`
+    bytes. All other files are hard links to the files in `target.base`, or copies. An earlier export in `out` is
+    replaced. If writing fails, no incomplete `out` is left.
     trained_only: after full training, write only the trained tensors, so that `out` is not a complete pipeline. For a
     LoRA, do not warn if the adapter has no effect.
     Returns the LoRA folder or the pipeline folder. Raises UserError on rank 0 if the tensors do not match the target or
@@ -121,7 +121,7 @@ def export_weights(
 
 
 def _write_call_arguments(target: ExportTarget, folder: Path) -> None:
-    """Write call.json if the call arguments of training differ from those in the base folder."""
+    """Write call.json if the target has call arguments that the base folder does not have."""
     if target.call_arguments:
         # write_text replaces the file. If it is a hard link, the base model's call.json does not change.
         atomic.write_text(folder / CALL_FILE, call_json(target.base, target.call_arguments))
@@ -151,7 +151,7 @@ def exhaust_stream(stream: Iterator[tuple[str, Tensor | None]]) -> None:
 
 
 def check_tensors(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield rank 0's tensors. Raises ModelError if a tensor was not gathered or contains NaN or infinity."""
+    """Yield the tensors on rank 0. Raises ModelError if a tensor was not gathered or contains NaN or infinity."""
     for name, tensor in stream:
         assert tensor is not None, f"rank 0 received no tensor for {name}"
         if tensor.numel() == 0:
@@ -205,13 +205,13 @@ def write_lora(
 
     adapters: pairs (component, (name, tensor) pairs of the component).
     settings: the peft.LoraConfig as JSON.
-    shapes: function that returns {name: shape} of a component's state dict, with which the LoRA's shapes are compared.
-    None disables the comparison.
+    shapes: function that returns {name: shape} of a component's state dict. The LoRA must fit these shapes. None
+    disables this check.
     """
     # Without the prefix of the keys, diffusers silently loads nothing. Without this metadata, it silently uses the rank
     # as alpha. Dropout is set to 0, because it would be enabled after loading: PEFT creates layers in train mode even
     # if the denoiser is in eval mode.
-    header_settings = dict(settings) | {"modules_to_save": None, "lora_dropout": 0.0}
+    header_settings = dict(settings) | {"modules_to_save": None, "lora_dropout": 0.0, "base_model_name_or_path": None}
     metadata = {f"{LORA_PREFIX}.{key}": value for key, value in header_settings.items()}
     header = {"format": "pt", METADATA_KEY: json.dumps(metadata, indent=2, sort_keys=True)}
     folder.mkdir()

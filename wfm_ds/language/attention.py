@@ -1,8 +1,7 @@
 """Attention within each conversation of a packed sequence: one SDPA call per conversation, without a mask.
 
-A mask for the whole sequence would need memory and compute that grow with the square of its length. In addition,
-torch's fused causal kernels accept no mask. This module is not used if FlashAttention 2 is installed, which supports
-packed sequences itself.
+A mask for the whole sequence would need memory and compute that grow with the square of its length. This module is not
+used if FlashAttention 2 is installed, which supports packed sequences itself.
 """
 
 from __future__ import annotations

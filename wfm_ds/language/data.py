@@ -199,6 +199,6 @@ def split_holdout(dataset: SizedConversations, share: float) -> tuple[SizedConve
 
 
 def first_by_id(dataset: SizedConversations, count: int) -> SizedConversations:
-    """Return the first `count` conversations, sorted by id."""
+    """Sort the conversations by id and return the first `count`."""
     order = sorted(range(len(dataset.conversations)), key=lambda i: dataset.conversations[i].id)[:count]
     return SizedConversations([dataset.conversations[i] for i in order], [dataset.sizes[i] for i in order])

@@ -82,9 +82,9 @@ class BaseWeights:
                 }
 
     def file_key(self, name: str) -> str:
-        """Return the name that a transformers tensor has in the files.
+        """Return the name under which the files store a tensor.
 
-        If the files do not contain it, return `name`.
+        name: its name in transformers, which is returned if the files do not contain the tensor.
         """
         aliases = [old + name.removeprefix(new) for new, old in PREFIX_ALIASES if name.startswith(new)]
         return next((candidate for candidate in (name, *aliases) if candidate in self._file_of), name)
@@ -200,7 +200,7 @@ def _write_model(
 
 
 def _write_config(base: Path, making: Path, dtype: torch.dtype) -> None:
-    """Write the base model's config, with `dtype` set to the dtype of the exported weights for inference servers."""
+    """Write the base model's config, with its dtype replaced by `dtype`, that of the exported weights."""
     config = read_json(base / CONFIG)
     name = str(dtype).removeprefix("torch.")
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):

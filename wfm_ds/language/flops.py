@@ -1,10 +1,9 @@
 """Floating-point operations of a vision-language model on packed sequences, from layer shapes and token counts.
 
-A multiply-add counts as 2 operations, and pointwise operations are ignored. The cost of attention is proportional to
-the sum of the squared conversation lengths. The cost of the head is proportional to the number of labelled tokens. The
-cost of the vision tower is proportional to the number of patches. In the backward pass of a layer, the gradient of its
-input and the gradient of its weights each cost as much as the forward pass. For full training, this gives the usual 6
-operations per weight and token.
+A multiply-add counts as 2 operations. Pointwise operations are ignored. The cost of attention is proportional to the
+sum of the squared conversation lengths, that of the head to the number of labelled tokens, and that of the vision tower
+to the number of patches. In the backward pass of a layer, the gradient of its input and the gradient of its weights
+each cost as much as the forward pass.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Memory estimate of a vision-language training run: the engine memory that every run needs, plus activations.
+"""Estimate the memory of a vision-language training run: model and optimizer states, activations and logits.
 
-The activations and logits of the decoder are counted on the meta device, for one forward pass with upper bounds of its
-token counts (`largest_row_size`). The activations of the vision tower are measured on the CPU for two small images and
-extrapolated linearly in the number of patches.
+Activations and logits of the decoder are counted on the meta device, for the token counts of `largest_row_size`.
+Activations of the vision tower are measured on the CPU for two small images and extrapolated to larger ones.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ def estimate_language_memory(
 def largest_row_size(recipe: Recipe, data: LanguageData, order: PackingOrder) -> ConversationSize:
     """Return upper bounds of the token counts of a forward pass.
 
-    A bound is the maximum over the packed sequences of the first epoch, times the micro-batch size. With data.pack, the
-    number of tokens of a sequence is data.max_tokens.
+    A bound is the micro-batch size * the largest count of a packed sequence in the first epoch. With data.pack, each
+    sequence is assumed to have data.max_tokens tokens.
     """
     num_rows = next(k for k in range(len(data.training.sizes) + 1) if order.locate(k)[0] > 0)
     rows = [[data.training.sizes[i] for i in order.conversations(place)] for place in range(num_rows)]

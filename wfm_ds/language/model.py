@@ -211,8 +211,8 @@ def load_language_model(path: str, dtype: torch.dtype, revision: str | None = No
 def checkpoint_blocks(network: Any) -> None:
     """Enable non-reentrant gradient checkpointing of the transformer blocks.
 
-    transformers also makes the outputs of embeddings require gradients, which only reentrant checkpointing needs. This
-    function disables these gradients, because a frozen vision tower would run a useless backward pass for them.
+    Unlike in transformers, the outputs of embeddings then require no gradients. A frozen vision tower would otherwise
+    run a useless backward pass for them.
     """
     network.gradient_checkpointing_enable({"use_reentrant": False})
     network.disable_input_require_grads()

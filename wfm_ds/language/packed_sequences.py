@@ -45,11 +45,10 @@ UNKNOWN_SIZE = ConversationSize(0, 0, 0)
 
 
 class SizeCache:
-    """File with the token counts of all conversations for one cache key.
+    """File that caches the token counts of all conversations.
 
-    CACHE/lengths/<key>.npy is an int32 array [conversations, 3]. Its columns are the numbers of tokens, of image and
-    video tokens, and of labelled tokens. The row 0 0 0 means that the counts are unknown. The key does not depend on
-    image and video files. If the size of a file has changed when it is read, its conversation is skipped.
+    CACHE/lengths/<key>.npy is an int32 array [conversations, 3]. Its columns are the numbers of all tokens, of image
+    and video tokens, and of labelled tokens. A row of zeros means that the counts are unknown.
     """
 
     def __init__(self, cache_dir: Path, key: str) -> None:
@@ -171,9 +170,9 @@ class ConversationReader:
         return ConversationSize(len(tokens), media, sum(label != IGNORE_INDEX for label in tokens.labels))
 
     def cache_key(self, recipe: Recipe, digest: str) -> str:
-        """Return the key in SizeCache: a hash of everything that the token counts depend on.
+        """Return the key for SizeCache: a hash of the annotations and of all settings that affect token counts.
 
-        digest: hash of the annotations.
+        It does not depend on image and video files. digest: hash of the annotations.
         """
         tokenizer = self._renderer.tokenizer
         parts = {

@@ -99,9 +99,7 @@ class Renderer:
     def _find_answers(self, conversation: Conversation, text: str) -> list[tuple[int, int]]:
         """Return the (start, end) positions of the answers in the text. An answer includes its end-of-turn token.
 
-        To locate an answer, the template is applied twice: to the turns before the answer (with the generation prompt),
-        and to the turns up to and including the answer. The first text must be a prefix of the second text. The
-        rest of the second text, up to the end-of-turn token, is the answer.
+        An answer is the text that the template adds for the answer's turn after the generation prompt.
         """
         turns = conversation.turns
         answer_turns = [i for i, turn in enumerate(turns) if turn.role == "assistant"]

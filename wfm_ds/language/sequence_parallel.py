@@ -31,7 +31,7 @@ class SequenceShards:
     """The shards of one packed sequence on the ranks of a replica.
 
     Layers receive this object as an argument, because gradient checkpointing may recompute a layer after the next
-    sequence has started. A global variable would then describe the wrong sequence.
+    sequence has started.
     """
 
     lengths: list[int]  # number of tokens of each rank
@@ -73,9 +73,9 @@ def install_sequence_parallel(network: nn.Module, group: ProcessGroup) -> None:
 
 
 def tokens_per_rank(count: int, num_ranks: int) -> list[int]:
-    """Return the number of tokens of each rank. Every rank has at least one token.
+    """Split `count` tokens over the ranks and return the number of tokens of each rank, at least 1.
 
-    `pad_tokens` pads sequences that have fewer tokens than ranks.
+    If a sequence has fewer tokens than ranks, `pad_tokens` must pad it.
     """
     count = max(count, num_ranks)
     return [count // num_ranks + (rank < count % num_ranks) for rank in range(num_ranks)]
@@ -169,7 +169,7 @@ def ulysses_attention_forward(
 
     There are B sequences, n tokens on this rank, H query heads, K key and value heads, and D channels per head. All
     ranks of the group must call this. They exchange data three times (all-to-all): the queries, the keys and values
-    together, and the output. There is no mask, so memory grows linearly with the number of tokens.
+    together, and the output.
     """
     num_ranks, num_heads, num_kv_heads = dist.get_world_size(row.group), query_BHnD.shape[1], key_BKnD.shape[1]
     num_repeats = kv_head_repeats(num_heads, num_kv_heads, num_ranks)

@@ -39,8 +39,8 @@ class PassMemory:
 def build_shadow_model(model: DiffusionModel, recipe: Recipe, policies: frozenset[str]) -> DiffusionModel:
     """Return a copy of the model on the meta device, prepared for training with this recipe.
 
-    model: the model before adapters are added. policies: names of the engine's policy copies. In a LoRA run, each copy,
-    each extra adapter and each frozen teacher is stored as an adapter.
+    model: the model before adapters are added. policies: names of the engine's policy copies. In a LoRA run, the result
+    has an adapter for each policy copy, each extra adapter and each frozen teacher.
     """
     shadow, dtype = copy.copy(model), DTYPES[recipe.model.dtype]
     shadow.pipeline = copy.copy(model.pipeline)
@@ -79,9 +79,9 @@ def measure_denoiser_passes(
 
     A training pass is a forward pass with gradient, followed by its backward pass.
     shape: latent shape of one sample. batch: number of samples.
-    ranks: number of ranks over which the tokens of a sample are sharded (sequence parallelism).
-    With several ranks, the memory is measured for two latent sizes. The memory per rank is extrapolated from them
-    linearly. It is not the total divided by `ranks`, because a part of the memory depends only on the text.
+    ranks: number of ranks over which the tokens of a sample are sharded (sequence parallelism). With several ranks, the
+    memory per rank is extrapolated linearly from two latent sizes, because a part of this memory depends only on the
+    text.
     """
     module: Any = shadow.unwrapped_denoiser
     if checkpointing:
@@ -108,7 +108,6 @@ def measure_denoiser_passes(
 
 
 def _half_rows(shadow: DiffusionModel, shape: Sequence[int]) -> int:
-    """Return about half of the number of latent rows, as a multiple of the patch size."""
     rows = shape[-2]
     patch = next(p for p in range(1, rows + 1) if shadow.num_tokens((*shape[:-2], p, shape[-1])))
     return max(patch, rows // 2 // patch * patch)
@@ -136,7 +135,7 @@ def _measure_passes(
 def _discard_gradient(parameter: Tensor) -> None:
     """Delete a gradient, so that it is not counted as activation memory.
 
-    In a run, the engine moves each gradient to a reduction bucket, which the estimate counts separately.
+    In a run, the engine moves each gradient to a reduction bucket, which the memory estimate counts separately.
     """
     parameter.grad = None
 

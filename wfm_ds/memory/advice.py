@@ -33,7 +33,7 @@ UNIT_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 
 
 def estimate_phase(phase: str) -> str:
-    """Return the phase of the memory estimate that contains this phase of the run's time measurement (stopwatch)."""
+    """Return the phase of the memory estimate that includes `phase`, a phase of the run's stopwatch."""
     if phase in ("rollout", "validation"):
         return "sampling"
     if phase.endswith("_forward") and phase != "group_statistics_forward":  # group statistics use training batches
@@ -51,7 +51,7 @@ def smallest_gpu(needed: int) -> int | None:
 
 
 def suggest_keys(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
-    """Return recipe keys that reduce the peak memory, starting with keys for the largest memory category."""
+    """Return recipe keys that reduce the peak memory. Keys for the largest memory category come first."""
     if recipe.algorithm.trains_language:
         return suggest_language_keys(recipe)
     phase = estimate.phases[estimate.peak_phase]
@@ -187,10 +187,10 @@ def memory_verdict(recipe: Recipe, estimate: MemoryEstimate, memory: int | None)
 
 
 class OutOfMemory(UserError):
-    """The device of this rank is out of memory.
+    """The device of this rank is out of memory, which the user can fix by changing recipe keys.
 
-    The user can fix this error by changing recipe keys. No checkpoint is saved after this error, because the device has
-    no free memory. The previous checkpoint remains usable.
+    No checkpoint is saved after this error, because the device has no free memory. The previous checkpoint remains
+    usable.
     """
 
 

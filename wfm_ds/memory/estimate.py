@@ -1,8 +1,8 @@
 """Memory estimate of a run, in bytes per rank for each phase of a step and each memory category.
 
-Activations are measured on the meta device (activations.py). Other categories follow from parameter counts. The memory
-of a phase is the sum of its categories, and the peak is the largest phase. The estimate does not include the CUDA
-context, library workspaces and fragmentation.
+Activations are measured on the meta device (activations.py). Other categories are computed from parameter counts. The
+memory of a phase is the sum of its categories, and the peak is the largest phase. The estimate does not include the
+CUDA context, library workspaces and fragmentation.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from wfm_ds.sampling.denoise import Trajectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryEstimate:
-    """Estimated memory of one rank as {phase: {category: bytes}}, with the parameter counts behind it."""
+    """Estimated memory of one rank, {phase: {category: bytes}}, parameter counts, and checkpoint and export sizes."""
 
     phases: Mapping[str, Mapping[str, int]]
     world_size: int
@@ -92,7 +92,7 @@ def estimate_memory(
     model: the loaded model, or a copy on the meta device (models/assets/meta_loading.py). No engine may have changed
     its denoiser.
     device: `cuda` or `cpu`. On the CPU, text encoders are float32.
-    encoder_bytes: size of the text encoders, if `model` does not contain them.
+    encoder_bytes: size of the text encoders in bytes. None: they are part of `model`.
     keeps_encoders: whether the text encoders stay loaded because texts are not cached.
     Raises RecipeError if `derive_run_sizes` rejects the recipe. Raises ModelError if the code of the model family reads
     values of tensors, because tensors on the meta device have no values.
@@ -213,8 +213,8 @@ class _DiffusionMemory(EngineMemory):
     def num_resident_latents(self) -> int:
         """Return the maximum number of latent tensors that a rank stores at the same time.
 
-        If the recipe sets sampling.explore, the candidates are included. If it sets rollout.max_refills, the number is
-        doubled, because two rounds of samples can be in memory.
+        This includes the candidate samples of sampling.explore. Otherwise, with rollout.max_refills, two rounds of
+        samples can be in memory.
         """
         recipe, derived = self.recipe, self.run_sizes
         training = derived.samples_per_rank * self.latents_per_rollout()
@@ -244,8 +244,8 @@ class _DiffusionMemory(EngineMemory):
     def measure_reference_passes(self, of_samples: PassMemory) -> PassMemory | None:
         """Return the memory of a forward pass of a reference policy, or None if the loss has no reference policies.
 
-        of_samples: memory of a forward pass in a rollout. In RL, this is also the result, because forward passes of
-        reference policies have the same batch size.
+        of_samples: memory of a forward pass in a rollout. In RL, reference policies need the same memory, because their
+        forward passes have the same batch size.
         """
         if self.recipe.is_rl:
             return of_samples if self.algorithm.uses_old_predictions or self.algorithm.references else None

@@ -3,9 +3,9 @@
 Counts are per rank and equal on all ranks, because the ranks of a replica run each forward pass together. Counts are
 exact if no optimizer step is skipped, with three exceptions:
 
-With two experts, each micro-batch has loss terms of only one expert. An optimizer step may therefore run one forward
-pass more than predicted for each purpose. If data samples have separate forward passes, it may run two more for the
-purpose `policy`.
+With two experts, each micro-batch has loss terms of only one expert. For each purpose, an optimizer step may therefore
+run one forward pass more than predicted. If data samples have separate forward passes, the step may run two more for
+the purpose `policy`.
 
 With `data.buckets`, the validation loss runs one forward pass more for each additional image size.
 
@@ -104,10 +104,9 @@ def count_rl_step(
     guided: function that returns whether predictions at a noise level use guidance. It is required if guidance is used
     only at some noise levels. The count assumes that the rollout and the loss terms use guidance equally often.
     exploration_sigmas: noise levels at which candidates of sampling.explore are denoised.
-    The actual count is lower if samples or loss terms are dropped (failed rewards, `zero_std: drop`, no gradient). It
-    is higher if groups are refilled or have a history (rollout.history). For best_of_n, the count assumes that every
-    optimizer step trains the same fraction of its samples. This is exact if each rank has whole groups and trains them
-    in one optimizer step.
+    The actual count is lower if samples or loss terms are dropped (failed rewards, `zero_std: drop`, no gradient). The
+    actual count is higher if groups are refilled or have a history (rollout.history). For best_of_n, the count is exact
+    if each rank has whole groups and trains them in one optimizer step.
     """
     policy, sigmas = algorithm.rollout_policy, denoiser_sigmas(algorithm.plan(step))
     num_guided = sum(map(guided or guidance_predicate(recipe), sigmas))
@@ -140,8 +139,7 @@ def count_update(
     """Return {purpose: number of conditional forward passes} for optimizer step `update` of RL step `step`.
 
     equal: names of the policies that have the trained weights before this optimizer step, so that they need no forward
-    passes. If the algorithm uses predictions of `old`, this function counts them separately, and `equal` must not
-    contain `old`.
+    passes. It must not contain `old` if the algorithm uses predictions of `old`, because these are counted separately.
     """
     adapter, terms = algorithm.choose_adapter(step, update), terms_per_update(recipe, derived)
     size = recipe.engine.micro_batch_size
@@ -174,7 +172,7 @@ def count_update(
 def equal_policies(algorithm: RlAlgorithm, recipe: Recipe, derived: RunSizes, step: int) -> set[str]:
     """Return the policies with the same weights as the trained policy at the start of RL step `step`.
 
-    These policies need no forward passes.
+    No forward passes are counted for these policies.
     """
     if step == 1:
         return algorithm.initial_equal_policies(recipe)
@@ -201,10 +199,10 @@ def denoiser_sigmas(plan: SamplingPlan) -> list[float]:
 
 
 def num_grouped_calls(sizes: Iterable[int], max_terms: int) -> int:
-    """Return the number of forward passes for reference predictions.
+    """Return the number of forward passes that compute the reference predictions of consecutive micro-batches.
 
-    sizes: number of loss terms in each micro-batch. Consecutive micro-batches share a forward pass if they have at most
-    `max_terms` loss terms in total.
+    sizes: number of loss terms in each micro-batch. Micro-batches share a forward pass if they have at most `max_terms`
+    loss terms in total.
     """
     calls, remaining = 0, 0
     for size in sizes:

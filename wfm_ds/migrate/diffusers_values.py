@@ -163,7 +163,7 @@ def guidance_scale(value: float, source: CosmosConfig) -> float:
     """Return the guidance scale w of the recipe. For Cosmos models, w = 1 + g with Cosmos-RL's guidance value g.
 
     wfm_ds guides with v_u + w * (v_c - v_u), Cosmos in diffusers with v_c + g * (v_c - v_u). v_c is the conditional
-    velocity and v_u the unconditional velocity. Values of at most 1 disable guidance (w = 1).
+    velocity and v_u the unconditional velocity. A Cosmos-RL value of at most 1 disables guidance (w = 1).
     """
     if value <= 1:
         return 1.0

@@ -170,7 +170,7 @@ def detect_mode(settings: Mapping[str, Any]) -> str:
 
 
 def is_vision_model(settings: Mapping[str, Any]) -> bool:
-    """Return whether a language model is a vision-language model, judged by its name and by LLaVA annotations."""
+    """Return whether a language model is a vision-language model: by its name, or because LLaVA annotations are set."""
     name = str(settings.get("policy.model_name_or_path", "")).lower()
     return ANNOTATIONS in settings or any(word in name for word in ("-vl", "cosmos-reason"))
 

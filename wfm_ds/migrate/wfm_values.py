@@ -106,7 +106,7 @@ def power_ema(_: Any, source: CosmosConfig) -> tuple[float, int]:
 
 
 def landscape_size(value: list[int], source: CosmosConfig) -> tuple[int, int]:
-    """Return (height, width). The published configurations list a size as [width, height]."""
+    """Return (height, width) of a size that the published configurations list as [width, height]."""
     if value[0] > value[1]:
         source.add_note(
             f"sampling.height and width: video_size {value} is read as width {value[0]}, height {value[1]}; Cosmos-RL "

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class NegativeText:
-    """A negative prompt, or the empty text that replaces a dropped caption. `encode_negative_text` encodes it."""
+    """A text for `encode_negative_text`: a negative prompt, or the empty text that replaces a dropped caption."""
 
     text: str
 
@@ -85,7 +85,7 @@ class DiffusionModel(NoiseSchedule):
     ) -> None:
         """Freeze all components except the denoiser and move the pipeline to `device`.
 
-        prompt_template: one of prompt_templates. None selects the template that is stored with the pipeline.
+        prompt_template: a name in `prompt_templates`. None selects the template that is stored with the pipeline.
         leave_denoiser: do not move the denoiser to `device`, because the training engine does it later.
         fps: frames per second of all videos. Some networks are conditioned on it.
         inputs: names of the inputs in `input_specs` that every sample provides.
@@ -113,7 +113,7 @@ class DiffusionModel(NoiseSchedule):
 
     @classmethod
     def extra_components(cls, folder: Path, setting: Guardrail) -> dict[str, Any]:
-        """Return {name: component} for components that no file stores. Raises ModelError if one is not installed."""
+        """Return {name: component} for components that no file stores. Raises ModelError if a package is missing."""
         return {}
 
     @classmethod
@@ -155,7 +155,7 @@ class DiffusionModel(NoiseSchedule):
         return [part for name, part in parts if isinstance(part, nn.Module) and name not in self.denoiser_components]
 
     def move_to_device(self, device: torch.device | str) -> None:
-        """Move the pipeline to a device, except a denoiser that the training engine manages."""
+        """Move the pipeline to a device. A denoiser that the training engine manages is not moved."""
         self.device = torch.device(device)
         parts = self.auxiliary_modules()
         if self.denoiser is self.unwrapped_denoiser and not self.leave_denoiser:
@@ -177,7 +177,7 @@ class DiffusionModel(NoiseSchedule):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Shell patterns of denoiser parameters without gradients, which training and exports leave unchanged."""
+        """Shell-style name patterns of denoiser parameters without gradients, which training does not change."""
         return ()
 
     def parameter_component(self, name: str) -> str:
@@ -227,7 +227,7 @@ class DiffusionModel(NoiseSchedule):
         return {}
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape without batch axis} of the tensors from `encode_inputs`, for these latents."""
+        """Return {name: shape without batch axis} of the tensors from `encode_inputs` for latents of this shape."""
         return {}
 
     @property
@@ -236,7 +236,7 @@ class DiffusionModel(NoiseSchedule):
         return self.uses_clean_frames and max(self.conditioning_frame_counts) > 0
 
     def clean_frame_range(self, num_frames: tuple[int, int]) -> tuple[int, int]:
-        """Return the recipe's range `num_frames`, or (0, 0) if the model does not use clean conditioning frames."""
+        """Return the range `num_frames` of conditioning frames, or (0, 0) if the model does not use clean frames."""
         return num_frames if self.uses_clean_frames else (0, 0)
 
     @property
@@ -246,10 +246,10 @@ class DiffusionModel(NoiseSchedule):
         return next((parameter.dtype for encoder in encoders for parameter in encoder.parameters()), torch.float32)
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} for the tensors from `encode_text`. The shapes have no batch axis.
+        """Return {name: shape without batch axis} of the tensors from `encode_text`.
 
-        The default encodes an empty text. Override it so that `wfm doctor` can estimate memory without weights. Raises
-        ModelError on the meta device.
+        By default, this method encodes an empty text, and raises ModelError on the meta device. Override it so that
+        `wfm doctor` can estimate memory without weights.
         """
         if self.device.type == "meta":
             raise ModelError(
@@ -277,7 +277,7 @@ class DiffusionModel(NoiseSchedule):
         return {name: part for name, part in parts if name.startswith(prefix) and part is not None}
 
     def text_encoders(self) -> dict[str, nn.Module]:
-        """Return {component name: text encoder}. The result is empty after a call of drop_text_encoders."""
+        """Return {component name: text encoder}, or {} after drop_text_encoders."""
         return self.components_with_prefix("text_encoder")
 
     def text_folders(self) -> list[str]:
@@ -293,15 +293,15 @@ class DiffusionModel(NoiseSchedule):
             encoder.to(device)
 
     def resolve_negative_prompt(self, negative_text: str | None = None) -> str:
-        """Return the negative prompt for guidance: `negative_text`, or the pipeline's default if it is None."""
+        """Return `negative_text` or, if it is None, the pipeline's default negative prompt."""
         return "" if negative_text is None else negative_text
 
     @staticmethod
     def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
         """Concatenate conditioning tensors along the batch axis.
 
-        Raises ValueError if the tensors of different prompts differ in shape. Families with texts of variable length
-        override this method and pad the texts.
+        Raises ValueError if the shapes of two prompts differ. Families with texts of variable length override this
+        method and pad the texts.
         """
         for name in rows[0]:
             shapes = {tuple(row[name].shape[1:]) for row in rows}
@@ -317,13 +317,13 @@ class DiffusionModel(NoiseSchedule):
         latents: [batch, channels, ...] float32. sigma: [batch] float32 in (0, 1].
         conditioning: tensors [batch, ...] from encode_text and encode_inputs.
         expert: index of the expert network, for models with two experts.
-        Raises ValueError for wrong shapes, dtypes or keys. If sigma is on the CPU, its values are checked too. On a
-        GPU, this check would make the host wait, so it is skipped.
+        Raises ValueError for wrong shapes, dtypes or keys. The values of sigma are checked only on the CPU, because on
+        a GPU the check would make the host wait.
         """
 
     @property
     def sigma_ranges(self) -> tuple[tuple[float, float], ...]:
-        """The range (low, high) of each expert, which runs for low <= sigma < high. The first range includes 1."""
+        """The sigma range low <= sigma < high of each expert, as (low, high). The first range also includes 1."""
         return ((0.0, 1.0),)
 
     def select_expert(self, sigma: float) -> int:

@@ -1,8 +1,7 @@
 """Long videos as a sequence of clips. Each clip is conditioned on the last frames of the clip before it.
 
-The last frames of a clip are rounded to uint8 and encoded again, as if they came from a file. They become the first
-frames of the next clip, so clips overlap. Each clip receives the slice of the long video's actions and camera path that
-belongs to its frames.
+The last frames of a clip are rounded to uint8, encoded again, and become the first frames of the next clip, so clips
+overlap. Each clip receives the part of the long video's actions and camera path that belongs to its frames.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def choose_clip_layout(model: DiffusionModel, settings: SamplingRecipe, num_late
 
 
 def encode_last_frames(sampler: Sampler, videos: Videos, layout: ClipLayout) -> Tensor:
-    """Encode the last `layout.overlap` frames of each video as conditioning frames of the next clip.
+    """Encode the last `layout.overlap` frames of each video, as conditioning frames for the next clip.
 
     Returns float32 latents with the shape of a whole clip, on the model's device. The first `layout.num_latents` latent
     frames are the encoded frames, and the remaining latent frames are zero.
@@ -85,7 +84,7 @@ def condition_on_last_frames(
 def reconstruct_clip(
     sampler: Sampler, recording: npt.NDArray[np.uint8], layout: ClipLayout, clip: int
 ) -> npt.NDArray[np.uint8]:
-    """Encode and decode one clip of a recording with the VAE. Returns the frames after the overlap.
+    """Encode and decode one clip of a recording with the VAE. Returns the frames after the conditioning frames.
 
     recording: uint8 [frames, height, width, 3]. clip: index of the clip.
     Rewards compare samples with reconstructed recordings, so that the VAE's error does not affect the reward.
@@ -98,7 +97,7 @@ def reconstruct_clip(
 
 
 def clip_seed(seed: int, clip: int) -> int:
-    """Return the noise seed of clip number `clip` in a long video with noise seed `seed`. Clip 0 uses `seed` itself."""
+    """Return the noise seed of clip number `clip` of a long video with noise seed `seed`. Clip 0 uses `seed` itself."""
     return seed if clip == 0 else derive_seed(seed, "clip", clip)
 
 
@@ -127,8 +126,8 @@ def generate_clips(
 
     prompts: one per long video, with the inputs of all frames. noise_seeds: one per long video, see `clip_seed`.
     conditional_frames: conditioning frames of the first clip.
-    decode: function that decodes latents, by default Sampler.decode_to_uint8. Must return the videos on every rank that
-    runs the forward passes.
+    decode: function that decodes latents, by default Sampler.decode_to_uint8. Every rank that runs the forward passes
+    needs the decoded videos.
     """
     decode, frames = decode or sampler.decode_to_uint8, conditional_frames
     pixels, is_finite = np.empty(0, np.uint8), [True] * len(prompts)

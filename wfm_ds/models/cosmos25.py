@@ -72,7 +72,7 @@ class Cosmos25(DiffusionModel):
     def prepare_for_lora(self, targets: Sequence[str]) -> None:
         """Move the denoiser's text projection into encode_text, unless LoRA trains the projection.
 
-        This makes cached embeddings 100 times smaller. Without projection, the embedding of a prompt contains the
+        This makes cached embeddings 100 times smaller: without projection, the embedding of a prompt contains the
         outputs of all text encoder layers and needs 100 MB.
         """
         denoiser: Any = self.unwrapped_denoiser
@@ -170,10 +170,10 @@ class Cosmos25(DiffusionModel):
         return int((num_frames // frames) * (h // rows) * (w // columns))
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Return the pipeline call arguments for guidance scale w. They contain guidance_scale = w - 1.
+        """Return the pipeline call arguments for guidance scale w.
 
-        The reason is that this pipeline computes v_cond + guidance_scale * (v_cond - v_uncond). Raises ValueError for
-        1 < w <= 2, because the pipeline disables guidance if guidance_scale <= 1.
+        guidance_scale is w - 1, because this pipeline computes v_cond + guidance_scale * (v_cond - v_uncond). Raises
+        ValueError for 1 < w <= 2, because the pipeline disables guidance if guidance_scale <= 1.
         """
         if 1 < w <= 2:
             raise ValueError(f"the diffusers pipeline disables guidance for w = {w}: choose 1 or more than 2")

@@ -202,8 +202,8 @@ class Cosmos3(DiffusionModel):
     ) -> Conditioning:
         """Return {actions: float32 [batch, num_frames - 1, channels], domain: int64 [batch]}, or {} without actions.
 
-        Actions are zero-padded to the network's number of action channels. The domain is the robot type (default 0). It
-        selects the network's action weights.
+        Actions are zero-padded to the network's number of action channels. The domain is the robot type (default 0),
+        which selects the network's weights for actions.
         Raises ValueError for wrong action shapes, an unknown domain, a network without action support, or a batch in
         which only some samples have actions.
         """
@@ -271,10 +271,7 @@ class Cosmos3(DiffusionModel):
 
 
 class PlaceholderTokenizer:
-    """A placeholder for the tokenizer.
-
-    It has the attributes that the pipeline's constructor needs, but it cannot encode text.
-    """
+    """A placeholder with the tokenizer attributes that the pipeline's constructor needs. It cannot encode text."""
 
     eos_token_id = 0
 

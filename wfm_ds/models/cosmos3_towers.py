@@ -1,10 +1,9 @@
 """The text tower and the generation tower of a Cosmos3 transformer as separate modules.
 
 In each layer, video tokens attend to each other and to the keys and values of the text. The text does not attend to the
-video and does not depend on time. The output of the text tower is therefore an embedding that is computed only once per
-text. The generation tower has half of the parameters. Only this half is trained and used for denoising. Parameters keep
-their names from diffusers' Cosmos3OmniTransformer, and the velocity equals the output of its `forward`. Unlike the
-diffusers class, these modules support batches.
+video and does not depend on the noise level, so the text tower runs only once per text. The generation tower has half
+of the parameters. Only this half is trained and used for denoising. Names of parameters and results are the same as in
+diffusers' Cosmos3OmniTransformer. Unlike the diffusers class, these modules support batches.
 
 Shapes: B samples, L text tokens, N video and action tokens, G layers, H heads, K key-value heads, D channels per head,
 W channels per token, A channels per action.
@@ -88,7 +87,7 @@ class TextLayer(nn.Module):
 
 
 class TextAttention(nn.Module):
-    """Causal self-attention of the text. Some networks use a separate norm for the keys that the video attends to."""
+    """Causal self-attention of the text. Some networks have a separate norm for the keys that the video attends to."""
 
     def __init__(self, attention: Any) -> None:
         super().__init__()
@@ -233,7 +232,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
     def temporal_positions(self, index: Tensor, rate: float) -> Tensor:
         """Return the time positions of latent frames or actions.
 
-        index: their indices. rate: number of latent frames or actions per second.
+        index: indices of the latent frames or actions. rate: number of latent frames or actions per second.
         """
         if not self.config.enable_fps_modulation or len(index) == 1:
             return index.float()
@@ -305,7 +304,7 @@ class GenerationAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc
 class DomainLinear(DomainAwareLinear):  # type: ignore[misc]
     """A linear layer with separate weights for each domain (robot type).
 
-    Unlike diffusers' class, it does not make the host wait for the GPU.
+    Unlike diffusers' class, this layer does not make the host wait for the GPU.
     """
 
     def forward(self, x: Tensor, domain_id: Tensor) -> Tensor:
@@ -319,8 +318,8 @@ def compute_rotary_tables(config: Any, positions: Tensor, dtype: torch.dtype) ->
     """Return rotary cosines and sines, each [batch, tokens, channels per head], as diffusers' rotary embedding does.
 
     positions: float32 [3, batch, tokens]. dtype: dtype of the result.
-    Frequencies are always float32, unlike in diffusers, which stores them in the model's dtype. In bfloat16, angles are
-    meaningless at large positions such as 15000.
+    Unlike in diffusers, frequencies are float32 even if the model is bfloat16, because bfloat16 angles are meaningless
+    at large positions such as 15000.
     """
     size, axes = config.head_dim, config.rope_axes_dim
     with positions.device:

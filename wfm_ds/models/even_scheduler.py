@@ -1,13 +1,13 @@
 """Evenly spaced noise levels 1, (N - 1)/N, ..., 1/N for N steps, and a diffusers scheduler with these levels.
 
-diffusers' Euler scheduler spaces N numbers x evenly from 1 to its smallest sigma and applies its own timestep shift s
-to them. It then scales 1 - sigma by a constant c so that the last sigma is `shift_terminal`. With x = 1 - k d for step
-k, the result is
+diffusers' Euler scheduler starts with the numbers 1 - k * d for steps k = 0, ..., N - 1, evenly spaced from 1 to its
+smallest sigma `low`. It applies its timestep shift s to these numbers, and then scales 1 - sigma by a constant c so
+that the last sigma is `shift_terminal`. The result is
 
-    1 - sigma = c k / (A - k),    A = s / ((s - 1) d),    d = (1 - smallest sigma) / (N - 1)
+    1 - sigma = c * k / (A - k)    with    A = s / ((s - 1) * d)    and    d = (1 - low) / (N - 1)
 
-Evenly spaced levels to which the timestep shift t is applied have the same form with A = t N / (t - 1). A scheduler
-with a suitable s therefore has exactly these levels, although its pipeline passes only the number of steps.
+If a timestep shift t is applied to the levels 1 - k / N, the result has the same form with A = t * N / (t - 1). For a
+suitable s, both results are equal, so pipelines that only pass the number of steps can use evenly spaced levels.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def build_even_scheduler(
 ) -> Any | None:
     """Return a FlowMatchEulerDiscreteScheduler with evenly spaced noise levels, to which `shift` is applied.
 
-    The pipeline must run exactly `num_steps` steps. For another number, the levels are not evenly spaced. Timesteps are
-    not rounded. stochastic_sampling: add noise to the predicted clean latents in each step except the last, instead of
-    taking Euler steps. Returns None if no such scheduler exists, which happens only for large shifts and many steps.
+    The levels are evenly spaced only if the pipeline runs exactly `num_steps` steps. Timesteps are not rounded.
+    stochastic_sampling: add noise to the predicted clean latents in each step except the last, instead of taking Euler
+    steps. Returns None if there is no scheduler with these levels, which happens only for large shifts and many steps.
     """
     own_shift = _scheduler_shift(shift, num_steps, num_train_timesteps)
     if own_shift is None:
@@ -49,7 +49,7 @@ def build_even_scheduler(
 def find_even_shift(config: Any, num_steps: int) -> float | None:
     """Return the `shift` argument with which `build_even_scheduler` built the scheduler of this config.
 
-    Returns None if `build_even_scheduler` did not build it for `num_steps` steps.
+    Returns None if `build_even_scheduler` did not build the scheduler, or built it for another number of steps.
     """
     last, own_shift = config["shift_terminal"], config.get("shift")
     if own_shift is None or num_steps == 1:
@@ -60,10 +60,10 @@ def find_even_shift(config: Any, num_steps: int) -> float | None:
 
 
 def _scheduler_shift(shift: float, num_steps: int, num_train_timesteps: int) -> float | None:
-    """Return the scheduler's own shift s that gives evenly spaced levels with shift t, or None if there is none.
+    """Return the s of the module docstring for t = shift and N = num_steps, or None if there is none.
 
-    In the notation of the module docstring, the smallest sigma is m = 1 / num_train_timesteps after the shift by s.
-    Therefore, s solves m s^2 - b s + r = 0 with r = (1 - m) t N / ((t - 1) (N - 1)) and b = r - 1 + m.
+    With m = 1 / num_train_timesteps, the scheduler has low = s * m / (1 + (s - 1) * m). Therefore, s solves
+    m * s^2 - b * s + r = 0 with r = (1 - m) * t * N / ((t - 1) * (N - 1)) and b = r - 1 + m.
     """
     if num_steps == 1 or shift == 1:
         return shift

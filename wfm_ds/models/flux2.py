@@ -94,7 +94,7 @@ class Flux2(DiffusionModel):
 
     @classmethod
     def component_overrides(cls, folder: Path) -> dict[str, Any]:
-        """Return the tokenizer in place of FLUX.2-dev's processor, which would need torchvision for images."""
+        """Return FLUX.2-dev's tokenizer, which replaces the processor, because the processor needs torchvision."""
         _, name = read_json(folder / "model_index.json")["tokenizer"]
         if not str(name).endswith("Processor"):
             return {}

@@ -1,6 +1,6 @@
-"""Layer names in the original code of the model authors. Tools other than diffusers use these names.
+"""Layer names in the model authors' code, as tables that map them to diffusers' names.
 
-Each model family defines a table of these names for LoRA files in the layouts of kohya and ComfyUI.
+LoRA files in the layouts of kohya and ComfyUI use these names. Each model family has a table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class LoraLayerName:
 
 
 def map_layers(block: str, original: str, layers: Mapping[str, str]) -> tuple[LoraLayerName, ...]:
-    """Map the layers of a diffusers block to the layers of an original block.
+    """Map the layers of a diffusers block to the layers of the original block.
 
     layers: {diffusers name: original name}.
     """
@@ -35,7 +35,7 @@ def map_layers(block: str, original: str, layers: Mapping[str, str]) -> tuple[Lo
 
 
 def map_fused_layers(block: str, layers: Sequence[str], original: str) -> tuple[LoraLayerName, ...]:
-    """Map several layers of a diffusers block to one fused layer of an original block.
+    """Map several layers of a diffusers block to one fused layer of the original block.
 
     The fused layer has one slice for each diffusers layer, in the order of `layers`. All slices have the same size.
     """

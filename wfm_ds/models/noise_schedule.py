@@ -22,13 +22,13 @@ SIGMA_ERROR = 1e-6  # maximum rounding error of sigmas, which diffusers computes
 
 
 class NoiseSchedule(PixelCodec):
-    """Computes the sigmas and the timestep shift of a model. Some schedulers depend on the size of the latents."""
+    """Computes the sigmas and the timestep shift of a model. For some schedulers, both depend on the latents' size."""
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
         """Return the sigmas of the pipeline's scheduler for latents of this shape.
 
-        The result is float64 [num_steps + 1] on the CPU. It decreases from at most 1 to 0. Raises ModelError if the
-        scheduler's sigmas do not.
+        The result is float64 [num_steps + 1] on the CPU, decreasing from at most 1 to 0. Raises ModelError if the
+        scheduler's sigmas do not decrease like this.
         """
         if num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, got {num_steps}")
@@ -70,14 +70,14 @@ class NoiseSchedule(PixelCodec):
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
         """Return additional arguments for scheduler.set_timesteps, as the diffusers pipeline passes them.
 
-        The arguments may contain `sigmas`, to which the scheduler applies its timestep shift. If they do,
+        If the arguments contain `sigmas`, the scheduler applies its timestep shift to these values, and
         num_inference_steps is not passed.
         """
         return {}
 
     @property
     def default_solver(self) -> str:
-        """The solver that fits the pipeline's scheduler: `dpm2` if its solver_order exceeds 1, otherwise `ode`."""
+        """The solver that fits the scheduler: `dpm2` if the scheduler's solver_order exceeds 1, otherwise `ode`."""
         return "dpm2" if self.pipeline.scheduler.config.get("solver_order", 1) > 1 else "ode"
 
     def flow_shift(self, sampling: SamplingRecipe) -> float:

@@ -1,4 +1,4 @@
-"""Qwen-Image: Qwen2.5-VL embeddings of variable length, a video VAE applied to single frames, rescaled guidance."""
+"""Qwen-Image: text embeddings of Qwen2.5-VL, a video VAE for single frames, and rescaled guidance."""
 
 from __future__ import annotations
 
@@ -41,10 +41,7 @@ UNUSED_TEXT_LAYERS = ("attn.add_q_proj", "attn.norm_added_q", "attn.to_add_out",
 
 
 class QwenImage(DiffusionModel):
-    """Qwen-Image.
-
-    The network receives sigma as its timestep, rounded to the compute dtype, and returns the velocity.
-    """
+    """Qwen-Image. The network receives sigma (in the compute dtype) as its timestep, and returns the velocity."""
 
     family = "qwen_image"
     pipeline_classes = ("QwenImagePipeline",)
@@ -62,7 +59,7 @@ class QwenImage(DiffusionModel):
     def unused_parameter_patterns(self) -> tuple[str, ...]:
         """Name patterns of the last block's text query and text output layers.
 
-        These layers have no gradient, because the block's text output is not used.
+        These layers have no gradient, because the network does not use the last block's text output.
         """
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
@@ -142,7 +139,7 @@ class QwenImage(DiffusionModel):
     def text_call_kwargs(self) -> dict[str, Any]:
         """Return the pipeline call arguments that affect prompt encoding.
 
-        They include a negative prompt, because the pipeline disables guidance without a negative prompt.
+        They include a negative prompt, because without it the pipeline would disable guidance.
         """
         return {**super().text_call_kwargs(), NEGATIVE_PROMPT_KEY: self.resolve_negative_prompt()}
 

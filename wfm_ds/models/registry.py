@@ -115,7 +115,7 @@ def resolve_pipeline(
     path: a local folder, `tiny:FAMILY` for a tiny pipeline (created in the cache), or `owner/name` on the Hub (missing
     files are downloaded to the Hub cache).
     user_family: the recipe's model.family. revision: branch, tag or commit on the Hub.
-    weights: whether to download weights too.
+    weights: whether to download weights in addition to other files.
     Raises ModelError if the folder is missing, unreadable or not a supported pipeline, or if the download fails.
     """
     folder = locate_pipeline(path, user_family, revision)
@@ -182,7 +182,7 @@ def tiny_cache_key() -> str:
 def publish_folder(source: Path, folder: Path) -> None:
     """Rename `source` to `folder`.
 
-    If another process has already created `folder`, this function does nothing. Both folders have the same content.
+    If another process has already created `folder`, this function does nothing, because the contents are the same.
     """
     try:
         source.rename(folder)
@@ -213,14 +213,14 @@ def load_model(
     bfloat16 on CUDA if the denoiser is bfloat16, and otherwise float32.
     user_family: a user's family class, as `package.module:Class`.
     revision: branch, tag or commit on the Hub.
-    max_sequence_length, prompt_template, embedded_guidance: None selects the value in call.json, or else the default of
-    the diffusers pipeline.
+    max_sequence_length, prompt_template, embedded_guidance: None selects the value in call.json or, if it is missing,
+    the default of the diffusers pipeline.
     guardrail: "stock" keeps the pipeline's safety checker, "off" disables it.
-    mapped: keep the denoiser memory-mapped on the CPU in its stored dtype, shared by all processes of the machine,
-    until the training engine places it (engine/preparation.py).
+    mapped: keep the denoiser memory-mapped on the CPU in its stored dtype, shared by all processes of the machine. The
+    training engine later copies it to the device (engine/preparation.py).
     fps: frames per second of all videos. Some networks are conditioned on it.
     inputs: names of the inputs that every sample provides (data.inputs in recipes).
-    Raises ModelError like `resolve_pipeline`, for damaged files, and for settings that the family does not support.
+    Raises ModelError if files are missing or damaged, or if the pipeline or a setting is not supported.
     """
     folder, device = resolve_pipeline(path, user_family, revision), torch.device(device)
     family = find_family(folder, user_family)

@@ -2,7 +2,8 @@
 
 Each forward pass of the denoiser is counted under a purpose, such as rollout or validation. An optional check verifies
 that all ranks run the same forward passes. On a GPU, latents are decoded on a separate CUDA stream, in parallel with
-later work. This stream has not been run on a GPU yet. Tests check the order of the CUDA calls.
+work that is queued later. Decoding on this stream has not been run on a GPU yet; tests check the order of the CUDA
+calls.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class CountingForward:
     def __init__(
         self, denoise: DenoiseFunction, engine: DenoiserEngine | None = None, *, one_size: bool = True
     ) -> None:
-        """engine: checks before each forward pass that all ranks run the same one. None disables the check.
+        """engine: if set, it checks before each forward pass that all ranks run the same forward pass.
 
-        one_size: whether all replicas use the same height and width. If True, the check compares the sizes too.
+        one_size: whether all replicas use the same height and width. If True, the check also compares the sizes.
         """
         self._denoise, self._engine, self._one_size = denoise, engine, one_size
         self.counts: Counter[str] = Counter()
@@ -104,10 +105,10 @@ class PendingPixels:
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
         """Wait for decoding. Return (samples, finite).
 
-        samples: the decoded rows, uint8 [rows, height, width, 3] for images, [rows, frames, height, width, 3] for
-        videos. If no rows were decoded, an empty array of shape [0].
-        finite: one flag for each sample of the batch, decoded or not. A flag is False if the sample's latents contain
-        non-finite values.
+        samples: uint8 images [decoded samples, height, width, 3] or videos [decoded samples, frames, height, width, 3],
+        or an empty array of shape [0] if no samples were decoded.
+        finite: one flag for each sample of the batch, even if it was not decoded. A flag is False if the sample's
+        latents contain non-finite values.
         """
         if self.done_event is not None:
             self.done_event.synchronize()
@@ -124,9 +125,9 @@ def get_decode_stream(device: torch.device) -> Any:
 
 @contextlib.contextmanager
 def run_on_decode_stream(device: torch.device, latents: Tensor) -> Iterator[Any]:
-    """Run the `with` block on the decoding stream. Yields a CUDA event that is recorded at its end, or None on a CPU.
+    """Run the `with` block on the decoding stream. Yields a CUDA event for the end of the block, or None on a CPU.
 
-    The block waits for the work already queued on the caller's stream, and runs in parallel with later work.
+    The block waits for work that is already queued on the caller's stream, but not for work that is queued later.
     latents: input of the block, computed on the caller's stream.
     """
     stream = get_decode_stream(device)
@@ -178,7 +179,7 @@ class Sampler:
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """The shape of one sample's latents: (channels, [latent frames,] h, w). Raises ValueError if unsupported."""
+        """Shape of one sample's latents: (channels, [latent frames,] h, w). Raises ValueError if it is unsupported."""
         size = self.settings
         return self.model.latent_shape(size.height, size.width, size.num_frames)
 
@@ -274,7 +275,7 @@ class Sampler:
         *,
         guided: bool | None = None,
     ) -> GuidanceConditioning:
-        """Encode prompts with their inputs and conditioning frames, and negative prompts if guidance is used.
+        """Encode prompts, inputs and conditioning frames. If guidance is used, also encode negative prompts.
 
         Positive and negative conditioning contain the same inputs and conditioning frames.
         shape: shape of one sample's latents. Default: latent_shape.
@@ -312,7 +313,7 @@ class Sampler:
         return conditioning
 
     def pixel_size(self, shape: Sequence[int] | None) -> tuple[int, int]:
-        """Return (height, width) in pixels. shape: shape of one sample's latents. None: latent_shape."""
+        """Return (height, width) in pixels. shape: shape of one sample's latents, by default latent_shape."""
         size, (*_, h, w) = self.settings, self.latent_shape
         height, width = (h, w) if shape is None else shape[-2:]
         return height * size.height // h, width * size.width // w
@@ -328,7 +329,7 @@ class Sampler:
 
     @torch.no_grad()
     def start_decoding(self, latents: Tensor, rows: slice = slice(None)) -> PendingPixels:
-        """Start decoding `latents[rows]`. On a GPU, decoding runs in parallel with later work.
+        """Start decoding `latents[rows]`. On a GPU, decoding runs in parallel with work that is queued later.
 
         The result has a finiteness flag for every sample in `latents`, even for samples that are not decoded.
         """
@@ -361,7 +362,7 @@ class Sampler:
 def negative_texts(model: DiffusionModel, settings: SamplingRecipe, prompts: Sequence[Prompt]) -> list[NegativeText]:
     """Return one negative prompt for each prompt.
 
-    The prompt's own negative prompt has priority, then the recipe's negative prompt, then the family's default.
+    It is the first that is set: the prompt's own negative prompt, the recipe's negative prompt, the family's default.
     """
     texts = [p.negative_text if p.negative_text is not None else settings.negative_prompt for p in prompts]
     return [NegativeText(model.resolve_negative_prompt(text)) for text in texts]

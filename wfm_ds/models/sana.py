@@ -37,7 +37,8 @@ LORA_NAMES = (
 class Sana(DiffusionModel):
     """SANA. The network receives the timestep num_train_timesteps * sigma * timestep_scale and returns the velocity.
 
-    The timestep is not rounded. The text `instruction` is prepended to prompts, but not to negative prompts.
+    The timestep is not rounded. An instruction (pipeline call argument `complex_human_instruction`) is prepended to
+    prompts, but not to negative prompts.
     """
 
     family = "sana"
@@ -67,8 +68,8 @@ class Sana(DiffusionModel):
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Return {prompt_embeds: [B, n, channels], prompt_attention_mask: int64 [B, n]} for B prompts.
 
-        n is max_sequence_length. Instruction and prompt are encoded as one text. As in diffusers, the result contains
-        only the first token and the last n - 1 tokens of this text.
+        n is max_sequence_length. The instruction and the prompt are encoded as one text. As in diffusers, the result
+        contains only the first token and the last n - 1 tokens of this text.
         """
         return self.encode_with_instruction(self.instruction, prompts)
 

@@ -25,7 +25,7 @@ class SanaVideo(Sana):
     """SANA-Video. The network receives the timestep num_train_timesteps * sigma and returns the velocity.
 
     Without conditioning frames, the network receives one timestep per sample. With conditioning frames, it receives one
-    timestep per token, which is 0 for tokens of these frames.
+    timestep per token, which is 0 for the tokens of conditioning frames.
     """
 
     family = "sana_video"

@@ -39,9 +39,9 @@ UNUSED_GATES = ("A_log", "dt_bias", "beta_proj.*", "gate_proj.*")  # softmax blo
 
 
 class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # type: ignore[misc]
-    """The diffusers network with LoRA support and precomputed camera geometry.
+    """The diffusers network with LoRA support. Its camera geometry is computed in advance in float32.
 
-    diffusers computes the camera geometry in the network's dtype, which is inaccurate in bfloat16.
+    diffusers would compute the geometry in the network's dtype, and bfloat16 is not accurate enough.
     """
 
     def forward(
@@ -65,8 +65,8 @@ class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # ty
 class SanaWM(DiffusionModel):
     """SANA-WM. The network receives the timestep num_train_timesteps * sigma and returns the velocity.
 
-    The timestep is 0 on the conditioning frame. The network truncates timesteps to integers. The text `instruction` is
-    prepended to prompts, but not to negative prompts.
+    The timestep is 0 on the conditioning frame. The network truncates timesteps to integers. An instruction (pipeline
+    call argument `chi_prompt`) is prepended to prompts, but not to negative prompts.
     """
 
     family = "sana_wm"
@@ -105,8 +105,7 @@ class SanaWM(DiffusionModel):
     def unused_parameter_patterns(self) -> tuple[str, ...]:
         """Name patterns of parameters that the network does not use.
 
-        The patterns match gates in softmax attention blocks and, if the network uses Pluecker coordinates, the ray
-        embedding.
+        They are the gates in softmax attention blocks and, if the network uses Pluecker coordinates, the ray embedding.
         """
         config, every = self.config, self.config.softmax_every_n
         softmax = range(every - 1, config.num_layers, every) if every > 0 else ()
@@ -134,7 +133,7 @@ class SanaWM(DiffusionModel):
         return self.encode_tokens(texts, self.max_sequence_length)
 
     def encode_tokens(self, texts: Sequence[str], length: int, head: str = "") -> Conditioning:
-        """Encode each text after the prefix `head`. Return embeddings and mask.
+        """Encode each text with the prefix `head`. Return embeddings and mask.
 
         Prefix and text together are truncated or padded on the right to `length` tokens.
         """

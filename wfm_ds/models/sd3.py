@@ -68,7 +68,7 @@ class StableDiffusion3(DiffusionModel):
     def unused_parameter_patterns(self) -> tuple[str, ...]:
         """Name patterns of the last block's text query layers.
 
-        These layers have no gradient, because the block's text output is not used.
+        These layers have no gradient, because the network does not use the last block's text output.
         """
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)

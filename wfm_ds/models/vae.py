@@ -69,7 +69,7 @@ def max_batch_size(vae: Any, pixels: int) -> int:
 
 
 def frames_per_decode(vae: Any, num_frames: int) -> int:
-    """Return how many of a video's `num_frames` pixel frames the VAE decodes at the same time.
+    """Return how many of a video's `num_frames` frames the VAE decodes at the same time.
 
     The Wan VAE decodes one latent frame at a time. All other VAEs decode the whole video.
     """
@@ -82,7 +82,7 @@ def latent_shift_and_scale(vae: Any) -> tuple[Tensor | float, Tensor | float]:
     """Return (shift, scale) of the VAE's latents.
 
     Image VAEs have one shift and one scale for all channels. Video VAEs have a mean and a std for each channel, stored
-    in the config or in buffers (LTX-2). For them, shift and scale are tensors [1, channels, 1, 1, 1].
+    in the config or in buffers (LTX-2), so their shift and scale are tensors [1, channels, 1, 1, 1].
     """
     settings = dict(vae.named_buffers(recurse=False)) | vae.config
     mean, std = settings.get("latents_mean"), settings.get("latents_std")
@@ -102,7 +102,7 @@ def require_image(family: str, num_frames: int) -> None:
 def require_multiple(name: str, size: int, multiple: int, largest: int | None = None) -> None:
     """Raise ValueError unless `size` is a positive multiple of `multiple` and at most `largest`.
 
-    name: "height" or "width", for the message. largest: None means no maximum.
+    name: "height" or "width", for the error message. largest: None means no maximum.
     """
     if size < 1 or size % multiple or (largest is not None and size > largest):
         limits = "" if largest is None else f", from {multiple} to {largest}"
@@ -127,7 +127,7 @@ def count_latent_frames(num_frames: int, factor: int, largest: int | None = None
 
 
 class PixelCodec(ABC):
-    """The conversions of a model between pixels and latents, with the VAE of its pipeline."""
+    """Base class that converts between pixels and latents with the VAE of a pipeline."""
 
     is_video: ClassVar[bool] = False  # pixels [B,3,F,H,W], latents [B,C,T,h,w], also for one frame
     family: ClassVar[str]
@@ -139,11 +139,11 @@ class PixelCodec(ABC):
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Return the shape of one sample's latents: (C,h,w) for image families, (C,T,h,w) for video families.
 
-        Raises ValueError for an unsupported size. The message names the number that must divide height and width.
+        Raises ValueError for an unsupported size.
         """
 
     def size_multiple(self, num_frames: int = 1) -> int:
-        """Return the number of pixels that must divide height and width."""
+        """Return the number of pixels that height and width must be multiples of."""
 
         def exists(size: int) -> bool:
             try:

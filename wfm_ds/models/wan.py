@@ -2,7 +2,7 @@
 
 Wan 2.1 and 2.2 A14B have text-to-video and image-to-video networks (wan_image_conditioning.py). In a model with two
 experts, each forward pass runs one expert. If an optimizer step uses only one expert, the gradient of the other expert
-is zero. Adam still changes the weights of the other expert, because Adam's moments contain gradients of earlier steps.
+is zero, but Adam still changes that expert, because Adam's moments contain earlier gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ IMAGE_TO_VIDEO_TEXT_TOKENS = 512  # diffusers assumes this number when it separa
 
 
 class Experts(nn.Module):
-    """The expert networks of a denoiser as one module. Parameter names are EXPERT.PARAMETER."""
+    """The expert networks of a denoiser as one module. Parameter names start with the name of the expert."""
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
         super().__init__()

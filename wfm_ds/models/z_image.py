@@ -1,4 +1,4 @@
-"""Z-Image and Z-Image-Turbo: one sequence of image and text tokens, Qwen3 text embeddings of variable length."""
+"""Z-Image and Z-Image-Turbo: one sequence of image and text tokens, and text embeddings of Qwen3."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ class ZImage(DiffusionModel):
         return {"sigmas": get_default_z_image_sigmas(num_steps), "mu": mu}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Return the pipeline call arguments for guidance scale w. They contain guidance_scale = w - 1.
+        """Return the pipeline call arguments for guidance scale w.
 
-        The reason is that this pipeline computes cond + guidance_scale * (cond - uncond).
+        guidance_scale is w - 1, because this pipeline computes cond + guidance_scale * (cond - uncond).
         """
         return super().pipeline_call_kwargs(w - 1, height, width, num_frames)

@@ -1,6 +1,6 @@
 """Z-Image's network with a `forward` for batched tensors. In diffusers, `forward` takes and returns lists of samples.
 
-This version reads no values from the device. It therefore never waits for a GPU, and it works on the meta device.
+This version does not read tensor values. It therefore never waits for a GPU, and it works on the meta device.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ PATCH_LAYERS = f"{PATCH_SIZE}-1"  # name of the layers for this patch size and o
 class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
     """The diffusers network with a `forward` for batched tensors instead of lists of samples.
 
-    A sequence consists of image tokens and text tokens. Learned padding tokens extend both to a multiple of 32. The
-    positions of image tokens follow those of the padded text and therefore depend on the text length.
+    A sequence consists of image tokens and text tokens. Learned padding tokens extend both to a multiple of 32. Image
+    tokens have positions after the padded text, so they depend on the text length.
     """
 
     def forward(

@@ -1,9 +1,7 @@
-"""Measurements of a step: statistics of its loss terms, and time and device memory by phase. monitor.py writes them.
+"""Measurements of a step: statistics of its loss terms, and the time and memory of each phase.
 
-Statistics need no host synchronization per micro-batch. On a GPU, a phase is measured by two CUDA events on the current
-stream, which are read at the end of the step. The clock of the host would attribute GPU time to a later phase, because
-the host only queues work and waits for its result later. The time of a phase includes time in which the GPU is idle,
-for example while the host waits for data.
+On a GPU, a phase is measured by two CUDA events, including time in which the GPU is idle. The host's clock would be
+wrong, because the host queues GPU work without waiting for it.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ MEMORY_TAG = "perf/peak_memory_gib"
 
 
 class Meter:
-    """Weighted statistics of a step over all of its loss terms and all replicas.
+    """Weighted statistics of a step over the loss terms of all replicas.
 
-    A name that ends in `_std` is a population standard deviation. A name with the word `max` (`x_max`, `x_max_abs_dev`)
-    is a maximum. All other statistics are means. Every rank must add the same names in the same order. Statistics with
-    total weight 0 are omitted from the result.
+    Statistics are means, with two exceptions: a statistic whose name ends in `_std` is a population standard deviation,
+    and one whose name contains the word `max` (`x_max`, `x_max_abs_dev`) is a maximum. Every rank must add the same
+    names in the same order. Statistics with total weight 0 are omitted from the result.
     """
 
     def __init__(self) -> None:
@@ -86,7 +84,8 @@ def is_maximum(name: str) -> bool:
 def stack_stats(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> tuple[Tensor, Tensor]:
     """Stack N statistics of B loss terms. Returns values [N, B] and weights [N, B].
 
-    A loss term outside a statistic's mask has weight 0.
+    stats: for each statistic, its values [B] or (values, mask [B]). The weights are weight_B, multiplied by the mask if
+    there is one.
     """
     value_NB = torch.stack([stat[0] if isinstance(stat, tuple) else stat for stat in stats])
     if not any(isinstance(stat, tuple) for stat in stats):
@@ -126,7 +125,7 @@ class HostClock:
 
 
 class EventClock(HostClock):
-    """A clock of CUDA events on the current stream. It reuses the events of the previous step."""
+    """A clock of CUDA events on the current stream."""
 
     def __init__(self) -> None:
         self._unused: list[torch.cuda.Event] = []
@@ -147,7 +146,7 @@ class EventClock(HostClock):
 
 
 class ProcessMemory:
-    """Peak resident memory of this process since its start. On a CPU, the peaks of single phases are unknown."""
+    """Peak resident memory of this process since its start, for runs on the CPU. Peaks of single phases are unknown."""
 
     def record_peak(self, phases: Sequence[str]) -> None:
         pass
@@ -173,7 +172,7 @@ class GpuMemory(ProcessMemory):
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def pop_metrics(self) -> dict[str, float]:
-        """Return the peaks since the last call, in GiB."""
+        """Return the memory peaks since the last call, in GiB."""
         self.record_peak(())
         peaks = {f"{MEMORY_TAG}/{phase}": peak / GIB for phase, peak in sorted(self._phase_peaks.items())}
         peaks[MEMORY_TAG] = self._reserved / GIB

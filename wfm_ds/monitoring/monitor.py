@@ -94,7 +94,8 @@ class Monitor:
             tracker.log_samples(step, tag, siblings)
 
     def set_outcome(self, status: str, metrics: Mapping[str, float]) -> None:
-        """Set the run's outcome for the trackers. If none is set when the monitor closes, they report a failed run."""
+        """Set the run's outcome for the trackers. Without an outcome, they report a failed run when the monitor
+        closes."""
         if self._open:
             self._outcome = status, {tag: value for tag, value in metrics.items() if finite_or_none(value) is not None}
 
@@ -183,7 +184,7 @@ class _ProgressPoint(NamedTuple):
 
 
 class Pace:
-    """Speed of a run over the last WINDOW steps, and its remaining time."""
+    """Speed of a run over the last WINDOW steps, and the remaining time of the run."""
 
     def __init__(self, total_steps: int, unit: str) -> None:
         self.total_steps = total_steps

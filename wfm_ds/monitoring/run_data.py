@@ -43,8 +43,7 @@ LOAD_LINE = "load it with:"  # log message before the lines that load the weight
 class BoundedCurve:
     """A curve with a bounded number of points, for runs of any length.
 
-    Consecutive points are grouped into stretches. Only the lowest and the highest point of a stretch are stored. If
-    there are too many stretches, adjacent stretches are merged in pairs.
+    Consecutive points are grouped into stretches. Only the lowest and the highest point of a stretch are stored.
     """
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:

@@ -98,7 +98,7 @@ def try_write_page(folder: Path, reader: RunReader | None = None, *, has_warned:
 
 @contextlib.contextmanager
 def update_page_live(folder: Path, *, devices: str) -> Iterator[None]:
-    """Update the page of a run from a thread inside the context, and once more at its end. Call this only on rank 0."""
+    """Context in which a thread updates a run's page. The page is updated once more at the end. Only for rank 0."""
     stop = threading.Event()
     thread = threading.Thread(target=_update_until_stopped, args=(folder, devices, stop), name="page", daemon=True)
     thread.start()
@@ -127,7 +127,7 @@ def _update_until_stopped(folder: Path, devices: str, stop_event: threading.Even
 
 
 def folder_state(folder: Path) -> tuple[int, ...]:
-    """Return sizes and modification times of the run's files. They change when the page needs an update."""
+    """Return sizes and modification times of the run's files. If the result changes, the page needs an update."""
     paths = (folder / "metrics.jsonl", folder / "logs" / "rank_0.log", folder / "samples")
     stats = [path.stat() for path in paths if path.exists()]
     return tuple(number for stat in stats for number in (stat.st_size, stat.st_mtime_ns))

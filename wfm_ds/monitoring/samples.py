@@ -76,7 +76,7 @@ def write_table(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def group_by_prompt(samples: Sequence[GeneratedSample]) -> list[GeneratedSample]:
-    """Sort the samples by prompt. The prompts keep the order in which they first appear."""
+    """Return the samples with those of a prompt next to each other. Prompts are in the order of their first sample."""
     first_index: dict[str, int] = {}
     for index, sample in enumerate(samples):
         first_index.setdefault(sample.prompt_id, index)

@@ -83,7 +83,7 @@ def chart_layout(recipe: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
 class TensorBoard:
     """Logs numbers, a grid and a table of samples, and videos as GIFs.
 
-    A tag gets a chart at its first value that is not 0.
+    A tag whose values are all 0 gets no chart.
     """
 
     name = "tensorboard"
@@ -126,7 +126,7 @@ class TensorBoard:
 
 
 def scalars_summary(values: Mapping[str, float]) -> Any:
-    """Return all numbers of a step as one summary. The file then has one record per step instead of one per tag."""
+    """Return all numbers of a step as one summary."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])

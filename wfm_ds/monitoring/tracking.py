@@ -1,7 +1,7 @@
 """Experiment trackers, which show a run's numbers and samples in other programs. Each runs in its own thread.
 
-A run never waits for a tracker and never fails because of one. A tracker that raises is dropped with one warning. A
-slow tracker loses samples but no numbers. metrics.jsonl does not depend on trackers and is always complete.
+A run never waits for a tracker and never fails because of one. A tracker that raises an exception is dropped with one
+warning. A slow tracker loses samples but no numbers. metrics.jsonl does not depend on trackers and is always complete.
 """
 
 from __future__ import annotations

@@ -104,8 +104,8 @@ def is_rotation(rows: tuple[Vector, Vector, Vector]) -> bool:
 
 
 class PoseRecipe(Section):
-    """A stored pose of the robot. The action is the motion of this pose between two frames of the clip: 3 numbers of
-    translation, then the first two columns of the rotation matrix (6 numbers)."""
+    """A stored pose of the robot. Its motion between two frames of the clip becomes 9 numbers of the action: the
+    translation (3 numbers) and the first two columns of the rotation matrix (6 numbers)."""
 
     feature: str
     """Feature with the pose: x, y, z, then the rotation."""
@@ -115,8 +115,8 @@ class PoseRecipe(Section):
     """Format of the rotation. `euler_xyz`: angles about the fixed axes x, y, z in this order, in radians. `rot6d`: the
     first two columns of the matrix."""
     turn: tuple[Vector, Vector, Vector] = ((1, 0, 0), (0, 1, 0), (0, 0, 1))
-    """Rotation matrix from the stored axes of the gripper to the axes of the model, multiplied from the right. Cosmos3
-    uses the axes of OpenCV: x to the right, y down, z forward."""
+    """Rotation matrix from the stored axes of the gripper to the axes of the model. The stored rotation is multiplied
+    by this matrix from the right. Cosmos3 uses the axes of OpenCV: x to the right, y down, z forward."""
     shift: Vector = (0, 0, 0)
     """Offset from the stored position to the point whose motion the model receives, such as the camera, in the stored
     axes of the gripper."""
@@ -169,7 +169,7 @@ class ActionSpaceRecipe(Section):
 
 
 class ActionsRecipe(Section):
-    """Action space, width, normalization and composition of actions. Used only if `data.inputs` contains `actions`."""
+    """Settings that compute, normalize and combine actions. Used only if `data.inputs` contains `actions`."""
 
     space: (
         Annotated[
@@ -185,18 +185,17 @@ class ActionsRecipe(Section):
     width among the first samples."""
     stats: Literal["data"] | UserPath | None = None
     """JSON file with statistics for `normalize`: lists `q01` and `q99`, or `mean` and `std`, with one number per action
-    component (written by `wfm data stats`). `data`: the statistics of all actions of the training data."""
+    component (written by `wfm data stats`). `data`: compute the statistics from all actions of the training data."""
     normalize: Literal["none", "quantile", "meanstd"] = "none"
     """`quantile`: map q01 to -1 and q99 to 1. `meanstd`: subtract the mean and divide by std. Constant components
     become 0. The model and the rewards receive normalized actions."""
     compose: Literal["sum", "pose"] | None = None
     """How to combine the actions between two frames of a clip if `data.fps` is below the frame rate of the file. `sum`:
-    add them. `pose`: compose relative poses of 9 numbers (translation and two columns of the rotation matrix), each in
-    the frame of the previous one; the numbers after the last whole pose follow `rest`. Unset: such clips are
-    invalid."""
+    add them. `pose`: chain the relative poses at the start of each action, which have 9 numbers each (translation and
+    two columns of the rotation matrix); `rest` sets the numbers after them. Unset: such clips are invalid."""
     rest: Literal["first", "last"] = "first"
-    """With `compose: pose`: take the numbers after the poses, such as the state of a gripper, from the first or from
-    the last of the combined actions."""
+    """With `compose: pose`: use the numbers after the poses, such as the state of a gripper, of the first or the last
+    of the combined actions."""
 
     @model_validator(mode="after")
     def _check_stats(self) -> ActionsRecipe:

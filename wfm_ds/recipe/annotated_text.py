@@ -52,7 +52,7 @@ def annotate_recipe(path: Path) -> str:
 
 
 def find_replaced_values(base: RecipeTree, variant: RecipeTree) -> dict[KeyPath, str]:
-    """Return {key path: comment with the base's value} for each key whose value the variant replaces."""
+    """Return {key path: comment with the value in `base`} for each key whose value `variant` replaces."""
     notes: dict[KeyPath, str] = {}
     for section, values in variant.values.items():
         before: dict[str, Any] = section_values(base, section)

@@ -107,7 +107,7 @@ class DataRecipe(Section):
     sets: Annotated[list[DataSetRecipe], Field(min_length=1)] | None = None
     """sets: the data sets to mix, sampled in proportion to their weights (docs/data_layouts.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Your own kind: keyword arguments of its constructor. hf: keyword arguments of load_dataset, such as `name` and
+    """Your own kind: keyword arguments of the class. hf: keyword arguments of load_dataset, such as `name` and
     `revision`. lerobot: `revision`, a branch, tag or commit on the Hub."""
     views: Views | None = None
     """lerobot: cameras to show, in rows from top to bottom. `[[wrist], [left, right]]` shows the cameras left and right
@@ -175,13 +175,13 @@ class DataRecipe(Section):
     of numbers or the name of an .npy file in the same folder (docs/inputs.md). All samples must have them, and the
     model must support them."""
     actions: ActionsRecipe = ActionsRecipe()
-    """Action space, width, normalization and composition of actions."""
+    """How actions are computed, normalized and combined."""
     domain: Domain | None = None
     """Input `domain` of all samples: the name of a robot that Cosmos3 knows, such as `droid_lerobot`, or its number
     (docs/robots.md). Unset: the value in NAME.json."""
     viewpoint: Viewpoint | None = None
-    """Position of the camera in the captions of Cosmos3 with actions, or a sentence that describes it (docs/robots.md).
-    Unset: `ego_view`."""
+    """Cosmos3 with actions: the camera view that is added to captions, such as `wrist_view`, or a sentence that
+    describes it (docs/robots.md). Unset: `ego_view`."""
     workers: Annotated[int, Field(ge=1, le=256)] = 2
     """Threads per rank that read and decode samples in advance."""
     allow_pickle: bool = False
@@ -191,8 +191,9 @@ class DataRecipe(Section):
     Unset: no cache, except for text embeddings (see `cache_text`)."""
     cache_text: Literal["auto", "off"] = "auto"
     """`auto`: before training, encode all texts into `cache_dir`, else $WFM_CACHE (~/.cache/wfm_ds), then free the text
-    encoders. The encoders stay loaded if the embeddings would exceed 64 GiB, or if the run draws fewer samples than
-    half of the texts (docs/data_processing.md). `off`: encode each text when it is first needed."""
+    encoders. The encoders stay loaded if the embeddings would exceed 64 GiB, or if the number of samples that the run
+    draws is below half the number of texts (docs/data_processing.md). `off`: encode each text when it is first
+    needed."""
     cache_latents: bool = False
     """Cache the latents of all training images and videos in `cache_dir`. Needs `clip: centre` and `crop: centre`."""
 

@@ -87,7 +87,8 @@ KNOWN_ZERO_KEYS = frozenset(
 
 
 def policy_copies(policies: frozenset[str], *, lora: bool) -> frozenset[str]:
-    """Return the policies that need their own copy of the weights. With LoRA, policy `ref` is the base model itself."""
+    """Return the policies that need their own copy of the weights. With LoRA, `ref` needs none: it is the base
+    model."""
     return policies - {"ref"} if lora else policies
 
 

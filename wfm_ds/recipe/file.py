@@ -225,10 +225,7 @@ def convert_old_names(tree: RecipeTree) -> None:
 
 
 def remove_old_batch_sizes(tree: RecipeTree) -> None:
-    """Remove `max_batch: 16`, the default of earlier versions, from all rewards.
-
-    Without the key, the effect is the same.
-    """
+    """Remove `max_batch: 16`, the default of earlier versions, from all rewards. A missing key has the same effect."""
     for section, key in (("reward", "functions"), ("validation", "held_out_rewards")):
         rewards = section_values(tree, section).get(key)
         for reward in rewards if isinstance(rewards, list) else []:

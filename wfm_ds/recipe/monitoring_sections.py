@@ -46,12 +46,12 @@ class ValidationRecipe(Section):
         Annotated[HeldOutReward, BeforeValidator(_expand_reward_name, json_schema_input_type=str | HeldOutReward)]
     ] = Field(default=[])
     """Rewards (or their names) that score all evaluation samples and are never trained on. RL raises an alarm if the
-    trained reward rises while these fall (docs/rewards.md); SFT and DPO only log them. The service at `reward.endpoint`
-    computes their scores if this key is set, else the trainer's service."""
+    trained reward rises while these fall (docs/rewards.md); SFT and DPO only log them. Held-out rewards are computed by
+    the service at `reward.endpoint` if that is set, else by the trainer's service."""
     path: UserAddress | None = None
-    """Validation data in the format of `data.kind` (sets: a folder or LeRobot datasets), for the validation loss (SFT,
-    DPO) and for samples conditioned on frames. Unset: the `holdout` fraction of the training data; in RL the training
-    data."""
+    """Validation data in the format of `data.kind` (for `kind: sets`: a folder or LeRobot datasets), for the validation
+    loss (SFT, DPO) and for samples conditioned on frames. Unset: the `holdout` fraction of the training data; in RL the
+    training data."""
     episodes: EpisodeSlice | None = None
     """Episodes of `data.kind: lerobot` to validate on instead of the `holdout` fraction, by their order: `-500:` for
     the last 500. They are not trained on."""
@@ -78,7 +78,8 @@ class LoggingRecipe(Section):
     wandb: dict[str, Any] = Field(default_factory=dict)
     """Additional arguments of wandb.init, such as entity, group, tags or mode."""
     mlflow: dict[str, Any] = Field(default_factory=dict)
-    """`tracking_uri` of MLflow. Unset: MLFLOW_TRACKING_URI, else an SQLite file in `run.output_dir`."""
+    """Only `tracking_uri`, the address of MLflow. Unset: MLFLOW_TRACKING_URI, else an SQLite file in
+    `run.output_dir`."""
     trackio: dict[str, Any] = Field(default_factory=dict)
     """Additional arguments of trackio.init, such as space_id."""
     swanlab: dict[str, Any] = Field(default_factory=dict)

@@ -83,14 +83,14 @@ class RolloutRecipe(Section):
     """async: folder to publish the policy to after each step; each run uses its own subfolder. Use /dev/shm for workers
     on this machine, or a shared file system. Unset: inside `run.output_dir`."""
     in_flight: Annotated[int, Field(ge=1, le=16)] = 2
-    """async: number of chunks that each worker processes at a time. One is denoised while the others wait for their
-    scores."""
+    """async: number of chunks (samples of a group) that each worker processes at a time. One chunk is denoised while
+    the others wait for their scores."""
     worker_timeout_s: PositiveFloat = 30.0
-    """async: a worker without a heartbeat for this many seconds is considered lost, and its chunks go to other
-    workers."""
+    """async: a worker without a heartbeat for this many seconds is considered lost, and other workers generate its
+    samples."""
     timeout_s: PositiveFloat = 600.0
-    """async: a chunk without progress for this many seconds plus reward.timeout_s goes to another worker (later with
-    in_flight above 2, docs/async.md). The run ends if no chunk finishes for this long."""
+    """async: a chunk (samples of a group) without progress for timeout_s + reward.timeout_s seconds goes to another
+    worker (later with in_flight above 2, docs/async.md). The run ends if no chunk finishes for `timeout_s` seconds."""
 
     @model_validator(mode="after")
     def _check_unused_keys(self) -> RolloutRecipe:

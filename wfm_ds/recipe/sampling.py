@@ -161,15 +161,16 @@ class SamplingRecipe(Section):
     eval_grid: Literal["stock", "even"] = "stock"
     """Noise levels in validation and logged samples, with the values of `grid`. `even` is for models that generate in
     few steps. With `even`, `eval_solver` is `ode` or `cps`, and exports contain the noise levels or the scheduler with
-    which plain diffusers generates the same kind of samples (docs/exports.md)."""
+    which plain diffusers generates such samples (docs/exports.md)."""
     eval_solver: Literal["ode", "dpm2", "cps"] | None = None
     """Solver in validation and logged samples: `ode` (Euler), `dpm2` (second-order multistep) or `cps`, which adds
     noise as in rollouts with `solver: cps` and `noise_level: 1`. `cps` needs these two values and `eval_grid: even`.
     Unset: `dpm2` if the pipeline's scheduler is a multistep one (SANA, Wan, Cosmos) and `eval_grid` is `stock`, else
     `ode`."""
     guidance_scale: Annotated[float, Field(ge=1)] = DEFAULT_GUIDANCE_SCALE
-    """Classifier-free guidance scale w in v_uncond + w * (v_cond - v_uncond), in rollouts, validation and logged
-    samples. 1: no guidance and no unconditional pass."""
+    """Classifier-free guidance scale w in rollouts, validation and logged samples: the prediction is v_uncond + w *
+    (v_cond - v_uncond), from an unconditional and a conditional prediction. 1: no guidance and no unconditional
+    pass."""
     guidance_scale_low: Annotated[float, Field(ge=1)] | None = None
     """Models with two experts (Wan 2.2 A14B): guidance scale of the low-noise expert. 1: no guidance for this expert.
     Unset: `guidance_scale`."""

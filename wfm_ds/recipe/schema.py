@@ -234,8 +234,8 @@ class Recipe(Section):
     def _check_noisy_evaluation(self) -> None:
         """Raise ValueError if exports of noisy steps would not work in diffusers.
 
-        With the scheduler option `stochastic_sampling`, the Cosmos pipelines also add noise to conditioning frames. The
-        SANA-WM pipeline, which needs a first frame, computes clean latents from a velocity with the wrong sign.
+        With noisy steps, the Cosmos pipelines of diffusers would also add noise to conditioning frames. The SANA-WM
+        pipeline would compute clean latents from a velocity with the wrong sign.
         """
         if self.sampling.eval_solver == "cps" and self.algorithm.conditioning_frame_range[1] > 0:
             raise ValueError(

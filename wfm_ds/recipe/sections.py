@@ -71,22 +71,24 @@ class ModelRecipe(Section):
     """Compute dtype of the denoiser. Latents, losses, optimizer states and weight averages are always float32."""
     base_precision: BasePrecision | None = None
     """LoRA only: storage format of the frozen linear layers in the transformer blocks. `fp8`: float8 e4m3 with one
-    scale per row and float8 matrix products; half the memory, faster on GPUs of compute capability 8.9 or newer.
-    `fp8_twice`: like `fp8`, with a second copy for a float8 backward pass; saves no memory. `int8`: half the memory and
-    a third of the rounding error of `fp8`, on any GPU, without a speed-up. `nf4`: a quarter of the memory (needs
-    bitsandbytes). The trained, old and reference policies share this base. Unset: `dtype`."""
+    scale per row and float8 matrix products; half the memory of bfloat16, faster on GPUs of compute capability 8.9 or
+    newer. `fp8_twice`: like `fp8`, with a second copy for a float8 backward pass; saves no memory. `int8`: half the
+    memory of bfloat16 and a third of the rounding error of `fp8`, on any GPU, without a speed-up. `nf4`: a quarter of
+    the memory of bfloat16 (needs bitsandbytes). The trained, old and reference policies share this base. Unset:
+    `dtype`."""
     fp8_training: Fp8Training | None = None
     """Full training only: run the matrix products of the transformer blocks in float8, forward and backward. Needs
     compute capability 8.9 or newer, and zero1 or zero2. Weights keep their dtype and are cast in each forward pass.
     `torchao`: one scale per row; only faster with `engine.compile`. `transformer_engine`: one scale per tensor, so
     predictions depend on the batch; only for `sft`, without `engine.compile`. Unset: `dtype`."""
     vae_dtype: Literal["bfloat16", "float32"] = "float32"
-    """Dtype of the VAE. `bfloat16` is faster and takes half the memory; latents and decoded images differ slightly.
-    `data.cache_latents` caches each dtype separately."""
+    """Dtype of the VAE. `bfloat16` is faster than `float32` and takes half the memory, but changes latents and decoded
+    images slightly. `data.cache_latents` caches each dtype separately."""
     denoiser_init: Literal["pretrained", "random"] = "pretrained"
     """`random`: train from scratch; the denoiser is re-initialized from its config and `run.seed`."""
     gradient_checkpointing: bool = False
-    """Recompute block activations in the backward pass. Saves memory and takes about a third more time."""
+    """Recompute the activations of transformer blocks in the backward pass. Saves memory and takes about a third more
+    time."""
     max_sequence_length: PositiveInt | None = None
     """Maximum number of text tokens of the longest text encoder. Unset: the value saved with the pipeline (call.json),
     else the default of the diffusers pipeline."""
@@ -118,7 +120,8 @@ class LoraRecipe(Section):
     """Name suffixes of the linear layers that get an adapter; `{}` matches a block number. Unset: the attention
     projections of the model family."""
     init: Literal["gaussian", "default"] = "gaussian"
-    """Initialization of A (B starts at zero): `gaussian`, or PEFT's `default` (Kaiming uniform)."""
+    """Initialization of the first matrix of each adapter (the second one starts at zero): `gaussian`, or PEFT's
+    `default` (Kaiming uniform)."""
     init_from: UserPath | None = None
     """LoRA to start from: a .safetensors file with diffusers, PEFT, kohya or ComfyUI keys, or an export folder. Layers
     that are missing in the file are initialized according to `init`. The reference policy of RL remains the base model
@@ -129,10 +132,10 @@ class LoraRecipe(Section):
     rslora: bool = False
     """Rank-stabilized LoRA: scale by alpha / sqrt(rank)."""
     dora: bool = False
-    """DoRA: also train a magnitude for each output of the adapted layers. For zero1 and zero2."""
+    """DoRA: also train a magnitude for each output of the adapted layers. Needs zero1 or zero2."""
     modules_to_save: list[str] = Field(default=[])
-    """Name suffixes of layers that are trained in full in addition to the adapters. For zero1 and zero2; exported to a
-    separate file."""
+    """Name suffixes of layers that are trained in full in addition to the adapters. Needs zero1 or zero2. These layers
+    are exported to a separate file."""
 
     def trainable_layers(self, default_targets: Sequence[str]) -> list[str]:
         """Return the name suffixes of all layers that get an adapter or are fully trained.
@@ -153,8 +156,8 @@ class EngineRecipe(Section):
     """Distributed training and batch sizes."""
 
     deepspeed: str = "zero2"
-    """DeepSpeed config: a name in ds_configs/ (zero1, zero2, zero3, ...) or the path of a JSON file, for ZeRO settings
-    only."""
+    """DeepSpeed config: a name in ds_configs/ (zero1, zero2, zero3, ...) or the path of a JSON file that contains only
+    ZeRO settings."""
     micro_batch_size: PositiveInt = 1
     """Batch size of a training forward pass on each rank (with `sequence_parallel`: on each replica). The unit is
     samples in SFT, preference pairs in DPO, and training examples (one sample at one noise level) in RL."""
@@ -171,7 +174,7 @@ class EngineRecipe(Section):
     on one GPU. Must divide the number of ranks per node."""
     compile: bool = False
     """Compile the denoiser's repeated blocks with torch.compile, also in rollout workers. The first step takes minutes;
-    later ones are faster. For zero1 and zero2 (docs/performance.md)."""
+    later ones are faster. Needs zero1 or zero2 (docs/performance.md)."""
     timeout_minutes: PositiveFloat = 30.0
     """End the run if no rank makes progress for this many minutes. The number must exceed the time to load the model or
     write a checkpoint, `reward.timeout_s`, and `reward.start_timeout_s`."""
@@ -267,7 +270,7 @@ class RewardRecipe(Section):
     clip: Bounds | None = None
     """Range to which the weighted sum is clipped. Unset: no clipping."""
     scale: PositiveFloat = 1.0
-    """Factor by which the weighted sum is multiplied after `clip`."""
+    """Factor by which the weighted sum is multiplied after it is clipped to `clip`."""
     spawn: bool = True
     """Start a reward service on the machine of rank 0. Must be false if `endpoint` is set."""
     endpoint: str | None = None
@@ -280,7 +283,8 @@ class RewardRecipe(Section):
     max_failed_fraction: Fraction = DEFAULT_MAX_FAILED_FRACTION
     """Stop the run if more than this fraction of the samples fails in 3 consecutive RL steps."""
     shuffle: bool = False
-    """Control experiment: shuffle the rewards of each RL step between its samples. The model must then not improve."""
+    """Control experiment: shuffle the rewards of each RL step between its samples. The model should then not
+    improve."""
     start_timeout_s: PositiveFloat = 120.0
     """Seconds to wait for the service to start, or for a running service to reply."""
 

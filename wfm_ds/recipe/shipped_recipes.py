@@ -83,7 +83,7 @@ def schema_path() -> Path:
 
 
 def schema_modeline() -> str:
-    """Return the comment with which editors find the schema of a recipe in any folder of this machine."""
+    """Return the comment that tells editors where the schema of recipes is on this machine."""
     return f"{MODELINE}{schema_path().resolve().as_uri()}"
 
 

@@ -295,8 +295,8 @@ def _describe_key(node: yaml.Node) -> str:
 def merge_trees(base: RecipeTree, variant: RecipeTree) -> RecipeTree:
     """Merge `variant` over `base`: mappings are merged recursively; lists and scalars are replaced.
 
-    If the variant selects a different algorithm, all algorithm keys of the base are dropped. If it names another model,
-    `model.revision` of the base is dropped, because it belongs to the base's model.
+    If `variant` selects a different algorithm, all algorithm keys of `base` are dropped. If `variant` names another
+    model, `model.revision` of `base` is dropped, because a revision belongs to one model.
     """
     replaced: set[KeyPath] = set()
     values = _merge_values(base.values, variant.values, (), replaced)
@@ -316,7 +316,7 @@ def _merge_values(old: Any, new: Any, path: KeyPath, replaced: set[KeyPath]) -> 
 
 
 def changes_value(key: str, old: Any, new: Any) -> bool:
-    """Return whether a variant replaces the value of `key`. old, new: the section in the base and in the variant."""
+    """Return whether both values are mappings and `new` sets `key` to a different value than `old`."""
     return isinstance(old, dict) and isinstance(new, dict) and new.get(key, old.get(key)) != old.get(key)
 
 

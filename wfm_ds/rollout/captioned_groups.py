@@ -23,7 +23,8 @@ class CaptionedGroups:
     """Group source for captioned images or videos.
 
     Group g of RL step s is at position (s-1) * num_groups + g of the data order. Each replica reads and encodes only
-    the data of its own samples. Replicas exchange their captions, because a replica may have replaced a corrupt sample.
+    the data of its own samples. Replicas exchange captions, because a replica may have read another sample in place of
+    a corrupt one.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class CaptionedGroups:
 
         encode: function that encodes samples to clean latents [B, ...] float32, for `Group.data`. All ranks call it.
         num_conditioning_frames: smallest and largest number of conditioning frames of a group, in latent frames.
-        trajectories: object that replaces the recorded actions and camera paths. None keeps them.
+        trajectories: object that replaces the recorded actions and camera paths. None: nothing is replaced.
         layout: layout of the clips of the groups. It also defines whether the decoded frames are kept as
         `Group.recording`. None: each group has a single clip and no recording.
         """
@@ -106,8 +107,7 @@ class CaptionedGroups:
 def draw_history_seeds(run_seed: int, step: int, num_groups: int, max_clips: int) -> list[tuple[int, ...]]:
     """Return the noise seeds of the clips before the samples: one tuple for each group of an RL step.
 
-    A group has 0 to `max_clips` clips before its samples. Each number of clips is equally likely. Within a step, all
-    numbers occur equally often, up to rounding.
+    A group has 0 to `max_clips` clips before its samples. All numbers of clips occur equally often, up to rounding.
     """
     # Without the offset, rounding would prefer the same numbers in every step.
     offset = draw_uniform(run_seed, "history_offset", step)

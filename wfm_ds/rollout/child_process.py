@@ -17,7 +17,7 @@ DEATHS_WINDOW_S = 600.0
 
 
 class RestartingProcess:
-    """A child process that is restarted when it dies. It must exit when its stdin is closed."""
+    """A child process that is restarted when it dies. The process must exit when its stdin is closed."""
 
     def __init__(
         self,
@@ -28,9 +28,8 @@ class RestartingProcess:
         """Start the process. Call `watch` to restart it when it dies.
 
         start: function that starts the process, with a pipe as stdin.
-        should_restart: function that returns whether to restart the process. It is called in a thread after each death.
-        Its arguments are the exit status and the times of all deaths in the last DEATHS_WINDOW_S seconds. It may remove
-        times.
+        should_restart: function (exit status, times of all deaths in the last DEATHS_WINDOW_S seconds) that returns
+        whether to restart the process. A thread calls the function after each death.
         """
         self.name = name
         self._start, self._should_restart = start, should_restart
@@ -50,7 +49,7 @@ class RestartingProcess:
                 pipe.close()
 
     def stop(self) -> None:
-        """Wait until the process has exited, and kill it if it does not. Repeated calls are allowed."""
+        """Stop the process, and kill it if it does not exit within STOP_S seconds. Repeated calls are allowed."""
         self.request_stop()
         try:
             self.process.wait(STOP_S)

@@ -39,7 +39,7 @@ class ColocatedSource:
     ) -> None:
         """rewards: client of the reward service. None: the samples are neither decoded nor scored.
 
-        layout: layout of the clips before the samples, and of recordings. None: the run has neither.
+        layout: layout of histories and recordings. None: the run has neither.
         """
         self.job, self.groups, self.rewards, self.algorithm = job, groups, rewards, algorithm
         self.settings = job.recipe.rl.rollout

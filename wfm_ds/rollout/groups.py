@@ -222,7 +222,7 @@ def plan_step_samples(
 
     same_noise: use the same initial noise for all samples of a group.
     first_group: index of the first group. It is above 0 for additional groups of the step.
-    The ids and seeds of the first samples of a group do not depend on group_size.
+    The ids and seeds of a sample do not depend on group_size.
     """
     samples = []
     for g, group in enumerate(groups, start=first_group):

@@ -45,20 +45,20 @@ class HistoryLayout:
 
     @property
     def num_frames(self) -> int:
-        """Number of frames of the longest sequence of clips."""
+        """Maximum number of frames of `max_clips` + 1 clips."""
         return self.longest.total_frames(self.max_clips + 1)
 
     @property
     def longest(self) -> ClipLayout:
-        """Layout with the longest sequence of clips."""
+        """The layout in which `max_clips` + 1 clips have the most frames."""
         return max(self.layouts.values(), key=lambda layout: layout.total_frames(self.max_clips + 1))
 
     def group_layout(self, group: Group) -> ClipLayout:
-        """Return the layout for a group. Groups with 0 conditioning latent frames use the layout for 1."""
+        """Return the layout for a group. A group without conditioning frames uses the layout for one latent frame."""
         return self.layouts[max(1, group.num_conditioning_frames)]
 
     def slice_group(self, group: Group, clip: int) -> Group:
-        """Return the group with the inputs of one clip. `group.prompt` has the inputs of all clips."""
+        """Return a copy of the group that has only the inputs of one clip. `group` has the inputs of all clips."""
         return replace(group, prompt=self.group_layout(group).slice_prompt(group.prompt, clip), clip=clip)
 
     def slice_recording(self, group: Group, frames: Images) -> Images:
@@ -72,9 +72,9 @@ class HistoryLayout:
         return np.stack([frames[start : start + layout.num_frames] for start in starts])
 
     def extend_buckets(self, buckets: Buckets) -> Buckets:
-        """Return buckets with clips that cover all frames of a group.
+        """Return buckets in which a clip covers all frames of a group.
 
-        If recordings are kept, all frames are decoded.
+        All of these frames are decoded only if recordings are kept.
         """
         framing, total = buckets.framings[0], self.num_frames
         if self.keeps_recordings:
@@ -115,8 +115,7 @@ def choose_history_layout(
 ) -> HistoryLayout | None:
     """Return the layout of the clips of the run's groups, or None if the run has neither histories nor recordings.
 
-    keeps_recordings: whether groups may have recordings. None: only if a reward of the recipe needs them. The reward
-    classes are then imported to find out.
+    keeps_recordings: whether groups may have recordings. None: only if a reward of the recipe needs them.
     Raises ModelError if the model cannot continue clips.
     """
     if not recipe.is_rl:
@@ -149,8 +148,8 @@ class HistoryWalker:
         """Generate the clips before the samples of each group. Returns the groups, ready for generating their samples.
 
         groups: {index of a group in the step: group}, at least one.
-        num_clips: number of first, second, ... clips to generate, so that all ranks run the same forward passes. None:
-        as many as the groups need.
+        num_clips: how often to generate a clip 0, a clip 1, and so on. Clips that no group needs are discarded: they
+        only make all ranks run the same forward passes. None: as often as the groups need.
         If a clip of a group has non-finite latents, the samples of the group start with the recorded frames (clip 0).
         """
         videos, broken, spare = dict[int, Images](), set[int](), next(iter(groups))
@@ -183,7 +182,8 @@ class HistoryWalker:
     def begin_clip(self, group: Group, clip: int, video: Images | None) -> Group:
         """Prepare a group for generating a clip that continues `video` [F,H,W,3]. Returns a new group.
 
-        The last frames of `video` become its conditioning frames. If `video` is None, they do not change.
+        The last frames of `video` become the group's conditioning frames. If `video` is None, the group keeps its
+        conditioning frames.
         """
         cut = self.layout.slice_group(group, clip)
         if video is None:
@@ -196,7 +196,7 @@ class HistoryWalker:
         """Set `reference` to the recorded frames that the samples of the group should show. Returns a new group.
 
         A group without `recording` is returned unchanged. The recorded clip is encoded and decoded, because a reward
-        should not measure the error of the VAE. The conditioning frames are omitted.
+        should not measure the error of the VAE. `reference` omits the conditioning frames.
         """
         if group.recording is None:
             return group
@@ -212,7 +212,7 @@ def count_clips(groups: Iterable[Group]) -> list[int]:
 
 
 class ReplicaHistories:
-    """Generates the histories of colocated rollouts: the first replica with samples of a group generates its clips."""
+    """Generates the histories of colocated rollouts: the first replica of a group generates the group's history."""
 
     def __init__(self, job: Job, layout: HistoryLayout) -> None:
         self.job = job
@@ -259,7 +259,7 @@ def conditioning_tensor(group: Group) -> Tensor:
 
 
 def replace_conditioning_frames(group: Group, frames: Tensor) -> Group:
-    """Return the group with the conditioning frames `frames`, in the format of `conditioning_tensor`."""
+    """Return a copy of the group with the conditioning frames `frames`, in the format of `conditioning_tensor`."""
     if FIRST_FRAME in group.prompt.inputs:
         inputs = {**group.prompt.inputs, FIRST_FRAME: frames.cpu().numpy()}
         return replace(group, prompt=replace(group.prompt, inputs=inputs))

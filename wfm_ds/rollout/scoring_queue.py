@@ -29,7 +29,7 @@ class ScoringQueue:
     """Decodes denoised chunks and sends them to the reward service.
 
     All methods are collective: all ranks of the replica must call them. On a GPU, a side stream decodes a chunk while
-    the next chunk is denoised. Chunks are merged until every rank of the replica has a sample to decode.
+    the next chunk is denoised. Small chunks are merged so that every rank of the replica has a sample to decode.
     """
 
     def __init__(self, job: Job, rewards: RewardClient) -> None:
@@ -54,7 +54,7 @@ class ScoringQueue:
     def flush(self) -> Scores:
         """Send the remaining chunks for scoring.
 
-        Returns failed Scores for the samples with non-finite latents since the last call.
+        Returns failed Scores for samples with non-finite latents that were submitted since the last call.
         """
         if self._waiting:
             self._start_decoding()
@@ -88,7 +88,7 @@ class FiniteCheck:
         self._chunks.append((latents.flatten(1).isfinite().all(1), sample_ids))  # read later, to not wait for the GPU
 
     def flush(self) -> Scores:
-        """Return failed Scores for the samples with non-finite latents since the last call."""
+        """Return failed Scores for samples with non-finite latents that were submitted since the last call."""
         chunks, self._chunks = self._chunks, []
         failed = [i for is_finite, ids in chunks for i, ok in zip(ids, is_finite.tolist(), strict=True) if not ok]
         return {i: {LATENTS: Score(sample_id=i, reward=LATENTS, failure=NOT_FINITE)} for i in failed}

@@ -1,7 +1,7 @@
 """Rollouts on the training ranks that generate extra samples and select samples by reward.
 
 With `sampling.explore`, many cheap candidate samples are generated per group, and the best and the worst are selected.
-With `rollout.max_refills`, a group is replaced by a group of another prompt if all of its samples have equal rewards.
+With `rollout.max_refills`, a group in which all samples have equal rewards is replaced by a group of another prompt.
 If both are set, the rewards of the candidates decide whether a group is replaced.
 """
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class SelectiveSource(ColocatedSource):
-    """Generates and scores candidate samples in rounds, until the step has enough groups with different rewards."""
+    """Generates and scores candidates in rounds, until enough groups have samples with different rewards."""
 
     def __init__(self, job: Job, groups: RefillableGroups, rewards: RewardClient, algorithm: RlAlgorithm) -> None:
         super().__init__(job, groups, rewards, algorithm)
@@ -142,7 +142,7 @@ class SelectedRollouts:
         self._template = self._template or generated.local_rollouts[0]
 
     def distribute_evenly(self, samples: Sequence[RolloutSample]) -> StepRollouts:
-        """Move rollouts until all replicas have the same number. Returns this replica's rollouts.
+        """Move rollouts between replicas until all have equally many. Return this replica's rollouts.
 
         All ranks must call this.
         """
@@ -171,8 +171,8 @@ def selection_metrics(
 class GroupSelection:
     """Groups selected so far for one RL step.
 
-    A group is informative if its samples have different rewards. Other groups fill the selection until later
-    rounds generate enough informative groups.
+    A group is informative if its samples have different rewards. Until there are enough informative groups, other
+    groups are selected too.
     """
 
     def __init__(self, num_groups: int) -> None:
@@ -231,7 +231,7 @@ def transfer_to_replicas(
     local: Mapping[str, Rollout],
     template: Rollout,
 ) -> list[Rollout]:
-    """Move rollouts between replicas until all replicas have the same number of them. All ranks must call this.
+    """Move rollouts between replicas until all have equally many. All ranks must call this.
 
     Returns the rollouts of this replica: a contiguous range of `samples`.
     samples: samples of all replicas. Their number is a multiple of the number of replicas.

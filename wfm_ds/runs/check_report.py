@@ -39,7 +39,8 @@ class CheckReport:
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values. Sizes are in bytes.
 
-        `memory.phases` is {phase: {category: bytes}} for one rank. Sizes are omitted if memory was not estimated.
+        `memory.phases` is {phase: {category: bytes}} for one rank. Parameter counts and sizes are omitted if memory was
+        not estimated.
         """
         report = {"facts": dict(self.facts), "derived": asdict(self.run_sizes), "verdict": self.verdict.strip()}
         if self.memory is None:
@@ -59,7 +60,7 @@ def gpu_memory() -> int | None:
 
 
 def start_summary(start: RunStart) -> str:
-    """Return a text for `--check`: whether the run is new, resumes from a checkpoint, or has already finished."""
+    """Return a text for `--check` that says whether the run is new, resumes from a checkpoint, or has finished."""
     if start.is_finished:
         return f"finished run (step {start.step}): nothing to do"
     return f"continues after step {start.step} from {start.checkpoint}" if start.checkpoint else "a new run"

@@ -1,4 +1,4 @@
-"""Plan what to download for a recipe: the model, published prompts and reward weights that this machine lacks."""
+"""Plan what to download for a recipe: the files of the model, published prompts and rewards that this machine lacks."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class FetchItem:
 
 @dataclass(slots=True)
 class FetchPlan:
-    """The missing files of a recipe."""
+    """The missing files of a recipe: `items` can be downloaded, `notes` and `unreachable` describe the others."""
 
     items: list[FetchItem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """Missing parts that `wfm fetch` cannot download, one sentence each."""
+    """One sentence for each missing part that `wfm fetch` cannot download."""
     unreachable: list[str] = field(default_factory=list)
     """Parts with files that are not cached and cannot be downloaded, because the Hub cannot be reached."""
 
@@ -75,7 +75,7 @@ class FetchPlan:
 
 
 def plan_downloads(recipe: Recipe) -> FetchPlan:
-    """List the downloads of a recipe. Requests only the sizes and licences of missing files.
+    """List the downloads of a recipe. Requests only metadata from servers, such as sizes and licences.
 
     Branches in the cache keep their commits, so that offline runs load the same files as before. Raises UserError if
     files are missing and the Hub cannot be reached or denies access, and ModelError if the model is not supported.
@@ -114,7 +114,7 @@ def require_free_space(items: Sequence[FetchItem]) -> dict[Path, int]:
 
 
 def plan_model(recipe: Recipe, plan: FetchPlan) -> Iterator[FetchItem]:
-    """Yield the download of the model, if it is on the Hub and incomplete here."""
+    """Yield the download of the model if it is a Hub repository with files that are not in the cache."""
     repo, revision = recipe.model.path, recipe.model.revision
     if not is_repo_id(repo):
         try:
@@ -145,7 +145,7 @@ def list_pipeline_files(repo: str, folder: Path) -> list[DryRunFileInfo]:
 def plan_hub_files(
     purpose: str, repo: str, revision: str | None, files: Sequence[DryRunFileInfo]
 ) -> Iterator[FetchItem]:
-    """Yield the download of these files, if some are missing.
+    """Yield the download of `files` if some of them are not in the cache.
 
     The download updates the commit of the branch `revision` in the cache.
     """
@@ -173,7 +173,7 @@ def list_published_files(data: DataRecipe) -> list[Path]:
 
 
 def plan_prompts(recipe: Recipe, notes: list[str]) -> Iterator[FetchItem]:
-    """Yield the download of the published prompt set if the recipe reads a file of this set that is missing here."""
+    """Yield the download of a published prompt set if the recipe reads a file of the set and this file is missing."""
     data, published = recipe.data, list_published_files(recipe.data)
     if not published:
         return
@@ -242,7 +242,7 @@ def plan_rewards(recipe: Recipe, plan: FetchPlan) -> Iterator[FetchItem]:
 
 
 def reward_addresses(function: HeldOutReward, notes: list[str]) -> Iterator[tuple[str, str]]:
-    """Yield (Hub address, kind of its files) of a reward's options. Local paths are omitted."""
+    """Yield (Hub address, kind of files) for each option of a reward that is a Hub address, not a local path."""
     from wfm_reward.registry import get_reward_class
 
     reward = get_reward_class(function.name)

@@ -1,12 +1,12 @@
-"""Uploads exports to a repository on the Hub, in a thread of rank 0, and writes their model card.
+"""Uploads exports and their model cards to a repository on the Hub, in a thread of rank 0.
 
-A failed upload never ends the run.
-
-huggingface_hub manages the token (HF_TOKEN or `hf auth login`), so recipes do not contain it.
+A failed upload never ends the run. huggingface_hub manages the token (HF_TOKEN or `hf auth login`), so recipes do not
+contain it.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -39,6 +39,7 @@ POLL_INTERVAL_S = 1.0
 # errors.HTTPError: no connection (from the HTTP client of huggingface_hub).
 PUSH_ERRORS = (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, errors.HTTPError, OSError, ValueError)  # type: ignore[attr-defined]
 
+ADAPTER_CONFIG = "adapter_config.json"
 SHOWN_METRICS = ("val/", "reward/", "loss/", "sft/loss")  # metrics listed in the card
 MAX_METRICS, MAX_SAMPLES = 20, 4
 PUBLIC_SECTIONS = (
@@ -109,6 +110,10 @@ class HubPush:
             )
             files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
             operations = [CommitOperationAdd(name, str(path)) for name, path in (files | samples).items()]
+            if ADAPTER_CONFIG in files:  # in the run's folder, it names the local folder of the base model
+                settings = json.loads(files[ADAPTER_CONFIG].read_text()) | {"base_model_name_or_path": base_id}
+                operations = [one for one in operations if one.path_in_repo != ADAPTER_CONFIG]
+                operations.append(CommitOperationAdd(ADAPTER_CONFIG, json.dumps(settings, indent=2).encode()))
             operations.append(CommitOperationAdd("README.md", card.encode()))
             with hide_bars_without_terminal():
                 api.create_repo(repo, private=self.recipe.export.private, exist_ok=True)
@@ -133,7 +138,7 @@ def base_model_id(path: str, folder: Path) -> str | None:
 
 
 def hub_loading_lines(lines: str, folder: Path, base: Path, repo: str) -> str:
-    """Return the loading code with local paths replaced, so that it works with the Hub repository.
+    """Return the loading code with Hub names instead of local paths.
 
     The path of the export becomes `repo`. The path of the base model becomes the name of its folder.
     """
@@ -199,7 +204,6 @@ def _is_public(value: Any, path: str, annotation: Any) -> bool:
 
 
 def _literal_values(annotation: Any) -> set[Any]:
-    """Return the values of all Literal types in a type annotation."""
     if get_origin(annotation) is Literal:
         return set(get_args(annotation))
     return {value for part in get_args(annotation) for value in _literal_values(part)}

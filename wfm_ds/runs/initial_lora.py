@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 def load_initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | None:
     """Return {engine parameter name: tensor} of the LoRA in lora.init_from, or None if it is unset.
 
-    Layers that are not in the file are omitted. model: the loaded model, before an engine changes its denoiser. Raises
-    ModelError if the file cannot be read or does not fit the model, and RecipeError if its adapter settings differ from
-    the recipe.
+    model: the loaded model, before an engine changes its denoiser. Layers without tensors in the file are omitted from
+    the result. Raises ModelError if the file cannot be read or does not fit the model, and RecipeError if its adapter
+    settings differ from the recipe.
     """
     lora = recipe.lora
     if lora is None or lora.init_from is None:
@@ -45,7 +45,7 @@ def read_fitting_lora(recipe: Recipe, model: DiffusionModel, path: Path, what: s
     """Read a LoRA and check that the run adapts all of its layers.
 
     what: name of the LoRA in messages. model: the loaded model, before an engine changes its denoiser. Raises
-    ModelError if the LoRA cannot be read or is for another base, and RecipeError if it has layers that are not in
+    ModelError if the LoRA cannot be read or is for another base model, and RecipeError if it has layers that are not in
     lora.target_modules.
     """
     parts, targets = tuple(model.denoiser_components), recipe.lora and recipe.lora.target_modules

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class CommonJob(ABC):
-    """Objects that training loop and helpers share on one rank, for both diffusion and vision-language models."""
+    """Objects that the training loop and its helpers share on one rank, for diffusion and vision-language models."""
 
     recipe: Recipe
     run_sizes: RunSizes
@@ -74,7 +74,7 @@ class CommonJob(ABC):
     @property
     @abstractmethod
     def export_spec(self) -> ExportInfo:
-        """Information that an export needs in addition to the engine's weights."""
+        """Settings that an export needs in addition to the engine's weights."""
 
     @abstractmethod
     def export_weights(self, out: Path) -> Path:
@@ -156,7 +156,8 @@ class Job(CommonJob):
 def open_monitor(recipe: Recipe, world: World, resumed_at: int | None, unit: str, resources: ExitStack) -> Monitor:
     """Open the run's metrics and trackers, and close them with `resources`. All ranks must call this.
 
-    resumed_at: last optimizer step of the checkpoint, or None for a new run. unit: what a step trains, such as images.
+    resumed_at: last optimizer step of the checkpoint, or None for a new run. unit: what the progress display counts,
+    such as images.
     """
     trackers = world.run_checked(lambda: open_trackers(recipe, resumed_at), on="main")
     monitor = Monitor(

@@ -53,7 +53,7 @@ class RunContents:
     finished_step: int | None  # last step of a finished run
 
     def newest_recipe(self) -> tuple[str, Recipe | None]:
-        """Return (path, recipe) of the newest checkpoint or, without a checkpoint, of the run."""
+        """Return (path, recipe) of the newest checkpoint, or of the run if there is no checkpoint."""
         return read_run_recipe(self.location if self.checkpoint is None else str(self.checkpoint.path))
 
 

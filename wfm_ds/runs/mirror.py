@@ -60,7 +60,7 @@ class SentFile:
 class Mirror:
     """Copies `folder` to the S3 `address`, from the call of `start` to the call of `finish`.
 
-    Only rank 0's main thread may use it.
+    Only the main thread of rank 0 may use it.
     """
 
     def __init__(self, folder: Path, address: str, *, keep: int) -> None:
@@ -95,7 +95,7 @@ class Mirror:
                 self._fetch_file(name, size)
 
     def fetch_checkpoint(self, address: str) -> Path:
-        """Download a checkpoint, its metrics and the run's ids in trackers, and return the checkpoint's folder.
+        """Download a checkpoint, the run's metrics and its ids in trackers, and return the checkpoint's folder.
 
         Raises StorageError if a download fails.
         """
@@ -113,7 +113,7 @@ class Mirror:
         return folder
 
     def newer_step(self) -> int | None:
-        """Return the newest step in S3 if it is newer than all local steps, else None. Raises StorageError."""
+        """Return the step of the newest checkpoint in S3 if no local one is as new, else None. Raises StorageError."""
         newest = remote_store.find_newest(f"{self.address}/{CHECKPOINTS}")
         return None if newest is None or newest.step <= max(self._complete_steps(), default=-1) else newest.step
 
@@ -145,7 +145,7 @@ class Mirror:
         self._wakeup.set()
 
     def list_unverified_steps(self) -> Collection[int]:
-        """Return the steps of local checkpoints after the newest uploaded one. They must not be removed."""
+        """Return the steps of the local checkpoints after the newest uploaded one, which must not be removed."""
         verified = max((step for step in self._complete_steps() if self._is_sent(marker_name(step))), default=-1)
         return [step for step in self._complete_steps() if step > verified]
 
@@ -211,7 +211,6 @@ class Mirror:
         self.failure = reason
 
     def _send_all(self) -> None:
-        """Upload all missing files. Raises StorageError and OSError if an upload fails."""
         if not self._is_claimed:  # first, so that --overwrite can remove the other files
             transfer.put_object(layout.format_record(layout.RUN_NAMES).encode(), f"{self.address}/{RECORD_FILE}")
             self._is_claimed = True
@@ -305,9 +304,8 @@ class Mirror:
     def _byte_counter(self, name: str) -> ProgressCallback:
         """Return a function that records upload progress. Call it with the number of bytes of each uploaded chunk.
 
-        A retry counts as progress only when it has uploaded more bytes than all earlier attempts. An upload that always
-        fails at the same point therefore counts as stalled. The function aborts the upload if `finish` has stopped
-        waiting.
+        A retry counts as progress only after it has uploaded more bytes than all earlier attempts. The function aborts
+        the upload if `finish` has stopped waiting.
         """
         sent = 0
 
@@ -345,7 +343,6 @@ class Mirror:
             yield from (name for *_, name in sorted(names) if not self._is_sent(name))
 
     def _is_sent(self, name: str) -> bool:
-        """Return whether S3 has the current version of the file."""
         sent = self._sent.get(name)
         if sent is None:
             return False
@@ -370,7 +367,7 @@ class Mirror:
             log.warning("%s: %s; a continued run will upload these files again", self.folder / SENT_FILES_NAME, error)
 
     def _read_sent_files(self) -> dict[str, SentFile]:
-        """Load the state of earlier uploads, or {} if the file is missing or invalid. Then all files are sent again."""
+        """Load the state of earlier uploads. Returns {} if the state file is missing or invalid."""
         try:
             state = json.loads((self.folder / SENT_FILES_NAME).read_text(encoding="utf-8"))
             files = state["files"] if state["address"] == self.address else {}

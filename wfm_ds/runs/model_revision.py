@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 def pin_commit(recipe: Recipe, *, overwrite: bool = False) -> Recipe:
     """Return a copy of the recipe with a commit in model.revision. Recipes with a local model do not change.
 
-    A recipe that continues a run gets the commit of that run. Otherwise it gets the current commit of the branch or
+    A recipe that continues a run gets the commit of that run. Otherwise, it gets the current commit of its branch or
     tag. overwrite: ignore an existing run. Raises ModelError if the Hub cannot resolve the revision, and RecipeError or
     StorageError if the recipe of the existing run cannot be read.
     """
@@ -74,7 +74,7 @@ def agree_on_commit(recipe: Recipe, world: World, *, overwrite: bool) -> Recipe:
 def fetch_model(recipe: Recipe, world: World) -> None:
     """Download a model from the Hub to the cache of each machine. All ranks must call this.
 
-    One process per machine downloads. The other processes wait without a timeout. If a download fails, all ranks raise
+    One process per machine downloads. The others wait without a timeout. If a download fails, all ranks raise
     UserError.
     """
     model = recipe.model

@@ -90,7 +90,7 @@ def find_run_start(recipe: Recipe, world_size: int, *, overwrite: bool = False) 
     * folder or storage contain a run that cannot continue (different recipe or global batch, all checkpoints damaged);
     * folder or storage contain files with reserved names that do not belong to a run.
 
-    Raises StorageError if the storage does not reply.
+    Raises StorageError if the storage does not respond.
     """
     folder, resume, storage = recipe.run.output_dir, recipe.run.resume, recipe.checkpoint.storage
     require_usable_folder(folder)
@@ -178,10 +178,10 @@ def require_unused_names(place: RunContents) -> None:
 
 
 def require_recorded_files(place: str, unrecorded: Collection[str]) -> None:
-    """Raise RecipeError if there are `unrecorded` files, which --overwrite does not delete.
+    """Raise RecipeError if `unrecorded` is not empty, because --overwrite does not delete these files.
 
-    place: recipe key and value of the location. unrecorded: files with names that a run uses, which the run's record
-    file does not list.
+    place: recipe key and value of the location. unrecorded: files with reserved names that the record file does not
+    list.
     """
     if unrecorded:
         raise RecipeError(
@@ -253,7 +253,7 @@ def require_same_batch_size(found: Checkpoint | RemoteCheckpoint, recipe: Recipe
     """Raise RecipeError if the recipe's global batch size differs from the checkpoint's.
 
     The global batch size determines which samples come next. In SFT of a two-expert model, the number of micro-batches
-    must also be the same, because it determines when each expert trains.
+    must be equal too, because it determines when each expert trains.
     """
     derived = derive_run_sizes(recipe, world_size)
     here, there = derived.samples_per_step, found.metadata["samples_per_step"]
@@ -275,14 +275,15 @@ def require_same_batch_size(found: Checkpoint | RemoteCheckpoint, recipe: Recipe
 def claim_folder(folder: Path) -> None:
     """Write the record file, which lists the names in this folder that belong to a run.
 
-    Call this when the folder is locked and find_run_start has found no foreign files, before other files are written.
+    Call this after the folder is locked and find_run_start has found no foreign files, and before other files are
+    written.
     """
     with explain_write_errors(folder):
         atomic.write_text(folder / RECORD_FILE, layout.format_record(layout.RUN_NAMES))
 
 
 def open_output_folder(recipe: Recipe, start: RunStart) -> None:
-    """Write the resolved recipe to the folder and truncate its metrics to the starting step."""
+    """Write the resolved recipe to the output folder, and truncate the folder's metrics to the starting step."""
     folder = recipe.run.output_dir
     with explain_write_errors(folder):
         atomic.remove_part_files(folder.glob(".*"))

@@ -37,7 +37,7 @@ def write_result(
     artifacts: {kind: path} of the run's output.
     started: start time with time zone.
     message: reason of a failure, or a warning about the result.
-    storage: state of the copies in S3, as JSON.
+    storage: which files are missing in S3 (the fields of StorageCopies). None: the run has no S3 storage.
     Raises ValueError for an unknown status, and OSError if the folder cannot be written.
     """
     if status not in STATUSES:

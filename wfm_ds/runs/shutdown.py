@@ -4,7 +4,8 @@
         with shutdown.use_recorder(discard_new_run(...)): a failure before the first step clears a new run's folder
             with record_run(shutdown, ...) as record:     result.json contains the last step and the error
 
-The innermost context records a failure once, on rank 0. If the main thread hangs, the heartbeat thread records it.
+A failure is recorded once, by the innermost active context on rank 0. If the main thread hangs, the heartbeat thread
+records it.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ def discard_new_run(folder: Path, start: RunStart) -> Callable[[str], None]:
 
 
 class ResultRecorder:
-    """Writes result.json on rank 0 when the run ends. Every rank has one from the start of the training loop."""
+    """Writes result.json on rank 0 when the run ends. All ranks create it when the training loop starts."""
 
     def __init__(
         self, recipe: Recipe, ending: RunShutdown, mirror: Mirror | None, loop: RunProgress, exporter: RunExports
@@ -206,10 +207,10 @@ class ResultRecorder:
         self._copies: StorageCopies | None = None  # set after waiting for them
 
     def record_outcome(self, outcome: RunOutcome) -> StorageCopies | None:
-        """Wait until the files of a successful run are in checkpoint.storage, then write result.json.
+        """Wait for the uploads to checkpoint.storage, then write result.json. Call it after a successful run.
 
-        All ranks must call this. Returns the state of the copies, or None if checkpoint.storage is not set. Raises
-        UserError if result.json cannot be written.
+        All ranks must call this. Returns which files are missing in S3, or None if checkpoint.storage is not set.
+        Raises UserError if result.json cannot be written.
         """
         self.wait_for_copies()
         if self._ending.world.is_main:
@@ -230,7 +231,7 @@ class ResultRecorder:
             log.error("result.json cannot be written: %s", error.strerror)
 
     def wait_for_copies(self) -> None:
-        """Wait until all files are in checkpoint.storage or the uploads stall. All ranks must call this."""
+        """Wait until all files are uploaded to checkpoint.storage or the uploads stall. All ranks must call this."""
         from wfm_ds.runs.storage_copies import finish_copies
 
         self._copies = finish_copies(self._recipe, self._ending.world, self._mirror)

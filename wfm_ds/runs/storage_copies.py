@@ -1,4 +1,4 @@
-"""Fetch the starting checkpoint from `checkpoint.storage`, and wait for the copies there at the end of a run."""
+"""Download the starting checkpoint from `checkpoint.storage`, and wait for the uploads to it at the end of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NUM_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageCopies:
-    """State of the S3 copies at the end of a run: the files that are missing in S3. Written to result.json."""
+    """The files of a run that are missing in S3 when the run ends. Written to result.json."""
 
     address: str
     missing: list[str]  # names in the run folder that are missing or outdated in the storage
@@ -69,8 +69,8 @@ def open_run_folder(
 ) -> RunStart:
     """Prepare the locked output folder and download the starting checkpoint if it is in S3.
 
-    All ranks must call this. Returns `start` with the local path of the checkpoint. overwrite: remove the existing run
-    first. Raises UserError if the folder or the checkpoint cannot be prepared.
+    All ranks must call this. Returns a copy of `start` with the local path of the checkpoint. overwrite: remove the
+    existing run first. Raises UserError if the folder or the checkpoint cannot be prepared.
     """
 
     def prepare_folder() -> None:
@@ -89,7 +89,7 @@ def open_run_folder(
 
 
 def fetch_start_checkpoint(recipe: Recipe, world: World, mirror: Mirror | None, start: RunStart) -> RunStart:
-    """Download the checkpoint of `start` if it is in S3. Returns `start` with the local path of the checkpoint.
+    """Download the checkpoint of `start` if it is in S3. Returns a copy of `start` with the checkpoint's local path.
 
     All ranks must call this. Raises UserError on all ranks if the download fails.
     """
@@ -110,7 +110,7 @@ def fetch_start_checkpoint(recipe: Recipe, world: World, mirror: Mirror | None, 
 
 
 def discard_fetched_checkpoint(recipe: Recipe, world: World) -> None:
-    """Remove the downloaded checkpoint of another run. Call this after all ranks have loaded the checkpoint."""
+    """Remove a downloaded checkpoint that belongs to another run. Call this after all ranks have loaded it."""
     if world.is_main:
         shutil.rmtree(recipe.run.output_dir / FETCHED, ignore_errors=True)
 
@@ -118,7 +118,7 @@ def discard_fetched_checkpoint(recipe: Recipe, world: World) -> None:
 def finish_copies(recipe: Recipe, world: World, mirror: Mirror | None) -> StorageCopies | None:
     """Wait for the uploads to S3 and return which files are missing there. All ranks must call this.
 
-    Returns None if checkpoint.storage is not set. The result is identical on every rank.
+    Returns None if checkpoint.storage is not set. All ranks get the same result.
     """
     settings, root = recipe.checkpoint, recipe.run.output_dir / CHECKPOINTS
     if settings.storage is None:
@@ -145,8 +145,8 @@ def finish_copies(recipe: Recipe, world: World, mirror: Mirror | None) -> Storag
 def send_missing_copies(recipe: Recipe, world: World, done: int) -> StorageCopies | None:
     """Upload the missing files of a finished run to S3. done: the run's last step. All ranks must call this.
 
-    Does nothing if the folder is not on this machine or S3 has a newer state. Raises UserError if S3 fails, or if the
-    folder or result.json cannot be read.
+    Does nothing if the folder is not on this machine or if S3 has a newer state of the run. Raises UserError if S3
+    fails, or if the folder or result.json cannot be read.
     """
     folder = recipe.run.output_dir
     if recipe.checkpoint.storage is None or not world.broadcast((folder / RESULT_FILE).exists()):
@@ -185,7 +185,7 @@ def _is_folder_outdated(folder: Path, mirror: Mirror, done: int) -> bool:
 
 
 def send_result(mirror: Mirror, copies: StorageCopies) -> StorageCopies:
-    """Upload result.json if S3 has all other files. Returns the new state of the copies."""
+    """Upload result.json if S3 has all other files. Returns `copies`, updated if the upload fails."""
     if copies.missing:
         return copies
     try:

@@ -24,8 +24,8 @@ def load_teachers(recipe: Recipe, model: DiffusionModel) -> dict[str, dict[str, 
     """Return {policy: {engine parameter name: tensor}} of the teachers that have a LoRA.
 
     Each LoRA is converted to the recipe's rank and scale. model: the loaded model, before an engine changes its
-    denoiser. Raises ModelError if a LoRA cannot be read or is for another base, and RecipeError if it does not fit the
-    recipe.
+    denoiser. Raises ModelError if a LoRA cannot be read or is for another base model, and RecipeError if it does not
+    fit the recipe.
     """
     teachers = {}
     for policy, teacher in recipe.algorithm.list_lora_teachers().items():
@@ -62,9 +62,9 @@ def load_teacher_lora(
 
 
 def fit_rank(layer: LoraLayer, rank: int, scale: float) -> LoraLayer:
-    """Return a layer with this rank and scale and the same weight change `scale * B @ A`.
+    """Return a layer with this rank and scale and the same weight change, scale * B @ A.
 
-    rank: at least the layer's rank. New rows of A and columns of B are 0.
+    rank: at least the layer's rank. The additional rows of A and columns of B are 0.
     """
     missing = rank - layer.rank
     B = layer.B if layer.scale == scale else layer.B * (layer.scale / scale)

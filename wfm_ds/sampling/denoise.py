@@ -51,11 +51,11 @@ class SamplingPlan(Protocol):
 
     @property
     def keep_means(self) -> bool:
-        """Whether the stored steps include the means of their Gaussians."""
+        """Whether each stored step includes the mean of the Gaussian from which the next latents were drawn."""
 
     @property
     def keep_states(self) -> bool:
-        """Whether the plan keeps input latents of the denoiser, in `Trajectory.states`.
+        """Whether `Trajectory.states` contains input latents of the denoiser.
 
         EDM plans keep the inputs of the stored steps, flow-matching plans the inputs of all steps.
         """
@@ -175,7 +175,7 @@ def step_noise_seeds(seeds: Sequence[int], step: int) -> Tensor:
 def transition_mean(velocity: Tensor, latents: Tensor, coefficients: Tensor) -> Tensor:
     """Return the mean of the next latents, c_x * latents + c_v * velocity: [B, ...].
 
-    coefficients: rows of FlowPlan.table, [B,5] float64. Their first two columns are c_x and c_v.
+    coefficients: rows of FlowPlan.table, [B,5] float64. The first two columns are c_x and c_v.
     """
     c_x, c_v = (coefficients[:, i].to(latents.dtype).view(-1, *[1] * (latents.ndim - 1)) for i in (0, 1))
     return c_x * latents + c_v * velocity

@@ -1,7 +1,7 @@
 """Sampling in EDM coordinates with churn (arXiv 2206.00364, 2308.02157). DDRL samples Cosmos-Predict2.5 in this way.
 
 The state is X = x0 + S*eps, with an EDM noise level S that decreases from 200 to 0.01. The denoiser receives this state
-in flow-matching coordinates: x_sigma = X/(1 + S) with sigma = S/(1 + S). Its x0 prediction is D = x_sigma -
+in flow-matching coordinates: x_sigma = X/(1 + S) with sigma = S/(1 + S). The x0 prediction is D = x_sigma -
 sigma*velocity.
 """
 

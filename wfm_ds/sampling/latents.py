@@ -51,7 +51,7 @@ def require_vectors(latents: Tensor, **vectors: Tensor) -> None:
 
 
 def free_frame_mask(frames: ConditioningFrames) -> Tensor:
-    """Return a mask [B,1,T,1,1], float32 on the device of the latents: 0 on conditioning frames, 1 elsewhere."""
+    """Return a float32 mask [B,1,T,1,1], on the device of `frames`: 0 on conditioning frames, 1 on other frames."""
     positions = torch.arange(frames.latents.shape[2], device=frames.latents.device)
     counts = copy_to_device(frames.counts, frames.latents.device)
     return (positions >= counts[:, None]).float().view(len(counts), 1, -1, 1, 1)

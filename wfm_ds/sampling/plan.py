@@ -44,7 +44,7 @@ def solver_steps(solver: str, sigmas: Tensor) -> list[SolverStep]:
     """Return the N steps of `solver` on the noise levels `sigmas`.
 
     sigmas: [N+1] float64 on the CPU, descending from at most 1 to 0. `ode` is Euler. `dpm2` is DPM-Solver++ 2M (arXiv
-    2211.01095, midpoint form) for flow matching. Some of its steps are Euler steps: step 0, the last step, step 1 if
+    2211.01095, midpoint form) for flow matching. Some `dpm2` steps are Euler steps: step 0, the last step, step 1 if
     the first noise level is 1, and each step that is more than MAX_STEP_GROWTH times as long as the previous step.
     Raises ValueError for an unknown solver and for other noise levels.
     """
@@ -107,7 +107,7 @@ def stochastic_plan(
     below 1 would give extreme coefficients.
     noisy_steps: indices of the steps that add noise. None: all steps; with `dance`, the last step is then an Euler step
     that returns the x0 prediction, as in DanceGRPO.
-    stored_steps: steps to store for training. keep_means: whether to store their means too.
+    stored_steps: steps to store for training. keep_means: see SamplingPlan.keep_means.
     gaussian: whether `cps` uses the full Gaussian log-probability. If False, `cps` uses the published form, which omits
     the variance and the constant.
 
@@ -139,8 +139,8 @@ def stochastic_plan(
 def use_gaussian_log_prob(table: Tensor) -> Tensor:
     """Return a copy of the coefficient table [N,5] of N steps in which noisy steps have the Gaussian log-density.
 
-    The log-density is -(mean d^2)/(2 s^2) - ln s - ln(2 pi)/2, where d is the distance from the mean of the step and s
-    its std. Columns 3 and 4 of the table are the scale and the constant of this log-density.
+    The log-density is -mean(d^2)/(2 s^2) - ln(s) - ln(2 pi)/2, with d = next latents - mean of the step and s = std of
+    the step. Columns 3 and 4 of the table are the scale and the constant of this log-density.
     """
     table, noisy = table.clone(), table[:, STD_COLUMN] > 0
     std = table[noisy, STD_COLUMN]
@@ -194,8 +194,8 @@ def rollout_plan(
     """Return the sampling plan of RL step `step` for the noise levels `sigmas` [N+1].
 
     run_seed, step: not used for deterministic solvers, because their plan is the same in every step. store_steps:
-    whether to store the trainable steps. keep_means: whether to store the means of their Gaussians too. gaussian: see
-    stochastic_plan. Raises RecipeError in the same cases as stochastic_plan.
+    whether to store the trainable steps. keep_means, gaussian: see stochastic_plan. Raises RecipeError in the same
+    cases as stochastic_plan.
     """
     if not sampling.is_stochastic:
         return deterministic_plan(sampling.solver, sigmas)
@@ -212,10 +212,7 @@ def rollout_plan(
 
 
 def plan_without_window(sampling: SamplingRecipe, sigmas: Tensor, *, gaussian: bool = True) -> FlowPlan:
-    """Return the sampling plan that ignores sampling.window. The window does not change a noisy step's coefficients.
-
-    sigmas, gaussian: see rollout_plan.
-    """
+    """Return the sampling plan of a recipe without sampling.window. sigmas, gaussian: see rollout_plan."""
     return rollout_plan(sampling.model_copy(update={"window": None}), sigmas, gaussian=gaussian)
 
 

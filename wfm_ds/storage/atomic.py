@@ -34,9 +34,9 @@ def sync_to_disk(path: Path) -> None:
 def new_file(path: Path, part_folder: Path | None = None) -> Iterator[Path]:
     """Yield the path of an empty temporary file. It replaces `path` if the block succeeds.
 
-    part_folder: folder of the temporary file, on the same file system as `path`. None: the folder of `path`.
-    Concurrent writers use different temporary files, and the last writer wins. The file gets the default permissions,
-    even if the code in the block creates it with access only for its owner, as safetensors does. Raises OSError.
+    part_folder: folder of the temporary file, on the same file system as `path`. None: the folder of `path`. Concurrent
+    writers use different temporary files, and the last writer wins. The final file has the default permissions, even if
+    the code in the block restricts them, as safetensors does. Raises OSError.
     """
     part = (part_folder or path.parent) / f".{secrets.token_hex(8)}.part"
     part.touch(exist_ok=False)
@@ -53,7 +53,7 @@ def new_file(path: Path, part_folder: Path | None = None) -> Iterator[Path]:
 
 
 def remove_part_files(paths: Iterable[Path]) -> None:
-    """Remove the paths that are temporary files of `new_file`. The processes that wrote them must have ended."""
+    """Remove the files among `paths` that `new_file` created as temporary files. Their writers must have ended."""
     for path in paths:
         if PART_NAME.fullmatch(path.name):
             path.unlink(missing_ok=True)
@@ -62,7 +62,7 @@ def remove_part_files(paths: Iterable[Path]) -> None:
 def remove_stale(paths: Iterable[Path], now_s: float) -> None:
     """Remove the temporary files and folders among `paths` in which nothing has changed for STALE_S seconds.
 
-    Their writers were killed. now_s: current Unix time in seconds.
+    Their writers are assumed to have been killed. now_s: current Unix time in seconds.
     """
     for path in paths:
         with contextlib.suppress(OSError):  # already removed, or of another user; it does no harm
@@ -75,7 +75,8 @@ def remove_stale(paths: Iterable[Path], now_s: float) -> None:
 def temporary_folder(parent: Path, prefix: str = MAKING_PREFIX) -> Iterator[Path]:
     """Yield a new folder in `parent` and remove it at the end. Raises OSError.
 
-    Folders with this prefix that have not changed for STALE_S seconds are removed too; their creators were killed.
+    Also removes folders with this prefix that have not changed for STALE_S seconds, because their creators were
+    probably killed.
     """
     remove_stale(parent.glob(temporary_pattern(prefix)), time.time())
     with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
@@ -97,8 +98,8 @@ def write_text(path: Path, text: str) -> None:
 def new_folder(final: Path) -> Iterator[Path]:
     """Yield the path of an empty temporary folder. It replaces `final` if the block succeeds.
 
-    If an earlier writer was killed, its temporary folder is removed. If it was killed while it replaced `final`, the
-    old folder is restored. Raises OSError.
+    If an earlier writer was killed, its temporary folder is removed. If the writer was killed while it replaced
+    `final`, the old folder is restored. Raises OSError.
     """
     making = final.with_name(f".{final.name}.wfm-tmp")  # users do not give such names to folders
     replaced = final.with_name(f".{final.name}.wfm-old")

@@ -54,7 +54,7 @@ def is_repo_id(path: str) -> bool:
 
 
 def shorten_path(path: str | os.PathLike[str]) -> str:
-    """Return a path or name for messages. The middle of a very long one is omitted, control characters are escaped."""
+    """Return a path or name for messages. The middle of long text is omitted, and control characters are escaped."""
     text = escape_controls(os.fspath(path)).replace("\n", "\\n")
     if len(text) <= MAX_SHOWN_CHARS:
         return text
@@ -62,7 +62,7 @@ def shorten_path(path: str | os.PathLike[str]) -> str:
 
 
 def shorten_error(error: BaseException) -> str:
-    """Return the text of an error on one line, shortened and escaped like a path."""
+    """Return the text of an error on one line, shortened and escaped by `shorten_path`."""
     return shorten_path(" ".join(str(error).split()))
 
 
@@ -153,7 +153,7 @@ def read_range(address: str, offset: int, size: int) -> bytes:
 def file_version(address: str) -> tuple[str | int, ...]:
     """Return (address, size, ETag or modification time). The result changes when the file changes.
 
-    Raises FileNotFoundError and StorageError. A pipe or device raises StorageError too, because reading it could block
+    Raises FileNotFoundError and StorageError. For a pipe or device, raises StorageError, because reading could block
     forever.
     """
     fs, path = open_filesystem(address)
@@ -165,9 +165,9 @@ def file_version(address: str) -> tuple[str | int, ...]:
 
 
 def expand_pattern(pattern: str) -> list[str]:
-    """Expand {000..123} and * ? [ ] in a path or s3:// address. Paths become absolute.
+    """Return the addresses to which a path or s3:// address with {000..123} or * ? [ ] expands. Paths become absolute.
 
-    Files from a range {000..123} need not exist. Matches of a glob are sorted. Raises DataError if a glob matches no
+    Files of a range {000..123} need not exist. Matches of a glob are sorted. Raises DataError if a glob matches no
     file, and StorageError for a descending range.
     """
     return [address for part in expand_ranges(pattern) for address in expand_glob(part)]
@@ -198,7 +198,7 @@ def expand_glob(pattern: str) -> list[str]:
 
 
 def open_regular(path: Path | str) -> BinaryIO:
-    """Open a regular file for reading. Raises OSError. Pipes, sockets, devices and folders raise OSError too."""
+    """Open a regular file for reading. Raises OSError, also for pipes, sockets, devices and folders."""
     # Without O_NONBLOCK, opening a pipe waits for a writer. The flag has no effect on regular files.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

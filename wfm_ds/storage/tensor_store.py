@@ -1,6 +1,6 @@
 """Cache of tensors on disk. Each entry is one safetensors file that is written atomically.
 
-The key of an entry describes everything that the tensors depend on.
+The key of an entry describes everything on which its tensors depend.
 """
 
 from __future__ import annotations

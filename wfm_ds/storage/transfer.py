@@ -1,8 +1,8 @@
 """Upload and download whole files to and from S3, with verification.
 
 After an upload, the size and the ETag (MD5) that S3 reports must match the data that was read locally. Each request
-also contains a Content-MD5, so S3 rejects data that changed in transit. With KMS encryption, the ETag is not an MD5,
-and only the Content-MD5 protects the data.
+also contains a Content-MD5, so S3 rejects data that changed in transit. With KMS encryption, the ETag is not an MD5, so
+only the Content-MD5 protects the data.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _convert_write_errors(address: str) -> Iterator[None]:
 def _convert_missing_bucket(address: str) -> Iterator[None]:
     """Convert FileNotFoundError in the `with` block to StorageError.
 
-    During an upload, this error means that the bucket is missing or that the upload was cancelled.
+    During an upload, FileNotFoundError means that the bucket is missing or that the upload was cancelled.
     """
     try:
         yield
@@ -188,10 +188,7 @@ class _S3Object:
         return md5.hexdigest()
 
     def put_parts(self, parts: Iterable[bytes], on_progress: ProgressCallback) -> str:
-        """Upload the object in parts. Return the expected ETag.
-
-        The ETag of such an object consists of the MD5 of the parts' MD5s and the number of parts.
-        """
+        """Upload the object in parts. Return the expected ETag: the MD5 of the parts' MD5s, and the number of parts."""
         with _convert_write_errors(self.address):
             upload_id = self.call("create_multipart_upload")["UploadId"]
         try:

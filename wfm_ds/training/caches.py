@@ -144,8 +144,8 @@ def group_samples_by_size(
 def rollout_prompts(recipe: Recipe, data: TrainingData) -> list[Prompt]:
     """Return the prompts that an RL run may use, without duplicates.
 
-    The result contains all prompts if their choice depends on rewards, or if the data has images or videos. In the
-    latter case, any sample may replace an unreadable file.
+    The result contains all prompts if the choice of prompts depends on rewards, or if the data has images or videos,
+    because any sample may then replace an unreadable file.
     """
     depends_on_rewards = recipe.data.choose == "reward_std" or (recipe.is_rl and recipe.rl.rollout.max_refills > 0)
     if not data.prompts or data.samples or depends_on_rewards:
@@ -170,7 +170,7 @@ def drop_unused_encoders(model: DiffusionModel, texts: TextCache, needed: Sequen
 
 
 class CacheFiller:
-    """Writes text embeddings and latents to the disk caches. Each rank writes a shard of them."""
+    """Writes text embeddings and latents to the disk caches. Each rank writes a shard of the entries."""
 
     def __init__(self, recipe: Recipe, model: DiffusionModel, data: TrainingData, rank: int, world_size: int) -> None:
         self._recipe, self._model = recipe, model
@@ -203,10 +203,7 @@ class CacheFiller:
         self._counts["new" if new else "kept"] += 1
 
     def _fill_latents(self, samples: Sequence[Sample], cache: LatentCache) -> None:
-        """Encode and write the missing latents, one file at a time.
-
-        The last bits of a latent would otherwise depend on the other files in its batch.
-        """
+        """Encode and write the missing latents, one file at a time, so that no latent depends on other files."""
 
         def load_pixels(sample: Sample, media: Media) -> tuple[Framing, npt.NDArray[np.uint8] | None]:
             framing = self._buckets.choose_framing(sample.media)
@@ -241,8 +238,8 @@ def precompute_texts(
 ) -> TextCache:
     """Open the run's text cache, encode the missing texts and free the text encoders. All ranks must call this.
 
-    The text encoders stay in memory if the run still needs them. With data.cache_text: auto, the log gives the reason.
-    Call this after `mark_frozen_layers` and before the engine is built.
+    If the run still needs the text encoders, they stay in memory. Call this after `mark_frozen_layers` and before the
+    engine is built.
     """
     texts: TextCache = world.run_checked(lambda: open_text_cache(recipe, model, data))
     if texts.folder is None:
@@ -333,7 +330,7 @@ def encode_local_texts(texts: TextCache, needed: Sequence[Text], world: World) -
 def load_clean_latents(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
     """Return the clean latents [B, ...] float32 of B samples. All ranks of the replica must call this.
 
-    All ranks of the replica get the same latents. The leader encodes and caches the latents that are not cached yet.
+    The leader encodes and caches latents that are not cached yet, and sends all latents to the other ranks.
     """
     if not job.world.is_leader:
         return job.world.broadcast_tensor_in_replica(None)

@@ -67,8 +67,7 @@ class Checkpoints:
         writing: whether any rank is still writing its shard of the last checkpoint.
 
         Call this method after the step's metrics are written, because the checkpoint records the size of metrics.jsonl.
-        The method copies the state to host memory and returns. A thread then writes the state to disk. A later call of
-        this method completes the checkpoint.
+        A thread writes the checkpoint to disk. A later call of this method completes the checkpoint.
         """
         if not writing:
             self.wait_for_save()

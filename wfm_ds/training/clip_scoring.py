@@ -1,4 +1,4 @@
-"""Scores of generated clips: from reward clients, and the similarity to recordings."""
+"""Scores of generated clips: rewards, and the similarity to recordings."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class ClipScoring:
         return self.recordings is not None or any(client.reference_rewards for client in self.scorers)
 
     def submit(self, clips: Sequence[GeneratedClip]) -> Scores:
-        """Submit clips for scoring by the reward clients. Returns the scores that are already known.
+        """Submit clips for scoring by the reward clients.
 
-        These are failed scores of clips with non-finite latents, and the similarity to recordings.
+        Returns failed scores of clips with non-finite latents, and the similarity of clips to recordings.
         """
         fps = self.sampler.settings.fps if self.sampler.model.is_video else None
         references = self._load_references(clips)

@@ -102,7 +102,7 @@ def require_files(files: list[str]) -> None:
 
 
 def check_reward_options(recipe: Recipe) -> None:
-    """Raise RewardError if this run starts its rewards and one has an unknown name or an invalid option."""
+    """If this run starts its reward service, raise RewardError for an unknown reward or an invalid option."""
     from wfm_reward import registry
 
     reward = recipe.all_reward_settings
@@ -128,7 +128,7 @@ def check_workers(recipe: Recipe) -> None:
 
 
 def require_free_port(endpoint: str) -> None:
-    """Raise RecipeError if another process listens at a tcp:// endpoint of this machine. Port 0 is any free port."""
+    """Raise RecipeError if another process listens at a tcp:// endpoint of this machine. Port 0 always passes."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.socket(family) as probe:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
+from wfm_ds.distributed.heartbeat import is_communication_error
 from wfm_ds.distributed.progress import show_wait
+from wfm_ds.errors import UserError, describe_error
 from wfm_ds.runs.hub_push import HubPush
 from wfm_ds.runs.job import CommonJob
 from wfm_ds.runs.layout import EXPORTS
+
+log = logging.getLogger(__name__)
 
 
 class Exporter:
@@ -25,7 +30,7 @@ class Exporter:
 
     @property
     def artifacts(self) -> dict[str, str]:
-        """Return {kind of weights: folder} of the latest export for result.json, or {} before the first one."""
+        """Return {kind of weights: folder} of the latest export, or {} before the first export."""
         return (
             {"lora" if self.job.engine.uses_lora else self.job.artifact_kind: str(self._last_export[1])}
             if self._last_export
@@ -64,12 +69,24 @@ class Exporter:
         job = self.job
         with job.timer("export"), show_wait("exporting the weights"):
             out = job.recipe.run.output_dir / EXPORTS / f"step_{step}"
-            folder = job.world.run_checked(lambda: job.export_weights(out))
+            folder = job.world.run_checked(lambda: self._write_export(out))
         self._last_export = (step, folder)
         if job.mirror is not None:
             job.mirror.wake()
         if self._hub_push is not None and job.recipe.export.every == "each":
             self._push_export()
+
+    def _write_export(self, out: Path) -> Path:
+        """Export the weights. Every error becomes a UserError, which all ranks raise after they saved a checkpoint."""
+        try:
+            return self.job.export_weights(out)
+        except UserError:
+            raise
+        except Exception as error:
+            if is_communication_error(error):  # the ranks cannot save a checkpoint together
+                raise
+            log.exception("the export failed")
+            raise UserError(f"the weights cannot be exported to {out}: {describe_error(error)}") from error
 
     def _push_export(self) -> None:
         assert self._hub_push is not None

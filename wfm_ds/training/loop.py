@@ -152,7 +152,7 @@ class TrainingLoop(ABC):
         return ""
 
     def save_results(self) -> None:
-        """Wait until the last checkpoint is complete, then export the current weights if they were trained."""
+        """Wait until the last checkpoint is complete. Export the weights if any optimizer step was applied."""
         self.checkpoints.wait_for_save()
         if self.job.engine.num_updates == 0:
             return
@@ -230,8 +230,8 @@ def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool)
     """Write one line of metrics per optimizer step, and agree on stop and save requests. All ranks must call this.
 
     The first line also contains the times, forward counts and speed of the whole step. writing: whether this rank is
-    still writing its shard of a checkpoint. Returns {name: True if it is true on any rank} for `stop` (stop requested),
-    `save` (checkpoint requested) and `writing`.
+    still writing its shard of a checkpoint. Returns {flag: whether it is set on any rank} for the flags `stop` (stop
+    requested), `save` (checkpoint requested) and `writing`.
     """
     first, *others = report.metrics_by_update
     work = job.pop_work()  # before the step time is read: the first call takes seconds
@@ -256,9 +256,8 @@ def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool)
 def speed_metrics(job: CommonJob, work: FlopCount | None, report: StepReport, seconds: float) -> dict[str, float]:
     """Return the speed metrics of a step: samples per second, tokens per second, TFLOP/s and MFU.
 
-    TFLOP/s includes the recomputation of activations, MFU does not. MFU is omitted if the device's peak is unknown.
-    work: FLOPs of this rank, or None if unknown. seconds: duration of the step. Only rank 0's TFLOP/s and MFU are
-    logged. With data.buckets, the values of other ranks may differ.
+    TFLOP/s includes the recomputation of activations, MFU does not. MFU is omitted if the peak FLOP/s are unknown.
+    work: FLOPs of this rank, or None if unknown. seconds: duration of the step.
     """
     metrics = {SAMPLES_PER_SECOND: report.num_samples / seconds}
     if report.num_tokens is not None:

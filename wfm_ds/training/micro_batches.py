@@ -41,17 +41,14 @@ class MicroBatch:
         return [MicroBatch(part, self.expert) for part in self.batch.parts()]
 
     def with_group_statistics(self, group_statistics: torch.Tensor | None) -> MicroBatch:
-        """Return a copy with group statistics [B] of its B loss terms, or self if they are None."""
+        """Return a copy with the group statistics [B] of the B loss terms, or self if `group_statistics` is None."""
         if group_statistics is None:
             return self
         return MicroBatch(dataclasses.replace(self.batch, group_statistics=group_statistics), self.expert)
 
     @classmethod
     def concat(cls, micros: Sequence[MicroBatch]) -> MicroBatch:
-        """Concatenate micro-batches for a shared forward pass. All of them must use the same expert.
-
-        The result has only the fields that a forward pass needs, not those of the loss.
-        """
+        """Concatenate micro-batches of the same expert. Use the result only for forward passes, not for the loss."""
         if len(micros) == 1:
             return micros[0]
         batches = [m.batch for m in micros]
@@ -114,9 +111,9 @@ def num_bytes(batch: Any) -> int:
 
 
 def concat_conditioning_frames(parts: Sequence[ConditioningFrames | None]) -> ConditioningFrames | None:
-    """Concatenate the conditioning frames of several batches. Returns None if all of them are None.
+    """Concatenate the conditioning frames of several batches. Returns None if no batch has conditioning frames.
 
-    The list must not mix None and conditioning frames.
+    Either all batches or no batch must have conditioning frames.
     """
     frames = [part for part in parts if part is not None]
     if not frames:
@@ -165,15 +162,15 @@ def pad_across_ranks(
     has_gradient: Callable[[TermT], bool] = lambda term: True,
     num_teachers: int = 1,
 ) -> Update[TermT]:
-    """Remove and add loss terms so that all ranks run the same forward passes. All ranks must call this.
+    """Remove loss terms without a gradient, and add padding terms, so that all ranks run the same forward passes.
 
-    Removes loss terms without a gradient, and adds padding terms on ranks that have fewer terms than others.
+    All ranks must call this.
 
     terms: this rank's loss terms, at least one. The values of `num_parts` must be the same on every rank.
     expert_of: function that returns the expert for a noise level.
     max_over_ranks: function that returns the maximum of each value over all ranks.
     has_gradient: function that returns whether a loss term can have a gradient.
-    num_teachers: number of teachers. The field `teacher` of a loss term is below this number.
+    num_teachers: number of teachers. The field `teacher` of a loss term is in 0 .. num_teachers - 1.
 
     Padding terms have weight 0. If no loss term on any rank has a gradient but some have weight 1, every rank gets one
     padding term, because the optimizer step must still run. If no loss term on any rank has weight 1, the result is
@@ -240,7 +237,7 @@ def split_into_micro_batches(
 
 
 def merge_part_stats(parts: Sequence[Stats]) -> Stats:
-    """Merge the loss statistics of the parts of a micro-batch. `loss/total` is summed over the parts."""
+    """Merge the statistics of the parts of one micro-batch: sum `loss/total`, and keep all other statistics."""
     if len(parts) == 1:
         return parts[0]
     totals = [cast(torch.Tensor, stats["loss/total"]) for stats in parts]

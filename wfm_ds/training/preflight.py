@@ -154,7 +154,7 @@ def draws_per_prompt(recipe: Recipe, data: TrainingData) -> float:
 
 
 def prompt_choice_warnings(recipe: Recipe, data: TrainingData) -> list[str]:
-    """Return a warning if the run chooses prompts by reward std but draws each prompt too rarely to measure it.
+    """Return a warning if the run chooses prompts by reward std but draws each prompt too rarely to measure the std.
 
     "Too rarely" means fewer than MIN_PROMPT_DRAWS draws per prompt on average.
     """
@@ -207,7 +207,7 @@ def few_step_warnings(recipe: Recipe) -> list[str]:
 
 
 def spread_warnings(recipe: Recipe) -> list[str]:
-    """Return a warning if guided teachers may make samples of a prompt similar and the run does not measure it."""
+    """Return a warning if guided teachers may make a prompt's samples similar and rollout/spread may not show this."""
     guided = any(teacher.guidance_scale > 1 for teacher in recipe.algorithm.list_teachers())
     if not guided or recipe.rl.rollout.group_size > 1:
         return []
@@ -262,6 +262,7 @@ def check_diffusion_run(recipe: Recipe, world_size: int, *, overwrite: bool = Fa
     find_usable_samples(samples, recipe, buckets, NUM_CHECKED_SAMPLES, dataset_size=num_samples, inputs=inputs)
     for warning in host_warnings(recipe, world_size):
         log.warning(warning)
+    require_reachable_rewards(recipe)
     if gpu_rewards := rewards_without_gpu(recipe):  # the check may be for another machine
         log.warning("the rewards were not started: this machine has no GPU for %s", ", ".join(gpu_rewards))
     else:
@@ -303,9 +304,20 @@ def data_summary(recipe: Recipe, data: TrainingData) -> str:
 
 
 def rewards_without_gpu(recipe: Recipe) -> list[str]:
-    """Return the names of the rewards that need a GPU if this machine has none. Otherwise returns []."""
+    """Return the names of the rewards that cannot run on this machine because they need a GPU and it has none."""
     reward = recipe.all_reward_settings
     return [] if reward is None or is_accelerator_present() else [f.name for f in reward.functions if f.uses_gpu]
+
+
+def require_reachable_rewards(recipe: Recipe) -> None:
+    """Raise RewardError if a server that a reward sends requests to cannot be reached."""
+    reward = recipe.all_reward_settings
+    if reward is None or not reward.spawn:
+        return
+    from wfm_reward import registry
+
+    for function in reward.functions:
+        registry.create_reward(function.name, function.device, function.options).check_reachable()
 
 
 def check_spawned_rewards(recipe: Recipe) -> None:
@@ -314,9 +326,6 @@ def check_spawned_rewards(recipe: Recipe) -> None:
     if reward is None or not reward.spawn:
         return
     from wfm_ds.rollout.reward_service import RewardService
-    from wfm_reward import registry
 
-    for function in reward.functions:
-        registry.create_reward(function.name, function.device, function.options).check_reachable()
     with tempfile.TemporaryDirectory(prefix="wfm-check-") as folder, RewardService(reward, Path(folder)):
         pass

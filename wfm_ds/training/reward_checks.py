@@ -42,10 +42,10 @@ def check_rewards(recipe: Recipe, data: TrainingData) -> None:
 
 
 def check_service_references(recipe: Recipe, names: Sequence[str], *, has_recordings: bool) -> None:
-    """Raise RecipeError if rewards of a running service need recordings, but the run or its rollouts have none.
+    """Raise RecipeError if a reward of a running service needs recordings that validation or rollouts do not have.
 
-    names: rewards of the service that compare samples with recordings. They may include the user's own rewards, for
-    which only the service knows whether they need recordings.
+    names: rewards of the service that compare samples with recordings. has_recordings: whether validation samples can
+    be compared with recordings.
     """
     if names and not has_recordings:
         raise missing_recordings(names[0])

@@ -115,7 +115,7 @@ class RlLoop(TrainingLoop):
     def extra_state(self) -> dict[str, Any]:
         """Return the RL state as JSON values. All ranks must call this.
 
-        Random noise depends only on the step, so the state does not contain it.
+        The state contains no random generators, because random noise depends only on the step.
         """
         return {
             "failing_steps": self.failing_steps,
@@ -132,8 +132,8 @@ class RlLoop(TrainingLoop):
     def compute_rewards(self, scores: Sequence[dict[str, Score]]) -> Rewards:
         """Combine the scores of each sample into one reward. The rewards are identical on every rank.
 
-        If reward.shuffle is set, the rewards are shuffled between samples. Without rewards, they are 0, or None for
-        failed samples.
+        If reward.shuffle is set, the rewards are shuffled between samples. In runs without rewards, the result is 0 for
+        each sample, or None for a failed sample.
         """
         if self.reward is None:
             return Rewards([None if failures else 0.0 for failures in scores], [()] * len(scores), (), {})
@@ -163,10 +163,9 @@ class RlLoop(TrainingLoop):
         return advantages, stats | {"rollout/samples": float(valid), "rollout/step": float(self.step)}
 
     def check_failures(self, totals: Sequence[float | None], scores: Sequence[dict[str, Score]]) -> None:
-        """Log failed samples, and raise RunError after too many failures.
+        """Log failed samples. Raise RunError if too many samples fail in each of MAX_FAILING_STEPS consecutive steps.
 
-        The error is raised if the fraction of failed samples exceeds reward.max_failed_fraction (in runs without
-        rewards, its default) in MAX_FAILING_STEPS consecutive steps.
+        "Too many" means more than the fraction reward.max_failed_fraction. Runs without rewards use its default.
         """
         limit = DEFAULT_MAX_FAILED_FRACTION if self.reward is None else self.reward.max_failed_fraction
         failed = sum(total is None for total in totals)

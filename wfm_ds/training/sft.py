@@ -47,10 +47,10 @@ from wfm_ds.types import ConditioningFrames
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisyBatch:
-    """Noisy latents of B samples with M items each. An item is an image or video.
+    """Noisy latents of B samples. A sample has M images or videos: M is 2 for preference pairs, otherwise 1.
 
-    M is 2 for preference pairs, otherwise 1. Row m * B + b is item m of sample b. All items of a sample get the
-    same noise. Tensors are float32 unless noted.
+    Row m * B + b is image or video m of sample b. Both images or videos of a pair get the same noise. Tensors are
+    float32 unless noted.
     """
 
     items_per_sample: int  # M
@@ -132,10 +132,10 @@ class SftLoop(TrainingLoop):
         return [LossTerm(row=row, sigma=sigma, weight=1.0) for row, sigma in zip(rows, sigmas.tolist(), strict=True)]
 
     def reference_errors(self, micros: MicroBatches[LossTerm]) -> list[dict[str, Tensor]]:
-        """Return {reference policy: velocity errors [M, B]} for each micro-batch of B samples with M items each.
+        """Return {reference policy: velocity errors [M, B]} for each micro-batch of B samples of M images or videos.
 
-        The forward passes have the same batch size as in training. With another batch size a GPU may choose different
-        kernels, and policies with the same weights would give different errors.
+        The forward passes have the same batch size as in training, because with another batch size, a GPU may choose
+        kernels that give different errors for the same weights.
         """
         errors_by_micro: list[dict[str, Tensor]] = [{} for _ in micros.splits]
         for policy in self.algorithm.settings.reference_policies:
@@ -206,7 +206,7 @@ class SftLoop(TrainingLoop):
 
 
 def predict_errors(job: Job, purpose: str, batch: NoisyBatch, expert: int) -> Tensor:
-    """Return the active policy's velocity errors [M, B] for a batch of B samples with M items each.
+    """Return the active policy's velocity errors [M, B] for a batch of B samples of M images or videos.
 
     purpose: name under which the forward passes are counted.
     """
@@ -241,8 +241,8 @@ class ValidationLoss:
     """The loss on held-out samples with fixed noise.
 
     The loss depends on the weights, but not on the step or the number of ranks. Velocity errors have shape [M, N, L],
-    for N samples with M images or videos each, at L = 8 noise levels. Noise level j is the timestep shift of (j + .5) /
-    L. The noise depends only on the sample and j.
+    for N samples with M images or videos each, at L = 8 noise levels. Noise level j is (j + 0.5)/L after the timestep
+    shift. The noise depends only on the sample and j.
     """
 
     def __init__(

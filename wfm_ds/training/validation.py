@@ -100,7 +100,7 @@ class Validator:
             self.generate_and_write(step, self.items[: self.job.recipe.logging.num_samples])
 
     def evaluate_at_end(self, step: int) -> dict[str, float]:
-        """Return the metrics of the final weights, and evaluate these weights first if necessary."""
+        """Return the metrics of the final weights. Evaluates the weights first if this was not done after the step."""
         if self._evaluated_at != step:
             self.evaluate(step)
         return self.last_metrics
@@ -242,7 +242,7 @@ class Validator:
         return metrics
 
     def clip_metrics(self, clips: Sequence[Sequence[Mapping[str, Score]]]) -> dict[str, float]:
-        """Return the metrics of each clip. clips: for each clip, the scores of all items."""
+        """Return the metrics of each clip. clips: for each clip, the scores of all samples."""
         recipe, num_seeds = self.job.recipe, len(self.job.recipe.validation.seeds)
         held_out = [reward.name for reward in recipe.validation.held_out_rewards]
         ordered = [order_by_prompt(scores, num_seeds) for scores in clips if scores]

@@ -47,7 +47,7 @@ class ValidationFrames:
     def load_frames(self, prompts: Sequence[Prompt]) -> ConditioningFrames:
         """Return the conditioning frames of these prompts on the device.
 
-        If `encode` must be called by all ranks, then so must this method.
+        If all ranks must call `encode`, all ranks must call this method too.
         """
         latents = torch.stack([self._prompt_latents(prompt.id) for prompt in prompts]).to(self.sampler.model.device)
         return ConditioningFrames(latents, torch.tensor([self.counts[prompt.id] for prompt in prompts]))
@@ -67,8 +67,8 @@ def count_conditioning_frames(recipe: Recipe, samples: Sequence[Sample], *, has_
     """Return {prompt id: number of conditioning latent frames}.
 
     If the recipe allows several numbers, successive samples use them in turn, from the largest to the smallest. With
-    several clips (validation.clips), all samples use the largest. Samples that are compared with recordings have at
-    least one, because a sample without conditioning frames does not continue the recording.
+    several clips (validation.clips), all samples use the largest. The number is at least 1 if samples are compared with
+    recordings, because a sample without conditioning frames does not continue the recording.
     """
     low, high = recipe.algorithm.conditioning_frame_range
     low = max(low, int(has_recordings)) if recipe.validation.clips == 1 else high
@@ -146,7 +146,7 @@ def has_recorded_videos(recipe: Recipe, data: TrainingData) -> bool:
 def validation_layout(recipe: Recipe, sampler: Sampler) -> ClipLayout:
     """Return the layout of the clips of validation samples. Clips overlap by the maximum number of conditioning frames.
 
-    Raises ModelError if the model cannot continue clips, as the recipe requires.
+    Raises ModelError if the recipe has conditioning frames, but the model cannot continue clips.
     """
     num_latents = recipe.algorithm.conditioning_frame_range[1]
     if num_latents == 0:
@@ -155,11 +155,9 @@ def validation_layout(recipe: Recipe, sampler: Sampler) -> ClipLayout:
 
 
 def validation_framing(recipe: Recipe, model: DiffusionModel, layout: ClipLayout, *, covers_samples: bool) -> Framing:
-    """Return the framing of validation samples. All of them have one size, even if training uses several sizes.
+    """Return the framing of validation samples. They all have the same size, even if training uses several sizes.
 
-    covers_samples: whether the recorded clip must cover all frames of a validation sample, even if fewer frames are
-    decoded. If True, the conditioning frames are the first frames of the recording, and videos that are shorter than a
-    validation sample are skipped.
+    covers_samples: whether to skip videos that have fewer frames than a validation sample.
     """
     size, num_frames = recipe.sampling, layout.total_frames(recipe.validation.clips)
     framing = replace(build_buckets(recipe, model).framings[0], height=size.height, width=size.width)
@@ -215,5 +213,5 @@ def load_media_latents(job: Job, media: Media, framing: Framing) -> Tensor:
 
 
 def encode_media(model: DiffusionModel, framing: Framing, media: Media) -> Tensor:
-    """Return the clean latents of the centre crop of an image or video. Raises BadMedia."""
+    """Return the clean latents of the centre crop of an image or video. Raises BadMedia if it cannot be decoded."""
     return model.encode_uint8([load_media(media, framing, draw_centre)])[0]

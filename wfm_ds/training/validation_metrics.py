@@ -78,8 +78,8 @@ def correlation_metrics(
 
     Returns three metrics per reward, with the prefix `val/reward/<name>/`. `rollout_mean` is the mean reward of the
     rollout samples. `rank_correlation` is computed over all pairs of samples. `rank_correlation_within_prompts` is
-    computed per prompt and then averaged. Training depends on the last metric, because advantages compare samples of
-    one prompt.
+    computed per prompt and then averaged. The last metric matters most for training, because advantages compare samples
+    of one prompt.
     """
     metrics: dict[str, float] = {}
     for name in sorted(rolled_out[0]):  # held-out rewards do not score rollouts

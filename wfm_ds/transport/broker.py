@@ -68,7 +68,7 @@ class Broker:
         clients, workers: endpoints of the two sockets. The port may be 0 or * (any free port).
         observer: called in the broker's thread with every finished task. It must be fast and must not raise.
         on_stall: called in the broker's thread with the id of a worker that seems to hang.
-        keys: if set, clients must authenticate with an allowed key. worker_keys: whether workers must do so too.
+        keys: if set, clients must authenticate with an allowed key. worker_keys: whether workers must authenticate too.
         worker_timeout_s: a worker that sends nothing for this long counts as lost, and its tasks are requeued. It may
         reconnect later. None: only `report_lost_worker` removes workers.
         """

@@ -75,7 +75,7 @@ class BrokerWorkers:
     def drop_worker(self, worker: str, why: str) -> None:
         """Requeue the tasks of a lost worker.
 
-        For a task that was sent to the worker, this counts as a failed attempt, because the task may be the cause.
+        Each task that was sent to the worker gets a failed attempt, because the task may have ended the worker.
         """
         if worker in self._workers:
             self._ledger.requeue_unsent(worker, [task.task_id for task in self._workers[worker].outbox])

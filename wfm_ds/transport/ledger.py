@@ -113,7 +113,7 @@ class Ledger:
         return list(itertools.takewhile(lambda c: c.seq > after_seq, newest_first))[::-1]
 
     def release_completions(self, owner: str, up_to_seq: int) -> None:
-        """Drop the completions up to a sequence number, because the submitter has them. Remember their task ids."""
+        """Drop the completions up to a sequence number, which the submitter has received. Remember their task ids."""
         completions = self._owners[owner].completions if owner in self._owners else {}
         while completions and (oldest := next(iter(completions.values()))).seq <= up_to_seq:
             self._remove_task(self._entries[oldest.id], "released")
@@ -196,9 +196,9 @@ class Ledger:
         return self._count_report(ReportStatus.ACCEPTED if is_current else ReportStatus.LATE)
 
     def record_failure(self, worker: str, task_id: str, attempt: int, reason: str, fatal: bool) -> ReportStatus:
-        """Record a failed attempt and requeue the task.
+        """Record a failed attempt, then requeue or quarantine the task.
 
-        If the failure is fatal or no attempts are left, quarantine the task with the reasons of all attempts.
+        The task is quarantined, with the reasons of all attempts, if the failure is fatal or no attempts are left.
         """
         holder = self._workers.get(worker)
         lease = holder.leases.get(task_id) if holder else None

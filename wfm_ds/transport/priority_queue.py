@@ -12,11 +12,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class PriorityQueue(Generic[K]):
-    """Priority queue with unique keys. Keys with equal priorities keep their insertion order.
-
-    Outdated heap entries are removed when they reach the front, or all at once if there are more of them than valid
-    ones.
-    """
+    """Priority queue with unique keys. Keys with equal priorities keep their insertion order."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, K]] = []  # (priority, entry number, key)

@@ -32,9 +32,9 @@ class SocketFolder:
     """A new folder at `path` with mode 0700. It is locked until `remove` is called or this process ends."""
 
     def __init__(self, base: Path | None = None) -> None:
-        """Remove orphaned folders, then create a new one in `base`. By default, a parent folder for sockets is chosen.
+        """Remove orphaned folders, then create a new one in `base`.
 
-        Raises UserError if there is no suitable parent folder.
+        If `base` is None, a suitable parent folder is chosen. Raises UserError if there is none.
         """
         base = base or _find_base_folder()
         remove_orphaned_folders(base)

@@ -124,8 +124,8 @@ class ActiveClock:
 def check_endpoint(endpoint: str, *, keys: bool = False) -> str:
     """Return the endpoint if it is allowed, else raise EndpointNotAllowed with a suggestion.
 
-    Without keys, only ipc://PATH is allowed. With keys, tcp://HOST:PORT is allowed too, except wildcards. The loopback
-    interface needs keys as well: all users of the machine can connect to it, and could exhaust this process's memory.
+    Without keys, only ipc://PATH is allowed. With keys, tcp://HOST:PORT is allowed too, but no wildcard as HOST. The
+    loopback interface needs keys too, because every user of the machine can connect to it.
     """
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
@@ -203,7 +203,7 @@ class Router:
         self.socket.close(linger=LINGER_MS)
 
     def remove_files(self) -> None:
-        """Remove the files of an ipc socket. Call it after context.term(), because zmq may use them until then."""
+        """Remove the files of an ipc socket. Call this after context.term(), when zmq no longer uses the files."""
         if self._lock_file is not None:
             path = Path(self._lock_file.name)
             path.with_suffix("").unlink(missing_ok=True)

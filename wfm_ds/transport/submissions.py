@@ -1,10 +1,9 @@
 """Unfinished work of a client: its submissions and payload requests. Uses no clock and no sockets.
 
-A timeout cannot detect a lost payload request, because the transfer time depends on payload size and network, and
-sending a request twice delays other requests. The order of messages can detect it, because the broker replies in order
-on each connection. After requests, the client sends *markers*: small messages that always get a reply. If a marker gets
-a reply before an earlier request does, the request or its reply was lost. A marker is a `release` message with the id
-of a nonexistent task.
+A timeout cannot detect a lost payload request, because the transfer time depends on payload size and network. The order
+of replies can, because the broker replies in order on each connection. After requests, the client sends *markers*:
+small messages that always get a reply. If a marker gets a reply before an earlier request does, the request or the
+reply to the request was lost. A marker is a `release` message with the id of a nonexistent task.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ class PayloadRequests:
         return self._open.pop(key, None) is not None
 
     def send(self, now_s: float, send: SendMessage) -> None:
-        """Send the requests that were not sent yet, and a marker MARKER_INTERVAL_S after the last one.
+        """Send the requests that were not sent yet. While requests are open, send a marker every MARKER_INTERVAL_S.
 
         send: function (type, fields) that sends a message, and returns False if it could not.
         """

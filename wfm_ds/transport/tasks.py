@@ -85,7 +85,7 @@ class BrokerStatus:
 class FinishedTask:
     """A task that is done or quarantined.
 
-    `frames` contains the received tensors. They are valid only while the observer runs.
+    `frames` contains the received tensors. They are valid only while the broker's observer runs.
     """
 
     kind: str

@@ -44,7 +44,7 @@ class WireError(ValueError):
 
 
 class TensorSpec(NamedTuple):
-    """One entry of a header's tensor table. With it, frames can be split and forwarded without decoding them."""
+    """One entry of a header's tensor table. With the table, frames can be split and forwarded without decoding."""
 
     name: Annotated[str, Field(strict=True, max_length=64)]
     dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]

@@ -94,7 +94,7 @@ class _PendingReport:
 
 
 class LeaseWorker:
-    """Leases tasks from a broker and runs them in the calling thread, until `stop` is called or its parent ends."""
+    """Leases tasks from a broker and runs them in the calling thread, until `stop` or the end of the parent process."""
 
     def __init__(
         self,

@@ -27,12 +27,11 @@ def sequence_attention(
 ) -> Tensor:
     """Return the attention output of the local tokens, which attend to all tokens. All ranks of `group` must call this.
 
-    query, key, value and the output: [batch, local tokens, heads, channels per head]. Norms and rotary embedding have
-    already been applied.
-    lengths: number of tokens on each rank.
+    query, key, value and the output: [batch, local tokens, heads, channels per head]. The caller must already have
+    applied norms and the rotary embedding. lengths: number of tokens on each rank.
     backend: diffusers' name of the attention kernel. None selects the active kernel.
-    An all-to-all gives each rank all tokens for some of the heads, so any kernel without a mask can be used. A second
-    all-to-all restores the token shards.
+    An all-to-all gives each rank all tokens for some of the heads, so any attention kernel can be used, but no mask. A
+    second all-to-all restores the token shards.
     """
     heads = shard_sizes(query_BnHD.shape[2], dist.get_world_size(group), "attention heads")
     query, key, value = reshard((query_BnHD, key_BnHD, value_BnHD), 2, heads, 1, lengths, group)  # [B,S,h,D]

@@ -1,4 +1,4 @@
-"""Base class for sequence parallelism. It shards the tokens after the patch embedding and gathers the output."""
+"""Base classes for sequence parallelism, which shard tokens after the patch embedding and gather the output."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class UlyssesTransformer(ABC):
     """Shards the tokens of a diffusers transformer, using hooks and attention processors. Parameters do not change.
 
     Each model family is a subclass in its own module of this package. After the patch embedding, a rank has only its
-    local tokens. Text and timesteps are complete on every rank unless the family shards them. The output of `proj_out`
-    is gathered on every rank. The transformer must not use parameters after `proj_out`, because each rank would compute
-    their full gradient, not a partial sum over its own tokens.
+    local tokens. Text and timesteps are complete on every rank unless the family shards them. Every rank gathers the
+    output of `proj_out`. The transformer must not use parameters after `proj_out`, because each rank would compute the
+    full gradient of these parameters, not a partial sum over its own tokens.
 
     Hooks inside a block must read only the block's arguments, not the attributes of this object: gradient checkpointing
     runs the block again in the backward pass, when the attributes may belong to a forward pass with other shapes.
@@ -64,13 +64,13 @@ class UlyssesTransformer(ABC):
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
         """Return the number of tokens of each rank for a forward pass with these arguments.
 
-        This method may edit the arguments. Raises UserError if a rank would have no tokens.
+        Subclasses may also edit `arguments`. Raises UserError if a rank would have no tokens.
         """
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
         """Return the local tokens of the patch embedding's output [batch, tokens, channels].
 
-        Families with an output of another shape override this method.
+        Families override this method if the output has another shape.
         """
         return self.copy_local_shard(embedded, 1)
 
@@ -131,9 +131,9 @@ class UlyssesTransformer(ABC):
 class UlyssesLineTransformer(UlyssesTransformer):
     """Base class for families that shard whole lines of tokens (rows or frames).
 
-    Linear attention sums a state over the ranks, and convolutions exchange the lines at the shard borders. The amount
-    of exchanged data does not depend on the number of local lines. Because heads are not sharded, there may be more
-    ranks than heads.
+    Linear attention sums a state over the ranks, and convolutions exchange the lines at the shard borders, so the
+    amount of exchanged data does not depend on the number of local lines. Because heads are not sharded, there may be
+    more ranks than heads.
     """
 
     shards_heads = False
@@ -176,12 +176,12 @@ def patch_sizes(config: Any, num_axes: int) -> list[int]:
 
 
 def patch_grid(shape: Sequence[int], patch_size: Sequence[int]) -> list[int]:
-    """Return the number of patches along each axis. shape, patch_size: latent size and patch size along these axes."""
+    """Return the number of patches along each axis. shape, patch_size: latent size and patch size along each axis."""
     return [count // side for count, side in zip(shape, patch_size, strict=True)]
 
 
 def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Call `change` with the arguments {name: value} of each forward pass of a module. `change` edits them in place.
+    """Before each forward pass of a module, call `change` with {name: argument}, which `change` edits in place.
 
     Positional arguments are still passed as positional arguments.
     """

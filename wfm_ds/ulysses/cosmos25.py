@@ -39,11 +39,10 @@ class UlyssesCosmos25(UlyssesTransformer):
             )
 
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
-        """Return the number of tokens of each rank. Also flattens timesteps with one value per frame in `arguments`.
+        """Return the number of tokens of each rank. Also flatten `arguments["timestep"]` if each frame has a timestep.
 
-        The transformer would expand timesteps of shape [batch, 1, frames, 1, 1] to all tokens. Flat timesteps are
-        expanded by `_shard_time_embeddings`, to the local tokens only. Timesteps with one value per sample do not
-        change.
+        The transformer would expand timesteps of shape [batch, 1, frames, 1, 1] to all tokens. It does not expand flat
+        timesteps, so `_shard_time_embeddings` can expand them to the local tokens only.
         """
         latents, timestep = arguments["hidden_states"], arguments["timestep"]
         count, _, num_frames, *_ = latents.shape
@@ -65,7 +64,7 @@ class UlyssesCosmos25(UlyssesTransformer):
     def _shard_time_embeddings(self, _: nn.Module, args: Any, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Expand time embeddings [batch * frames, channels] to the local tokens [batch, local tokens, channels].
 
-        If there is only one time embedding per sample, return the embeddings unchanged.
+        If there is only one time embedding per sample, returns it unchanged.
         """
         if self.frames is None:
             return embeddings
@@ -97,7 +96,7 @@ class Cosmos25Attention:
         attention_mask: Tensor | None = None,
         image_rotary_emb: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Compute the self-attention of the local tokens to all tokens, or their cross-attention to text.
+        """Compute self-attention of the local tokens to all tokens, or cross-attention of the local tokens to text.
 
         hidden_states: local tokens [batch, local tokens, channels].
         encoder_hidden_states: text [batch, text tokens, channels]. None selects self-attention.

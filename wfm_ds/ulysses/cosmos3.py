@@ -1,8 +1,8 @@
-"""Sequence parallelism for Cosmos3: a shard may start at any video token or action token.
+"""Sequence parallelism for Cosmos3: a shard may start at any video or action token.
 
-The output of `sequence` in the generation tower (models/cosmos3_towers.py) is sharded. It contains all tokens, with
-their timestep embeddings already added. Every rank has the keys and values of all text tokens, but uses only those of
-its own heads. With grouped-query attention, each rank gets whole key-value heads and their query heads.
+The generation tower (models/cosmos3_towers.py) adds timestep embeddings to the video tokens and appends the action
+tokens. This sequence is then split over the ranks. Text tokens are not split: every rank has all text keys and values,
+but uses only its key-value heads. A rank has whole key-value heads, with all query heads that share them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class UlyssesCosmos3(UlyssesTransformer):
 
 
 class Cosmos3Attention:
-    """Attention processor of the generation tower: all tokens attend to the text and to each other."""
+    """Attention processor of the generation tower: video and action tokens attend to the text and to each other."""
 
     def __init__(self, group: ProcessGroup | None = None, backend: Any = None) -> None:
         """group: the ranks over which tokens are sharded, or None. backend: diffusers' name of an attention kernel."""
@@ -65,11 +65,11 @@ class Cosmos3Attention:
         text_mask: Tensor | None,
         rotation: Sequence[Tensor],
     ) -> Tensor:
-        """Compute the attention of the local tokens to the text and to all tokens.
+        """Compute the attention of the local tokens to the text tokens and to the tokens of all ranks.
 
         tokens: local tokens [batch, local tokens, channels].
         text_keys, text_values: [batch, text tokens, key-value heads, channels per head].
-        rotation: rotary tables of all tokens, [batch, tokens, channels per head] each.
+        rotation: rotary tables (cosines, sines) of the tokens of all ranks, [batch, tokens, channels per head] each.
         """
         lengths, tables, group = [0], rotation, self.group
         if group is not None:
@@ -124,7 +124,7 @@ def token_grid(config: Any, shape: Sequence[int]) -> tuple[int, int, int]:
 
 
 def rotate_halves(x: Tensor, tables: Sequence[Tensor]) -> Tensor:
-    """Rotate x [B, tokens, heads, D] by tables [B, tokens, D]. Of D channels, i and i + D / 2 rotate together."""
+    """Rotate channels i and i + D / 2 of x [B, tokens, heads, D] together. tables: cosines and sines [B, tokens, D]."""
     cos, sin = (table[:, :, None] for table in tables)
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin

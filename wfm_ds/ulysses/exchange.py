@@ -1,7 +1,7 @@
 """Differentiable exchange of tensors between the ranks of a group.
 
-All ranks of the group must call these functions and run their backward passes. Shards may have different sizes: rank r
-has `shard_sizes(count, num_ranks)[r]` tokens, or heads in attention.
+All ranks of the group must call these functions and run their backward passes. Shards may have different sizes, which
+`shard_sizes` computes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Tensors = tuple[Tensor, ...]
 
 
 def shard_sizes(count: int, num_ranks: int, what: str) -> list[int]:
-    """Return the shard size of each rank for `count` items. Sizes differ by at most one, largest first.
+    """Return each rank's number of items if `count` items are sharded. Sizes differ by at most one, largest first.
 
     Raises UserError if a shard would be empty. what: plural noun for the items in the error message.
     """
@@ -32,7 +32,7 @@ def shard_sizes(count: int, num_ranks: int, what: str) -> list[int]:
 
 
 def local_shard(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Return a view of this rank's shard, along dim, of a tensor that is complete on every rank."""
+    """Return a view of this rank's shard of x. x is complete on every rank and is sharded along dim."""
     rank = dist.get_rank(group)
     if sum(lengths) != x.shape[dim]:
         raise ValueError(f"shard sizes {lengths} do not sum to dimension {dim} of {list(x.shape)}")
@@ -49,10 +49,9 @@ def all_to_all(
 ) -> Tensors:
     """Run one all-to-all for several tensors of equal shape and dtype. `reshard` is the differentiable version.
 
-    Each tensor is split along split_dim. Piece j has size split_sizes[j] and is sent to rank j. The received pieces are
-    concatenated along concat_dim. The piece from rank j has size concat_sizes[j] along concat_dim.
-    The sizes must match on the sending and the receiving rank. If all sizes are equal on one rank, they must be equal
-    on all ranks.
+    Each tensor is split along split_dim, and the piece of size split_sizes[j] is sent to rank j. The received pieces
+    are concatenated along concat_dim, where the piece from rank j has size concat_sizes[j].
+    If all split_sizes are equal and all concat_sizes are equal on one rank, this must be so on all ranks.
     """
     if len(set(split_sizes)) == len(set(concat_sizes)) == 1:
         return all_to_all_equal(tensors, split_dim, concat_dim, group)
@@ -151,17 +150,17 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def exchange_halo(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Extend x by the adjacent line of the previous rank and the adjacent line of the next rank.
+    """Prepend the last line of the previous rank to x, and append the first line of the next rank.
 
-    x: [batch, channels, local lines, line length]. The result has two more lines. At both ends of the whole sequence, a
-    line of zeros is added instead.
+    x: [batch, channels, local lines, line length]. At both ends of the whole sequence, a line of zeros is added
+    instead.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     before, after = rank > 0, rank < num_ranks - 1
     sizes = [int(abs(other - rank) == 1) for other in range(num_ranks)]
 
     def exchange_lines(lines: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (last line of the previous rank, first line of the next rank). A missing rank's line is zeros."""
+        """Return (last line of the previous rank, first line of the next rank), with zeros if there is no such rank."""
         outer = [lines[:, :, :1]] * before + [lines[:, :, -1:]] * after
         zeros = torch.zeros_like(lines[:, :, :1])
         if not outer:

@@ -62,20 +62,20 @@ def install_ulysses(denoiser: nn.Module, group: ProcessGroup) -> None:
     """Shard the tokens of a diffusers transformer over `group`. Changes the transformer in place.
 
     Afterwards, all ranks of the group must run each forward pass together. They pass identical complete inputs and
-    receive the complete output. If every rank computes the same loss from the complete output, each rank's parameter
-    gradients are partial sums. Their sum over the group is the gradient of the loss.
+    receive the complete output. If every rank computes the same loss from this output, the gradient of the loss is the
+    sum of the parameter gradients of all ranks.
 
-    denoiser: a supported transformer, or a module that has only supported transformers as children (experts). Adapters
-    must be added before this call. Gradient checkpointing and DeepSpeed may be set up before or after it.
-    Raises UserError if the transformer is not supported. Later, a forward pass raises UserError on all ranks if its
-    inputs have too few tokens.
+    denoiser: a supported transformer, or a module that has only supported transformers as children (experts). Add
+    adapters before this call. Gradient checkpointing and DeepSpeed may be set up before or afterwards.
+    Raises UserError if the transformer is not supported. A forward pass with too few tokens raises UserError on all
+    ranks.
     """
     for transformer, family in match_families(denoiser):
         family(transformer, group)
 
 
 def check_denoiser(denoiser: nn.Module, num_ranks: int) -> None:
-    """Raise UserError if `install_ulysses` would fail with this many ranks. Does not need a process group."""
+    """Raise UserError if a transformer or this number of ranks is not supported. Does not need a process group."""
     for transformer, family in match_families(denoiser):
         family.check_config(transformer.config, num_ranks)
 
@@ -104,6 +104,6 @@ def match_families(denoiser: nn.Module) -> list[tuple[Any, type[UlyssesTransform
 
 
 def find_family(transformer: nn.Module) -> type[UlyssesTransformer] | None:
-    """Return the family for a transformer's class or its nearest supported base class. Returns None without one."""
+    """Return the family for a transformer's class or for its nearest supported base class, or None."""
     families = ulysses_families()
     return next((families[kind] for kind in type(transformer).__mro__ if kind in families), None)

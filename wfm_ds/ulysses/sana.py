@@ -22,9 +22,10 @@ from wfm_ds.ulysses.exchange import shard_sizes, sum_over_ranks
 
 
 class SanaLinearAttention:
-    """Replacement for SanaLinearAttnProcessor2_0. Computes relu(q) S / relu(q) z for queries q, keys k and values v.
+    """Replacement for SanaLinearAttnProcessor2_0.
 
-    S is the sum of relu(k) v^T, and z is the sum of relu(k). Both are float32 sums over the tokens of all ranks.
+    For queries q, keys k and values v (row vectors), the result is (relu(q) @ S) / (relu(q) @ z). S is the sum of
+    relu(k)^T @ v, and z is the sum of relu(k)^T. Both are float32 sums over the tokens of all ranks.
     """
 
     def __init__(self, group: ProcessGroup) -> None:

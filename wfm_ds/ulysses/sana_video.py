@@ -1,6 +1,6 @@
 """Sequence parallelism for SANA-Video: frames are sharded.
 
-Linear attention sums two states over the ranks. The temporal convolution exchanges frames at the shard borders.
+Linear attention sums a state over the ranks. The temporal convolution exchanges frames at the shard borders.
 
 In diffusers' SanaVideoTransformer3DModel, the output of `patch_embedding` and the rotary tables are sharded. Timesteps
 are sharded if there is one for each token. Text attention (`attn2`) and the 3x3 convolution need no exchange.
@@ -23,9 +23,10 @@ from wfm_ds.ulysses.exchange import local_shard, shard_sizes, sum_over_ranks
 
 
 class SanaVideoLinearAttention:
-    """Replacement for SanaLinearAttnProcessor3_0. Computes R relu(q) S / relu(q) z for queries q, keys k and values v.
+    """Replacement for SanaLinearAttnProcessor3_0.
 
-    R is the rotary embedding. S is the sum of R relu(k) v^T, and z is the sum of relu(k). Both are float32 sums over
+    For queries q, keys k and values v (row vectors), the result is (R(relu(q)) @ S) / (relu(q) @ z), where R applies
+    the rotary embedding. S is the sum of R(relu(k))^T @ v, and z is the sum of relu(k)^T. Both are float32 sums over
     the tokens of all ranks.
     """
 

@@ -1,7 +1,7 @@
-"""Sequence parallelism for Stable Diffusion 3 and 3.5: image and text tokens are sharded, and exchanged together.
+"""Sequence parallelism for Stable Diffusion 3 and 3.5: image tokens and text tokens are sharded.
 
-In diffusers' SD3Transformer2DModel, the outputs of `pos_embed` (image) and `context_embedder` (text) are sharded. The
-attention does not depend on the order of tokens, so each rank's image and text tokens are concatenated.
+In diffusers' SD3Transformer2DModel, the outputs of `pos_embed` (image) and `context_embedder` (text) are sharded. Each
+rank concatenates its image and text tokens for the exchange, because attention does not depend on the order of tokens.
 """
 
 from __future__ import annotations

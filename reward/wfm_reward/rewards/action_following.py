@@ -18,7 +18,8 @@ class ActionFollowing(ItemReward):
 
     `temperature` has the unit of squared actions. If the run normalizes actions (data.actions), this is the unit of
     normalized actions. To find the noise floor, first score real clips with their recorded actions. The reward also
-    reports `mse`, and `following_moving`, which is the mean over only those actions that are larger than the median.
+    reports `mse`, and `following_moving`, which is the mean over only those actions whose norm is above the median
+    norm.
     """
 
     name = "action_following"
@@ -114,7 +115,8 @@ class ActionFollowing(ItemReward):
 def following_scores(predicted: Actions, target: Actions, temperature: float) -> dict[str, float]:
     """Compare predicted and target actions [F-1,D].
 
-    Returns {"value", "mse", "following_moving"}. The last key is missing if no action is larger than the median.
+    Returns {"value", "mse", "following_moving"}. The last key is missing if no target action has a norm above the
+    median norm.
     """
     errors = np.square(predicted - target).mean(axis=1)
     scores = np.exp(-errors / temperature)

@@ -15,7 +15,7 @@ LINEAR_LAYERS = (0, 2, 4, 6, 7)  # indices of the linear layers in the published
 class Aesthetic(Reward):
     """Predicted aesthetic rating, on a scale of about 1 to 10 and usually 4 to 7.
 
-    It is not clamped. The prompt has no effect.
+    The rating is not clamped. The prompt has no effect.
     """
 
     name = "aesthetic"

@@ -65,8 +65,7 @@ class SeenAction(ItemReward):
     """Fraction of moves that a nearest-neighbour classifier assigns to the requested action.
 
     The classifier is fitted on real clips; its input is the five frames of a move. If the nearest neighbour of a move
-    is farther away than MAX_NEIGHBOUR_DISTANCE, the move counts as wrong. Unlike the reward `brightness`, which
-    measures how the brightness changes, this reward compares frames with real clips.
+    is farther away than MAX_NEIGHBOUR_DISTANCE, the move counts as wrong.
     """
 
     name = "seen_action"

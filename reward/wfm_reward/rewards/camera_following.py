@@ -23,10 +23,10 @@ MIN_LENGTH = 1e-6  # of a translation; shorter ones have no direction
 class CameraFollowing(ItemReward):
     """Agreement between the estimated camera poses of a video and the conditioning poses, 0 to 1.
 
-    The score is the mean of the parts `rotation` and `direction`. `rotation` is exp(-mean angle / option `degrees`).
-    `direction` is (1 + mean cosine) / 2 of the translations. It ignores the lengths of translations, because the scale
-    of a scene is unknown. It is omitted if the camera path does not move. The part `degrees` is the mean angle. All
-    poses are relative to the first frame.
+    The score is the mean of the parts `rotation` and `direction`. `rotation` is exp(-angle / d), where `angle` is the
+    mean angle between the rotations and d the option `degrees`. `direction` is (1 + c) / 2, where c is the mean cosine
+    between the translations; it is omitted if the camera path does not move. The part `degrees` is `angle`. All poses
+    are relative to the first frame.
 
     A pose service estimates the poses as camera-to-world matrices [F,4,4] with OpenCV axes. The service receives POST
     `url` with the frames uint8 [F,H,W,3] as an .npy file, and replies with JSON: {"c2w": [F,4,4]}.

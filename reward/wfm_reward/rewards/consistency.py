@@ -18,10 +18,9 @@ class Consistency(ItemReward):
     """Mean of start continuity, steadiness and sharpness, each from 0 to 1. Needs at least three frames and no model.
 
     The reward also reports its three terms. `start` is the PSNR between the first two frames divided by 40 dB (the
-    first frame is often a conditioning frame), and `start_db` is this PSNR in dB. `steadiness` is 1 - |second temporal
-    differences| / (2 |first differences|), which is low for flicker. `sharpness` compares the mean spatial gradients of
-    the first third and the last third of the frames: the smaller mean divided by the larger mean. It is low for videos
-    that drift into blur or noise. (Rewards based on inverse dynamics do not penalize such videos.)
+    first frame is often a conditioning frame), and `start_db` is this PSNR in dB. `steadiness` is low for flicker (see
+    `motion_steadiness`). `sharpness` compares the mean spatial gradients of the first third and the last third of the
+    frames: the smaller mean divided by the larger mean. It is low for videos that drift into blur or noise.
     """
 
     name = "consistency"
@@ -52,9 +51,10 @@ def psnr_db(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> float:
 
 
 def motion_steadiness(frames: npt.NDArray[np.float32]) -> float:
-    """Return 1 - |second differences| / (2 |first differences|) over time, for frames [T,H,W,3] with T > 2.
+    """Return 1 - b / (2 * a), at least 0, for frames [T,H,W,3] with T > 2.
 
-    The value is 1 for steady motion or no motion, and 0 for frames that alternate.
+    a and b are the mean absolute first and second differences between consecutive frames. The value is 1 for steady
+    motion or no motion, and 0 for frames that alternate.
     """
     first = float(np.abs(np.diff(frames, axis=0)).mean())
     second = float(np.abs(np.diff(frames, n=2, axis=0)).mean())

@@ -13,9 +13,9 @@ class HpsV3(Reward):
     """HPS v3: mean of the predicted preference distribution. The value is not normalized and has no limits.
 
     The values in Cosmos-RL's example are 7 to 11. If the recipe sets `clip`, make sure that it allows such values. The
-    reward also reports `sigma`, the predicted standard deviation. It needs the package hpsv3
-    (github.com/MizzenAI/HPSv3), which has its own requirements. Install the package in a separate environment and set
-    the key `python` in the service configuration.
+    reward also reports `sigma`, the predicted standard deviation. The package hpsv3 (github.com/MizzenAI/HPSv3) is
+    needed and has its own requirements. Install it in a separate environment and set the key `python` in the service
+    configuration.
     """
 
     name = "hpsv3"

@@ -11,7 +11,10 @@ SCALE = 26.0
 
 
 class PickScore(Reward):
-    """PickScore: exp(logit_scale) * cosine / 26, usually 0.6 to 1. Flow-GRPO and Cosmos-RL use the same scale."""
+    """PickScore: exp(logit_scale) * (cosine similarity of image and prompt) / 26, usually 0.6 to 1.
+
+    Flow-GRPO and Cosmos-RL use the same scale.
+    """
 
     name = "pickscore"
     backbone = "CLIP"

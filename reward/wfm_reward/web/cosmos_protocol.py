@@ -1,7 +1,6 @@
 """Cosmos-RL's reward protocol (github.com/nvidia-cosmos/cosmos-rl, reward_service): parse requests, build replies.
 
-The body of an enqueue request is one line of JSON, a newline, and an array in .npy format. This module does no I/O and
-keeps no state.
+The body of an enqueue request is one line of JSON, a newline, and an array in .npy format.
 """
 
 from __future__ import annotations

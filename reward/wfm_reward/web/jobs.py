@@ -1,7 +1,4 @@
-"""Scoring jobs of HTTP clients: submit items to the broker, collect scores, and keep them until the client pulls them.
-
-The jobs belong to the event loop of the HTTP server. A separate thread waits for outcomes from the broker.
-"""
+"""Scoring jobs of HTTP clients: submit items to the broker, and keep the scores until the client pulls them."""
 
 from __future__ import annotations
 
@@ -68,7 +65,7 @@ class ScoreJob:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A submitted task, and the positions of its results."""
+    """A submitted task, and the positions of its rows in `results`."""
 
     task: TaskRequest
     results: ItemResults
@@ -128,7 +125,7 @@ class ScoreJobs:
         return self._jobs[job_id]
 
     def forget_job(self, job: ScoreJob) -> None:
-        """Drop a job if no client will pull its results."""
+        """Drop a job whose results no client will pull."""
         self._jobs.pop(job.id, None)
 
     async def _run_job(
@@ -231,7 +228,7 @@ class ScoreJobs:
                 piece.results.fail(piece.indices, outcome.reason or "the reply of its worker cannot be read")
 
     def _expire_jobs(self) -> None:
-        """Drop jobs that finished more than `result_ttl_s` ago. Jobs are ordered by age."""
+        """Drop jobs that finished more than `result_ttl_s` seconds ago."""
         limit_s = time.monotonic() - self._ttl_s
         finished = ((i, job.finished_at_s) for i, job in self._jobs.items() if job.finished_at_s is not None)
         for job_id, _ in list(itertools.takewhile(lambda job: job[1] <= limit_s, finished)):

@@ -1,7 +1,4 @@
-"""JSON protocol of POST /compute: prompts and base64 images or videos in, scores out.
-
-This module does no I/O and keeps no state.
-"""
+"""JSON protocol of POST /compute: prompts and base64 images or videos in, scores out."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ CHUNK_BYTES = 256 * 1024
 class MemoryBudget:
     """Limit on the memory of all requests of one server. Thread-safe.
 
-    The memory consists of the bodies that are being received, and of images and videos that are not scored yet.
+    It applies to the bodies that are being received, and to images and videos that are not scored yet.
     """
 
     def __init__(self, max_bytes: int) -> None:

@@ -97,7 +97,7 @@ def unmet_requirements(package: str) -> Iterator[tuple[Requirement, str | None]]
 def read_constraints(path: Path) -> dict[str, str]:
     """Return {package: version} from a constraints file.
 
-    Returns {} if the file does not exist. Installed wheels do not contain it.
+    Returns {} if the file does not exist, as in an installed wheel.
     """
     if not path.is_file():
         return {}
@@ -155,8 +155,7 @@ def open_files_finding() -> DoctorFinding:
 def port_finding(port: int, *, is_needed: bool) -> DoctorFinding:
     """Check that the launcher's master port is free.
 
-    is_needed: return an error if the port is busy. If it is False, return a warning, because a run on one machine can
-    choose another port.
+    is_needed: whether a busy port is an error. Otherwise it is a warning, because the run can choose another port.
     """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -174,7 +173,7 @@ def port_finding(port: int, *, is_needed: bool) -> DoctorFinding:
 
 
 def host_findings(hostfile: Path) -> list[DoctorFinding]:
-    """Check password-free ssh and the clock of each host in parallel. Raises RecipeError if the hostfile is invalid."""
+    """Check all hosts in parallel: password-free ssh, and the clock. Raises RecipeError if the hostfile is invalid."""
     hosts = read_hosts(hostfile)
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
         return list(pool.map(host_finding, hosts))

@@ -95,6 +95,7 @@ def data_summary(recipe: Recipe) -> str:
 
 def reward_summary(recipe: Recipe) -> str:
     check_rewards(preflight.limit_service_wait(recipe), load_data(recipe))
+    preflight.require_reachable_rewards(recipe)
     preflight.check_spawned_rewards(recipe)
     functions = recipe.all_reward_settings.functions if recipe.all_reward_settings is not None else []
     return f"{', '.join(function.name for function in functions)}: ready"
@@ -160,7 +161,7 @@ def memory_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
 def disk_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
     """Compare the free disk space with the size of all exports and of checkpoint.keep + 1 checkpoints.
 
-    The old checkpoints are removed only after the new one is written.
+    The additional checkpoint is the newest one, because old ones are removed only after it is written.
     """
     existing = existing_parent(recipe.run.output_dir.absolute())
     free = shutil.disk_usage(existing).free

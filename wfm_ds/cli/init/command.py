@@ -170,7 +170,7 @@ def require_new_file(may_overwrite: bool, text: str) -> Path:
 
 
 def choose_task(args: argparse.Namespace, data: DataSummary, questions: Questions) -> Task:
-    """Return the task. Raises UserError if it does not fit the data."""
+    """Return what to train, from the options or the user's answer. Raises UserError if the data does not fit."""
     task: Task | None = args.task
     if args.rl is not None:
         if task not in (None, "rl"):
@@ -229,7 +229,8 @@ def choose_rewards(
 ) -> tuple[str | None, str | None]:
     """Return (reward to train on, held-out reward).
 
-    Raises RewardError for unknown rewards, and UserError if the held-out reward is trained on or has too few prompts.
+    Raises RewardError for unknown rewards, and UserError if the held-out reward is trained on or if the data has too
+    few prompts for it.
     """
     from wfm_ds.evaluation.paired_statistics import MIN_PROMPTS
     from wfm_reward import registry
@@ -283,7 +284,10 @@ def first_sentence(reward_name: str) -> str:
 
 
 def choose_weights(args: argparse.Namespace, task: Task, questions: Questions) -> bool:
-    """Return whether to train all weights. LoRA does not train action layers, so it is not the default for actions."""
+    """Return whether to train all weights instead of a LoRA.
+
+    For action tasks the default is True, because a LoRA does not train the action layers.
+    """
     if task == "distill" and args.full:
         raise UserError("--full: distillation trains only a LoRA: remove it")
     if args.full or args.lora or task == "distill":

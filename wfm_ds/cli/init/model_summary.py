@@ -1,4 +1,4 @@
-"""The defaults and requirements of a model that a recipe depends on. Weights are neither downloaded nor loaded."""
+"""Read those defaults and requirements of a model that its recipe needs, without loading weights."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def create_supervised_sections(request: RecipeRequest, model: PipelineSummary) -
 
 
 def few_step_lines(model: PipelineSummary, *keys: str) -> list[RecipeLine]:
-    """Return lines that set each of these keys to the number of steps for which the model was distilled.
+    """Return lines that set each key in `keys` to the number of steps for which the model was distilled.
 
     Returns [] if the model is not a few-step model.
     """
@@ -274,9 +274,10 @@ def prompt_file_lines(request: RecipeRequest) -> list[RecipeLine]:
 
 
 def prompt_set_name(file: Path, reward_name: str | None) -> str:
-    """Return the value of data.name for a prompt file.
+    """Return the value of data.name for a prompt file: the name of the file.
 
-    A published name such as `ocr` selects a file format. This format is used only if the reward needs its metadata.
+    The name of a published prompt set, such as `ocr`, would select the format of that set. Such a name therefore gets
+    the suffix `_prompts` unless the reward needs metadata.
     """
     from wfm_ds.data.prompts import PROMPT_FORMATS
     from wfm_reward import registry
@@ -360,10 +361,10 @@ def training_size(model: PipelineSummary, sizes: Sequence[tuple[int, int]]) -> t
 
 
 def size_lines(sizes: Sequence[tuple[int, int]], height: int, width: int) -> list[RecipeLine]:
-    """Return the lines for data.buckets and data.max_upscale, if the files need them at height x width.
+    """Return lines for data.buckets and data.max_upscale.
 
-    Without buckets, files of other aspect ratios lose much of their area. Files that must be enlarged more than
-    max_upscale are skipped.
+    data.buckets is set if the aspect ratios of many files differ much from height x width, and data.max_upscale if the
+    files are very small.
     """
     lines, far = [], [size for size in sizes if has_other_shape(size, (height, width))]
     if len(far) > BUCKET_SHARE * len(sizes):

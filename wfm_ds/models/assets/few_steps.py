@@ -1,4 +1,4 @@
-"""Whether a model or a LoRA was distilled to few denoising steps without guidance."""
+"""Detects models and LoRAs that were distilled to few denoising steps without guidance."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ FLUX2_STEPS = 4  # steps of the distilled FLUX.2-klein, which has is_distilled i
 
 
 def find_few_steps(path: str, folder: Path, family: type[DiffusionModel]) -> int | None:
-    """Return the number of steps that a model was distilled to, or None if it was not distilled.
+    """Return the number of denoising steps that a model was distilled to, or None if it was not distilled.
 
-    path: the repository on the Hub or the local folder, as in model.path. folder: local folder with model_index.json
-    and, optionally, call.json.
+    path: value of model.path. folder: local folder with model_index.json and, optionally, call.json.
     """
     index = read_json(folder / "model_index.json")
     steps = FEW_STEP_REPOS.get(path) or read_few_steps(folder, family, index)
@@ -30,10 +29,10 @@ def find_few_steps(path: str, folder: Path, family: type[DiffusionModel]) -> int
 
 
 def read_few_steps(folder: Path, family: type[DiffusionModel], index: Mapping[str, Any]) -> int | None:
-    """Return the number of steps in the call.json of a model or LoRA.
+    """Return the number of denoising steps in the call.json of a model or LoRA.
 
-    Returns None if the file is missing, does not disable guidance, or has more than MAX_FEW_STEPS steps.
-    family, index: the model's family and the content of its model_index.json.
+    Returns None if call.json is missing, does not disable guidance, or sets more than MAX_FEW_STEPS steps.
+    family: the model's family. index: content of model_index.json.
     """
     call = read_call_json(folder)
     steps, scale = call.get("num_inference_steps"), call.get(family.guidance_arguments[0])

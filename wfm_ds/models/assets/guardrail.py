@@ -1,4 +1,4 @@
-"""The safety checker that some pipelines have, and the class that replaces it with `model.guardrail: off`."""
+"""The safety checker of some pipelines, and a class that replaces the checker if `model.guardrail` is `off`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LICENCE = "NVIDIA's Open Model License requires the guardrail or an equivalent o
 
 
 class NoGuardrail:
-    """A safety checker that accepts everything. Saved pipelines contain null instead of this checker."""
+    """A safety checker that accepts everything. In saved pipelines, it is replaced by null."""
 
     def to(self, device: Any) -> NoGuardrail:
         return self

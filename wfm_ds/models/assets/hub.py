@@ -1,7 +1,7 @@
 """Download pipelines from the Hugging Face Hub to the Hub cache of this machine.
 
 The first download is model_index.json, which shows whether the pipeline is supported and which components it has. The
-files of these components follow. Cached files are not downloaded again, and a complete cached commit needs no network.
+files of these components follow. Cached files are not downloaded again. If all files are cached, no network is used.
 huggingface_hub reads the token from HF_TOKEN or from `hf auth login`.
 """
 
@@ -103,8 +103,8 @@ def resolve_commit(repo: str, revision: str | None) -> str:
     """Return the commit hash of a branch or tag. Does not change the Hub cache.
 
     revision: branch or tag; None means the branch main. A commit hash is returned unchanged.
-    Without a connection, returns the commit of the last download. Raises HubConnectionError if there is no earlier
-    download either. Raises ModelError like `list_files`.
+    Without a connection, returns the commit of the last download, or raises HubConnectionError if there is none. Raises
+    ModelError if the Hub denies access.
     """
     if revision is not None and is_commit(revision):
         return revision
@@ -121,7 +121,7 @@ def resolve_commit(repo: str, revision: str | None) -> str:
 
 
 def find_cached_snapshot(repo: str, revision: str | None) -> Path | None:
-    """Return the snapshot folder of the last download, or None if there is none. The folder may lack files."""
+    """Return the snapshot folder of the repository's last download, or None. The folder may lack files."""
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=[], local_files_only=True))
     except LocalEntryNotFoundError:
@@ -131,14 +131,14 @@ def find_cached_snapshot(repo: str, revision: str | None) -> Path | None:
 def download_first_file(repo: str, name: str, revision: str | None) -> Path:
     """Download one file to the Hub cache and return the snapshot folder that contains the file.
 
-    Offline, this function only reads the cache. Otherwise huggingface_hub would retry for half a minute before it reads
-    the cache. Raises the same errors as hf_hub_download.
+    On an offline machine, reads only the cache, because huggingface_hub would first retry for half a minute. Raises the
+    same errors as hf_hub_download.
     """
     return Path(hf_hub_download(repo, name, revision=revision, local_files_only=is_offline())).parent
 
 
 def download_index(repo: str, revision: str | None) -> Path:
-    """Download model_index.json to the Hub cache and return its snapshot folder, which is named after the commit.
+    """Download model_index.json to the Hub cache and return the snapshot folder. The folder's name is the commit hash.
 
     Raises ModelError if the repository has no model_index.json, or if the file is neither cached nor downloadable.
     """
@@ -152,10 +152,9 @@ def download_index(repo: str, revision: str | None) -> Path:
 
 
 def download_components(repo: str, folder: Path, index: Mapping[str, Any], *, weights: bool = True) -> Path:
-    """Download the missing files of a pipeline's components and return the snapshot folder.
+    """Download the missing files of a pipeline's components to the snapshot folder `folder`, and return `folder`.
 
-    index: content of model_index.json. Raises ModelError like `download_index`, and also if the disk has too little
-    space.
+    index: content of model_index.json. Raises ModelError if the download fails or the disk has too little space.
     """
     commit, parts = folder.name, component_names(index)
     if is_snapshot_complete(repo, folder, parts, weights=weights):
@@ -176,7 +175,7 @@ def list_component_files(repo: str, commit: str, parts: Sequence[str], *, weight
 
 
 def list_files(repo: str, revision: str | None, patterns: Sequence[str]) -> list[DryRunFileInfo]:
-    """Return the files that match one of the patterns. Raises ModelError like `list_component_files`."""
+    """Return the files that match a pattern. Raises ModelError if the Hub cannot be reached or denies access."""
     with translate_hub_errors(repo, revision), hide_bars_without_terminal():
         return snapshot_download(
             repo, revision=revision, allow_patterns=list(patterns), dry_run=True, local_files_only=is_offline()
@@ -192,7 +191,7 @@ def download_files(repo: str, revision: str | None, files: Sequence[DryRunFileIn
 
 
 def read_licence(repo: str, commit: str) -> str:
-    """Return the licence on the repository's Hub page, or "not stated". Raises ModelError like `list_files`."""
+    """Return the licence on a repository's Hub page, or "not stated". Raises ModelError if the Hub does not respond."""
     with translate_hub_errors(repo, commit):
         info = HfApi().model_info(repo, revision=commit)
     card = info.card_data
@@ -201,7 +200,7 @@ def read_licence(repo: str, commit: str) -> str:
 
 
 def component_names(index: Mapping[str, Any]) -> list[str]:
-    """Return the names of the components in model_index.json that have a folder. Components set to null are omitted."""
+    """Return the names of the components in model_index.json, except components that are null."""
     return [name for name, entry in index.items() if isinstance(entry, list) and entry and entry[0] is not None]
 
 
@@ -225,10 +224,7 @@ def select_files(files: Sequence[str], parts: Sequence[str], *, weights: bool = 
 
 
 def file_variant(name: str) -> str | None:
-    """Return the variant, such as "fp16", in the name of a weight file or shard index.
-
-    Returns None for plain weights.
-    """
+    """Return the variant, such as "fp16", in the name of a weight file or shard index, or None for plain weights."""
     index = INDEX_NAME.fullmatch(name)
     return parse_variant(name) if index is None else index["variant"]
 
@@ -297,7 +293,7 @@ def hide_bars_without_terminal() -> Iterator[None]:
 def log_download_progress(repo: str, files: Sequence[DryRunFileInfo]) -> Iterator[None]:
     """Log the size of the download, then report progress every PROGRESS_INTERVAL_S seconds inside the context.
 
-    Each report goes to the hang watchdog. If progress bars are disabled, it is also printed.
+    Each report resets the hang watchdog. If progress bars are disabled, each report is also printed.
     """
     todo = [file for file in files if file.will_download]
     log.info(
@@ -329,10 +325,7 @@ def missing_index_message(repo: str, revision: str | None, files: Sequence[str])
 
 
 def display_name(folder: Path) -> str:
-    """Return the name of a pipeline folder for messages.
-
-    The name is repository and commit if the folder is a Hub snapshot, and otherwise the path.
-    """
+    """Return a name of a pipeline folder for messages: repository and commit of a Hub snapshot, otherwise the path."""
     source = snapshot_origin(folder)
     return str(folder) if source is None else f"{source[0]} @ {source[1][:7]}"
 

@@ -52,7 +52,7 @@ def download_language_model(path: str, revision: str | None = None) -> Path:
 
 
 def list_language_files(repo: str, revision: str | None) -> list[DryRunFileInfo]:
-    """Return the files of a model of the transformers library. Raises ModelError like `hub.list_files`."""
+    """Return the files of a transformers model. Raises ModelError if the Hub cannot be reached or denies access."""
     return [file for file in hub.list_files(repo, revision, FILE_PATTERNS) if "/" not in file.filename]
 
 

@@ -1,8 +1,8 @@
 """Load a pipeline from its folder. Incomplete folders are rejected.
 
 Plain diffusers initializes missing weights randomly and replaces a missing tokenizer by an empty one. Training would
-then silently go wrong. In this module, each network is loaded by its own class, which reports missing weights, and the
-files of tokenizers are checked.
+then silently go wrong. This module therefore loads each network with its own class, which reports missing weights, and
+checks the files of tokenizers.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def resolve_network_class(entry: Any) -> type[torch.nn.Module] | None:
 def resolve_component_class(entry: Any) -> type | None:
     """Return the class that an entry of model_index.json names.
 
-    Returns None for entries that are not classes, and for classes in the folder of a diffusers pipeline. Raises
+    Returns None for entries that are not classes, and for classes in a subpackage of diffusers.pipelines. Raises
     ModelError if the package of the class cannot be imported.
     """
     if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(name, str) for name in entry):
@@ -233,8 +233,7 @@ def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped
 
     dtype: passed to from_pretrained. Casting the network later would also convert modules that must stay in float32.
     mapped: keep the parameters memory-mapped in their stored dtype, if all stored tensors have the same dtype. All
-    processes of the machine then share the memory of a parameter until a process writes to it. Buffers are cast to
-    `dtype`.
+    processes of the machine then share the memory of these parameters. Buffers are cast to `dtype`.
     """
     if not folder.is_dir():
         raise ModelError(f"{folder} is missing; copy or download the pipeline again")
@@ -259,7 +258,7 @@ def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped
 
 
 def read_stored_dtypes(folder: Path) -> set[str]:
-    """Return the safetensors names of the dtypes in a folder's weight files. Raises ModelError for a damaged file."""
+    """Return the dtypes in a folder's weight files, such as "BF16". Raises ModelError for a damaged file."""
     names: set[str] = set()
     for file in list_weight_files(folder):
         try:
@@ -300,10 +299,7 @@ def read_call_json(folder: Path) -> dict[str, Any]:
 
 
 def read_max_sequence_length(folder: Path) -> int | None:
-    """Return max_sequence_length from the folder's call.json, or None if it is not set there.
-
-    Raises ModelError if the value is invalid.
-    """
+    """Return max_sequence_length from the folder's call.json, or None. Raises ModelError if the value is invalid."""
     length = read_call_json(folder).get("max_sequence_length")
     if length is not None and (type(length) is not int or length < 1):
         raise ModelError(f"{folder / 'call.json'}: max_sequence_length must be a positive integer, got {length!r}")
@@ -311,7 +307,7 @@ def read_max_sequence_length(folder: Path) -> int | None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ModelError if it cannot be read or is not an object."""
+    """Return the object in a JSON file. Raises ModelError if the file is unreadable or contains no object."""
     try:
         content = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError) as error:

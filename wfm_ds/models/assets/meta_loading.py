@@ -1,7 +1,4 @@
-"""Load pipelines on torch's meta device: networks that have shapes but no values.
-
-Only the config files are needed.
-"""
+"""Load pipelines on torch's meta device. Their networks have shapes but no values, so only config files are needed."""
 
 from __future__ import annotations
 
@@ -43,8 +40,8 @@ def load_on_meta_device(
 ) -> DiffusionModel:
     """Load a pipeline on the meta device in seconds, without weights and tokenizers. The pipeline cannot encode text.
 
-    Raises ModelError like `registry.resolve_pipeline`, and also if a config is invalid or the network does not support
-    `embedded_guidance`.
+    Raises ModelError if the pipeline is missing or not supported, if a config is invalid, or if the network does not
+    support `embedded_guidance`.
     """
     folder = registry.resolve_pipeline(path, user_family, revision, weights=False)
     family = registry.find_family(folder, user_family)

@@ -1,4 +1,4 @@
-"""The released models that wfm_ds supports: their Hub repositories in diffusers' format, and hints that name them."""
+"""Hub repositories of the released models that wfm_ds supports, in diffusers' format, and hints for error messages."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ COSMOS_CHECKPOINT_SUFFIX = "_ema_bf16.pt"  # file name suffix of the original Co
 def cosmos_conversion_command(file: str, name: str) -> str:
     """Return the shell command that converts an original Cosmos checkpoint to diffusers.
 
-    file: path of the checkpoint. name: text that contains the model size, such as its repository name. If it does not
-    contain 14B, the size is 2B.
+    file: path of the checkpoint. name: its path or repository name. The model size is 14B if `name` contains "14B", and
+    otherwise 2B.
     """
     size = "14B" if "14B" in name else "2B"
     return (
@@ -62,9 +62,9 @@ def closest_released_repo(path: str) -> str | None:
 
 
 def suggest_released_repo(path: str) -> str:
-    """Return a hint for an error message that names the released repository most similar to `path`.
+    """Return an error-message hint with the released repository whose name is most similar to `path`.
 
-    Returns "" if no released repository is similar.
+    Returns "" if no name is similar.
     """
     repo = closest_released_repo(path)
     if repo is None or repo == path:

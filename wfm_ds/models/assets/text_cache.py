@@ -1,12 +1,12 @@
 """Formatting and encoding of texts, with a cache of their embeddings.
 
-The cache has up to three levels: device memory for recently used embeddings, host memory for more of them, and
-optionally a disk store for all of them. Some pipelines append size, duration or other information to the prompt.
-Prompts are formatted before they reach the cache, so the cache keys are plain texts.
+The cache has up to three levels: a small one in device memory, a larger one in host memory and, optionally, a store on
+disk for all embeddings. Cache keys are the formatted texts, because some pipelines append size, duration or other
+information to the prompt.
 
 The disk store is in data.cache_dir or, by default, in the user's cache. The user's cache has a separate folder for each
-combination of text encoder, device and torch version, so that a run never reads embeddings computed with other
-software. A folder that no run has opened for UNUSED_S seconds is removed.
+combination of text encoder, device type and torch version. A folder that no run has opened for UNUSED_S seconds is
+removed.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ UNUSED_S = 90 * 24 * 3600.0
 
 
 def prompt_text(prompt: Prompt) -> PromptText:
-    """Return the prompt as an argument of `format_prompts`."""
+    """Convert a prompt to the type that `format_prompts` accepts."""
     return prompt.text if prompt.viewpoint is None else ViewpointText(prompt.text, prompt.viewpoint)
 
 
@@ -78,7 +78,7 @@ def format_prompts(
 def require_viewpoints(model: DiffusionModel, size: SamplingRecipe, key: str) -> None:
     """Raise ModelError if the model's prompts cannot contain a viewpoint.
 
-    key: recipe key or command-line option that sets the viewpoint, for the message.
+    key: recipe key or command-line option that sets the viewpoint, for the error message.
     """
     shape = (size.height, size.width, size.num_frames)
     if model.format_prompt("", *shape, viewpoint="wrist_view") == model.format_prompt("", *shape):
@@ -92,13 +92,13 @@ class PrecomputedEmbedding(Protocol):
         """Return a key that changes when the embedding changes. Raises OSError if its file cannot be read."""
 
     def load(self) -> Tensor:
-        """Load the embedding [tokens, channels], which may come from any text encoder. Raises DataError on failure."""
+        """Load the embedding [tokens, channels]. It may not fit the model. Raises DataError on failure."""
 
 
 class EmbeddingLru:
-    """A cache of text embeddings with at most `max_bytes` that evicts the least recently used ones first.
+    """A cache of text embeddings with at most `max_bytes` bytes. It evicts the least recently used embeddings first.
 
-    The most recently used embedding always stays in the cache, even if it is larger than `max_bytes`.
+    The most recently used embedding stays in the cache even if it is larger than `max_bytes`.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -158,8 +158,8 @@ class TextCache:
     def prepare(self, texts: Iterable[Text]) -> None:
         """Encode texts that are not cached yet. Stops when the new embeddings fill half of the host cache.
 
-        Running the text encoders makes the host wait for the device. Call this method in advance, so that `encode`
-        finds most texts in the cache.
+        Running the text encoders makes the host wait for the device. Calling this method in advance avoids most of
+        these waits in `encode`.
         """
         if not self._model.text_encoders():
             return
@@ -254,7 +254,7 @@ def num_bytes(row: EmbeddingRow) -> int:
 
 
 def create_text_store(recipe: Recipe, model: DiffusionModel) -> TensorStore | None:
-    """Return the disk store for this model's text embeddings, or None if the recipe disables it."""
+    """Return the disk store for this model's text embeddings, or None if the recipe disables it or streams data."""
     if recipe.data.cache_dir is not None:
         return TensorStore(recipe.data.cache_dir / TEXT_FOLDER)
     if recipe.data.cache_text == "off" or recipe.data.streaming:  # the number of texts in a stream is unknown
@@ -263,7 +263,7 @@ def create_text_store(recipe: Recipe, model: DiffusionModel) -> TensorStore | No
 
 
 def software_key(model: DiffusionModel) -> str:
-    """Return a hash of everything that affects embeddings, including device type and torch version."""
+    """Return a hash of everything that affects text embeddings, including device type and torch version."""
     settings = {**model.text_cache_key(), "device": model.device.type, "torch": torch.__version__}
     return hashlib.sha256(canonical_json(settings).encode()).hexdigest()[:24]
 

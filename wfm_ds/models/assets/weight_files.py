@@ -1,8 +1,8 @@
 """The safetensors files of a network: select the files to load, and compute fingerprints of their content.
 
-diffusers and transformers call an alternative set of weights a variant. Its file is `model.bf16.safetensors`. Its
-shards are `model.bf16-00001-of-00002.safetensors` or, in older releases, `model-00001-of-00002.bf16.safetensors`. Some
-folders contain only a variant, such as SANA's BF16 repositories.
+diffusers and transformers call an alternative set of weights a variant. The file of the variant bf16 is named
+`model.bf16.safetensors`. Its shards are named `model.bf16-00001-of-00002.safetensors` or, in older releases,
+`model-00001-of-00002.bf16.safetensors`. Some folders, as in SANA's BF16 repositories, contain only a variant.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def list_weight_files(folder: Path) -> list[Path]:
 
 
 def shard_index_path(folder: Path, base: str) -> Path:
-    """Return the path of the shard index of a network's weights. The file may not exist.
+    """Return the path that the shard index of a network's weights would have. The file may not exist.
 
     base: base name of the weight files, `diffusion_pytorch_model` or `model`.
     """

@@ -70,7 +70,7 @@ def clip_encoder(tokenizer: Any, seed: int) -> Any:
 
 
 def gemma_encoder(vocab_size: int, seed: int, class_name: str = "Gemma2Model") -> Any:
-    """Return a Gemma-2 encoder for the tokenizer of `gemma_tokenizer`."""
+    """Return a Gemma-2 encoder for the vocabulary of `gemma_tokenizer`."""
     ids = {f"{name}_token_id": GEMMA_SPECIAL_TOKENS.index(f"<{name}>") for name in ("pad", "eos", "bos")}
     config = transformers.Gemma2Config(
         vocab_size=vocab_size, query_pre_attn_scalar=16, sliding_window=64, **DECODER, **ids
@@ -98,7 +98,7 @@ def qwen3vl_model(tokenizer: Any, prefix: str, seed: int, *, text: Mapping[str, 
     """Return a Qwen3-VL with two text layers of width 32 and two vision layers.
 
     prefix: common prefix of the model and config class names, Qwen3VL or Qwen3VLMoe.
-    text: values to add to the config's text section. top: values to add to the config's top level.
+    text: values to add to the config's text section. top: values to add at the config's top level.
     """
     config = getattr(transformers, f"{prefix}Config")(
         text_config={
@@ -197,7 +197,7 @@ def flux2_dev_text() -> Parts:
 
 
 def clip_image_parts() -> Parts:
-    """Return a CLIP image encoder for Wan 2.1, with the initial weights of transformers, and its image processor."""
+    """Return a CLIP image encoder, randomly initialized by the transformers library, and an image processor."""
     config = transformers.CLIPVisionConfig(
         hidden_size=CLIP_IMAGE_WIDTH,
         intermediate_size=32,

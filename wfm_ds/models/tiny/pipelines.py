@@ -1,6 +1,6 @@
-"""The table of the tiny pipelines. It lists the classes, sizes, call arguments and build functions of each family.
+"""The table of the tiny pipelines: classes, sizes, call arguments and build functions of each family.
 
-Classes of diffusers and transformers are given as strings, so that they are imported only when they are used.
+Names of diffusers and transformers classes are strings, so that the classes are imported only when they are used.
 """
 
 from __future__ import annotations

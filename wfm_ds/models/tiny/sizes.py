@@ -1,4 +1,4 @@
-"""Sizes of the transformers of the tiny pipelines: their configs in diffusers."""
+"""The diffusers configs of the transformers of the tiny pipelines."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def prefix_merges(mark: str, words: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def number_tokens(*tokens: str, merges: Iterable[tuple[str, str]], last: Iterable[str] = ()) -> dict[str, int]:
-    """Number `tokens`, then the tokens that the merges create, then the tokens in `last`. Return {token: id}."""
+    """Return {token: id}. The ids follow this order: `tokens`, the tokens that the merges create, `last`."""
     created = dict.fromkeys(left + right for left, right in merges)
     return {token: index for index, token in enumerate([*tokens, *created, *last])}
 
@@ -111,8 +111,7 @@ def gemma_tokenizer() -> GemmaTokenizer:
     """Return a Gemma tokenizer with 487 ids.
 
     The vocabulary contains special tokens, bytes, the symbol for the start of a word, ASCII characters and words. The
-    first word of a text is split into characters, because the symbol does not precede it. Like the released tokenizer,
-    the tiny tokenizer prepends <bos>.
+    first word of a text is split into characters, because that symbol does not precede it. <bos> is prepended.
     """
     merges = prefix_merges(SENTENCEPIECE_SPACE, WORDS)
     bytes_of_others = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -123,8 +122,8 @@ def gemma_tokenizer() -> GemmaTokenizer:
 def t5_tokenizer() -> T5Tokenizer:
     """Return a T5 tokenizer with 138 ids.
 
-    The score of a token is a log-probability. The tokenizer splits a text so that the sum of scores is highest. A word
-    has a higher score than its characters together, so words are not split.
+    The tokenizer splits a text so that the sum of the tokens' log-probabilities is highest. A word has a higher
+    log-probability than its characters together, so words are not split.
     """
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), (SENTENCEPIECE_SPACE, -4.0)]  # T5 fixes the first 3 ids
     words = [(SENTENCEPIECE_SPACE + word, -2.0) for word in WORDS]

@@ -1,4 +1,4 @@
-"""VAEs of the tiny pipelines: random VAEs, and for the quickstarts two VAEs with latents equal to the pixels."""
+"""VAEs of the tiny pipelines: random VAEs, and two VAEs of the quickstarts with latents equal to the pixels."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def sana_vae() -> Any:
 
 
 def wan_vae(seed: int = SEED, **config: Any) -> Any:
-    """Return a random video VAE with spatial factor 8 and temporal factor 4. Each channel has a mean and a std.
+    """Return a random video VAE with spatial factor 8, temporal factor 4, and a latent mean and std for each channel.
 
     config: constructor arguments to add or replace.
     """
@@ -100,7 +100,7 @@ def wan_vae(seed: int = SEED, **config: Any) -> Any:
 
 
 def wan22_ti2v_vae() -> Any:
-    """Return a random video VAE with spatial factor 16. Its patches of 2 x 2 pixels contribute a factor of 2."""
+    """Return a random video VAE with spatial factor 16. A factor of 2 comes from its patches of 2 x 2 pixels."""
     return wan_vae(
         decoder_base_dim=8,
         is_residual=True,
@@ -185,9 +185,8 @@ def exact_vae() -> Any:
     Encoding and decoding are exact to 1e-6 for grey videos in [-1, 1] that are constant on cells of 4 x 4 pixels. A
     latent is the mean of a cell. The four latent channels contain four successive frames. The first latent frame has
     the first frame in channel 0 and zeros in the other channels.
-    Hidden channels 0 to 3 contain x, the values to pass on, and hidden channels 4 to 7 contain -x, because
-    silu(x) - silu(-x) = x. Hidden channel 8 is a constant much larger than x, so that the norms before silu only scale
-    by a constant.
+    Hidden channels 0 to 3 contain x, and 4 to 7 contain -x, because silu(x) - silu(-x) = x. Hidden channel 8 is a
+    constant much larger than x, so that norms only scale by a constant.
     """
     vae = diffusers.AutoencoderKLWan(
         base_dim=EXACT_WIDTH,

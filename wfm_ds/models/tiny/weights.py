@@ -31,9 +31,9 @@ def amplify_text(factor: float, transformer: nn.Module) -> None:
 
 
 def amplify_cross_attention(transformer: Any) -> None:
-    """Scale up the values of cross-attention to make the effect of the prompt measurable.
+    """Scale up the values of cross-attention, so that a prompt has a measurable effect.
 
-    Nearly all of the 512 text tokens are padding, which would otherwise hide this effect.
+    Otherwise padding, which is nearly all of the 512 text tokens, would hide the effect.
     """
     for block in transformer.blocks:
         block.attn2.to_v.weight.data.mul_(4)

@@ -15,11 +15,11 @@ class AdvantageSettings(Section):
 
     combine: Literal["sum", "mean", "gdpo"] = "sum"
     """How several rewards are combined. `sum`: compute one advantage from the weighted sum of the rewards. `mean`:
-    compute an advantage per reward and take their weighted mean. `gdpo` (arXiv 2601.05242): compute an advantage per
-    reward, take their weighted sum and normalize it over all samples."""
+    compute an advantage per reward and take the mean of weight * advantage. `gdpo` (arXiv 2601.05242): compute an
+    advantage per reward and normalize their weighted sum over all samples."""
     advantage_std: Literal["group", "global", "none"] = "global"
-    """Divisor of the centred rewards. `group`: standard deviation of the group. `global`: standard deviation of all
-    samples. `none`: no division."""
+    """Divisor of the rewards after the mean of the group is subtracted. `group`: standard deviation of the group.
+    `global`: standard deviation of all samples. `none`: no division."""
     std_unbiased: bool = False
     """Use the unbiased standard deviation (divide by n - 1), like some other trainers."""
     adv_clip_max: PositiveFloat = 5.0

@@ -217,7 +217,7 @@ class RolloutSettings(AlgorithmSettings):
 
     @property
     def passes_per_term(self) -> int:
-        """Forward and backward passes of the exported weights per loss term, without the passes on data samples."""
+        """Number of forward and backward passes of the exported weights per loss term, except on data samples."""
         return 1
 
     def num_trained_samples(self, group_size: int) -> int:

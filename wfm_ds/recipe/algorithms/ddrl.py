@@ -19,24 +19,25 @@ class DdrlAlgorithm(ConditioningFramesSettings):
     """Selects this algorithm."""
     combine: Literal["sum", "mean", "gdpo"] = "mean"
     """How several rewards are combined. `sum`: compute one advantage from the weighted sum of the rewards. `mean`:
-    compute an advantage per reward and take their weighted mean. `gdpo` (arXiv 2601.05242): compute an advantage per
-    reward, take their weighted sum and normalize it over all samples."""
+    compute an advantage per reward and take the mean of weight * advantage. `gdpo` (arXiv 2601.05242): compute an
+    advantage per reward and normalize their weighted sum over all samples."""
     advantage_std: Literal["group", "global", "none"] = "group"
-    """Divisor of the centred rewards. `group`: standard deviation of the group. `global`: standard deviation of all
-    samples. `none`: no division."""
+    """Divisor of the rewards after the mean of the group is subtracted. `group`: standard deviation of the group.
+    `global`: standard deviation of all samples. `none`: no division."""
     updates_per_rollout: Literal[1] = 1
     """Optimizer steps per RL step. Always 1."""
     train_on: list[Annotated[int, Field(ge=-1)]] = Field([0, 1, 2, 3], min_length=1)
     """Denoising steps that every sample is trained on. 0 is the first step. The last step has no noise and is not
     allowed. -1: one more step, random in each RL step."""
     ratio_norm: Literal["gaussian", "literal", "std_scaled"] = "gaussian"
-    """Divisor of the squared distances in the log-ratio, for a step with standard deviation s. `gaussian`: 2 s^2, which
-    emphasizes low noise. `literal`: 1, as in the published runs, which emphasizes high noise. `std_scaled`: 2 s. Tune
-    `clip_ratio` and `data_beta` for each."""
+    """Divisor of the squared distances between a sample and the means of a denoising step, in the log-ratio of two
+    policies. s is the standard deviation of the step. `gaussian`: 2 s^2, which emphasizes low noise. `literal`: 1, as
+    in the published runs, which emphasizes high noise. `std_scaled`: 2 s. Tune `clip_ratio` and `data_beta` for
+    each."""
     clip_ratio: PositiveFloat = 1e-4
     """PPO clip range: probability ratios are clipped to 1 - clip_ratio .. 1 + clip_ratio."""
     kl_beta: NonNegativeFloat = 0.01
-    """Weight of the distance to the reference policy on rollout samples. 0: no reference forward pass."""
+    """Weight of the KL divergence to the reference policy on rollout samples. 0: no reference forward pass."""
     update_ref_every: NonNegativeInt = 0
     """RL steps between copies of the trained weights to the reference policy, which starts with the initial weights.
     0: never copy."""
@@ -49,8 +50,8 @@ class DdrlAlgorithm(ConditioningFramesSettings):
     data_on_first_only: bool = False
     """Compute the diffusion loss only at the first trained step. The loss is still averaged over all trained steps."""
     data_forward: Literal["joint", "separate"] = "joint"
-    """`joint`: one forward and backward pass for rollout states and noisy data. `separate`: one for each, in the same
-    optimizer step. This gives the same gradient with less activation memory, but needs twice as many passes."""
+    """How rollout states and noisy data are trained on. `joint`: in the same forward and backward pass. `separate`: in
+    separate passes, with the same gradient and less activation memory, but twice as many passes."""
     exp_reward: bool = False
     """Replace the advantage A by exp_reward_baseline - exp(-A)."""
     exp_reward_baseline: NonNegativeFloat = 0.0
@@ -116,7 +117,8 @@ class DdrlAlgorithm(ConditioningFramesSettings):
             )
 
     def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
-        """Raise RecipeError if a data sample and its rollout step may need different experts of the model."""
+        """Raise RecipeError if a data sample and the rollout step that it is trained with may need different
+        experts."""
         if self.data_beta > 0 and not self.use_rl_sigma_and_noise and len(model.sigma_ranges) > 1:
             raise RecipeError(
                 f"algorithm.use_rl_sigma_and_noise: false may select a different expert of {model.family} than the "

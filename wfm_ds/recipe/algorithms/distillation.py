@@ -100,12 +100,13 @@ class OpdAlgorithm(DistillationSettings):
     name: Literal["opd"]
     """Selects this algorithm."""
     teachers: list[SelectedTeacher] = Field(min_length=1)
-    """The teachers. Several teachers divide the prompts by their metadata (`when`)."""
+    """The teachers. With several teachers, `when` selects the teacher of a prompt by the prompt's metadata."""
     num_levels: PositiveInt = 1
-    """Denoising steps of its rollout that each sample is trained on, chosen at random."""
+    """Number of denoising steps that each sample is trained on, chosen at random from the steps of its rollout."""
     weighting: Literal["uniform", "kl"] = "uniform"
-    """Weight of the squared distance of the predicted velocities. `uniform`: 1 at every step. `kl`: the distance is the
-    KL divergence of student and teacher at this step of a stochastic solver, per element."""
+    """Loss at a denoising step. `uniform`: the mean squared difference between the velocities that student and teacher
+    predict. `kl`: the KL divergence of student and teacher at this step of a stochastic solver, as a mean over
+    elements."""
     updates_per_rollout: PositiveInt = 1
     """Optimizer steps per RL step. Each one trains on an equal part of the samples."""
 
@@ -115,7 +116,7 @@ class OpdAlgorithm(DistillationSettings):
         return self.teachers
 
     def choose_teacher(self, prompt: Prompt) -> int:
-        """Return the index of the teacher of this prompt. Raises RecipeError unless it has exactly one."""
+        """Return the index of the teacher of `prompt`. Raises RecipeError unless the prompt has exactly one."""
         fitting = [i for i, teacher in enumerate(self.teachers) if teacher.teaches(prompt)]
         if len(fitting) != 1:
             raise RecipeError(
@@ -163,7 +164,7 @@ class OpdAlgorithm(DistillationSettings):
 
 
 class NoiseLevels(Section):
-    """Random noise levels at which DMD2 compares teacher and student."""
+    """Random noise levels at which DMD2 compares teacher and fake score."""
 
     density: Literal["uniform", "logit_normal"] = "uniform"
     """Probability density of the level before the shift."""
@@ -202,7 +203,7 @@ class RewardLoss(AdvantageSettings):
     weight: PositiveFloat = 1.0
     """Weight of the reward loss. The weight of the distillation loss is 1."""
     beta: PositiveFloat = 1.0
-    """With `loss: diffusion_nft`: mixing coefficient of the implicit positive and negative policies."""
+    """With `loss: diffusion_nft`: like `beta` of the algorithm `diffusion_nft`."""
 
     @model_validator(mode="after")
     def _check_unused_keys(self) -> RewardLoss:
@@ -218,9 +219,9 @@ class Dmd2Algorithm(DistillationSettings):
     name: Literal["dmd2"]
     """Selects this algorithm."""
     teacher: TeacherSettings = TeacherSettings()
-    """The teacher."""
+    """The teacher that the student learns from."""
     fake: FakeScore = FakeScore()
-    """The fake score."""
+    """The fake score, a second LoRA that learns to denoise the student's samples."""
     levels: NoiseLevels = NoiseLevels()
     """The noise levels at which teacher and fake score are compared."""
     reward: RewardLoss | None = None

@@ -12,8 +12,8 @@ from wfm_ds.recipe.sampling import DEFAULT_NOISE_LEVELS, SamplingRecipe
 
 
 class FlowGrpoAlgorithm(ConditioningFramesSettings):
-    """Policy gradient on the denoising steps of stochastic rollouts: Flow-GRPO (arXiv 2505.05470). Flow-GRPO-Fast,
-    MixGRPO, DanceGRPO, GRPO-Guard and Flow-DPPO are settings of this section and of `sampling`."""
+    """Policy gradient on the denoising steps of stochastic rollouts: Flow-GRPO (arXiv 2505.05470). Keys of this section
+    and of `sampling` select Flow-GRPO-Fast, MixGRPO, DanceGRPO, GRPO-Guard or Flow-DPPO."""
 
     name: Literal["flow_grpo"]
     """Selects this algorithm."""
@@ -33,10 +33,11 @@ class FlowGrpoAlgorithm(ConditioningFramesSettings):
     """With `trust_region: divergence`: maximum KL between the new and old policy at a denoising step, as a mean over
     elements. The published 1e-5 is for latents of 65536 elements; smaller latents need larger values."""
     kl_beta: NonNegativeFloat = 0.0
-    """Weight of the distance to the reference policy. 0: no reference forward pass."""
+    """Weight of the distance to the reference policy (see `kl_type`). 0: no reference forward pass."""
     kl_type: Literal["velocity", "gaussian", "flow_grpo"] = "gaussian"
     """Distance to the reference policy. `velocity`: mean squared velocity difference. `gaussian`: KL of the denoising
-    step, as a mean over elements. `flow_grpo`: this KL times the step length (for `flow_sde` and `dance`)."""
+    step, as a mean over elements. `flow_grpo`: the KL of `gaussian` * the length of the step (for `flow_sde` and
+    `dance`)."""
     zero_std: Literal["keep", "drop"] = "drop"
     """Whether to train on groups in which all samples have the same reward, so that all advantages are 0. `drop`: do
     not train on these groups. `keep`: train on them, so that `kl_beta` still applies."""
@@ -50,12 +51,12 @@ class FlowGrpoAlgorithm(ConditioningFramesSettings):
     `rollout.max_staleness` is above 0, `auto` equals `recompute`, and both drop denoising steps that exceed
     `max_drift`."""
     max_drift: PositiveFloat = 10.0
-    """With `rollout.max_staleness` above 0: drop denoising steps for which the log-probabilities of the rollout policy
-    and of the weights at the start of the RL step differ by more than this many clip ranges (with `trust_region:
-    divergence`: their KL, in units of `divergence`). Logged as policy/dropped_fraction."""
+    """With `rollout.max_staleness` above 0: drop denoising steps whose log-probabilities under the rollout policy and
+    under the weights at the start of the RL step differ by more than max_drift * the clip range (with `trust_region:
+    divergence`: whose KL exceeds max_drift * `divergence`)."""
     log_prob: Literal["published", "gaussian"] = "published"
     """With `sampling.solver: cps`: `published` omits the variance and the constant of the log-probability; `gaussian`
-    is exact. They need different values of `clip_ratio`."""
+    is exact. Each needs its own value of `clip_ratio`."""
     min_step_std: NonNegativeFloat = 0.05
     """Minimum noise std of trained steps; below it, rounding errors dominate the ratio, and the run stops. 0: no
     minimum."""

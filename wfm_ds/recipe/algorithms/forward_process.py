@@ -108,16 +108,17 @@ class NftAlgorithm(ForwardProcessSettings):
     name: Literal["diffusion_nft"]
     """Selects this algorithm."""
     beta: PositiveFloat = 1.0
-    """Mixing coefficient of the trained and the old velocity in the implicit positive and negative policies."""
+    """Coefficient beta of the implicit policies, computed from the trained velocity v and the old velocity v_old: beta
+    * v + (1 - beta) * v_old (positive) and (1 + beta) * v_old - beta * v (negative)."""
     kl_beta: NonNegativeFloat = 1e-4
-    """Weight of the squared velocity distance to the reference policy. 0: no reference forward pass."""
+    """Weight of the mean squared difference of the trained and reference velocities. 0: no reference forward pass."""
     old_decay: Annotated[
         Annotated[Literal["copy", "standard", "slow"], Tag("scalar")] | Annotated[DecaySchedule, Tag("mapping")],
         Discriminator(value_form),
     ] = "standard"
-    """Decay of the old policy, which generates the rollouts. `copy`: 0. `standard`: increases by .001 per optimizer
-    step to .5. `slow`: 0 for 75 optimizer steps, then increases by .0075 per step to .999. Or a custom schedule as a
-    mapping."""
+    """Decay of the old policy, a moving average of the trained weights that generates the rollouts. `copy`: 0.
+    `standard`: increases by .001 per optimizer step to .5. `slow`: 0 for 75 optimizer steps, then increases by .0075
+    per step to .999. Or a custom schedule as a mapping."""
 
     implementation = "wfm_ds.algorithms.diffusion_nft:DiffusionNft"
 
@@ -136,8 +137,9 @@ class AwmAlgorithm(ForwardProcessSettings):
     name: Literal["awm"]
     """Selects this algorithm."""
     weighting: Literal["ghuber", "uniform", "sigma", "sigma_squared"] = "ghuber"
-    """Estimate of -log p of a sample, where l is the mean squared velocity error. `uniform`: l. `sigma`: sigma * l.
-    `sigma_squared`: sigma^2 * l. `ghuber`: sigma * l^power / power."""
+    """Replacement for the negative log-probability of a sample, where sigma is the noise level and l the mean squared
+    velocity error at this level. `uniform`: l. `sigma`: sigma * l. `sigma_squared`: sigma^2 * l. `ghuber`: sigma *
+    l^power / power."""
     power: Annotated[float, Field(gt=0, le=1)] = 0.25
     """With `weighting: ghuber`: exponent of l. Values below 1 reduce the influence of badly predicted samples."""
     clip_ratio: PositiveFloat = 1.0
@@ -146,10 +148,10 @@ class AwmAlgorithm(ForwardProcessSettings):
     adv_max: PositiveFloat = 1.0
     """Advantages are clipped to `adv_clip_max`, then scaled so that the largest possible magnitude is `adv_max`."""
     kl_beta: NonNegativeFloat = 1e-3
-    """Weight of the squared velocity distance to the reference policy. 0: no reference forward pass."""
+    """Weight of the mean squared difference of the trained and reference velocities. 0: no reference forward pass."""
     ema_kl_beta: NonNegativeFloat = 0.0
-    """Weight of the squared velocity distance to the EMA weights; needs the section `ema`. Published runs use 1 with an
-    EMA decay of .3. 0: no forward pass with the EMA weights."""
+    """Weight of the mean squared difference of the velocities of the trained and the EMA weights. Needs the section
+    `ema`. Published runs use 1 with an EMA decay of .3. 0: no forward pass with the EMA weights."""
 
     implementation = "wfm_ds.algorithms.awm:Awm"
 
@@ -182,13 +184,14 @@ class RamAlgorithm(ForwardProcessSettings):
     name: Literal["ram"]
     """Selects this algorithm."""
     advantage_std: Literal["group", "global", "none"] = "group"
-    """Divisor of the centred rewards. `group`: standard deviation of the group. `global`: standard deviation of all
-    samples. `none`: no division."""
+    """Divisor of the rewards after the mean of the group is subtracted. `group`: standard deviation of the group.
+    `global`: standard deviation of all samples. `none`: no division."""
     multiplier: PositiveFloat = 5.0
-    """Strength of the reward relative to the reference policy: tilt = multiplier * advantage."""
+    """Strength of the reward relative to the reference policy (see `tilt`)."""
     tilt: Literal["linear", "exp"] = "linear"
-    """Factor of a sample's velocity error in the target. `linear`: tilt. `exp`: exp(tilt) - 1 (tilt matching, arXiv
-    2512.21829); needs a small `multiplier`. `linear` approximates `exp` to first order."""
+    """Factor R in the target velocity v_ref + R * (u - v). v and v_ref are the velocities of the trained and the
+    reference policy, and u = noise - clean latents. `linear`: R = multiplier * advantage. `exp`: R = exp(multiplier *
+    advantage) - 1 (tilt matching, arXiv 2512.21829); needs a small `multiplier`."""
 
     implementation = "wfm_ds.algorithms.ram:Ram"
 
@@ -215,15 +218,15 @@ class DgpoAlgorithm(ForwardProcessSettings):
     updates_per_rollout: Literal[1] = 1
     """Optimizer steps per RL step. Always 1, so that every update contains whole groups."""
     beta: PositiveFloat = 100.0
-    """Strength of the group weighting. Larger values reduce a group's weight faster once the policy ranks its samples
-    better than the reference policy does."""
+    """Strength of the group weighting. Larger values reduce a group's weight faster once the trained policy ranks the
+    group's samples better than the reference policy does."""
 
     clip_ratio: PositiveFloat | None = 0.01
     """Clip range: a sample has no gradient if its ratio exp(l_old - l) is above 1 + clip_ratio (positive advantage) or
-    below 1 - clip_ratio (negative advantage), where l is the mean squared velocity error and the old policy is a
-    moving average of the trained weights. null: no clipping and no old policy."""
+    below 1 - clip_ratio (negative advantage), where l and l_old are the mean squared velocity errors of the trained
+    policy and of the old policy, a moving average of the trained weights. null: no clipping and no old policy."""
     kl_beta: NonNegativeFloat = 0.02
-    """Weight of the squared velocity distance to the reference policy."""
+    """Weight of the mean squared difference of the trained and reference velocities."""
     first_levels: PositiveInt | None = None
     """With `levels: grid`: number of the rollout's noise levels to draw from, beginning with the highest. The
     authors use 5 or 7 of 10 levels, with `num_levels: 4`. Unset: all."""

@@ -14,8 +14,8 @@ class SupervisedSettings(AlgorithmSettings):
     """Keys of all supervised algorithms of diffusion models: noise levels and conditioning frames."""
 
     timestep_density: Literal["logit_normal", "uniform", "mode"] = "logit_normal"
-    """Probability density of the noise level q before the shift (SD3). `logit_normal`: a larger mean gives more
-    noise."""
+    """Probability density of the noise level q before the shift, as in SD3. `logit_normal`: a larger `logit_mean` gives
+    more noise."""
     logit_mean: float = 0.0
     """With `timestep_density: logit_normal`: mean of logit(q)."""
     logit_std: PositiveFloat = 1.0
@@ -59,7 +59,8 @@ class SftAlgorithm(SupervisedSettings):
     name: Literal["sft"]
     """Selects this algorithm."""
     loss_weighting: Literal["none", "sigma_sqrt", "cosmap", "edm", "min_snr"] = "none"
-    """Loss weight as a function of the noise level."""
+    """Weight of the loss at noise level sigma, with d = (1 - sigma)^2 + sigma^2. `none`: 1. `sigma_sqrt`: 1 / sigma^2,
+    at most 100. `cosmap`: 2 / (pi * d). `edm`: d. `min_snr`: the smaller of (1 - sigma)^2 and 5 * sigma^2."""
 
     implementation = "wfm_ds.algorithms.sft:Sft"
     takes_media = True
@@ -72,8 +73,8 @@ class DpoAlgorithm(SupervisedSettings):
     name: Literal["dpo"]
     """Selects this algorithm."""
     beta: PositiveFloat = 2000.0
-    """Strength of the regularization towards the reference policy. The implicit reward is beta / 2 times a difference
-    of mean squared velocity errors, with the same factor at all noise levels."""
+    """Strength of the regularization towards the reference policy. The implicit reward of a sample is beta / 2 * (l_ref
+    - l), where l and l_ref are the mean squared velocity errors of the trained and of the reference policy."""
 
     implementation = "wfm_ds.algorithms.dpo:Dpo"
     takes_pairs = True

@@ -71,7 +71,7 @@ class AsyncSource:
         """Create the source. All ranks must call this.
 
         service: the rollout service on rank 0, None on other ranks.
-        layout: layout of the clips before the samples, and of recordings. None: the run has neither.
+        layout: layout of histories and recordings. None: the run has neither.
         """
         self.job, self.groups, self.algorithm = job, groups, algorithm
         self.settings, self.service, self.layout = job.recipe.rl.rollout, service, layout
@@ -87,7 +87,7 @@ class AsyncSource:
         self._staleness: dict[str, float] = {}
 
     def publish_policy(self, step: int) -> None:
-        """Publish the policy and submit the RL steps that workers may generate with it. All ranks must call this.
+        """Publish the policy and submit the RL steps that workers may now generate. All ranks must call this.
 
         After the last step, this method tells the workers to exit instead.
         """
@@ -215,7 +215,6 @@ class AsyncSource:
         tensors: the chunk's tensors on the leader, None on other ranks.
         samples: all samples of the step.
         rows: indices into `samples` of the rollouts to return.
-        Only the leader downloads tensors, because the network between ranks is faster than the broker.
         """
         world, plan = self.job.world, self.algorithm.plan(step)
         if chunk.staleness is None:
@@ -296,11 +295,10 @@ def start_async_source(
 
 
 def gather_conditioning_frames(job: Job, groups: Sequence[Group]) -> list[Group]:
-    """Collect the conditioning frames of all groups on rank 0. All ranks must call this.
+    """Collect the conditioning frames of all groups of a step on rank 0. All ranks must call this.
 
-    Returns copies of the groups. Their `data` contains only the conditioning frames, on the CPU. groups: all groups of
-    the step; each replica has set `data` only for the groups that it has read. Only on rank 0 do all groups in
-    the result have their frames.
+    Each replica passes `data` only for the groups that it has read. Returns copies of the groups that have only their
+    conditioning frames as `data`, on the CPU. Only rank 0 gets the frames of all groups.
     """
     latents = next((group.data for group in groups if group.data is not None), None)
     if latents is None or job.model.clean_frame_range(job.recipe.algorithm.conditioning_frame_range)[1] == 0:
@@ -316,7 +314,7 @@ def gather_conditioning_frames(job: Job, groups: Sequence[Group]) -> list[Group]
 def gather_recordings(job: Job, groups: Sequence[Group]) -> list[Group]:
     """Collect the recordings of all groups on rank 0. All ranks must call this with all groups of the step.
 
-    Returns copies of the groups. Only on rank 0, each of them has its `recording`.
+    Returns copies of the groups. Only rank 0 gets the recordings of all groups.
     """
     recording = next((group.recording for group in groups if group.recording is not None), None)
     if recording is None:  # no rewards need them, or this rank is not a replica leader

@@ -1,9 +1,8 @@
 """State of an async run: chunks to generate, results to train on, and complete steps. The module does no I/O.
 
-Publication n is the policy after RL step n. Publication 0 has the weights before the first step. The prompt order
-assigns groups to each RL step. The step trains on all of its groups in this order. The training data therefore depends
-only on the step, and a resumed run skips no groups. A group is split into chunks. A worker generates a chunk as one
-batch with the weights of one publication:
+Publication n is the policy after RL step n. Publication 0 has the weights before the first step. Each RL step trains on
+all of its groups in a fixed order, so a resumed run skips no groups. A group is split into chunks. A worker generates a
+chunk as one batch with the weights of one publication:
 
     ADMITTED --fresh result--> CLOSED --pop_step(s)--> trained
        ^  `--stale result or lost task: retried under a new task id
@@ -118,7 +117,7 @@ class Coordinator:
         return None
 
     def abandon_chunk(self, task_id: str, reason: str) -> None:
-        """Close a chunk that no worker could generate. All of its samples get failed scores."""
+        """Close a chunk that no worker could generate. All samples of the chunk get failed scores."""
         chunk = self._chunk_by_task.get(task_id)
         if chunk is not None:
             self._close_chunk(ClosedChunk(chunk, task_id, reason=reason))
@@ -142,7 +141,7 @@ class Coordinator:
         return len(chunks.waiting) if chunks is not None else 0
 
     def find_chunk(self, task_id: str) -> GroupChunk:
-        """Return the chunk of a task without a result. Raises KeyError for a finished or unknown task."""
+        """Return the chunk of an unfinished task. Raises KeyError for a finished or unknown task."""
         return self._chunk_by_task[task_id]
 
     def _split_step(self, step: int) -> Iterator[GroupChunk]:

@@ -54,7 +54,7 @@ class ChunkGenerator:
     ) -> None:
         """joint_rows: passed to Sampler as `max_joint_rows`.
 
-        layout: layout of the clips before the samples, and of recordings. None: the run has neither.
+        layout: layout of histories and recordings. None: the run has neither.
         on_chunk_start: function that is called after the weights of a chunk are loaded.
         """
         self._forward = CountingForward(model.denoise)
@@ -110,7 +110,7 @@ class ChunkGenerator:
     def _forward_with_progress(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
     ) -> Tensor:
-        """Run one forward pass and report progress. Without progress, the trainer gives the chunk to another worker."""
+        """Run one forward pass and report progress, so that the trainer does not requeue the chunk."""
         done = self._forward.counts.total() + 1
         assert self._progress is not None
         self._progress(done, done)

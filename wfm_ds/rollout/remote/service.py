@@ -185,7 +185,7 @@ class WorkerProcess:
 
 
 def chunk_stall_s(rollout: RolloutRecipe, reward: RewardRecipe) -> float:
-    """Return the seconds after which a chunk without progress counts as stalled. Waiting for its scores is included."""
+    """Return after how many seconds without progress a chunk counts as stalled, including the wait for its scores."""
     return max(1, rollout.in_flight - 1) * rollout.timeout_s + reward.timeout_s
 
 
@@ -234,7 +234,7 @@ def spawn_device_names(devices: list[str] | None, spawn: int) -> list[str]:
 
 
 def load_trainer_keys(settings: RolloutRecipe) -> BrokerKeys | None:
-    """Load the broker's keys, or None if rollout.keys is not set. Raises KeyFileError if they are unusable."""
+    """Return the broker's keys, or None if rollout.keys is not set. Raises KeyFileError if the keys are unusable."""
     return None if settings.keys is None else load_broker_keys(settings.keys)
 
 

@@ -84,7 +84,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def default_worker_name() -> str:
-    """Return a unique name. Host name and pid are not enough, because two containers may have the same."""
+    """Return a unique name. Host name and pid are not enough, because they may be equal in two containers."""
     return f"{socket.gethostname()[:HOST_CHARS]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 
 
@@ -128,7 +128,7 @@ def run_worker(args: argparse.Namespace) -> int:
 
 
 def exit_on_eof(is_ready: threading.Event) -> None:
-    """Exit the process if stdin is closed before the worker is ready. After that, WorkerLanes checks stdin."""
+    """Exit the process if stdin is closed before the worker is ready. Later, WorkerLanes checks stdin."""
     while not is_ready.is_set():
         readable, _, _ = select.select([0], [], [], LOOK_S)
         if readable and not os.read(0, 4096):
