@@ -161,7 +161,7 @@ def test_rewards_on_gpus_are_not_started_on_a_machine_without_gpus(rl, monkeypat
     assert "the rewards were not started: this machine has no GPU for color" in caplog.text
     for name in ("REMOTE_REWARD_TOKEN", "REMOTE_REWARD_ENQUEUE_URL", "REMOTE_REWARD_FETCH_URL"):
         monkeypatch.setenv(name, "http://127.0.0.1:1/x")
-    with pytest.raises(RewardError, match="remote/x: cannot connect to .*Connection refused"):
+    with pytest.raises(RewardError, match=r"remote/x: cannot connect to .*Connection refused"):
         check_run(rl("reward.functions=[{name: color, device: 'cuda:7'}, {name: remote/x}]"), world_size=1)
 
 
