@@ -65,3 +65,11 @@ def test_workflows_and_hooks_name_existing_files():
     }
     assert len(names) == 6
     assert [name for name in sorted(names) if not (ROOT / name).is_file()] == []
+
+
+def test_pages_name_the_data_formats_and_the_other_projects():
+    readme, compare = (ROOT / "README.md").read_text(), (ROOT / "docs" / "compare.md").read_text()
+    data = ("caption tables", "Hugging Face datasets", "WebDataset", "LeRobot", "LLaVA")
+    assert [name for name in data if name not in readme] == []
+    others = ("cosmos-framework", "UniRL", "diffusion-pipe", "miles_diffusion", "FastVideo", "RLinf", "DiffusionART")
+    assert [name for name in others if name not in compare] == []

@@ -191,6 +191,8 @@ def test_list_has_a_line_for_each_recipe_and_words_choose(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == shipped_recipes.list_recipe_names()
     assert all(len(line) <= 120 and len(line.split()) > 3 for line in lines)
+    relative = ("the same", "as above", "as in", "like", "also", "another")  # each line is read alone
+    assert [line for line in lines if line.split(maxsplit=1)[1].lower().startswith(relative)] == []
     assert main(["recipes", "list", "Wan", "lora"]) == 0
     chosen = [line.split()[0] for line in lines if "wan" in line.lower() and "lora" in line.lower()]
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == chosen

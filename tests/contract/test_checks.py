@@ -54,6 +54,12 @@ class Misnamed(StableDiffusion3):
     default_lora_targets = ("to_q", "to_kv")
 
 
+class Faint(StableDiffusion3):
+    """A LoRA of these layers hardly changes the latents with the tiny pipeline's weights."""
+
+    default_lora_targets = ("add_q_proj",)
+
+
 class Rough(StableDiffusion3):
     def latent_shape(self, height, width, num_frames=1):
         return super().latent_shape(height // 16 * 16, width // 16 * 16, num_frames)
@@ -154,6 +160,11 @@ def subject(tiny_pipelines):
         ),
         (Unchecked, denoiser_checks.check_invalid_arguments, "sigma [2, 1] raises AssertionError ("),
         (Misnamed, denoiser_checks.check_lora_and_checkpointing, "no linear layer's name ends with to_kv"),
+        (
+            Faint,
+            export_checks.check_lora_export,
+            "; use larger random weights in the tiny pipeline (docs/own_model.md)",
+        ),
         (Rough, pixel_checks.check_size_multiples, "the size (17, 16, 1) is not rejected; raise a ValueError"),
         (Untold, input_checks.check_inputs_change_velocity, "different inputs change the velocity by only 0"),
         (Averaged, input_checks.check_batch_with_inputs, "sample 0 of a batch with inputs: values differ by"),

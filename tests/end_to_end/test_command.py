@@ -15,6 +15,7 @@ import torch
 from diffusers import DiffusionPipeline
 from PIL import Image
 
+from pages import code
 from wfm_ds.models import registry
 from wfm_ds.recipe import file as recipe_file
 
@@ -281,6 +282,24 @@ def test_misspelt_key_is_one_message_and_exit_code_2_from_all_ranks(tmp_path):
     assert message.startswith(f"error: {recipe}:{number}: algorithm.timestep_fracton")
     assert "did you mean timestep_fraction?" in message
     assert not (tmp_path / "out").exists()
+
+
+RAISES_ON_RANKS = """import os
+
+if "RANK" in os.environ:
+    raise OSError("no disk today")
+
+"""
+
+
+@pytest.mark.slow
+def test_a_failed_wfm_train_prints_its_error_and_nothing_of_the_launcher(tmp_path):
+    (tmp_path / "mine.py").write_text(RAISES_ON_RANKS + code("own_algorithm.md", "my_algorithm.py"))
+    words = [str(ROOT / RECIPE), "algorithm.name=mine:RewardWeighted", f"data.path={ROOT / 'recipes/prompts/colors'}"]
+    process = run("-m", "wfm_ds", "train", *words, "--gpus", "2", cwd=tmp_path, launcher="python")
+    assert process.returncode == 2
+    assert one_error(process).endswith(f"importing 'mine' failed in {tmp_path / 'mine.py'}:4: OSError: no disk today")
+    assert "launch" not in process.stdout + process.stderr
 
 
 def one_error(process):

@@ -8,9 +8,10 @@ import torch
 
 from each_case import check_each
 from lumina import tiny_lumina
-from pages import DOCS, table_rows, write_code
+from pages import DOCS, code, table_rows, write_code
 from wfm_ds.cli.main import main as wfm
 from wfm_ds.cli.models_check import main
+from wfm_ds.contract.case import Case, load_reference_pipeline
 from wfm_ds.contract.checks import CHECKS
 from wfm_ds.errors import ModelError
 from wfm_ds.models import registry
@@ -43,6 +44,23 @@ def test_the_page_s_lines_check_it(folder, monkeypatch, capsys):
     assert len(verdicts) == len(CHECKS)
     assert verdicts.count("-") == 8  # no inputs, no conditioning frames, no embedded guidance
     assert set(verdicts) == {"passed", "-"}
+
+
+def test_the_page_s_case_and_larger_weights_make_the_checks_of_packed_tokens_pass(folder, tiny_pipelines, capsys):
+    """The pipeline of FLUX.2-dev returns packed tokens."""
+    blocks = [code("own_model.md", f"in {name}.py") for name in ("tiny_lumina", "my_lumina")]
+    (folder / "my_packed.py").write_text("\n".join(["from wfm_ds.models.flux2 import Flux2", *blocks]))
+    scale_matrices = runpy.run_path(str(folder / "my_packed.py"))["scale_matrices"]
+    pipeline = load_reference_pipeline(tiny_pipelines("flux2_dev"), Case())
+    words = ["my_packed:Flux2", "--tiny", str(folder / "packed"), "--case", "my_packed:CASE"]
+    for factor, outcome in (({"factor": 0.2}, 1), ({}, 0)):
+        for network in (pipeline.transformer, pipeline.text_encoder):
+            scale_matrices(network, **factor)
+        pipeline.save_pretrained(folder / "packed")
+        assert main(words) == outcome
+        failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAILED")]
+        assert len(failed) == outcome
+        assert all("two prompts differ by only" in line and "use larger random weights" in line for line in failed)
 
 
 def test_a_pipeline_of_a_user_family_is_refused_without_the_family_name(folder):

@@ -14,10 +14,10 @@ RECIPES = FOLDER.parent.parent / "recipes"
 SOURCES = yaml.safe_load((FOLDER / "sources.yaml").read_text())
 PROJECTS = (
     "Flow-Factory|UniRL|Cosmos-RL|cosmos-framework|VeRL-Omni|Pref-GRPO's|DiffSynth-Studio|NVlabs/Sana|FastVideo|FastGen|"
-    "its repository|the repository of"
+    r"its repository|the repository of|\(arXiv \d+\.\d+"
 )
 # These recipes take settings from another recipe; the header of that recipe names the project too.
-INDIRECT = {"cosmos3_nano_nft", "cosmos3_nano_actions_nft", "sana_wm_nft"}
+INDIRECT = {"cosmos3_nano_nft", "cosmos3_nano_actions_nft", "cosmos3_nano_history_nft", "cp_i2v_nft", "sana_wm_nft"}
 
 
 def read_header(name):
@@ -57,4 +57,5 @@ def test_every_recipe_that_names_a_source_is_in_the_table():
     recipes = [path.stem for path in RECIPES.glob("*.yaml")]
     named = {name for name in recipes if re.search(rf"Settings:.*({PROJECTS})", read_header(name))}
     assert named - INDIRECT <= set(SOURCES)
-    assert all(re.fullmatch(r"[\w-]+/[\w.-]+@[0-9a-f]{7,8} .+", entry["source"]) for entry in SOURCES.values())
+    commit = r"(arXiv \d+\.\d+.*, and )?[\w-]+/[\w.-]+@[0-9a-f]{7,8} .+"
+    assert all(re.fullmatch(commit, entry["source"]) for entry in SOURCES.values())

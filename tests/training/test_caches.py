@@ -1,6 +1,8 @@
 """Disk caches of a recipe: exactly the entries that its run needs, each computed by one rank only."""
 
 import json
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +16,11 @@ from wfm_ds.data.order import BatchSource
 from wfm_ds.data.pixels import draw_centre
 from wfm_ds.data.prompts import PromptOrder
 from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError, RecipeError
 from wfm_ds.models.base import NegativeText
 from wfm_ds.recipe import file as recipe_file
+from wfm_ds.recipe.run_sizes import derive_run_sizes
 from wfm_ds.runs.model_loading import load_model
 from wfm_ds.training.caches import (
     CacheFiller,
@@ -25,6 +29,7 @@ from wfm_ds.training.caches import (
     drop_unused_encoders,
     open_latent_cache,
     open_text_cache,
+    precompute_texts,
 )
 
 CPU = torch.device("cpu")
@@ -81,6 +86,27 @@ def test_ranks_split_the_work_and_nothing_is_computed_twice(sft):
     assert LIVENESS.num_advances == num_advances + len(texts)
     assert model.components_with_prefix("text_encoder") == {}
     cache.encode(list(texts))
+
+
+def encode_texts_on_a_node(recipe, folder):
+    """Encode the texts of a run as the only rank of a node of torchrun, with the node's cache in FOLDER/RANK.
+
+    Returns the number of texts and how many are in this node's cache.
+    """
+    del os.environ["LOCAL_SIZE"]  # torchrun does not set it
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    world = World.join()
+    recipe = recipe_file.load_recipe(Path(recipe), [f"data.cache_dir={folder}/{world.rank}"])
+    model, data = load_model(recipe, CPU), load_data(recipe)
+    cache = precompute_texts(recipe, model, data, derive_run_sizes(recipe, world.size), world)
+    texts = collect_run_texts(recipe, model, data)
+    return len(texts), sum(map(cache.is_stored, texts))
+
+
+def test_each_of_two_nodes_encodes_all_texts_into_its_own_cache(sft, two_ranks, tmp_path):
+    (tmp_path / "recipe.yaml").write_text(recipe_file.dump_recipe(sft()))
+    nodes = two_ranks.run(encode_texts_on_a_node, recipe=str(tmp_path / "recipe.yaml"), folder=str(tmp_path / "caches"))
+    assert nodes == [(4, 4)] * 2
 
 
 def test_encoders_are_kept_while_a_text_is_missing(sft):
