@@ -1,4 +1,4 @@
-"""Errors caused by the user, a file or another machine, and tests for out-of-memory errors."""
+"""Errors that commands print as one line, and functions that describe errors or detect out-of-memory errors."""
 
 
 class UserError(ValueError):
@@ -8,7 +8,7 @@ class UserError(ValueError):
     """
 
     agreed = False
-    """True if all ranks raise this error, so that they can still run collectives. Set by World.run_checked."""
+    """True if all ranks raise this error. Collectives then still work. Set by World.run_checked."""
 
 
 class RecipeError(UserError):

@@ -33,7 +33,7 @@ FailHandler = Callable[[str], int]
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises UserError for invalid arguments, so that only one rank of a run prints the error.
 
-    argparse replaces `%(prog)s` in the epilog by the command that the user typed, so that examples can be copied.
+    argparse replaces `%(prog)s` in the epilog by the command that the user typed, so examples can be copied.
     """
 
     key_options: Mapping[str, str] = {}

@@ -70,9 +70,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_service(config: ServiceConfig, base: Path) -> list[Reward]:
-    """Check rewards, addresses, keys, token and decoders without starting anything. Returns the unloaded rewards.
+    """Check rewards, addresses, keys, token and decoders without starting anything.
 
-    Raises UserError if a check fails.
+    Returns the rewards, without loading their models. Raises UserError if a check fails.
     """
     rewards = [registry.check_reward(name, r.device, r.options, r.max_batch) for name, r in config.rewards.items()]
     pipes, keys = config.pipes, _load_keys(config, base)

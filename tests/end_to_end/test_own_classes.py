@@ -130,22 +130,38 @@ def test_the_trainer_calls_the_methods_in_the_order_of_the_page(tmp_path):
     assert list(dict.fromkeys(calls[start - 1 :])) == page
 
 
-@pytest.mark.slow
-def test_a_user_defined_family_and_data_kind_train(tmp_path):
-    write_code("own_model.md", "my_lumina.py", tmp_path)
-    write_code("data_layouts.md", "my_data.py", tmp_path)
-    tiny_lumina().save_pretrained(tmp_path / "pipeline")
-    media = tmp_path / "media"
+def write_family_and_data(folder):
+    """Write a family and a data kind with media to the folder. Return the overrides of a run there."""
+    write_code("own_model.md", "my_lumina.py", folder)
+    write_code("data_layouts.md", "my_data.py", folder)
+    tiny_lumina().save_pretrained(folder / "pipeline")
+    media = folder / "media"
     media.mkdir()
     for i in range(8):
         Image.new("RGB", (32, 32), (30 * i, 0, 0)).save(media / f"{i}.png")
     (media / "captions.csv").write_text("file,caption\n" + "\n".join(f"{i}.png,red {i}" for i in range(8)))
     words = ["run.output_dir=out", "run.steps=2", "model.path=pipeline", "model.family=my_lumina:Lumina2"]
-    words += ["data.kind=my_data:CaptionTable", f"data.path={media}", "sampling.height=32", "sampling.width=32"]
-    process = train(tmp_path, "sd3_sft_lora.yaml", *words)
+    return [*words, "data.kind=my_data:CaptionTable", "data.path=media", "sampling.height=32", "sampling.width=32"]
+
+
+def require_two_steps(folder):
+    assert [line["step"] for line in metrics(folder / "out")][-1] == 2
+    assert list((folder / "out" / "safetensors").rglob("*.safetensors"))
+
+
+@pytest.mark.slow
+def test_a_user_defined_family_and_data_kind_train(tmp_path):
+    process = train(tmp_path, "sd3_sft_lora.yaml", *write_family_and_data(tmp_path))
     assert process.returncode == 0, process.stdout + process.stderr
-    assert [line["step"] for line in metrics(tmp_path / "out")][-1] == 2
-    assert list((tmp_path / "out" / "safetensors").rglob("*.safetensors"))
+    require_two_steps(tmp_path)
+
+
+@pytest.mark.slow
+def test_wfm_checks_and_trains_a_family_and_a_data_kind_in_the_current_folder(wfm):
+    words = [ROOT / "tests" / "recipes" / "sd3_sft_lora.yaml", *write_family_and_data(wfm.folder)]
+    assert "all checks passed" in wfm("check", *words)
+    wfm("train", *words)
+    require_two_steps(wfm.folder)
 
 
 @pytest.mark.parametrize(

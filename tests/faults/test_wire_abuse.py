@@ -1,4 +1,4 @@
-"""Invalid messages and unauthorized peers at the ports of a real reward service.
+"""Invalid messages and unauthorized peers at the ports of a real reward service, and a flood at the broker of rollouts.
 
 The service drops them, allocates no memory for them, and serves other clients at the same time.
 """
@@ -314,6 +314,46 @@ def test_the_service_survives_a_flood_of_closing_connections(service):
         before = process.num_fds()
         flood(service, 600)
         until(lambda: process.num_fds() <= before + 2)
+
+
+ROLLOUT_BROKER = """
+import sys
+from pathlib import Path
+from wfm_ds.recipe.file import load_recipe
+from wfm_ds.rollout.remote.service import RolloutService
+
+recipe = load_recipe(Path(sys.argv[1]), ["rollout.spawn=0", f"run.output_dir={sys.argv[2]}"])
+service = RolloutService(recipe, {}, "", 1)
+print(service.endpoint, flush=True)
+sys.stdin.readline()
+service.stop()
+"""
+
+
+@pytest.fixture
+def rollout_broker(tmp_path):
+    """Start the broker of a trainer's rollouts in a process. Yield the process and {pipes: its file of addresses}."""
+    recipe = PROBES.parent / "recipes" / "sd3_nft_async.yaml"
+    process = subprocess.Popen(
+        [sys.executable, "-c", ROLLOUT_BROKER, str(recipe), str(tmp_path / "run")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        yield process, {"pipes": process.stdout.readline().strip()}
+        process.kill()
+
+
+def test_the_broker_of_rollouts_survives_a_flood_of_closing_connections(rollout_broker):
+    process, _ = rollout_broker
+    with attached(rollout_broker):
+        before = psutil.Process(process.pid).num_fds()
+        flood(rollout_broker, 600)
+        until(lambda: psutil.Process(process.pid).num_fds() <= before + 2)
+    attached(rollout_broker).close()  # it still answers
+    process.communicate("stop\n", timeout=PATIENCE_S)
+    assert process.returncode == 0
 
 
 # Unauthorized peers

@@ -237,7 +237,7 @@ class Dmd2(RlAlgorithm[Dmd2Term, LossTermBatch]):
 
     @property
     def _renoises(self) -> bool:
-        """Whether the reward loss adds noise to finished samples."""
+        """Whether the reward loss adds noise to the generated samples."""
         return self.settings.passes_per_term == 2
 
     def assemble(self, terms: Sequence[Dmd2Term], rollouts: Sequence[Rollout], device: torch.device) -> LossTermBatch:

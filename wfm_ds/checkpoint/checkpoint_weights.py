@@ -109,7 +109,7 @@ class MergedAdapter:
     uses_lora = False
 
     def __init__(self, adapter: TensorSource, settings: Mapping[str, Any], target: ExportTarget) -> None:
-        """Raise ModelError if this variant of LoRA cannot be merged."""
+        """settings: the peft.LoraConfig as JSON. Raises ModelError if they contain one of the UNSUPPORTED_OPTIONS."""
         if unsupported := [name for name in UNSUPPORTED_OPTIONS if settings.get(name)]:
             raise ModelError(f"a LoRA with {', '.join(unsupported)} cannot be merged; remove --merge")
         self.adapter, self.target, self.settings = adapter, target, settings

@@ -9,7 +9,7 @@ class JobTemplate(string.Template):
     delimiter = "@"
 
 
-# Exit code of a run that saved a checkpoint and stopped, so that schedulers start it again. EX_TEMPFAIL of sysexits.h.
+# Exit code of a run that saved a checkpoint and should be started again. EX_TEMPFAIL of sysexits.h.
 PREEMPTED_CODE = 75
 
 SLURM = JobTemplate("""\

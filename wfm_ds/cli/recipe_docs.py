@@ -118,9 +118,9 @@ def heading_anchor(heading: str) -> str:
 
 
 def own_keys(section: type[BaseModel]) -> list[str]:
-    """Return the entries for the keys of a section, in the list below its heading.
+    """Return one list entry for each key of a recipe section.
 
-    Omits keys that the page shows in the heading, and keys that a base class lists with the same entry.
+    Omits the `heading_keys`, and keys with the same entry in a base class from SHARED_SETTINGS.
     """
     shared: dict[str, FieldInfo] = {}
     for base in list_bases(section):

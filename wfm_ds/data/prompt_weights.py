@@ -34,7 +34,10 @@ class RewardStdTable:
     """Running mean of the reward variance of each prompt. It is NaN for a prompt that has no rewards yet."""
 
     def __init__(self, num_prompts: int, *, floor: float, memory: float) -> None:
-        """floor: smallest weight, in (0, 1]. memory: decay of the running mean per group, in [0, 1)."""
+        """floor: weight of a prompt with std 0, in (0, 1]. The largest weight is 1.
+
+        memory: decay of a prompt's running mean, in [0, 1), applied once for each group of the prompt.
+        """
         self.floor, self.memory = floor, memory
         self.variances = np.full(num_prompts, np.nan)
 

@@ -376,7 +376,7 @@ def start_heartbeat(
 
 
 def is_communication_error(error: BaseException | None) -> bool:
-    """Return whether communication with other ranks failed, so that another rank may be the cause."""
+    """Return whether communication with other ranks failed. Another rank may then be the cause."""
     import torch.distributed as dist
 
     while error is not None:

@@ -128,7 +128,7 @@ def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
 
 
 def is_console_quiet() -> bool:
-    """Return whether `setup_logging` was called with console=False, so that stderr shows only errors."""
+    """Return whether stderr shows only errors, because `setup_logging` was called with console=False."""
     return any(isinstance(handler, _ConsoleHandler) and handler.level > logging.INFO for handler in _own_handlers())
 
 

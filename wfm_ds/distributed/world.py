@@ -277,10 +277,10 @@ class World:
         return [a.numpy() for a in arrays]
 
     def run_without_timeout(self, work: Callable[[], Any], *, runs_here: bool | None = None) -> Any:
-        """Run `work` on rank 0 while the other ranks wait without a time limit. All ranks must call this.
+        """Run `work` on some ranks while the others wait without a time limit. All ranks must call this.
 
-        runs_here: whether this rank runs `work`. None: only rank 0 runs it. Returns the result of `work`, or None on
-        ranks that do not run it. If `work` raises UserError on any rank, all ranks raise this error.
+        runs_here: whether this rank runs `work`. Default: True on rank 0, False on other ranks. Returns the result of
+        `work`, or None on ranks that do not run it. If `work` raises UserError on any rank, all ranks raise this error.
         """
         is_runner = self.is_main if runs_here is None else runs_here
         with ThreadPoolExecutor(1) as pool:

@@ -40,7 +40,7 @@ class GraphReplayer:
     """Runs a network by replaying recorded calls. Calls with the same signature share a recording.
 
     The signature consists of the shape, dtype and device of each tensor argument, the values of all other arguments,
-    and the variant (the name of the active weights).
+    and `variant`, the name of the active weights.
     """
 
     def __init__(self, network: Callable[..., Any], parameters: Callable[[], Iterable[Tensor]]) -> None:
@@ -62,7 +62,7 @@ class GraphReplayer:
 
     @torch.no_grad()
     def __call__(self, variant: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the network and return a copy of its result. variant: name of the active weights, such as a policy."""
+        """Run the network and return a copy of its result. variant: name of the weights that the network now uses."""
         values, layout = tree_flatten((args, kwargs))
         tensors = [value for value in values if isinstance(value, Tensor)]
         signature = (variant, layout, tuple(map(argument_signature, values)))

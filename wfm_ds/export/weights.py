@@ -87,8 +87,8 @@ def export_weights(
     Full training: makes `out` a pipeline folder. The denoiser is stored in `dtype`, in files of at most `shard_bytes`
     bytes. All other files are hard links to the files in `target.base`, or copies. An earlier export in `out` is
     replaced. If writing fails, no incomplete `out` is left.
-    trained_only: after full training, write only the trained tensors, so that `out` is not a complete pipeline. For a
-    LoRA, do not warn if the adapter has no effect.
+    trained_only: after full training, write only the denoiser's configs and trained tensors, not a complete pipeline.
+    After LoRA training, do not warn if the LoRA has no effect.
     Returns the LoRA folder or the pipeline folder. Raises UserError on rank 0 if the tensors do not match the target or
     are not finite, or if `out` cannot be written.
     """
@@ -300,8 +300,8 @@ def _write_denoiser(
 ) -> None:
     """Write the denoiser components after full training: configs, weight files and, for several files, an index.
 
-    Each tensor is written before the next tensor is gathered. whole: whether to write untrained tensors from the base
-    folder too.
+    Each tensor is written before the next tensor is gathered. whole: also write the untrained tensors, which are read
+    from the base folder.
     """
     missing: dict[str, StoredTensorSpec] = {}  # {name in `stream`: spec} of the tensors that are not written yet
     with contextlib.ExitStack() as stack:

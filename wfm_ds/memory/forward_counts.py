@@ -138,7 +138,7 @@ def count_update(
 ) -> dict[str, ForwardCount]:
     """Return {purpose: number of conditional forward passes} for optimizer step `update` of RL step `step`.
 
-    equal: names of the policies that have the trained weights before this optimizer step, so that they need no forward
+    equal: names of the policies that have the trained weights before this optimizer step and therefore need no forward
     passes. It must not contain `old` if the algorithm uses predictions of `old`, because these are counted separately.
     """
     adapter, terms = algorithm.choose_adapter(step, update), terms_per_update(recipe, derived)

@@ -128,7 +128,7 @@ class DiffusionModel(NoiseSchedule):
 
     @classmethod
     def check_folder(cls, folder: Path) -> None:
-        """Raise ModelError for an unsupported variant of a supported pipeline class. Called before loading."""
+        """Raise ModelError if this folder is not supported, although its pipeline class is. Called before loading."""
 
     @classmethod
     def placeholder_components(cls) -> dict[str, Any]:

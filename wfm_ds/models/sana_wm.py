@@ -161,7 +161,8 @@ class SanaWM(DiffusionModel):
 
         raymap [B, T, 20]: camera pose relative to the first pose, and intrinsics, for each latent frame.
         rays [B, tokens, 4, 4]: transform from world to ray coordinates for each token.
-        ray_angles [B, 3, T, h, w]: three numbers for each token.
+        ray_angles [B, 3, T, h, w]: for each token, the direction of world up in the image (2 numbers), and the angle
+        of the token's ray above the horizon.
         chunk_plucker [B, 6 k, T, h, w]: Pluecker coordinates of all pixel frames, k per latent frame.
         The network casts these tensors to its dtype. They are computed in float32, because bfloat16 poses have a
         relative error of 1/256.

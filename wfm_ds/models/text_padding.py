@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 def pad_and_stack(rows: Sequence[Conditioning]) -> Conditioning:
-    """Concatenate conditioning tensors [batch, tokens, ...] with different numbers of tokens along the batch axis.
+    """Concatenate conditioning tensors [batch, tokens, ...] along the batch axis.
 
-    Embeddings and masks are padded with zeros to the largest number of tokens.
+    Tensors with fewer tokens, including masks, are padded with zeros to the largest number of tokens.
     """
     longest = max(tensor.shape[1] for row in rows for tensor in row.values())
     return {

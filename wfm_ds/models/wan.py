@@ -106,7 +106,7 @@ class WanVariant:
 
 
 def read_variant(pipeline: Any, path: Path) -> WanVariant:
-    """Read the variant of a pipeline. Raises ModelError if the pipeline is incomplete or needs unsupported inputs."""
+    """Return the WanVariant of a pipeline. Raises ModelError if it is incomplete or needs unsupported inputs."""
     boundary_ratio: float | None = pipeline.config.get("boundary_ratio")
     networks = {name: network for name in EXPERT_NAMES if (network := getattr(pipeline, name, None)) is not None}
     if (len(networks) == 2) != (boundary_ratio is not None):
@@ -170,7 +170,7 @@ class Wan(DiffusionModel):
     is_video = True
 
     def __init__(self, pipeline: Any, path: Path, **options: Any) -> None:
-        """Construct the model. Raises ModelError for an unsupported variant or max_sequence_length."""
+        """Construct the model. Raises ModelError if the pipeline or max_sequence_length is not supported."""
         variant = read_variant(pipeline, path)
         self.boundary_ratio = variant.boundary_ratio
         self.has_token_timesteps = variant.expand_timesteps

@@ -148,8 +148,8 @@ class SamplingRecipe(Section):
     same_noise: bool = False
     """Start all samples of a group from the same noise. Needs a stochastic solver."""
     s_churn: NonNegativeFloat | None = None
-    """EDM solvers: before each step, the noise level is increased by the fraction s_churn / (steps + 1), at most 9.5 %.
-    Unset: 1."""
+    """EDM solvers: noise added before each step multiplies the noise level by 1 + s_churn / (steps + 1), but at most by
+    1.095. Unset: 1."""
     s_t_min: NonNegativeFloat | None = None
     """EDM solvers: add noise only above this noise level. Levels range from 200 to 0.01. Unset: 0."""
     s_t_max: PositiveFloat | None = None

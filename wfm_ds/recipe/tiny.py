@@ -106,9 +106,9 @@ Values = dict[str, Any]
 
 
 def find_tiny_family(model_path: str) -> TinyFamily:
-    """Return the tiny family for a recipe's model.path: a released model, a local pipeline folder, or `tiny:FAMILY`.
+    """Return the tiny pipeline of the same family as a model.
 
-    Raises RecipeError if the family is unknown.
+    model_path: name of a released model, local folder, or `tiny:FAMILY`. Raises RecipeError if the family is unknown.
     """
     family = _BY_NAME.get(_read_family(Path(model_path).expanduser())) or match_released_name(model_path)
     if family is None:
@@ -120,7 +120,7 @@ def find_tiny_family(model_path: str) -> TinyFamily:
 
 
 def match_released_name(model_path: str) -> TinyFamily | None:
-    """Return the tiny family for the released model or run folder that this path names, or None if there is none."""
+    """Return the tiny pipeline for the path of a released model or run, or for `tiny:NAME`, else None."""
     if model_path.startswith(TINY_PREFIX):
         return _BY_NAME.get(model_path.removeprefix(TINY_PREFIX))
     last_part = model_path.rstrip("/").rpartition("/")[2].lower()
@@ -130,7 +130,7 @@ def match_released_name(model_path: str) -> TinyFamily | None:
 
 
 def _read_family(folder: Path) -> str:
-    """Return the family of a local model folder, or "" if it has none."""
+    """Return the name of the tiny pipeline of the same family as a local model folder, or "" if there is none."""
     index = _read_object(folder / "model_index.json")
     name = str(index.get("_class_name"))
     if name == "WanPipeline":

@@ -58,7 +58,7 @@ class SentFile:
 
 
 class Mirror:
-    """Copies `folder` to the S3 `address`, from the call of `start` to the call of `finish`.
+    """Copies `folder` to the S3 `address`. `start` starts the upload thread, and `finish` stops it.
 
     Only the main thread of rank 0 may use it.
     """

@@ -227,11 +227,13 @@ class TrainingLoop(ABC):
 
 
 def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool) -> dict[str, bool]:
-    """Write one line of metrics per optimizer step, and agree on stop and save requests. All ranks must call this.
+    """Log the metrics of training step `step`, and combine the flags of all ranks. All ranks must call this.
 
-    The first line also contains the times, forward counts and speed of the whole step. writing: whether this rank is
-    still writing its shard of a checkpoint. Returns {flag: whether it is set on any rank} for the flags `stop` (stop
-    requested), `save` (checkpoint requested) and `writing`.
+    Writes one line of metrics per optimizer step. The first line also has the times, forward counts and speed of the
+    whole training step.
+    writing: whether this rank is still writing its shard of a checkpoint.
+    Returns {flag: whether it is set on any rank}. The flags are `stop` (stop requested), `save` (checkpoint requested)
+    and `writing`.
     """
     first, *others = report.metrics_by_update
     work = job.pop_work()  # before the step time is read: the first call takes seconds
@@ -254,7 +256,7 @@ def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool)
 
 
 def speed_metrics(job: CommonJob, work: FlopCount | None, report: StepReport, seconds: float) -> dict[str, float]:
-    """Return the speed metrics of a step: samples per second, tokens per second, TFLOP/s and MFU.
+    """Return the speed metrics of a training step: samples per second, tokens per second, TFLOP/s and MFU.
 
     TFLOP/s includes the recomputation of activations, MFU does not. MFU is omitted if the peak FLOP/s are unknown.
     work: FLOPs of this rank, or None if unknown. seconds: duration of the step.

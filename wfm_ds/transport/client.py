@@ -163,9 +163,9 @@ class PipeClient:
         return self._collect_payloads({task_id: PayloadRequest("fetch", {"id": task_id}) for task_id in ids}, timeout_s)
 
     def read_file(self, name: str, num_bytes: int, timeout_s: float) -> Iterator[Array]:
-        """Yield the content of a file that the server has announced, as uint8 arrays of `num_bytes` bytes in total.
+        """Yield the content of a file that the broker offers (`Broker.announce`), as uint8 arrays.
 
-        Raises PipeError if an array does not arrive within `timeout_s` seconds.
+        num_bytes: size of the file. Raises PipeError if an array does not arrive within `timeout_s` seconds.
         """
         for offset in range(0, num_bytes, wire.MAX_FRAME_BYTES):
             key = f"{name}@{offset}"

@@ -58,7 +58,7 @@ class LeasedTask:
 
     @property
     def announcement(self) -> Mapping[str, Any]:
-        """Return the values that were announced (`Broker.announce`) when the task was leased."""
+        """Return the last announcement (`Broker.announce`) before the broker leased this task."""
         announcement: Mapping[str, Any] = self.message.fields["note"]
         return announcement
 

@@ -64,7 +64,7 @@ class UlyssesTransformer(ABC):
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
         """Return the number of tokens of each rank for a forward pass with these arguments.
 
-        Subclasses may also edit `arguments`. Raises UserError if a rank would have no tokens.
+        Subclasses may also change `arguments` in place. Raises UserError if a rank would have no tokens.
         """
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
@@ -129,11 +129,11 @@ class UlyssesTransformer(ABC):
 
 
 class UlyssesLineTransformer(UlyssesTransformer):
-    """Base class for families that shard whole lines of tokens (rows or frames).
+    """Base class for families that shard whole lines. A line is a row of an image or a frame of a video.
 
-    Linear attention sums a state over the ranks, and convolutions exchange the lines at the shard borders, so the
-    amount of exchanged data does not depend on the number of local lines. Because heads are not sharded, there may be
-    more ranks than heads.
+    Linear attention sums a state over the ranks, and convolutions exchange the lines at the shard borders. The amount
+    of exchanged data therefore does not depend on the number of lines per rank. Because heads are not sharded, there
+    may be more ranks than heads.
     """
 
     shards_heads = False
@@ -156,7 +156,7 @@ class UlyssesLineTransformer(UlyssesTransformer):
 
     @abstractmethod
     def shard_block_arguments(self, arguments: dict[str, Any]) -> None:
-        """Edit block arguments that describe all lines, so that they describe only the local lines."""
+        """Change a block's arguments in place: replace sizes and rotary tables by those of this rank's tokens."""
 
     @classmethod
     def num_units(cls, grid: Sequence[int]) -> int:
@@ -181,7 +181,7 @@ def patch_grid(shape: Sequence[int], patch_size: Sequence[int]) -> list[int]:
 
 
 def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Before each forward pass of a module, call `change` with {name: argument}, which `change` edits in place.
+    """Before each forward pass of a module, call `change` with {name: argument}. `change` modifies this dict.
 
     Positional arguments are still passed as positional arguments.
     """
@@ -201,8 +201,9 @@ def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]
 def install_halo_exchange(convolution: nn.Module, group: ProcessGroup) -> None:
     """Make a convolution over sharded lines read the border lines of the neighbouring ranks instead of zero padding.
 
-    The convolution must pad its inputs [batch, channels, local lines, line length] by one line on each side. The
-    padding along a line and at both ends of the whole sequence remains zero.
+    A line is a row of an image or a frame of a video. The convolution must pad its inputs [batch, channels, local
+    lines, line length] by one line on each side. Zero padding remains at the ends of each line, before the first line
+    of the image or video, and after its last line.
     """
     for part in convolution.modules():  # in a LoRA layer, the base layer and lora_A pad, but lora_B does not
         if isinstance(part, nn.Conv2d) and part.padding[0]:

@@ -152,8 +152,8 @@ def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
 def exchange_halo(x: Tensor, group: ProcessGroup) -> Tensor:
     """Prepend the last line of the previous rank to x, and append the first line of the next rank.
 
-    x: [batch, channels, local lines, line length]. At both ends of the whole sequence, a line of zeros is added
-    instead.
+    A line is a row of an image or a frame of a video. x: [batch, channels, local lines, line length]. The first rank
+    prepends zeros, and the last rank appends zeros.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     before, after = rank > 0, rank < num_ranks - 1
@@ -173,7 +173,7 @@ def exchange_halo(x: Tensor, group: ProcessGroup) -> Tensor:
         return (torch.cat([above, xs[0], below], 2),)
 
     def add_halo_gradients(gs: Tensors) -> Tensors:
-        """Send the gradients of the halo lines back and add them to the gradients of the original lines."""
+        """Send the gradients of received lines back and add them to the gradients of the original lines."""
         above, below = exchange_lines(gs[0])
         gradient = gs[0][:, :, 1:-1].clone()
         gradient[:, :, :1] += above

@@ -215,7 +215,7 @@ def suggest_models(data: DataSummary, task: Task) -> tuple[str, ...]:
 
 
 def guess_family(model_path: str) -> TinyFamily | None:
-    """Return the tiny family that matches a model, or None if the model's path does not show its family."""
+    """Return the tiny pipeline of the same family as a model. Returns None if the model's family is unknown."""
     from wfm_ds.recipe.tiny import find_tiny_family
 
     try:

@@ -1,4 +1,4 @@
-"""The recipe that `wfm init` proposes to distill a model, so that it needs few denoising steps and no guidance."""
+"""The recipe that `wfm init` proposes to distill a model to few denoising steps without guidance."""
 
 from __future__ import annotations
 

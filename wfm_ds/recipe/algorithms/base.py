@@ -302,7 +302,7 @@ class RlSettings(AdvantageSettings, RolloutSettings):
     """Keys of all RL algorithms: how advantages are computed from rewards, and the number of updates per RL step."""
 
     zero_std: Literal["keep", "drop"] | None = None
-    """Whether to train on groups in which all samples have the same reward, so that all advantages are 0. `keep`: train
+    """Whether to train on groups in which all samples have the same reward and therefore the advantage 0. `keep`: train
     on these groups. `drop`: do not. Unset: `drop` if the loss depends only on the reward (such as diffusion_nft with
     `kl_beta: 0`), else `keep`."""
     best_of_n: PositiveInt | None = None

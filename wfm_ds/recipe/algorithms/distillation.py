@@ -198,8 +198,8 @@ class RewardLoss(AdvantageSettings):
 
     loss: Literal["flow_grpo", "diffusion_nft"]
     """`flow_grpo`: policy gradient on the denoising step that the distillation loss trains, in the same forward pass;
-    needs a stochastic solver. `diffusion_nft`: loss of DiffusionNFT on the finished sample with added noise, in one
-    additional forward and backward pass."""
+    needs a stochastic solver. `diffusion_nft`: loss of DiffusionNFT, which adds noise to the generated sample and needs
+    one more forward and backward pass."""
     weight: PositiveFloat = 1.0
     """Weight of the reward loss. The weight of the distillation loss is 1."""
     beta: PositiveFloat = 1.0

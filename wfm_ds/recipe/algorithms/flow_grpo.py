@@ -39,8 +39,8 @@ class FlowGrpoAlgorithm(ConditioningFramesSettings):
     step, as a mean over elements. `flow_grpo`: the KL of `gaussian` * the length of the step (for `flow_sde` and
     `dance`)."""
     zero_std: Literal["keep", "drop"] = "drop"
-    """Whether to train on groups in which all samples have the same reward, so that all advantages are 0. `drop`: do
-    not train on these groups. `keep`: train on them, so that `kl_beta` still applies."""
+    """Whether to train on groups in which all samples have the same reward and therefore the advantage 0. `drop`: do
+    not train on these groups. `keep`: train on them with the loss of `kl_beta` only."""
     timestep_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Fraction of the noisy rollout steps that each sample is trained on, rounded down, but at least one. The steps are
     chosen at random for each sample. DanceGRPO: .6."""

@@ -211,7 +211,7 @@ class RamAlgorithm(ForwardProcessSettings):
 
 class DgpoAlgorithm(ForwardProcessSettings):
     """DGPO (arXiv 2510.08425): preference optimization that compares the good samples of a group with the bad ones. The
-    loss is computed on finished samples to which noise is added again (the forward process)."""
+    loss adds noise to the generated samples (the forward process)."""
 
     name: Literal["dgpo"]
     """Selects this algorithm."""

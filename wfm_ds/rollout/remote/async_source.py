@@ -82,7 +82,7 @@ class AsyncSource:
             job, algorithm.rollout_policy, self.session_id, service.broker if service else None
         )
         self.scheduler = ChunkScheduler(job, self.session_id, self.client, service) if service is not None else None
-        self._groups: dict[int, list[Group]] = {}  # {admitted step: its groups}
+        self._groups: dict[int, list[Group]] = {}  # {RL step: its groups}
         self._scores: dict[str, dict[str, Score]] = {}
         self._staleness: dict[str, float] = {}
 
@@ -172,7 +172,7 @@ class AsyncSource:
         self.client.close()
 
     def _slice_prompts(self, samples: list[RolloutSample], chunks: Sequence[ChunkPlan]) -> list[RolloutSample]:
-        """Return the samples with only the inputs of the clip that they show, not the inputs of all clips."""
+        """Return the samples without the inputs (such as actions) of the other clips of their groups."""
         if self.layout is None:
             return samples
         groups = [self.layout.slice_group(samples[chunk.first].group, chunk.clip) for chunk in chunks]

@@ -69,14 +69,14 @@ class Coordinator:
     ) -> None:
         """Plan the RL steps from first_step to last_step.
 
-        Before any other method, call `record_publication(first_step - 1)` when the initial weights are published.
+        First publish the initial weights, and call `record_publication(first_step - 1)` before any other method.
         """
         self.session_id, self.groups_per_step, self.group_size = session_id, groups_per_step, group_size
         self.chunk_size = min(chunk_size, group_size)
         self.max_staleness, self.last_step = max_staleness, last_step
         self.first_publication = first_step - 1
         self.last_publication = first_step - 2  # nothing is published yet
-        self.next_step = first_step  # the first step that is not admitted
+        self.next_step = first_step  # the first step without tasks
         self.num_dropped_stale = 0
         self._steps: dict[int, _StepChunks] = {}
         self._chunk_by_task: dict[str, GroupChunk] = {}  # chunks of open tasks, by task id
@@ -92,7 +92,7 @@ class Coordinator:
         self.last_publication = publication
 
     def admit_chunks(self) -> list[tuple[GroupChunk, str]]:
-        """Admit all steps within the staleness bound. Returns [(chunk, task id)] for the chunks of these steps."""
+        """Create the tasks of all RL steps that the staleness bound now allows. Returns [(chunk, task id)]."""
         admitted = []
         while self.next_step <= min(self.last_publication + 1 + self.max_staleness, self.last_step):
             step, self.next_step = self.next_step, self.next_step + 1
@@ -123,7 +123,7 @@ class Coordinator:
             self._close_chunk(ClosedChunk(chunk, task_id, reason=reason))
 
     def is_complete(self, step: int) -> bool:
-        """Return whether the step is admitted and all of its chunks are generated or abandoned."""
+        """Return whether all chunks of the step are generated or abandoned. False if the step has no tasks yet."""
         chunks = self._steps.get(step)
         return chunks is not None and not chunks.waiting
 

@@ -1,4 +1,4 @@
-"""Scheduler of async rollouts on rank 0: submits the chunks of admitted RL steps and records their results."""
+"""Scheduler of async rollouts on rank 0: submits the chunks of RL steps to workers and records the results."""
 
 from __future__ import annotations
 
@@ -45,15 +45,15 @@ class ChunkPlan:
 
 
 class ChunkScheduler:
-    """Scheduler of an AsyncSource on rank 0. It admits RL steps, submits their chunks and records the results."""
+    """Scheduler of an AsyncSource on rank 0: submits the chunks of RL steps to workers and records the results."""
 
     def __init__(self, job: Job, session_id: str, client: PipeClient, service: RolloutService) -> None:
         self.job, self.client, self.service = job, client, service
         self.broker: Broker = service.broker
         self.session_id = session_id
         self._coordinator: Coordinator | None = None
-        self._samples: dict[int, list[RolloutSample]] = {}  # {admitted step: samples}
-        # {step: chunks and their task ids} of the steps that are admitted but not submitted yet
+        self._samples: dict[int, list[RolloutSample]] = {}  # {RL step: samples}
+        # {step: chunks and their task ids} of the steps that `submit_step` has yet to submit
         self._unsubmitted_chunks: dict[int, list[tuple[GroupChunk, str]]] = defaultdict(list)
         self._results: dict[str, Mapping[str, Any]] = {}  # {task id: metadata}
         self._finished_at_s = self.client.now_s()
@@ -64,9 +64,9 @@ class ChunkScheduler:
         return self._coordinator
 
     def admit_steps(self, step: int) -> list[int]:
-        """Record that the policy after `step` is published, and admit the RL steps that may use it.
+        """Record that the policy after `step` is published. Returns the RL steps to pass to `submit_step` now.
 
-        Returns the admitted steps that `submit_step` has not sent yet.
+        These are the steps that the staleness bound now allows (coordinator.py), unless they were already submitted.
         """
         recipe = self.job.recipe
         if self._coordinator is None:  # at the start of the session
@@ -86,7 +86,7 @@ class ChunkScheduler:
         return sorted(self._unsubmitted_chunks)
 
     def submit_step(self, step: int, groups: Sequence[Group]) -> None:
-        """Send an admitted step to the workers.
+        """Submit a step that `admit_steps` returned.
 
         groups: all groups of the step, with their conditioning frames.
         """
