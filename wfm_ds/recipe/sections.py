@@ -233,8 +233,8 @@ class HeldOutReward(Section):
     """A held-out reward: it is computed in evaluations and never trained on."""
 
     name: RewardName
-    """A reward of wfm_reward, or `package.module:Class`. Must not be a reward that `reward.functions` trains on, and must
-    not have the same name as one of them."""
+    """A reward of wfm_reward, or `package.module:Class`. Must not be a reward that `reward.functions` trains on, and
+    must not have the same name as one of them."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the reward's constructor."""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
