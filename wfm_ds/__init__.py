@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import `wfm_ds.Run` (cli/api.py) and its dependencies on first access."""
+    """Import `wfm_ds.Run` and its dependencies on first access."""
     if name == "Run":
         return importlib.import_module("wfm_ds.cli.api").Run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

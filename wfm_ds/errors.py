@@ -38,12 +38,12 @@ class RunError(RuntimeError):
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the message of a UserError, or the type and message of another error, which may not explain itself."""
+    """Return the message of a UserError, or the type and message of another error."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
 def escape_controls(text: str) -> str:
-    """Escape the control characters in a text, because text from a file could otherwise change the terminal's state."""
+    """Escape control characters, because text from a file could otherwise change the terminal's state."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -2,13 +2,7 @@
 
     deepspeed --num_gpus 8 -m wfm_ds.train recipes/mine.yaml
 
-`python -m wfm_ds.launch ...` does the same. The command starts DeepSpeed's runner as a child in a new process group and
-passes its arguments on. If both --num_gpus and CUDA_VISIBLE_DEVICES are set, it changes the arguments, because the
-runner would otherwise ignore CUDA_VISIBLE_DEVICES (see `apply_visible_devices`). The environment variables that are set
-here are read in distributed/lifecycle.py.
-
-DeepSpeed's runner loses ranks when it receives a signal, and reports success when its inner launcher
-(deepspeed.launcher.launch) is killed. Therefore, signals are sent to the ranks first, so that they can save a
+`python -m wfm_ds.launch ...` does the same. Stop signals are sent to the ranks first, so that they can save a
 checkpoint, and the whole process group is killed at the end. If a wfm_ds module ends without a final status, the run
 counts as failed.
 """
@@ -62,7 +56,7 @@ def normalize_arguments(argv: Sequence[str]) -> tuple[list[str], int | None]:
 
 @dataclass(frozen=True, slots=True)
 class LaunchJob:
-    """Arguments and environment for DeepSpeed's runner, and the properties of the job that affect its supervision."""
+    """Arguments and environment for DeepSpeed's runner, and properties of the job that affect its supervision."""
 
     argv: tuple[str, ...]  # arguments of DeepSpeed's runner
     env: Mapping[str, str]  # changes to the environment
@@ -109,9 +103,9 @@ def plan_launch(
 def apply_visible_devices(argv: list[str], environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Make --num_gpus N use the first N GPUs of CUDA_VISIBLE_DEVICES. Returns (arguments, environment changes).
 
-    With --num_gpus alone, DeepSpeed's runner ignores CUDA_VISIBLE_DEVICES and uses the first GPUs of the machine, which
-    may belong to another job. Nothing is changed with --include, --exclude or --num_nodes, which refer to all GPUs of
-    the machine. Raises UserError if there are too few GPUs, or if CUDA_VISIBLE_DEVICES contains anything but numbers.
+    With --num_gpus alone, DeepSpeed's runner ignores CUDA_VISIBLE_DEVICES. Nothing is changed with --include, --exclude
+    or --num_nodes, which refer to all GPUs of the machine. Raises UserError if there are too few GPUs, or if
+    CUDA_VISIBLE_DEVICES contains anything but numbers.
     """
     visible, (options, _) = environ.get(VISIBLE_DEVICES, ""), parse_runner_options(argv)
     if not visible or options.keys() & {"--include", "--exclude", "--num_nodes"}:
@@ -139,10 +133,7 @@ def apply_visible_devices(argv: list[str], environ: Mapping[str, str]) -> tuple[
 
 
 def find_help_request(argv: Sequence[str]) -> list[str] | None:
-    """Return [module, arguments...] if a wfm_ds module is called with --help or --version, else None.
-
-    The module is then run without ranks, so that only one process prints the text.
-    """
+    """Return [module, arguments...] if a wfm_ds module is called with --help or --version, else None."""
     options, name_at = parse_runner_options(argv)
     if "--module" not in options or name_at is None or not argv[name_at].startswith("wfm_ds."):
         return None
@@ -163,9 +154,9 @@ class Supervisor:
     """Runs DeepSpeed's runner in a new process group and passes signals on to the ranks.
 
     A stop signal is first passed to the ranks (stage `signaled`). After `grace_s` seconds, the process group receives
-    SIGTERM (`ending`). After another TERM_WAIT_S seconds, the group receives SIGKILL (`killed`). A shielded runner
-    ignores SIGTERM, so without ranks it receives SIGKILL after SHIELDED_WAIT_S seconds instead. A second stop signal
-    skips the current wait if it comes at least SIGNAL_REPEAT_S seconds after the first.
+    SIGTERM (`ending`), and after another TERM_WAIT_S seconds SIGKILL (`killed`). A shielded runner ignores SIGTERM, so
+    without ranks it receives SIGKILL after SHIELDED_WAIT_S seconds instead. A second stop signal skips the current
+    wait.
     """
 
     def __init__(
@@ -204,7 +195,7 @@ class Supervisor:
         )
 
     def run(self) -> int:
-        """Wait for the runner and handle signals. Returns its exit code, or 128 + n if signal n killed it."""
+        """Wait for the runner and handle signals. Returns the runner's exit code, or 128 + n if signal n killed it."""
         try:
             while not self.has_ended() and self.stage != "lost":
                 now_s = time.monotonic()
@@ -252,7 +243,6 @@ class Supervisor:
         self.stage, self.next_at_s = "signaled", now_s + self.grace_s
 
     def escalate_stop(self, now_s: float) -> None:
-        """Send the next, stronger stop signal to the process group: SIGTERM, then SIGKILL."""
         if self.stage in ("running", "signaled"):
             print_message("sending SIGTERM to all processes of the job")
             self.signal_group(signal.SIGTERM)
@@ -356,13 +346,11 @@ def run_job(job: LaunchJob, grace_s: float) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the launcher and return the exit code. argv: arguments; None for sys.argv."""
     arguments = sys.argv[1:] if argv is None else argv
     return run_with_exit_code(lambda: run_launcher(arguments))
 
 
 def run_launcher(argv: Sequence[str]) -> int:
-    """Start DeepSpeed's runner with these arguments and return its exit code."""
     if list(argv[:1]) == [VERSION_OPTION]:
         sys.stdout.write(f"wfm_ds {wfm_ds.__version__}\n")
         return 0
@@ -379,10 +367,8 @@ def run_launcher(argv: Sequence[str]) -> int:
 
 
 def run_single_rank(argv: Sequence[str]) -> int:
-    """Train with one process on the CPU and return its exit code. argv: arguments of wfm_ds.train.
-
-    DeepSpeed's runner and inner launcher are not used, because each would import torch and delay the start.
-    """
+    """Train with one process on the CPU and return its exit code. argv: arguments of wfm_ds.train."""
+    # DeepSpeed's runner and inner launcher are not used, because each would import torch and delay the start.
     env = cpu_environment(os.environ)
     job = LaunchJob(tuple(argv), env, is_local=True, must_report_status=True, is_single_rank=True)
     return run_job(job, read_grace_s(os.environ))

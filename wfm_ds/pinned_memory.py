@@ -1,8 +1,7 @@
 """Asynchronous copies between CPU and GPU through pinned memory.
 
-A copy from pageable memory blocks the CPU until the GPU has finished all queued work. A copy from pinned memory does
-not. The caller may release the pinned source tensor at once, because torch does not reuse the tensor's memory before
-the copy is done.
+A copy from pinned memory does not wait until the GPU has finished all queued work. The caller may release the source
+tensor at once.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class OffloadBuffer:
     def store(self, tensor: Tensor) -> Tensor:
         """Return the tensor, or its copy in pinned CPU memory if the GPU budget is used up.
 
-        Read the result with `copy_to_device`.
+        Read it with `copy_to_device`.
         """
         if tensor.nbytes > self._free:
             return offload_tensor(tensor)

@@ -1,7 +1,7 @@
 """Shared behaviour of all commands: parse arguments, run, print user errors as one line, return the exit code.
 
 Exit codes: 0 success; 2 user error (one `error: ` line on stderr, no traceback), like argparse; 1 any other error, with
-traceback. See distributed/lifecycle.py for the exit of multi-rank runs.
+traceback.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FailHandler = Callable[[str], int]
 class CommandParser(argparse.ArgumentParser):
     """Argument parser that raises UserError for invalid arguments, so that only one rank of a run prints the error.
 
-    argparse replaces `%(prog)s` in the epilog by the command that the user typed, so examples can be copied.
+    argparse replaces `%(prog)s` in the epilog by the command that the user typed.
     """
 
     key_options: Mapping[str, str] = {}
@@ -59,9 +59,8 @@ def run_command(
 ) -> int:
     """Parse `argv` (default: sys.argv), run `work` with the arguments, and return the exit code.
 
-    Options may appear before, between and after positional arguments. work: function that returns an exit code, or None
-    for 0.
-    fail: see `run_with_exit_code`.
+    Options may appear before, between and after positional arguments. work: returns an exit code, or None for 0. fail:
+    see `run_with_exit_code`.
     """
     key_options: Mapping[str, str] = getattr(parser, "key_options", {})
     return run_with_exit_code(lambda: work(parser.parse_intermixed_args(argv)), fail=fail, key_options=key_options)
@@ -72,9 +71,9 @@ def run_with_exit_code(
 ) -> int:
     """Run `work` and return its exit code. After a user error, print its message and return 2.
 
-    fail: function to call with the message of a user error instead of printing it. It returns the exit code.
-    key_options: see CommandParser.
-    Without `fail`, an OSError with a file name counts as a user error. With `fail`, every OSError is raised.
+    fail: called with the message of a user error instead of printing it. It returns the exit code. key_options: see
+    CommandParser. Without `fail`, an OSError with a file name counts as a user error. With `fail`, every OSError is
+    raised.
     """
     try:
         return work() or 0
@@ -93,10 +92,7 @@ def run_with_exit_code(
 
 @contextlib.contextmanager
 def collect_garbage_rarely() -> Iterator[None]:
-    """Make Python collect garbage less often inside the context.
-
-    Commands use it while they start, because torch, diffusers and transformers create over a million objects.
-    """
+    """Make Python collect garbage less often inside the context, to start commands faster."""
     thresholds = gc.get_threshold()
     gc.set_threshold(50_000, 50, 1000)
     try:
@@ -116,9 +112,9 @@ def block_job_signals() -> Iterator[None]:
 
 
 def ignore_job_signals() -> None:
-    """Ignore JOB_SIGNALS in this process. The parent ends this process by closing its stdin instead.
+    """Ignore JOB_SIGNALS in this process, but not in its child processes. Call this in the main thread.
 
-    Child processes do not ignore the signals. Call this function in the main thread.
+    The parent ends this process by closing its stdin instead.
     """
     for number in JOB_SIGNALS:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which child processes would inherit
@@ -127,7 +123,6 @@ def ignore_job_signals() -> None:
 
 
 def print_error(message: str) -> int:
-    """Print `error: MESSAGE` to stderr, and return 2."""
     text = f"error: {escape_controls(message)}\n"
     sys.stderr.write(RED_LABEL + text.removeprefix("error:") if shows_color() else text)
     sys.stderr.flush()

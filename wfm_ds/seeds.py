@@ -10,8 +10,7 @@ MAX_SEED = 2**64 - 1  # of torch's generators
 def derive_seed(run_seed: int, purpose: str, *key: int | str) -> int:
     """Return a seed in [0, 2**63): a BLAKE2b hash of (run seed, purpose, key).
 
-    purpose: name of the use, such as initial noise or caption dropout. Different purposes get independent random
-    numbers.
+    purpose: name of the use, such as initial noise. Different purposes get independent random numbers.
     """
     text = "\x1f".join([str(run_seed), purpose, *(str(part) for part in key)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
@@ -23,6 +22,6 @@ def draw_uniform(run_seed: int, purpose: str, *key: int | str) -> float:
 
 
 def draw_permutation(count: int, run_seed: int, purpose: str, *key: int | str) -> list[int]:
-    """Return a uniformly random permutation of 0 .. count-1. The same arguments give the same permutation."""
+    """Return a uniformly random permutation of 0 .. count-1. Equal arguments give equal permutations."""
     # Sort by hashes: random generators may change between library versions.
     return sorted(range(count), key=lambda i: derive_seed(run_seed, purpose, *key, i))

@@ -72,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load_and_run(args: argparse.Namespace) -> int:
-    """Load the recipe, train it on this rank or check it, and return the exit code."""
     from wfm_ds.distributed import lifecycle
     from wfm_ds.distributed.accelerator import choose_accelerator, deterministic_kernels
     from wfm_ds.distributed.logs import quiet_libraries, setup_logging

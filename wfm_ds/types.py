@@ -30,7 +30,7 @@ class Prompt:
     viewpoint: str | None = None  # position of the camera in the model's caption (data.viewpoint)
     metadata: Mapping[str, Any] = field(default_factory=dict)  # OCR target, GenEval spec, ...; passed to the rewards
     inputs: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict, compare=False)
-    """Conditioning inputs in addition to the text (data/inputs.py), for F frames and D numbers per action.
+    """Conditioning inputs in addition to the text, for F frames and D numbers per action.
 
     For example: actions [F-1,D], c2w [F,4,4] and intrinsics [F,4]. FIRST_FRAME: pixels [H,W,3] of the first frame, 0 to
     255, for networks that are conditioned on pixels.

@@ -1,6 +1,6 @@
 """Import user-defined classes `package.module:Class`: rewards, algorithms, model families, data readers.
 
-Every process (rank, rollout worker, reward worker) imports them from PYTHONPATH or the working directory.
+Every process imports them from PYTHONPATH or the working directory.
 """
 
 from __future__ import annotations
@@ -53,7 +53,6 @@ def import_object(path: str, *, key: str, error: type[UserError], form: str = CL
 
 
 def _import_failure(module_name: str, problem: Exception) -> str:
-    """Describe why an import failed: a missing module, or an error in the module's code with file and line."""
     parents = [module_name.rsplit(".", n)[0] for n in range(module_name.count(".") + 1)]
     if isinstance(problem, ModuleNotFoundError) and problem.name in parents:
         return f"cannot import {module_name!r} ({problem}): run in its folder, or add this folder to PYTHONPATH"

@@ -1,7 +1,4 @@
-"""Coefficients of stochastic samplers.
-
-The next latents of a step are an affine function of latents, velocity and noise. Five coefficients describe a step.
-"""
+"""Coefficients of stochastic samplers."""
 
 from __future__ import annotations
 
@@ -35,9 +32,9 @@ def sde_coefficients(
     eta: noise level, a number or [B], at least 0 (at most 1 for `cps`). The Flow-SDE and CPS papers call it `a`.
     sigma_max: second sigma of the whole schedule. In the term 1 - sigma of `flow_sde`, sigma is at most sigma_max.
 
-    A step without noise has w = c0 = 0 and no policy gradient. The values of all arguments are checked, so call this
-    function with CPU tensors, once per schedule. Raises ValueError for invalid shapes, ranges or kinds, for `flow_sde`
-    at sigma 1 unless sigma_max is below 1, and for `dance` at sigma 0.
+    A step without noise has w = c0 = 0 and no policy gradient. All values are checked, so use CPU tensors, once per
+    schedule. Raises ValueError for invalid shapes, ranges or kinds, for `flow_sde` at sigma 1 unless sigma_max is below
+    1, and for `dance` at sigma 0.
     """
     if kind not in STEP_KINDS:
         raise ValueError(f"unknown kind of step {kind!r}; choose one of {', '.join(STEP_KINDS)}")
@@ -64,7 +61,7 @@ def sde_coefficients(
 
 
 def _clamp_sigma(s: Tensor, sigma_max: float | None) -> Tensor:
-    """Return sigma, but at most sigma_max, for the term 1 - sigma of `flow_sde`, which must not be 0."""
+    """Return sigma, but at most sigma_max, so that the term 1 - sigma of `flow_sde` is not 0."""
     bounded = s if sigma_max is None else s.clamp(max=sigma_max)
     if bool((bounded >= 1).any()):
         raise ValueError(

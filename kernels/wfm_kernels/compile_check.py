@@ -1,8 +1,7 @@
 """`python -m wfm_kernels.compile_check`: compile every kernel for sm_90 without a GPU and check the generated code.
 
 The command reports register spills, memory accesses of less than 16 bytes, fused multiply-adds, and kernels that sum in
-a different order in rollout and training. It does not check results or speed. The exit code is 1 if a check fails, and
-3 if Triton is not installed.
+a different order in rollout and training. The exit code is 1 if a check fails, and 3 if Triton is not installed.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ NUM_NOISE_FMA = 108  # fused multiply-adds in the logarithm, sine and cosine of 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelVariant:
-    """A kernel to compile, with fixed dtypes and branches. types: type of each argument, in the kernel's order."""
-
     kernel: str
     label: str
     types: dict[str, str]
@@ -80,7 +77,7 @@ def _make_variant(
     draws_noise: bool = False,
     **constants: Any,
 ) -> KernelVariant:
-    """dtypes: {name of a pointer argument without `_ptr`: its dtype, or None if it is not passed}. Default: float32."""
+    """dtypes: {name of a pointer argument without `_ptr`: its dtype (default float32), or None if it is not passed}."""
     from wfm_kernels import triton_kernels
 
     types = {}
@@ -190,7 +187,6 @@ def _row_variants() -> Iterator[KernelVariant]:
 
 
 def _finish_variants() -> Iterator[KernelVariant]:
-    """Yield variants of the kernels that add partial sums. They read only a few hundred numbers per sample."""
     floors: dict[str, dict[str, Any]] = {"sde_finish_kernel": {}, "nft_finish_kernel": {"MIN_WEIGHT": 1e-5}}
     for kernel, constants in floors.items():
         for split in (1, 512):
@@ -250,10 +246,7 @@ def _read_resources(ptx: str, report: CompileReport) -> None:
 
 
 def _assemble_ptx(source: Path) -> str:
-    """Return the output of the first bundled ptxas program that accepts the PTX file.
-
-    Raises RuntimeError if none accepts it.
-    """
+    """Return the output of the first bundled ptxas that accepts the PTX file. Raises RuntimeError if all reject it."""
     import triton
 
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -276,10 +269,7 @@ def _match_number(pattern: str, text: str) -> str:
 
 
 def _sum_layout(ttgir: str) -> str:
-    """Return the thread layout of the first sum (tt.reduce) in TTGIR code.
-
-    Returns "" if the code has no sum.
-    """
+    """Return the thread layout of the first sum (tt.reduce) in TTGIR code, or "" if the code has no sum."""
     operand = re.search(r'"tt\.reduce"\([^)]*\).*?\}\)\s*:\s*\(tensor<[^,]*,\s*(#\w+)>', ttgir, re.DOTALL)
     if operand is None:
         return ""
@@ -311,7 +301,7 @@ def _check_accesses(report: CompileReport) -> None:
 
 
 def compare_sum_layouts(reports: list[CompileReport]) -> None:
-    """Check that the sampling and log-probability kernels sum in the same order (layout), for each dtype pair."""
+    """Check that the kernels for sampling and log-probability sum in the same order, for each dtype pair."""
     layouts: dict[str, str] = {}
     for report in reports:
         if report.variant.kernel == "sde_kernel":

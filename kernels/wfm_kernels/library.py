@@ -1,7 +1,6 @@
-"""Registration of the torch operators `wfm_kernels::*`, which torch.compile and CUDA graphs treat as opaque nodes.
+"""Registers the torch operators `wfm_kernels::*`, which torch.compile and CUDA graphs treat as opaque nodes.
 
-ops.py validates the arguments. Every operator returns new tensors. An optional result that was not requested is an
-empty tensor.
+The operators do not validate arguments. An optional result that was not requested is an empty tensor.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The noise contract: each normal number depends only on its sample's seed and on its index in the sample.
 
-Number i of a sample with seed s is computed as follows. Philox4x32-10 (Salmon et al. 2011) with the 64-bit key s and
-the counter i div 4 gives four words. The Box-Muller transform of these words gives four normal numbers, and number i is
-entry i mod 4 of them. The number does not depend on batch, rank, launch shape or backend. The words are equal on all
-devices. The normal numbers may differ between devices by less than 1e-6, because logarithm and sine are rounded
-differently.
+Philox4x32-10 (Salmon et al. 2011) with the sample's seed as 64-bit key and the counter i div 4 gives four words. The
+Box-Muller transform of these words gives four normal numbers, and number i of the sample is entry i mod 4 of them. The
+words are equal on all devices. The normal numbers may differ between devices by less than 1e-6.
 """
 
 from __future__ import annotations

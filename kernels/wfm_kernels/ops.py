@@ -1,8 +1,4 @@
-"""The public operators, which validate arguments and select a backend. The torch operators are in library.py.
-
-Shapes, dtypes and devices of arguments are checked. The values of tensors are not checked, because reading them would
-synchronize with the device.
-"""
+"""The public operators. They check shapes, dtypes and devices of arguments, but not values, and select a backend."""
 
 from __future__ import annotations
 
@@ -65,7 +61,7 @@ def require_floating(latents: Tensor, **tensors: Tensor) -> None:
 
 
 def require_coefficients(coefficients: Tensor, latents: Tensor) -> None:
-    """Raise ValueError unless the coefficients are float64 [batch, 5]: one row of `sde_coefficients` per sample."""
+    """Raise ValueError unless the coefficients are float64 [batch, 5], as from `sde_coefficients`."""
     if coefficients.shape != (len(latents), 5) or coefficients.dtype != torch.float64:
         raise ValueError(
             f"coefficients must be [{len(latents)}, 5] float64, one row of sde_coefficients per sample, got "
@@ -74,7 +70,7 @@ def require_coefficients(coefficients: Tensor, latents: Tensor) -> None:
 
 
 def require_one_source(latents: Tensor, seeds: Tensor | None, noise: Tensor | None) -> None:
-    """Raise ValueError unless exactly one of noise and seeds is given. Seeds must be int64, one per sample."""
+    """Raise ValueError unless exactly one of noise and seeds is given. Seeds must be int64 [batch]."""
     if (seeds is None) == (noise is None):
         raise ValueError(f"give either seeds or noise, got {'neither' if seeds is None else 'both'}")
     if seeds is not None and (seeds.shape != latents.shape[:1] or seeds.dtype != torch.int64):
@@ -84,9 +80,8 @@ def require_one_source(latents: Tensor, seeds: Tensor | None, noise: Tensor | No
 def should_use_triton(backend: Backend, latents: Tensor, *others: Tensor | None) -> bool:
     """Return whether to use the Triton backend. The environment variable WFM_KERNELS overrides `backend`.
 
-    `auto` selects torch for CPU tensors. For CUDA tensors, it selects Triton if Triton can run, and otherwise torch,
-    with a single warning. Raises ValueError for an unknown name, for tensors on several devices, and if `triton` is
-    requested but Triton cannot run.
+    `auto` selects Triton for CUDA tensors if Triton can run, and otherwise torch. Raises ValueError for an unknown
+    name, for tensors on several devices, and if `triton` is requested but Triton cannot run.
     """
     tensors = [latents, *(tensor for tensor in others if tensor is not None)]
     devices = {tensor.device for tensor in tensors}
@@ -167,10 +162,10 @@ def sde_step(
 
     velocity, latents: same shape [B, ...] for B samples, each float32, bfloat16 or float16.
     coefficients: [B,5] float64, one row of sde_coefficients per sample. A single row may be expanded to B rows.
-    seeds, noise: pass exactly one of them. seeds: [B] int64 (see noise.py). noise: tensor with the shape of the
-    latents. Both are ignored for samples with a std (coefficient) of 0.
-    uncond_velocity: unconditional velocity u. If it is given, guidance is applied to the velocity v in float32:
-    u + guidance_scale * (v - u).
+    seeds, noise: pass exactly one of them. seeds: [B] int64 (see noise.py). noise: shape of the latents. Both are
+    ignored for samples with a std (coefficient) of 0.
+    uncond_velocity: unconditional velocity u. If it is given, guidance is applied to the velocity v in float32: u +
+    guidance_scale * (v - u).
 
     log_prob is computed from the next latents after rounding to the latents' dtype, so sde_log_prob returns the same
     bits. Not differentiable. Raises ValueError for invalid arguments.
@@ -209,8 +204,8 @@ def sde_log_prob(
     The result is float32 [B] for B samples. For the arguments, see sde_step, which returns the same bits if the
     velocities have the same dtype.
     Differentiable once, with respect to velocity and uncond_velocity. Each gradient has the dtype of its input. For
-    float16 inputs, scale the loss, because the gradients of a mean over a sample would otherwise be subnormal. Raises
-    ValueError for invalid arguments.
+    float16 inputs, scale the loss, because the gradients would otherwise be subnormal. Raises ValueError for invalid
+    arguments.
     """
     require_latents(velocity=velocity, latents=latents, next_latents=next_latents, uncond_velocity=uncond_velocity)
     require_coefficients(coefficients, latents)
@@ -238,15 +233,14 @@ def nft_loss(
     Latents, noise and velocities: same shape [B, ...] for B samples, each float32, bfloat16 or float16.
     sigma, reward_weight: [B] float32. reward_weight must be in [0, 1]. This is not checked.
 
-    The formulas use v = velocity, v_old = old_velocity, v_ref = ref_velocity, r = reward_weight,
-    u = noise - clean_latents, and the mean over the elements of a sample:
+    The formulas use v = velocity, v_old = old_velocity, v_ref = ref_velocity, r = reward_weight, u = noise -
+    clean_latents, and the mean over the elements of a sample:
 
         e = sigma * (u - v_old)         d = sigma * beta * (v - v_old)      p = e - d       q = e + d
         w_p = max(mean(abs(p)), 1e-5)   w_q = max(mean(abs(q)), 1e-5)       (both without gradient)
         policy = (r * mean(p^2) / w_p + (1 - r) * mean(q^2) / w_q) / beta   kl = mean((v - v_ref)^2)
 
-    p and q are the x0 errors of the paper, computed without the noisy latents to avoid cancellation. The loss is
-    differentiable once, with respect to velocity only.
+    p and q are the x0 errors of the paper. The loss is differentiable once, with respect to velocity only.
 
     stats contains loss_positive = mean(p^2) / w_p, loss_negative = mean(q^2) / w_q, weight_positive = w_p,
     weight_negative = w_q, old_deviation and old_deviation_max (mean and maximum of (v - v_old)^2) and, with a
@@ -290,12 +284,10 @@ def flow_noise(
     noise: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Return (noisy latents, noise). Noisy latents are (1 - sigma) * clean_latents + sigma * noise.
+    """Return (noisy latents, noise). Noisy latents are (1 - sigma) * clean_latents + sigma * noise. Not differentiable.
 
-    Not differentiable.
     clean_latents: [B, ...] float32, bfloat16 or float16. Noisy latents have the same dtype. sigma: [B] float32.
     seeds, noise: pass exactly one of them. seeds: [B] int64 (see noise.py). noise: float32, shape of the latents.
-
     Raises ValueError for invalid arguments.
     """
     require_latents(clean_latents=clean_latents, noise=noise)

@@ -14,7 +14,6 @@ def expand_per_sample(vector_B: Tensor, latents: Tensor) -> Tensor:
 
 
 def sample_mean(x: Tensor) -> Tensor:
-    """Return the mean over the elements of each sample, one value per sample."""
     return x.flatten(1).mean(1)
 
 
@@ -65,10 +64,7 @@ def nft_loss(
     beta: float,
     ref_velocity: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return the losses and statistics of ops.nft_loss, computed from x0 predictions: {name: one value per sample}.
-
-    Source: arXiv 2509.16117.
-    """
+    """Return {name: one value per sample} like ops.nft_loss, but computed from x0 predictions (arXiv 2509.16117)."""
     s, old = expand_per_sample(sigma, clean_latents), old_velocity.detach()
     noisy = (1 - s) * clean_latents + s * noise
     positive = noisy - s * (beta * velocity + (1 - beta) * old) - clean_latents

@@ -1,7 +1,6 @@
 """Eager torch backend, for CPUs and machines without Triton. Computes in float32 (float64 for float64 latents).
 
-Its functions have the same arguments and results as the functions in triton_backend.py. Internally, the latents of each
-sample are flattened to a row.
+Its functions have the same arguments and results as the functions in triton_backend.py.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ MIN_WEIGHT = 1e-5  # lower bound of the mean absolute error in the denominators 
 
 
 def working_dtype(latents: Tensor) -> torch.dtype:
-    """Return the dtype for sums, coefficients and losses: float64 if the latents are float64, and otherwise float32."""
+    """Return the dtype of sums, coefficients and losses: float64 if the latents are float64, and otherwise float32."""
     return EXACT_DTYPE if latents.dtype == EXACT_DTYPE else torch.float32
 
 
@@ -93,10 +92,7 @@ def sde_log_prob_backward(
     for_velocity: bool,
     for_uncond: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the conditional and the unconditional velocity.
-
-    A gradient that was not requested is an empty tensor.
-    """
+    """Return the gradients of the conditional and the unconditional velocity, empty if not requested."""
     mean = _step_mean(velocity, latents, coefficients, uncond, guidance)
     slope = upstream.double() * 2 * coefficients[:, 3] * coefficients[:, 1] / mean.shape[1]
     gradient = slope.to(mean.dtype).unsqueeze(1) * (_flatten_samples(next_latents, mean.dtype) - mean)
@@ -177,7 +173,6 @@ def nft_loss_backward(
 
 
 def flow_noise(clean: Tensor, sigma: Tensor, seeds: Tensor | None, noise: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return (noisy latents, noise). The noise is empty unless it was drawn from seeds."""
     x0 = _flatten_samples(clean, working_dtype(clean))
     if noise is None:
         assert seeds is not None

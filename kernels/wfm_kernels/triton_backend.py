@@ -1,8 +1,4 @@
-"""Triton backend, with the interface of torch_backend.py. Chooses launch shapes, aligns tensors and allocates memory.
-
-Operators do not synchronize with the device, do not autotune, and allocate memory independently of tensor values, so
-CUDA graphs can capture them.
-"""
+"""Triton backend, with the interface of torch_backend.py. CUDA graphs can capture its operators."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ def _launch_kernel(kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, *
 
 
 def _align_tensor(tensor: Tensor) -> Tensor:
-    """Return a contiguous and 16-byte aligned tensor, as vector loads require: the tensor itself, or a copy."""
+    """Return the tensor, or a copy if the tensor is not contiguous and 16-byte aligned, as vector loads require."""
     tensor = tensor.contiguous()
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 

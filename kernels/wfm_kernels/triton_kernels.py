@@ -1,9 +1,8 @@
 """Triton kernels (device code). triton_backend.py launches them.
 
-The grid has two axes: programs per sample, and samples. Each program processes TILES blocks of BLOCK elements of one
-sample. Loaded values are converted to float32. Each program writes one float32 partial sum, and a second kernel adds
-the partial sums. The number of programs depends only on the length of a sample, so a sample's sum does not depend on
-its batch.
+The grid has two axes: programs per sample, and samples. Each program processes TILES blocks of BLOCK elements in
+float32 and writes one float32 partial sum. A second kernel adds the partial sums. The number of programs depends only
+on the length of a sample, so a sample's sum does not depend on its batch.
 """
 
 import os
@@ -16,7 +15,6 @@ INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 
 @triton.jit
 def cast_to_storage(x, dtype: tl.constexpr):
-    """Cast to a storage dtype, rounding to nearest even."""
     if INTERPRETED and dtype == tl.bfloat16:
         # Casts in Triton's interpreter (also in tl.store) truncate. This integer arithmetic rounds finite x correctly.
         u = x.to(tl.uint32, bitcast=True)
@@ -66,7 +64,7 @@ def sde_kernel(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Run a denoising step or, if GIVEN is set, only compute its log-probability. Both sum in the same order."""
+    """Run a denoising step or, if GIVEN is set, only compute its log-probability, with the same order of summation."""
     part, sample = tl.program_id(0), tl.program_id(1)
     row = sample.to(tl.int64) * n  # int64: a batch of videos can exceed 2**31 elements
     coef = coef_ptr + sample * coef_stride
@@ -326,7 +324,7 @@ def quantise_rows_kernel(x_ptr, byte_ptr, scale_ptr, n, MAX: tl.constexpr, LEAST
 
 @triton.jit
 def philox_words_kernel(seed_ptr, word_ptr, num_counters, BLOCK: tl.constexpr):
-    """Write the raw Philox words [B, num_counters, 4] int32. Only for tests of the random numbers."""
+    """Write the raw Philox words [B, num_counters, 4] int32, for tests."""
     sample = tl.program_id(0)
     i = tl.arange(0, BLOCK)
     a, b, c, d = tl.randint4x(tl.load(seed_ptr + sample), i)

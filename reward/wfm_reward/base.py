@@ -26,10 +26,7 @@ __all__ = ["MAX_BATCH", "ItemReward", "MediaBatch", "MediaItem", "Range", "Rewar
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Smallest and largest valid value of a reward's output, both inclusive. -inf and inf mean no limit.
-
-    A value outside these limits counts as a failure.
-    """
+    """Smallest and largest valid value of a reward's output, both inclusive. -inf and inf mean no limit."""
 
     low: float
     high: float
@@ -41,26 +38,23 @@ class Range:
 class Reward(ABC):
     """Base class of rewards.
 
-    Subclasses are in `wfm_reward/rewards/` or in any importable module (`package.module:Class`). The module of a reward
-    must be cheap to import. Import and load models in `load()`, which runs in the worker.
+    Subclasses are in `wfm_reward/rewards/` or in any importable module (`package.module:Class`). Import and load models
+    only in `load()`.
 
-    The options of a reward are the keyword parameters of its `__init__`. Rewards that accept only images also have the
-    option `frames`. A parameter named `device` receives the device and is not an option. An `__init__` that accepts
-    `**options` should pass them on with `super().__init__(device, **options)`. The reward then also has the options of
-    its base class.
+    The options of a reward are the keyword parameters of its `__init__`. A parameter named `device` receives the device
+    and is not an option. An `__init__` that accepts `**options` should pass them on with `super().__init__(device,
+    **options)`. The reward then also has the options of its base class.
 
-    Image rewards can score videos too. The option `frames` selects frames of the video, `score` receives these frames
-    as images, and the video's score is the mean over the frames (frames.py).
+    Image rewards can score videos too: the option `frames` selects frames of the video, `score` receives them as
+    images, and the video's score is their mean score.
     """
 
     name: ClassVar[str]
     """Name of the reward in recipes."""
     media_types: ClassVar[frozenset[str]]
-    """Accepted samples: {"image"}, {"video"} or both. If "video" is missing, the reward receives single frames of
-    videos."""
+    """Accepted samples: {"image"}, {"video"} or both. Without "video", the reward receives single frames of videos."""
     outputs: ClassVar[Mapping[str, Range]]
-    """{name of an output: its limits}. The outputs are `primary_output`, which is required, and the names in
-    `Score.parts`, which are optional."""
+    """{name of an output: its limits}, for `primary_output` (required) and the names in `Score.parts` (optional)."""
     primary_output: ClassVar[str]
     """Name of the output that is returned as `Score.value`."""
     required_metadata: ClassVar[tuple[str, ...]] = ()
@@ -68,17 +62,15 @@ class Reward(ABC):
     required_inputs: ClassVar[tuple[str, ...]] = ()
     """Required conditioning inputs, such as "actions". Metadata with the same name does not count as an input."""
     needs_reference: ClassVar[bool] = False
-    """Whether videos are compared with `MediaItem.reference`, the recorded frames that they should show. An item
-    without a reference fails."""
+    """Whether videos are compared with the recording `MediaItem.reference`. An item without a reference fails."""
     stall_s: ClassVar[float] = 120.0
-    """Maximum seconds per batch. A worker that takes longer is considered hung and is replaced. A service configuration
-    can change this value. If the trainer starts the service, `reward.timeout_s` is the upper limit."""
+    """Maximum seconds per batch. A worker that takes longer is replaced. Service configurations can change this value.
+    If the trainer starts the service, `reward.timeout_s` is the upper limit."""
     max_batch: ClassVar[int] = MAX_BATCH
     """Maximum number of items per batch. Service configurations and recipes can only lower it. If they do not set a
     number, it is 16, or this value if that is smaller."""
     backbone: ClassVar[str] = ""
-    """Family of the underlying network, such as "CLIP". Rewards with the same backbone make correlated errors, so
-    neither can serve as an independent check of the other."""
+    """Family of the underlying network, such as "CLIP". Two rewards with the same backbone make correlated errors."""
     label_option: ClassVar[str | None] = None
     """Name of the option that gets the value LABEL if a recipe names the reward `NAME/LABEL`."""
 
@@ -91,8 +83,7 @@ class Reward(ABC):
     device: str = "cpu"
     """The torch device of the model."""
     deadline_s: float = math.inf
-    """Time (time.monotonic()) at which the current batch must be finished, set by the worker before each batch.
-    Rewards that wait for a service give up then, with a reason."""
+    """Time (time.monotonic()) at which the current batch must be finished. The worker sets it before each batch."""
     frames: FrameRule = FrameRule()
     """Selects the frames of a video to score, if the reward does not accept videos."""
 
@@ -106,7 +97,7 @@ class Reward(ABC):
 
     @classmethod
     def option_parameters(cls) -> dict[str, inspect.Parameter]:
-        """Return {option name: parameter of `__init__`}. The options of base classes are included."""
+        """Return {option name: parameter of `__init__`}, including the options of base classes."""
         known: dict[str, inspect.Parameter] = {}
         for parent in cls.__mro__:
             if "__init__" in vars(parent) and issubclass(parent, Reward):
@@ -130,7 +121,6 @@ class Reward(ABC):
 
     @classmethod
     def parse_frame_rule(cls, text: Any) -> FrameRule:
-        """Parse the value of the option `frames`. Raises RewardError if it is invalid."""
         try:
             return FrameRule(text)
         except RewardError as error:
@@ -140,18 +130,14 @@ class Reward(ABC):
         """Import and load models. Called once before `score`. Raises RewardError if a package or file is missing."""
 
     def check_reachable(self) -> None:  # noqa: B027
-        """Raise RewardError if a service that this reward calls does not reply.
-
-        `wfm serve --check` calls this method without calling `load`.
-        """
+        """Raise RewardError if a service that this reward calls does not reply. `load` may not have been called."""
 
     @abstractmethod
     def score(self, batch: MediaBatch) -> list[Score]:
         """Return one Score per item, in the order of the items: `item.score(value, **parts)` or `item.fail(reason)`.
 
         If this method raises an exception or returns a wrong number of scores, the worker calls it for each item
-        separately. Items without a valid score fail with a reason. A score is invalid if it is NaN or outside its
-        limits.
+        separately. An item without a valid score fails. A score is invalid if it is NaN or outside its limits.
         """
 
 

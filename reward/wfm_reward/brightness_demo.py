@@ -1,7 +1,4 @@
-"""Demo of the action quickstart: each move makes grey frames brighter or darker, or leaves them unchanged.
-
-The demo's data is rendered with this module, and its rewards measure videos with it.
-"""
+"""Demo of the action quickstart: each move makes grey frames brighter or darker, or leaves them unchanged."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ def sample_moves(generator: np.random.Generator) -> npt.NDArray[np.int64]:
 def sample_walk(generator: np.random.Generator, start: float, num_moves: int) -> npt.NDArray[np.int64]:
     """Draw the moves [num_moves] of a walk that stays within black and white.
 
-    start: brightness of the first frame. Each move is drawn from the MOVES that are possible at its brightness.
+    start: brightness of the first frame.
     """
     moves, brightness = np.zeros(num_moves, np.int64), start
     for i in range(num_moves):
@@ -45,7 +42,7 @@ def sample_walk(generator: np.random.Generator, start: float, num_moves: int) ->
 def frame_brightness(start: float, moves: npt.NDArray[np.int64]) -> FrameBrightness:
     """Return the brightness of the frames of a video, [1 + 4 * number of moves].
 
-    start: brightness of the first frame. moves: moves of the video, [number of moves]. One clip has 2 moves.
+    start: brightness of the first frame. moves: moves of the video, [number of moves].
     """
     levels: FrameBrightness = (
         start + BRIGHTNESS_STEP * np.concatenate([[0], np.cumsum(np.repeat(moves, FRAMES_PER_MOVE)) / FRAMES_PER_MOVE])
@@ -87,8 +84,8 @@ def measure_moves(frames: Frames) -> FrameBrightness:
 def measure_pixel_changes(frames: Frames) -> FrameBrightness:
     """Return the pixel changes [2 moves, 4 frames, 8 * 16 * 3 pixels], in units of BRIGHTNESS_STEP.
 
-    Each move has four frames. A pixel change is the pixel minus the mean of the frame before the move. Raises
-    ValueError unless the frames have shape [9,8,16,3].
+    A pixel change is the pixel minus the mean of the frame before the move. Raises ValueError unless the frames have
+    shape [9,8,16,3].
     """
     if frames.shape != (NUM_FRAMES, HEIGHT, WIDTH, 3):
         raise ValueError(f"the video has shape {list(frames.shape)}, not {[NUM_FRAMES, HEIGHT, WIDTH, 3]}")

@@ -157,7 +157,7 @@ class ServiceConfig(ConfigSection):
 
 
 def load_config(path: Path) -> ServiceConfig:
-    """Load a configuration file. If it is invalid, raises RewardError that names the file and the key."""
+    """Load a configuration file. Raises RewardError that names the file and the key if it is invalid."""
     try:
         content = yaml.safe_load(read_regular(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -182,7 +182,6 @@ def _format_problem(problem: Any) -> str:
 
 
 def _section_keys(location: list[str]) -> list[str]:
-    """Return the valid keys of a section. location: path of the section, such as ["rewards", "ocr"]."""
     if not location:
         return list(ServiceConfig.model_fields)
     sections: dict[str, type[ConfigSection]] = {
@@ -196,8 +195,7 @@ def _section_keys(location: list[str]) -> list[str]:
 def read_service_token(config: HttpConfig, base: Path, environment: Mapping[str, str]) -> str | None:
     """Return the token that requests must contain, or None if no token is needed.
 
-    Raises RewardError if other machines can reach the server and no token is set, or if other users can read the token
-    file.
+    Raises RewardError if other machines can reach the server without a token, or other users can read the token file.
     """
     token = environment.get(TOKEN_VARIABLE) or None
     if config.token_file is not None:

@@ -1,8 +1,4 @@
-"""`python -m wfm_reward.decoder`: decode latents sent by HTTP clients to videos. The service starts this process.
-
-Decoded videos are too large for a message. The decoder writes each video to a file in the service's private folder and
-replies with its path.
-"""
+"""`python -m wfm_reward.decoder`: process of the reward service that decodes latents of HTTP clients to video files."""
 
 from __future__ import annotations
 
@@ -28,7 +24,6 @@ VIDEO_FILES = "video-*.npy"
 
 
 def load_decoder(settings: Mapping[str, Any]) -> WorkerSetup:
-    """Load the VAE. Raises RewardError if it cannot be loaded or has other channels than `settings`."""
     return WorkerSetup(
         LatentDecoder(**{key: settings[key] for key in ("vae", "device", "dtype", "channels", "folder")}).decode_tasks,
         STALL_S,
@@ -54,13 +49,12 @@ class VaeScale:
             raise RewardError(f"latent_decoders.{channels}.vae: {path} cannot be read: {error}") from error
 
     def video_bytes(self, shape: Sequence[int]) -> int:
-        """Return the size in bytes of the uint8 RGB video that latents of shape [C,T,h,w] decode to."""
+        """Return the size in bytes of the uint8 RGB video that latents [C,T,h,w] decode to."""
         _, frames, height, width = shape
         return ((frames - 1) * self.temporal + 1) * height * self.spatial * width * self.spatial * 3
 
 
 def vae_folder(vae: str) -> Path:
-    """Return the folder of the VAE: `vae/` inside a pipeline folder, or the folder itself."""
     path = Path(vae).expanduser()
     return path / "vae" if (path / "vae").is_dir() else path
 
@@ -87,8 +81,7 @@ class LatentDecoder:
     ) -> list[Mapping[str, Any] | TaskFailed]:
         """Decode the latents [C,T,h,w] (float16 or float32) of each task and write the videos to files.
 
-        Returns {"videos": [[path, failure, {}], ...]} for each task. A failed video has the path None. A decoded
-        video has the failure None.
+        Returns {"videos": [[path, failure, {}], ...]} for each task. Either the path or the failure is None.
         """
         replies: list[Mapping[str, Any] | TaskFailed] = []
         for number, task in enumerate(tasks, start=1):
@@ -106,7 +99,7 @@ class LatentDecoder:
     def decode_latents(self, latents: Array) -> npt.NDArray[np.uint8]:
         """Decode latents [C,T,h,w] to a uint8 video [T frames,H,W,3].
 
-        The given latents must be normalized per channel with the VAE's statistics.
+        The latents must be normalized per channel with the VAE's statistics.
         """
         import torch
 

@@ -18,8 +18,7 @@ FRAME_RULE_FORMS = "first, middle, last or uniform:N"
 class FrameRule:
     """Selects the frames of a video to score. Raises RewardError if `text` is invalid.
 
-    text: `first`, `middle`, `last`, or `uniform:N`. `uniform:N` splits the video into N equal segments and selects the
-    middle frame of each segment.
+    text: `first`, `middle`, `last`, or `uniform:N`, which selects the middle frame of each of N equal segments.
     """
 
     text: str = "first"
@@ -29,10 +28,7 @@ class FrameRule:
             raise RewardError(f"frames is {self.text!r}; it must be {FRAME_RULE_FORMS}")
 
     def frame_indices(self, num_frames: int) -> list[int]:
-        """Return the indices of the selected frames in ascending order, without duplicates.
-
-        All frames are selected if a video has fewer than N frames.
-        """
+        """Return the ascending indices of the selected frames, without duplicates."""
         match self.text:
             case "first":
                 return [0]
@@ -47,12 +43,10 @@ class FrameRule:
 def score_frames(
     score_images: Callable[[MediaBatch], Sequence[Score]], videos: MediaBatch, rule: FrameRule, max_batch: int
 ) -> list[Score]:
-    """Return one Score per video: the mean over its selected frames.
+    """Return one Score per video: the mean over its selected frames. If a frame fails, its video fails.
 
-    The mean of a part in `Score.parts` is computed if all frames have the part. If a frame fails, its video fails.
-
-    score_images: function that returns one Score per image for at most `max_batch` images [B,H,W,3]. Images have the
-    sample ids, prompts and metadata of their videos.
+    The mean of a part in `Score.parts` is computed if all frames have the part. score_images: function that returns one
+    Score per image for at most `max_batch` images [B,H,W,3]. An image has its video's sample id, prompt and metadata.
     """
     frame_indices = rule.frame_indices(videos.media.shape[1])
     rows = [(video, frame) for video in range(len(videos)) for frame in frame_indices]

@@ -1,4 +1,4 @@
-"""HTTP client for rewards that call other services. It uses only the standard library."""
+"""HTTP client for rewards that call other services."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ BUSY_STATUSES = frozenset({408, 425, 429, 500, 502, 503, 504})  # to retry
 
 
 class HttpRequestError(Exception):
-    """Raised if there is no usable response before the deadline.
-
-    The message has the URL and the last response or error.
-    """
+    """Raised if there is no usable response before the deadline. The message has the last response or error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +31,6 @@ class HttpResponse:
     body: bytes
 
     def parse_json(self) -> dict[str, Any]:
-        """Parse the body as a JSON object. Raises HttpRequestError if it is not a JSON object."""
         try:
             content = json.loads(self.body)
         except (ValueError, RecursionError) as error:
@@ -46,7 +42,6 @@ class HttpResponse:
         return content
 
     def body_excerpt(self) -> str:
-        """Return the first 300 bytes of the body as one line of text, for error messages."""
         return " ".join(self.body[:300].decode(errors="replace").split())
 
 
@@ -65,9 +60,8 @@ class HttpClient:
     _opener: urllib.request.OpenerDirector = field(default_factory=lambda: urllib.request.build_opener(_NoRedirects))
 
     def post(self, url: str, body: bytes, headers: Mapping[str, str], deadline_s: float) -> HttpResponse:
-        """Send a POST request.
+        """Send a POST request, and retry after connection errors and responses with BUSY_STATUSES.
 
-        Retry after connection errors and responses with BUSY_STATUSES, with increasing waiting times.
         deadline_s: a `time.monotonic()` value. Raises HttpRequestError if there is no usable response before the
         deadline, and RewardError if the server rejects the token.
         """
@@ -110,10 +104,7 @@ def pause(seconds: float) -> None:
 
 
 def check_reply(url: str, label: str) -> None:
-    """Raise RewardError if no server accepts connections at `url`.
-
-    label: text at the start of the error message, such as the name of the reward.
-    """
+    """Raise RewardError if no server accepts connections at `url`. label: start of the error message."""
     try:
         urllib.request.build_opener(_NoRedirects).open(
             urllib.request.Request(url, method="HEAD"), None, PROBE_TIMEOUT_S
@@ -127,7 +118,7 @@ def check_reply(url: str, label: str) -> None:
 
 
 def check_url(url: str, label: str) -> str:
-    """Return `url` if it starts with http:// or https://. Otherwise raise RewardError.
+    """Return `url`. Raises RewardError unless it starts with http:// or https://.
 
     label: name of the setting in the error message.
     """

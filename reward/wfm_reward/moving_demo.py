@@ -1,7 +1,6 @@
 """Demo of the video quickstart: a bright shape of 3 x 3 cells moves one cell per frame across 8 x 8 black cells.
 
-There are 48 clips: 3 shapes, 4 directions, 2 lanes and 2 start positions. The data of the demo consists of these clips,
-and its rewards compare videos with them.
+There are 48 clips: 3 shapes, 4 directions, 2 lanes and 2 start positions.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SHAPES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 DIRECTIONS: Mapping[str, tuple[int, int]] = MappingProxyType(
     {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}
 )
-"""The movement (down, right) in cells per frame, for each direction."""
+"""{direction: movement (down, right) in cells per frame}."""
 LANES = (1, 4)  # first row or column of the shape; lanes do not overlap
 START_OFFSETS = (0, 1)  # initial distance from the border in cells; leaves space for the whole motion
 NUM_VARIANTS = len(LANES) * len(START_OFFSETS)

@@ -1,4 +1,4 @@
-"""Look up rewards by name. A name is a built-in reward in `wfm_reward/rewards/` or any `package.module:Class`."""
+"""Look up rewards by name: a built-in reward in `wfm_reward/rewards/`, or any `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from wfm_reward.base import DEFAULT_MAX_BATCH, Reward
 
 
 def list_reward_names() -> list[str]:
-    """Return the sorted names of the built-in rewards. This imports their modules, but loads no models."""
+    """Return the sorted names of the built-in rewards, without loading models."""
     return sorted(_load_builtin_rewards())
 
 
 def get_reward_class(name: str) -> type[Reward]:
-    """Return the reward class for a built-in name or `package.module:Class`.
+    """Return the reward class for a built-in name, `NAME/LABEL` or `package.module:Class`.
 
-    `NAME/LABEL` selects the class of NAME. With different labels, a recipe can use one reward several times. Raises
-    RewardError with the closest known name if there is no such reward.
+    Labels allow a recipe to use the reward NAME several times. Raises RewardError with the closest known name if there
+    is no such reward.
     """
     name, slash, label = name.partition("/")
     if slash and not label:
@@ -45,7 +45,7 @@ def get_reward_class(name: str) -> type[Reward]:
 
 
 def create_reward(name: str, device: str, options: Mapping[str, Any]) -> Reward:
-    """Create a reward without calling `load`. Raises RewardError for an unknown name or invalid options."""
+    """Create a reward without loading its model. Raises RewardError for an unknown name or invalid options."""
     reward, arguments = get_reward_class(name), dict(options)
     label = name.partition("/")[2]
     if label and reward.label_option is not None:
@@ -104,7 +104,6 @@ def _load_builtin_rewards() -> dict[str, type[Reward]]:
 
 
 def _list_module_rewards(module: ModuleType) -> list[type[Reward]]:
-    """Return the concrete reward classes that a module defines. Classes that it imports are not included."""
     return [
         value
         for value in vars(module).values()

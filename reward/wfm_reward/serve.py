@@ -1,9 +1,8 @@
 """`wfm serve CONFIG.yaml [--check]`: the reward service.
 
-The main process only supervises: it runs the broker in a thread and `workers` processes for each reward. When all
-workers are ready, it writes pipes.json and prints one line of JSON to stdout. On SIGTERM or SIGINT, it finishes running
-tasks and exits. A second signal makes it exit immediately. With --stop-on-eof, it ignores these signals and stops when
-stdin is closed. The exit status is 0 after a requested stop, 2 for user errors, and otherwise 1.
+When all workers are ready, it writes pipes.json and prints one line of JSON to stdout. On SIGTERM or SIGINT, it
+finishes running tasks and exits. A second signal makes it exit immediately. With --stop-on-eof, it ignores these
+signals and stops when stdin is closed. The exit status is 0 after a requested stop, 2 for user errors, and otherwise 1.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def check_service(config: ServiceConfig, base: Path) -> list[Reward]:
 
 
 class RewardServer:
-    """A running reward service. `run` must be called in the main thread of its process."""
+    """A running reward service. Call `run` in the main thread of its process."""
 
     def __init__(self, config: ServiceConfig, base: Path, stop_on_eof: bool) -> None:
         """Create the broker, the worker pool and the HTTP server without starting them.
@@ -197,7 +196,6 @@ class RewardServer:
         return HttpServer(ServiceParts(self.config, self._broker, self._workers, self._stats, self._keys), base)
 
     def _announce_ready(self) -> None:
-        """Write pipes.json atomically, readable only by the owner, and print the ready status."""
         content: dict[str, Any] = {
             "clients": self._broker.client_endpoint,
             "pid": os.getpid(),
@@ -255,10 +253,7 @@ class RewardServer:
 
 
 def worker_programs(config: ServiceConfig, folder: Path) -> dict[str, WorkerProgram]:
-    """Return the worker command of each reward and each decoder, by name.
-
-    folder: folder to which decoders write their videos.
-    """
+    """Return {name: worker command} of each reward and decoder. folder: folder for the decoders' videos."""
     scorers = {name: reward_program(name, reward) for name, reward in config.rewards.items()}
     return scorers | {
         f"decode:{n}": decoder_program(n, decoder_config, folder)

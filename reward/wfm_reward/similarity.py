@@ -27,7 +27,6 @@ def psnr(frames: Frames, reference: Frames) -> float:
 
 
 def frame_psnr(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> float:
-    """Return the PSNR in dB of two images [H,W,3]."""
     error = float(np.square(a.astype(np.float64) - b).mean())
     return MAX_PSNR_DB if error == 0 else min(MAX_PSNR_DB, 10 * math.log10(PEAK**2 / error))
 
@@ -35,8 +34,8 @@ def frame_psnr(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> float:
 def ssim(frames: Frames, reference: Frames) -> float:
     """Return the structural similarity, at most 1, as the mean over the T frames. Both videos are uint8 [T,H,W,3].
 
-    Computed as in scikit-image's structural_similarity with its defaults (windows of 7 x 7 pixels).
-    Raises ValueError if the shapes differ or a frame is smaller than a window.
+    Computed as in scikit-image's structural_similarity with its defaults (windows of 7 x 7 pixels). Raises ValueError
+    if the shapes differ or a frame is smaller than a window.
     """
     require_equal_shapes(frames, reference)
     if min(frames.shape[1:3]) < SSIM_WINDOW:
@@ -45,7 +44,6 @@ def ssim(frames: Frames, reference: Frames) -> float:
 
 
 def frame_ssim(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> float:
-    """Return the SSIM of two images [H,W,3]."""
     last = SSIM_WINDOW - 1
     num_windows = (a.shape[0] - last) * (a.shape[1] - last) * a.shape[2]
     strips = [slice(top, top + STRIP_ROWS + last) for top in range(0, a.shape[0] - last, STRIP_ROWS)]
@@ -53,7 +51,6 @@ def frame_ssim(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> float:
 
 
 def sum_ssim(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> float:
-    """Return the sum of the SSIM of all windows of two images [H,W,3]."""
     x, y, n = a.astype(np.int32), b.astype(np.int32), SSIM_WINDOW**2
     sum_x, sum_y = window_sums(x), window_sums(y)
     mean_product, mean_squares = 2 * sum_x * sum_y, sum_x * sum_x + sum_y * sum_y
@@ -63,7 +60,7 @@ def sum_ssim(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> float:
 
 
 def window_sums(values: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Return the sums over all windows inside an image: [H,W,3] becomes [H-6,W-6,3]."""
+    """Return the sums over all 7 x 7 windows inside an image: [H,W,3] becomes [H-6,W-6,3]."""
     for axis in (0, 1):
         rows = values.swapaxes(0, axis)
         pairs = rows[:-1] + rows[1:]

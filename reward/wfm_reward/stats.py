@@ -1,4 +1,4 @@
-"""Statistics of the reward service. For each reward: counts, times, and the latest scores, failures and samples."""
+"""Statistics of each reward of the service: counts, times, and the latest scores, failures and samples."""
 
 from __future__ import annotations
 
@@ -85,7 +85,6 @@ class ServiceStats:
         self._rewards: dict[str, RewardStats] = {}
 
     def snapshot(self) -> dict[str, RewardStats]:
-        """Return {reward: copy of its statistics}."""
         with self._lock:
             return {name: _copy_stats(stats) for name, stats in self._rewards.items()}
 
@@ -120,7 +119,6 @@ class ServiceStats:
 
 
 def _copy_stats(stats: RewardStats) -> RewardStats:
-    """Copy everything that changes. The items of the lists, such as thumbnails, do not change and are shared."""
     histograms = {name: copy.deepcopy(getattr(stats, name)) for name in ("score_s", "wait_s")}
     names = ("failed", "scores", "batch_sizes", "failures", "samples", "recent_ends")
     return replace(stats, **histograms, **{name: getattr(stats, name).copy() for name in names})
@@ -137,13 +135,11 @@ def _task_scores(ended: FinishedTask) -> list[Any]:
 
 
 def _failure_class(reason: str, known: Mapping[str, int]) -> str:
-    """Return the class of a failure. Reasons that differ only in numbers and quoted names have the same class."""
     name = re.sub(r"'[^']*'|\d+(\.\d+)?", "N", reason.partition(":")[0])[:60]
     return name if name in known or len(known) < MAX_REASONS else "other"
 
 
 def _extract_sample(ended: FinishedTask, score: Any, wall_s: float) -> ScoredSample | None:
-    """Return the first item of a task with its score. Returns None if it is not an image or video."""
     spec = ended.specs[0] if ended.specs else None
     if spec is None or spec.dtype != "uint8" or len(spec.shape) not in (3, 4) or spec.shape[-1] != 3:
         return None

@@ -36,7 +36,6 @@ ROW_TYPES: dict[str, type | tuple[type, ...]] = {
 
 
 def load_scorer(settings: Mapping[str, Any]) -> WorkerSetup:
-    """Create and load the reward named in `settings`. Raises RewardError if it is unknown or cannot be loaded."""
     reward = registry.create_reward(settings["reward"], settings["device"], settings["options"])
     reward.load()
     time_limit_s = settings["stall_s"] - min(60.0, 0.1 * settings["stall_s"])
@@ -49,10 +48,7 @@ def load_scorer(settings: Mapping[str, Any]) -> WorkerSetup:
 
 @dataclass(frozen=True, slots=True)
 class RewardScorer:
-    """Computes a reward and validates its scores.
-
-    Each item gets a Score with a finite value or with a failure reason.
-    """
+    """Computes a reward and validates its scores: each has a finite value or a failure reason."""
 
     reward: Reward
     name: str  # name in the recipe
@@ -66,8 +62,7 @@ class RewardScorer:
 
         A row is {id, prompt, metadata, fps?, inputs?, reference?} with a tensor uint8 [H,W,3] or [T,H,W,3]. If
         `reference` is R > 0, the last R frames of the tensor are the reference. Consecutive rows with the same shape
-        and fps form batches of at most `max_batch` rows. A batch may contain rows of several tasks. For a malformed
-        task, TaskFailed is returned.
+        and fps form batches of at most `max_batch` rows. For a malformed task, TaskFailed is returned.
         """
         task_rows = [_read_rows(task) for task in tasks]
         items = [
@@ -106,10 +101,9 @@ class RewardScorer:
             yield from self.score_items([row], [tensor])
 
     def score_batch(self, rows: Sequence[Mapping[str, Any]], tensors: Sequence[Array]) -> list[Score]:
-        """Score rows with the same shape and fps as one batch.
+        """Score rows with the same shape and fps as one batch. Raises any exception that the reward raises.
 
-        Raises any exception that the reward raises. Raises RewardError for missing metadata or inputs and for a wrong
-        number of scores.
+        Raises RewardError for missing metadata or inputs and for a wrong number of scores.
         """
         self.reward.deadline_s = time.monotonic() + self.time_limit_s
         batch = MediaBatch(
@@ -147,7 +141,6 @@ class RewardScorer:
         return [self._check_score(item.sample_id, score, seconds) for item, score in zip(batch, scores, strict=True)]
 
     def _check_score(self, sample_id: str, score: Any, seconds: float) -> Score:
-        """Return the score if it is a Score of this item with values within the limits, and otherwise a failure."""
         if not isinstance(score, Score):
             return self._failure_score(
                 sample_id, f"score() returned a {type(score).__name__} instead of a Score", seconds
@@ -210,7 +203,6 @@ def _group_alike(items: Iterable[TaskItem], max_batch: int) -> Iterator[Sequence
 
 
 def _truncate_reason(reason: str | None) -> str | None:
-    """Truncate a failure reason to REASON_CHARS characters. Replaces lone surrogates, which UTF-8 cannot encode."""
     return None if reason is None else reason[:REASON_CHARS].encode(errors="replace").decode()
 
 

@@ -1,7 +1,4 @@
-"""Start, watch, restart and stop the worker processes of a reward service.
-
-Each worker process computes a reward or decodes latents.
-"""
+"""Start, watch, restart and stop the worker processes of a reward service."""
 
 from __future__ import annotations
 
@@ -43,10 +40,7 @@ STOP_S = 3.0  # seconds for an idle process to exit after its stdin is closed
 
 @dataclass(frozen=True, slots=True)
 class WorkerProgram:
-    """The command of the worker processes of a reward or latent decoder: `python -m MODULE`.
-
-    A worker process reads its settings from stdin.
-    """
+    """The command of worker processes, `python -m MODULE`, and the settings that they read from stdin."""
 
     title: str  # for messages, such as "reward ocr"
     kind: str  # kind of the tasks that it processes
@@ -68,7 +62,6 @@ def reward_program(name: str, config: RewardConfig) -> WorkerProgram:
 
 
 def worker_stall_s(name: str, config: RewardConfig) -> float:
-    """Return `stall_s` of the configuration, or of the reward class if the configuration does not set it."""
     return registry.get_reward_class(name).stall_s if config.stall_s is None else config.stall_s
 
 
@@ -81,7 +74,7 @@ def decoder_program(channels: int, config: DecoderConfig, folder: Path) -> Worke
 
 @dataclass(slots=True)
 class _WorkerSlot:
-    """The place of one worker process of a reward. The process may be replaced or missing; the slot stays."""
+    """The place of one worker process of a reward. The process may be replaced or missing."""
 
     reward: str
     name: str  # for messages, such as "ocr-0"
@@ -130,7 +123,6 @@ class WorkerPool:
             self._recent_deaths[name] = deque()
 
     def worker_states(self) -> list[WorkerState]:
-        """Return the state of every worker process. Thread-safe."""
         return [
             WorkerState(
                 reward=s.reward,
@@ -165,7 +157,7 @@ class WorkerPool:
         self.has_been_ready = self.has_been_ready or not self.unready_rewards()
 
     def next_action_s(self, now_s: float) -> float:
-        """Return the seconds until `supervise` must start or kill a process. Returns inf if nothing is scheduled."""
+        """Return the seconds until `supervise` must start or kill a process, or inf if nothing is scheduled."""
         planned = [s.start_at_s for s in self._slots if s.process is None and s.reward not in self.down_reasons]
         planned += [s.kill_at_s for s in self._slots if s.process is not None]
         return max(0.0, min(planned, default=float("inf")) - now_s)
@@ -185,10 +177,7 @@ class WorkerPool:
                     self._productive_rewards.add(slot.reward)
 
     def read_status(self, slot: _WorkerSlot) -> None:
-        """Read the status line of a process.
-
-        Raises RewardError if the process reports an error before the service was ready for the first time.
-        """
+        """Read the status line of a process. Raises RewardError for an error before the service was first ready."""
         assert slot.process is not None
         assert slot.process.stdout is not None
         line = slot.process.stdout.readline()
@@ -216,7 +205,7 @@ class WorkerPool:
             slot.process = None
 
     def kill(self) -> None:
-        """Kill all processes immediately. This method may be called in a signal handler."""
+        """Kill all processes immediately. Signal handlers may call this."""
         for slot in self._slots:
             if slot.process is not None:
                 with contextlib.suppress(ProcessLookupError):
@@ -257,10 +246,7 @@ class WorkerPool:
         self.selector.register(slot.process.stdout, selectors.EVENT_READ, lambda: self.read_status(slot))
 
     def _is_stuck(self, slot: _WorkerSlot, now_s: float) -> bool:
-        """Return whether a process has been stalled for longer than STALL_GRACE_S.
-
-        The first call only requests the broker's status and returns False.
-        """
+        """Return whether a process has been stalled for longer than STALL_GRACE_S. The first call returns False."""
         request, slot.status_request = slot.status_request, None
         if request is None or not request.done():
             slot.status_request, slot.kill_at_s = request or self.broker.request_status(), now_s + STATUS_WAIT_S
@@ -320,7 +306,6 @@ class WorkerPool:
 
 
 def _worker_environment() -> dict[str, str]:
-    """Return an environment in which another interpreter imports wfm_ds and wfm_reward from this installation."""
     roots = [str(Path(package.__path__[0]).parent) for package in (wfm_ds, wfm_reward)]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
 
@@ -335,7 +320,6 @@ def _exit_cause(returncode: int) -> str:
 
 
 def _read_pending_error(status: IO[bytes]) -> str | None:
-    """Return the error in the status pipe of a dead process. Returns None if there is no unread error."""
     os.set_blocking(status.fileno(), False)  # children may hold the other end open
     line = status.readline()
     if not line.endswith(b"\n"):  # killed while writing, or wrote nothing
@@ -345,7 +329,6 @@ def _read_pending_error(status: IO[bytes]) -> str | None:
 
 
 def _kill_session(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its process group, and reap the process."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

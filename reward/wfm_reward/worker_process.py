@@ -1,7 +1,7 @@
-"""Main function of the worker processes of a reward service, which `WorkerPool` starts.
+"""Main function of the worker processes of a reward service.
 
 A worker reads its settings from stdin as one line of JSON. End of file on stdin means that the service has exited. The
-worker writes one status line to stdout, {"ready": true} or {"error": ...}. All further output goes to stderr.
+worker writes one status line to stdout, {"ready": true} or {"error": ...}. All other output goes to stderr.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ class WorkerSetup:
 
 
 def run_worker(load_handler: Callable[[Mapping[str, Any]], WorkerSetup]) -> int:
-    """Process tasks until the service stops the worker.
-
-    Returns the exit status: 0, or 2 if `load_handler` raises an error.
+    """Process tasks until the service stops the worker. Returns 0, or 2 if `load_handler` raises an error.
 
     load_handler: function that receives the settings from stdin and loads the model.
     """

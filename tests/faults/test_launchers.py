@@ -1,4 +1,4 @@
-"""Runs on two nodes that are both this machine, started by torchrun, by srun's variables, and over ssh with pdsh."""
+"""Runs of two ranks on this machine, started by torchrun, mpirun, variables of srun and PyTorchJob, and pdsh."""
 
 import contextlib
 import getpass
@@ -60,13 +60,27 @@ def train(commands, environments, folder):
         assert codes == [0] * len(codes), printed()
 
 
-def test_two_nodes_of_torchrun_and_srun_equal_one_node_bit_for_bit(arguments, tmp_path):
+@pytest.fixture(scope="module")
+def one_node(tiny_pipelines, tmp_path_factory):
+    """Train on two ranks of one node. Returns (arguments of wfm_ds.train without the output folder, output folder)."""
+    folder = tmp_path_factory.mktemp("one_node")
+    recipe = prepare_recipe(tiny_pipelines("sd3"), folder)
     module = [sys.executable, "-m", "wfm_ds.launch", "--num_gpus", "2", "-m", "wfm_ds.train"]
-    train([[*module, *arguments("one")]], [clean_environment()], tmp_path)
-    port = str(find_free_port())
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-    torchrun += ["--master-addr", "127.0.0.1", "--master-port", port]
-    nodes = [[*torchrun, "--node-rank", str(node), "-m", "wfm_ds.train", *arguments("torchrun")] for node in (0, 1)]
+    train([[*module, *recipe, f"run.output_dir={folder / 'out'}"]], [clean_environment()], folder)
+    return recipe, folder / "out"
+
+
+def launch_two_ranks(launcher, arguments):
+    """Return the commands with which the launcher starts two ranks, and their environments."""
+    command, port = [sys.executable, "-m", "wfm_ds.train", *arguments], str(find_free_port())
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--master-addr", HOSTS[0], "--master-port", port]
+    if launcher == "torchrun, one node":
+        return [[*torchrun, "--nproc-per-node", "2", *command[1:]]], [clean_environment()]
+    if launcher == "mpirun":
+        return [["mpirun", "-np", "2", "--allow-run-as-root", "--oversubscribe", *command]], [clean_environment()]
+    if launcher == "PyTorchJob":  # two pods
+        pod = {"WORLD_SIZE": "2", "MASTER_ADDR": HOSTS[0], "MASTER_PORT": port, "PET_NPROC_PER_NODE": "auto"}
+        return [command] * 2, [clean_environment(**pod, RANK=str(i)) for i in (0, 1)]
     allocation = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_NTASKS": "2",
@@ -75,15 +89,23 @@ def test_two_nodes_of_torchrun_and_srun_equal_one_node_bit_for_bit(arguments, tm
     }
     allocation |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "127.0.0.[1-2]", "SLURM_LOCALID": "0"}
     tasks = [clean_environment(**allocation, SLURM_PROCID=str(i), SLURM_NODEID=str(i)) for i in (0, 1)]
-    train(nodes, tasks, tmp_path)  # torchrun inside srun, with one task per node
-    train([[sys.executable, "-m", "wfm_ds.train", *arguments("srun")]] * 2, tasks, tmp_path)
-    lines, tensors = records(tmp_path / "one"), exported(tmp_path / "one")
+    if launcher == "srun":
+        return [command] * 2, tasks
+    torchrun += ["--nnodes", "2", "--nproc-per-node", "1", "--node-rank"]  # inside srun, with one task per node
+    return [[*torchrun, node, *command[1:]] for node in ("0", "1")], tasks
+
+
+@pytest.mark.parametrize("launcher", ["torchrun, one node", "torchrun, two nodes", "srun", "PyTorchJob", "mpirun"])
+def test_two_ranks_of_each_launcher_equal_one_node_bit_for_bit(launcher, one_node, tmp_path):
+    if launcher == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("needs the Debian package openmpi-bin")
+    recipe, expected = one_node
+    train(*launch_two_ranks(launcher, [*recipe, f"run.output_dir={tmp_path / 'out'}"]), tmp_path)
+    assert records(tmp_path / "out") == records(expected)
+    tensors, others = exported(expected), exported(tmp_path / "out")
     assert tensors
-    for name in ("torchrun", "srun"):
-        assert records(tmp_path / name) == lines
-        others = exported(tmp_path / name)
-        assert others.keys() == tensors.keys()
-        assert all(torch.equal(others[key], tensor) for key, tensor in tensors.items())
+    assert others.keys() == tensors.keys()
+    assert all(torch.equal(others[key], tensor) for key, tensor in tensors.items())
 
 
 @pytest.fixture

@@ -15,10 +15,11 @@ RlAlgorithm: TypeAlias = base.RlAlgorithm[Any, Any]
 
 
 def build_rl_algorithm(recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> RlAlgorithm:
-    """Build the recipe's RL algorithm. sigmas: noise levels of the N rollout steps and the final 0, [N+1] float64.
+    """Build the recipe's RL algorithm.
 
-    model: properties of the model to train. If None, the algorithm can only plan rollouts. Raises RecipeError if
-    the algorithm does not support these noise levels, or uses policies that the engine does not provide.
+    sigmas: [N+1] float64, the noise levels of the N rollout steps and a final 0. model: properties of the model to
+    train; None if rollouts are only planned. Raises RecipeError if the algorithm does not support these noise levels,
+    or uses a policy that the engine does not provide.
     """
     settings = recipe.rl.algorithm
     path = settings.implementation or settings.name
@@ -49,11 +50,11 @@ def build_supervised_algorithm(recipe: Recipe) -> SupervisedAlgorithm:
 
 
 def rl_policy_copies(recipe: Recipe) -> frozenset[str]:
-    """Return the names of the policy copies that the RL algorithm uses in its loss or for sampling."""
+    """Return the names of the policy copies that the RL algorithm uses."""
     return recipe.rl.algorithm.list_policies(recipe.rl.rollout)
 
 
 def engine_policy_copies(recipe: Recipe) -> frozenset[str]:
-    """Return the names of all policy copies that the engine keeps for this recipe, including `ema`."""
+    """Return the names of all policy copies of a run, including `ema`."""
     algorithm = rl_policy_copies(recipe) if recipe.is_rl else frozenset(recipe.algorithm.reference_policies)
     return algorithm | ({"ema"} if recipe.ema is not None else set())

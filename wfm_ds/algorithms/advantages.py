@@ -1,8 +1,4 @@
-"""Rewards and advantages of an RL step. They are computed in float64 on the host and are bit-identical on every rank.
-
-The total reward of a sample is None if a reward with non-zero weight failed. If a group has fewer than two total
-rewards, the advantages of its samples are None.
-"""
+"""Rewards and advantages of an RL step, computed in float64 on the CPU and bit-identical on every rank."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ CLIP_WARNING_FRACTION = 0.5  # warn if a larger fraction of scores is clipped
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """The rewards of an RL step, one entry per sample. Entries of `totals` and `parts` are None for missing rewards."""
+    """Rewards of an RL step. `totals` and `parts` have one entry per sample, which is None if the reward is missing."""
 
     totals: list[float | None]  # R = scale * clip(sum of weight * part)
     parts: list[tuple[float, ...] | None]  # clipped scores of the functions with non-zero weight
@@ -51,8 +47,6 @@ class Rewards:
 
 @dataclass(frozen=True, slots=True)
 class Advantages:
-    """The advantages of an RL step and their metrics."""
-
     values: list[float | None]  # final advantage of each sample; None for samples that are not trained on
     stats: dict[str, float]  # metrics adv/* and reward/total/*; those that need a valid group are omitted without one
 
@@ -60,8 +54,8 @@ class Advantages:
 def combine_scores(scores: Sequence[Mapping[str, Score]], recipe: RewardRecipe) -> Rewards:
     """Combine the scores of each sample into its total reward.
 
-    scores: one mapping {reward function: score} per sample. A total reward is None if a function with non-zero weight
-    failed or has no score, or if the sum overflows.
+    scores: one {reward function: score} per sample. A total reward is None if the score of a function with non-zero
+    weight failed or is missing, or if the sum overflows.
     """
     weighted = [f for f in recipe.functions if f.weight != 0]
     weights = tuple(f.weight for f in weighted)
@@ -108,10 +102,11 @@ def compute_advantages(
         gdpo  each reward function separately; advantage = (w - mean(w)) / (std(w) + 1e-4) with w = weighted sum of
               the results, and with mean and std over all samples of groups with at least two rewards
 
-    The advantages then pass through `transform` (an elementwise function), settings.adv_clip_max and settings.adv_mode.
-    If all rewards of a group are equal, the advantages of the group are exactly 0 before `transform`; with the setting
-    `zero_std: drop`, they are None. With the setting `best_of_n`, only the samples with the highest and lowest values
-    after `transform` get advantages. Raises ValueError for unequal lengths and for non-finite rewards.
+    `transform` (an elementwise function), settings.adv_clip_max and settings.adv_mode are then applied in this order.
+
+    Samples without a reward, groups with fewer than two rewards and samples that `best_of_n` does not select get None.
+    If all rewards of a group are equal, its advantages are 0 before `transform`, or None with the setting `zero_std:
+    drop`. Raises ValueError for unequal lengths and for non-finite rewards.
     """
     valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
     raw = _normalize_advantages(columns, valid, compared, settings)
@@ -132,11 +127,11 @@ def compute_advantages(
 def select_best_and_worst(
     rewards: Rewards, groups: Sequence[str], settings: AdvantageSettings, count: int
 ) -> tuple[list[int], list[str]]:
-    """In each group, select the count/2 samples with the highest and the count/2 samples with the lowest advantages.
+    """Select the count/2 samples with the highest and the count/2 samples with the lowest advantages of each group.
 
-    Returns (sorted indices of the selected samples, ids of the groups in which samples have different rewards). If a
-    group has fewer than `count` rewards, samples without a reward are selected too. Each group must have at least
-    `count` samples, or exactly `count` if `count` is odd. Raises ValueError in the same cases as compute_advantages.
+    Returns (sorted indices of the selected samples, ids of the groups with unequal rewards). If a group has fewer than
+    `count` rewards, samples without a reward are selected too. Each group must have at least `count` samples, or
+    exactly `count` if `count` is odd. Raises ValueError for unequal lengths and for non-finite rewards.
     """
     valid, compared, columns, constant = _compare_groups(rewards, groups, settings)
     ranked = _normalize_advantages(columns, valid, compared, settings)
@@ -156,7 +151,7 @@ def _compare_groups(
     """Check rewards and groups. Returns (valid, compared, columns, constant).
 
     valid: indices of the samples with a reward. compared: for each group with at least two such samples, their indices.
-    columns: result of `_reward_columns`. constant: for each group in `compared`, whether all of its rewards are equal.
+    columns: see `_reward_columns`. constant: for each group in `compared`, whether all of its rewards are equal.
     """
     if len(rewards.totals) != len(groups):
         raise ValueError(f"{len(rewards.totals)} rewards but {len(groups)} group ids")
@@ -185,7 +180,7 @@ def _normalize_advantages(
     compared: Sequence[Indices],
     settings: AdvantageSettings,
 ) -> Array:
-    """Return each sample's advantage before `transform` and clipping; 0 for samples that are not in `compared`."""
+    """Return each sample's advantage before `transform` and clipping. Samples that are not in `compared` get 0."""
     unbiased = settings.std_unbiased
     advantages = np.zeros(len(columns[0][1]))
     for weight, values in columns:
@@ -235,10 +230,7 @@ def _is_constant(values: Array) -> bool:
 
 
 def group_variance(rewards: Sequence[float | None]) -> float | None:
-    """Return the unbiased variance of one group's rewards. Returns None if there are fewer than two rewards.
-
-    The variance of constant rewards is exactly 0.
-    """
+    """Return the unbiased variance of the rewards of one group, or None if it has fewer than two rewards."""
     values = np.sort(np.array([reward for reward in rewards if reward is not None], np.float64))
     if len(values) < 2:
         return None
@@ -250,9 +242,8 @@ def reward_stats(
 ) -> dict[str, float]:
     """Return the metrics `reward/<name>/...` of every reward function, including functions with weight 0.
 
-    The metrics describe raw scores, before clipping and weighting. `mean`, `std` (population), `min`, `max` and
-    `clipped_fraction` are computed from valid scores, `group_std_mean` from groups with at least two valid scores, and
-    `seconds_mean` from all scores. `failed` is the number of failed and missing scores. Undefined metrics are omitted.
+    The metrics describe scores before clipping and weighting. `group_std_mean` uses only groups with at least two valid
+    scores. `failed` counts failed and missing scores. Undefined metrics are omitted.
     """
     stats: dict[str, float] = {}
     for function in functions:

@@ -1,7 +1,6 @@
-"""Advantage Weighted Matching (AWM, arXiv 2509.25050): policy gradients on the forward process.
+"""Advantage Weighted Matching (AWM, arXiv 2509.25050): PPO on the forward process.
 
-The negative flow-matching loss of a re-noised clean sample serves as its log-probability. The probability ratio
-compares the trained policy and the old policy at the same noise and noise level. The loss is PPO's clipped loss.
+The log-probability of a sample is the negative flow-matching loss of its clean latents after adding noise.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ POWER_OFFSET = 1e-10  # added to the squared error before the power, because the
 def matching_log_prob(error: Tensor, sigma: Tensor, weighting: str, power: float) -> Tensor:
     """Return the surrogate log-probability of each sample, [B], at most 0.
 
-    error: mean squared velocity error l, [B] float32. sigma: noise level, [B] float32. The result depends on
-    `weighting`:
+    error: l, the mean squared velocity error, [B] float32. sigma: noise level, [B] float32. The result for each
+    `weighting` is:
 
         uniform        -l
         sigma          -sigma * l
@@ -63,8 +62,7 @@ class Awm(ForwardProcess):
     def loss(self, velocity: Tensor, batch: ForwardBatch, references: Mapping[str, Tensor]) -> tuple[Tensor, Stats]:
         require_latents(velocity=velocity, clean=batch.clean_latents, noise=batch.noise, **references)
         log_prob = self._log_prob(velocity, batch)
-        # The `old` prediction is missing if the old weights equal the trained weights. Then both log-probabilities are
-        # bit-identical.
+        # `old` is missing if its weights equal the trained weights. Both log-probabilities are then bit-identical.
         old_log_prob = self._log_prob(references["old"], batch) if "old" in references else log_prob.detach()
         log_ratio, clip = log_prob - old_log_prob, self.settings.clip_ratio
         policy = loss = ppo_clip_loss(log_ratio, batch.credit, clip, clip)

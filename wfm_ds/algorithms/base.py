@@ -1,7 +1,4 @@
-"""Interface between the RL loop and an algorithm: loss terms, their batches, and the choice of noise levels.
-
-This module uses only torch and numpy: no engine, files or collectives.
-"""
+"""Interface between the RL loop and an algorithm."""
 
 from __future__ import annotations
 
@@ -35,7 +32,7 @@ QUANTILE_MARGIN = 2.0**-33  # random draws keep this distance from 0 and 1: the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTerm:
-    """One (sample, noise level) pair to train on, without tensors. Each algorithm adds its own fields."""
+    """One (sample, noise level) pair to train on. Each algorithm adds its own fields."""
 
     row: int  # index of the sample among this rank's rollouts
     sigma: float
@@ -46,7 +43,7 @@ class LossTerm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossTermBatch:
-    """The inputs of a forward pass for B loss terms, in float32. Each algorithm adds the inputs of its loss."""
+    """Inputs of a forward pass for B loss terms, in float32. Each algorithm adds the inputs of its loss."""
 
     latents: Tensor  # [B, ...], denoiser input
     sigma: Tensor  # [B]
@@ -57,16 +54,13 @@ class LossTermBatch:
 
     @property
     def loss_mask(self) -> Tensor | None:
-        """Mask [B,1,T,1,1] of the frames that losses use; None in runs without conditioning frames.
-
-        The mask is 0 on conditioning frames and 1 on all other frames.
-        """
+        """Mask [B,1,T,1,1]: 0 on conditioning frames, 1 on other frames. None in runs without conditioning frames."""
         return None if self.conditioning_frames is None else free_frame_mask(self.conditioning_frames)
 
     def parts(self) -> Sequence[LossTermBatch]:
         """Return one batch for each forward and backward pass that the loss needs. The default is a single pass.
 
-        Every batch has the weights [B] of all loss terms. The loss of a term is the sum of its losses in all batches.
+        The loss of a term is the sum of its losses in all batches. Every batch has the weights [B] of all loss terms.
         """
         return [self]
 
@@ -104,10 +98,11 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     references: tuple[str, ...] = ()
     """Policies that the loss compares with the trained policy (`old`, `ref`, `ema`), in the order of forward passes.
 
-    While the weights of such a policy equal the trained weights, the policy is missing from the loss's `references`.
-    The loss then uses the detached prediction of the trained policy instead."""
+    While a policy has the trained weights, the argument `references` of `loss` does not contain the policy's
+    prediction. The loss then uses the detached prediction of the trained policy instead.
+    """
     reference_weights: Mapping[str, str] = MappingProxyType({})
-    """{reference: engine policy that has its weights}. References with the same name as their policy are omitted."""
+    """{reference: engine policy that has its weights}. A reference that is missing here has the name of its policy."""
     reference_guidance: Mapping[str, float] = MappingProxyType({})
     """{reference: guidance scale}. References that are missing here use the guidance scale of the rollout."""
     num_teachers = 1
@@ -116,14 +111,10 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     """Whether `old` predictions come from the trained weights at the start of the RL step, not from a policy copy."""
 
     uses_group_statistics = False
-    """Whether the loss of a term depends on a sum over its group. A group may span micro-batches and ranks.
-
-    If True, the RL loop calls `group_statistics` on every micro-batch before the first backward pass, sums the results
-    per group over all ranks, and stores each term's sum in `batch.group_statistics`.
-    """
+    """Whether `old` predictions come from the trained weights at the start of the RL step, not from a policy copy."""
 
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
-        """sigmas: noise levels of the N rollout steps and the final 0, [N+1] float64, descending.
+        """sigmas: [N+1] float64, descending: the noise levels of the N rollout steps and a final 0.
 
         model: properties of the model to train; None if rollouts are only planned or counted. Raises RecipeError for
         settings that these noise levels do not support.
@@ -135,7 +126,7 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 
     @abstractmethod
     def plan(self, step: int) -> SamplingPlan:
-        """Return the sampling plan of this RL step: how rollouts are denoised and which steps are stored."""
+        """Return the sampling plan of RL step `step`."""
 
     def initial_equal_policies(self, recipe: Recipe) -> set[str]:
         """Return the policies that are known to have the trained weights before the first update of a run."""
@@ -144,16 +135,16 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
         return {self.rollout_policy}
 
     def needs_reference(self, term: TermT, reference: str) -> bool:
-        """Return whether the loss of this term needs the prediction of this reference.
+        """Return whether the loss of this term needs the prediction of the policy `reference`.
 
         Terms with the same teacher in the same optimizer step must need the same references.
         """
         return True
 
     def choose_adapter(self, step: int, update: int) -> str:
-        """Return the name of the adapter that optimizer step `update` of RL step `step` trains. Updates start at 0.
+        """Return the adapter that optimizer step `update` (from 0) of RL step `step` trains.
 
-        `default` is the adapter that the run exports. In runs without LoRA, `default` stands for all weights.
+        `default` is the adapter that the run exports. In runs without LoRA, `default` means all weights.
         """
         return DEFAULT_ADAPTER
 
@@ -172,14 +163,13 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
         """Return this rank's loss terms for each optimizer step.
 
         For each optimizer step and each value of `LossTerm.num_parts`, all ranks must return the same number of terms.
-        Terms of samples without an advantage have weight 0, and the RL loop uses them only as padding.
+        Terms of samples without an advantage have weight 0.
         """
 
     def has_gradient(self, term: TermT, equal_policies: Set[str]) -> bool:
         """Return False if the gradient of the loss term is known to be zero, else True.
 
-        equal_policies: names of the policies with weights equal to the trained weights. The RL loop skips terms without
-        gradient but counts them in the loss denominator.
+        equal_policies: names of the policies that have the trained weights.
         """
         return True
 
@@ -201,8 +191,8 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
 
         velocity: prediction at (batch.latents, batch.sigma) with the guidance of the rollout, with gradient.
         references: {policy: prediction}. If `LossTermBatch.parts` returned several batches, return only the
-        contribution of `batch` to the loss. The RL loop sums the statistic `loss/total` over these batches. Return
-        every other statistic for only one of them.
+        contribution of `batch` to the loss and to the statistic `loss/total`, and return every other statistic for only
+        one of these batches.
         """
 
     def group_statistics(
@@ -231,8 +221,8 @@ def split_over_updates(
 ) -> list[list[tuple[int, Rollout, float | None]]]:
     """Split this rank's samples over the optimizer steps of an RL step.
 
-    Returns one list of (index in local_rollouts, sample, advantage) per optimizer step. With samples numbered over all
-    ranks, sample i is trained in optimizer step i mod num_updates. advantages: one per sample of all ranks.
+    Returns one list of (index in local_rollouts, sample, advantage) per optimizer step. Sample i of all ranks is
+    trained in optimizer step i mod num_updates. advantages: one per sample of all ranks.
     """
     first = samples.first_index
     rows = [(row, sample, advantages[first + row]) for row, sample in enumerate(samples.local_rollouts)]
@@ -240,15 +230,15 @@ def split_over_updates(
 
 
 def draw_steps(num_steps: int, count: int, seed: int) -> list[int]:
-    """Return `count` different steps from 0 to num_steps - 1 in random order. Equal arguments give equal steps."""
+    """Return `count` different steps from 0 to num_steps - 1 in random order."""
     return draw_permutation(num_steps, seed, "trained_steps")[:count]
 
 
 def draw_stratified_sigmas(num_levels: int, shift: float, run_seed: int, *key: int | str) -> list[float]:
-    """Draw num_levels noise levels, ascending. Equal arguments give equal levels.
+    """Draw num_levels noise levels, ascending and rounded to float32. Equal arguments give equal levels.
 
-    One number is drawn from each of num_levels equal parts of (0, 1). The timestep shift converts it to a noise level,
-    which is rounded to float32 like the denoiser's inputs.
+    One number is drawn from each of num_levels equal parts of (0, 1). The timestep shift converts the number to a noise
+    level.
     """
     draws = [(part + draw_uniform(run_seed, "train_sigma", *key, part)) / num_levels for part in range(num_levels)]
     q = torch.tensor(draws, dtype=torch.float64).clamp(QUANTILE_MARGIN, 1 - QUANTILE_MARGIN)

@@ -1,9 +1,4 @@
-"""DDRL (arXiv 2512.04332): policy gradients on EDM rollouts with churn, regularized by a diffusion loss on data.
-
-For each trained step, a rollout stores only the input latents of the denoiser. The transition to the next state is
-Gaussian, and its mean is an affine function of the velocity. Training draws the noise of the transition again from the
-sample's seed. The loss functions are in ddrl_losses.py.
-"""
+"""DDRL (arXiv 2512.04332): policy gradients on EDM rollouts with churn, regularized by a diffusion loss on data."""
 
 from __future__ import annotations
 
@@ -46,8 +41,6 @@ class DdrlTerm(LossTerm):
 
 @dataclass(frozen=True, slots=True)
 class DataNoise:
-    """The noise to add to the data sample of one loss term."""
-
     sigma: float
     seed: int
     is_rollout_noise: bool  # whether `seed` is the seed of the rollout's initial noise
@@ -74,8 +67,6 @@ class DataTargets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisyData:
-    """The D data samples of a batch, with noise added."""
-
     samples: Sequence[Rollout]
     latents: Tensor  # [D, ...]
     sigma: Tensor  # [D]
@@ -87,8 +78,7 @@ class DdrlBatch(LossTermBatch):
     """B loss terms, D of them with a data sample.
 
     The first B rows of `latents`, `sigma`, `prompts` and `conditioning_frames` are rollout states. The next D rows are
-    noisy data samples. By default, one forward pass covers all rows. If `is_split` is true, states and data samples
-    have separate forward passes.
+    noisy data samples. If `is_split` is true, states and data samples have separate forward passes.
     """
 
     transitions: Transitions | None  # None if the batch has only data samples
@@ -121,7 +111,6 @@ class DdrlBatch(LossTermBatch):
         )
 
     def reference_inputs(self) -> LossTermBatch:
-        """Return only the rollout states: reference policies do not predict data samples."""
         states = slice(self.num_states)
         return LossTermBatch(
             latents=self.latents[states],
@@ -146,7 +135,6 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
     settings: DdrlAlgorithm
 
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
-        """See RlAlgorithm. Rollouts do not use `sigmas`, because EDM solvers have their own noise levels."""
         super().__init__(recipe, sigmas, model)
         self.on_policy = recipe.rl.rollout.policy != "reference"
         self.reference_policy = self.settings.reference_policy
@@ -283,7 +271,6 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
     def _policy_loss(
         self, velocity: Tensor, transitions: Transitions, references: Mapping[str, Tensor], mask: Tensor | None
     ) -> tuple[Tensor, Stats]:
-        """Return (policy loss including the KL to the reference [B], statistics)."""
         s, gain, std, advantage = self.settings, transitions.gain, transitions.std, transitions.advantage
         reference = references.get(self.reference_policy, velocity.detach())
         old = velocity.detach() if self.on_policy else reference
@@ -320,7 +307,7 @@ class Ddrl(RlAlgorithm[DdrlTerm, DdrlBatch]):
 def make_noisy_data(terms: Sequence[DdrlTerm], samples: Sequence[Rollout], states: Tensor) -> NoisyData:
     """Add noise to the data samples of these loss terms. Terms without a data sample are skipped.
 
-    samples: the rollout of each term. states: the rollout state of each term.
+    samples, states: the rollout and the rollout state of each term.
     """
     chosen = [(i, t.data, samples[i]) for i, t in enumerate(terms) if t.data is not None]
     indices = copy_to_device(torch.tensor([i for i, _, _ in chosen], dtype=torch.int64), states.device)

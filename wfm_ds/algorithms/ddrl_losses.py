@@ -30,10 +30,9 @@ def log_ratio(
 ) -> Tensor:
     """Return the log probability ratio log(pi / pi_old) of a transition, averaged over the elements of a sample: [B].
 
-    The transition leads to X' = mu_old + std*noise. mu and mu_old are the means of the transition for
-    `velocity` (with gradient) and `old_velocity`. Velocities and noise are [B,C,h,w] or [B,C,T,h,w] float32. gain =
-    d(mu)/d(velocity)/std and std are [B] (see EdmStep). mask: [B,1,T,1,1], 0 on conditioning frames; None if all frames
-    count. With
+    The transition leads to X' = mu_old + std*noise. Its mean is mu for `velocity` (with gradient) and mu_old for
+    `old_velocity`. Velocities and noise are [B,C,h,w] or [B,C,T,h,w] float32. gain = d(mu)/d(velocity)/std and std are
+    [B] (see EdmStep). mask: [B,1,T,1,1], 0 on conditioning frames; None if all frames count. With
 
         d = (mu - mu_old)/std = gain*(velocity - old_velocity)
         q = mean((X' - mu)^2 - (X' - mu_old)^2)
@@ -44,8 +43,7 @@ def log_ratio(
         literal     -q, as in the published code; in EDM coordinates, high noise levels dominate this loss
         std_scaled  -q/(2 std)
 
-    Equal velocities give exactly 0, because the code computes mean(noise*d - d^2/2) and not q. Raises ValueError for
-    wrong shapes or dtypes.
+    Equal velocities give exactly 0. Raises ValueError for wrong shapes or dtypes.
     """
     require_latents(velocity=velocity, old_velocity=old_velocity, noise=noise)
     require_vectors(velocity, gain=gain, std=std)
@@ -71,9 +69,9 @@ def reference_kl(
 def data_loss(velocity: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the EDM loss (1 + S^2)/S^2 * mean((x0 - x0_hat)^2), [B], with the EDM noise level S = sigma/(1 - sigma).
 
-    x0 is `clean`, and x0_hat is the prediction of x0 from the velocity at the noisy latents. The loss equals
-    ((1 - sigma)^2 + sigma^2) * (mean squared velocity error). sigma is [B]; mask and all other tensors have the shapes
-    described in log_ratio.
+    x0 is `clean`, and x0_hat is the prediction of x0 from the velocity at the noisy latents. The loss equals ((1 -
+    sigma)^2 + sigma^2) * (mean squared velocity error). sigma: [B]. The shapes of all other tensors are as in
+    log_ratio.
     """
     require_latents(velocity=velocity, clean=clean, noise=noise)
     require_vectors(velocity, sigma=sigma)
@@ -81,9 +79,9 @@ def data_loss(velocity: Tensor, clean: Tensor, noise: Tensor, sigma: Tensor, mas
 
 
 def draw_data_sigma(run_seed: int, *key: int | str, video: bool) -> float:
-    """Draw a noise level sigma in (0, 1) from Cosmos-Predict2.5's training density.
+    """Draw a noise level sigma in (0, 1) from Cosmos-Predict2.5's training density. Equal arguments give equal levels.
 
-    video: whether to use the density for videos, which has higher noise levels. Equal arguments give equal levels.
+    video: whether to use the density for videos, which has higher noise levels.
     """
     quantile = min(max(draw_uniform(run_seed, "data_sigma", *key), QUANTILE_MARGIN), 1 - QUANTILE_MARGIN)
     if draw_uniform(run_seed, "data_sigma_noisy", *key) < HIGH_NOISE_FRACTION:

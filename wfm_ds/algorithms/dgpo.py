@@ -1,9 +1,6 @@
 """DGPO (arXiv 2510.08425): direct group preference optimization, weighted by advantages.
 
-The loss decreases the velocity errors of samples with positive advantage and increases the errors of samples with
-negative advantage. The weight of a group is 1/2 at first, and decreases as the policy learns to prefer the better
-samples of the group more strongly than the reference policy does. Samples of a group share noise levels and noise, so
-that their errors are comparable.
+Samples of a group have the same noise levels and noise, so that their velocity errors are comparable.
 """
 
 from __future__ import annotations
@@ -34,9 +31,9 @@ class Dgpo(ForwardProcess):
 
         sigmoid(sum_group(A * beta * (l - l_ref) / K)) * A * l + kl_beta * mean((v - v_ref)^2)
 
-    A is the advantage, K the group size, v the velocity, and l = mean((v - u)^2) its error for the target
-    u = noise - clean latents. v_ref and l_ref are the velocity and the error of the reference policy. sum_group is the
-    sum over the samples of the group. The sigmoid has no gradient.
+    A is the advantage, K the group size, and l = mean((v - u)^2) the error of the velocity v for the target u = noise -
+    clean latents. v_ref and l_ref are the velocity and the error of the reference policy. sum_group sums over the
+    samples of the group. The sigmoid has no gradient.
 
     With clip_ratio, A * l has no gradient either if exp(l_old - l) is above the clip range and A > 0, or below the clip
     range and A <= 0. l_old is the error of the old policy, a moving average of the trained weights.
@@ -56,7 +53,6 @@ class Dgpo(ForwardProcess):
         return (rollout.group_id,)
 
     def noise_levels(self, step: int, *key: int | str) -> list[tuple[int, float]]:
-        """See ForwardProcess. All groups of an RL step are trained on the same noise levels."""
         return super().noise_levels(step)
 
     def group_statistics(
@@ -66,10 +62,7 @@ class Dgpo(ForwardProcess):
         batch: ForwardBatch,
         references: Mapping[str, Tensor],
     ) -> tuple[list[str], Tensor]:
-        """See RlAlgorithm. The group id of a loss term is its noise seed.
-
-        Only loss terms of the same group and noise level have equal noise seeds.
-        """
+        """See RlAlgorithm. The group id of a loss term is its noise seed, unique to a group and noise level."""
         errors, ref_errors = self._velocity_errors(velocity, batch), self._velocity_errors(references["ref"], batch)
         contributions = batch.credit * self.settings.beta * (errors - ref_errors) / self.group_size
         return [str(term.noise_seed) for term in terms], contributions

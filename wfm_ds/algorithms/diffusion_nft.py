@@ -1,7 +1,6 @@
 """DiffusionNFT (arXiv 2509.16117): reinforcement learning on the forward process, without log-probabilities.
 
-The loss re-noises the clean latents of a rollout. It moves the velocity towards samples with a high reward and away
-from samples with a low reward, relative to the old policy.
+The loss moves the velocity towards samples with a high reward and away from samples with a low reward.
 """
 
 from __future__ import annotations
@@ -52,9 +51,9 @@ def nft_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (unreduced loss of each sample [B], {metric tag: detached values [B]}).
 
-    Latents and velocities are [B,C,h,w] or [B,C,T,h,w] float32; all velocities are predictions at the same (noisy
-    latents, sigma). sigma and reward_weight are [B] float32. With v = velocity, v_old = old_velocity, v_ref =
-    ref_velocity, the weight r = reward_weight in [0, 1] (see reward_weights), and
+    Latents and velocities are [B,C,h,w] or [B,C,T,h,w] float32. All velocities are predictions at the same noisy
+    latents. sigma and reward_weight are [B] float32. With v = velocity, v_old = old_velocity, v_ref = ref_velocity, the
+    weight r = reward_weight in [0, 1] (see reward_weights), and
 
         u = noise - clean_latents
         v+ = beta*v + (1-beta)*v_old      e+ = sigma*(u - v+)      L+ = mean((e+)^2)/mean|e+|
@@ -65,16 +64,16 @@ def nft_loss(
         l = adv_clip_max*(r*L+ + (1-r)*L-)/beta + kl_beta*mean((v - v_ref)^2)
 
     The denominators mean|e+| and mean|e-| have no gradient and are at least 1e-5. Only `velocity` gets a gradient.
-    mask: [B,1,T,1,1], 0 on excluded frames; None if all frames count. ref_velocity must be set if and only if
-    kl_beta > 0. Raises ValueError for wrong shapes or dtypes.
+    mask: [B,1,T,1,1], 0 on excluded frames; None if all frames count. ref_velocity must be set if and only if kl_beta >
+    0. Raises ValueError for wrong shapes or dtypes.
     """
     latents = {"velocity": velocity, "old_velocity": old_velocity, "clean_latents": clean_latents, "noise": noise}
     require_latents(**latents, **({} if ref_velocity is None else {"ref_velocity": ref_velocity}))
     require_vectors(velocity, sigma=sigma, reward_weight=reward_weight)
     fraction: Tensor | float = 1.0  # fraction of the elements that the mask does not exclude
     if mask is not None:
-        # Setting excluded frames to 0 makes all their errors 0. Quotients of two means stay correct. Other means must
-        # be divided by the fraction of elements that are not excluded.
+        # Setting excluded frames to 0 makes their errors 0. Quotients of two means stay correct. Other means must be
+        # divided by the fraction of elements that are not excluded.
         velocity, old_velocity, clean_latents, noise = (t * mask for t in latents.values())
         ref_velocity = None if ref_velocity is None else ref_velocity * mask
         fraction = sample_mean(mask)
@@ -136,13 +135,12 @@ class DiffusionNft(ForwardProcess):
         self.references = ("old", "ref") if self.settings.kl_beta > 0 else ("old",)
 
     def credit_from_advantage(self, advantage: float) -> float:
-        """Return the reward weight r in [0, 1]."""
         return float(reward_weights([advantage], self.settings.adv_clip_max)[0])
 
     def has_gradient(self, term: ForwardTerm, equal_policies: Set[str]) -> bool:
-        """Return False if the gradient of the loss is known to be zero.
+        """See RlAlgorithm.
 
-        Without a KL loss, the gradient is zero if the reward weight is 1/2 and the old policy has the trained weights.
+        False for the reward weight 1/2 if the old policy has the trained weights and there is no KL loss.
         """
         return (
             self.settings.kl_beta > 0

@@ -1,12 +1,7 @@
 """DMD2 (arXiv 2405.14867) without real images: the student's samples follow the distribution of the teacher's samples.
 
-Each denoising step k of a rollout predicts clean latents h = x_k - sigma_k * v(x_k). Adding noise eps at a random level
-s gives y = (1 - s) * h + s * eps. From y, the frozen teacher predicts the clean latents of the teacher's distribution.
-A second trained network, the fake score, predicts the clean latents of the student's own distribution. The difference
-of the two predictions is the direction in which the student's predictions move.
-
-Each RL step first trains the fake score on the predictions of the rollout, and then the student. All updates of the
-step use the same rollout and its stored predictions.
+A second trained network, the fake score, learns the distribution of the student's predictions. The student's
+predictions move in the direction from the fake score's prediction to the teacher's prediction.
 """
 
 from __future__ import annotations
@@ -56,8 +51,8 @@ def dmd_direction(
 ) -> Tensor:
     """Return DMD's gradient direction d for the clean latents h that the student predicted, [B, ...].
 
-    y is h with noise of level s. The velocities v of the teacher and the fake score at y give the predictions
-    x0_hat = y - s*v of the clean latents. The direction is
+    The velocities v of the teacher and of the fake score are predictions at the noisy latents y (h with noise of level
+    s). They give the predictions x0_hat = y - s*v of the clean latents. The direction is
 
         d = (x0_hat_fake - x0_hat_teacher) / max(mean|h - x0_hat_teacher|, 1e-3)
 
@@ -80,7 +75,7 @@ def dmd_loss(velocity: Tensor, latents: Tensor, sigma: Tensor, direction: Tensor
 
 
 def draw_level(levels: NoiseLevels, shift: float, quantile: float) -> float:
-    """Return a quantile of the density of noise levels in levels.min .. levels.max, rounded to float32.
+    """Return a quantile of the density of noise levels between levels.min and levels.max, rounded to float32.
 
     shift: timestep shift of the density. quantile: in [0, 1).
     """
@@ -177,7 +172,7 @@ class Dmd2(RlAlgorithm[Dmd2Term, LossTermBatch]):
         return FAKE_SCORE if update < fake.updates or step <= fake.warmup_steps else DEFAULT_ADAPTER
 
     def compute_advantages(self, rewards: Rewards, groups: Sequence[str]) -> Advantages:
-        """Return the advantages. With a reward loss, the advantage of a sample without a reward is 0, not None."""
+        """See RlAlgorithm. With a reward loss, the advantage of a sample without a reward is 0, not None."""
         advantages = super().compute_advantages(rewards, groups)
         if self.settings.reward is None:
             return advantages
@@ -237,7 +232,6 @@ class Dmd2(RlAlgorithm[Dmd2Term, LossTermBatch]):
 
     @property
     def _renoises(self) -> bool:
-        """Whether the reward loss adds noise to the generated samples."""
         return self.settings.passes_per_term == 2
 
     def assemble(self, terms: Sequence[Dmd2Term], rollouts: Sequence[Rollout], device: torch.device) -> LossTermBatch:
@@ -351,7 +345,7 @@ class Dmd2(RlAlgorithm[Dmd2Term, LossTermBatch]):
 def transition_reward_loss(
     velocity: Tensor, latents: Tensor, transition: TransitionReward, mask: Tensor | None = None
 ) -> Tensor:
-    """Return flow_grpo's loss of each denoising step, [B]. The probability ratio is 1, because the step is on-policy.
+    """Return flow_grpo's loss of each denoising step, [B], for a probability ratio of 1.
 
     velocity: prediction at `latents`, [B, ...]. mask: as in sample_mean.
     """

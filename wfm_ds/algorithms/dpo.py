@@ -1,8 +1,4 @@
-"""Diffusion-DPO (arXiv 2311.12908) for flow matching, with one beta for all noise levels (Flow-DPO, arXiv 2501.13918).
-
-The implicit reward of a sample is higher if the policy predicts the sample's velocity better than the reference policy
-does. The loss is the logistic loss of the reward difference between the chosen and the rejected sample.
-"""
+"""Diffusion-DPO (arXiv 2311.12908) for flow matching, with one beta for all noise levels (Flow-DPO, 2501.13918)."""
 
 from __future__ import annotations
 
@@ -18,9 +14,9 @@ from wfm_ds.recipe.algorithms import DpoAlgorithm
 
 
 def implicit_rewards(errors: Tensor, ref_errors: Tensor, beta: float) -> Tensor:
-    """Return the implicit rewards -(beta / 2) * (l - l_ref) for velocity errors l and l_ref.
+    """Return the implicit rewards -(beta / 2) * (l - l_ref) for the velocity errors l and l_ref.
 
-    l and l_ref are [2, ...] with equal shapes. Index 0 is the chosen sample, index 1 the rejected one. Raises
+    errors, ref_errors: l and l_ref, both [2, ...]. Index 0 is the chosen sample, index 1 the rejected sample. Raises
     ValueError for other shapes.
     """
     if errors.shape != ref_errors.shape or errors.ndim < 2 or len(errors) != 2:
@@ -41,10 +37,9 @@ def is_preferred(margins: Tensor) -> Tensor:
 
 
 class Dpo(SupervisedAlgorithm):
-    """DPO on a fixed set of preference pairs.
+    """DPO on a fixed set of preference pairs. Both samples of a pair have the same noise and sigma.
 
-    Velocity errors are [2, ...]: index 0 is the chosen and index 1 the rejected sample. Both samples have the same
-    noise and sigma.
+    Velocity errors are [2, ...]: index 0 is the chosen sample, index 1 the rejected sample.
     """
 
     area = "dpo"
@@ -63,6 +58,5 @@ class Dpo(SupervisedAlgorithm):
         return preference_loss(rewards), stats
 
     def validation_loss(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """See SupervisedAlgorithm. `accuracy` is `is_preferred` of the mean reward margin over the noise levels."""
         rewards = implicit_rewards(errors, references["ref"], self.settings.beta)
         return preference_loss(rewards), {"accuracy": is_preferred((rewards[0] - rewards[1]).mean(dim=1))}

@@ -1,12 +1,8 @@
 """Flow-GRPO (arXiv 2505.05470): policy gradients on denoising steps.
 
 The settings also cover Flow-GRPO-Fast, MixGRPO (2507.21802), DanceGRPO (2505.07818), GRPO-Guard (2510.22319) and
-Flow-DPPO (2606.11025).
-
-With a stochastic solver, each noisy step draws x' ~ N(mu, s^2) with mu = c_x*x + c_v*v, where x are the latents and v
-is the velocity. The rollout uses the trained weights and stores (x, x', log-probability). Training predicts v at x
-again, and increases or decreases the probability of x' according to the sample's advantage. Log-probabilities are
-averaged over the n elements of a sample, so probability ratios are the n-th roots of the true ratios.
+Flow-DPPO (2606.11025). Log-probabilities are averaged over the n elements of a sample, so probability ratios are the
+n-th roots of the true ratios.
 """
 
 from __future__ import annotations
@@ -68,10 +64,10 @@ def grpo_guard_log_ratio(
 ) -> Tensor:
     """Return GRPO-Guard's log ratio [B]: (log p - log p_old + mean((mu - mu_old)^2)/(2 s^2)) * s.
 
-    Unlike the plain log ratio, its expectation under the old policy is 0, and its scale does not depend on s. The code
-    computes the equivalent form mean(z*(mu - mu_old)) with z = (x' - mu_old)/s, which is exactly 0 for equal means.
+    Its expectation under the old policy is 0, and its scale does not depend on s. Equal means give exactly 0.
 
-    mean: mu, [B, ...], with gradient. old_mean: mu_old. next_latents: x'. std: s, [B]. mask: as in sample_mean.
+    mean: mu, [B, ...], with gradient. old_mean: mu_old. next_latents: x', the latents after the step. std: s, [B].
+    mask: as in sample_mean.
     """
     old = old_mean.detach()
     return sample_mean((next_latents - old) * (mean - old), mask) / std
@@ -121,7 +117,7 @@ class TransitionBatch(LossTermBatch):
 class PolicyComparison:
     """Compares the trained policy with the old policy on B loss terms.
 
-    Tensors are [B] float32. Only `log_ratio` has a gradient.
+    Tensors are [B] float32; only `log_ratio` has a gradient.
     """
 
     log_prob: Tensor
@@ -140,9 +136,9 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
         super().__init__(recipe, sigmas, model)
         s = self.settings
-        # Ratios of stale samples compare the trained weights either with the weights that generated the samples
-        # (`rollout`), or with the weights at the start of the RL step. In the second case, loss terms are dropped if
-        # these two sets of weights predict too differently (`max_drift`).
+        # Ratios of stale samples compare the trained weights with the weights that generated the samples (`rollout`) or
+        # with the weights at the start of the RL step. In the second case, loss terms are dropped if these two sets of
+        # weights predict too differently (`max_drift`).
         self.has_stale_samples = recipe.is_async and recipe.rl.rollout.max_staleness > 0
         self.drops_stale_terms = self.has_stale_samples and s.old_log_prob != "rollout"
         self.uses_old_predictions = s.old_log_prob == "recompute" or self.drops_stale_terms
@@ -150,8 +146,8 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         self.clip_low, self.clip_high = s.clip_ratio_low or s.clip_ratio, s.clip_ratio_high or s.clip_ratio
         self.uses_divergence = s.trust_region == "divergence"
         self.compares_means = s.guard or self.uses_divergence
-        # Rollouts store means if an update compares the trained policy with the rollout policy. With old_log_prob
-        # `auto`, the first update does not.
+        # Store means if an update compares the trained policy with the rollout policy. With `auto`, the first update
+        # does not.
         with_rollout = s.old_log_prob == "rollout" or (
             s.old_log_prob == "auto" and s.updates_per_rollout > 1 and not self.uses_old_predictions
         )
@@ -299,7 +295,6 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         stored: Tensor | None,
         recompute: Callable[[Tensor, TransitionBatch], Tensor],
     ) -> Tensor:
-        """Return the old policy's counterpart of `value`, without gradient."""
         if self.uses_old_predictions and "old" in references:
             return recompute(references["old"], batch)
         if self.uses_old_predictions or (self.settings.old_log_prob == "auto" and batch.is_first_update):
@@ -310,9 +305,8 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         return transition_mean(velocity, batch.latents, batch.coefficients)
 
     def _outside_trust_region(self, comparison: PolicyComparison) -> tuple[Tensor, Tensor]:
-        """Return two masks [B] of loss terms outside the trust region.
-
-        The first mask marks terms with increased probability, the second mask terms with decreased probability.
+        """Return two masks [B] of loss terms outside the trust region: terms with increased and terms with decreased
+        probability.
         """
         log_ratio = comparison.log_ratio.detach()
         if comparison.divergence is None:

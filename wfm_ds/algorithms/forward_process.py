@@ -1,4 +1,4 @@
-"""Base class of RL algorithms on the forward process: their loss re-noises the clean latents of a rollout.
+"""Base class of RL algorithms on the forward process: their loss adds noise to the clean latents of a rollout.
 
 Rollouts may use any solver and noise levels. Subclasses define `settings` and `loss`, and optionally
 `credit_from_advantage`, `references` and `policy_decays`.
@@ -67,17 +67,13 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
 
     @functools.cached_property
     def _fixed_plan(self) -> FlowPlan | None:
-        """The sampling plan of all RL steps if the solver is deterministic, else None."""
         return None if self.sampling.is_stochastic else rollout_plan(self.sampling, self.grid)
 
     def plan(self, step: int) -> SamplingPlan:
         return self._fixed_plan or rollout_plan(self.sampling, self.grid, run_seed=self.run_seed, step=step)
 
     def credit_from_advantage(self, advantage: float) -> float:
-        """Return the coefficient of the loss (`batch.credit`) for this advantage.
-
-        The default is the advantage itself.
-        """
+        """Return the coefficient of the loss (`batch.credit`) for this advantage: by default, the advantage itself."""
         return advantage
 
     def has_gradient(self, term: ForwardTerm, equal_policies: Set[str]) -> bool:
@@ -88,9 +84,10 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
         return (rollout.seed,)
 
     def noise_levels(self, step: int, *key: int | str) -> list[tuple[int, float]]:
-        """Return (index, sigma) of each noise level that samples with this key are trained on, in training order.
+        """Return (index, sigma) of each noise level to train on in RL step `step`, in training order.
 
-        The index is the denoising step of the rollout (`levels: grid`) or the stratum of (0, 1) (`levels: stratified`).
+        key: seeds the random choice of noise levels. The index is the number of the rollout's denoising step (`levels:
+        grid`), or the number of the noise level in ascending order (`levels: stratified`).
         """
         if self.settings.levels == "grid":
             seed = derive_seed(self.run_seed, "timesteps", step, *key)

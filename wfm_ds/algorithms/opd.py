@@ -39,8 +39,8 @@ def opd_loss(
 ) -> tuple[Tensor, Tensor]:
     """Return (loss [B], distance [B]) with distance = mean((v - v_teacher)^2) and loss = weight * distance.
 
-    velocity, teacher_velocity: predictions [B, ...] at the same noisy latents. weight: [B]. mask: as in sample_mean.
-    Gradients flow to `velocity`.
+    velocity, teacher_velocity: v (with gradient) and v_teacher, predictions [B, ...] at the same noisy latents. weight:
+    [B]. mask: as in sample_mean.
     """
     distance = sample_mean((velocity - teacher_velocity.detach()).square(), mask)
     return weight * distance, distance.detach()
@@ -53,8 +53,6 @@ class OpdTerm(LossTerm):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpdBatch(LossTermBatch):
-    """B denoising steps of the student's rollouts."""
-
     distance_weight: Tensor  # [B], weight of the squared distance
 
 

@@ -12,7 +12,7 @@ from wfm_ds.sampling.latents import require_vectors, sample_mean
 def ppo_clip_loss(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
     """Return max(-A*rho, -A*clip(rho, 1 - clip_low, 1 + clip_high)), [B], with A = advantage, rho = exp(log_ratio).
 
-    All tensors are [B] float32. Raises ValueError for other shapes, because [B,1] would broadcast to [B,B].
+    All tensors are [B] float32. Raises ValueError for other shapes.
     """
     require_vectors(log_ratio, log_ratio=log_ratio, advantage=advantage)
     ratio = torch.exp(log_ratio)
@@ -41,7 +41,7 @@ def step_divergence(mean: Tensor, old_mean: Tensor, std: Tensor, mask: Tensor | 
 
 
 def outside_clip_range(log_ratio: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """Return two masks [B]. The first marks ratios above 1 + clip_high, the second ratios below 1 - clip_low."""
+    """Return two masks [B]: ratios above 1 + clip_high, and ratios below 1 - clip_low."""
     deviation = torch.expm1(log_ratio)
     return deviation > clip_high, deviation < -clip_low
 
@@ -49,7 +49,7 @@ def outside_clip_range(log_ratio: Tensor, clip_low: float, clip_high: float) -> 
 def ratio_stats(log_ratio: Tensor, higher: Tensor, lower: Tensor, advantage: Tensor) -> Stats:
     """Return detached metrics [B] of the probability ratio.
 
-    higher: mask [B] of ratios above the trust region. lower: mask [B] of ratios below the trust region.
+    higher, lower: masks [B] of ratios above and below the trust region.
     """
     deviation = torch.expm1(log_ratio)
     active = torch.where(advantage > 0, higher, lower & (advantage < 0))

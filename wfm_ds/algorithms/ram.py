@@ -20,8 +20,7 @@ def ram_loss(
 
     The target is v_ref + R*(u - v) with v_ref = ref_velocity and u = noise - clean, without gradient. Velocities and
     latents are [B,C,h,w] or [B,C,T,h,w] float32. Both velocities are predictions at the same noisy latents. tilt: R,
-    [B]. mask: as in sample_mean.
-    Raises ValueError for other shapes and dtypes.
+    [B]. mask: as in sample_mean. Raises ValueError for other shapes and dtypes.
     """
     require_latents(velocity=velocity, ref_velocity=ref_velocity, clean=clean, noise=noise)
     require_vectors(velocity, tilt=tilt)
@@ -37,7 +36,6 @@ class Ram(ForwardProcess):
     references = ("ref",)
 
     def credit_from_advantage(self, advantage: float) -> float:
-        """Return the tilt R for this advantage."""
         tilt = self.settings.multiplier * advantage
         return math.expm1(tilt) if self.settings.tilt == "exp" else tilt
 

@@ -1,7 +1,6 @@
 """Supervised fine-tuning: the velocity-matching loss, and the noise levels of all supervised algorithms.
 
-A noise level is first drawn as a number q in (0, 1). A larger q means more noise. The timestep shift of the model
-family then converts q to sigma.
+The timestep shift converts a random number q in (0, 1) to a noise level sigma.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ class Sft(SupervisedAlgorithm):
         return loss_weight(self.settings.loss_weighting, sigma) * errors[0], {}
 
     def validation_loss(self, errors: Tensor, references: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """See SupervisedAlgorithm.
-
-        The loss is unweighted, so that runs with different loss weightings are comparable.
-        """
+        """See SupervisedAlgorithm. The loss is unweighted, so runs with different loss weightings are comparable."""
         return errors[0], {}
 
 
@@ -87,7 +83,6 @@ def density_bands(
 
 
 def _density_below(algorithm: SupervisedSettings, shift: float, sigma: float) -> float:
-    """Return the fraction of the training density below sigma in [0, 1]. Inverts density_quantile by bisection."""
     if sigma in (0.0, 1.0):
         return sigma
     q = float(invert_shift(torch.tensor(sigma, dtype=torch.float64), shift))
@@ -102,8 +97,8 @@ def _density_below(algorithm: SupervisedSettings, shift: float, sigma: float) ->
 def draw_experts(bands: Sequence[SigmaBand], run_seed: int, step: int, num_micro_steps: int) -> list[int]:
     """Draw the expert to train in each micro-batch of an optimizer step. All ranks draw the same experts.
 
-    On average over steps, an expert's fraction of the micro-batches equals its fraction of the training density. In
-    each step, the expert's number of micro-batches differs from the average by less than one. The order is random.
+    The expected number of micro-batches of an expert is num_micro_steps * (its fraction of the training density). The
+    drawn number differs from it by less than one.
     """
     ends = list(itertools.accumulate(band.density_below_high - band.density_below_low for band in bands))
     offset = draw_uniform(run_seed, "training_expert", step)
@@ -123,10 +118,9 @@ def draw_training_sigmas(
 ) -> Tensor:
     """Draw the noise level of each sample of a micro-batch: [B] float32 in (0, 1] and within `band`, on the CPU.
 
-    positions: index of each sample in the sequence of all samples of the run, over all epochs. Optimizer step s =
-    1, 2, ... trains on positions (s-1)*global_batch to s*global_batch - 1. A sample's noise level does not depend on
-    the rank. With `algorithm.stratified`, the density is split into global_batch strata of equal probability, and each
-    sample of a global batch is assigned to a different stratum.
+    positions: index of each sample among all samples that the run trains on, over all epochs. A noise level does not
+    depend on the rank. With `algorithm.stratified`, the density is split into global_batch parts of equal probability,
+    and each sample of a global batch gets a noise level from a different part.
     """
     draws = [draw_uniform(run_seed, "training_sigma", position) for position in positions]
     if algorithm.stratified:
@@ -141,7 +135,7 @@ def draw_training_sigmas(
 
 
 def clamp_to_band(sigma: Tensor, band: SigmaBand) -> Tensor:
-    """Clamp noise levels to `band`, because rounding to float32 may have moved levels outside."""
+    """Clamp noise levels to `band`. Rounding to float32 may have moved them outside."""
     if band == FULL_BAND:
         return sigma
     low, high = (torch.tensor(end, dtype=torch.float64) for end in (band.low, band.high))
@@ -162,8 +156,8 @@ def loss_weight(kind: str, sigma: Tensor) -> Tensor:
     """Return the weight of the squared velocity error, with the shape and dtype of sigma (in [0, 1]).
 
     The kinds sigma_sqrt (sigma^-2, at most 100) and cosmap are from diffusers' SD3 training script. The kinds edm
-    (arXiv 2206.00364) and min_snr (arXiv 2303.09556, gamma 5) are published as weights of x0 errors, and are converted
-    to weights of velocity errors.
+    (arXiv 2206.00364) and min_snr (arXiv 2303.09556, gamma 5) are published weights of x0 errors, converted to weights
+    of velocity errors.
     """
     data_square, noise_square = (1 - sigma).square(), sigma.square()
     match kind:
@@ -179,10 +173,9 @@ def loss_weight(kind: str, sigma: Tensor) -> Tensor:
 
 
 def conditioning_frame_counts(num_frames: tuple[int, int], draws: Sequence[float]) -> Tensor | None:
-    """Return the number of conditioning latent frames of each of B samples, [B] int64.
+    """Return the number of conditioning latent frames of each of B samples, [B] int64, or None if num_frames is (0, 0).
 
-    Returns None if num_frames is (0, 0). num_frames: (smallest, largest) number. draws: one uniform random number in
-    [0, 1) per sample.
+    num_frames: (smallest, largest) number. draws: one uniform random number in [0, 1) per sample.
     """
     low, high = num_frames
     if high == 0:
@@ -193,13 +186,13 @@ def conditioning_frame_counts(num_frames: tuple[int, int], draws: Sequence[float
 def validation_sigmas(shift: float, num_levels: int = NUM_BUCKETS) -> Tensor:
     """Return the noise levels of the validation loss, [num_levels] float64.
 
-    They are the values (j + 1/2)/num_levels for j = 0, 1, ..., after the timestep shift.
+    They are (j + 1/2)/num_levels for j = 0, 1, ..., after the timestep shift.
     """
     return apply_shift((torch.arange(num_levels, dtype=torch.float64) + 0.5) / num_levels, shift)
 
 
 def bucket_index(sigma: Tensor, shift: float, num_buckets: int = NUM_BUCKETS) -> Tensor:
-    """Return the noise-level bucket of each sigma as an int64 index.
+    """Return the index of the noise-level bucket of each sigma, int64.
 
     The timestep shift converts q in (0, 1) to sigma. The buckets are num_buckets equal intervals of q.
     """

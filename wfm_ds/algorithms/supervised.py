@@ -1,8 +1,4 @@
-"""Interface between the supervised training loop and an algorithm.
-
-The loss needs only the velocity error of each sample, so the loop can evaluate several policies one after the other
-without storing their predictions.
-"""
+"""Interface between the supervised training loop and an algorithm."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from wfm_ds.sampling.latents import require_latents, sample_mean
 class SupervisedAlgorithm(ABC):
     """Base class of supervised algorithms.
 
-    A sample has SupervisedSettings.items_per_sample images or videos: two for a preference pair, otherwise one.
+    A sample has `settings.items_per_sample` images or videos: two for a preference pair, otherwise one.
     """
 
     area: ClassVar[str]

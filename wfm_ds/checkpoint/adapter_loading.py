@@ -1,4 +1,4 @@
-"""Loads an exported LoRA (export/weights.py) into a model, with the same scale alpha / rank as in training."""
+"""Loads an exported LoRA into a model, with the same scale alpha / rank as in training."""
 
 from __future__ import annotations
 
@@ -23,10 +23,7 @@ LOADING_ERRORS = (OSError, ValueError, RuntimeError, KeyError, TypeError, Safete
 
 
 def add_peft_methods(network: Any) -> Any:
-    """Add the methods of diffusers' PeftAdapterMixin, such as `load_lora_adapter`, to a network in place.
-
-    The network's class is replaced by a subclass of the same name, so diffusers saves the network as before.
-    """
+    """Add the methods of diffusers' PeftAdapterMixin, such as `load_lora_adapter`, to a network in place."""
     network_class = type(network)
     if not issubclass(network_class, PeftAdapterMixin):
         namespace = {"__module__": network_class.__module__}
@@ -37,9 +34,8 @@ def add_peft_methods(network: Any) -> Any:
 def load_adapter(model: DiffusionModel, folder: Path) -> None:
     """Add the LoRA in `folder` (`safetensors/step_N/lora` of a run) to the model's unwrapped denoiser and activate it.
 
-    Raises ModelError if a file is missing or damaged, if it does not contain alpha, or if one of its tensors does not
-    fit the model. Without these checks, diffusers would ignore tensors that do not fit, and it would use the rank as
-    alpha if alpha is missing.
+    Raises ModelError if a file is missing or damaged, if it does not contain alpha, or if a tensor does not fit the
+    model.
     """
     paths = {part: find_adapter_file(folder, part) for part in model.denoiser_components}
     tensor_names = {part: read_adapter_names(path) for part, path in paths.items()}
@@ -65,8 +61,8 @@ def load_adapter(model: DiffusionModel, folder: Path) -> None:
 def copy_whole_layers(network: torch.nn.Module, layers: Mapping[str, Tensor], folder: Path) -> None:
     """Copy the fully trained layers of a LoRA into a network.
 
-    layers: {tensor name: tensor}, result of `read_whole_layers(folder, ...)`. Raises ModelError if the network lacks a
-    tensor with one of these names, or if its shape differs.
+    layers: {tensor name: tensor}, result of `read_whole_layers(folder, ...)`. Raises ModelError if the network lacks
+    one of these tensors or has it with a different shape.
     """
     parameters = {name.replace(".base_layer.", "."): parameter for name, parameter in network.named_parameters()}
     for name, tensor in layers.items():
@@ -90,7 +86,7 @@ def find_adapter_file(folder: Path, part: str = LORA_PREFIX) -> Path:
 def read_adapter_names(path: Path) -> set[str]:
     """Return the tensor names of a LoRA file.
 
-    Raises ModelError if the file cannot be read, lacks alpha or has invalid settings.
+    Raises ModelError if it cannot be read, lacks alpha or has invalid settings.
     """
     tensors, settings = read_tensors(path)
     if settings is None:

@@ -1,8 +1,4 @@
-"""Reads the weights of checkpoints for `wfm convert`.
-
-Checkpoints of wfm_ds are read one tensor at a time. Checkpoints written by DeepSpeed's save_checkpoint are read into
-memory as a whole. LoRA files are read by export/lora_file.py.
-"""
+"""Reads the weights of checkpoints for `wfm convert`."""
 
 from __future__ import annotations
 
@@ -30,10 +26,9 @@ PICKLE_ERRORS = (OSError, ValueError, RuntimeError, KeyError, EOFError, ImportEr
 
 
 class CheckpointWeights:
-    """Tensor source for exports from a checkpoint of a run. It contains all policies of the checkpoint.
+    """Tensor source for exports from a checkpoint of a run, for all policies, any number of ranks and any ZeRO stage.
 
-    The run may have used any number of ranks and any ZeRO stage. Buffers come from the base model's folder, because
-    they are not trained.
+    Buffers are not trained and come from the base model's folder.
     """
 
     def __init__(self, sharded_states: ShardedStates, target: ExportTarget, settings: Mapping[str, Any] | None) -> None:
@@ -70,7 +65,6 @@ class CheckpointWeights:
         return {name: parameter.shape for name, parameter in parameters if not target.is_frozen(name)}
 
     def _adapter_shapes(self, part: str) -> dict[str, list[int]]:
-        """Return {name: shape} for the adapter tensors of a component, derived from the layers of the base model."""
         assert self.settings is not None
         prefix, weights = self.target.tensor_prefix(part), self.target.tensor_shapes(part)
         shapes = {}
@@ -101,15 +95,18 @@ class CheckpointWeights:
 class MergedAdapter:
     """Tensor source for exports: the weights of the base model with a LoRA merged into them.
 
-    The merged weight is W + alpha / rank * (B @ A), with the base weight W and the LoRA matrices A and B. It is
-    computed in float32 for one tensor at a time. For DoRA, each row of this sum is then scaled to its stored magnitude.
-    Fully trained layers replace the layers of the base model.
+    The merged weight is W + alpha / rank * (B @ A), computed in float32, with the base weight W and the LoRA matrices A
+    and B. For DoRA, each row of this sum is then scaled to its stored magnitude. Fully trained layers replace the
+    layers of the base model.
     """
 
     uses_lora = False
 
     def __init__(self, adapter: TensorSource, settings: Mapping[str, Any], target: ExportTarget) -> None:
-        """settings: the peft.LoraConfig as JSON. Raises ModelError if they contain one of the UNSUPPORTED_OPTIONS."""
+        """settings: the peft.LoraConfig as JSON values.
+
+        Raises ModelError if they contain one of the UNSUPPORTED_OPTIONS.
+        """
         if unsupported := [name for name in UNSUPPORTED_OPTIONS if settings.get(name)]:
             raise ModelError(f"a LoRA with {', '.join(unsupported)} cannot be merged; remove --merge")
         self.adapter, self.target, self.settings = adapter, target, settings
@@ -165,8 +162,7 @@ def collect_lora_layers(
 def is_deepspeed_checkpoint(folder: Path) -> bool:
     """Return whether DeepSpeed's save_checkpoint wrote this folder.
 
-    The folder may be a single checkpoint, or the parent folder of checkpoints with a file `latest`, which contains the
-    name of the newest checkpoint.
+    The folder may be a single checkpoint, or a folder of checkpoints whose file `latest` names the newest one.
     """
     return (folder / "latest").is_file() or any(folder.glob("*_optim_states.pt"))
 

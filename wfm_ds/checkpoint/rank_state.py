@@ -3,12 +3,10 @@
     wfm_rank00000.safetensors, ...     float32 tensors: this rank's shards of the trained weights, the other policies,
                                        the extra adapters and the optimizer states. The metadata contains the engine's
                                        counters, the state of the training loop, the export settings, and the layout
-                                       of the shards. A run with a different number of ranks needs this layout to load
-                                       the shards.
+                                       of the shards.
     recipe.yaml                        the resolved recipe
 
-Frozen weights are not stored, because the base model contains them. Random states are not stored, because the seed of
-every random number is derived from a key (seeds.py). Nothing is pickled, so loading a checkpoint cannot execute code.
+Frozen weights and random states are not stored. Nothing is pickled, so loading a checkpoint cannot execute code.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ RECIPE_FILE = "recipe.yaml"
 
 @dataclass(frozen=True, slots=True)
 class RankState:
-    """This rank's state between two steps. It is a copy in host memory, so later steps do not change it."""
+    """This rank's state between two steps, copied to host memory."""
 
     rank: int
     tensors: Mapping[str, Tensor]
@@ -85,8 +83,8 @@ def capture_state(engine: DenoiserEngine, loop: Mapping[str, Any], target: Expor
 def restore_state(engine: DenoiserEngine, folder: Path, num_ranks: int) -> dict[str, Any]:
     """Restore the engine from a checkpoint of `num_ranks` ranks. Returns the state of the training loop.
 
-    All ranks must call this before the first step. The current number of ranks may be different. Raises UserError if a
-    file is damaged or belongs to a different model.
+    All ranks must call this before the first step. The current number of ranks may differ from `num_ranks`. Raises
+    UserError if a file is damaged or belongs to a different model.
     """
     rank = engine.world.rank if engine.world.rank < num_ranks else 0
 

@@ -1,10 +1,9 @@
-"""Checkpoints in S3. Incomplete checkpoints are ignored. Local checkpoints are in store.py.
+"""Checkpoints in S3. Incomplete checkpoints are ignored.
 
     s3://bucket/run/checkpoints/step_400/wfm_rank00000.safetensors, ...    the files of the local folder
     s3://bucket/run/checkpoints/step_400/COMPLETE                          the local COMPLETE, plus SHA-256 digests
 
-S3 cannot rename folders, so only the object COMPLETE marks a checkpoint as complete. COMPLETE is written after all
-other objects. When a checkpoint is replaced or removed, COMPLETE is removed first.
+COMPLETE is written after all other objects, and removed before a checkpoint is replaced or removed.
 """
 
 from __future__ import annotations
@@ -61,20 +60,13 @@ def find_newest(root: str) -> RemoteCheckpoint | None:
 
 
 def find_flaws(root: str) -> list[str]:
-    """Return one description for each checkpoint in `root` that has a COMPLETE object but lacks files.
-
-    Raises StorageError if S3 fails.
-    """
+    """Describe each checkpoint in `root` with a COMPLETE object but missing files. Raises StorageError if S3 fails."""
     names = transfer.list_objects(root)
     completed_steps = [step for step in sorted(_step_numbers(names)) if f"step_{step}/{COMPLETE}" in names]
     return [f"step_{step}: files are missing" for step in completed_steps if _read_step(root, step, names) is None]
 
 
 def _read_step(root: str, step: int, names: Mapping[str, int]) -> RemoteCheckpoint | None:
-    """Return the checkpoint of a step, or None if it is incomplete.
-
-    names: {name: size} of all objects in `root`.
-    """
     folder = f"step_{step}/"
     sizes = {name.removeprefix(folder): size for name, size in names.items() if name.startswith(folder)}
     return _read_marker(f"{root}/step_{step}", sizes)
@@ -107,7 +99,7 @@ def _step_numbers(names: Mapping[str, int]) -> set[int]:
 def fetch_checkpoint(checkpoint: RemoteCheckpoint, folder: Path) -> Checkpoint:
     """Download a checkpoint to `folder` and check the SHA-256 of each file. Replaces an existing folder.
 
-    If an error occurs, no incomplete `folder` is left. Raises StorageError if the download fails.
+    An error leaves no incomplete `folder`. Raises StorageError if the download fails.
     """
     temporary = folder.with_name(f"{folder.name}.tmp")
     try:
@@ -136,9 +128,8 @@ def fetch_checkpoint(checkpoint: RemoteCheckpoint, folder: Path) -> Checkpoint:
 def open_locally(path: str, near: Path) -> Iterator[Path]:
     """Yield a local path: `path` itself, or a temporary copy if `path` is an s3:// address.
 
-    near: folder in which the copy is created. If the folder does not exist, its closest existing parent is used.
-    If the address is a checkpoint, its files are compared with their SHA-256 digests. Raises StorageError if the
-    download fails.
+    near: folder for the copy. If it does not exist, its closest existing parent is used. The files of a checkpoint are
+    compared with their SHA-256 digests. Raises StorageError if the download fails.
     """
     if not is_remote(path):
         yield Path(path)
@@ -187,9 +178,9 @@ def publish_checkpoint(
 ) -> dict[str, int]:
     """Upload a local checkpoint. Return {name of each uploaded file: number of bytes}.
 
-    before_complete: function to call after the upload of all files except COMPLETE.
-    moved: function that is called with the number of bytes of each uploaded part, to show progress.
-    Raises StorageError if the upload fails, and OSError if the local files cannot be read.
+    before_complete: called after the upload of all files except COMPLETE. moved: called with the number of bytes of
+    each uploaded part, to show progress. Raises StorageError if the upload fails, and OSError if a local file cannot be
+    read.
     """
     marker = json.loads((checkpoint.path / COMPLETE).read_text(encoding="utf-8"))
     sizes: dict[str, int] = marker["files"]
@@ -205,11 +196,10 @@ def publish_checkpoint(
 
 
 def prune_checkpoints(root: str, *, newest: int, keep: int) -> None:
-    """Remove old and incomplete checkpoints from S3.
+    """Remove old and incomplete checkpoints from S3. Raises StorageError if S3 fails.
 
     newest: step of the caller's newest checkpoint. keep: number of complete checkpoints to keep among the steps up to
     `newest`. Complete checkpoints of later steps are kept too, because another run wrote them.
-    Raises StorageError if S3 fails.
     """
     names = transfer.list_objects(root)
     complete = {step for step in _step_numbers(names) if f"step_{step}/{COMPLETE}" in names}

@@ -1,7 +1,6 @@
 """Reads the training states in a checkpoint, for any number of ranks and any ZeRO stage. Does not need DeepSpeed.
 
-Each rank's file contains flat tensors. The file's metadata lists the parameter slices in these tensors. A parameter is
-assembled from all files that contain some of its elements.
+The metadata of each rank's file lists the slice of each parameter in the file's flat tensors.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ StoredSlice = tuple[Count, Count, Count, Count]
 
 
 class StoredExport(BaseModel):
-    """The export settings in a checkpoint: the fields of ExportTarget, the dtype and the PEFT settings.
+    """The export settings in a checkpoint: the fields of ExportTarget, the dtype, and the PEFT settings in `lora`.
 
-    `lora` contains the PEFT settings. It is None after full training.
+    `lora` is None after full training.
     """
 
     base: str = ""
@@ -48,8 +47,6 @@ class StoredExport(BaseModel):
 
 
 class RankMetadata(BaseModel):
-    """The metadata of a rank's file (rank_state.py)."""
-
     engine: dict[str, Annotated[int, Field(strict=True)]]
     loop: dict[str, Any]
     layout: dict[str, StoredSlice]
@@ -62,12 +59,10 @@ def rank_file_name(rank: int) -> str:
 
 
 def flat_name(state: str, group: int) -> str:
-    """Return the name of the flat tensor for a state and an optimizer group in a rank's file."""
     return f"{state}.{group}"
 
 
 def full_state_name(adapter: str, state: str) -> str:
-    """Return the name under which the files store a state of an adapter."""
     return state if adapter == DEFAULT_ADAPTER else adapter_state_name(adapter, state)
 
 
@@ -76,10 +71,7 @@ def layout_to_json(layout: Layout) -> dict[str, list[int]]:
 
 
 class ShardedStates:
-    """The files of all ranks of a checkpoint. Each file is opened at first use.
-
-    Most methods read the states of one trained adapter. In full training, pass `default` for the adapter.
-    """
+    """The files of all ranks of a checkpoint. In full training, pass `default` for the argument `adapter`."""
 
     def __init__(self, folder: Path, num_ranks: int) -> None:
         self.folder, self.num_ranks = folder, num_ranks
@@ -122,7 +114,7 @@ class ShardedStates:
         return self._layouts[rank, adapter]
 
     def parameter_sizes(self, adapter: str = DEFAULT_ADAPTER) -> dict[str, int]:
-        """Return {parameter: number of elements}. Counts the elements in the files of all ranks."""
+        """Return {parameter: number of elements in the files of all ranks}."""
         sizes: dict[str, int] = {}
         for rank in range(self.num_ranks):
             for name, piece in self.read_layout(rank, adapter).items():
@@ -134,11 +126,10 @@ class ShardedStates:
     ) -> dict[str, list[Tensor]]:
         """Read the ranks' files and return {state: [flat float32 CPU tensor of each optimizer group]}.
 
-        layout: position of each parameter in the returned tensors.
-        lengths: number of elements of each returned tensor. Elements that belong to no parameter are 0.
-        rank: rank of the file to read first. If this file already has the requested layout, no other file is opened.
-        A state that is a single number, such as AdamW's step, is returned as this number for each group.
-        Raises UserError if a file cannot be read or contains different parameters.
+        layout: position of each parameter in the returned tensors. lengths: number of elements of each returned tensor.
+        Elements that belong to no parameter are 0. rank: rank of the file to read first, because it may have the
+        requested layout. A state that is a single number, such as AdamW's step, is returned as this number for each
+        group. Raises UserError if a file cannot be read or contains different parameters.
         """
         ranks: Sequence[int] = [rank]
         if self.read_layout(rank, adapter) != layout:
@@ -161,7 +152,7 @@ class ShardedStates:
         return flats
 
     def read_parameter(self, state: str, name: str, shape: Sequence[int]) -> Tensor:
-        """Return one state of a parameter as a float32 CPU tensor. It is assembled from the files of all ranks.
+        """Return one state of a parameter as a float32 CPU tensor, assembled from the files of all ranks.
 
         Raises UserError if a file cannot be read, or if the number of elements does not match `shape`.
         """
@@ -173,9 +164,8 @@ class ShardedStates:
         return tensor.view(*shape)
 
     def state_names(self, adapter: str = DEFAULT_ADAPTER) -> list[str]:
-        """Return the names of an adapter's states in the checkpoint.
-
-        These are `train`, the names of the other policies, and `optimizer.NAME` for each optimizer state.
+        """Return the names of an adapter's states: `train`, the other policies, and `optimizer.NAME` for each optimizer
+        state.
         """
         with self._translate_errors(0):
             names = self._open_file(0).keys()
@@ -195,10 +185,6 @@ class ShardedStates:
         ranks: Sequence[int],
         adapter: str = DEFAULT_ADAPTER,
     ) -> None:
-        """Fill `out` with consecutive elements of a state of a parameter, read from the files of `ranks`.
-
-        start: index of the first element within the parameter.
-        """
         count = 0
         for rank in ranks:
             piece = self.read_layout(rank, adapter).get(name)
@@ -227,7 +213,6 @@ class ShardedStates:
         return self._files[rank]
 
     def _close_files(self) -> None:
-        """Close the files, because their memory-mapped pages count as memory of this process."""
         self._files.clear()
         self._exit_stack.close()
 

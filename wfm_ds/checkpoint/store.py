@@ -4,9 +4,7 @@
     checkpoints/step_400/          name of this folder once all files are on disk; COMPLETE lists their sizes
     checkpoints/LATEST             the name of the newest checkpoint, for people and scripts; wfm_ds does not read it
 
-A folder is incomplete if its files do not match the file COMPLETE. It is replaced when a run saves the same step again.
-Each save first removes the folders step_N.tmp of killed runs. All ranks must share one file system. rank_state.py
-defines the content of a checkpoint.
+All ranks must share one file system.
 """
 
 from __future__ import annotations
@@ -65,11 +63,11 @@ class CheckpointSave:
     ) -> None:
         """Start to write `root/step_<step>`. Raises UserError on all ranks if the folder cannot be created.
 
-        write: function that the thread of each rank calls with the folder to write to. It must not communicate with
-        other ranks. It returns the files that this rank wrote, or raises OSError or UserError.
-        metadata: JSON values to store in COMPLETE. Only the values of rank 0 are used.
+        write: called in the thread of each rank with the folder to write to. It returns the files that this rank wrote,
+        or raises OSError or UserError, and must not communicate with other ranks.
+        metadata: JSON values to store in COMPLETE; only the values of rank 0 are used.
         keep: number of checkpoints to keep, including the new one.
-        protected_steps: function that returns the steps of additional checkpoints to keep. It is called on rank 0.
+        protected_steps: called on rank 0; returns the steps of additional checkpoints to keep.
         """
         self.root, self.step, self.world, self.metadata = root, step, world, metadata
         self.keep, self.protected_steps = keep, protected_steps
@@ -139,7 +137,6 @@ def _remove_folder(folder: Path) -> None:
 
 
 def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]]) -> None:
-    """Write this rank's files to disk, and then a file that lists them."""
     files = write(making)
     for path in files:
         atomic.sync_to_disk(path)
@@ -150,7 +147,6 @@ def _write_share(making: Path, rank: int, write: Callable[[Path], Sequence[Path]
 
 
 def _complete_folder(making: Path, step: int, world_size: int, facts: Mapping[str, Any]) -> None:
-    """Check the files of all ranks, write COMPLETE and rename the folder. Called on rank 0."""
     files: dict[str, int] = {}
     for rank in range(world_size):
         files |= json.loads((making / rank_marker_name(rank)).read_text(encoding="utf-8"))
@@ -172,7 +168,7 @@ def rank_marker_name(rank: int) -> str:
 
 
 def read_checkpoint(path: Path) -> Checkpoint | None:
-    """Return the checkpoint in this folder, or None if it is incomplete. `find_flaw` returns the reason."""
+    """Return the checkpoint in this folder, or None if it is incomplete."""
     result = _examine_folder(path)
     return result if isinstance(result, Checkpoint) else None
 
@@ -184,10 +180,6 @@ def find_flaw(path: Path) -> str | None:
 
 
 def _examine_folder(path: Path) -> Checkpoint | str:
-    """Return the checkpoint in this folder, or the reason why it is incomplete.
-
-    Reasons are missing files and wrong file sizes.
-    """
     try:
         marker = json.loads(read_regular(path / COMPLETE))
         checkpoint = Checkpoint(path, int(marker["step"]), int(marker["world_size"]), dict(marker["facts"]))
@@ -210,10 +202,7 @@ def _examine_folder(path: Path) -> Checkpoint | str:
 
 
 def find_newest(root: Path) -> Checkpoint | None:
-    """Return the newest complete checkpoint in `root`, or None.
-
-    Logs a warning for each incomplete checkpoint that is newer.
-    """
+    """Return the newest complete checkpoint in `root`, or None. Logs a warning for each newer incomplete checkpoint."""
     for step in sorted(list_steps(root), reverse=True):
         checkpoint = read_checkpoint(root / f"step_{step}")
         if checkpoint is not None:
@@ -223,7 +212,7 @@ def find_newest(root: Path) -> Checkpoint | None:
 
 
 def find_flaws(root: Path) -> list[str]:
-    """Return a description of each incomplete checkpoint in the folder `root`."""
+    """Return a description of each incomplete checkpoint in `root`."""
     folder_flaws = ((f"step_{step}", find_flaw(root / f"step_{step}")) for step in sorted(list_steps(root)))
     return [f"{name}: {reason}" for name, reason in folder_flaws if reason is not None]
 

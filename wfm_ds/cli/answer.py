@@ -1,4 +1,4 @@
-"""`wfm answer MODEL --image a.png "question"`: ask a vision-language model a question. Decoding is greedy."""
+"""`wfm answer MODEL --image a.png "question"`: ask a vision-language model a question."""
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def generate_answer(args: argparse.Namespace) -> str:
-    """Load the model and return its answer. Raises UserError if the model, an image or a video cannot be used."""
     from wfm_ds.language.annotations import BadConversation, Conversation, parse_conversation
 
     # Check the files before importing transformers, which takes seconds.
@@ -90,7 +89,7 @@ def generate_answer(args: argparse.Namespace) -> str:
 
 
 def resolve_model(path: str) -> tuple[str, Path | None]:
-    """Return (base model, adapter folder) if `path` is a PEFT adapter, else (`path`, None).
+    """Return (base model, adapter folder) if `path` is a PEFT adapter, otherwise (`path`, None).
 
     Raises ModelError if a local folder is not a model, or if the adapter does not name its base model.
     """
@@ -114,7 +113,6 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
 
 
 def add_adapter(network: Any, folder: Path) -> Any:
-    """Return the network with the PEFT adapter in `folder`. Raises ModelError if it is invalid or does not fit."""
     import peft
     from safetensors import SafetensorError
 

@@ -1,7 +1,4 @@
-"""Python API to train runs and read their results: `wfm_ds.Run.from_recipe("sd3_nft", tiny=True).train().samples()`.
-
-Training starts `wfm train` in a separate process. Results are read from the output folder of the run.
-"""
+"""Python API to train runs and read their results: `wfm_ds.Run.from_recipe("sd3_nft", tiny=True).train().samples()`."""
 
 from __future__ import annotations
 
@@ -47,7 +44,7 @@ class Run:
     def __init__(self, recipe: Recipe, train_arguments: list[str] | None = None) -> None:
         """Do not call the constructor; use `from_recipe` or `open`.
 
-        train_arguments: arguments of `wfm train`, or None if this object only reads an existing run.
+        train_arguments: arguments of `wfm train`, or None to read an existing run.
         """
         self.recipe, self._train_arguments = recipe, train_arguments
 
@@ -61,8 +58,9 @@ class Run:
     ) -> Run:
         """Create a run from a recipe: a YAML file, the name of a shipped recipe, or a mapping of sections.
 
-        overrides: {"section.key": value}, values that replace those of the recipe.
+        overrides: {"section.key": value}, values that replace values of the recipe.
         tiny: train a tiny model with built-in data on a CPU, like `wfm train --tiny`.
+
         Raises RecipeError for an invalid recipe.
         """
         arguments = [f"{key}={_override_value(value)}" for key, value in (overrides or {}).items()]
@@ -93,7 +91,7 @@ class Run:
         return self.output_dir / PAGE
 
     def train(self, gpus: int | str = "all", *, overwrite: bool = False, show: bool = True) -> Run:
-        """Train to the end, resuming from the newest checkpoint if there is one. Returns `self`.
+        """Train to the end and return `self`. Resumes from the newest checkpoint if there is one.
 
         gpus: number of GPUs of this machine, or "all" (one CPU process on a machine without GPUs).
         overwrite: replace an existing run in the output folder.
@@ -123,7 +121,7 @@ class Run:
     def metrics(self, *tags: str) -> list[dict[str, float]]:
         """Return the rows of metrics.jsonl in order, as {tag: value}.
 
-        tags: if given, return only these tags and `step`, and omit rows that have none of these tags.
+        tags: if given, return only these tags and `step`, and omit rows without these tags.
         """
         from wfm_ds.runs.layout import METRICS_FILE
 
@@ -133,7 +131,7 @@ class Run:
         return [{k: v for k, v in row.items() if k in ("step", *tags)} for row in rows if any(t in row for t in tags)]
 
     def samples(self, step: int | None = None) -> list[ValidationSample]:
-        """Return the validation samples, oldest first. If `step` is given, returns only the samples of that step."""
+        """Return the validation samples of `step`, or of all steps if it is None, oldest first."""
         from wfm_ds.monitoring.samples import SAMPLES_FILE, list_sample_folders
 
         return [
@@ -147,7 +145,7 @@ class Run:
 def _run_command(arguments: list[str], show: bool) -> None:
     """Run a command line. show: print its output.
 
-    Raises UserError if the command prints `error: ...` and exits with code 2. Raises RunError for any other failure.
+    Raises UserError if the command prints `error: ...` and exits with code 2, and RunError for any other failure.
     """
     last: deque[str] = deque(maxlen=ERROR_LINES)
     plain = {**os.environ, "NO_COLOR": "1"}  # the output is searched for the line with the error

@@ -20,15 +20,13 @@ LEVEL_TOLERANCE = 1e-6  # call.json may have rounded levels
 
 
 def fill_from_call(args: argparse.Namespace, repo: str, pipeline: Path, folders: Sequence[Path]) -> dict[str, Any]:
-    """Set sampling options that the user omitted, from call.json. Return the content of call.json.
+    """Set the sampling options that the user omitted, and return the content of call.json.
 
-    repo: the base model as the user named it. pipeline: folder of the base model. folders: LoRA and pipeline folders,
-    of which the first one with a call.json is used.
-    An option that call.json does not set gets the default of recipes. The exception is --steps of a released few-step
-    model, which is the number of steps for which the model was distilled.
+    repo: the base model as the user named it. pipeline: folder of the base model. folders: LoRA and pipeline folders;
+    the first one with a call.json is used. An option that call.json does not set gets the default of recipes, except
+    that --steps of a released few-step model becomes the number of steps for which the model was distilled.
 
-    Raises UserError for invalid values in call.json or in the scheduler's config, and for options that do not fit
-    together.
+    Raises UserError for invalid values in call.json or in the scheduler's config, and for contradictory options.
     """
     from wfm_ds.export.pipeline_folder import CALL_FILE, read_index
     from wfm_ds.models import registry
@@ -65,7 +63,7 @@ def fill_from_call(args: argparse.Namespace, repo: str, pipeline: Path, folders:
 
 
 def read_levels(call: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options steps and grid that the call.json values `call` set, as {option: value}.
+    """Return {option: value} of the options steps and grid that call.json sets.
 
     Raises ValueError or TypeError if the noise levels are not evenly spaced or the number of steps is invalid.
     """
@@ -86,11 +84,11 @@ def read_levels(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_scheduler(folder: Path, steps: int) -> dict[str, Any]:
-    """Return the options grid, shift and solver that reproduce an exported scheduler, as {option: value}.
+    """Return {option: value} of the options grid, shift and solver that reproduce an exported scheduler.
 
     folder: LoRA or pipeline folder. steps: number of steps in call.json. Grid and shift are returned only if the
-    scheduler's noise levels are evenly spaced before the shift. The solver is returned only if the scheduler adds
-    noise, and is then `cps`. Raises UserError for invalid numbers in the scheduler's config.
+    scheduler's noise levels are evenly spaced before the shift. The solver (`cps`) is returned only if the scheduler
+    adds noise. Raises UserError for invalid numbers in the scheduler's config.
     """
     from wfm_ds.export.pipeline_folder import SCHEDULER_FILE, SCHEDULER_FOLDER
     from wfm_ds.models.assets.loading import read_json
@@ -114,7 +112,6 @@ def read_scheduler(folder: Path, steps: int) -> dict[str, Any]:
 
 
 def require_number(file: Path, config: Mapping[str, Any], name: str, low: float, high: float) -> float:
-    """Return the value of `name` in `config`. Raises UserError unless it is a number with low < value < high."""
     value: Any = config.get(name)
     if type(value) not in (int, float) or not low < value < high:
         bounds = f"above {low}" if high == math.inf else f"between {low} and {high}"
@@ -123,7 +120,6 @@ def require_number(file: Path, config: Mapping[str, Any], name: str, low: float,
 
 
 def read_negative_prompt(file: Path, call: Mapping[str, Any]) -> str | None:
-    """Return the negative prompt in call.json, or None if it is unset. Raises UserError if it is not a string."""
     negative = call.get("negative_prompt")
     if negative is not None and not isinstance(negative, str):
         raise UserError(f"{file}: negative_prompt must be a text, got {negative!r}; correct it")
@@ -131,7 +127,7 @@ def read_negative_prompt(file: Path, call: Mapping[str, Any]) -> str | None:
 
 
 def read_guidance(call: Mapping[str, Any], family: type[DiffusionModel], index: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the guidance scales of the pipeline call in call.json, as {option: value}. Unset ones are omitted.
+    """Return {option: value} of the guidance scales that call.json sets.
 
     index: model_index.json of the pipeline. Raises ValueError or TypeError for a value that is not a number.
     """

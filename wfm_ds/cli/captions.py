@@ -1,8 +1,8 @@
 """`wfm data captions DIR`: write a caption file for each image and video.
 
 --prompt "..." sets the same caption for all files. --from FILE.csv or FILE.jsonl reads a table with the columns or keys
-`file` (image or video, relative to DIR) and `prompt`. Other columns become metadata. --layout selects the caption
-files: NAME.json or NAME.txt next to each image or video, or metas/NAME.txt in a Cosmos folder.
+`file` (relative to DIR) and `prompt`. Other columns become metadata. --layout selects the caption files: NAME.json or
+NAME.txt next to each image or video, or metas/NAME.txt in a Cosmos folder.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def read_caption_table(table: Path) -> dict[str, Caption]:
 def plan_captions(folder: Path, captions: Mapping[str, Caption], layout: str = "json") -> dict[Path, Caption]:
     """Return {caption file to write: its caption}.
 
-    captions: {media path relative to `folder`: caption}. Raises DataError if a media file has no
-    caption, if a caption has no media file, or if the layout cannot store the captions.
+    captions: {path of an image or video, relative to `folder`: caption}. Raises DataError if an image or video has no
+    caption, if a caption has no image or video, or if the layout cannot store the captions.
     """
     media = {path.relative_to(folder).as_posix(): path for path in media_files(folder)}
     for problem, names in (

@@ -1,4 +1,4 @@
-"""`wfm check`: run the checks of `python -m wfm_ds.train RECIPE --check`, for any number of GPUs."""
+"""`wfm check`: run the checks of `python -m wfm_ds.train RECIPE --check` for any number of GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`wfm completion SHELL`: print a completion script. It contains all commands, options and names of this version."""
+"""`wfm completion SHELL`: print a completion script for all commands, options and names of this version."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import TypeAlias
 from wfm_ds.program import CommandParser
 
 Commands: TypeAlias = Mapping[str, tuple[str, str]]
-"""{command: (module, description)}"""
+"""{command: (module, description)}."""
 RECIPE_FUNCTION = "_wfm_recipe_files"  # shtab escapes special characters in results of functions named *_files
 RECIPE_COMPLETER = {"bash": RECIPE_FUNCTION, "zsh": RECIPE_FUNCTION}
 PREAMBLES = {
@@ -39,7 +39,7 @@ FOLDER_LINES = {
 }
 RECIPE_ARGUMENTS = frozenset({"recipe", "words"})  # `words`: of wfm recipes
 FILE_ARGUMENTS = frozenset({"model", "models", "lora", "checkpoint", "path", "image", "video"})
-"""Arguments that are completed with files although their type is not Path: they may also be an address or a name."""
+"""Arguments that are completed with files although they may also be an address or a name."""
 
 
 def parser() -> CommandParser:
@@ -59,7 +59,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def generate_script(shell: str, commands: Commands) -> str:
-    """Return the completion script for a shell: bash or zsh."""
     import shtab
 
     from wfm_ds.recipe.shipped_recipes import list_recipe_names
@@ -76,7 +75,6 @@ def generate_script(shell: str, commands: Commands) -> str:
 
 
 def add_subcommands(parent: argparse.ArgumentParser, commands: Commands, prefix: str = "") -> None:
-    """Add a subparser for each command that consists of `prefix` and one more word. Add its subcommands too."""
     subparsers = parent.add_subparsers()
     for name, (module, description) in commands.items():
         word = name.removeprefix(prefix)
@@ -94,7 +92,7 @@ def add_subcommands(parent: argparse.ArgumentParser, commands: Commands, prefix:
 def read_parser(module: str, *, hides_positionals: bool) -> argparse.ArgumentParser:
     """Return the parser of a command, with shtab's attribute `complete` on arguments for recipes and files.
 
-    hides_positionals: True if the script must not complete positional arguments.
+    hides_positionals: whether to leave positional arguments out of the script.
     """
     import shtab
 

@@ -1,8 +1,7 @@
 """`wfm convert`: convert checkpoints to diffusers files, and LoRAs between layouts. Needs no GPU.
 
 Input: a checkpoint of a run (checkpoints/step_N, any number of ranks, any ZeRO stage), a LoRA in the layout of
-diffusers, PEFT, kohya or ComfyUI, a native DeepSpeed checkpoint, or a pipeline to extract a LoRA from. Exit codes: 0 if
-successful, 2 if arguments or input are invalid (prints one `error:` line), 1 for any other error.
+diffusers, PEFT, kohya or ComfyUI, a native DeepSpeed checkpoint, or a pipeline to extract a LoRA from.
 """
 
 from __future__ import annotations
@@ -90,7 +89,6 @@ def memory_advice(args: argparse.Namespace) -> list[str]:
 
 
 def convert_checkpoint(args: argparse.Namespace) -> str:
-    """Convert args.checkpoint and return the message to print. Raises UserError if that is not possible."""
     from wfm_ds.checkpoint import checkpoint_weights, store
     from wfm_ds.export.lora_file import is_lora
 
@@ -138,7 +136,6 @@ def convert_run_lora(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
 
 @contextlib.contextmanager
 def temporary_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is next to `out` and therefore on the same disk."""
     from wfm_ds.storage import atomic
 
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +166,7 @@ def export_run(checkpoint: Checkpoint, args: argparse.Namespace) -> str:
 
 
 def read_export_settings(cuts: ShardedStates) -> dict[str, Any]:
-    """Return the export settings of a checkpoint as {name: value}.
+    """Return {name: value} of a checkpoint's export settings.
 
     Raises UserError if the setting base, parts, call, dtype or lora is missing.
     """
@@ -253,7 +250,7 @@ def convert_lora(path: Path, args: argparse.Namespace) -> str:
 
 
 def find_base_folder(path: Path, args: argparse.Namespace) -> Path | None:
-    """Return the base model's folder: --base if it is set, otherwise the folder that the LoRA file names.
+    """Return --base if it is set, otherwise the base model's folder that the LoRA file names.
 
     Returns None if the LoRA file names no folder that contains a pipeline.
     """
@@ -267,7 +264,6 @@ def find_base_folder(path: Path, args: argparse.Namespace) -> Path | None:
 
 
 def convert_extracted_lora(args: argparse.Namespace) -> str:
-    """Extract a LoRA from the weight difference between CHECKPOINT and --extract BASE, and convert its layout."""
     from wfm_ds.export.lora_base import denoiser_parts
     from wfm_ds.export.lora_extraction import extract_lora
     from wfm_ds.export.lora_file import iter_lora_tensors, lora_settings

@@ -66,7 +66,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def describe_lerobot(path: str) -> list[str]:
-    """Return a description of the LeRobot datasets at a path, from their metadata. Raises DataError."""
     from wfm_ds.data.lerobot_files import download_metadata
     from wfm_ds.data.lerobot_info import find_roots, read_episodes, read_info
 
@@ -90,7 +89,6 @@ def describe_lerobot(path: str) -> list[str]:
 
 
 def describe_size(feature: Mapping[str, Any]) -> str:
-    """Return the frame size `width x height` of a camera. feature: the LeRobot feature of the camera."""
     sizes = dict(zip(feature.get("names") or ("height", "width", "channels"), feature["shape"], strict=False))
     return f"{sizes.get('width', '?')} x {sizes.get('height', '?')}"
 

@@ -23,7 +23,7 @@ DEFAULT_FILE = Path("action_stats.json")
 
 
 class TrainingPart(NamedTuple):
-    """Training samples with the same action settings. Statistics are computed over all of these samples."""
+    """Training samples with the same action settings. The statistics are computed over all of them."""
 
     name: str  # name of the data set in a mixture; "" without a mixture
     actions: ActionsRecipe
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def find_training_data(args: argparse.Namespace) -> list[TrainingPart]:
-    """Return one part with all training samples or, for a mixture, one part per data set with actions."""
+    """Return one part with all training samples. For a mixture, return one part per data set with actions."""
     from wfm_ds.data.datasets import load_data
     from wfm_ds.data.samples import dataset_name
     from wfm_ds.recipe import file as recipe_file
@@ -101,7 +101,6 @@ def strip_normalization(actions: ActionsRecipe | None) -> Any:
 
 
 def read_folder(path: str, actions: ActionsRecipe) -> list[Sample]:
-    """Return the samples of a folder with videos and actions, or of a LeRobot data set (without its videos)."""
     from wfm_ds.data.action_space import ActionSpace
     from wfm_ds.data.episode import EpisodeVideo
     from wfm_ds.data.folder_layout import is_lerobot
@@ -132,7 +131,6 @@ def read_folder(path: str, actions: ActionsRecipe) -> list[Sample]:
 
 
 def format_table(statistics: Mapping[str, Sequence[float]]) -> list[str]:
-    """Return the lines of a table with one row per action component."""
     lines = ["".join(f"{name:>12}" for name in ("number", *statistics))]
     rows = enumerate(zip(*statistics.values(), strict=True))
     return [*lines, *(f"{i:>12}" + "".join(f"{value:>12.5g}" for value in row) for i, row in rows)]

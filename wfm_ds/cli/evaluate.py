@@ -1,6 +1,6 @@
 """`wfm evaluate`: compare models on the same prompts and seeds, with paired statistics and a verdict.
 
-The exit code is 3 if a model gets the verdict named by --fail-on. For other exit codes see `program.py`.
+The exit code is 3 if a model gets the verdict that --fail-on names.
 """
 
 from __future__ import annotations
@@ -176,10 +176,6 @@ def evaluate_models(
     functions: Mapping[str, RewardFunction],
     data: EvaluationData | None,
 ) -> EvaluationResults:
-    """Generate and score the samples of one model after another, with one model in memory at a time.
-
-    prompts: used if `data` is None.
-    """
     import torch
 
     from wfm_ds.evaluation.diversity import load_embedder
@@ -237,7 +233,6 @@ def choose_samples(
 
 
 def sampling_settings(args: argparse.Namespace, sampler: Sampler) -> dict[str, str]:
-    """Return {name: text} of the sampling settings that the report lists at its top."""
     return {
         "sampling": sampling_summary(sampler.settings),
         "solver": sampler.eval_solver,
@@ -248,7 +243,6 @@ def sampling_settings(args: argparse.Namespace, sampler: Sampler) -> dict[str, s
 
 
 def check_text_only(args: argparse.Namespace, entry: EvaluatedModel) -> None:
-    """Raise UserError if a model requires inputs other than text. Does not load the model's weights."""
     from wfm_ds.models import registry
 
     folder = registry.resolve_pipeline(entry.model, args.family, entry.revision, weights=False)
@@ -264,10 +258,7 @@ def check_text_only(args: argparse.Namespace, entry: EvaluatedModel) -> None:
 
 @contextlib.contextmanager
 def open_reward_client(functions: Sequence[RewardFunction], timeout_s: float) -> Iterator[RewardClient]:
-    """Start a reward service and yield a client for it.
-
-    Raises RewardError, and keeps the service's log file, if the service fails to start.
-    """
+    """Start a reward service and yield a client for it. Raises RewardError if the service fails to start."""
     from wfm_ds.recipe.sections import RewardRecipe
     from wfm_ds.rollout.reward_service import RewardService
     from wfm_ds.rollout.rewards import RewardClient
@@ -291,10 +282,6 @@ def measure_model(
     eye: SampleEmbedder,
     samples: ValidationSamples,
 ) -> ModelResults:
-    """Generate, write and score one sample per prompt and seed. Raises UserError if files cannot be written.
-
-    A batch is scored while the next one is generated.
-    """
     from wfm_ds.cli.evaluation_samples import SampleScoring
     from wfm_ds.distributed.progress import show_wait, track_progress
     from wfm_ds.evaluation.clip_curves import average_clips

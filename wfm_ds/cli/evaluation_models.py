@@ -36,9 +36,8 @@ def resolve_models(
 ) -> list[EvaluatedModel]:
     """Return the models to evaluate, the base model first.
 
-    If the first argument is a LoRA, or if the only argument is a run or its export, the base model of the run is added
-    first. Remote exports are downloaded. The downloads are removed when `stack` closes. Raises UserError if an argument
-    cannot be evaluated.
+    If the first argument is a LoRA, or if the only argument is a run or its export, its base model is added. Remote
+    exports are downloaded, and removed when `stack` closes. Raises UserError if an argument cannot be evaluated.
     """
     models: list[EvaluatedModel] = []
     for argument in arguments:
@@ -68,17 +67,13 @@ def resolve_models(
 
 
 def find_run_recipe(argument: str) -> Recipe | None:
-    """Return the recipe of the run to which `argument` belongs, or None if it belongs to no run.
-
-    argument: a run folder or an export.
-    """
+    """Return the recipe of a run, from the run's folder or an export. Returns None if `argument` is neither."""
     full = argument.rstrip("/") if is_remote(argument) else str(Path(argument).absolute())
     root, separator, _ = full.partition(f"/{EXPORTS}/")
     return read_run_recipe(root)[1] if separator or (Path(root) / RECIPE_FILE).is_file() else None
 
 
 def find_newest_export(folder: Path, is_run: bool) -> Path:
-    """Return the newest export of a run, or `folder` if it is not a run. Raises UserError if a run has no export."""
     if not is_run or not (folder / RECIPE_FILE).is_file():
         return folder
     exports = (folder / EXPORTS).glob("step_*")
@@ -103,13 +98,11 @@ def base_model(argument: str, recipe: Recipe | None) -> EvaluatedModel:
 
 
 def short_name(path: str) -> str:
-    """Return a short name for tables: the last path component, or the one before it if the last one is lora/."""
     parts = [part for part in path.rstrip("/").split("/") if part not in (LORA_FOLDER, "")]
     return re.sub(r"[^\w.-]", "_", parts[-1] if parts else "model")
 
 
 def make_names_unique(models: Sequence[EvaluatedModel]) -> list[EvaluatedModel]:
-    """Make model names unique: prefix duplicates with the name of their run, then append numbers if needed."""
     names = [model.name for model in models]
     runs = [model.argument.partition(f"/{EXPORTS}/") for model in models]
     long_names = [

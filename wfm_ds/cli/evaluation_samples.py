@@ -46,7 +46,6 @@ class EvaluationData:
 
     @classmethod
     def load(cls, recipe: Recipe, args: argparse.Namespace) -> EvaluationData:
-        """Load the validation data of the recipe. args: size and number of clips of the samples."""
         from wfm_ds.data.datasets import load_data
 
         size = {"height": args.height, "width": args.width, "num_frames": args.frames, "fps": args.fps}
@@ -56,7 +55,6 @@ class EvaluationData:
         return cls(recipe, load_data(recipe))
 
     def choose_samples(self, sampler: Sampler) -> ValidationSamples:
-        """Return the validation samples for the model. Raises UserError if the model does not fit the recipe."""
         import functools
 
         from wfm_ds.runs.model_loading import check_conditioning_frames, check_data_inputs
@@ -78,7 +76,7 @@ class EvaluationData:
 
 
 class SampleScoring:
-    """Scores samples clip by clip: by rewards and by similarity to recordings."""
+    """Scores samples clip by clip, by rewards and by similarity to recordings."""
 
     def __init__(self, rewards: RewardClient, samples: ValidationSamples, sampler: Sampler, num_clips: int) -> None:
         from wfm_ds.training.clip_scoring import ClipScoring
@@ -92,7 +90,6 @@ class SampleScoring:
         self._recorded: tuple[str, npt.NDArray[np.uint8] | str | None] = "", None  # prompt id and its recording
 
     def add(self, index: int, prompt: Prompt, clips: Sequence[SampleClip]) -> None:
-        """Add the clips of sample `index`. All added clips are submitted once there are MAX_SCORING_BATCH of them."""
         from wfm_ds.training.clip_scoring import GeneratedClip
 
         recordings = self.samples.recordings
@@ -113,7 +110,6 @@ class SampleScoring:
             self.submit()
 
     def submit(self) -> None:
-        """Submit the clips that were added since the last call."""
         from wfm_ds.training.clip_scoring import merge_scores
 
         clips, self._clips = self._clips, []
@@ -121,7 +117,7 @@ class SampleScoring:
             self._scores = merge_scores(self._scores, self.scoring.submit(clips))
 
     def collect(self, num_samples: int) -> list[SampleScores]:
-        """Wait for the rewards. Returns one list per clip number, with the scores of all samples."""
+        """Wait for the rewards, and return one list per clip number with the scores of all samples."""
         from wfm_ds.training.clip_scoring import clip_id, merge_scores
 
         scores = merge_scores(self.rewards.wait(), self._scores)

@@ -41,9 +41,9 @@ MAX_PROMPT_BATCH = 8  # samples of a prompt that are generated together by defau
 def fill_options(args: argparse.Namespace, entries: Sequence[EvaluatedModel], recipe: Recipe | None) -> None:
     """Set omitted options in `args`.
 
-    Their values come from the recipe, else from the call.json of a trained model or of the base model, else from the
-    defaults of `wfm generate`. Raises UserError if the pipeline has no default size, or if the options do not fit
-    together.
+    The first source that has a value is used: the recipe, the call.json of a trained model, the call.json of the base
+    model, the defaults of `wfm generate`. Raises UserError if the pipeline has no default size, or if options
+    contradict each other.
     """
     from wfm_ds.cli.call_defaults import fill_from_call
     from wfm_ds.models import registry
@@ -85,8 +85,8 @@ def select_functions(
 ) -> dict[str, RewardFunction]:
     """Return {reward name: settings} for the rewards in --rewards and --held-out.
 
-    The default of --rewards and all reward options come from the runs, or else from the recipe that --data names. If
-    neither has rewards, videos with recordings are scored by `continuation`.
+    The default of --rewards and all reward options come from the runs. If the runs have no rewards, they come from the
+    recipe that --data names. If that recipe has none either, videos with recordings are scored by `continuation`.
 
     Raises UserError if a reward is unknown or cannot score these prompts, if runs use different options for the same
     reward, or if a held-out reward was used for training.

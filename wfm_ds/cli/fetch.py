@@ -26,7 +26,7 @@ def parser() -> CommandParser:
     )
     p.add_recipe_arguments()
     p.add_argument("-y", "--yes", action="store_true", help="download without a question")
-    p.add_argument("--dry-run", action="store_true", help="only list; downloads at most configuration files")
+    p.add_argument("--dry-run", action="store_true", help="only list; downloads at most configuration files and meta/ of LeRobot data")
     return p
 
 
@@ -71,7 +71,6 @@ def size_text(num_bytes: int) -> str:
 
 
 def confirm_download(plan: FetchPlan, *, yes: bool) -> None:
-    """Ask before the download, unless `yes` is set. Raises UserError if the answer is no or if nobody can answer."""
     if yes:
         return
     if not sys.stdin.isatty():

@@ -1,7 +1,6 @@
 """`wfm generate`: generate images or videos for prompts, from a pipeline or an export of a run.
 
-The noise is the same as in a run's validation if seeds, steps and guidance are the same. Exit codes: 0 if successful,
-2 if an argument, the prompt file, the model or a folder is invalid (prints one `error:` line), 1 for any other error.
+The noise is the same as in a run's validation if seeds, steps and guidance are the same.
 """
 
 from __future__ import annotations
@@ -130,7 +129,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def parse_domain(text: str) -> int:
-    """Return the number of a robot. text: the number, or a name (recipe/actions.py)."""
     from wfm_ds.recipe.actions import check_domain, find_embodiment
 
     try:
@@ -216,10 +214,9 @@ def write_samples(
     frame: torch.Tensor | None,
     layout: ClipLayout,
 ) -> None:
-    """Generate samples and write each one to a file immediately. At the end, write samples.jsonl and the HTML page.
+    """Generate samples and write each one to a file. At the end, write samples.jsonl and the HTML page.
 
-    items: (prompt, seed) of each sample. frame: latents [C,T,h,w] of the first frame. layout: positions of the clips in
-    a video.
+    items: (prompt, seed) of each sample. frame: latents [C,T,h,w] of the first frame. layout: positions of the clips.
     """
     from wfm_ds.distributed.progress import track_progress
     from wfm_ds.monitoring import gallery
@@ -253,7 +250,6 @@ def write_samples(
 
 
 def repeat_first_frame(frame: torch.Tensor, count: int) -> ConditioningFrames:
-    """Return conditioning frames for `count` samples, all with the first frame `frame` (latents [C,T,h,w])."""
     import torch
 
     from wfm_ds.types import ConditioningFrames

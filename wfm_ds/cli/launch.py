@@ -54,14 +54,12 @@ class ClusterJob:
     def train_arguments(self, recipe_path: str | None = None, indent: int = 0) -> str:
         """Return the arguments of wfm_ds.train, quoted for a shell.
 
-        recipe_path: replaces the path of the recipe. indent: spaces before each line of the YAML block that contains
-        the arguments; an override can have several lines.
+        recipe_path: replaces the path of the recipe. indent: spaces before each line, for use in a YAML block.
         """
         words = shlex.join([recipe_path or str(self.args.recipe), *self.args.overrides])
         return words.replace("\n", "\n" + " " * indent)
 
     def common_values(self) -> dict[str, object]:
-        """Return the values of the placeholders that all templates have."""
         grace_s: int = self.args.grace
         times = {"grace_s": grace_s, "signal_s": grace_s + MARGIN_S}
         return {"name": self.name, "nodes": self.nodes, "gpus": self.gpus, "preempted_code": PREEMPTED_CODE, **times}
@@ -125,7 +123,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def list_storage_warnings(args: argparse.Namespace, recipe: Recipe) -> list[str]:
-    """Return warnings about settings that would lose all steps of the run if a machine fails."""
     warnings = []
     if recipe.checkpoint.every == 0:
         warnings.append("checkpoint.every is not set: after the failure of a machine, the run starts at step 0 again")
@@ -138,7 +135,6 @@ def list_storage_warnings(args: argparse.Namespace, recipe: Recipe) -> list[str]
 
 
 def require_fitting_ranks(recipe: Recipe, nodes: int, gpus: int) -> None:
-    """Raise RecipeError if the recipe cannot be trained on nodes * gpus ranks. gpus: GPUs per node."""
     from wfm_ds.distributed.accelerator import choose_accelerator
     from wfm_ds.distributed.logs import quiet_libraries
 
@@ -150,7 +146,6 @@ def require_fitting_ranks(recipe: Recipe, nodes: int, gpus: int) -> None:
 
 
 def require_fitting_options(args: argparse.Namespace, target: str) -> None:
-    """Raise UserError if an option is missing, invalid or does not belong to the target, or if --submit cannot work."""
     allowed: dict[str, tuple[str, ...]] = {"cpus": ("slurm",), "time": ("slurm",), "accelerator": ("skypilot",)}
     allowed |= {"image": ("k8s", "skypilot"), "volume": ("k8s", "skypilot")}
     for option, targets in allowed.items():
@@ -198,7 +193,6 @@ def read_hosts(args: argparse.Namespace) -> tuple[tuple[str, ...], int]:
 
 
 def job_name(args: argparse.Namespace) -> str:
-    """Return --name, or the recipe's name in a form that Kubernetes allows. Raises UserError if --name is invalid."""
     from wfm_ds.recipe.file import resolve_recipe_path
     from wfm_ds.recipe.shipped_recipes import recipe_name
 
@@ -222,7 +216,6 @@ def format_slurm(job: ClusterJob) -> str:
 
 
 def format_k8s(job: ClusterJob) -> str:
-    """Return the Kubernetes manifest. It includes the recipe unless the recipe is shipped, and thus in the image."""
     from wfm_ds.recipe.file import read_recipe_tree
     from wfm_ds.recipe.tree import to_yaml
 
@@ -304,7 +297,6 @@ def read_volume(volume: str, recipe: Recipe) -> tuple[str, str]:
 
 
 def write_job(args: argparse.Namespace, target: str, name: str, text: str) -> Path:
-    """Write the job to --out or to a file named after the job. Raises UserError if the file exists with other text."""
     suffix = {"slurm": "sbatch", "k8s": "k8s.yaml", "skypilot": "sky.yaml", "pdsh": "pdsh.sh"}[target]
     file = Path(args.out) if args.out is not None else Path(f"{name}.{suffix}")
     if file.exists() and not args.force and file.read_bytes() != text.encode():

@@ -1,7 +1,4 @@
-"""Entry point of `wfm COMMAND ...`. Every command is a module with `parser()` and `run(args)`.
-
-Heavy packages are imported only after the arguments are parsed, so that `--help` is fast. Exit codes: `program.py`.
-"""
+"""Entry point of `wfm COMMAND ...`. Every command is a module with `parser()` and `run(args)`."""
 
 from __future__ import annotations
 
@@ -67,7 +64,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_current_folder() -> None:
-    """Put the current folder first on sys.path, as `python -m` does, unless Python runs with -P."""
     folder = os.getcwd()
     if not sys.flags.safe_path and sys.path[0] != folder:
         sys.path.insert(0, folder)

@@ -1,7 +1,6 @@
 """`wfm models check PACKAGE:Class --tiny FOLDER`: compare your model family with the diffusers pipeline.
 
-It runs the checks that the built-in families pass (wfm_ds/contract/). Exit codes: 0 all passed, 1 a check failed,
-2 user error.
+Exit codes: 0 all checks passed, 1 a check failed, 2 user error.
 """
 
 from __future__ import annotations

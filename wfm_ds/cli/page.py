@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def record_page(folder: Path) -> None:
-    """Add the page to the run's record file, if that file exists, so that `wfm train --overwrite` removes the page."""
+    """Add the page to the run's record file if that file exists, so that `wfm train --overwrite` removes the page."""
     from wfm_ds.runs import layout
     from wfm_ds.storage import atomic
 

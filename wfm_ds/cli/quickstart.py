@@ -26,7 +26,7 @@ from wfm_ds.recipe import shipped_recipes
 
 MARKER_FILE = "QUICKSTART"
 SHOWN_LINE = re.compile(r"\d\d:\d\d:\d\d (?:INFO (step .*)|((?:WARNING|ERROR|CRITICAL) .*))")
-"""Lines of a training's log that the quickstart shows: progress, evaluations, warnings and errors."""
+"""Lines of a training log that the quickstart shows: progress, evaluations, warnings and errors."""
 FEW_STEPS = "fewstep"  # starts from the result of the demo digits
 DEMOS = ("digits", "shapes", "actions", "long", FEW_STEPS)
 OLD_NAMES = {"digits": "digits", "moving": "shapes", "world": "actions"}  # {value of --world, the former option: demo}
@@ -79,7 +79,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def require_fitting_options(args: argparse.Namespace) -> None:
-    """Raise UserError for an option that the demo does not read."""
     if args.demo == FEW_STEPS and (args.rl is not None or args.control):
         option = "--control" if args.control else "--rl"
         raise UserError(f"{option} does not work with --demo {FEW_STEPS}, which trains without rewards: remove it")
@@ -101,8 +100,8 @@ def run_demo(demo: Demo, output: Path, rl_recipes: Sequence[str], seed: int, *, 
 def run_few_steps(output: Path | None, start: Path | None, seed: int) -> None:
     """Distill the result of the digits quickstart, and write the report.
 
-    start: folder of the digits quickstart. If it is empty or does not exist, the digits quickstart runs there first. If
-    it contains anything else than a finished quickstart, UserError is raised before any folder is emptied.
+    start: folder of the digits quickstart. If it is empty or missing, the digits quickstart runs there first. Raises
+    UserError if it contains anything other than a finished quickstart.
     """
     from wfm_ds.demos import few_steps
     from wfm_ds.demos.report_page import PAGE_FILE
@@ -133,7 +132,6 @@ def run_few_steps(output: Path | None, start: Path | None, seed: int) -> None:
 
 
 def require_rl_recipe(demo: Demo, name: str) -> None:
-    """Raise UserError if `name` is not an RL recipe of the demo."""
     path = shipped_recipes.require_recipe(f"{demo.name}/{name}")
     if not is_rl_recipe(path):
         others = [recipe for recipe in shipped_recipes.list_recipe_names() if recipe.startswith(f"{demo.name}/")]
@@ -142,7 +140,6 @@ def require_rl_recipe(demo: Demo, name: str) -> None:
 
 
 def is_rl_recipe(path: Path) -> bool:
-    """Return whether a recipe trains with rewards and without a teacher."""
     from wfm_ds.recipe.file import load_recipe
 
     recipe = load_recipe(path)
@@ -186,7 +183,6 @@ def prepare_folder(demo: Demo, folder: Path) -> None:
 
 
 def replace_folder(folder: Path) -> None:
-    """Create a quickstart's folder, or empty it if it exists. Raises UserError if other programs wrote to it."""
     require_replaceable(folder)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -194,13 +190,11 @@ def replace_folder(folder: Path) -> None:
 
 
 def require_replaceable(folder: Path) -> None:
-    """Raise UserError if other programs wrote to the folder."""
     if not is_empty_folder(folder) and not (folder / MARKER_FILE).exists():
         raise UserError(f"{folder} was not written by a quickstart: choose an empty folder")
 
 
 def is_empty_folder(folder: Path) -> bool:
-    """Return whether the folder is empty or does not exist."""
     return not folder.exists() or not any(folder.iterdir())
 
 
@@ -241,8 +235,8 @@ def run_rl(
 def run_training(recipe: str, *overrides: str) -> Mapping[str, Any]:
     """Train a shipped recipe in a separate process and return the run's result.json.
 
-    Shows the progress and the warnings of the training. If the training fails, shows its whole output, and this process
-    exits with the same exit code. overrides: the first must set run.output_dir.
+    overrides: the first one must set run.output_dir. If the training fails, shows its output, and this process exits
+    with the same exit code.
     """
     arguments = ["train", recipe, *overrides, "--gpus", str(num_ranks())]
     print_text(f"wfm {shlex.join(arguments)}")
@@ -256,9 +250,9 @@ def run_training(recipe: str, *overrides: str) -> Mapping[str, Any]:
 
 
 def run_and_show(command: Sequence[str]) -> tuple[int, list[str]]:
-    """Run a command and print the lines of its log that match SHOWN_LINE. Returns (exit code, all lines of its output).
+    """Run a command and print the lines of its output that match SHOWN_LINE. Returns (exit code, all output lines).
 
-    The command also receives Ctrl-C. This function then waits until the command has ended, and exits with code 130.
+    After Ctrl-C, waits until the command has ended, and exits with code 130.
     """
     lines: list[str] = []
     with subprocess.Popen(

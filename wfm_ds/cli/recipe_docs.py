@@ -118,9 +118,9 @@ def heading_anchor(heading: str) -> str:
 
 
 def own_keys(section: type[BaseModel]) -> list[str]:
-    """Return one list entry for each key of a recipe section.
+    """Return a list entry for each key of a recipe section, without `heading_keys`.
 
-    Omits the `heading_keys`, and keys with the same entry in a base class from SHARED_SETTINGS.
+    Also omits keys that have the same entry in a base class from SHARED_SETTINGS.
     """
     shared: dict[str, FieldInfo] = {}
     for base in list_bases(section):
@@ -135,7 +135,6 @@ def own_keys(section: type[BaseModel]) -> list[str]:
 
 
 def heading_keys(section: type[BaseModel]) -> set[str]:
-    """Return the keys with only one allowed value, such as `name` for algorithms. The heading shows this value."""
     return {
         key
         for key, field in section.model_fields.items()

@@ -45,7 +45,6 @@ def first_doc_line(reward: type[Reward]) -> str:
 
 
 def describe_reward(reward: type[Reward]) -> str:
-    """Return the name, outputs, options and requirements of a reward, one per line, and its docstring."""
     parameters = reward.option_parameters().values()
     options = ", ".join(p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters)
     needs = (*reward.required_metadata, *reward.required_inputs, *(["a recording"] if reward.needs_reference else []))

@@ -172,7 +172,6 @@ def add_sampling_options(p: argparse.ArgumentParser, *, requires_size: bool = Tr
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Raise UserError for options that do not fit together. `args` must have values for steps, grid and guidance."""
     if args.guidance_low is not None and args.guidance == 1:
         raise UserError("--guidance-low: needs --guidance above 1")
     if args.guidance_batch == "joint" and args.guidance == 1:
@@ -208,8 +207,8 @@ def is_low_precision(args: argparse.Namespace, device: torch.device) -> bool:
 def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sampler:
     """Load the model and its LoRA, and return a sampler with the settings in `args`.
 
-    args: filled by `call_defaults.fill_from_call`.
-    inputs: names of the conditioning inputs that the user sets. Raises UserError if the settings do not fit the model.
+    args: filled by `call_defaults.fill_from_call`. inputs: names of the conditioning inputs that the user sets. Raises
+    UserError if the settings do not fit the model.
     """
     import torch
 
@@ -278,7 +277,7 @@ def load_sampler(args: argparse.Namespace, inputs: Sequence[str] = ()) -> Sample
 
 
 def choose_layout(sampler: Sampler, num_clips: int, num_latents: int = 1) -> ClipLayout:
-    """Return the layout of the clips of a sample. num_latents: see choose_clip_layout.
+    """Return the layout of a sample's clips. num_latents: see choose_clip_layout.
 
     Raises UserError if the model cannot continue a clip.
     """
@@ -312,8 +311,8 @@ def iterate_samples(
 ) -> Iterator[tuple[GeneratedSample, list[SampleClip]]]:
     """Yield (sample, its clips) in the order of `items`.
 
-    items: (prompt, seed) of each sample. batch: batch size. load_frames: function that returns conditioning frames.
-    layout: layout of the clips if num_clips is above 1. Each prompt must then have the inputs of all clips.
+    items: (prompt, seed) of each sample. load_frames: function that returns conditioning frames. layout: needed if
+    num_clips is above 1; each prompt must then have the inputs of all clips.
     """
     from wfm_ds.chunks import split_into_chunks
     from wfm_ds.data.clip_layout import ClipLayout

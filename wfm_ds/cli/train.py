@@ -1,4 +1,4 @@
-"""`wfm train`: build the `deepspeed` command line for a recipe and run it with reduced launcher output."""
+"""`wfm train`: run the `deepspeed` command for a recipe, with reduced launcher output."""
 
 from __future__ import annotations
 
@@ -77,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def launcher_arguments(args: argparse.Namespace) -> list[str]:
-    """Return the arguments of the `deepspeed` command. Raises UserError if --nodes or --hostfile is invalid."""
     if args.nodes is not None and args.hostfile is None:
         raise UserError("--nodes requires --hostfile")
     if args.hostfile is not None and not args.hostfile.is_file():
@@ -93,7 +92,6 @@ def launcher_arguments(args: argparse.Namespace) -> list[str]:
 
 
 def rank_arguments(args: argparse.Namespace) -> list[str]:
-    """Return the arguments of `python -m wfm_ds.train`."""
     options = [f"--{name}" for name in ("tiny", "overwrite") if getattr(args, name)]
     return [str(args.recipe), *args.overrides, *options]
 
@@ -106,7 +104,6 @@ def count_ranks(args: argparse.Namespace) -> int | None:
 
 
 def has_gpus() -> bool:
-    """Return True if GPUs exist and DS_ACCELERATOR does not force the CPU."""
     from wfm_ds.distributed.accelerator import is_accelerator_present
 
     return is_accelerator_present() and os.environ.get("DS_ACCELERATOR") != "cpu"

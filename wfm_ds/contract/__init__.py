@@ -1,4 +1,1 @@
-"""Checks of a model family against its contract, on a tiny pipeline. `wfm models check` runs them.
-
-The checks compare the family's results with the results of diffusers, which loads the same tiny pipeline.
-"""
+"""Checks a model family on a tiny pipeline, against the results of diffusers. `wfm models check` runs the checks."""

@@ -28,7 +28,7 @@ SampleInputs: TypeAlias = dict[str, npt.NDArray[np.float32]]
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceInputs:
-    """Describes a call of the diffusers pipeline for one sample with inputs such as actions."""
+    """A call of the diffusers pipeline for one sample with inputs such as actions."""
 
     size: tuple[int, int, int]
     """Height, width and number of frames of the sample. The pipeline must support this size together with inputs."""
@@ -98,7 +98,6 @@ class FixedGridEuler(FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
 
 
 def load_reference_pipeline(folder: Path, case: Case, pipeline_class: Any = DiffusionPipeline) -> Any:
-    """Load the diffusers pipeline in a folder. The default class is the one named in model_index.json."""
     with hide_progress_bars():
         pipeline = pipeline_class.from_pretrained(
             folder, use_safetensors=True, local_files_only=True, **case.extra_components
@@ -170,5 +169,4 @@ def _add_batch_axis(video: Tensor) -> Tensor:
 
 
 def _select_sample(value: Any, i: int) -> Any:
-    """Return item `i` of a call argument that is a list. Return any other call argument unchanged."""
     return value[i] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""All checks, in the order in which they run. A check receives a FamilyUnderTest and raises CheckFailed if it fails."""
+"""All checks, in the order in which they run."""
 
 from __future__ import annotations
 
@@ -73,7 +73,6 @@ def run_checks(subject: FamilyUnderTest, checks: Sequence[Check] = CHECKS) -> It
 
 
 def _error_location(error: Exception) -> str:
-    """Return FILE:LINE of the last traceback frame."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

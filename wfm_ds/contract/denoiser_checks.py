@@ -38,10 +38,7 @@ INVALID_ARGUMENTS: tuple[tuple[str, Callable[[Any, Any, Any], tuple[Any, Any, An
 
 
 def check_batch_matches_samples(subject: FamilyUnderTest) -> None:
-    """Check that denoising two samples in one batch equals denoising each sample alone.
-
-    The samples have different prompts and sigmas.
-    """
+    """Check that denoising two different samples in one batch equals denoising each sample alone."""
     model = subject.model
     latents, sigma, conditioning = subject.denoise_arguments(model)
     with torch.no_grad():
@@ -53,10 +50,7 @@ def check_batch_matches_samples(subject: FamilyUnderTest) -> None:
 
 
 def check_invalid_arguments(subject: FamilyUnderTest) -> None:
-    """Check that `denoise` raises ValueError for each of the INVALID_ARGUMENTS.
-
-    A family passes if its `denoise` calls `check_denoise` of the base class.
-    """
+    """Check that `denoise` raises ValueError for each of the INVALID_ARGUMENTS."""
     model = subject.model
     valid = subject.denoise_arguments(model)
     for description, change in INVALID_ARGUMENTS:

@@ -1,4 +1,4 @@
-"""Checks of exports. The trained model and diffusers with the export must generate the same latents."""
+"""Checks of exports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ExportSource:
 def check_lora_export(subject: FamilyUnderTest) -> None:
     """Check that the trained model and diffusers with the exported LoRA generate the same latents.
 
-    A LoRA that is exported and loaded again must have bit-identical weights.
+    The exported LoRA must have bit-identical weights when it is loaded again.
     """
     model = subject.load_model()
     before = subject.sample_latents(model)

@@ -51,10 +51,7 @@ def fail_unless(condition: bool, message: str) -> None:
 
 
 def require_close(description: str, got: Tensor, want: Tensor, atol: float, rtol: float = 0.0) -> None:
-    """Raise CheckFailed unless `got` and `want` have the same shape and their values agree within the tolerances.
-
-    If values differ, the message contains the largest difference.
-    """
+    """Raise CheckFailed unless `got` and `want` have the same shape and their values agree within the tolerances."""
     fail_unless(
         got.shape == want.shape, f"{description}: the shape is {list(got.shape)} and should be {list(want.shape)}"
     )
@@ -65,10 +62,7 @@ def require_close(description: str, got: Tensor, want: Tensor, atol: float, rtol
 
 @dataclass(frozen=True)
 class FamilyUnderTest:
-    """A tiny pipeline folder, the family to test with it, and the settings of the checks.
-
-    The family is built-in or a user's class.
-    """
+    """A tiny pipeline folder, the family to test with it, and the settings of the checks."""
 
     folder: Path
     case: Case
@@ -85,11 +79,11 @@ class FamilyUnderTest:
 
     @cached_property
     def model_with_inputs(self) -> DiffusionModel:
-        """The model, loaded so that it accepts every kind of input that the test case has."""
+        """The model, loaded with all inputs of the case."""
         return self.load_model(inputs=sorted({name for row in self.sample_inputs() for name in row}))
 
     def sample_inputs(self) -> list[SampleInputs]:
-        """Return {input name: array} for each of two samples of size `size`, or [] if the case has no inputs."""
+        """Return {input name: array} for each of two samples, or [] if the case has no inputs."""
         return [] if self.case.inputs is None else list(self.case.inputs(*self.size))
 
     def load_reference_pipeline(self) -> Any:
@@ -133,10 +127,7 @@ class FamilyUnderTest:
     def denoise_arguments(
         self, model: DiffusionModel, count: int = 2, expert: int = 0
     ) -> tuple[Tensor, Tensor, Conditioning]:
-        """Return (noise, sigma, conditioning) for `denoise`.
-
-        Sigma, prompt and number of conditioning frames differ between the samples.
-        """
+        """Return (noise, sigma, conditioning) for `denoise`, different for each sample."""
         num_frames = (
             (min(model.conditioning_frame_counts), max(model.conditioning_frame_counts))
             if model.supports_clean_frames
@@ -146,7 +137,7 @@ class FamilyUnderTest:
         return self.initial_noise(count), torch.tensor(self.case.sigmas[expert])[:count], conditioning
 
     def encode_prompts(self, model: DiffusionModel, prompts: Sequence[str]) -> Conditioning:
-        """Format and encode prompts as in training. Add required inputs and conditioning frames to the result."""
+        """Format and encode prompts as in training, and add required inputs and conditioning frames."""
         text = model.encode_text([model.format_prompt(prompt, *self.size) for prompt in prompts])
         return text | self.encode_required_inputs(model, len(prompts))
 
@@ -155,7 +146,7 @@ class FamilyUnderTest:
     ) -> Conditioning:
         """Encode required inputs and conditioning frames.
 
-        num_frames: number of conditioning latent frames of each sample. Default: the minimum of the family.
+        num_frames: number of conditioning latent frames of each sample. None: the minimum of the family.
         """
         required = {name for name, spec in model.input_specs.items() if spec.required}
         fail_unless(not required or self.case.inputs is not None, NO_CASE_INPUTS)
@@ -175,9 +166,9 @@ class FamilyUnderTest:
     def encode_inputs(
         self, model: DiffusionModel, rows: Sequence[SampleInputs], frames: Sequence[npt.NDArray[np.uint8]]
     ) -> Conditioning:
-        """Encode the inputs of samples.
+        """rows: {name: array} for each sample.
 
-        rows: {name: array} for each sample. frames: first frames [H,W,3], for families that take them as inputs.
+        frames: first frames [H,W,3], for families that take them as inputs.
         """
         if not model.uses_clean_frames:
             rows = [row | {FIRST_FRAME: frame.astype(np.float32)} for row, frame in zip(rows, frames, strict=False)]

@@ -1,4 +1,4 @@
-"""Checks of a family's `input_specs` and `encode_inputs`: inputs other than text and conditioning frames."""
+"""Checks of a family's inputs other than text and conditioning frames."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def check_batch_with_inputs(subject: FamilyUnderTest) -> None:
 def check_inputs_in_both_guidance_halves(subject: FamilyUnderTest) -> None:
     """Check that the inputs change the unconditional prediction.
 
-    One forward pass for the conditional and unconditional predictions must give the same velocities as two passes.
+    One forward pass for conditional and unconditional prediction must give the same velocities as two passes.
     """
     model, case = _load_model(subject), subject.case
     latents, sigma, text = _call_arguments(subject)
@@ -145,7 +145,6 @@ def _list_required_inputs(model: DiffusionModel) -> list[str]:
 
 
 def _encode_all_inputs(subject: FamilyUnderTest) -> Conditioning:
-    """Encode all inputs of two samples and check the keys of the result."""
     model = _load_model(subject)
     inputs = _encode_rows(subject, model, subject.sample_inputs())
     unknown = sorted(inputs.keys() - model.optional_conditioning_keys)
@@ -157,7 +156,7 @@ def _encode_all_inputs(subject: FamilyUnderTest) -> Conditioning:
 
 
 def _call_arguments(subject: FamilyUnderTest) -> tuple[Tensor, Tensor, Conditioning]:
-    """Return (noise, sigma, conditioning) of two samples, without optional inputs in the conditioning."""
+    """Return (noise, sigma, conditioning) of two samples without optional inputs."""
     model = _load_model(subject)
     text = subject.encode_prompts(model, PROMPTS)
     return subject.initial_noise(), torch.tensor(subject.case.sigmas[0]), text
@@ -171,7 +170,6 @@ def _encode_identical_texts(subject: FamilyUnderTest) -> Conditioning:
 
 
 def _predict_velocity(subject: FamilyUnderTest, conditioning: Conditioning) -> Tensor:
-    """Predict the velocities of two samples that have the same noise and sigma."""
     noise = subject.initial_noise(1)
     sigma = torch.full((2,), subject.case.sigmas[0][0])
     with torch.no_grad():
@@ -179,10 +177,6 @@ def _predict_velocity(subject: FamilyUnderTest, conditioning: Conditioning) -> T
 
 
 def _encode_rows(subject: FamilyUnderTest, model: DiffusionModel, rows: Sequence[SampleInputs]) -> Conditioning:
-    """Encode the inputs of samples that all have the same first frame.
-
-    rows: {input name: array} for each sample.
-    """
     return subject.encode_inputs(model, rows, subject.first_frames[:1] * len(rows))
 
 

@@ -14,7 +14,6 @@ MAX_BF16_ERROR = {"denoiser": 2e-2, "vae": 5e-2}  # maximum bfloat16 error, rela
 
 
 def require_value_error(description: str, call: Callable[..., Any], *arguments: Any) -> None:
-    """Raise CheckFailed unless the call raises a ValueError."""
     try:
         call(*arguments)
     except ValueError:
@@ -55,11 +54,7 @@ def check_shapes(subject: FamilyUnderTest) -> None:
 
 
 def check_encode_inverts_decode(subject: FamilyUnderTest) -> None:
-    """Check that decode_latents undoes the latent normalization of encode_pixels.
-
-    The VAE has random weights, so decoding does not restore the original pixels. The check therefore compares the
-    decoded pixels with the pixels that the VAE alone returns, without normalization.
-    """
+    """Check that decode_latents undoes the latent normalization of encode_pixels."""
     model, vae = subject.model, subject.model.pipeline.vae
     pixels = subject.random_pixels()
     scaled = 2 * (pixels[:, :, None] if subject.case.vae_has_frame_axis else pixels) - 1

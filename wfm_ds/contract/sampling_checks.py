@@ -1,4 +1,4 @@
-"""Checks of sampling. Latents and pixels must equal the output of the diffusers pipeline."""
+"""Checks of sampling against the diffusers pipeline."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ def check_latents_with_another_embedded_guidance(subject: FamilyUnderTest) -> No
 
 
 def _skip_unsupported_guidance(subject: FamilyUnderTest, w: float) -> None:
-    """Raise CheckNotApplicable if the family does not support this guidance scale."""
     height, width, frames = subject.size
     try:
         subject.model.check_sampling(SamplingRecipe(height=height, width=width, num_frames=frames, guidance_scale=w))
@@ -120,7 +119,7 @@ def _repeat_rows(conditioning: Conditioning, k: int) -> Conditioning:
 
 
 def check_stacked_texts(subject: FamilyUnderTest) -> None:
-    """Check that prompts encoded one by one and then stacked give the same velocities as prompts encoded together."""
+    """Check that prompts encoded one by one and prompts encoded together give the same velocities."""
     model = subject.model
     latents, sigma, _ = subject.denoise_arguments(model)
     shared = subject.encode_required_inputs(model)
@@ -156,7 +155,7 @@ def check_grid_ends_at_clean_latents(subject: FamilyUnderTest) -> None:
 
 
 def check_conditioning_frames(subject: FamilyUnderTest) -> None:
-    """Check that conditioning frames stay unchanged and affect the remaining frames.
+    """Check that conditioning frames stay unchanged and affect the other frames.
 
     The generated latents must equal the latents that diffusers generates.
     """

@@ -1,1 +1,1 @@
-"""Training data: scan captioned images, videos and prompts, crop and order them, and shard them over ranks."""
+"""Training data: scan images, videos and prompts, crop and order them, and shard them over ranks."""

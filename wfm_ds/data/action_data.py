@@ -1,4 +1,4 @@
-"""Number of values per action (width) and scaling of the actions of a dataset, and the action library of an RL run."""
+"""Width (number of values per action) and scaling of a dataset's actions, and the action trajectories of an RL run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_PROBED = 16  # number of episodes or files read to find the width of the act
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionData:
-    """Number of values per action (width) and scaling of the training actions, and optional trajectories for RL."""
+    """Number of values per action (width), scaling of the training actions, and optional trajectories for RL."""
 
     width: int  # numbers per action
     scaling: ActionScaling | None = None
@@ -58,7 +58,7 @@ def load_action_data(recipe: Recipe, training: Sequence[Sample], held_out: Seque
 
 
 def differing_sets(data: DataRecipe) -> dict[str, DataRecipe]:
-    """Return {name: recipe} of the data sets of a mixture, or {} if all of them have the same actions and domain."""
+    """Return {name: recipe} of a mixture's data sets, or {} if all of them have the same actions and domain."""
     parts = {name: part for name, (part, _) in data.set_recipes().items() if ACTIONS in part.inputs}
     shared = (data.actions, data.domain)
     if data.actions.stats != "data" and all((part.actions, part.domain) == shared for part in parts.values()):
@@ -67,7 +67,6 @@ def differing_sets(data: DataRecipe) -> dict[str, DataRecipe]:
 
 
 def add_viewpoints(samples: Sequence[Sample], data: DataRecipe) -> list[Sample]:
-    """Return the samples with `prompt.viewpoint` set to the viewpoint of their data set."""
     by_set = {name: part.viewpoint for name, (part, _) in data.set_recipes().items()}
     if data.viewpoint is None and not any(by_set.values()):
         return list(samples)
@@ -81,10 +80,10 @@ def add_viewpoints(samples: Sequence[Sample], data: DataRecipe) -> list[Sample]:
 def describe_actions(
     data: DataRecipe, fps: float | None, training: Sequence[Sample], probed: Sequence[Sample]
 ) -> ActionData:
-    """Return the number of values per action (width) and the scaling of the actions of a data set.
+    """Return the width (number of values per action) and scaling of the actions of a data set.
 
-    fps: frame rate of the clips (data.fps). training: samples whose actions determine the statistics. probed: samples
-    whose actions determine the width. Raises DataError if the actions cannot be used or do not fit data.domain.
+    fps: frame rate of the clips (data.fps). training: samples that determine the scaling. probed: samples that
+    determine the width. Raises DataError if the actions cannot be used or do not fit data.domain.
     """
     actions = data.actions
     stats = load_statistics(training, actions, fps, data.cache_dir) if actions.stats == "data" else None
@@ -130,12 +129,13 @@ def probe_action_width(actions: ActionsRecipe, samples: Sequence[Sample]) -> int
 def load_trajectory_library(
     path: Path, shape: tuple[int, int], scaling: ActionScaling | None, *, can_be_longer: bool = False
 ) -> Floats:
-    """Load action trajectories, float32 [trajectories, steps, numbers per action], from an .npy file.
+    """Load action trajectories from an .npy file and scale them like the training actions.
 
-    The trajectories are scaled like the training actions.
-    shape: the required shape (steps, numbers per action) of a trajectory. A clip of F frames has F-1 steps.
-    can_be_longer: also accept trajectories with more steps, which several clips share.
-    Raises DataError if the file is unreadable, has a different shape or contains non-finite numbers.
+    Returns float32 [trajectories, steps, numbers per action].
+
+    shape: required (steps, numbers per action). A clip of F frames has F-1 steps. can_be_longer: also accept
+    trajectories with more steps. Raises DataError if the file is unreadable, has a different shape or contains
+    non-finite numbers.
     """
     try:
         with open_regular(path) as file:

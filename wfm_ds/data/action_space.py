@@ -1,10 +1,9 @@
-"""Actions between the frames of a clip, from the states and actions that a robot data set stores (data.actions.space).
+"""Compute the actions between the frames of a clip from a robot data set (data.actions.space).
 
-T_i is the pose at frame i as a 4 x 4 matrix. The action from frame i to frame j is the motion inv(T_i) @ T_j in the
-gripper's own axes, as 9 numbers: its translation and the first two columns of its rotation matrix (Zhou et al., CVPR
-2019). This is exact for any two frames, so clips may have any frame rate. The presets compute the same actions as
-NVIDIA's cosmos-framework (cosmos_framework/data/generator/action/datasets), with which the action weights of Cosmos3
-were trained.
+T_i is the pose at frame i as a 4 x 4 matrix. The action from frame i to frame j is the motion inv(T_i) @ T_j, as 9
+numbers: the translation and the first two columns of the rotation matrix (Zhou et al., CVPR 2019). The presets compute
+the same actions as NVIDIA's cosmos-framework (cosmos_framework/data/generator/action/datasets). Cosmos3 was trained
+with these actions.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ DEFAULT_FEATURE = "action"
 
 
 class SpacePart(Protocol):
-    """Interface of a function that computes some of the numbers of an action."""
+    """Function that computes some of the numbers of each action."""
 
     @property
     def features(self) -> Mapping[str, int]:
-        """{name of a feature that this function reads: minimum number of values per frame}."""
+        """{name of a feature that the function reads: minimum number of values per frame}."""
 
     def __call__(self, rows: Rows, frames: Sequence[int]) -> Doubles | Floats:
-        """Return [len(frames)-1, D]: D numbers for the action between each two neighbouring frames."""
+        """Return [len(frames)-1, D]: D numbers for each action between two neighbouring frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,7 @@ class StoredActions:
 
 @dataclass(frozen=True, slots=True)
 class PoseMotion:
-    """Motion of a stored pose between neighbouring frames of the clip. Returns [number of frames - 1, 9]."""
+    """Motion of a stored pose between neighbouring frames. Returns [number of frames - 1, 9]."""
 
     feature: str
     columns: slice  # x, y, z and the rotation
@@ -82,7 +81,7 @@ class PoseMotion:
 class StoredValues:
     """Values of a feature at the start or end frame of each action, such as a gripper position.
 
-    Returns max(scale * value + offset, low), [number of frames - 1, number of columns].
+    Returns max(scale * value + offset, low) as [number of frames - 1, number of columns].
     """
 
     feature: str
@@ -114,9 +113,9 @@ class StoredValues:
 
 @dataclass(frozen=True, slots=True)
 class StoredMotion:
-    """Motions to the next frame, stored as translation and rotation vector. Returns [number of frames - 1, 9].
+    """Motions to the next frame, stored as translation and rotation vector.
 
-    The 9 numbers are the translation and the first two columns of the rotation matrix.
+    Returns [number of frames - 1, 9]: the translations, and the first two columns of the rotation matrices.
     """
 
     feature: str
@@ -138,9 +137,9 @@ class StoredMotion:
 
 @dataclass(frozen=True, slots=True)
 class AgibotMotion:
-    """Motion of a link of the AgiBot G1 between neighbouring frames. Returns [number of frames - 1, 9].
+    """Motion of a link of the AgiBot G1 between neighbouring frames, computed from the robot's joint angles.
 
-    It is computed from the angles of the robot's joints.
+    Returns [number of frames - 1, 9].
     """
 
     link: str
@@ -244,7 +243,7 @@ class ActionSpace:
         return cls([[*map(PoseMotion.from_recipe, space.poses), *map(StoredValues.from_recipe, space.then)]])
 
     def find_features(self, widths: Mapping[str, int]) -> list[str]:
-        """Return the names of the features that are read. widths: {name: numbers per frame} of the data set's features.
+        """Return the names of the features to read. widths: {name: numbers per frame} of the data set's features.
 
         Raises DataError if a feature is missing or has too few numbers per frame.
         """
@@ -262,14 +261,14 @@ class ActionSpace:
         return list(needed)
 
     def count_frames(self, rows: Rows) -> int:
-        """Return the number of frames of the episode. Raises KeyError for a missing feature."""
+        """Return the number of frames of an episode. Raises KeyError if a feature is missing."""
         return len(rows[next(iter(list_features(self._choose_parts(rows))))])
 
     def __call__(self, rows: Rows, frames: Sequence[int]) -> Floats:
-        """Return the actions between these frames of the episode, float32 [len(frames)-1, numbers per action].
+        """Return the actions between neighbouring frames in `frames`, float32 [len(frames)-1, numbers per action].
 
-        Raises ValueError if the rows of a feature end before the last frame or cannot be used. Raises KeyError for a
-        missing feature.
+        Raises ValueError if the rows of a feature end before the last frame or cannot be used. Raises KeyError if a
+        feature is missing.
         """
         parts = self._choose_parts(rows)
         widths = list_features(parts)
@@ -290,7 +289,6 @@ class ActionSpace:
 
 
 def list_features(parts: Sequence[SpacePart]) -> dict[str, int]:
-    """Return {name of a feature that the parts read: minimum number of values per frame}."""
     widths: dict[str, int] = {}
     for part in parts:
         for name, width in part.features.items():

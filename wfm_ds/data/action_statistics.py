@@ -35,8 +35,8 @@ def load_statistics(
 ) -> dict[str, list[float]]:
     """Return the statistics of all actions in the samples' episodes or files (see `compute_statistics`).
 
-    The statistics are cached in cache_dir/action_stats if cache_dir is set. fps: frame rate of the clips; None: the
-    recorded frame rate. Raises DataError if no actions can be read.
+    The statistics are cached in cache_dir/action_stats if cache_dir is set. fps: frame rate of the clips, or None for
+    the recorded frame rate. Raises DataError if no actions can be read.
     """
     sources = unique_sources(samples)
     file = None
@@ -53,10 +53,10 @@ def load_statistics(
 
 
 def compute_statistics(arrays: Sequence[Floats]) -> dict[str, list[float]]:
-    """Return {name of the statistic: one value per action component}, computed over the rows of all arrays.
+    """Return {statistic: one value per action component} over the rows of all arrays.
 
-    arrays: [number of actions, components] each. The names are q01, q99, mean, std, min and max. Quantiles are
-    interpolated linearly, and std divides by the number of rows. Raises DataError if the arrays have different widths.
+    The statistics are q01, q99, mean, std, min and max. Quantiles are interpolated linearly, and std divides by the
+    number of rows. arrays: [actions, components] each. Raises DataError if their numbers of components differ.
     """
     if len(widths := {array.shape[1] for array in arrays}) > 1:
         raise DataError(
@@ -70,8 +70,6 @@ def compute_statistics(arrays: Sequence[Floats]) -> dict[str, list[float]]:
 
 
 def unique_sources(samples: Sequence[Sample]) -> list[Sample]:
-    """Return one sample of each episode or video, in the order of the samples."""
-
     def key(sample: Sample) -> object:  # the windows of an episode share its rows
         return sample.media.name if sample.rows is None else id(sample.rows)
 
@@ -93,7 +91,6 @@ def statistics_key(sources: Sequence[Sample], actions: ActionsRecipe, fps: float
 
 
 def find_version(file: str) -> tuple[str | int, ...] | None:
-    """Return the identity of a file, or None if it is unreadable. The statistics skip episodes in unreadable files."""
     try:
         return media_from_path(file).identity()
     except READ_ERRORS:
@@ -101,9 +98,9 @@ def find_version(file: str) -> tuple[str | int, ...] | None:
 
 
 def read_all_actions(sources: Sequence[Sample], actions: ActionsRecipe, fps: float | None) -> list[Floats]:
-    """Return one array [number of actions, components] per episode or video.
+    """Return one array [actions, components] for each episode or video. Unreadable ones are skipped and logged.
 
-    Episodes and videos with unreadable actions are skipped and logged. Raises DataError if no actions can be read.
+    Raises DataError if no actions can be read.
     """
     readable: list[Floats] = []
     skipped: list[str] = []
@@ -131,10 +128,7 @@ def read_all_actions(sources: Sequence[Sample], actions: ActionsRecipe, fps: flo
 def read_clip_actions(sample: Sample, actions: ActionsRecipe, fps: float | None) -> Floats:
     """Return all actions [number of actions, components] that clips of an episode or video can contain.
 
-    fps: frame rate of the clips. If it is below the recorded frame rate, an action spans several recorded frames, and
-    clips that start at different frames are used. None: the recorded frame rate.
-
-    Raises KeyError, OSError or ValueError.
+    fps: frame rate of the clips, or None for the recorded frame rate. Raises KeyError, OSError or ValueError.
     """
     step = 1.0
     if fps is not None:

@@ -1,4 +1,4 @@
-"""Poses of the head camera and the wrists of the AgiBot G1 from the angles of its joints."""
+"""Compute poses of the head camera and the wrists of the AgiBot G1 from the joint angles."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ QUARTER = pi / 2
 
 
 class Joint(NamedTuple):
-    """A joint of a kinematic chain: its pose relative to the previous link, and the state value that moves it.
+    """A joint: its pose relative to the previous link, and the state value that moves it.
 
-    The state value is a rotation about z or, for the waist lift, a translation along z.
+    The state value is a rotation about z. For the waist lift, it is a translation along z.
     """
 
     position: tuple[float, float, float]  # metres
@@ -28,7 +28,7 @@ WAIST = (Joint((0, 0, 0.3485), (0, 0, 0), WAIST_LIFT), Joint((0.131, 0, 0), (-QU
 
 
 def arm_joints(side: int, shoulder: tuple[Joint, Joint]) -> tuple[Joint, ...]:
-    """Return the joints from the base to the gripper. side: 1 for the left arm, -1 for the right arm."""
+    """Return the joints from the base to a gripper. side: 1 for the left arm, -1 for the right arm."""
     first = 0 if side == 1 else 7
     return (
         *WAIST,
@@ -57,8 +57,8 @@ CHAINS = {
     "left": arm_joints(1, (Joint((0, 0.025, 0), (-QUARTER, 0, 0)), Joint((0, 0, 0.1859), (0, 0, 0), 0))),
     "right": arm_joints(-1, (Joint((0, -0.025, 0), (-QUARTER, 0, pi)), Joint((0, 0, 0.188), (0, 0, 0), 7))),
 }
-"""Joints from the base to the camera of the head or a gripper, from the URDF of the G1 with omnipicker and calibrated
-head camera (G1_omnipicker_calibrated.urdf in NVIDIA's cosmos-framework)."""
+"""Joints from the base to the head camera or to a gripper, from G1_omnipicker_calibrated.urdf in NVIDIA's
+cosmos-framework."""
 
 
 def agibot_poses(

@@ -1,8 +1,4 @@
-"""Readers of training batches. Threads decode files ahead of time, and bad files are replaced and counted.
-
-The leader of a replica (its first rank) reads the files and sends the metadata of the samples to the replica's other
-ranks.
-"""
+"""Readers of training batches. Threads decode files ahead of time, and bad files are replaced and counted."""
 
 from __future__ import annotations
 
@@ -37,18 +33,14 @@ READ_TIMEOUT_S = 300.0  # per sample, so that a hanging file system causes an er
 
 
 def candidate_offsets(offset: int, num_samples: int) -> list[int]:
-    """Return the sample to read and its substitutes, as offsets in an epoch of `num_samples`.
-
-    The sample at `offset` comes first, followed by at most MAX_SUBSTITUTES substitutes from about half an epoch away.
-    They are tried in this order until a file is good.
-    """
+    """Return the offset of a sample in an epoch, followed by the offsets of at most MAX_SUBSTITUTES substitutes."""
     half_epoch = (num_samples + 1) // 2
     return [offset, *((offset + half_epoch + attempt) % num_samples for attempt in range(MAX_SUBSTITUTES))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One sample of a training batch, with decoded pixels or cached latents."""
+    """A sample of a training batch, with decoded pixels or cached latents."""
 
     sample_id: str  # id of the substitute if the file was bad
     epoch: int
@@ -63,10 +55,7 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The sample for a position, and the errors of the bad files that were tried before it.
-
-    The sample is None if all files that were tried are bad.
-    """
+    """The sample for a position, or None if no file is good, and the errors of the bad files that were tried."""
 
     sample: TrainingSample | None
     failures: tuple[BadMedia, ...]
@@ -74,7 +63,7 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class SampleCandidate:
-    """A sample that may be read for a position of the data order. `framing` determines its crop size and frames."""
+    """A sample that may be read for a position. `framing` determines its crop size and frames."""
 
     sample: Sample
     framing: Framing
@@ -86,8 +75,7 @@ class BatchReader(ABC):
     """Base class that reads training batches from an endless sequence of samples, epoch after epoch.
 
     A position is an index into this sequence. Optimizer step s (from 1) reads `global_batch` consecutive positions,
-    starting at (s-1) * global_batch. These positions are sharded over the data-parallel ranks. `bad` maps each reason
-    to the number of bad files that this rank has read; a file that is read twice counts twice.
+    starting at (s-1) * global_batch. `bad` maps each reason to the number of bad files that this rank has read.
     """
 
     global_batch: int  # samples per optimizer step over all ranks
@@ -108,22 +96,19 @@ class BatchReader(ABC):
 
     @abstractmethod
     def _list_candidates(self, position: int) -> Iterator[SampleCandidate]:
-        """Yield the sample at a position, then its substitutes.
-
-        Worker threads call this method, so it must not change state.
-        """
+        """Yield the sample at a position, then its substitutes. Worker threads call this; it must not change state."""
 
     def read_batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
-        """Return this rank's contiguous shard of the global batch of an optimizer step (counted from 1).
+        """Return this rank's contiguous shard of the batch of an optimizer step (counted from 1).
 
-        Raises DataError if too many files are bad (max_bad_fraction), or if a file and all its substitutes are bad. The
-        error is raised on this rank only. The caller must propagate it to all ranks.
+        Raises DataError on this rank only if too many files are bad (max_bad_fraction), or if a file and all its
+        substitutes are bad.
         """
         positions, next_positions = (self._batch_positions(s, rank, world_size) for s in (step, step + 1))
         return self.read_positions(positions, ahead=next_positions)
 
     def read_positions(self, positions: Sequence[int], *, ahead: Sequence[int] = ()) -> list[TrainingSample]:
-        """Return the samples at `positions`, and start to read the samples at the positions `ahead` in threads.
+        """Return the samples at `positions`, and start threads that read the samples at the positions `ahead`.
 
         Raises DataError like `read_batch`.
         """
@@ -132,19 +117,14 @@ class BatchReader(ABC):
         return [self._wait_for_sample(position, future) for position, future in futures.items()]
 
     def bad_counts(self, world_sums: Callable[[Mapping[str, float]], dict[str, float]]) -> dict[str, float]:
-        """Return {data/bad/REASON: count}. All ranks must call this.
+        """Return {data/bad/REASON: count} over all ranks, including the entries that the scan of the dataset rejected.
 
-        The counts include the bad files of all ranks and the entries that the scan of the dataset rejected. world_sums:
-        function that sums each value over all ranks.
+        All ranks must call this. world_sums: function that sums each value over all ranks.
         """
         counts = world_sums({f"data/bad/{reason}": self.bad[reason] for reason in BAD_MEDIA_REASONS})
         return counts | {f"data/bad/{reason}": count for reason, count in self.rejected.items()}
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's counts of bad files as JSON values.
-
-        The sample order is computed from the step and needs no state.
-        """
         return {
             "bad": dict(self.bad),
             "logged": dict(self._logged),
@@ -157,9 +137,9 @@ class BatchReader(ABC):
         self._recent.extend(bool(bad) for bad in state["recent"])
 
     def restore_from_ranks(self, states: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> None:
-        """Restore the counts of bad files from the states that all ranks saved.
+        """Restore the counts of bad files from the states of all ranks.
 
-        If the number of ranks has changed since the save, rank 0 takes over all counts, and the other ranks start at 0.
+        If the number of ranks has changed, rank 0 gets the sums, and the other ranks start at 0.
         """
         if len(states) == world_size:
             self.restore(states[rank])
@@ -261,7 +241,7 @@ class BatchReader(ABC):
 
 
 def read_on_leader(world: World, read: Callable[[], list[TrainingSample]]) -> list[TrainingSample]:
-    """Call `read` on each replica leader and return its samples on all ranks of the replica.
+    """Call `read` on the leader (first rank) of each replica, and return its samples on all ranks of the replica.
 
     All ranks must call this. Only the leader's samples have media, pixels or latents. If `read` raises UserError on a
     leader, all ranks raise it.
@@ -279,10 +259,9 @@ def read_on_leader(world: World, read: Callable[[], list[TrainingSample]]) -> li
 
 
 def choose_on_leader(world: World, samples: Sequence[Sample], choose: Callable[[], list[Sample]]) -> list[Sample]:
-    """Call `choose` on each replica leader and return its choice on all ranks of the replica.
+    """Call `choose` on the leader (first rank) of each replica, and return its choice on all ranks of the replica.
 
-    All ranks must call this. samples: all samples, identical on every rank. If `choose` raises UserError on a leader,
-    all ranks raise it.
+    All ranks must call this, with the same `samples`. If `choose` raises UserError on a leader, all ranks raise it.
     """
     chosen: list[Sample] | None = world.run_checked(choose, on="leaders")
     if chosen is not None:

@@ -1,4 +1,4 @@
-"""Broadcast of a scanned dataset from rank 0, so that only rank 0 scans the files."""
+"""Broadcast of a scanned dataset from rank 0."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from wfm_ds.transport.arrays import pack_arrays, unpack_arrays
 
 
 class _UserMediaError(Exception):
-    """Raised for samples that have a user-defined media class and therefore cannot be sent to other ranks."""
+    """Raised for a sample with a user-defined media class, which cannot be sent to other ranks."""
 
 
 def read_on_main(world: World, read: Callable[[], TrainingData]) -> TrainingData:
@@ -44,7 +44,7 @@ def read_on_main(world: World, read: Callable[[], TrainingData]) -> TrainingData
 
 
 def pack_data(data: TrainingData) -> dict[str, Any] | None:
-    """Return the data as JSON. Returns None if a sample has a user-defined media class."""
+    """Return the data as JSON values. Returns None if a sample has a user-defined media class."""
     versions: dict[str, Any] = {}
     try:
         samples, held_out = ([_pack_sample(s, versions) for s in part] for part in (data.samples, data.held_out))

@@ -1,7 +1,4 @@
-"""Aspect-ratio buckets: several training sizes in one run.
-
-Each image or video is cropped to the size that fits best.
-"""
+"""Aspect-ratio buckets: each image or video is cropped to the training size that fits best."""
 
 from __future__ import annotations
 
@@ -20,9 +17,9 @@ ASPECT_RATIOS = ((1, 1), (5, 4), (4, 3), (3, 2), (16, 9), (2, 1))
 
 
 def automatic_sizes(height: int, width: int, multiple: int) -> list[ImageSize]:
-    """Return the given size, followed by sizes of about the same area with other aspect ratios.
+    """Return the given size, then sizes of about the same area with aspect ratios from 2:1 to 1:2.
 
-    The aspect ratios range from 2:1 to 1:2. The sides of the other sizes are multiples of `multiple`.
+    The sides of the added sizes are multiples of `multiple`.
     """
 
     def snap_side(ratio: float) -> int:
@@ -36,8 +33,8 @@ def automatic_sizes(height: int, width: int, multiple: int) -> list[ImageSize]:
 def nearest_size(sizes: Sequence[ImageSize], height: int, width: int) -> int:
     """Return the index of the size with the aspect ratio nearest to height / width.
 
-    The distance between two ratios is the larger ratio divided by the smaller one. If several sizes are equally near,
-    the largest one that needs no upscaling is chosen. If all of them need upscaling, the smallest one is chosen.
+    If several sizes are equally near, the largest one that needs no upscaling is chosen. If all of them need upscaling,
+    the smallest one is chosen.
     """
 
     def distance(index: int) -> tuple[float, bool, int]:
@@ -54,18 +51,13 @@ def nearest_size(sizes: Sequence[ImageSize], height: int, width: int) -> int:
 
 
 class Buckets:
-    """The training sizes (buckets) of a run, with one Framing per size. Each image or video belongs to one."""
+    """The training sizes (buckets) of a run, with one Framing per size."""
 
     def __init__(self, framing: Framing, sizes: Sequence[ImageSize]) -> None:
-        """framing: settings for all sizes. Each size replaces the height and width in these settings."""
         self.sizes = list(sizes)
         self.framings = [dataclasses.replace(framing, height=height, width=width) for height, width in sizes]
 
     def choose_bucket(self, media: Media) -> int:
-        """Return the bucket index for an image or video.
-
-        If there are several buckets, the height and width are read from the file.
-        """
         if len(self.sizes) == 1:
             return 0
         try:

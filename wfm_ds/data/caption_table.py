@@ -1,4 +1,4 @@
-"""Caption tables: metadata.jsonl, .csv or .parquet in the same folder as the images and videos."""
+"""Caption tables: metadata.jsonl, .csv or .parquet in the folder of the images and videos."""
 
 from __future__ import annotations
 
@@ -25,18 +25,17 @@ CAPTION_COLUMNS = ("text", "prompt", "caption")
 MAX_COLUMNS_SHOWN = 12
 JSON_SCALAR = str | int | float | bool | None  # values that JSON can represent
 TableRows: TypeAlias = dict[str, dict[str, Any]]
-"""{location, such as `line 7`: {column: value}}"""
+"""{location, such as `line 7`: {column: value}}."""
 
 
 class CaptionTable(SampleSet):
-    """Captioned images and videos listed in a table. Ids are relative paths without suffix, as in CaptionedFolder.
+    """Captioned images and videos listed in a table. Ids are relative paths without suffix.
 
-    Columns other than the file, the caption and `negative_prompt` become metadata. Files that are not in the table are
-    ignored.
+    Columns other than the file, the caption and `negative_prompt` become metadata. Files without a row are ignored.
     """
 
     def __init__(self, table: Path, *, column: str | None = None, max_bad_fraction: float) -> None:
-        """Read the table. column: name of the caption column. None selects the first of CAPTION_COLUMNS that exists.
+        """column: name of the caption column. None selects the first of CAPTION_COLUMNS that exists.
 
         Raises DataError if the table cannot be read, a column is missing, there is no usable sample, or more than
         max_bad_fraction of the rows are bad.
@@ -115,7 +114,7 @@ class CaptionTable(SampleSet):
 
 
 def find_caption_column(source: str, columns: Sequence[str], wanted: str | None) -> str:
-    """Return the caption column: `wanted`, or else the first of CAPTION_COLUMNS that exists.
+    """Return `wanted`, or the first of CAPTION_COLUMNS that exists if `wanted` is None.
 
     source: name of the dataset for messages. Raises DataError if the column is missing.
     """
@@ -134,7 +133,7 @@ def describe_columns(source: str, columns: Sequence[str]) -> str:
 
 
 def read_rows(table: Path) -> TableRows:
-    """Read the rows of a .jsonl, .csv (UTF-8) or .parquet file. Raises DataError that names the invalid line."""
+    """Read the rows of a .jsonl, .csv (UTF-8) or .parquet file. Raises DataError if a line is invalid."""
     suffix = table.suffix.lower()
     if suffix == ".parquet":
         return read_parquet_rows(table)
@@ -168,7 +167,6 @@ def parse_csv_row(table: Path, number: int, row: Mapping[str | None, Any]) -> di
 
 
 def read_parquet_rows(table: Path) -> TableRows:
-    """Read the rows of a parquet file. Only strings, numbers, booleans and null values are kept."""
     try:
         import pyarrow
         import pyarrow.parquet

@@ -1,7 +1,4 @@
-"""Folders with a caption file for each image or video: NAME.txt or NAME.json next to it, or the Cosmos layout.
-
-The scan of a folder does not decode images and videos.
-"""
+"""Folders with a caption file for each image or video: NAME.txt or NAME.json next to it, or the Cosmos layout."""
 
 from __future__ import annotations
 
@@ -45,10 +42,8 @@ RECENT_S = 60.0  # file system clocks tick every 2 s at worst, and a file server
 class CaptionCache:
     """Cached captions of a folder. A scan calls `lookup` for each file, `store` after a miss, and `save` at the end.
 
-    The file is CACHE/captions/<hash of the folder>.json: {"format", "folder", "captions": {name: [state, caption]}}.
-    The state of a caption file is its size, times and inode. A caption is reused only if this state is unchanged. Files
-    that were changed less than RECENT_S before the scan are not cached, because another change within the same tick of
-    the file system's clock would not change their state.
+    The file is CACHE/captions/<hash of the folder>.json: {"format", "folder", "captions": {name: [state, caption]}}. A
+    caption is reused only if the state of its file (size, times and inode) is unchanged.
     """
 
     def __init__(self, folder: Path, cache_dir: Path, *, now_ns: int) -> None:
@@ -61,7 +56,6 @@ class CaptionCache:
         self._num_read = 0
 
     def file_state(self, path: str) -> list[int]:
-        """Return [size, mtime_ns, ctime_ns, inode] of a file. Raises OSError."""
         status = os.stat(path)
         return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
 
@@ -74,9 +68,9 @@ class CaptionCache:
         return True, entry[1]
 
     def store(self, path: str, state: Sequence[int], caption: Any) -> None:
-        """Cache a caption (a JSON value) unless its file changed recently.
+        """Cache a caption (a JSON value) unless its file changed less than RECENT_S before the scan.
 
-        The caller must determine `state` before it reads the caption.
+        state: state of the file before the caption was read.
         """
         self._num_read += 1
         _, mtime_ns, ctime_ns, _ = state
@@ -84,7 +78,6 @@ class CaptionCache:
             self._current[path] = [list(state), caption]
 
     def save(self) -> None:
-        """Write the cache file if its content changed. A write error is only logged."""
         if not self._num_read and self._current.keys() == self._previous.keys():
             return
         names = {os.path.relpath(path, self.folder): entry for path, entry in self._current.items()}
@@ -108,7 +101,7 @@ class CaptionCache:
 def read_caption(path: str, cache: CaptionCache | None, parse: Callable[[bytes], Any]) -> Any:
     """Return the caption of a file, from the cache if possible. Returns None if the file cannot be read.
 
-    parse: function that extracts the caption, a JSON value, from the bytes of the file.
+    parse: function that returns the caption, a JSON value, for the bytes of the file.
     """
     try:
         if cache is None:
@@ -132,7 +125,6 @@ SAFE_SUFFIX, PICKLE_SUFFIXES = ".safetensors", (".pickle", ".pkl")
 
 
 def require_media_folder(folder: Path) -> None:
-    """Raise DataError if the path is not a folder."""
     if os.path.isdir(folder):  # also False without permission
         return
     if not os.path.lexists(folder) and (command := demo_command(folder)) is not None:
@@ -147,18 +139,16 @@ class CaptionedFolder(SampleSet):
     """Captioned images and videos in a folder. Ids are relative paths with forward slashes, without the last suffix.
 
     The caption is the value of `prompt` in NAME.json. If there is none, it is the text of NAME.txt or NAME.caption, and
-    NAME.json only adds metadata. Subfolders are scanned at any depth, also through links. Hidden files and other file
-    types are ignored.
+    NAME.json only adds metadata. Subfolders and links are followed. Hidden files and other file types are ignored.
     """
 
     def __init__(
         self, folder: Path, *, max_bad_fraction: float, cache_dir: Path | None = None, default: str | None = None
     ) -> None:
-        """Scan the folder.
+        """cache_dir: folder of the caption cache. None: no cache. default: caption for images and videos without a
+        caption. None: such files are rejected.
 
-        cache_dir: folder of the caption cache. None: captions are not cached. default: caption for images and videos
-        without one. None: such files are rejected. Raises DataError if there is no usable sample, or if more than
-        max_bad_fraction of the entries are bad.
+        Raises DataError if there is no usable sample, or if more than max_bad_fraction of the entries are bad.
         """
         super().__init__(str(folder))
         self.folder, self.default = folder, default
@@ -218,17 +208,13 @@ class CaptionedFolder(SampleSet):
             self.reject("no_json", media_file)
 
     def _reject_lone_texts(self) -> None:
-        """Reject text files without an image or video if they are probably captions of missing files, not notes.
-
-        They are probably captions if no caption is a JSON file and most text files have an image or video.
-        """
         if not self._num_objects and len(self.lone_texts) < self._num_texts:
             for path in self.lone_texts:
                 self.reject("no_media", path)
 
 
 def files_by_id(folder: Path, suffixes: Collection[str]) -> dict[str, list[str]]:
-    """Return {sample id: sorted files with one of these suffixes}, or {} if the folder does not exist.
+    """Return {sample id: sorted files with one of these suffixes}. Return {} if the folder does not exist.
 
     An id is the file's path relative to the folder, without the last suffix. Bytes that are not UTF-8 are escaped.
     """
@@ -260,11 +246,7 @@ def _raise_unreadable(error: OSError) -> None:
 
 
 def read_json_caption(path: str, sample_id: str, cache: CaptionCache | None) -> tuple[Prompt | None, dict[str, Any]]:
-    """Return the caption and metadata in a JSON file as (prompt, metadata).
-
-    The result is (prompt, {}) if the file has a prompt, (None, the JSON object) if it has no prompt, and (None, {}) if
-    the file is invalid.
-    """
+    """Return (prompt, {}) if the file has a prompt, (None, its JSON object) if not, and (None, {}) if it is invalid."""
 
     def pack_content(data: bytes) -> list[Any] | dict[str, Any] | None:
         prompt = parse_caption(data, sample_id)
@@ -287,11 +269,10 @@ class CosmosFolder(SampleSet):
     def __init__(
         self, folder: Path, *, allow_pickle: bool = False, max_bad_fraction: float, cache_dir: Path | None = None
     ) -> None:
-        """Scan the folder.
+        """allow_pickle: also use text embeddings in pickle files. cache_dir: folder of the caption cache. None: no
+        cache.
 
-        allow_pickle: also use text embeddings in pickle files. cache_dir: folder of the caption cache. None: captions
-        are not cached. Raises DataError if there is no usable sample, or if more than max_bad_fraction of the entries
-        are bad.
+        Raises DataError if there is no usable sample, or if more than max_bad_fraction of the entries are bad.
         """
         super().__init__(str(folder))
         if not (folder / "metas").is_dir() or not any((folder / name).is_dir() for name in MEDIA_FOLDERS):
@@ -326,8 +307,7 @@ class CosmosFolder(SampleSet):
 def find_embeddings(folder: Path, *, allow_pickle: bool) -> dict[str, Path]:
     """Return {sample id: text embedding file}.
 
-    If a sample has several files, safetensors files take precedence. Among files of the same type, the file in the
-    first folder of EMBEDDING_FOLDERS is used.
+    Safetensors files take precedence over other types, and earlier folders of EMBEDDING_FOLDERS over later ones.
     """
     embeddings: dict[str, Path] = {}
     for suffix in (SAFE_SUFFIX, *(PICKLE_SUFFIXES if allow_pickle else ())):
@@ -339,5 +319,4 @@ def find_embeddings(folder: Path, *, allow_pickle: bool) -> dict[str, Path]:
 
 
 def decode_caption(data: bytes) -> str | None:
-    """Decode and strip the text of a caption file. Returns None if it is empty or not UTF-8."""
     return (decode_text(data) or "").strip() or None

@@ -1,4 +1,4 @@
-"""Positions of the clips in long videos that are generated clip by clip (models/clips.py)."""
+"""Positions of the clips in long videos, which are generated clip by clip."""
 
 from __future__ import annotations
 
@@ -15,24 +15,22 @@ from wfm_ds.types import Prompt
 
 @dataclass(frozen=True, slots=True)
 class ClipLayout:
-    """Position of the clips in a long video. Clips have equal lengths and overlap. The first clip is clip 0."""
+    """Positions of the clips in a long video. The clips have equal lengths and overlap. The first clip is clip 0."""
 
     num_frames: int  # pixel frames of a clip
     overlap: int = 0  # first frames of a clip that are the last frames of the clip before it; 0: single clips
     num_latents: int = 0  # latent frames that the overlapping frames are encoded to
 
     def total_frames(self, num_clips: int) -> int:
-        """Return the number of frames of the long video."""
         return self.first_frame(num_clips - 1) + self.num_frames
 
     def first_frame(self, clip: int) -> int:
-        """Return the index of the clip's first frame in the long video."""
         return clip * (self.num_frames - self.overlap)
 
     def slice_inputs(self, inputs: Mapping[str, Floats], clip: int) -> dict[str, Floats]:
-        """Return the inputs of one clip, from the inputs of the long video.
+        """Return the inputs of one clip: actions and camera path cut to the clip's frames, other inputs unchanged.
 
-        Actions and the camera path are cut to the frames of the clip. Other inputs are unchanged.
+        inputs: inputs of the long video.
         """
         start, cut = self.first_frame(clip), dict(inputs)
         if ACTIONS in cut:
@@ -46,8 +44,6 @@ class ClipLayout:
         return replace(prompt, inputs=self.slice_inputs(prompt.inputs, clip))
 
     def extend_reader(self, reader: InputReader, num_clips: int) -> InputReader:
-        """Return a copy of the reader that reads the inputs of videos with `num_clips` clips and checks each clip."""
-
         def validate_clips(inputs: Mapping[str, Floats]) -> None:
             for clip in range(num_clips):
                 reader.validate(self.slice_inputs(inputs, clip))
@@ -56,7 +52,7 @@ class ClipLayout:
         return replace(reader, num_frames=self.total_frames(num_clips), validate=validate_clips, sets=sets)
 
     def join(self, clips: Sequence[npt.NDArray[np.uint8]]) -> npt.NDArray[np.uint8]:
-        """Join clips to long videos: drop the overlapping frames of each clip except the first, then concatenate.
+        """Join clips to long videos. Overlapping frames are taken from the earlier clip.
 
         clips: uint8 [videos, frames, height, width, 3] each. A single clip is returned unchanged.
         """

@@ -43,10 +43,10 @@ LatentLookup: TypeAlias = Callable[[Media, Framing], Any]  # returns the cached 
 
 
 class SizedModel(Protocol):
-    """The methods of a model (models/base.py) that determine which image and video sizes are valid."""
+    """The methods of a model that determine which image and video sizes are valid."""
 
     def latent_shape(self, height: int, width: int, num_frames: int, /) -> tuple[int, ...]:
-        """Return the latent shape, (C,h,w) or for videos (C,T,h,w). Raises ValueError for an unsupported size."""
+        """Return the latent shape: (C,h,w), or (C,T,h,w) for videos. Raises ValueError for an unsupported size."""
         ...
 
     def size_multiple(self, num_frames: int, /) -> int:
@@ -56,11 +56,7 @@ class SizedModel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingData:
-    """The training and validation data of a run.
-
-    For SFT, it consists of captioned images and videos. For RL, it consists of prompts, or of captioned images and
-    videos.
-    """
+    """The training and validation data of a run: captioned images and videos, or, only for RL, prompts."""
 
     prompts: list[Prompt]  # RL: training prompts; the captions if there are samples
     samples: list[Sample]  # for training
@@ -106,10 +102,8 @@ def load_data(recipe: Recipe) -> TrainingData:
 def list_validation_prompts(recipe: Recipe, prompts: list[Prompt], samples: Sequence[Sample]) -> list[Prompt]:
     """Return the candidates for validation prompts, from validation.prompts or from the data.
 
-    Validation uses the first validation.num_prompts candidates.
-
     prompts: the run's prompts; used if there are no samples. samples: held-out samples, or training samples if none are
-    held out. Raises DataError for an invalid prompt file.
+    held out. Raises DataError if the prompt file is invalid.
     """
     if recipe.validation.prompts:
         loaded = load_prompt_file(recipe.validation.prompts)
@@ -139,7 +133,6 @@ def split_samples(dataset: SampleSet, recipe: Recipe) -> tuple[list[Sample], lis
 
 
 def scan_held_out(recipe: Recipe) -> list[Sample] | None:
-    """Return the samples of validation.path or validation.episodes. Returns None if neither is set."""
     source = choose_held_out_source(recipe)
     return None if source is None else scan_paths(*source, pairs=recipe.algorithm.takes_pairs).samples
 
@@ -147,9 +140,8 @@ def scan_held_out(recipe: Recipe) -> list[Sample] | None:
 def choose_held_out_source(recipe: Recipe) -> tuple[DataRecipe, list[str]] | None:
     """Return (recipe, paths) of validation.path or validation.episodes. Returns None if neither is set.
 
-    validation.path is read without data.options.revision. If the training data is a mixture, validation.path is read as
-    a folder, or as LeRobot data if it is remote or contains LeRobot datasets. LeRobot videos are then composed with the
-    `views` of the mixture's first LeRobot data set.
+    If the training data is a mixture, validation.path is read as a folder, or as LeRobot data if it is remote or
+    contains LeRobot datasets. LeRobot videos then use the `views` of the mixture's first LeRobot data set.
     """
     data, validation = recipe.data, recipe.validation
     if validation.path is None and validation.episodes is None:
@@ -169,7 +161,6 @@ def choose_held_out_source(recipe: Recipe) -> tuple[DataRecipe, list[str]] | Non
 
 
 def lerobot_sources(recipe: Recipe) -> list[tuple[DataRecipe, str]]:
-    """Return (recipe, path) of each LeRobot dataset in the training and validation data."""
     parts = [part for part, _ in recipe.data.set_recipes().values()] or [recipe.data]
     sources = [(part, part.shard_patterns) for part in parts]
     if (held_out := choose_held_out_source(recipe)) is not None:
@@ -178,7 +169,6 @@ def lerobot_sources(recipe: Recipe) -> list[tuple[DataRecipe, str]]:
 
 
 def exclude_samples(samples: Sequence[Sample], held_out: Sequence[Sample]) -> list[Sample]:
-    """Return the samples that are not held-out episodes. Raises DataError if none remain."""
     names = {sample.media.name for sample in held_out if sample.rows is not None}
     remaining = [sample for sample in samples if sample.media.name not in names]
     if names and not remaining:
@@ -189,11 +179,7 @@ def exclude_samples(samples: Sequence[Sample], held_out: Sequence[Sample]) -> li
 def list_epoch(
     recipe: Recipe, dataset: SampleSet, training: Sequence[Sample], held_out: Sequence[Sample]
 ) -> list[Sample]:
-    """Return the training samples of one epoch. Episodes are split into windows, and a mixture repeats samples.
-
-    A window is long enough for the clips of a history (`rollout.history`) and one more clip. Without held-out samples,
-    validation uses training samples, so a window is also long enough for `validation.clips` clips.
-    """
+    """Return the training samples of one epoch. Episodes are split into windows, and a mixture repeats samples."""
     num_clips = 1 + (recipe.rl.rollout.history.clips if recipe.is_rl else 0)
     if not held_out:
         num_clips = max(num_clips, recipe.validation.clips)
@@ -202,7 +188,7 @@ def list_epoch(
 
 
 def build_buckets(recipe: Recipe, model: SizedModel) -> Buckets:
-    """Return the training sizes of the recipe. Raises RecipeError for a size that the model does not support."""
+    """Return the training sizes of the recipe. Raises RecipeError if the model does not support a size."""
     data, size = recipe.data, recipe.sampling
     sizes = [(size.height, size.width)]
     if data.buckets == "auto":
@@ -230,7 +216,6 @@ def build_buckets(recipe: Recipe, model: SizedModel) -> Buckets:
 
 
 def trains_on_data(recipe: Recipe) -> bool:
-    """Return whether an RL run trains on the dataset in addition to generated samples."""
     algorithm = recipe.rl.algorithm
     return algorithm.num_data_terms(algorithm.terms_per_sample(recipe.sampling)) > 0
 
@@ -238,8 +223,7 @@ def trains_on_data(recipe: Recipe) -> bool:
 def frames_per_clip(recipe: Recipe, model: SizedModel) -> int:
     """Return the number of frames to read per clip.
 
-    An RL run that trains only on generated samples reads only the conditioning frames, so its data may even be images.
-    All other runs read sampling.num_frames.
+    RL runs that train only on generated samples read the conditioning frames. Other runs read sampling.num_frames.
     """
     size, (_, most) = recipe.sampling, recipe.algorithm.conditioning_frame_range
     if not recipe.is_rl or most == 0 or trains_on_data(recipe):
@@ -249,10 +233,7 @@ def frames_per_clip(recipe: Recipe, model: SizedModel) -> int:
 
 
 def assign_buckets(samples: Sequence[Sample], buckets: Buckets, world: World, workers: int) -> list[int]:
-    """Return the bucket index of each sample.
-
-    All ranks must call this. Each rank reads the image sizes of its shard of the samples.
-    """
+    """Return the bucket index of each sample. All ranks must call this."""
     if len(buckets.sizes) == 1:
         return [0] * len(samples)
 
@@ -286,8 +267,8 @@ def find_usable_samples(
 ) -> list[Sample]:
     """Return the first `count` usable samples, with the conditioning inputs for their centre crops.
 
-    Samples with unusable files or inputs are skipped and logged. Raises DataError if all samples are unusable, or if
-    more than data.max_bad_fraction * dataset_size samples are skipped. what: name of the samples in messages.
+    Unusable samples are skipped and logged. Raises DataError if all samples are unusable, or if more than
+    data.max_bad_fraction * dataset_size samples are skipped. what: name of the samples in messages.
     """
     usable, broken = list[Sample](), list[str]()  # not the errors: their tracebacks hold the model
     title = f"checking {what}"
@@ -332,8 +313,7 @@ def build_batch_source(
 ) -> BatchReader:
     """Return the reader of training batches. All ranks must call this. The caller must close the reader.
 
-    global_batch: samples per optimizer step over all ranks. unit: number of consecutive samples that have the same
-    size.
+    global_batch: samples per optimizer step over all ranks. unit: number of consecutive samples with equal size.
     cached_latents: function that returns the cached latents of an image or video, or None if they are not cached.
     """
     if recipe.data.streaming:

@@ -1,7 +1,6 @@
-"""`wfm data embeddings FOLDER --from-pickle`: convert the text embeddings of a Cosmos folder.
+"""`wfm data embeddings FOLDER --from-pickle`: write NAME.safetensors next to each NAME.pickle of a Cosmos folder.
 
-The command writes NAME.safetensors next to each NAME.pickle, so that training never opens a pickle, which can execute
-code. The unpickler of this module creates only numpy arrays of numbers, lists and plain values.
+Loading a pickle can execute code. The unpickler of this module creates only numpy arrays, lists and plain values.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class ArrayUnpickler(Unpickler):
 def read_pickle(path: Path) -> npt.NDArray[np.floating[Any]]:
     """Read a float embedding [tokens, channels] from a pickle.
 
-    The pickle must contain one array, or a list with one array. Raises DataError otherwise.
+    Raises DataError unless the pickle contains one array, or a list with one array.
     """
     try:
         content = ArrayUnpickler(io.BytesIO(read_regular(path))).load()

@@ -1,4 +1,4 @@
-"""Videos of recorded episodes: frames of one or more cameras, each in a part of a video file."""
+"""Videos of recorded episodes, from one or more cameras."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ Views: TypeAlias = Sequence[Sequence[CameraSpan]]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeVideo:
-    """The frames of a window of an episode, composed into one image per frame if there are several cameras.
-
-    Implements `Media`.
-    """
+    """A window of an episode. If there are several cameras, each frame is composed of their images."""
 
     name: str
     views: Views
@@ -49,11 +46,10 @@ class EpisodeVideo:
 
     @property
     def seconds(self) -> npt.NDArray[np.float64]:
-        """Times of the frames in seconds, [length]. The window's first frame has time 0."""
+        """Times of the frames in seconds, [length]. The first frame of the window has time 0."""
         return np.arange(self.length) / self.fps
 
     def open(self) -> BinaryIO:
-        """Open the file of the first camera. It may contain other episodes too."""
         return self.views[0][0].media.open()
 
     def identity(self) -> tuple[str | int, ...]:
@@ -66,8 +62,7 @@ def view_places(rows: Sequence[int], size: tuple[int, int]) -> list[list[tuple[i
     """Return the place (left, top, width, height) of each camera in the composed image.
 
     rows: number of cameras in each row. size: (height, width) of the first camera, which keeps its size. All rows have
-    the same width. The cameras of a row share its width equally, and their places have the aspect ratio of the first
-    camera. For example, two cameras in a row below the first camera have half its height and width.
+    the same width. The cameras of a row have equal widths, and their places have the aspect ratio of the first camera.
     """
     height, width = size
     total, top, places = width * rows[0], 0, []
@@ -80,15 +75,15 @@ def view_places(rows: Sequence[int], size: tuple[int, int]) -> list[list[tuple[i
 
 
 def picture_size(rows: Sequence[int], size: tuple[int, int]) -> tuple[int, int]:
-    """Return (height, width) of the composed image. For the arguments, see `view_places`."""
+    """Return (height, width) of the composed image. The arguments are the same as for `view_places`."""
     left, top, width, height = view_places(rows, size)[-1][-1]
     return top + height, left + width
 
 
 def compose_views(rows: Sequence[int], views: Sequence[Image.Image]) -> Image.Image:
-    """Compose the images of several cameras into one image.
+    """Compose the images of several cameras into one image, after resizing them to their places (`view_places`).
 
-    rows: number of cameras in each row. views: images of the cameras, resized to their places (see `view_places`).
+    rows: number of cameras in each row.
     """
     size = (views[0].height, views[0].width)
     height, width = picture_size(rows, size)
@@ -99,5 +94,5 @@ def compose_views(rows: Sequence[int], views: Sequence[Image.Image]) -> Image.Im
 
 
 def resize_view(view: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Resize the image of a camera to (width, height)."""
+    """Resize an image to (width, height)."""
     return view if view.size == size else view.resize(size, Image.Resampling.BICUBIC)

@@ -1,4 +1,4 @@
-"""States and actions of recorded episodes: one row per frame, read from the parquet files of a LeRobot dataset."""
+"""States and actions of recorded episodes, read from the parquet files of a LeRobot dataset."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_CACHED_COLUMNS = 8  # per thread: columns of a row group, which may have all
 class EpisodeRows(Mapping[str, Floats]):
     """The features of one episode: {feature: float32 [length, numbers per frame]}. Features are read on access.
 
-    Accessing an unknown feature raises KeyError. An unreadable file raises OSError or ValueError.
+    Access raises KeyError if the feature is unknown, and OSError or ValueError if the file is unreadable.
     """
 
     file: str  # path or s3:// address of a parquet file
@@ -32,7 +32,6 @@ class EpisodeRows(Mapping[str, Floats]):
     episode: int  # index in the dataset
 
     def __getitem__(self, feature: str) -> Floats:
-        """Return the rows of a feature: float32 [length, numbers per frame], even with one number per frame."""
         index, stop = read_row_index(self.file), self.start + self.length
         if feature not in index.names:
             raise KeyError(f"no feature {feature} in {self.file}")
@@ -64,7 +63,6 @@ class RowIndex:
 
 @functools.lru_cache(maxsize=NUM_CACHED_FILES)
 def read_row_index(file: str) -> RowIndex:
-    """Read the index of a parquet file. Raises OSError and ValueError."""
     import pyarrow.parquet as pq
 
     with open_stream(file) as stream:
@@ -100,10 +98,7 @@ def read_column(file: str, group: int, feature: str) -> tuple[Floats, Floats]:
 
 
 class ColumnCache(threading.local):
-    """A cache of recently read columns, separate for each thread.
-
-    Threads read different episodes, so they would evict each other's columns from a shared cache.
-    """
+    """A cache of recently read columns, separate for each thread."""
 
     def __init__(self) -> None:
         self.read = functools.lru_cache(maxsize=NUM_CACHED_COLUMNS)(read_column)

@@ -30,10 +30,7 @@ UNSUPPORTED_SUFFIXES = frozenset({".heic", ".heif", ".avif", ".gif", ".bmp", ".t
 
 
 def load_folder(data: DataRecipe, folder: Path, layout: FolderLayout | None = None) -> SampleSet:
-    """Scan a folder.
-
-    layout: how the folder is read. None: detect the layout. Raises DataError like the SampleSet classes.
-    """
+    """Scan a folder. layout: how the folder is read. None: detect the layout. Raises DataError."""
     detected = layout or detect_layout(folder)
     limit, cache_dir = data.max_bad_fraction, data.cache_dir or user_cache_folder()
     if detected.kind == "cosmos":
@@ -49,10 +46,7 @@ def load_folder(data: DataRecipe, folder: Path, layout: FolderLayout | None = No
 
 
 class MediaFolder(CaptionedFolder):
-    """A CaptionedFolder with more helpful errors, for `data.kind: folder`.
-
-    Errors about missing captions describe the folder and suggest a fix.
-    """
+    """A CaptionedFolder for `data.kind: folder`. Its errors about missing captions suggest a fix."""
 
     def empty_message(self) -> str:
         return empty_folder_message(self.folder, self.source)
@@ -74,11 +68,6 @@ class MediaFolder(CaptionedFolder):
 def missing_captions_message(
     folder: Path, source: str, uncaptioned: Sequence[str], captioned: Sequence[str], lone_texts: Sequence[str]
 ) -> str:
-    """Return the error message for images and videos without captions.
-
-    lone_texts: text files without an image or video.
-    """
-
     def relative(path: str) -> str:
         return to_printable(os.path.relpath(path, folder))
 
@@ -111,7 +100,6 @@ def missing_captions_message(
 
 
 def find_conversations(folder: Path) -> Path | None:
-    """Return a file of LLaVA conversations, or None if there is none. Caption files NAME.json are ignored."""
     parts = [os.path.splitext(name) for name in list_names(folder)]
     captioned = {stem for stem, suffix in parts if suffix.lower() in MEDIA_SUFFIXES}
     files = (folder / (stem + suffix) for stem, suffix in parts if stem not in captioned)

@@ -1,9 +1,6 @@
-"""Layout detection for `data.kind: folder`.
+"""Layout detection for `data.kind: folder` from the names in the folder.
 
-Only file names determine the layout. File contents affect only error messages.
-
-Each layout has a marker, such as the folder `metas/`. The first marker that is found determines the layout. A folder
-without a marker is read as images and videos with caption files.
+Each layout has a marker, such as the folder `metas/`. A folder without a marker has images, videos and caption files.
 """
 
 from __future__ import annotations
@@ -73,7 +70,6 @@ def is_lerobot(folder: Path, depth: int = LEROBOT_DEPTH) -> bool:
 
 
 def list_names(folder: Path) -> list[str]:
-    """Return the visible names in a folder, sorted. Raises DataError if it cannot be listed."""
     try:
         return sorted(name for name in os.listdir(folder) if not name.startswith("."))
     except NotADirectoryError as error:
@@ -87,10 +83,7 @@ def list_names(folder: Path) -> list[str]:
 
 
 def has_conversations(file: Path) -> bool:
-    """Return whether the first bytes of a .json or .jsonl file contain LLaVA conversations.
-
-    Returns False for unreadable files.
-    """
+    """Return whether a .json or .jsonl file contains LLaVA conversations. Returns False if the file is unreadable."""
     if file.suffix.lower() not in (".json", ".jsonl"):
         return False
     try:
@@ -115,13 +108,11 @@ def missing_folder_message(folder: Path) -> str:
 
 
 def demo_command(folder: Path) -> str | None:
-    """Return the command that writes the digits demo if `folder` has the name of the demo's folder, otherwise None."""
     root = next((candidate for candidate in (folder, folder.parent) if candidate.name == "digits"), None)
     return None if root is None else f"wfm data digits {shorten_path(root)}"
 
 
 def cosmos_sign(folder: Path, names: list[str]) -> str | None:
-    """Return the marker of a Cosmos folder, such as `metas/*.txt and videos/`, or None for any other folder."""
     media = next((name for name in ("videos", "images") if name in names), None)
     if media is None or "metas" not in names or not os.path.isdir(folder / "metas"):
         return None
@@ -130,10 +121,7 @@ def cosmos_sign(folder: Path, names: list[str]) -> str | None:
 
 
 def parquet_sign(folder: Path, names: list[str]) -> str | None:
-    """Return a description of the parquet shards in the folder or its subfolder data/, for messages.
-
-    Returns None if there are none.
-    """
+    """Return a description of the parquet shards in the folder or its subfolder data/, or None if there are none."""
     inner = list_names(folder / "data") if "data" in names and os.path.isdir(folder / "data") else []
     for prefix, files in (("", names), ("data/", inner)):
         if shards := [name for name in files if name.lower().endswith(".parquet")]:

@@ -1,7 +1,6 @@
 """Hugging Face datasets: from the Hub, from `save_to_disk`, or as parquet shards.
 
-The `datasets` library writes arrow files to its cache. Images and videos are read from these files row by row. Only
-rank 0 needs network access, because the other ranks read the arrow files.
+Only rank 0 needs network access, because the other ranks read the arrow files that rank 0 caches.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ class HfMedia:
 
 @functools.lru_cache(maxsize=8)
 def open_column(source: HfColumn) -> Any:
-    """Return a memory-mapped dataset that contains only this column. Each row has the keys bytes and path.
-
-    The dataset is cached per process.
-    """
+    """Return a memory-mapped dataset with only this column. Each row has the keys bytes and path."""
     from datasets import Dataset, concatenate_datasets
 
     dataset = concatenate_datasets([Dataset.from_file(file) for file in source.files]).select_columns([source.name])
@@ -67,7 +63,6 @@ def open_column(source: HfColumn) -> Any:
 
 
 def disable_decoding(dataset: Any, column: str) -> Any:
-    """Return a view of the dataset in which `column` has file bytes instead of decoded images or videos."""
     return dataset.cast_column(column, type(dataset.features[column])(decode=False))
 
 
@@ -107,7 +102,7 @@ class HfDataset(SampleSet):
 def parse_row(sample_id: str, media: Media | None, text: Any, metadata: dict[str, Any]) -> Sample | str:
     """Return the sample of a row. If the row is unusable, return the reason, a key of REASONS.
 
-    metadata: {column: value} of the columns other than media and caption.
+    metadata: {column: value} of the columns other than image or video and caption.
     """
     negative = metadata.pop(NEGATIVE_COLUMN, None)
     if media is None:
@@ -119,7 +114,6 @@ def parse_row(sample_id: str, media: Media | None, text: Any, metadata: dict[str
 
 
 def load_split(path: str, split: str, options: dict[str, Any]) -> Any:
-    """Load one split from a `save_to_disk` folder or with `load_dataset`. Raises DataError if this fails."""
     try:
         import datasets
     except ImportError as error:
@@ -146,14 +140,13 @@ def load_split(path: str, split: str, options: dict[str, Any]) -> Any:
 
 
 def is_saved_dataset(path: str) -> bool:
-    """Return whether this folder contains a single split that was written by `save_to_disk`."""
     return all(os.path.isfile(os.path.join(path, name)) for name in SAVED_FILES)
 
 
 def find_media_column(features: Mapping[str, Any], source: str, wanted: str | None) -> tuple[str, str]:
     """Return the name of the column with images or videos, and its type, `Image` or `Video`.
 
-    wanted: data.image_column. None selects the only column with images or videos. Raises DataError if the column is
+    wanted: name of the column. None selects the only column with images or videos. Raises DataError if the column is
     missing or ambiguous.
     """
     kinds = {name: type(feature).__name__ for name, feature in features.items()}
@@ -168,7 +161,6 @@ def find_media_column(features: Mapping[str, Any], source: str, wanted: str | No
 
 
 def list_media(dataset: Any, source: HfColumn, default: str) -> list[Media | None]:
-    """Return the image or video of each row without reading its bytes, or None for a row without image or video."""
     import pyarrow.compute as pc
 
     column = disable_decoding(dataset, source.name).data.column(source.name)
@@ -189,10 +181,6 @@ def media_suffix(name: str | None, default: str) -> str:
 
 
 def metadata_columns(dataset: Any, used: set[str]) -> dict[str, list[Any]]:
-    """Return {column: values} for the columns that are not in `used`.
-
-    Columns that JSON cannot represent are omitted.
-    """
     columns = {name: dataset.data.column(name) for name in dataset.column_names if name not in used}
     return {name: column.to_pylist() for name, column in columns.items() if is_json_type(column.type)}
 

@@ -1,4 +1,4 @@
-"""Streaming of a Hugging Face dataset (`data.streaming`): reads the shards in stored order, without a local copy."""
+"""Streaming of a Hugging Face dataset (`data.streaming`) in stored order, without a local copy."""
 
 from __future__ import annotations
 
@@ -61,10 +61,7 @@ class HfStream:
     """An endless stream of the usable rows of one split, in stored order. Sample ids are the same as in HfDataset."""
 
     def __init__(self, data: DataRecipe) -> None:
-        """Open data.path without reading a row.
-
-        Raises DataError, for example if the order of rows is not reproducible.
-        """
+        """Open data.path without reading a row. Raises DataError, for example if the row order is not reproducible."""
         assert isinstance(data.path, str)
         self.source, self._split, self._max_bad_fraction = to_printable(data.path), data.split, data.max_bad_fraction
         self._version = stream_version(data.path, data.options)
@@ -103,7 +100,7 @@ class HfStream:
         return rows
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the next row and the numbers of rows read and rejected so far, as JSON values."""
+        """Return the position of the next row, and the numbers of rows read and rejected so far, as JSON values."""
         return {
             "version": self._version,
             "epoch": self._epoch,
@@ -114,10 +111,7 @@ class HfStream:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position in a saved state.
-
-        Raises DataError if the dataset has changed since the state was saved.
-        """
+        """Continue at a saved position. Raises DataError if the dataset has changed since it was saved."""
         if state["version"] != self._version:
             raise DataError(
                 f"{self.source} has changed since the checkpoint ({state['version']}, now {self._version}): restore "
@@ -134,7 +128,6 @@ class HfStream:
         self._iterator: Iterator[Mapping[str, Any]] = iter(self._rows)
 
     def _next_row(self) -> Mapping[str, Any] | None:
-        """Return the next row, or None at the end of the dataset."""
         try:
             return next(self._iterator, None)
         except READ_ERRORS as error:
@@ -173,10 +166,7 @@ class HfStream:
 
 
 def stream_version(path: str, options: Mapping[str, Any]) -> str:
-    """Return a version of the dataset: the commit on the Hub, or a hash of a folder's file names and sizes.
-
-    Raises DataError if the version cannot be determined.
-    """
+    """Return the dataset's commit on the Hub, or a hash of a folder's file names and sizes. Raises DataError."""
     if os.path.isdir(path):
         if is_saved_dataset(path) or os.path.isfile(os.path.join(path, "dataset_dict.json")):
             raise DataError(f"{path} was written by save_to_disk and needs no streaming: remove data.streaming")
@@ -204,8 +194,8 @@ class StreamStep:
 class StreamSource(BatchReader):
     """Reads training batches from an endless stream. The batches do not depend on the number of ranks.
 
-    Every replica reads all rows of the stream, but decodes only its shard of each batch. Position p is the stream's
-    usable row p. A file that cannot be decoded is replaced by another row of the same step.
+    Every replica reads all rows, but decodes only its shard of each batch. Position p is the p-th usable row of the
+    stream, counted from 0. A file that cannot be decoded is replaced by another row of the same step.
     """
 
     open_stream: Callable[[], HfStream] = field(kw_only=False)  # opens the stream at its first row
@@ -220,7 +210,7 @@ class StreamSource(BatchReader):
         self._stream_pool = ThreadPoolExecutor(1, thread_name_prefix="stream")  # one thread keeps the order
 
     def read_batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
-        """Return this rank's shard of a step's batch, as in `BatchReader.read_batch`. Steps must be read in order."""
+        """Return this rank's shard of the batch of an optimizer step (counted from 1). Steps must be read in order."""
         if self._steps and step not in self._steps:
             raise ValueError(f"a stream is read step by step: the next step is {min(self._steps)}, not {step}")
         for wanted in (step, step + 1):

@@ -1,4 +1,4 @@
-"""Read the inputs of samples as they are stored: .npy files, numbers in caption files, actions of episodes."""
+"""Read the stored inputs of samples: .npy files, numbers in caption files, and actions of episodes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ CAMERA_KEY = "camera"
 def read_actions(sample: Sample, actions: ActionsRecipe) -> Floats:
     """Return the actions [frames-1, numbers per action] between all neighbouring frames of a sample.
 
-    The actions of a recorded episode are computed for the whole episode. For other samples, they are read from the
-    stored input. Raises KeyError, OSError or ValueError.
+    Actions of recorded episodes are computed. Other actions are read. Raises KeyError, OSError or ValueError.
     """
     if sample.rows is None:
         return read_raw_input(sample, ACTIONS)
@@ -42,7 +41,7 @@ def read_raw_input(sample: Sample, name: str) -> Floats:
 
 
 def find_sibling_file(sample: Sample, name: str) -> Media:
-    """Return the .npy file `name` next to the sample, in its folder or tar. Raises ValueError or FileNotFoundError."""
+    """Return the file `name` in the sample's folder or tar. Raises ValueError or FileNotFoundError."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not name.endswith(".npy"):
         raise ValueError(f"{name} is not an .npy file below the folder of the image or video")

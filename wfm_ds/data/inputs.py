@@ -1,10 +1,9 @@
 """Conditioning inputs of a sample (`data.inputs`): read them and select the values for the frames of the clip.
 
 An input is a key of the caption file NAME.json, or of its object `camera`. Its value is a number, a list of numbers, or
-the name of an .npy file in the folder of the image or video. For a video with N frames and D numbers per action, row i
-of `actions` [N-1,D] is the action between frames i and i + 1, and `c2w` [N,4,4] and `intrinsics` [4] or [N,4] describe
-the camera in each frame. All other inputs do not depend on the frames. If the sample is an image, its inputs describe a
-generated video with N frames. The input FIRST_FRAME is decoded from the image or video and not listed in data.inputs.
+the name of an .npy file in the folder of the image or video. For N frames and D numbers per action, row i of `actions`
+[N-1,D] is the action between frames i and i + 1. `c2w` [N,4,4] and `intrinsics` [4] or [N,4] describe the camera. All
+other inputs do not depend on the frames. The inputs of an image describe a generated video.
 """
 
 from __future__ import annotations
@@ -41,14 +40,14 @@ from wfm_ds.types import FIRST_FRAME, Prompt
 
 
 class DeclaredInput(Protocol):
-    """A conditioning input that a model accepts (models/input_specs.py)."""
+    """A conditioning input that a model accepts."""
 
     @property
     def rank(self) -> int: ...
 
 
 class ConditionedModel(Protocol):
-    """The attributes and methods of a model (models/base.py) that concern conditioning inputs."""
+    """The attributes and methods of a model that concern conditioning inputs."""
 
     @property
     def input_specs(self) -> Mapping[str, DeclaredInput]: ...
@@ -96,7 +95,7 @@ class InputReader:
         return replace(reader.for_data(recipe.data, actions), sets=sets)
 
     def for_data(self, data: DataRecipe, actions: ActionData) -> InputReader:
-        """Return a copy of this reader that uses the action space, scaling and domain of a data set."""
+        """Return a copy of this reader with the action space, scaling and domain of a data set."""
         return replace(
             self,
             actions=data.actions,
@@ -109,8 +108,7 @@ class InputReader:
     def load_prompt(self, sample: Sample, framing: Framing, draw: Draw) -> Prompt:
         """Return the sample's prompt with the conditioning inputs of the clip that `load_media` would decode.
 
-        Raises BadMedia with reason `bad_actions`, with reason `bad_input`, or with the reason why the image or video is
-        unusable.
+        Raises BadMedia. Its reason is `bad_actions` or `bad_input` unless the image or video is unusable.
         """
         reader = self.sets.get(dataset_name(sample), self)
         inputs = reader._read_inputs(sample, framing, draw) if self.input_ndims else {}
@@ -177,7 +175,7 @@ class InputReader:
 def load_first_frame(media: Media, framing: Framing, draw: Draw) -> Floats:
     """Return the first frame of the clip that `load_media` would decode: float32 [H,W,3], from 0 to 255.
 
-    Raises BadMedia if the image or video is unusable.
+    Raises BadMedia.
     """
     single = replace(framing, num_frames=1, span=framing.span or framing.num_frames)
     pixels = load_media(media, single, draw).astype(np.float32)
@@ -186,7 +184,6 @@ def load_first_frame(media: Media, framing: Framing, draw: Draw) -> Floats:
 
 @contextlib.contextmanager
 def convert_input_errors(name: str, media: Media) -> Iterator[None]:
-    """Convert READ_ERRORS in the `with` block to BadMedia with reason `bad_actions` or `bad_input`."""
     try:
         yield
     except READ_ERRORS as error:
@@ -199,14 +196,14 @@ def require_shape(array: Floats, shape: tuple[int | None, ...]) -> None:
 
 
 def transform_intrinsics(intrinsics: Floats, media: Media, framing: Framing, draw: Draw) -> Floats:
-    """Convert intrinsics [frames, 4] from the pixels of the file to the pixels of the cropped and resized frames."""
+    """Convert intrinsics [frames, 4] from pixels of the file to pixels of the cropped and resized frames."""
     height, width = media_size(media)
     box = crop_box((height, width), framing, framing.crop_position(draw))
     return crop_intrinsics(intrinsics, box, (framing.height, framing.width))
 
 
 def strip_inputs(metadata: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return a copy of the metadata without the inputs `names`, for rewards.
+    """Return a copy of the metadata without the inputs `names`.
 
     The object `camera` is removed as a whole if it contains one of the inputs.
     """

@@ -1,7 +1,4 @@
-"""`data.kind: lerobot`: episodes of LeRobot datasets in a folder, on S3 or on the Hugging Face Hub.
-
-Needs only pyarrow and PyAV, not the `lerobot` package. Nothing is written into the dataset.
-"""
+"""`data.kind: lerobot`: episodes of LeRobot datasets in a folder, on S3 or on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -40,9 +37,9 @@ TASK_SEPARATOR = " | "  # between descriptions of the same task, as in nvidia/Co
 
 
 class LeRobotSet(SampleSet):
-    """The episodes of a LeRobot dataset, or of the datasets below a folder.
+    """The episodes of a LeRobot dataset, or of all LeRobot datasets below a folder. A sample is a whole episode.
 
-    A sample is a whole episode. Ids are episode_000012, or PART/episode_000012 for a dataset below the folder.
+    Ids are episode_000012, or PART/episode_000012 for a dataset below the folder.
     """
 
     def __init__(self, data: DataRecipe, path: str) -> None:
@@ -97,16 +94,26 @@ class DatasetPart:
 
     @property
     def videos(self) -> set[str]:
-        """Addresses of the video files."""
         return {span.address for episode in self.episodes for span in episode.cameras.values()}
 
 
 def read_parts(data: DataRecipe, path: str) -> list[DatasetPart]:
-    """Return the dataset at `path`, or the datasets below it.
-
-    The videos and rows of a dataset on the Hub are downloaded. Raises DataError like LeRobotSet.
-    """
+    """Return the dataset at `path`, or the datasets below it. Files on the Hub are downloaded. Raises DataError."""
     root = download_metadata(path, data.options.get("revision"))
+    parts = read_selected_parts(data, root)
+    if is_repo_id(path):
+        download_files(path, os.path.basename(root), file_patterns(list_files(root, parts)))
+    return parts
+
+
+def list_missing_files(data: DataRecipe, repo: str, commit: str) -> list[str]:
+    """Return patterns of the files that `read_parts` would still download from the Hub. Downloads the metadata."""
+    root = download_metadata(repo, commit)
+    names = list_files(root, read_selected_parts(data, root))
+    return file_patterns({name for name in names if not os.path.isfile(os.path.join(root, name))})
+
+
+def read_selected_parts(data: DataRecipe, root: str) -> list[DatasetPart]:
     parts = []
     for name, address in find_roots(root).items():
         info = read_info(address)
@@ -114,26 +121,26 @@ def read_parts(data: DataRecipe, path: str) -> list[DatasetPart]:
         cameras = list({camera: None for row in views for camera in row})
         episodes = select_episodes(read_episodes(info, cameras), data.episodes, address)
         parts.append(DatasetPart(name, info, views, episodes))
-    if is_repo_id(path):
-        download_episodes(path, root, parts)
     return parts
 
 
-def download_episodes(repo: str, root: str, parts: Sequence[DatasetPart]) -> None:
-    """Download the rows and videos of the selected episodes to the snapshot folder `root`. Raises DataError."""
+def list_files(root: str, parts: Sequence[DatasetPart]) -> set[str]:
+    """Return the names of the files with rows and videos, relative to the folder `root` of the dataset."""
     files = {episode.rows.file for part in parts for episode in part.episodes}.union(*(part.videos for part in parts))
-    names = {os.path.relpath(file, root) for file in files}
-    patterns = sorted(map(glob.escape, names))
-    if len(patterns) > MAX_PATTERNS:
-        patterns = sorted({f"{glob.escape(os.path.dirname(name))}/*" for name in names})
-    download_files(repo, os.path.basename(root), patterns)
+    return {os.path.relpath(file, root) for file in files}
+
+
+def file_patterns(names: set[str]) -> list[str]:
+    if len(names) > MAX_PATTERNS:
+        return sorted({f"{glob.escape(os.path.dirname(name))}/*" for name in names})
+    return sorted(map(glob.escape, names))
 
 
 def check_video_files(sources: Sequence[tuple[DataRecipe, str]]) -> None:
-    """Check that each video file of LeRobot datasets of version 3 ends when its last episode ends. Opens every file.
+    """Check that each video file of LeRobot datasets of version 3 ends when its last episode ends.
 
-    sources: recipe and path of each dataset. Raises DataError if the two ends differ by more than half a frame, because
-    the recorded times of all episodes in the file may then be wrong. Files that cannot be opened are skipped.
+    sources: recipe and path of each dataset. Raises DataError if the two ends differ by more than half a frame. Files
+    that cannot be opened are skipped.
     """
     parts = [part for data, path in sources for part in read_parts(data, path) if part.info.is_v3]
     checked = set[str]()
@@ -174,7 +181,7 @@ def choose_cameras(info: LeRobotInfo, views: Sequence[Sequence[str]] | None) -> 
 
 
 def select_episodes(episodes: list[Episode], selection: str | None, where: str) -> list[Episode]:
-    """Return the episodes in the slice `selection`, such as `0:-500`. None: all. Raises DataError if it is empty."""
+    """Return the episodes in a slice such as `0:-500`. None selects all. Raises DataError if none remain."""
     if selection is None:
         return episodes
     selected = episodes[parse_slice(selection)]
@@ -184,7 +191,6 @@ def select_episodes(episodes: list[Episode], selection: str | None, where: str) 
 
 
 def parse_slice(selection: str) -> slice:
-    """Return the slice of `a:b`. Either number may be missing."""
     return slice(*(int(number) if number else None for number in selection.split(":")))
 
 
@@ -194,11 +200,10 @@ def split_task(task: str) -> tuple[str, ...]:
 
 
 def split_windows(samples: Sequence[Sample], num_frames: int, fps: float | None) -> list[Sample]:
-    """Split episodes into windows, so that an epoch has clips from all parts of an episode.
+    """Split episodes into windows of about the same length, with ids such as episode_000012#3.
 
-    num_frames: frames of a clip. fps: frame rate of a clip; None: the recorded frame rate. Each window is at least as
-    long as a clip, unless the whole episode is shorter. The windows of an episode have about the same length and ids
-    such as episode_000012#3. Samples that are not episodes are returned unchanged.
+    num_frames: frames of a clip. fps: frame rate of a clip; None: the recorded frame rate. A window is at least as long
+    as a clip, unless the whole episode is shorter. Samples that are not episodes are returned unchanged.
     """
     windows = []
     for sample in samples:

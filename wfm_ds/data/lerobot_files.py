@@ -1,4 +1,4 @@
-"""Download of LeRobot datasets from the Hugging Face Hub to the Hub cache of this machine."""
+"""Download of LeRobot datasets from the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def download_metadata(path: str, revision: str | None = None) -> str:
 def download_files(repo: str, revision: str | None, patterns: Sequence[str]) -> str:
     """Download the files of a Hub dataset that match one of the patterns, unless they are in the Hub cache.
 
-    Returns the snapshot folder in the Hub cache. Its name is the commit of the dataset. Raises DataError if the
-    download fails.
+    Returns the snapshot folder in the Hub cache. Its name is the commit. Raises DataError if the download fails.
     """
     from huggingface_hub import constants, errors, snapshot_download
 

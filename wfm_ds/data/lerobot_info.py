@@ -1,8 +1,4 @@
-"""Metadata of LeRobot datasets, versions 2.0, 2.1 and 3.0: cameras, features, and the files of each episode.
-
-In version 2, each episode has a parquet file, and a video file per camera. In version 3, a file contains many episodes,
-and meta/episodes/ says where each one starts.
-"""
+"""Metadata of LeRobot datasets, versions 2.0, 2.1 and 3.0: cameras, features, and the files of each episode."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ class LeRobotInfo:
 
     @property
     def widths(self) -> dict[str, int]:
-        """{feature: numbers per frame} of the features in the parquet files, such as states and actions."""
+        """{feature: numbers per frame} of the features in the parquet files."""
         widths = {}
         for name, one in self.features.items():
             if one["dtype"] not in ("video", "image", "string", "language") and name not in BOOKKEEPING:
@@ -92,10 +88,9 @@ def is_depth(feature: Mapping[str, Any]) -> bool:
 
 
 def find_roots(path: str) -> dict[str, str]:
-    """Find the LeRobot datasets at a local or s3:// path. Return {path relative to `path`: address}.
+    """Return {path relative to `path`: address} of the LeRobot datasets at or below a local or s3:// path.
 
-    The result is {"": path} if `path` itself is a dataset. Otherwise, it contains the datasets in the folders below.
-    Raises DataError if there is none.
+    Returns {"": path} if `path` itself is a dataset. Raises DataError if there is none.
     """
     path = path.rstrip("/")
     fs, inner = open_filesystem(path)
@@ -129,7 +124,7 @@ def list_names(fs: Any, folder: str, depth: int) -> list[str]:
 def read_info(root: str) -> LeRobotInfo:
     """Read meta/info.json.
 
-    Raises DataError if it is missing or damaged, if its version is not in VERSIONS, or if pyarrow is not installed.
+    Raises DataError if it is missing or damaged, if its version is not supported, or if pyarrow is not installed.
     """
     if importlib.util.find_spec("pyarrow") is None:
         raise DataError(f'{shorten_path(root)} needs pyarrow: pip install "wfm_ds[lerobot]"')
@@ -156,8 +151,7 @@ def read_info(root: str) -> LeRobotInfo:
 def read_episodes(info: LeRobotInfo, cameras: Sequence[str]) -> list[Episode]:
     """Return all episodes, sorted by index, with the positions of their videos from these cameras.
 
-    Raises DataError if metadata is missing or damaged, if there are no episodes or fewer than info.json states, or if
-    two episodes have the same index.
+    Raises DataError if metadata is missing, damaged or incomplete, or if two episodes have the same index.
     """
     with convert_damage(info.join("meta/episodes" + ("" if info.is_v3 else ".jsonl"))):
         rows = sorted(read_rows_v3(info) if info.is_v3 else read_rows_v2(info), key=lambda row: row["episode_index"])
@@ -184,7 +178,6 @@ def read_rows_v2(info: LeRobotInfo) -> list[dict[str, Any]]:
 
 
 def read_rows_v3(info: LeRobotInfo) -> list[dict[str, Any]]:
-    """Return the rows of meta/episodes/*/*.parquet. Columns with statistics are omitted."""
     import pyarrow.parquet as pq
 
     fs, inner = open_filesystem(info.root)
@@ -224,10 +217,6 @@ def read_span(row: Mapping[str, Any], camera: str) -> tuple[float, float]:
 
 
 def video_address(info: LeRobotInfo, row: Mapping[str, Any], camera: str) -> str:
-    """Return the address of the video file that contains an episode of version 3.
-
-    row: the episode's row in meta/episodes/.
-    """
     place = {name: row[f"videos/{camera}/{name}"] for name in ("chunk_index", "file_index")}
     return info.join(info.video_path.format(video_key=camera, **place))
 
@@ -235,10 +224,7 @@ def video_address(info: LeRobotInfo, row: Mapping[str, Any], camera: str) -> str
 def list_spans(
     info: LeRobotInfo, rows: Sequence[Mapping[str, Any]], cameras: Sequence[str]
 ) -> dict[str, list[tuple[float, float, int]]]:
-    """Return the positions of the episodes in the video files of a dataset of version 3.
-
-    The result is {video file: [(start in seconds, end in seconds, episode index)]}, sorted by start.
-    """
+    """Return {video file: [(start in seconds, end in seconds, episode index)]}, sorted by start, for version 3."""
     spans = defaultdict[str, list[tuple[float, float, int]]](list)
     for row, camera in itertools.product(rows, cameras):
         spans[video_address(info, row, camera)].append((*read_span(row, camera), row["episode_index"]))
@@ -246,10 +232,7 @@ def list_spans(
 
 
 def check_spans(info: LeRobotInfo, rows: Sequence[Mapping[str, Any]], cameras: Sequence[str]) -> None:
-    """Raise DataError if the episodes in a video file of version 3 overlap or leave gaps of more than half a frame.
-
-    With a wrong from_timestamp, frames of another moment or episode would be read without an error.
-    """
+    """Raise DataError if the episodes in a video file of version 3 overlap or leave gaps of more than half a frame."""
     for file, spans in list_spans(info, rows, cameras).items():
         expected = 0.0
         for start, end, episode in spans:
@@ -269,7 +252,6 @@ def read_file_ends(info: LeRobotInfo, cameras: Sequence[str]) -> dict[str, float
 
 @contextlib.contextmanager
 def convert_damage(address: str) -> Iterator[None]:
-    """Convert errors that missing or damaged metadata causes in the `with` block to DataError."""
     try:
         yield
     except UserError:

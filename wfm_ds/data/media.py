@@ -1,4 +1,4 @@
-"""Decoding of images and videos to training pixels. Clips of videos are decoded with FFmpeg through PyAV."""
+"""Decoding of images and videos to training pixels."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Pixels = TypeVar("Pixels", bound="Image.Image | npt.NDArray[np.uint8]")
 def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
     """Decode an image to uint8 RGB [H,W,3], or a clip of a video to [framing.num_frames,H,W,3].
 
-    Raises BadMedia if the file is unusable. The reason is `too_short` for an image if framing.num_frames exceeds 1.
+    Raises BadMedia if the file is unusable, or if it is an image and framing.num_frames exceeds 1.
     """
     if media.suffix not in IMAGE_SUFFIXES:
         return load_clip(media, framing, draw)
@@ -48,7 +48,7 @@ def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
 
 
 def media_size(media: Media) -> tuple[int, int]:
-    """Return height and width of an image or video after upright rotation. Raises BadMedia."""
+    """Return (height, width) of an upright image or video. Raises BadMedia."""
     return image_size(media) if media.suffix in IMAGE_SUFFIXES else video_size(media)
 
 
@@ -62,7 +62,7 @@ HD_HEIGHT = 720  # without a colour tag, videos of at least this height are BT.7
 def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
     """Decode a clip to uint8 RGB [num_frames, height, width, 3]. Each frame is resized and cropped as in load_image.
 
-    Raises BadMedia with reason `decode`, `too_small`, or a reason of choose_frames.
+    Raises BadMedia.
     """
     position = framing.crop_position(draw)
 
@@ -86,10 +86,9 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
 def decode_episode(
     media: EpisodeVideo, chosen: Sequence[int], convert: Callable[[Image.Image], Pixels]
 ) -> list[Pixels]:
-    """Decode frames of an episode. Return convert(image) for each frame index in `chosen`. Raises BadMedia.
+    """Return convert(image) for each frame index of an episode in `chosen`. Raises BadMedia.
 
-    With several cameras, an image is composed of their frames. Frames of the second and further cameras are resized
-    right after decoding, to save memory.
+    If the episode has several cameras, each image is composed of their frames.
     """
     (first, *others), rows = list(itertools.chain(*media.views)), [len(row) for row in media.views]
     if not others:
@@ -105,10 +104,9 @@ def decode_episode(
 def read_camera(
     media: EpisodeVideo, camera: CameraSpan, chosen: Sequence[int], convert: Callable[[Image.Image], Pixels]
 ) -> list[Pixels]:
-    """Decode frames of one camera. Return convert(image) for each frame index in `chosen`.
+    """Return convert(image) of one camera for each frame index in `chosen`.
 
-    Raises BadMedia with reason `decode` if the file cannot be decoded, or if it has no frame within half a frame
-    duration of a requested time.
+    Raises BadMedia if the file cannot be decoded or has no frame within half a frame duration of a requested time.
     """
     try:
         with open_video(camera.media) as container:
@@ -126,7 +124,7 @@ def read_camera(
 
 
 def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], int]:
-    """Return (frame indices of the clip, number of frames in the video). Does not decode frames. Raises BadMedia."""
+    """Return (frame indices of the clip, number of frames in the video) without decoding frames. Raises BadMedia."""
     if isinstance(media, EpisodeVideo):
         return list(choose_frames(media, media.seconds, framing, draw)), media.length
     with open_video(media) as container:
@@ -137,7 +135,7 @@ def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], 
 
 
 def video_size(media: Media) -> tuple[int, int]:
-    """Return height and width of a video after it is rotated upright. Decodes the first frame. Raises BadMedia."""
+    """Return (height, width) of an upright video. Decodes the first frame. Raises BadMedia."""
     if isinstance(media, EpisodeVideo):
         (first,) = read_camera(media, media.views[0][0], [0], lambda rgb: rgb)
         return picture_size([len(row) for row in media.views], (first.height, first.width))
@@ -160,10 +158,6 @@ def video_duration(media: Media) -> float:
 
 @contextlib.contextmanager
 def open_video(media: Media) -> Iterator[InputContainer]:
-    """Open a video for decoding with a single thread. Worker threads decode several files in parallel.
-
-    Raises BadMedia.
-    """
     with (
         convert_decode_errors(media, (*DECODE_ERRORS, av.FFmpegError)),
         media.open() as file,
@@ -176,8 +170,7 @@ def open_video(media: Media) -> Iterator[InputContainer]:
 def read_timestamps(container: InputContainer, stream: VideoStream) -> tuple[list[int], list[int]]:
     """Return (times of all frames, times to seek to), both ascending, in units of the stream's time base.
 
-    No frames are decoded. For MP4 and MOV files, the times come from the file's index, and FFmpeg finds the keyframe
-    before a time by itself. For other files, all packets are read, and the times to seek to are those of the keyframes.
+    No frames are decoded.
     """
     if (times := read_index(container, stream)) is not None:
         return times, times
@@ -235,10 +228,7 @@ def choose_frames(media: Media, seconds: npt.NDArray[np.float64], framing: Frami
 
 
 def nearest_frame(seconds: npt.NDArray[np.float64], moment: float) -> int:
-    """Return the index of the frame nearest to the time `moment`.
-
-    If two frames are equally near, return the earlier one.
-    """
+    """Return the index of the frame nearest to the time `moment`, or the earlier index if two are equally near."""
     after = min(int(np.searchsorted(seconds, moment)), len(seconds) - 1)
     before = max(0, after - 1)
     return before if moment - seconds[before] <= seconds[after] - moment else after
@@ -256,9 +246,9 @@ def read_frames(
 ) -> dict[int, Pixels]:
     """Decode the frame nearest to each time in `wanted` and return {time: convert(upright RGB image)}.
 
-    All times are in units of the stream's time base. starts: times to seek to before decoding. Every start after the
-    first is used only if frames are still missing, for example because of wrong keyframe flags. untagged_hd: see
-    `frame_to_rgb`. Raises BadMedia with reason `decode` if no frame is within `tolerance` of a wanted time.
+    All times are in units of the stream's time base. starts: times to seek to before decoding. Each start after the
+    first is used only if frames are still missing. untagged_hd: see `frame_to_rgb`. Raises BadMedia if no frame is
+    within `tolerance` of a wanted time.
     """
     frames, distances = dict[int, Pixels](), dict[int, int]()
     for start in starts:
@@ -276,7 +266,6 @@ def read_frames(
 
 
 def decode_frames(container: InputContainer, start: int, last: int) -> Iterator[tuple[int, VideoFrame]]:
-    """Seek to the time `start` and decode up to the time `last`. Yield (time, frame)."""
     stream = container.streams.video[0]
     container.seek(start, stream=stream)
     for frame in container.decode(stream):

@@ -1,7 +1,4 @@
-"""The order of the training samples, and batches in this order.
-
-The order depends on neither the number of ranks nor the number of decoding threads.
-"""
+"""The order of the training samples. It does not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -27,8 +24,7 @@ T = TypeVar("T")
 def sample_index(position: int, num_samples: int, seed: int, shuffle: bool) -> int:
     """Return the dataset index of the sample at a position. Positions count from 0 over all epochs.
 
-    Each epoch contains every sample once. If the samples are shuffled, their order in an epoch depends only on seed and
-    epoch.
+    Each epoch contains every sample once.
     """
     epoch, offset = divmod(position, num_samples)
     return int(epoch_order(num_samples, seed, epoch)[offset]) if shuffle else offset
@@ -36,24 +32,19 @@ def sample_index(position: int, num_samples: int, seed: int, shuffle: bool) -> i
 
 @functools.lru_cache(maxsize=4)  # two adjacent epochs for each of training and validation
 def epoch_order(num_samples: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Return the read-only permutation of range(num_samples) for an epoch."""
     order = permutation(num_samples, derive_seed(seed, "data_order", epoch))
     order.flags.writeable = False
     return order
 
 
 def permutation(count: int, seed: int) -> npt.NDArray[np.int64]:
-    """Return a permutation of range(count) that depends only on the seed.
-
-    It is computed by sorting random 64-bit numbers, because these are the same in all versions of numpy, unlike the
-    result of `Generator.permutation`.
-    """
+    """Return a permutation of range(count) that depends only on the seed, not on the version of numpy."""
     return np.argsort(np.random.PCG64(seed).random_raw(count), kind="stable").astype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
 class BucketPosition:
-    """The position of a sample in its bucket: an epoch, and an index into the bucket's sample order in this epoch."""
+    """Position of a sample in its bucket: an epoch, and an index into the bucket's sample order in this epoch."""
 
     bucket: int
     epoch: int
@@ -61,15 +52,13 @@ class BucketPosition:
 
 
 class BucketOrder:
-    """Endless sample order for several buckets.
+    """Endless sample order for several buckets, in units of `unit` consecutive samples from one bucket.
 
-    The order consists of units. A unit is `unit` consecutive samples from one bucket. Samples enter their buckets in
-    the order of `sample_index`, epoch after epoch. As soon as a bucket contains `unit` samples, they form the next
-    unit. Samples left over at the end of an epoch stay in their bucket, so all samples occur equally often.
+    Samples enter their buckets in the order of `sample_index`. As soon as a bucket contains `unit` samples, they form
+    the next unit. Samples left over at the end of an epoch stay in their bucket.
     """
 
     def __init__(self, buckets: Sequence[int], *, unit: int, seed: int, shuffle: bool) -> None:
-        """buckets: bucket index of each sample, from 0."""
         self.buckets = np.asarray(buckets, dtype=np.int64)
         self.counts = [int(count) for count in np.bincount(self.buckets)]  # samples by bucket
         self.unit, self.seed, self.shuffle = unit, seed, shuffle
@@ -77,7 +66,6 @@ class BucketOrder:
         self._cached_units = cache_epochs(self._epoch_units, maxsize=2)
 
     def locate(self, position: int) -> BucketPosition:
-        """Convert a position of the endless order, counted from 0, to a bucket position."""
         unit, offset = divmod(position, self.unit)
         epoch = unit * self.unit // len(self.buckets)  # earliest epoch in which the unit can be filled
         while self._count_units(epoch + 1) <= unit:
@@ -88,7 +76,6 @@ class BucketOrder:
         return BucketPosition(bucket, *divmod(number * self.unit + offset, self.counts[bucket]))
 
     def sample_index(self, position: BucketPosition) -> int:
-        """Return the dataset index of the sample at a bucket position."""
         order, offsets = self._cached_split(position.epoch)
         return int(order[offsets[position.bucket][position.offset]])
 
@@ -96,17 +83,14 @@ class BucketOrder:
         return sum(epoch * count // self.unit for count in self.counts)
 
     def _split_epoch(self, epoch: int) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
-        """Return the sample order of an epoch, and the positions of each bucket's samples in this order.
-
-        There is one array of ascending positions per bucket.
-        """
+        """Return the sample order of an epoch, and for each bucket the ascending positions of its samples."""
         num_samples = len(self.buckets)
         order = epoch_order(num_samples, self.seed, epoch) if self.shuffle else np.arange(num_samples)
         by_bucket = np.argsort(self.buckets[order], kind="stable")
         return order, np.split(by_bucket, np.cumsum(self.counts)[:-1])
 
     def _epoch_units(self, epoch: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """Return two arrays for the units that become complete in this epoch: bucket index and index in the bucket.
+        """Return the bucket index and the index in the bucket of each unit that becomes complete in this epoch.
 
         The units are ordered by the positions of their last samples.
         """
@@ -122,10 +106,7 @@ class BucketOrder:
 
 
 def cache_epochs(function: Callable[[int], T], maxsize: int) -> Callable[[int], T]:
-    """Cache the most recent results of a function whose argument is the epoch.
-
-    Concurrent threads compute each result only once.
-    """
+    """Cache the `maxsize` most recent results of a function of the epoch. Threads compute each result only once."""
     cached, lock = functools.lru_cache(maxsize=maxsize)(function), threading.Lock()
 
     def lookup(epoch: int) -> T:
@@ -137,10 +118,9 @@ def cache_epochs(function: Callable[[int], T], maxsize: int) -> Callable[[int], 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BatchSource(BatchReader):
-    """Batches of a scanned dataset, in the order of BucketOrder.
+    """Reads batches of a scanned dataset, in the order of BucketOrder.
 
-    A file that cannot be decoded is replaced by a sample from the same bucket, so that all ranks run the same number of
-    forward passes. The substitute depends only on the position.
+    A bad file is replaced by a sample from the same bucket. The substitute depends only on the position.
     """
 
     samples: Sequence[Sample] = field(kw_only=False)

@@ -44,12 +44,11 @@ DECODE_ERRORS: tuple[type[Exception], ...] = (
 
 
 Draw = Callable[[str], float]
-"""Function that maps a purpose (`clip`, `crop_x`, `crop_y`) to a random number in [0, 1). The number is the same
-whenever the function is called for this sample and epoch."""
+"""Function that maps `clip`, `crop_x` or `crop_y` to a random number in [0, 1), fixed per sample and epoch."""
 
 
 def draw_centre(purpose: str) -> float:
-    """Return 0.5. This is the `Draw` function for centre crops, and for clips from the middle of a video."""
+    """Return 0.5: a `Draw` function for centre crops, and for clips from the middle of a video."""
     return 0.5
 
 
@@ -68,7 +67,7 @@ class Framing:
     span: int | None = None  # frames covered by the inputs, if only the first num_frames of them are decoded
 
     def crop_position(self, draw: Draw) -> tuple[float, float]:
-        """Return the (x, y) position of the crop. 0 is the left or upper edge, 1 is the right or lower edge."""
+        """Return the (x, y) position of the crop: 0 is the left or upper edge, 1 is the right or lower edge."""
         return (draw("crop_x"), draw("crop_y")) if self.crop == "random" else (0.5, 0.5)
 
 
@@ -84,10 +83,7 @@ class BadMedia(DataError):
 
 @contextlib.contextmanager
 def convert_decode_errors(media: Media, errors: tuple[type[Exception], ...] = DECODE_ERRORS) -> Iterator[None]:
-    """Convert decoding errors in the `with` block to BadMedia with reason `decode`.
-
-    UserErrors, such as a lost connection, are not converted.
-    """
+    """Convert decoding errors in the `with` block to BadMedia with reason `decode`. UserErrors are not converted."""
     try:
         yield
     except UserError:
@@ -111,9 +107,9 @@ def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
     The image is rotated upright, resized (bicubic, antialiased) until it covers the framing's size, and cropped. An
     image that already has this size is not resampled. Transparent images are blended over white, 16-bit grey is rounded
     to 8 bits, and animations yield their first frame.
-    Raises BadMedia with reason `decode` if the file is missing, damaged, not JPEG, PNG or WebP, or above Pillow's
-    decompression bomb limit. Raises BadMedia with reason `too_small` if the image must be enlarged by more than
-    max_upscale.
+
+    Raises BadMedia with reason `too_small` if the image must be enlarged by more than max_upscale. Raises BadMedia with
+    reason `decode` if the file is missing, damaged, above Pillow's size limit, or not JPEG, PNG or WebP.
     """
     with convert_decode_errors(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
         rgb = to_rgb(ImageOps.exif_transpose(image))
@@ -122,7 +118,7 @@ def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
 
 
 def image_size(media: Media) -> tuple[int, int]:
-    """Return height and width of an image after it is rotated upright. Reads only the header. Raises BadMedia."""
+    """Return (height, width) of an upright image, from its header. Raises BadMedia."""
     with convert_decode_errors(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
         # Use the base class: PNG's override decodes the whole image to find an orientation after the pixels.
         is_rotated = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) in QUARTER_TURNS
@@ -142,7 +138,7 @@ def check_size(media: Media, framing: Framing, height: int, width: int) -> None:
 
 
 def crop_to_cover(rgb: Image.Image, framing: Framing, position: tuple[float, float]) -> Image.Image:
-    """Resize an image to cover the framing's height x width. Then crop it to this size at `position`."""
+    """Resize an image until it covers the framing's height x width, then crop it to this size at `position`."""
     if rgb.size == (framing.width, framing.height):
         return rgb
     return ImageOps.fit(rgb, (framing.width, framing.height), method=Image.Resampling.BICUBIC, centering=position)
@@ -163,7 +159,7 @@ def crop_box(
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Convert an image in any mode that JPEG, PNG or WebP can have to RGB. Transparent pixels become white."""
+    """Convert a JPEG, PNG or WebP image in any mode to RGB. Transparent pixels become white."""
     if image.mode.startswith("I;16"):
         return grey16_to_rgb(image)
     if image.mode in ("RGBA", "LA", "PA", "RGBa", "La") or "transparency" in image.info:
@@ -173,7 +169,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def grey16_to_rgb(image: Image.Image) -> Image.Image:
-    """Convert 16-bit grey to RGB by rescaling. Pillow's conversion would make all values above 255 white."""
     levels = np.asarray(image).astype(np.uint32)
     grey = (levels * 255 + 32767) // 65535
     transparent = image.info.get("transparency")

@@ -1,4 +1,4 @@
-"""Preference pairs: a chosen and a rejected image or video for each prompt. Scanning does not decode them."""
+"""Preference pairs: a chosen and a rejected image or video for each prompt."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROLES = ("chosen", "rejected")
 
 
 def load_pairs(paths: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float) -> SampleSet:
-    """Scan preference pairs in a .jsonl file or in tar shards. Raises DataError like PairTable and PairShards."""
+    """Scan preference pairs in a .jsonl file or in tar shards. Raises DataError."""
     if len(paths) == 1 and paths[0].lower().endswith(TABLE_SUFFIX):
         return PairTable(Path(paths[0]), max_bad_fraction=max_bad_fraction)
     return PairShards(paths, cache_dir=cache_dir, max_bad_fraction=max_bad_fraction)
@@ -30,11 +30,10 @@ def load_pairs(paths: Sequence[str], *, cache_dir: Path | None, max_bad_fraction
 class PairTable(SampleSet):
     """Preference pairs of a JSONL file. Each line has `prompt` and the relative paths `chosen` and `rejected`.
 
-    The sample id is the value of `id` or, if there is none, `CHOSEN > REJECTED`. All other keys become metadata.
+    The sample id is the value of `id`. If there is none, it is `CHOSEN > REJECTED`. All other keys become metadata.
     """
 
     def __init__(self, table: Path, *, max_bad_fraction: float) -> None:
-        """Read the table. Raises DataError if it is unreadable, empty, or has more than max_bad_fraction bad lines."""
         super().__init__(str(table))
         try:
             content = read_regular(table)
@@ -76,7 +75,6 @@ class PairTable(SampleSet):
         self.samples.append(Sample(id=pair_id, media=chosen, prompt=prompt, rejected=rejected))
 
     def _resolve_path(self, name: Any) -> str | None:
-        """Return the path of an existing image or video called `name`. Returns None if there is no such file."""
         if not isinstance(name, str) or "\0" in name or os.path.splitext(name)[1].lower() not in MEDIA_SUFFIXES:
             return None
         path = os.path.normpath(self._folder / name)
@@ -85,7 +83,6 @@ class PairTable(SampleSet):
 
 
 def list_folder(folder: str) -> frozenset[str]:
-    """Return the names in a folder, or an empty set if the folder cannot be listed."""
     try:
         return frozenset(os.listdir(folder))
     except OSError:
@@ -119,9 +116,5 @@ class PairShards(TarShards):
 
 
 def is_pair_member(member: IndexEntry, role: str) -> bool:
-    """Return whether a tar member is the `chosen` or the `rejected` image or video of a pair.
-
-    role: `chosen` or `rejected`.
-    """
     stem, suffix = os.path.splitext(member.field)
     return stem == role and suffix in MEDIA_SUFFIXES

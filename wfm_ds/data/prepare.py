@@ -1,7 +1,7 @@
 """`wfm data prepare RECIPE [section.key=value ...]`: fill the cache of text embeddings and latents.
 
-Under the `deepspeed` launcher, the ranks divide the work. If the command was interrupted, run it again: existing
-entries are kept. The exit codes are the same as in wfm_ds.train.
+Existing entries are kept. Under the `deepspeed` launcher, the ranks divide the work. The exit codes are the same as in
+wfm_ds.train.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def fill_caches(recipe: Recipe, world: World) -> str:
-    """Fill the caches of text embeddings and latents. Return a summary. All ranks must call this.
+    """Fill the caches of text embeddings and latents, and return a summary. All ranks must call this.
 
     If one rank raises UserError, all ranks raise it.
     """

@@ -1,8 +1,6 @@
-"""Published prompt sets: where they come from, how to check a download, and how to download them.
+"""Published prompt sets: where they come from, and how to download and check them.
 
-Each file is pinned to a commit of a GitHub repository and to its git blob id, which shows whether a download is the
-published file. The files already have the layout that `load_prompts` reads, so they are only renamed, and invalid lines
-are made blank.
+Each file is pinned to a commit of a GitHub repository and checked against its git blob id.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from wfm_ds.storage.atomic import sync_to_disk, write_text
 
 RAW_URL = "https://raw.githubusercontent.com"
 MIRROR = "WFM_PROMPTS_URL"
-"""Environment variable with the address of a mirror: a server that has the same paths as RAW_URL."""
+"""Environment variable with the address of a mirror that has the same paths as RAW_URL."""
 NOTE_FILE = "SOURCE.md"
 CHANGED_REMARK = "differs from the published file (changed, or with invalid lines left blank)"
 CHUNK_BYTES = 1 << 16
@@ -35,10 +33,8 @@ NUM_TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class PromptFile:
-    """A file of a published prompt set."""
-
     name: str
-    """Name in the folder of the prompt set."""
+    """File name in the folder of the prompt set."""
     path: str
     """Path in the repository."""
     blob: str
@@ -52,7 +48,7 @@ class PromptSource:
     repository: str
     commit: str
     licence: str
-    """Licence of the repository. Prompts that come from elsewhere may have another licence; see `remark`."""
+    """Licence of the repository. Prompts from other sources may have another licence; see `remark`."""
     remark: str
     files: tuple[PromptFile, ...]
 
@@ -104,12 +100,11 @@ PROMPT_SOURCES = {
 
 
 def missing_files(name: str, folder: Path) -> list[PromptFile]:
-    """Return the files of a published prompt set that are not in the folder."""
     return [file for file in PROMPT_SOURCES[name].files if not (folder / file.name).is_file()]
 
 
 def missing_bytes(name: str, folder: Path) -> int:
-    """Ask the server for the total size of a prompt set's missing files. Raises DataError if it cannot be reached."""
+    """Ask the server for the total size of a prompt set's missing files, in bytes. Raises DataError."""
     total = 0
     for file in missing_files(name, folder):
         request = urllib.request.Request(file_url(PROMPT_SOURCES[name], file), method="HEAD")
@@ -135,11 +130,10 @@ def download_error(url: str, path: Path, error: Exception) -> DataError:
 
 
 def download_prompt_set(name: str, folder: Path) -> Iterator[str]:
-    """Download a published prompt set to a folder. Yield a line of text for each file: path and number of prompts.
+    """Download a published prompt set. Yield a line of text for each file: path and number of prompts.
 
-    Existing files are kept. Lines that `load_prompts` cannot read are replaced by blank lines, because the ids of the
-    other prompts contain line numbers. Writes SOURCE.md with the source, licence and checksums. Raises DataError if the
-    server cannot be reached or a file is not the published one.
+    Existing files are kept. Lines that `load_prompts` cannot read become blank. Writes SOURCE.md with the source,
+    licence and checksums. Raises DataError if the server cannot be reached or a file is not the published one.
     """
     source, parse = PROMPT_SOURCES[name], PROMPT_FORMATS[name][1]
     folder.mkdir(parents=True, exist_ok=True)
@@ -160,15 +154,10 @@ def download_prompt_set(name: str, folder: Path) -> Iterator[str]:
 
 
 def git_blob_id(content: bytes) -> str:
-    """Return the blob id that git gives to this file content."""
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
 def _download_prompt_file(url: str, path: Path, blob: str, parse: ParseLine) -> int:
-    """Download and check a prompt file, and return the number of lines that were replaced by blank lines.
-
-    Does nothing if another process has downloaded the file in the meantime.
-    """
     part = path.with_name(f".{path.name}.part")
     with part.open("ab") as lock:
         with contextlib.suppress(OSError):  # a file system without locks; the check of the content finds a mixture
@@ -204,12 +193,7 @@ def _is_readable(line: bytes, parse: ParseLine) -> bool:
 
 
 def _download_file(url: str, part: Path, final: Path) -> None:
-    """Download a URL to the file `part`. Bytes that `part` already has are not downloaded again.
-
-    Interrupted transfers are repeated.
-
-    Raises DataError if the transfer fails or the file cannot be written.
-    """
+    """Download a URL to the file `part`, after the bytes that `part` already has. Raises DataError."""
     problem: Exception | None = None
     for _ in range(NUM_TRIES):
         try:

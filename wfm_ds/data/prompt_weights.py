@@ -5,10 +5,8 @@
 s is the std of a prompt, where s^2 is the running mean of the reward variances of the prompt's groups. max(s) is the
 largest std of all prompts, and floor is the smallest weight.
 
-Groups with equal rewards have zero gradient, so their prompts are sampled less often. Every prompt is still sampled at
-least `floor` times as often as the prompt with the largest std. The scale of the rewards has no effect. For rewards of
-0 or 1 with success rate p, s^2 estimates p * (1 - p). A prompt that has no rewards yet gets the mean std of the prompts
-with rewards. If all stds are 0, all weights are equal.
+A prompt that has no rewards yet gets the mean std of the prompts with rewards. If all stds are 0, all weights are
+equal.
 """
 
 from __future__ import annotations
@@ -34,15 +32,12 @@ class RewardStdTable:
     """Running mean of the reward variance of each prompt. It is NaN for a prompt that has no rewards yet."""
 
     def __init__(self, num_prompts: int, *, floor: float, memory: float) -> None:
-        """floor: weight of a prompt with std 0, in (0, 1]. The largest weight is 1.
-
-        memory: decay of a prompt's running mean, in [0, 1), applied once for each group of the prompt.
-        """
+        """floor: weight of a prompt with std 0, in (0, 1]. memory: decay of a running mean per group, in [0, 1)."""
         self.floor, self.memory = floor, memory
         self.variances = np.full(num_prompts, np.nan)
 
     def update(self, prompt: int, variances: Sequence[float]) -> None:
-        """Update a prompt's running variance. variances: reward variances of the prompt's groups in one RL step."""
+        """Update a prompt's running mean. variances: reward variances of the prompt's groups in one RL step."""
         decay = 0.0 if math.isnan(self.variances[prompt]) else self.memory ** len(variances)
         mean = math.fsum(variances) / len(variances)
         self.variances[prompt] = mean if decay == 0 else decay * self.variances[prompt] + (1 - decay) * mean
@@ -74,7 +69,7 @@ class RewardStdTable:
         return stats | ({"data/prompt_reward_std_mean": math.fsum(stds) / len(stds)} if len(stds) else {})
 
     def state(self) -> dict[str, str]:
-        """Return base64 texts: `seen` (indices of the prompts with rewards) and `variances` (of these prompts)."""
+        """Return base64 texts: `seen`, the indices of prompts with rewards, and `variances`, their running means."""
         (indices,) = np.nonzero(~np.isnan(self.variances))
         return {
             "seen": encode_array(indices.astype("<i4")),
@@ -100,8 +95,7 @@ def draw_prompts(weights: Weights, count: int, *, seed: int, step: int) -> list[
 def systematic_sample(weights: Weights, count: int, start: int) -> npt.NDArray[np.int64]:
     """Return `count` indices by systematic sampling (Madow 1949).
 
-    The weights are laid end to end on a line. Points at intervals of sum(weights) / count select the indices; the first
-    point is at start / count. start: uniform in [0, sum(weights)).
+    start: uniform in [0, sum(weights)). The first sampling point is at start / count.
     """
     total = int(weights.sum())
     return np.searchsorted(count * np.cumsum(weights), start + total * np.arange(count), side="right")

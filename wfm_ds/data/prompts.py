@@ -1,7 +1,4 @@
-"""Prompt sets for RL and validation: prompt files, and the order of prompts in training.
-
-An invalid line is an error and is not skipped, because ids contain line numbers and prompt files are easy to repair.
-"""
+"""Prompt sets for RL and validation: prompt files, and the order of prompts in training."""
 
 from __future__ import annotations
 
@@ -34,9 +31,9 @@ def load_prompts(folder: Path, name: str, split: str) -> list[Prompt]:
     ocr: {split}.txt with one prompt per line. The text in the first double quotes becomes the metadata `ocr_target`.
     geneval: {split}_metadata.jsonl or {split}.jsonl. The whole object becomes metadata.
     dance_grpo_t2v: {split}.txt, or video_prompts.txt if it does not exist.
-    Any other name: {split}.txt, or {split}.jsonl with `prompt` and optional `negative_prompt`. Further keys become
-    metadata.
-    Blank lines are skipped. Raises DataError for a missing folder or file, an empty file, or invalid lines.
+    Any other name: {split}.txt, or {split}.jsonl with `prompt` and optional `negative_prompt`. Other keys: metadata.
+
+    Blank lines are skipped. Raises DataError if the folder or file is missing, empty or invalid.
     """
     download = f"; to download the published set: {download_command(name, folder)}" if name in PROMPT_FORMATS else ""
     if not folder.is_dir():
@@ -56,7 +53,6 @@ def load_prompts(folder: Path, name: str, split: str) -> list[Prompt]:
 
 
 def download_command(name: str, folder: Path) -> str:
-    """Return the command that downloads a published prompt set."""
     return f"wfm data prompts {name} {shlex.quote(str(folder))}"
 
 
@@ -70,10 +66,7 @@ def load_prompt_file(path: Path) -> list[Prompt]:
 
 
 class PromptOrder:
-    """The order of the prompts in RL training. Every epoch contains each prompt once.
-
-    An epoch can end in the middle of an RL step.
-    """
+    """The order of the prompts in RL training. Every epoch contains each prompt once."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         if not prompts:
@@ -87,11 +80,10 @@ class PromptOrder:
         return self._select((step - 1) * count, count, self._seed)
 
     def extra_prompts(self, step: int, count: int, attempt: int) -> list[Prompt]:
-        """Return `count` additional prompts for RL step `step`, to refill it with new groups.
+        """Return `count` additional prompts to refill RL step `step`.
 
         attempt: number of the refill round, counted from 1. If prompts are shuffled, each round number has a separate
-        order, which contains every prompt once per epoch. Otherwise, these are the prompts that follow the step's
-        prompts.
+        order. Otherwise, these are the prompts that follow the step's prompts.
         """
         return self._select((step - 1 + attempt) * count, count, derive_seed(self._seed, "further_prompts", attempt))
 
@@ -101,9 +93,9 @@ class PromptOrder:
 
 
 def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Prompt]:
-    """Read all prompts of a file. Raises DataError that lists the invalid lines.
+    """Read all prompts of a file. parse: line parser. None selects it by file suffix.
 
-    parse: line parser. None selects it by file suffix.
+    Raises DataError that lists the invalid lines.
     """
     parse = parse or PARSERS[path.suffix]
     prompts: list[Prompt] = []
@@ -122,10 +114,7 @@ def read_prompts(path: Path, id_prefix: str, parse: ParseLine | None) -> list[Pr
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield (line number from 1, stripped line) for each line that is not blank.
-
-    Raises DataError if the file is not encoded as UTF-8.
-    """
+    """Yield (line number from 1, stripped line) of the lines that are not blank. Raises DataError if not UTF-8."""
     try:
         content = read_regular(path)
     except OSError as error:
@@ -165,7 +154,6 @@ def parse_geneval_line(prompt_id: str, line: str) -> Prompt:
 
 
 def parse_prompt_object(line: str) -> dict[str, Any]:
-    """Parse a JSON object with a non-empty string `prompt`. Raises ValueError for any other line."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:

@@ -1,8 +1,4 @@
-"""Convert rotations of robot data sets to matrices.
-
-The data sets store angles, quaternions, rotation vectors, or two columns of the matrix. This module uses only numpy,
-because importing scipy's rotations takes 0.3 s in every process that reads data.
-"""
+"""Convert rotations of robot data sets to matrices: angles, quaternions, rotation vectors, or two matrix columns."""
 
 from __future__ import annotations
 

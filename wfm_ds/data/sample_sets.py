@@ -28,8 +28,7 @@ log = logging.getLogger(__name__)
 def scan_paths(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> SampleSet:
     """Scan the data at these paths and log the rejected entries. Several paths are allowed only for tar shards.
 
-    pairs: whether the algorithm trains on preference pairs. Raises DataError if the data is invalid or does not suit
-    the algorithm (see `check_pairs`).
+    pairs: whether the algorithm trains on preference pairs. Raises DataError if the data is invalid or unsuitable.
     """
     dataset = build_sample_set(data, paths)
     dataset.samples = add_viewpoints(dataset.samples, data)
@@ -38,7 +37,6 @@ def scan_paths(data: DataRecipe, paths: Sequence[str], *, pairs: bool) -> Sample
 
 
 def log_scan_result(dataset: SampleSet) -> SampleSet:
-    """Log the notes and rejected entries of a scan result, and return the result."""
     for note in dataset.notes:
         log.warning("%s: %s", dataset.source, note)
     for reason, names in dataset.bad.items():
@@ -47,10 +45,7 @@ def log_scan_result(dataset: SampleSet) -> SampleSet:
 
 
 def check_pairs(dataset: SampleSet, pairs: bool) -> None:
-    """Raise DataError if the samples do not suit the algorithm.
-
-    pairs: True if all samples must be preference pairs, False if no sample may be a pair.
-    """
+    """Raise DataError unless all samples are preference pairs (pairs = True), or none of them (pairs = False)."""
     mismatch = next((sample for sample in dataset.samples if (sample.rejected is not None) != pairs), None)
     if mismatch is not None:
         wanted = "a pair: set `rejected`" if pairs else "a single image or video: omit `rejected`"
@@ -86,10 +81,6 @@ def build_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
 
 
 def build_user_sample_set(data: DataRecipe, paths: Sequence[str]) -> SampleSet:
-    """Scan the data with the user's SampleSet class.
-
-    Raises DataError if the class is invalid or rejects data.options.
-    """
     key = "data.kind"
     make: Callable[..., SampleSet] = import_class(data.kind, SampleSet, key=key, error=DataError)
     arguments: dict[str, Any] = {"max_bad_fraction": data.max_bad_fraction, **data.options}

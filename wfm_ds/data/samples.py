@@ -39,21 +39,21 @@ MAX_GROWTH = 100  # maximum length of a mixture's epoch relative to the number o
 
 
 class Media(Protocol):
-    """Interface of an image or video, which may be a local file, an S3 object or a tar member."""
+    """An image or video, such as a local file, an S3 object or a tar member."""
 
     @property
     def name(self) -> str:
-        """The path or address. Used in messages."""
+        """The path or address, for messages."""
 
     @property
     def suffix(self) -> str:
-        """The file suffix in lower case, including the dot. It is one of MEDIA_SUFFIXES."""
+        """The file suffix in lower case, with the dot. It is one of MEDIA_SUFFIXES."""
 
     def open(self) -> BinaryIO:
         """Open the file as a seekable binary stream. Raises OSError."""
 
     def identity(self) -> tuple[str | int, ...]:
-        """Return a key that changes when the content changes. Computed without reading the content. Raises OSError."""
+        """Return a key that changes when the content changes, without reading the content. Raises OSError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,6 @@ class LocalFile:
 
 @dataclass(frozen=True, slots=True)
 class RemoteFile:
-    """An image or video at an s3:// address."""
-
     address: str
 
     @property
@@ -118,10 +116,7 @@ def decode_text(content: bytes) -> str | None:
 
 
 def is_encodable(value: Any) -> bool:
-    """Return whether a JSON value can be encoded as UTF-8.
-
-    A value such as "\\ud800", which is half of a surrogate pair, cannot be encoded.
-    """
+    """Return whether a JSON value can be encoded as UTF-8. Half of a surrogate pair, such as "\\ud800", cannot."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except (UnicodeEncodeError, RecursionError):
@@ -157,8 +152,7 @@ class Sample:
 class SampleSet:
     """Base class of scanned datasets. The constructor of a subclass scans one kind of dataset.
 
-    `samples` is sorted by id. `bad` maps each reason (a key of REASONS) to the names of the rejected entries, in scan
-    order.
+    `samples` is sorted by id. `bad` maps each reason (a key of REASONS) to the names of the rejected entries.
     """
 
     def __init__(self, source: str) -> None:
@@ -184,7 +178,7 @@ class SampleSet:
             )
 
     def epoch_samples(self, training: Sequence[Sample]) -> list[Sample]:
-        """Return the samples of one epoch. Subclasses may return some training samples several times."""
+        """Return the samples of one epoch. Subclasses may repeat training samples."""
         return list(training)
 
     def holdout_key(self, sample: Sample) -> str:
@@ -192,7 +186,7 @@ class SampleSet:
         return sample.id
 
     def split_holdout(self, holdout: float) -> tuple[list[Sample], list[Sample]]:
-        """Split the samples by `choose_held_out`. Return (training samples, held-out samples), both sorted by id."""
+        """Return (training samples, held-out samples), both sorted by id. The split uses `choose_held_out`."""
         is_held_out = choose_held_out([self.holdout_key(sample) for sample in self.samples], holdout)
         parts: tuple[list[Sample], list[Sample]] = ([], [])
         for sample, held_out in zip(self.samples, is_held_out, strict=True):
@@ -201,11 +195,10 @@ class SampleSet:
 
 
 def choose_held_out(ids: Sequence[str], holdout: float) -> list[bool]:
-    """Return for each sample whether it is held out. Samples with equal ids get the same result.
+    """Return for each sample whether it is held out. A hash of its id decides.
 
-    holdout: expected fraction of held-out samples, in [0, 1). A hash of the id decides for each sample, so adding or
-    removing other samples does not change the decision. If there are at least two ids and holdout > 0, at least one is
-    held out and at least one is not.
+    holdout: expected fraction of held-out samples, in [0, 1). If there are at least two ids and holdout > 0, at least
+    one is held out and at least one is not.
     """
     draws = [draw_uniform(0, "holdout", sample_id) for sample_id in ids]
     ordered = sorted(set(draws))
@@ -216,10 +209,7 @@ def choose_held_out(ids: Sequence[str], holdout: float) -> list[bool]:
 
 
 def parse_caption(content: bytes, sample_id: str) -> Prompt | None:
-    """Parse a JSON caption. Returns None if it has no prompt.
-
-    Keys other than prompt and negative_prompt become metadata.
-    """
+    """Parse a JSON caption. Returns None if it has no prompt. Other keys except negative_prompt become metadata."""
     caption = parse_object(content)
     if caption is None:
         return None
@@ -239,7 +229,6 @@ def parse_object(content: bytes) -> dict[str, Any] | None:
 
 
 def pack_prompt(prompt: Prompt) -> list[Any]:
-    """Return a prompt as a JSON list. `unpack_prompt` is the inverse."""
     packed = [prompt.id, prompt.text, prompt.negative_text, dict(prompt.metadata)]
     if prompt.viewpoint is not None:
         return [*packed, pack_arrays(prompt.inputs), prompt.viewpoint]
@@ -255,19 +244,17 @@ def unpack_prompt(packed: Sequence[Any]) -> Prompt:
 
 
 def dataset_name(sample: Sample) -> str:
-    """Return the name of the sample's data set in a mixture."""
     return sample.id.partition("/")[0]
 
 
 class SampleSetMixture(SampleSet):
     """A weighted mixture of named datasets. The sample ids are NAME/ID.
 
-    The number of samples per epoch from each dataset is proportional to its weight. An epoch contains every sample at
-    least once. Samples are repeated if the weights require it.
+    The number of samples per epoch from each dataset is proportional to its weight. Every epoch contains each sample at
+    least once, and repeats samples if the weights require it.
     """
 
     def __init__(self, sets: Mapping[str, tuple[SampleSet, float]]) -> None:
-        """sets: {name: (dataset, weight)}, with weights > 0."""
         super().__init__("data.sets")
         self.weights = {name: weight for name, (_, weight) in sets.items()}
         for name, (dataset, _) in sorted(sets.items()):
@@ -279,10 +266,7 @@ class SampleSetMixture(SampleSet):
         self.samples.sort(key=lambda sample: sample.id)
 
     def holdout_key(self, sample: Sample) -> str:
-        """Return a key that is the same for one episode in two datasets, so that neither or both hold it out.
-
-        The key of an episode is FOLDER/EPISODE. The key of any other sample is its id.
-        """
+        """Return FOLDER/EPISODE for an episode, which is equal in all datasets, and the id for other samples."""
         return sample.id if sample.rows is None else "/".join(sample.media.name.split("/")[-2:])
 
     def epoch_samples(self, training: Sequence[Sample]) -> list[Sample]:
@@ -314,7 +298,7 @@ class SampleSetMixture(SampleSet):
 def epoch_counts(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict[str, int]:
     """Return {dataset: number of samples per epoch}. The numbers are proportional to the weights.
 
-    They are at least as large as the datasets. An empty dataset gets 0.
+    No number is smaller than the size of its dataset. An empty dataset gets 0.
     """
     total = sum(weights[name] for name, size in sizes.items() if size)
     shares = {name: weights[name] / total if size else 0.0 for name, size in sizes.items()}
@@ -323,7 +307,7 @@ def epoch_counts(sizes: Mapping[str, int], weights: Mapping[str, float]) -> dict
 
 
 def repeat_samples(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """Repeat samples evenly until there are `count`. Repeats get new ids, so that their crop, clip and noise differ."""
+    """Repeat samples evenly until there are `count`. Repeats get new ids."""
     rounds, rest = divmod(count, len(samples)) if samples else (0, 0)
     extra = [samples[i * len(samples) // rest] for i in range(rest)]  # evenly spaced: neighbours may be similar
     copies = [*samples]

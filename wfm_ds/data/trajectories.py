@@ -40,7 +40,6 @@ def read_npy(file: IO[bytes]) -> Floats:
 
 
 def to_float32(array: Any) -> Floats:
-    """Convert an array of real numbers to float32. Raises ValueError for anything else."""
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biuf":
         raise ValueError("not an array of real numbers")
     with np.errstate(over="ignore"):  # overflow becomes infinity, which callers reject
@@ -59,9 +58,9 @@ STATS_KEYS = {"quantile": ("q01", "q99"), "meanstd": ("mean", "std")}  # lists i
 def compose_actions(actions: Floats, frames: Sequence[int], compose: str | None, rest: str = "first") -> Floats:
     """Return the actions [len(frames)-1,D] between neighbouring selected frames.
 
-    actions: [N-1,D] for N frames and D numbers per action. Row i is the action between frames i and i + 1. compose: how
-    to combine the actions between two selected frames, `sum` or `pose` (see `compose_poses`). None: raise ValueError if
-    frames are skipped or repeated. rest: see `compose_poses`; used only with `pose`.
+    actions: [N-1,D] for N frames. Row i is the action between frames i and i + 1. compose: how to combine several
+    actions, `sum` or `pose` (see `compose_poses`). None: raise ValueError if frames are skipped or repeated. rest: see
+    `compose_poses`; used only with `pose`.
     """
     spans = list(itertools.pairwise(frames))
     if compose is None and any(stop != start + 1 for start, stop in spans):
@@ -88,8 +87,8 @@ def compose_poses(actions: Floats, start: int, stop: int, rest: str) -> Floats:
     """Combine the actions from frame `start` to frame `stop` into one action.
 
     An action consists of one or more poses of 9 numbers, followed by fewer than 9 other numbers, such as a gripper
-    position. Poses are multiplied. rest: `first` or `last`, the action from which the other numbers are taken. If start
-    = stop, `first` means the action after this frame, and `last` the action before it.
+    position. Poses are multiplied. rest: `first` or `last`, the action that provides the other numbers. If start =
+    stop, `first` is the action after this frame, and `last` is the action before it.
     """
     width = actions.shape[1] // POSE_WIDTH * POSE_WIDTH
     poses = [pose_product(actions[start:stop, i : i + POSE_WIDTH]) for i in range(0, width, POSE_WIDTH)]
@@ -110,10 +109,9 @@ def relative_poses(rotations: npt.NDArray[np.float64], positions: npt.NDArray[np
 
 
 def pose_product(poses: Floats) -> Floats:
-    """Combine n poses [n,9], each relative to the previous one, into one pose [9].
+    """Combine n poses [n,9], each relative to the previous one, into one pose [9]. If n = 0, it is the identity.
 
-    A pose is a translation [3] and the first two columns of a rotation matrix [6] (Zhou et al., CVPR 2019). If n = 0,
-    the result is the identity.
+    A pose is a translation [3] and the first two columns of a rotation matrix [6] (Zhou et al., CVPR 2019).
     """
     orientation, translation = np.eye(3), np.zeros(3)
     for pose in poses.astype(np.float64):
@@ -123,10 +121,7 @@ def pose_product(poses: Floats) -> Floats:
 
 
 def rotation_matrix(first: npt.NDArray[np.float64], second: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Compute a rotation matrix [3,3] from its first two columns by Gram-Schmidt.
-
-    Raises ValueError if the columns are parallel.
-    """
+    """Compute a rotation matrix [3,3] from two columns by Gram-Schmidt. Raises ValueError if they are parallel."""
     x = first / (np.linalg.norm(first) or 1)
     y = second - (x @ second) * x
     if np.linalg.norm(x) == 0 or np.linalg.norm(y) < 1e-6 * np.linalg.norm(second) or not second.any():
@@ -149,7 +144,7 @@ def require_rigid(poses: Floats) -> None:
 class ActionScaling:
     """Scaling of actions with D numbers (data.actions.normalize): (actions - low) / scale - offset.
 
-    low and scale are float64 [D]. offset is a number.
+    low and scale are float64 [D].
     """
 
     low: npt.NDArray[np.float64]
@@ -157,17 +152,16 @@ class ActionScaling:
     offset: float
 
     def __call__(self, actions: Floats) -> Floats:
-        """Scale actions [number of actions, D]. Components that are constant in the data (scale 0) become 0."""
+        """Scale actions [number of actions, D]. Components with scale 0 (constant in the data) become 0."""
         constant = self.scale == 0
         scaled = (actions - self.low) / np.where(constant, 1, self.scale) - self.offset
         return np.where(constant, 0, scaled).astype(np.float32)
 
 
 def load_scaling(actions: ActionsRecipe, stats: Mapping[str, Sequence[float]] | None = None) -> ActionScaling | None:
-    """Return the scaling from data.actions.stats. Returns None if actions are not normalized.
+    """Return the scaling of the actions. Returns None if actions are not normalized.
 
-    stats: statistics that were computed from the data (`data.actions.stats: data`), as `compute_statistics` returns
-    them. None: the statistics are read from the file data.actions.stats. Raises DataError if the file cannot be used.
+    stats: result of `compute_statistics`. None: read the file data.actions.stats. Raises DataError for an invalid file.
     """
     if actions.normalize == "none" or actions.stats is None:
         return None

@@ -38,7 +38,7 @@ FORMAT = 2  # version of the index files
 
 @dataclass(frozen=True, slots=True)
 class IndexEntry:
-    """A file in a tar. Its name KEY.FIELD is split at the first dot into the key of the sample and the field."""
+    """A file KEY.FIELD in a tar. The name is split at the first dot into the key of the sample and the field."""
 
     key: str
     field: str  # in lower case, e.g. "mp4" or "left.png"
@@ -49,10 +49,7 @@ class IndexEntry:
 
 @dataclass(frozen=True, slots=True)
 class TarIndex:
-    """The members of one tar, in the order of the file.
-
-    intact: False if the tar is damaged after the last listed member.
-    """
+    """The members of a tar, in the order of the file. intact: False if the tar is damaged after the last member."""
 
     version: tuple[str | int, ...]
     members: list[IndexEntry]
@@ -60,10 +57,9 @@ class TarIndex:
 
 
 def load_tar_index(address: str, cache_dir: Path | None) -> TarIndex:
-    """Return the index of a local or S3 tar.
+    """Return the index of a local or S3 tar, from cache_dir if the tar has not changed.
 
-    An index in cache_dir is used if the tar has not changed since it was cached. Raises DataError if the file is
-    missing or not an uncompressed tar, and StorageError if it cannot be read.
+    Raises DataError if the file is missing or not an uncompressed tar, and StorageError if it cannot be read.
     """
     try:
         version = storage.file_version(address)
@@ -81,7 +77,6 @@ def load_tar_index(address: str, cache_dir: Path | None) -> TarIndex:
 
 
 def read_index_file(path: Path, version: tuple[str | int, ...]) -> TarIndex | None:
-    """Return the cached index. Returns None if there is none, or if the tar has changed since it was cached."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if tuple(content["version"]) == version:
@@ -92,7 +87,6 @@ def read_index_file(path: Path, version: tuple[str | int, ...]) -> TarIndex | No
 
 
 def scan_tar(address: str, version: tuple[str | int, ...]) -> TarIndex:
-    """Read all headers and captions of a tar in one pass. Images and videos are skipped."""
     fs, path = storage.open_filesystem(address)
     members: list[IndexEntry] = []
     intact, size = True, int(version[1])
@@ -165,19 +159,17 @@ class TarMember:
 class TarShards(SampleSet):
     """Captioned images and videos in tar files. Consecutive members with the same key form a sample.
 
-    A sample has one image or video and a caption. The caption is the key `prompt` of the .json member, or the .txt
-    member. If the caption is a .txt member, a .json member without `prompt` becomes metadata. Ids are FOLDER/SHARD/KEY:
-    the name of the shard's folder, the shard's file name without .tar, and the key.
+    The caption is the key `prompt` of the .json member. If there is none, it is the .txt member, and the .json member
+    becomes metadata. Ids are FOLDER/SHARD/KEY, where SHARD is the name of the tar file without .tar.
     """
 
     content: ClassVar = "captioned media"  # for messages
 
     def __init__(self, patterns: Sequence[str], *, cache_dir: Path | None, max_bad_fraction: float) -> None:
-        """Index the shards.
+        """patterns: paths and s3:// addresses with {000..123} and globs. cache_dir: folder for cached indices.
 
-        patterns: paths and s3:// addresses, which may contain {000..123} and globs. cache_dir: folder for cached
-        indices. Raises DataError if a shard is missing, if two shards have equal file and folder names, if there is no
-        usable sample, or if more than max_bad_fraction of the entries are bad.
+        Raises DataError if a shard is missing, if two shards have equal file and folder names, if there is no usable
+        sample, or if more than max_bad_fraction of the entries are bad.
         """
         super().__init__(", ".join(patterns))
         shards = list(dict.fromkeys(address for pattern in patterns for address in storage.expand_pattern(pattern)))
@@ -233,7 +225,7 @@ class TarShards(SampleSet):
 
 
 def parse_prompt(json_text: str | None, plain_text: str | None, sample_id: str) -> Prompt | None:
-    """Return the prompt in a sample's json or txt caption. Returns None if neither is valid."""
+    """Return the prompt of a sample's .json or .txt caption. Returns None if neither is valid."""
     if json_text is not None and (prompt := parse_caption(json_text.encode(), sample_id)) is not None:
         return prompt
     if plain_text is None or not plain_text.strip():
@@ -247,7 +239,7 @@ def parse_prompt(json_text: str | None, plain_text: str | None, sample_id: str) 
 
 
 def unique_shard_names(shards: Sequence[str]) -> list[str]:
-    """Return FOLDER/NAME of each shard, without .tar, for sample ids. Raises DataError if two of them are equal."""
+    """Return FOLDER/NAME of each shard, without .tar. Raises DataError if two of them are equal."""
     shard_by_name: dict[str, str] = {}
     for shard in shards:
         path = PurePosixPath(shard)

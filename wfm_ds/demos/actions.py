@@ -64,10 +64,6 @@ class ActionsDemo(Demo):
 
 
 def write_pairs(path: Path, samples: Path, clips: Path) -> None:
-    """Write an image with a row of frames for each video.
-
-    The image has pairs of rows: the real clip, and below it the video generated from the same actions.
-    """
     from wfm_ds.monitoring.media_files import image_grid, save_png
 
     entries = list(read_json_rows(samples / "samples.jsonl"))[:NUM_SHOWN]

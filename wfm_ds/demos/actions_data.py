@@ -1,8 +1,4 @@
-"""`wfm data brightness OUT_DIR`: write the brightness demo, grey clips that actions brighten or darken.
-
-About half of the training clips are stored with random actions instead of their own. After SFT the model therefore
-follows actions only partly, and RL can improve it.
-"""
+"""`wfm data brightness OUT_DIR`: write the brightness demo, grey clips that actions brighten or darken."""
 
 from __future__ import annotations
 
@@ -30,7 +26,7 @@ PROMPTS, START = "prompts.txt", "start.png"
 def write_clip(folder: Path, number: int, *, wrong: float) -> Frames:
     """Write NNNN.mkv, NNNN.json and NNNN.actions.npy, and return the frames [T,H,W,3].
 
-    wrong: probability that random actions are stored instead of those of the frames.
+    wrong: probability that random actions are stored instead of the actions that made the frames.
     """
     generator = np.random.Generator(np.random.PCG64(derive_seed(0, "brightness", folder.name, number)))
     moves, wrong_moves = sample_moves(generator), sample_moves(generator)
@@ -53,12 +49,10 @@ def write_files(folder: Path, number: int, frames: Frames, moves: npt.NDArray[np
 def write_brightness(out: Path) -> int:
     """Write the demo data and return the number of training clips. Raises DataError if `out` is not empty.
 
-    * clips/: 2048 clips NNNN.mkv with .json and .actions.npy. About half have random actions instead of their own.
-    * held_out/: 256 clips with their own actions.
+    * clips/: 2048 clips NNNN.mkv with .json and .actions.npy. About half have random actions.
+    * held_out/: 256 clips with correct actions.
     * prompts.txt: the prompt.
     * start.png: the first frame of the last held-out clip.
-
-    The files are bitwise reproducible with the same library versions.
     """
     require_new_folder(out)
     for name, count, wrong in (("clips", NUM_CLIPS, WRONG_FRACTION), ("held_out", NUM_HELD_OUT, 0.0)):

@@ -1,7 +1,4 @@
-"""Base class of the quickstart's demos.
-
-A demo has a data set, a model, recipes, and a report that compares samples before and after RL.
-"""
+"""Base class of the quickstart's demos."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ class Demo(ABC):
     name: ClassVar[str]
     """Name of the demo's folder in recipes/."""
     pipeline: ClassVar[str] = ""
-    """Name of the tiny pipeline that SFT starts from. If it is empty, the pipeline has the name of the demo."""
+    """Name of the tiny pipeline that SFT starts from. If it is empty, the name of the demo is used."""
     description: ClassVar[str]
     """Short description of the data, for messages."""
     sft_data: ClassVar[str]
@@ -29,24 +26,22 @@ class Demo(ABC):
     rl_data: ClassVar[str] = "prompts"
     """Subfolder of the data that RL uses: prompts, or clips that provide the first frames of the samples."""
     rl_recipes: ClassVar[Sequence[str]] = ("nft",)
-    """RL recipes that the quickstart runs by default. Each run starts from the SFT model. The report shows the last."""
+    """RL recipes that the quickstart runs by default, each from the SFT model. The report shows the last."""
     output: ClassVar[Path]
     """Default output folder of the quickstart."""
     curves: ClassVar[Mapping[str, str]] = {}
-    """Curves over the RL steps in the report: {label: metric of every evaluation, from 0 to 1}."""
+    """Curves of the report: {label: metric of the evaluations, with values from 0 to 1}."""
 
     @abstractmethod
     def write_data(self, out: Path) -> int:
         """Write the data into a new or empty folder, and return the number of images or videos."""
 
     def sft_overrides(self, folder: Path) -> list[str]:
-        """Return overrides that set the paths of the SFT recipe, except model.path and data.path, to files in
-        `folder`."""
+        """Return overrides that set paths of the SFT recipe, except model.path and data.path, to files in `folder`."""
         return []
 
     def rl_overrides(self, folder: Path) -> list[str]:
-        """Return overrides that set the paths of the RL recipe, except model.path and data.path, to files in
-        `folder`."""
+        """Return overrides that set paths of the RL recipe, except model.path and data.path, to files in `folder`."""
         return []
 
     @abstractmethod
@@ -62,11 +57,10 @@ class Demo(ABC):
 
     @abstractmethod
     def generate_arguments(self, folder: Path) -> str:
-        """Return the arguments of `wfm generate` for more samples, without the options that select the model."""
+        """Return arguments of `wfm generate` for more samples, without the options that select the model."""
 
 
 def find_sft_pipeline(run: Path) -> str:
-    """Return the folder of the SFT pipeline that an RL run started from, as stored in the run's recipe.yaml."""
     from wfm_ds.recipe.file import load_stored_recipe  # slow import, not needed for --help
 
     return load_stored_recipe(run / "recipe.yaml").model.path

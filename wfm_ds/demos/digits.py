@@ -88,10 +88,7 @@ def write_readings(path: Path, samples: Sequence[tuple[npt.NDArray[np.uint8], st
 
 
 def std_within_prompts(samples: Sequence[tuple[npt.NDArray[np.uint8], str]]) -> float:
-    """Return how much the images of a prompt differ.
-
-    This is the standard deviation of a pixel (0 to 1) over the images of a prompt, averaged over pixels and prompts.
-    """
+    """Return a pixel's standard deviation (0 to 1) over the images of a prompt, averaged over pixels and prompts."""
     by_prompt: dict[str, list[npt.NDArray[np.uint8]]] = {}
     for image, prompt in samples:
         by_prompt.setdefault(prompt, []).append(image)

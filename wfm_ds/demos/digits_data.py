@@ -1,8 +1,7 @@
 """`wfm data digits OUT_DIR`: write the digits demo of the quickstart, 8x8 digits from scikit-learn.
 
-Images with even indices form the SFT folder. Images with odd indices are never trained on; the classifier of the
-`digits` reward is fitted to them. Source: the test set of E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten
-Digits, UCI Machine Learning Repository, 1998.
+Source: the test set of E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
+Repository, 1998.
 """
 
 from __future__ import annotations
@@ -24,13 +23,12 @@ DigitSplit = tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]
 
 
 def sft_split() -> DigitSplit:
-    """Return the images with even indices, for training."""
     images, labels = all_digits()
     return images[::2], labels[::2]
 
 
 def reward_split() -> DigitSplit:
-    """Return the images with odd indices, which the classifier of the `digits` reward is fitted to."""
+    """Return the images with odd indices, to which the classifier of the `digits` reward is fitted."""
     images, labels = all_digits()
     return images[1::2], labels[1::2]
 
@@ -48,7 +46,6 @@ def digit_caption(digit: int) -> dict[str, str | int]:
 
 
 def preference_pair(number: int, labels: npt.NDArray[np.int64]) -> dict[str, str | int]:
-    """Return a row of pairs.jsonl: image `number` is preferred to the next image of a different digit."""
     other_digits = np.flatnonzero(np.roll(labels, -number) != labels[number])
     files = [f"images/{index % len(labels) + 1:04}.png" for index in (number, number + int(other_digits[0]))]
     return {**digit_caption(int(labels[number])), "chosen": files[0], "rejected": files[1]}
@@ -60,8 +57,6 @@ def write_digits(out: Path) -> int:
     * images/: 899 images NNNN.png with .json captions.
     * prompts/train.jsonl: 10 prompts.
     * pairs.jsonl: one preference pair per image.
-
-    The files are bitwise reproducible with the same library versions.
     """
     require_new_folder(out)
     images, labels = sft_split()

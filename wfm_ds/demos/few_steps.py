@@ -1,9 +1,4 @@
-"""The few-step demo: DMD2 distills the LoRA of the digits quickstart to 4 steps and to 1 step.
-
-The report compares each distilled model with the LoRA before distillation, at the same number of steps. It shows
-diversity and color noise next to the score, because classifiers also recognize digits in the noisy and nearly equal
-images that a model generates in too few steps.
-"""
+"""The few-step demo: DMD2 distills the LoRA of the digits quickstart to 4 steps and to 1 step."""
 
 from __future__ import annotations
 
@@ -32,7 +27,7 @@ RUNS: Mapping[str, tuple[str, Sequence[str]]] = {
     "dmd2_control": ("digits/dmd2", ("algorithm.fake.updates=1",)),
     "dmd2_one_step": ("digits/dmd2_one_step", ()),
 }
-"""{folder of a run: (shipped recipe, overrides)}"""
+"""{folder of a run: (shipped recipe, overrides)}."""
 TAGS = ("val/reward/digits", "val/held_out/digits")  # metric of a run that trains on this reward, and of other runs
 FORWARD_SAMPLES, VALIDATION = "perf/forward_samples_", "perf/forward_samples_validation"
 BACKWARD_COST = 2  # of a backward pass in forward passes: gradients of inputs and of weights
@@ -60,7 +55,7 @@ MODELS = (
 
 @dataclass(frozen=True, slots=True)
 class ModelResult:
-    """Measurements on the validation samples of a model."""
+    """Measurements on a model's validation samples."""
 
     samples: Path  # folder
     reward: float  # fraction of samples that the reward's classifier reads as the digit in the prompt
@@ -71,7 +66,6 @@ class ModelResult:
 
 
 def read_result(run: Path, *, is_last: bool = True) -> ModelResult:
-    """Return the result of the last evaluation of a run, or of the first evaluation if `is_last` is False."""
     records = list(read_json_rows(run / "metrics.jsonl"))
     tag = next(tag for tag in TAGS if any(f"{tag}/mean" in record for record in records))
     samples_folder, metrics = load_evaluations(run, f"{tag}/mean")[-1 if is_last else 0]
@@ -87,15 +81,14 @@ def read_result(run: Path, *, is_last: bool = True) -> ModelResult:
 
 
 def convert_to_grey(image: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Return the mean of the color channels, [H,W,1]."""
     grey: npt.NDArray[np.uint8] = image.mean(axis=2, keepdims=True).round().astype(np.uint8)
     return grey
 
 
 def step_cost(record: Mapping[str, Any]) -> float:
-    """Return the cost of a step on rank 0, in forward passes of one sample. record: its line in metrics.jsonl.
+    """Return the cost of a step on rank 0, without evaluations, in forward passes of one sample.
 
-    The backward pass of a sample costs as much as BACKWARD_COST forward passes. Evaluations are not counted.
+    record: the step's line in metrics.jsonl. A backward pass costs as much as BACKWARD_COST forward passes.
     """
     counted = {key: value for key, value in record.items() if key.startswith(FORWARD_SAMPLES) and key != VALIDATION}
     trained = sum(value for key, value in counted.items() if key.endswith("policy"))
@@ -103,21 +96,16 @@ def step_cost(record: Mapping[str, Any]) -> float:
 
 
 def count_forwards(run: Path) -> float:
-    """Return the cost of a run, summed over all ranks, in forward passes of one sample. Evaluations are not counted."""
+    """Return the cost of a run over all ranks, without evaluations, in forward passes of one sample."""
     num_ranks = len(list((run / "logs").glob("rank_*.log")))
     return num_ranks * sum(map(step_cost, read_json_rows(run / "metrics.jsonl")))
 
 
 def find_export(run: Path) -> Path:
-    """Return the folder of the last export of a finished run. The run's folder may have been moved."""
     return run / "safetensors" / f"step_{json.loads((run / 'result.json').read_text())['step']}"
 
 
 def start_overrides(start: Path) -> list[str]:
-    """Return overrides with which a recipe continues from a digits quickstart.
-
-    start: output folder of the digits quickstart.
-    """
     return [
         f"model.path={find_export(start / 'sft')}",
         f"lora.init_from={find_export(start / TEACHER_RUN) / 'lora'}",
@@ -126,7 +114,7 @@ def start_overrides(start: Path) -> list[str]:
 
 
 def write_comparison(folder: Path, start: Path) -> list[str]:
-    """Write an image of the samples of each model, NAME.png, and return the lines of the table.
+    """Write an image NAME.png of the samples of each model, and return the lines of the table.
 
     folder: contains the run folders of RUNS. start: folder of the digits quickstart.
     """
@@ -147,7 +135,6 @@ def write_comparison(folder: Path, start: Path) -> list[str]:
 
 
 def diffusers_lines(folder: Path, start: Path) -> list[str]:
-    """Return lines of Python code that generate an image with diffusers and the 4-step model."""
     from wfm_ds.export.loading_code import loading_lines
 
     lora = find_export(folder / "dmd2") / "lora"
@@ -163,8 +150,8 @@ def diffusers_lines(folder: Path, start: Path) -> list[str]:
 def write_report(folder: Path, start: Path, code: Sequence[str], *, seconds: float) -> str:
     """Write report.md and index.html, and return the text of the report.
 
-    folder: contains the run folders of RUNS. start: folder of the digits quickstart. code: lines of Python that
-    generate with diffusers. seconds: time of the demo.
+    folder: contains the run folders of RUNS. start: folder of the digits quickstart. code: lines of Python code that
+    generate an image with diffusers. seconds: duration of the demo.
     """
     report = [
         *write_comparison(folder, start),
@@ -197,7 +184,6 @@ def write_report(folder: Path, start: Path, code: Sequence[str], *, seconds: flo
 
 
 def images_html() -> str:
-    """Return HTML with the image and the title of each model."""
     figures = (
         f'<figure><div class="samples"><img src="{model.name}.png" alt="{escape(model.title)}"></div>'
         f"<figcaption>{escape(model.title)}</figcaption></figure>"

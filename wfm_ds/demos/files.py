@@ -1,4 +1,4 @@
-"""Helpers of the commands that write demo data: the arguments, the check of the output folder, lossless videos."""
+"""Helpers of the commands that write demo data."""
 
 from __future__ import annotations
 
@@ -14,14 +14,12 @@ from wfm_ds.errors import DataError
 
 
 def data_parser(name: str, description: str, out_dir_help: str) -> argparse.ArgumentParser:
-    """Return the parser of `wfm data NAME OUT_DIR`."""
     p = argparse.ArgumentParser(prog=f"wfm data {name}", description=description)
     p.add_argument("out_dir", type=Path, help=out_dir_help)
     return p
 
 
 def require_new_folder(out: Path) -> None:
-    """Raise DataError if the output folder exists and is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise DataError(f"{out} exists and is not an empty folder: use a new folder or remove it")
 

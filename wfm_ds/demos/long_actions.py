@@ -25,14 +25,14 @@ TITLES: Mapping[str, str] = {
     "nft_history": "RL on own history",
     "nft_naive": "RL on own history, naive reward",
 }
-"""{name of a recipe and its run folder: title}"""
+"""{name of a recipe and its run folder: title}."""
 PSNR_CLIPS, FOLLOWING_CLIPS = (1, 4, 8, 12), (1, 12)  # in the table
 NUM_SHOWN = 3  # walks in the image
 SCALE = 2
 IMAGE_FILE = "walks.png"
 
 ClipScores = Mapping[str, Curve]
-"""{title of a model: [(clip, mean score)]}"""
+"""{title of a model: [(clip, mean score)]}."""
 
 
 class LongActionsDemo(ActionsDemo):
@@ -79,7 +79,6 @@ class LongActionsDemo(ActionsDemo):
 
 
 def list_runs(folder: Path) -> dict[str, Path]:
-    """Return {title: run folder} of the finished runs of a quickstart, in the order of TITLES."""
     return {title: folder / name for name, title in TITLES.items() if (folder / name / "result.json").exists()}
 
 
@@ -98,7 +97,6 @@ def load_clip_scores(runs: Mapping[str, Path], *prefixes: str) -> ClipScores:
 
 
 def clip_table(psnr: ClipScores, following: ClipScores) -> list[str]:
-    """Return the lines of a Markdown table with one row for each model."""
     heads = [*(f"PSNR, clip {k}" for k in PSNR_CLIPS), *(f"actions followed, clip {k}" for k in FOLLOWING_CLIPS)]
     rows = []
     for title in psnr:
@@ -109,9 +107,9 @@ def clip_table(psnr: ClipScores, following: ClipScores) -> list[str]:
 
 
 def write_walk_image(path: Path, runs: Mapping[str, Path], held_out: Path) -> None:
-    """Write an image with groups of rows: a recorded video, and below it the video of each model.
+    """Write an image with groups of rows: a recorded video, and below it each model's video with the same actions.
 
-    A row has one frame per move. The models have the same first frame and actions as the recorded video.
+    A row has one frame per move.
     """
     from wfm_ds.monitoring.media_files import image_grid, save_png
 

@@ -1,8 +1,4 @@
-"""Data of the long-video demo: videos of a grey wall that actions brighten or darken over many clips.
-
-The brightness takes a random walk. It starts at a medium value and stays between black and white. A training video may
-show a later part of a walk.
-"""
+"""Data of the long-video demo: videos of a grey wall that actions brighten or darken over many clips."""
 
 from __future__ import annotations
 
@@ -49,7 +45,7 @@ WALK_SETS = (
 def write_walk(folder: Path, number: int, settings: WalkSet) -> Frames:
     """Write NNNN.mkv, NNNN.json and NNNN.actions.npy, and return the frames [T,8,16,3].
 
-    With probability `settings.wrong`, the stored actions are those of another walk with the same first frame.
+    With probability `settings.wrong`, the stored actions belong to another walk with the same first frame.
     """
     generator = np.random.Generator(np.random.PCG64(derive_seed(0, "walk", settings.folder, number)))
     num_moves, start = NUM_MOVES * settings.num_clips, generator.uniform(-MAX_START, MAX_START)
@@ -71,8 +67,6 @@ def write_walks(out: Path) -> int:
     * held_out/: 16 videos of 12 clips.
     * prompts.txt: the prompt.
     * start.png: the first frame of the last held-out video.
-
-    The files are bitwise reproducible with the same library versions.
     """
     require_new_folder(out)
     for settings in WALK_SETS:

@@ -1,7 +1,4 @@
-"""The HTML page of a quickstart: the score over the RL steps, the samples before and after RL, the table, the commands.
-
-The page has no scripts, loads nothing from the network, and uses links relative to its folder.
-"""
+"""The HTML page of a quickstart: the score over the RL steps, samples before and after RL, a table and commands."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ MIN_POINTS = 3  # minimum number of points for a curve to be shown
 MIN_IMAGE_WIDTH = 650  # pixels; narrower images of samples are enlarged by an integer factor
 MAX_VIDEOS = 12  # MP4 samples of an evaluation
 STAGES = {"before": "before RL", "after": "after RL"}
-"""{name of the files with samples, without suffix: caption}"""
+"""{name of the files with samples, without suffix: caption}."""
 
 STYLE = (
     """
@@ -56,7 +53,6 @@ def write_page(demo: Demo, folder: Path, run: Path, report: Sequence[str]) -> No
 
 
 def run_sections(demo: Demo, folder: Path, run: Path) -> list[str]:
-    """Return HTML: the curves of an RL run, and its samples before and after RL."""
     curves = load_curves(run, demo.curves)
     parts = ["<h2>Samples</h2>", *images_html(folder), *videos_html(folder, run)]
     if any(len(points) >= MIN_POINTS for points in curves.values()):
@@ -65,7 +61,7 @@ def run_sections(demo: Demo, folder: Path, run: Path) -> list[str]:
 
 
 def load_curves(run: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
-    """Return {label: [(RL step, value)]} from the evaluations of a run. tags: {label: name of a metric from 0 to 1}."""
+    """Return {label: [(RL step, value)]} from the evaluations of a run. tags: {label: name of a metric}."""
     return {
         label: [
             (int(samples.name.removeprefix("step_")), metrics[tag]) for samples, metrics in load_evaluations(run, tag)
@@ -75,7 +71,6 @@ def load_curves(run: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
 
 
 def images_html(folder: Path) -> list[str]:
-    """Return HTML with images and animations of the samples. Before and after RL are side by side."""
     from PIL import Image
 
     parts = []
@@ -94,7 +89,6 @@ def images_html(folder: Path) -> list[str]:
 
 
 def videos_html(folder: Path, run: Path) -> list[str]:
-    """Return HTML with MP4 samples of the first and last evaluation side by side, or [] if the samples are images."""
     folders = list(list_sample_folders(run).values())
     elements = {}
     for stage, samples in zip(STAGES, (folders[0], folders[-1]), strict=True):
@@ -108,7 +102,6 @@ def videos_html(folder: Path, run: Path) -> list[str]:
 
 
 def pair_html(elements: Mapping[str, str]) -> str:
-    """Return HTML that shows elements side by side, each with a caption. elements: {stage: HTML element}."""
     figures = (
         f'<figure><div class="samples">{element}</div><figcaption>{STAGES[stage]}</figcaption></figure>'
         for stage, element in elements.items()
@@ -117,7 +110,6 @@ def pair_html(elements: Mapping[str, str]) -> str:
 
 
 def report_html(lines: Sequence[str]) -> str:
-    """Convert the report to HTML: Markdown tables, indented code, and paragraphs of one line."""
     parts = []
     for kind, group in itertools.groupby(lines, key=line_kind):
         if kind == "table":

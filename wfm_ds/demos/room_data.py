@@ -78,8 +78,6 @@ def write_room(out: Path) -> int:
 
     * clips/: clips NNNN.mkv with .c2w.npy and .json.
     * start.png, camera.json, prompts.txt: first frame, camera and prompt for `wfm generate`.
-
-    The files are bitwise reproducible with the same library versions.
     """
     require_new_folder(out)
     (out / "clips").mkdir(parents=True)

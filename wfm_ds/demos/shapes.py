@@ -1,7 +1,4 @@
-"""The shapes demo: videos of 5 frames, rewarded if the prompted shape moves in the prompted direction.
-
-A held-out reward compares each video with the nearest real clip.
-"""
+"""The shapes demo: videos of 5 frames, rewarded if the prompted shape moves in the prompted direction."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ METRICS: Mapping[str, str] = {
     "held-out reward: PSNR to the nearest real clip, dB": JUDGE,
     "held-out reward: fraction of videos that match a real clip": f"{JUDGE}/real",
 }
-"""{label: name of a score in samples.jsonl, REWARD or REWARD/PART}"""
+"""{label: name of a score in samples.jsonl, REWARD or REWARD/PART}."""
 EVALUATION_TAG = f"val/reward/{REWARD}/mean"
 STARTS = f"correct starts hit, of {NUM_VARIANTS}"
 NUM_SHOWN = 6  # videos per prompt in the animation
@@ -91,7 +88,6 @@ class PromptedVideo:
 
 
 def load_videos(folder: Path) -> list[PromptedVideo]:
-    """Read the videos and scores of an evaluation. `folder` has a samples.jsonl."""
     return [
         PromptedVideo(entry["prompt"], load_video(folder / entry["file"]), entry["rewards"] | entry.get("parts", {}))
         for entry in read_json_rows(folder / "samples.jsonl")
@@ -99,7 +95,6 @@ def load_videos(folder: Path) -> list[PromptedVideo]:
 
 
 def split_by_pairs(videos: Sequence[PromptedVideo]) -> dict[str, list[PromptedVideo]]:
-    """Return {"trained": videos, "held-out": videos}, split by the videos' (shape, direction) pairs."""
     return {
         "trained": [video for video in videos if not video.is_held_out],
         "held-out": [video for video in videos if video.is_held_out],
@@ -125,10 +120,9 @@ def group_by_prompt(videos: Sequence[PromptedVideo]) -> dict[str, list[Frames]]:
 
 
 def count_correct_starts(videos: Sequence[PromptedVideo]) -> float:
-    """Return how many different start positions the correct videos of a prompt have, averaged over prompts.
+    """Return the number of different start positions in the correct videos of a prompt, averaged over prompts.
 
-    A video is correct if its nearest real clip has the same prompt. A model that always generates the same correct
-    video scores 1. A model without correct videos scores 0.
+    A video is correct if its nearest real clip has the same prompt.
     """
     counts = []
     for prompt, frame_lists in group_by_prompt(videos).items():
@@ -138,7 +132,6 @@ def count_correct_starts(videos: Sequence[PromptedVideo]) -> float:
 
 
 def write_strips(path: Path, videos: Sequence[PromptedVideo]) -> None:
-    """Write an image with a row per prompt. A row contains the frames of two videos side by side."""
     from wfm_ds.monitoring.media_files import image_grid, save_png
 
     shown = {prompt: frame_lists[:2] for prompt, frame_lists in group_by_prompt(videos).items()}
@@ -148,7 +141,6 @@ def write_strips(path: Path, videos: Sequence[PromptedVideo]) -> None:
 
 
 def write_animation(path: Path, videos: Sequence[PromptedVideo]) -> None:
-    """Write an animated GIF with a column of NUM_SHOWN videos per prompt."""
     from wfm_ds.monitoring.media_files import encode_gif, image_grid
 
     columns = [frame_lists[:NUM_SHOWN] for frame_lists in group_by_prompt(videos).values()]

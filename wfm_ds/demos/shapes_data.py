@@ -1,8 +1,7 @@
 """`wfm data moving OUT_DIR`: write the moving-shapes demo of the video quickstart.
 
-Three of the twelve (shape, direction) pairs are held out: neither SFT nor RL trains on them. Each clip of the other
-pairs is written 20 times as a lossless video. 7 of its 20 captions name a wrong direction, so after SFT the model often
-moves shapes in the wrong direction, and RL can improve it.
+Three of the twelve (shape, direction) pairs are held out. Each clip of the other pairs is written 20 times, and 7 of
+the 20 captions name a wrong direction, so that RL can improve the model after SFT.
 """
 
 from __future__ import annotations
@@ -31,10 +30,6 @@ def caption_fields(clip: MovingClip) -> dict[str, str]:
 
 
 def noisy_captions(clip: MovingClip) -> list[dict[str, str]]:
-    """Return COPIES captions for a clip of a trained pair. The first NUM_WRONG captions name wrong directions.
-
-    No caption names a held-out pair.
-    """
     others = [pair for pair in TRAINED_PAIRS if pair[0] == clip.shape and pair[1] != clip.direction]
     wrong = [MovingClip(*others[k % len(others)], clip.variant) for k in range(NUM_WRONG)]
     return [caption_fields(variant) for variant in [*wrong, *[clip] * (COPIES - NUM_WRONG)]]
@@ -43,7 +38,7 @@ def noisy_captions(clip: MovingClip) -> list[dict[str, str]]:
 def write_moving(out: Path) -> int:
     """Write the demo data and return the number of videos. Raises DataError if `out` is not empty.
 
-    * videos/: 720 videos NNNN.mkv with .json captions.
+    * videos/: 720 lossless videos NNNN.mkv with .json captions.
     * prompts/train.jsonl: the 9 prompts of the TRAINED_PAIRS.
     * prompts/validation.jsonl: the prompts of train.jsonl, then the 3 prompts of the HELD_OUT_PAIRS.
     """

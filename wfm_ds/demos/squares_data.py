@@ -24,7 +24,6 @@ NUM_IMAGES = 40
 
 
 def draw_square(number: int, colour: tuple[int, int, int]) -> Image.Image:
-    """Draw a square of this colour on a grey image. `number` determines its position and size."""
     pixels = np.full((SIDE, SIDE, 3), 128, np.uint8)
     size, offset = 20 + number * 7 % 16, number * 5 % 20
     pixels[offset : offset + size, offset : offset + size] = colour
@@ -32,10 +31,6 @@ def draw_square(number: int, colour: tuple[int, int, int]) -> Image.Image:
 
 
 def annotation_row(number: int, names: Sequence[str]) -> dict[str, Any]:
-    """Return the LLaVA annotation of image `number`: a question about this image.
-
-    Every fourth annotation has a second question, about the next image.
-    """
     turns = [
         {"from": "human", "value": "<image>\nthe square is"},
         {"from": "gpt", "value": f"{names[number]} square"},

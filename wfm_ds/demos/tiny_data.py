@@ -1,4 +1,4 @@
-"""Built-in data sets for tiny recipes. They are small versions of the demo data, written to the user's cache folder."""
+"""Built-in data sets for tiny recipes: small versions of the demo data in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ NUM_ACTION_CLIPS, NUM_WALK_CLIPS = 24, 3
 
 
 def write_action_clips(folder: Path) -> int:
-    """Write clips of the brightness demo with correct actions and domain number 0. Return the number of clips."""
     folder.mkdir(parents=True)
     for number in range(1, NUM_ACTION_CLIPS + 1):
         write_clip(folder, number, wrong=0.0)
@@ -33,7 +32,6 @@ def write_action_clips(folder: Path) -> int:
 
 
 def write_long_action_clips(folder: Path) -> int:
-    """Write long-video demo data: videos of several clips, with domain number 0. Return the number of videos."""
     folder.mkdir(parents=True)
     for number in range(1, NUM_ACTION_CLIPS + 1):
         write_walk(folder, number, WalkSet(folder.name, NUM_ACTION_CLIPS, NUM_WALK_CLIPS))
@@ -58,10 +56,9 @@ WRITERS: Mapping[str, Callable[[Path], int]] = MappingProxyType(
 
 
 def load_tiny_recipe(path: Path, overrides: Sequence[str], *, world_size: int, announce: bool = True) -> Recipe:
-    """Load the tiny version of a recipe (recipe/tiny.py), and write its built-in data set if it is missing.
+    """Load the tiny version of a recipe, and write its built-in data set if it is missing.
 
-    announce: print a line that says what --tiny replaced. Raises RecipeError, or DataError if the data set cannot be
-    written.
+    announce: print what --tiny replaced. Raises RecipeError, or DataError if the data set cannot be written.
     """
     recipe = recipe_file.load_tiny_recipe(path, overrides, world_size=world_size)
     if announce:
@@ -71,7 +68,7 @@ def load_tiny_recipe(path: Path, overrides: Sequence[str], *, world_size: int, a
 
 
 def write_tiny_data(recipe: Recipe) -> None:
-    """Write the built-in data set of a tiny recipe, unless it exists. Several processes may call it at the same time.
+    """Write the built-in data set of a tiny recipe, unless it exists. Several processes may call this at the same time.
 
     Raises DataError if the cache folder cannot be written.
     """

@@ -1,7 +1,4 @@
-"""Detects accelerators and enables deterministic kernels. Also returns the ranks per node, threads and free ports.
-
-Importing this module does not import torch.
-"""
+"""Detects accelerators and enables deterministic kernels. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -28,10 +25,7 @@ DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")  # values for which cuBLAS docum
 
 
 def is_accelerator_present(devices: Path = Path("/dev")) -> bool:
-    """Return whether this machine has a GPU or another accelerator, according to its device files.
-
-    Does not import torch.
-    """
+    """Return whether this machine has a GPU or another accelerator, according to its device files."""
     return any(next(devices.glob(pattern), None) is not None for pattern in DEVICE_NODES)
 
 
@@ -49,7 +43,7 @@ def choose_accelerator() -> None:
 
 
 def device_context(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which this device is the thread's current device. Otherwise, a new thread uses GPU 0."""
+    """Return a context in which this device is the thread's current device."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -95,7 +89,7 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
 
 
 def ranks_per_node(world_size: int) -> int:
-    """Return the number of ranks on this node. Without a launcher that started several ranks, return `world_size`."""
+    """Return the number of ranks on this node, or `world_size` if no launcher started several ranks."""
     launched = find_launched_rank(os.environ)
     return world_size if launched is None or launched.size == 1 else launched.local_size
 

@@ -1,8 +1,4 @@
-"""Find the rank that made a run fail, from the reports of all ranks.
-
-Rank 0 passes the reports and the current time to this module (heartbeat.py). Three kinds of faults end a run: a rank is
-gone because its process or machine died, a rank failed with an error, or a rank is stuck while the others wait for it.
-"""
+"""Find the rank that died, hung or failed and so ended the run, from the reports of all ranks."""
 
 from __future__ import annotations
 
@@ -28,8 +24,6 @@ class Fault:
 
 @dataclass(slots=True)
 class RankRecord:
-    """The last reported state of a rank."""
-
     rank: int
     location: str  # host and process id, for messages
     heard_at_s: float
@@ -46,15 +40,14 @@ class RankRecord:
 
 
 class RankStates:
-    """The states of all ranks, from which `find_fault` deduces the fault. `now_s` is the current time in seconds."""
+    """States of all ranks, from which `find_fault` deduces the fault. `now_s` is the current time in seconds."""
 
     def __init__(self, size: int, *, silent_s: float, stuck_s: float, max_gap_s: float) -> None:
-        """Create an empty table for `size` ranks.
+        """silent_s: a rank without a heartbeat for this many seconds counts as gone.
 
-        silent_s: a rank without a heartbeat for this many seconds counts as gone.
-        stuck_s: the run counts as stuck if no rank makes progress for this many seconds.
-        max_gap_s: if more than this many seconds pass between two calls of `find_fault`, this process is assumed to
-        have been suspended, and the excess time is not counted.
+        stuck_s: the run counts as stuck if no rank makes progress for this many seconds. max_gap_s: if more than this
+        many seconds pass between two calls of `find_fault`, this process counts as suspended, and the excess time is
+        ignored.
         """
         self.size, self.silent_s, self.stuck_s, self.max_gap_s = size, silent_s, stuck_s, max_gap_s
         self.last_check_s: float | None = None
@@ -67,10 +60,9 @@ class RankStates:
     def record_beat(self, rank: int, num_started: int, num_advances: int, operation: str, now_s: float) -> None:
         """Record a heartbeat.
 
-        num_started: number of operations that the rank has started. These numbers are compared between ranks, because
-        all ranks run the same operations in the same order.
-        num_advances: number of other signs of progress, which only show that the rank is not stuck.
-        operation: the operation that the rank started last.
+        num_started: number of operations that the rank has started. All ranks run the same operations in the same
+        order. num_advances: number of other signs of progress, which only show that the rank is not stuck. operation:
+        the operation that the rank started last.
         """
         member = self.members[rank]
         member.heard_at_s = now_s
@@ -79,7 +71,6 @@ class RankStates:
             member.operation, member.advanced_at_s = operation, now_s
 
     def record_done(self, rank: int) -> None:
-        """Record that the rank has finished and sends no more heartbeats."""
         self.members[rank].state = "done"
 
     def record_failure(self, rank: int, reason: str, is_secondary: bool, now_s: float) -> None:
@@ -89,7 +80,7 @@ class RankStates:
         self._record_end(now_s)
 
     def record_disconnect(self, rank: int, reason: str, now_s: float) -> None:
-        """Record that a rank's connection closed. Unless it has finished or failed, the rank counts as gone."""
+        """Record that a rank's connection closed. Unless the rank has finished or failed, it counts as gone."""
         member = self.members[rank]
         if member.state == "runs":
             member.state, member.reason = "gone", reason
@@ -112,17 +103,12 @@ class RankStates:
         return self._blame_stuck(now_s)
 
     def _is_settled(self, now_s: float, ended_at_s: float) -> bool:
-        """Return whether the ranks have had enough time to report the cause of the failure at `ended_at_s`.
-
-        At least SETTLE_S seconds must have passed. If no failed rank caused its failure itself, each running rank must
-        also have sent a heartbeat after `ended_at_s`.
-        """
+        """Return whether the ranks have had enough time to report the cause of the failure at `ended_at_s`."""
         running, ended = self._ranks_in_state("runs"), [*self._ranks_in_state("gone"), *self._ranks_in_state("failed")]
         is_known = not all(member.is_secondary for member in ended) or all(m.heard_at_s > ended_at_s for m in running)
         return is_known and now_s - ended_at_s >= SETTLE_S
 
     def _exclude_sleep(self, now_s: float) -> None:
-        """Shift the recorded times of all ranks by the time for which this process was suspended."""
         slept_s = 0.0 if self.last_check_s is None else now_s - self.last_check_s - self.max_gap_s
         self.last_check_s = now_s
         if slept_s > 0:
@@ -131,12 +117,6 @@ class RankStates:
                 member.advanced_at_s = min(now_s, member.advanced_at_s + slept_s)
 
     def _blame_ended(self) -> Fault:
-        """Return the fault if at least one rank is gone or failed.
-
-        The fault blames all ranks that are gone. If no rank is gone, the fault blames a rank that failed by its own
-        error. If the failed ranks only failed in communication with other ranks, the fault blames the running ranks
-        with the fewest started operations, because the failed ranks were waiting for them.
-        """
         gone = self._ranks_in_state("gone")
         if gone:
             reasons = " and ".join(dict.fromkeys(member.reason for member in gone))

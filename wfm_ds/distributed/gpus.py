@@ -1,9 +1,7 @@
 """Map `cuda:k` in a recipe to a GPU of this machine, and restrict a process to one GPU.
 
-A rank sees only the training GPUs, so it does not know the machine's other GPUs. Therefore, launch.py stores the GPUs
-of the whole run in the environment variable WFM_LAUNCH_GPUS, and `cuda:k` is the k-th of these GPUs, counted from 0.
-Without this variable (torchrun, or nodes that DeepSpeed starts over ssh), `cuda:k` is the k-th GPU that the rank sees.
-This module does not import torch, because launch.py must start fast.
+`cuda:k` is the k-th GPU of the run, counted from 0. launch.py stores these GPUs in the environment variable
+WFM_LAUNCH_GPUS. Without this variable, `cuda:k` is the k-th GPU that the rank sees.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ COUNT_TIMEOUT_S = 300.0
 
 
 def launch_gpus_value(environ: Mapping[str, str]) -> str:
-    """Return the value of WFM_LAUNCH_GPUS for a run that is started with this environment."""
     return environ.get(VISIBLE_DEVICES, ALL_GPUS)
 
 
@@ -82,10 +79,7 @@ def gpu_environment(environ: Mapping[str, str], gpu: str) -> dict[str, str]:
 
 
 def run_gpu_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that sees all GPUs of the run on this machine.
-
-    In this process, `cuda:k` is the k-th of these GPUs.
-    """
+    """Return the environment of a process in which `cuda:k` is the k-th GPU of the run on this machine."""
     run_gpus = environ.get(LAUNCH_GPUS)
     if run_gpus is None:
         return dict(environ)

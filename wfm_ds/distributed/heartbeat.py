@@ -1,16 +1,7 @@
-"""Heartbeats: each rank reports its progress to rank 0 every few seconds.
+"""Heartbeats: each rank reports its progress to rank 0 every few seconds over TCP.
 
-If a fault occurs, the run ends with a message that names the faulty rank. Without heartbeats, after the death of a rank
-on another machine, all other ranks would only report a failed or hanging collective.
-
-A thread on rank 0 tracks the state of each rank (fault.py). A thread on every rank, including rank 0, sends heartbeats
-over TCP. A killed process is detected immediately, because its connection closes. A suspended process or a machine
-without power is detected after SILENCE_TIMEOUT_S. Rank 0 sends the fault to all ranks, which then exit.
-
-Rank 0 listens on a free port and accepts only peers with a token that was broadcast over the process group. If all
-ranks are on one machine, it listens on MASTER_ADDR, the address set by the launcher. With several machines, it listens
-on all addresses, because a machine may resolve its own name to an address that other machines cannot reach (127.0.1.1
-on Debian).
+If a rank dies or hangs, rank 0 sends a message with the name of the faulty rank to all ranks, which then exit. Rank 0
+accepts only peers with a token that was broadcast over the process group.
 """
 
 from __future__ import annotations
@@ -66,7 +57,7 @@ class JsonConnection:
     def receive(self) -> list[dict[str, Any]] | None:
         """Return the JSON objects that have arrived completely. Call it when the socket is readable.
 
-        Returns [] if no object is complete, and None if the peer closed the connection or sent invalid data.
+        Returns None if the peer closed the connection or sent invalid data.
         """
         try:
             chunk = self.sock.recv(MAX_LINE_BYTES)
@@ -85,7 +76,7 @@ class RankRegistry:
     """Thread of rank 0 that receives the heartbeats of all ranks, finds the fault and sends it to all ranks."""
 
     def __init__(self, states: RankStates, host: str, *, all_addresses: bool = False) -> None:
-        """Start the thread. all_addresses: listen on all addresses of this machine instead of `host`."""
+        """all_addresses: listen on all addresses of this machine instead of `host`."""
         self.token = secrets.token_hex(16)
         self._states = states
         self._connections: dict[int, JsonConnection] = {}  # by rank
@@ -97,7 +88,6 @@ class RankRegistry:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread after a successful run, and inform the ranks that are still connected."""
         self._stopping.set()
         self._thread.join(timeout=FLUSH_TIMEOUT_S)
 
@@ -149,7 +139,6 @@ class RankRegistry:
         yield from (line.sock for line in (*self._unauthenticated, *self._connections.values()))
 
     def _admit_rank(self, line: JsonConnection) -> None:
-        """Register a connection if its first message contains the token. Otherwise, close the connection."""
         self._unauthenticated.remove(line)
         first = line.receive()
         rank = verify_rank(first, self.token, self._states.size)
@@ -181,10 +170,7 @@ class RankRegistry:
 
 
 def listen_on_host(host: str) -> socket.socket:
-    """Listen on a free port at the address `host`.
-
-    If the machine does not have this address, e.g. behind NAT, listen on all addresses.
-    """
+    """Listen on a free port at the address `host`, or on all addresses if the machine does not have this address."""
     try:
         return socket.create_server((host, 0), backlog=1024)
     except OSError as error:
@@ -193,14 +179,12 @@ def listen_on_host(host: str) -> socket.socket:
 
 
 def listen_on_all_addresses() -> socket.socket:
-    """Return a socket that listens on a free port of all addresses of this machine."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=1024)
 
 
 def wait_readable(sockets: list[socket.socket], timeout_s: float) -> set[socket.socket]:
-    """Return the sockets that become readable within `timeout_s` seconds."""
     poll = select.poll()  # select() does not support descriptors above 1023
     by_number = {sock.fileno(): sock for sock in sockets}
     for number in by_number:
@@ -233,8 +217,7 @@ class Heartbeat:
     ) -> None:
         """Connect to rank 0. Raises UserError if it is unreachable.
 
-        on_end: function to call with the fault's text before the process exits. It is not called while the main thread
-        is in `report_failure`.
+        on_end: called with the fault's text before the process exits, unless the main thread is in `report_failure`.
         registry: the RankRegistry, on rank 0 only.
         """
         self.rank, self.registry, self._liveness, self._silent_s = rank, registry, liveness, silent_s
@@ -314,10 +297,6 @@ class Heartbeat:
         return Fault((0,), f"rank 0 ({self._address[0]}) is gone: {reason}")
 
     def _end_run(self, fault: Fault) -> None:
-        """End the process.
-
-        If the main thread is in `report_failure`, wait EXIT_TIMEOUT_S seconds for the main thread to exit on its own.
-        """
         # Ends the process if the main thread or `on_end` hangs.
         last_resort = threading.Timer(EXIT_TIMEOUT_S + FLUSH_TIMEOUT_S, self._exit, (1,))
         last_resort.daemon = True
@@ -354,6 +333,7 @@ def start_heartbeat(
     assert launched is not None  # World.join sets the variables
     host = launched.master_addr
     states = RankStates(world.size, silent_s=SILENCE_TIMEOUT_S, stuck_s=stuck_s, max_gap_s=2 * BEAT_INTERVAL_S)
+    # A machine may resolve its own name to an address that other machines cannot reach (127.0.1.1 on Debian).
     everywhere = world.size > ranks_per_node(world.size)
     registry = RankRegistry(states, host, all_addresses=everywhere) if world.is_main else None
     port, token = world.broadcast([registry.port, registry.token] if registry is not None else None)
@@ -376,7 +356,7 @@ def start_heartbeat(
 
 
 def is_communication_error(error: BaseException | None) -> bool:
-    """Return whether communication with other ranks failed. Another rank may then be the cause."""
+    """Return whether communication with other ranks failed."""
     import torch.distributed as dist
 
     while error is not None:

@@ -1,9 +1,7 @@
 """Add the option `-m` to DeepSpeed's own `deepspeed` script.
 
-wfm_ds does not install a script called deepspeed, because it would replace DeepSpeed's script of the same name, and
-uninstalling wfm_ds would then remove the script. Instead, the file wfm_ds_deepspeed.pth in site-packages calls
-`take_over` when a script named deepspeed starts. Commands for wfm_ds are passed to launch.py, and DeepSpeed runs all
-others. This module has no slow imports, because it is loaded whenever a `deepspeed` command starts.
+The file wfm_ds_deepspeed.pth in site-packages calls `take_over` when a script named deepspeed starts. This module has
+no slow imports, because it is loaded whenever a `deepspeed` command starts.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ SWITCHES = frozenset(
         *("--bind_cores_to_rank", "-q", "--quiet", "-h", "--help"),
     )
 )
-"""DeepSpeed's options that take no value. All other options take a value. A test compares this set with DeepSpeed."""
+"""DeepSpeed's options that take no value. All other options take a value."""
 # Options with a value that wfm_ds.launch reads.
 VALUE_OPTIONS = (
     *("--hostfile", "--node_rank", "--master_port"),
@@ -54,10 +52,9 @@ def is_wfm_command(argv: Sequence[str]) -> bool:
 
 
 def parse_runner_options(argv: Sequence[str]) -> tuple[dict[str, tuple[int, str]], int | None]:
-    """Parse DeepSpeed's command line. Returns ({full option name: (index, value)}, index of the script or module name).
+    """Parse DeepSpeed's command line like argparse.
 
-    The index of the name is None if there is no script or module. As in argparse, an option may be written as
-    `--name=value`, as `-Xvalue`, or as an unambiguous prefix of a long option.
+    Returns ({full option name: (index, value)}, index of the script or module name, or None if there is none).
     """
     options: dict[str, tuple[int, str]] = {}
     i = 0

@@ -1,7 +1,4 @@
-"""Lifecycle of a rank's process: signals, exit after the launcher has died, final status, and exit on errors.
-
-The launcher (launch.py) forwards signals, sets WFM_LAUNCH_PID and WFM_STATUS_FILE, and checks the exit status.
-"""
+"""Lifecycle of a rank's process: signals, exit after the launcher has died, final status, and exit on errors."""
 
 from __future__ import annotations
 
@@ -52,12 +49,10 @@ class StopFlag:
         return None if self._signal is None else self._signal.name
 
     def raise_flag(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler that records the first stop signal. The launcher may send several."""
         if self._signal is None:
             self._signal = signal.Signals(number)
 
     def request_save(self, number: int, frame: FrameType | None) -> None:
-        """Signal handler that records SIGUSR1."""
         self._save_requested = True
 
     def take_save_request(self) -> bool:
@@ -85,8 +80,7 @@ def install_signal_handlers() -> StopFlag:
 class ParentWatch:
     """Daemon thread that exits the process with code 77 when its parent or launcher has died.
 
-    If the launcher is killed (kill -9, out of memory), its ranks would otherwise occupy the devices forever. The thread
-    uses os._exit because the main thread may hang in a collective.
+    It uses os._exit because the main thread may hang in a collective.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -108,10 +102,10 @@ class ParentWatch:
 
 
 def watch_parent(interval_s: float = PARENT_CHECK_INTERVAL_S) -> ParentWatch | None:
-    """Start a ParentWatch if a launcher started this process. Otherwise return None: a run may outlive its shell.
+    """Start a ParentWatch if a launcher started this process, otherwise return None.
 
-    The launcher is recognized by its environment variables. Call this before `World.join`, which sets the same
-    variables. Raises UserError if the variables contradict each other.
+    Call this before `World.join`, which sets the variables by which launchers are recognized. Raises UserError if these
+    variables contradict each other.
     """
     if find_launched_rank(os.environ) is None and "WFM_LAUNCH_PID" not in os.environ:
         return None
@@ -150,7 +144,7 @@ def seconds_since_start() -> float:
 def write_status(status: Literal["finished", "preempted"], step: int) -> None:
     """Write the final status to WFM_STATUS_FILE, if this variable is set. Rank 0 calls this at the very end.
 
-    launch.py treats a job that exits with code 0 without having written a status as failed.
+    launch.py treats a job that exits with code 0 without a status as failed.
     """
     target = os.environ.get("WFM_STATUS_FILE")
     if not target:
@@ -163,8 +157,7 @@ def write_status(status: Literal["finished", "preempted"], step: int) -> None:
 def read_preempted_code(environ: Mapping[str, str]) -> int:
     """Return WFM_PREEMPTED_CODE, the exit code of a run that saved a checkpoint and stopped on request. Default: 0.
 
-    Users set the variable to an exit code after which their scheduler starts the job again. Raises UserError if the
-    value is not a number from 0 to 255.
+    Raises UserError if the value is not a number from 0 to 255.
     """
     text = environ.get("WFM_PREEMPTED_CODE", "0")
     if not text.isdecimal() or int(text) > MAX_EXIT_CODE:
@@ -175,8 +168,8 @@ def read_preempted_code(environ: Mapping[str, str]) -> int:
 def exit_with_user_error(message: str, *, prints: bool) -> NoReturn:
     """Print `error: MESSAGE` if `prints` is set, and exit with code 2. Raises SystemExit.
 
-    All ranks call this function in their main thread. A rank that prints the message exits at once. The other ranks
-    silently wait for the launcher to end them, for at most EXIT_WAIT_S seconds.
+    All ranks must call this in their main thread. Ranks that do not print wait up to EXIT_WAIT_S seconds for the
+    launcher to end them.
     """
     if prints:
         print_error(message)
@@ -188,8 +181,7 @@ def exit_with_user_error(message: str, *, prints: bool) -> NoReturn:
 def fail_rank(message: str) -> NoReturn:
     """Exit because of a user error, e.g. in the recipe. Call this before the process group exists.
 
-    The first rank of each node prints the message, because nodes may have different files and GPUs. A rank with
-    contradictory launcher variables prints it too.
+    Only the first rank of each node and ranks with contradictory launcher variables print the message.
     """
     try:
         launched = find_launched_rank(os.environ)

@@ -1,9 +1,6 @@
 """Count the operations that the main thread starts: forward passes, optimizer steps, collectives.
 
-heartbeat.py sends each rank's count to rank 0. If all counts stop increasing, the run is considered hung, and the rank
-with the lowest count is the one that the others wait for. Long work without these operations (scans, caches, exports)
-increases a second count, which only shows that the rank is not stuck. Ranks do different amounts of this work, so
-second counts are not compared between ranks.
+The run counts as hung if no count increases on any rank. The rank with the lowest count is then the cause.
 """
 
 from __future__ import annotations

@@ -38,10 +38,7 @@ TRUNCATION_NOTE = "; warnings about other truncated prompts are not shown"
 
 
 class _TruncationFilter(logging.Filter):
-    """Passes only one warning about truncated prompts for each maximum length, such as 77 tokens for CLIP.
-
-    diffusers logs a warning for each prompt and each text encoder.
-    """
+    """Passes only one warning about truncated prompts for each maximum length, such as 77 tokens for CLIP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,10 +62,7 @@ class _OwnHandler(logging.Handler):
 
 class _FileHandler(logging.FileHandler, _OwnHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Drop the line on an OSError, such as a full disk.
-
-        Writers of essential files report such errors themselves.
-        """
+        """Drop the line on an OSError, such as a full disk. Writers of essential files report such errors."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
@@ -101,11 +95,11 @@ def _is_for_console(record: logging.LogRecord) -> bool:
 def setup_logging(output_dir: Path | None, rank: int, *, console: bool) -> None:
     """Log to `output_dir/logs/rank_<R>.log` (INFO and above) and, on rank 0, to stderr.
 
-    output_dir: None writes no file. console: if True, stderr shows INFO lines of wfm_ds and wfm_reward, and warnings of
-    other packages. If False, it shows only errors. Python warnings are logged too. Handlers of an earlier call are
-    replaced. Raises UserError if the file cannot be written.
+    Replaces an earlier call's handlers.
 
-    Call this after heavy imports, because it also removes the handlers that libraries install on import.
+    output_dir: None writes no file. console: if True, stderr shows INFO lines of wfm_ds and wfm_reward, and warnings of
+    other packages. If False, stderr shows only errors. Raises UserError if the file cannot be written. Call this after
+    heavy imports, because it also removes the handlers that libraries install on import.
     """
     root = logging.getLogger()
     close_logging()
@@ -137,7 +131,6 @@ def _own_handlers() -> list[logging.Handler]:
 
 
 def close_logging() -> None:
-    """Flush and remove the handlers of `setup_logging`."""
     for handler in _own_handlers():
         logging.getLogger().removeHandler(handler)
         handler.close()

@@ -1,7 +1,7 @@
-"""Progress display for waits outside of training steps.
+"""Progress display for waits outside of training steps: a bar on a terminal, otherwise a line every LINE_INTERVAL_S
+seconds.
 
-On a terminal, it is a progress bar. Otherwise, a line is written every LINE_INTERVAL_S seconds. Only rank 0 shows it,
-and only for waits longer than SHOW_AFTER_S seconds. The progress of training is shown by monitoring/monitor.py.
+Only rank 0 shows it, and only for waits longer than SHOW_AFTER_S seconds.
 """
 
 from __future__ import annotations
@@ -37,8 +37,7 @@ def track_progress(items: Iterable[Item], title: str, *, total: int) -> Iterator
     """Yield an iterator over `items`, and show how many items are done and the estimated remaining time.
 
     title: what is done, such as "encoding texts". total: number of items. Each item also counts as progress for the
-    hang watchdog (liveness.py). This is a context manager, so that the display ends before the message of an error in
-    the block is printed.
+    hang watchdog (liveness.py).
     """
 
     def count_items() -> Iterator[Item]:
@@ -55,7 +54,7 @@ def track_progress(items: Iterable[Item], title: str, *, total: int) -> Iterator
 def show_wait(title: str) -> Iterator[None]:
     """Show how long the block has been running. Use it if the remaining time is unknown, e.g. while loading files.
 
-    Unlike items of `track_progress`, this waiting time does not count as progress for the hang watchdog.
+    The waiting time does not count as progress for the hang watchdog.
     """
     with ProgressDisplay(title, None) as display, call_periodically(display.update, SHOW_AFTER_S):
         yield
@@ -63,7 +62,7 @@ def show_wait(title: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def call_periodically(action: Callable[[], None], interval_s: float) -> Iterator[None]:
-    """Call `action` in a thread every `interval_s` seconds during the block. The first call is after `interval_s`."""
+    """Call `action` in a thread every `interval_s` seconds during the block."""
     finished = threading.Event()
 
     def run() -> None:
@@ -90,12 +89,10 @@ class ProgressDisplay:
         self._bar: Progress | None = None
 
     def advance(self, num_items: int = 1) -> None:
-        """Count finished items."""
         self._num_done += num_items
         self.update()
 
     def update(self) -> None:
-        """Refresh the bar, or write a line if the last line is at least LINE_INTERVAL_S seconds old."""
         now_s = time.monotonic()
         if not self._is_shown or now_s - self._start_s < SHOW_AFTER_S:
             return
@@ -132,7 +129,7 @@ class ProgressDisplay:
 
 
 def open_console() -> Console | None:
-    """Return the console on stderr, or None if stderr is not a terminal. stdout is reserved for results of commands.
+    """Return the console on stderr, or None if stderr is not a terminal.
 
     All bars must use this console, because rich draws simultaneous bars below each other only if they share a console.
     """

@@ -1,8 +1,6 @@
-"""Find the rank of this process in the environment variables of its launcher.
+"""Find the rank of this process in the environment variables of its launcher. docs/multi-node.md lists these variables.
 
-No other module reads these variables. docs/multi-node.md has a table of them. If one launcher runs inside another, the
-variables of the inner launcher are used: those of torchrun inside a task of srun or mpirun, and those of mpirun inside
-a task of srun. This module does not import torch.
+If one launcher runs inside another, the variables of the inner launcher are used. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ RANK_VARIABLES = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class LaunchedRank:
-    """The position of this process among the ranks of a run, and the address at which the ranks meet.
+    """Position of this process among the ranks of a run, and the address at which the ranks meet.
 
     The ranks of a node are consecutive.
     """
@@ -87,7 +85,7 @@ MPI_VARIABLES = (
 def find_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
     """Return the rank that a launcher gave to this process, or None if no launcher started the process.
 
-    Raises UserError if the variables contradict each other or are incomplete.
+    Raises UserError if the launcher's variables contradict each other or are incomplete.
     """
     environ = {name: value for name, value in environ.items() if value}
     launcher = next((name for mark, name in LAUNCHER_MARKS.items() if mark in environ), None)
@@ -105,7 +103,7 @@ def find_launched_rank(environ: Mapping[str, str]) -> LaunchedRank | None:
 
 
 def read_rank(environ: Mapping[str, str]) -> int:
-    """Return the rank of this process, or 0 without a launcher or if the launcher's variables are invalid."""
+    """Return the rank of this process. Returns 0 without a launcher, or if the launcher's variables are invalid."""
     try:
         launched = find_launched_rank(environ)
     except UserError:
@@ -126,9 +124,9 @@ def _read_number(environ: Mapping[str, str], variable: str) -> int:
 
 
 def _read_rank_variables(environ: Mapping[str, str], launcher: str) -> _Position:
-    """Read the rank of this process from RANK, WORLD_SIZE, LOCAL_RANK, and LOCAL_SIZE or LOCAL_WORLD_SIZE.
+    """Read RANK, WORLD_SIZE, LOCAL_RANK, and LOCAL_SIZE or LOCAL_WORLD_SIZE.
 
-    If the local variables are not set, this process is the only rank on its node, as in a pod of a PyTorchJob.
+    Without the local variables, this process is the only rank on its node, as in a pod of a PyTorchJob.
     """
     rank = _read_number(environ, "RANK")
     if "WORLD_SIZE" not in environ:
@@ -151,7 +149,6 @@ def _read_rank_variables(environ: Mapping[str, str], launcher: str) -> _Position
 
 
 def _find_mpi_task(environ: Mapping[str, str]) -> _Position | None:
-    """Return the rank of this process if mpirun or mpiexec started it as one of several processes, else None."""
     for names in MPI_VARIABLES:
         if all(name in environ for name in names[:4]) and environ[names.size] != "1":
             rank, size, local_rank, local_size = (_read_number(environ, name) for name in names[:4])
@@ -170,8 +167,7 @@ def _find_mpi_task(environ: Mapping[str, str]) -> _Position | None:
 def _find_srun_task(environ: Mapping[str, str]) -> _Position | None:
     """Return the rank of this process if srun started it as one of several tasks of a step, else None.
 
-    Shells of salloc and batch scripts have SLURM_NTASKS too, but they are not tasks of a step. SLURM_STEP_NUM_TASKS is
-    used instead of SLURM_NTASKS, because salloc's shell on a compute node is a step of one task.
+    SLURM_STEP_NUM_TASKS is used instead of SLURM_NTASKS, which shells of salloc and batch scripts have too.
     """
     steps = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_ID", "SLURM_STEP_NODELIST", "SLURM_STEP_TASKS_PER_NODE")
     is_step = any(name in environ for name in steps) and environ.get("SLURM_STEP_ID") != INTERACTIVE_STEP
@@ -220,7 +216,6 @@ def _tasks_per_node(environ: Mapping[str, str], size: int) -> list[int]:
 
 
 def _require_equal_variables(environ: Mapping[str, str], task: _Position) -> None:
-    """Raise UserError if RANK and similar variables are set and contradict the task of srun or mpirun."""
     names = {"RANK": task.rank, "WORLD_SIZE": task.size, "LOCAL_RANK": task.local_rank}
     names |= {"LOCAL_SIZE": task.local_size, "LOCAL_WORLD_SIZE": task.local_size}
     for name, value in names.items() if "RANK" in environ else ():
@@ -243,7 +238,6 @@ def _require_consistent(position: _Position) -> None:
 
 
 def _find_master(environ: Mapping[str, str], position: _Position) -> tuple[str, int]:
-    """Return the address and port of rank 0, at which the ranks meet."""
     port = _read_number(environ, "MASTER_PORT") if "MASTER_PORT" in environ else _job_port(environ, position.launcher)
     hosts = next((environ[n] for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST") if n in environ), "")
     if "MASTER_ADDR" in environ:

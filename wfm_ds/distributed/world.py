@@ -1,9 +1,7 @@
 """This rank's position in the process group, and collectives for small values, which use gloo on the CPU.
 
-A replica is a group of `sp_size` consecutive ranks that process the same samples. Each of its ranks processes a shard
-of the tokens (sequence parallelism). Its first rank is its leader. Without sequence parallelism, each rank is a
-replica. dp_rank is the index of a replica, and dp_size is the number of replicas. Different replicas process different
-samples. ZeRO shards, log files and signal flags are per rank.
+A replica is a group of `sp_size` consecutive ranks that process the same samples. Each of them processes a shard of the
+tokens. The first rank is the leader. dp_rank is the index of a replica, and dp_size is the number of replicas.
 """
 
 from __future__ import annotations
@@ -64,9 +62,10 @@ class World:
     def join(cls, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> World:
         """Join the launcher's process group. Without a launcher, create one of size 1.
 
-        All ranks must call this, once per run. Sets the environment variables that torch and DeepSpeed read. Raises
-        UserError on rank 0 if the rendezvous port is in use. Raises UserError on all ranks of a node that has fewer
-        GPUs than ranks.
+        All ranks must call this, once per run.
+
+        Sets the environment variables that torch and DeepSpeed read. Raises UserError on rank 0 if the rendezvous port
+        is in use, and on all ranks of a node that has fewer GPUs than ranks.
         """
         import deepspeed
 
@@ -120,7 +119,6 @@ class World:
 
     @property
     def sp_size(self) -> int:
-        """Number of ranks per replica."""
         return 1 if self.replica is None else self.replica.size
 
     @property
@@ -129,12 +127,10 @@ class World:
 
     @property
     def dp_rank(self) -> int:
-        """Index of this rank's replica."""
         return self.rank // self.sp_size
 
     @property
     def dp_size(self) -> int:
-        """Number of replicas."""
         return self.size // self.sp_size
 
     @property
@@ -151,10 +147,7 @@ class World:
         return dict(zip(values, numbers.tolist(), strict=True))
 
     def sum_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Sum each value over all ranks, in float64.
-
-        All ranks must call this with the same names in the same order.
-        """
+        """Sum each value over all ranks, in float64. All ranks must call this with the same names in the same order."""
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def sum_over_replicas(self, values: Mapping[str, float]) -> dict[str, float]:
@@ -165,10 +158,7 @@ class World:
         return self.sum_over_ranks(values if self.is_leader else dict.fromkeys(values, 0.0))
 
     def max_over_ranks(self, values: Mapping[str, float]) -> dict[str, float]:
-        """Return each value's maximum over all ranks.
-
-        All ranks must call this with the same names in the same order.
-        """
+        """Return each value's maximum over all ranks. All ranks must call this with equal names in equal order."""
         return self._all_reduce(values, dist.ReduceOp.MAX)
 
     def any_rank(self, flag: bool) -> bool:
@@ -176,7 +166,7 @@ class World:
         return self.max_over_ranks({"flag": float(flag)})["flag"] > 0
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's JSON value on every rank. Values of other ranks are ignored. All ranks must call this."""
+        """Return rank 0's JSON value on every rank. All ranks must call this."""
         if self.size == 1:
             return _json_roundtrip(value)
         LIVENESS.start_operation("a broadcast of rank 0's value")
@@ -192,7 +182,9 @@ class World:
     def broadcast_tensor_in_replica(self, tensor: Tensor | None) -> Tensor:
         """Return the tensor of the replica's leader, on the device of each rank.
 
-        All ranks of the replica must call this. Ranks other than the leader pass None.
+        All ranks of the replica must call this.
+
+        Ranks other than the leader pass None.
         """
         if self.replica is None:
             assert tensor is not None
@@ -208,8 +200,8 @@ class World:
     def transfer_tensor(self, tensor: Tensor, source: int, target: int) -> Tensor:
         """Send a tensor from replica `source` to replica `target` through the CPU, and return it.
 
-        Only the ranks of these two replicas call this method. They must run several transfers in the same order. Ranks
-        of `source` pass the tensor to send. Ranks of `target` pass any tensor of the same shape and dtype.
+        Only the ranks of these two replicas call this, in the same order for several transfers. Ranks of `source` pass
+        the tensor to send, and ranks of `target` pass any tensor of the same shape and dtype.
         """
         LIVENESS.record_progress("a tensor transfer between replicas")
         if self.dp_rank == source:
@@ -224,8 +216,8 @@ class World:
     def gather_replica_rows(self, rows: npt.NDArray[np.uint8], counts: Sequence[int]) -> npt.NDArray[np.uint8]:
         """Concatenate the uint8 rows of a replica's ranks on its leader. The other ranks get an empty array.
 
-        All ranks of the replica must call this. All rows have the same shape.
-        counts: number of rows of each rank. No rank may have more rows than the leader.
+        All ranks of the replica must call this, with rows of the same shape. counts: number of rows of each rank. No
+        rank may have more rows than the leader.
         """
         if self.replica is None:
             return rows
@@ -266,7 +258,7 @@ class World:
     def gather_leader_arrays(self, array: npt.NDArray[np.uint8]) -> list[npt.NDArray[np.uint8]]:
         """Return the arrays of all replica leaders on rank 0, in replica order. The other leaders get [].
 
-        Only replica leaders call this method. All arrays must have the same shape.
+        Only replica leaders call this method, with arrays of the same shape.
         """
         if self.dp_size == 1:
             return [array.copy()]
@@ -279,8 +271,8 @@ class World:
     def run_without_timeout(self, work: Callable[[], Any], *, runs_here: bool | None = None) -> Any:
         """Run `work` on some ranks while the others wait without a time limit. All ranks must call this.
 
-        runs_here: whether this rank runs `work`. Default: True on rank 0, False on other ranks. Returns the result of
-        `work`, or None on ranks that do not run it. If `work` raises UserError on any rank, all ranks raise this error.
+        runs_here: whether this rank runs `work`; by default, only rank 0 does. Returns the result of `work`, or None on
+        other ranks. If `work` raises UserError on any rank, all ranks raise this error.
         """
         is_runner = self.is_main if runs_here is None else runs_here
         with ThreadPoolExecutor(1) as pool:
@@ -296,12 +288,12 @@ class World:
         dist.barrier(group=self.host_group)
 
     def run_checked(self, work: Callable[[], Any], on: Literal["all", "leaders", "main"] = "all") -> Any:
-        """Run `work` on all ranks, on the replica leaders, or on rank 0. All ranks must call this.
+        """Run `work` on all ranks (`all`), on the replica leaders (`leaders`) or on rank 0 (`main`).
 
-        on: the ranks that run `work`: `all`, `leaders` or `main` (rank 0).
+        All ranks must call this.
 
-        Returns this rank's result, or None if this rank did not run `work`. If `work` raises UserError on any rank, all
-        ranks raise this error.
+        Returns the result of `work`, or None on other ranks. If `work` raises UserError on any rank, all ranks raise
+        this error.
         """
         result, error = None, None
         if {"all": True, "leaders": self.is_leader, "main": self.is_main}[on]:
@@ -318,7 +310,6 @@ class World:
 
 
 def require_gpus(launched: LaunchedRank, num_gpus: int) -> None:
-    """Raise UserError if this process sees fewer GPUs than its node has ranks."""
     if num_gpus < launched.local_size:
         raise UserError(
             f"rank {launched.rank} sees {num_gpus} GPUs, but its node has {launched.local_size} ranks: start one rank "
@@ -332,10 +323,7 @@ def _json_roundtrip(value: Any) -> Any:
 
 
 def _broadcast_json(source: int, group: ProcessGroup | None, value: Any, *, is_source: bool) -> Any:
-    """Return the JSON value of rank `source` on every rank of the group. All ranks of the group must call this.
-
-    is_source: whether this rank is `source`.
-    """
+    """Return the JSON value of rank `source` on every rank of the group. All ranks of the group must call this."""
     blob = json.dumps(value).encode() if is_source else b""
     length = torch.tensor([len(blob)], dtype=torch.int64)
     dist.broadcast(length, src=source, group=group)
@@ -349,11 +337,11 @@ def _broadcast_json(source: int, group: ProcessGroup | None, value: Any, *, is_s
 def create_sequence_group(
     num_ranks: int, timeout: datetime.timedelta | None = None, backend: str | None = None
 ) -> ProcessGroup:
-    """Create the sequence-parallel groups and return this rank's group. All ranks must call this.
+    """Create the sequence-parallel groups of `num_ranks` consecutive ranks and return this rank's group.
 
-    A group has `num_ranks` consecutive ranks, so that it uses the fast links within a node.
-    timeout: time limit of the group's collectives. None selects torch's default. backend: None selects the backend of
-    the default group. Raises UserError if num_ranks does not divide the total number of ranks.
+    All ranks must call this. timeout: time limit of the group's collectives. None selects torch's default. backend:
+    None selects the backend of the default group. Raises UserError if num_ranks does not divide the total number of
+    ranks.
     """
     world_size = dist.get_world_size()
     if num_ranks < 1 or world_size % num_ranks:

@@ -1,9 +1,4 @@
-"""Select the layers of a denoiser that get LoRA adapters, and merge adapters into the weights of these layers.
-
-The recipe or the model family lists the target names that select the layers. The original weights are copied before a
-merge, so that they can be restored bit for bit. (PEFT's unmerge instead subtracts the update, which leaves rounding
-errors.) Weights are changed in place, so captured CUDA graphs stay valid.
-"""
+"""Select the layers of a denoiser that get LoRA adapters, and merge adapters into the weights of these layers."""
 
 from __future__ import annotations
 
@@ -34,8 +29,7 @@ def match_linear_layers(network: nn.Module, targets: Iterable[str]) -> list[str]
 def peft_targets(network: nn.Module, targets: Sequence[str]) -> list[str]:
     """Convert LoRA targets to targets that PEFT accepts.
 
-    PEFT does not support the placeholder BLOCK_NUMBER. A target with this placeholder is replaced by the names of all
-    modules that match the target.
+    A target with the placeholder BLOCK_NUMBER is replaced by the names of all modules that match the target.
     """
     names: list[str] = []
     for target in targets:
@@ -47,8 +41,7 @@ def check_lora_layers(network: nn.Module, lora: LoraRecipe, default_targets: Seq
     """Raise RecipeError if a layer that the recipe's `lora` section selects cannot be trained or exported.
 
     Only linear layers can have adapters. A fully trained layer (lora.modules_to_save) must have parameters and must not
-    contain other layers.
-    default_targets: targets of the model family, used if lora.target_modules is unset.
+    contain other layers. default_targets: used if lora.target_modules is unset.
     """
     targets = lora.target_modules or default_targets
     if not hasattr(network, "add_adapter"):
@@ -76,7 +69,6 @@ def check_lora_layers(network: nn.Module, lora: LoraRecipe, default_targets: Seq
 
 
 def find_adapter_layers(denoiser: nn.Module) -> list[Any]:
-    """Return the layers that have LoRA adapters, in the order of denoiser.modules()."""
     return [part for part in denoiser.modules() if isinstance(part, BaseTunerLayer)]
 
 
@@ -87,19 +79,19 @@ def _match_modules(network: nn.Module, targets: Iterable[str]) -> Iterator[tuple
 
 
 class AdapterMerge:
-    """Merges a LoRA adapter into the weights of its layers, and restores these weights.
+    """Merges a LoRA adapter into the weights of its layers, and restores these weights. Does not support ZeRO-3.
 
-    layers: result of `find_adapter_layers`. ZeRO-3 is not supported, because it partitions the weights. While an
-    adapter is merged, the caller must disable all adapters.
+    layers: result of `find_adapter_layers`. While an adapter is merged, the caller must disable all adapters.
     """
 
     def __init__(self, layers: Sequence[Any]) -> None:
         self._layers = layers
-        self._original_weights: list[Tensor] = []  # empty if no adapter is merged
+        # Copies, because PEFT's unmerge would leave rounding errors. Empty if no adapter is merged.
+        self._original_weights: list[Tensor] = []
 
     @torch.no_grad()
     def merge(self, adapter: str) -> None:
-        """Set each weight to the unmerged weight plus this adapter's LoRA update. The sum is computed in float32."""
+        """Set each weight to the unmerged weight plus this adapter's LoRA update, computed in float32."""
         if not self._original_weights:
             self._original_weights = [layer.get_base_layer().weight.detach().clone() for layer in self._layers]
         for layer, original in zip(self._layers, self._original_weights, strict=True):
@@ -108,7 +100,7 @@ class AdapterMerge:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore the unmerged weights and free their copies. Does nothing if no adapter is merged."""
+        """Restore the unmerged weights. Does nothing if no adapter is merged."""
         originals, self._original_weights = self._original_weights, []
         if originals:
             for layer, original in zip(self._layers, originals, strict=True):
@@ -117,7 +109,6 @@ class AdapterMerge:
 
 @contextlib.contextmanager
 def use_merged_weights(layers: Sequence[Any], adapter: str) -> Iterator[None]:
-    """Merge `adapter` into the weights of these layers inside the context, and restore the weights at its end."""
     merge = AdapterMerge(layers)
     try:
         merge.merge(adapter)

@@ -1,7 +1,6 @@
 """Selection of the denoiser's attention kernel and its installation in every attention layer.
 
-The trainer, rollout workers and `generate` all use this module. The kernels come from diffusers' dispatcher
-(diffusers.models.attention_dispatch). The kernel `native` leaves every layer unchanged.
+The kernels come from diffusers.models.attention_dispatch. The kernel `native` leaves every layer unchanged.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ REPLACEMENT_PROCESSORS: Mapping[type, Any] = {
     JointAttnProcessor2_0: SD3JointAttention,
     CosmosAttnProcessor2_0: Cosmos25Attention,
 }
-"""{processor of diffusers: its replacement}. These processors of diffusers do not let a model select a kernel."""
+"""{processor of diffusers that does not let a model select a kernel: its replacement}."""
 # Processors that pass an attention mask for padded texts. No kernel of this module supports masks.
 MASKED_PROCESSORS = frozenset(
     {
@@ -49,7 +48,7 @@ MASKED_PROCESSORS = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKernel:
-    """An attention kernel for GPUs and half precision, and its requirements. Attention masks are not supported."""
+    """An attention kernel for GPUs and half precision, and its requirements. It does not support attention masks."""
 
     backend: AttentionBackendName
     capabilities: tuple[Capability, Capability]  # compute capability of the GPU: lowest supported, first unsupported
@@ -92,8 +91,8 @@ def choose_kernel(
 ) -> AttentionName:
     """Return the attention kernel to use: `name`, or for `auto` the best kernel for this denoiser, dtype and device.
 
-    denoiser: may be on the meta device. trains: whether gradients are needed.
-    Raises UserError if the kernel `name` cannot be used. The message says why and how to fix it.
+    denoiser: may be on the meta device. trains: whether gradients are needed. Raises UserError if the kernel `name`
+    cannot be used.
     """
     if name == "native":
         return name
@@ -154,7 +153,6 @@ def find_obstacle(
 
 
 def is_installed(backend: AttentionBackendName) -> bool:
-    """Return whether diffusers finds a supported version of the kernel's package."""
     try:
         with attention_backend(backend):
             return True
@@ -163,7 +161,6 @@ def is_installed(backend: AttentionBackendName) -> bool:
 
 
 def attention_layers(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield (name, module) of each layer that has an attention processor."""
     for name, layer in denoiser.named_modules():
         if isinstance(layer, Attention | AttentionModuleMixin) and hasattr(layer, "processor"):
             yield name, layer
@@ -172,7 +169,7 @@ def attention_layers(denoiser: nn.Module) -> Iterator[tuple[str, Any]]:
 def use_kernel(denoiser: nn.Module, name: AttentionName) -> None:
     """Set the kernel of all attention layers. name: result of `choose_kernel`.
 
-    Call it after sequence parallelism is installed, if the denoiser uses it.
+    If the denoiser uses sequence parallelism, install that first.
     """
     if name == "native":
         return

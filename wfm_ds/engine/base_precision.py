@@ -1,8 +1,4 @@
-"""Low-precision base weights for LoRA (QLoRA).
-
-Frozen linear layers are replaced by low-precision layers. The recipe keys `model.base_precision` and, for rollout
-workers, `rollout.base_precision` select the class of these layers.
-"""
+"""Low-precision base weights for LoRA (QLoRA): frozen linear layers are replaced by low-precision layers."""
 
 from __future__ import annotations
 
@@ -39,8 +35,8 @@ def quantise_base(
     """Replace the denoiser's `eligible_layers` by frozen low-precision layers on the device.
 
     Returns the number of quantised weight elements, which is 0 if `precision` is None. Call it before adapters are
-    added and before weights are moved or partitioned. Layers are replaced one by one to save memory. Raises RecipeError
-    if the device does not support the precision, or if no layer is eligible.
+    added and before weights are moved or partitioned. Raises RecipeError if the device does not support the precision,
+    or if no layer is eligible.
     """
     if precision is None:
         return 0

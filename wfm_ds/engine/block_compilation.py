@@ -1,9 +1,4 @@
-"""torch.compile for the denoiser's repeated blocks, one block at a time.
-
-Blocks of the same structure share compiled code. Hooks on a block are not compiled. A forward pass selects its compiled
-code only by input shapes, active adapters and gradient mode. Therefore, a resumed run computes the same results as an
-uninterrupted run.
-"""
+"""torch.compile for the denoiser's repeated blocks, one block at a time."""
 
 from __future__ import annotations
 
@@ -18,14 +13,14 @@ from torch import nn
 from wfm_ds.errors import UserError
 
 MAX_GRAPHS = 256
-"""Maximum number of compiled versions of a block class.
+"""Maximum number of compiled versions of a block class. If more are needed, a forward pass raises an error.
 
 Each combination of block structure, input shapes, policy and gradient mode needs its own version. torch's default of 8
-is too low. If more versions are needed, a forward pass raises an error instead of running uncompiled."""
+is too low.
+"""
 
-# Round half-precision values inside fused operators in the same places as eager kernels do. Otherwise, forward passes
-# with and without gradients would round differently in bfloat16, because they store different intermediate values. The
-# probability ratio of two equal policies would then differ from 1.
+# Round half-precision values inside fused operators where eager kernels round them. Otherwise, forward passes with and
+# without gradients would round differently in bfloat16, and the probability ratio of two equal policies would not be 1.
 COMPILE_OPTIONS = {"emulate_precision_casts": True}
 
 
@@ -43,18 +38,14 @@ def compile_blocks(denoiser: nn.Module, block_classes: Sequence[type[nn.Module]]
             "remove the key, or add the classes of its repeated blocks to the family"
         )
     for block in blocks:
-        # Not block.compile(): that would also compile the hooks of the block, set by DeepSpeed and by sequence
-        # parallelism.
+        # Not block.compile(): that would also compile the block's hooks, set by DeepSpeed and by sequence parallelism.
         compiled = torch.compile(block.forward, fullgraph=True, dynamic=False, options=dict(COMPILE_OPTIONS))
         block.forward = lift_recompile_limits(compiled)
     return len(blocks)
 
 
 def lift_recompile_limits(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a compiled function so that each call first raises torch's recompile limits in the calling thread.
-
-    torch stores these limits per thread.
-    """
+    """Wrap a compiled function so that each call first raises torch's recompile limits, which are set per thread."""
 
     @functools.wraps(compiled)
     def forward(*args: Any, **kwargs: Any) -> Any:

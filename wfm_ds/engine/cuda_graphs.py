@@ -1,10 +1,7 @@
 """Record the GPU kernels of a network's forward pass as a CUDA graph, and launch them together in later calls.
 
-A graph always reads and writes the memory addresses that its kernels used during recording. Arguments are therefore
-copied to the recorded inputs, results are copied from the recorded outputs, and weights must be changed in place. If a
-weight has a new address at the start of a rollout, all graphs are recorded again. The network's Python code runs only
-during recording. Only calls without gradients are supported. On a CPU, the network is called normally. This module has
-not been run on a GPU yet.
+Only calls without gradients are supported, and weights must be changed in place. This module has not been run on a GPU
+yet.
 """
 
 from __future__ import annotations
@@ -29,8 +26,6 @@ CaptureFunction: TypeAlias = Callable[[Callable[[], Any]], tuple[Callable[[], No
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One recorded call, with the memory for its arguments and its result."""
-
     inputs: list[Tensor]
     replay: Callable[[], None]
     output: Any
@@ -44,17 +39,13 @@ class GraphReplayer:
     """
 
     def __init__(self, network: Callable[..., Any], parameters: Callable[[], Iterable[Tensor]]) -> None:
-        """parameters: function that returns all parameters that the network uses."""
         self._network, self._parameters = network, parameters
         self._recordings: dict[Hashable, RecordedCall] = {}
         self._weight_addresses: list[tuple[Tensor, int]] = []
         self._captures: dict[torch.device, CaptureFunction] = {}
 
     def drop_stale_recordings(self) -> None:
-        """Discard all recordings if the address of a weight has changed. Call it before each rollout.
-
-        Calls do not check the addresses themselves, because this would take longer than the call.
-        """
+        """Discard all recordings if the address of a weight has changed. Call it before each rollout."""
         if any(parameter.data_ptr() != address for parameter, address in self._weight_addresses):
             log.info("addresses of weights have changed: CUDA graphs of all forward passes are recorded again")
             self._recordings.clear()
@@ -116,7 +107,6 @@ def clone_tensor(value: Any) -> Any:
 
 
 def choose_capture(device: torch.device) -> CaptureFunction:
-    """Return the capture function for this device: CUDA graphs on a GPU, ordinary calls on other devices."""
     if device.type == "cuda":
         return CudaCapture(device)
     log.warning("rollout.cuda_graph: %s has no CUDA graphs; forward passes run without them", device.type)
@@ -137,7 +127,7 @@ def capture_plain_call(compute: Callable[[], Any]) -> tuple[Callable[[], None], 
 
 
 class CudaCapture:
-    """Captures computations as CUDA graphs. They share one memory pool, because only one graph runs at a time."""
+    """Captures computations as CUDA graphs that share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._pool = device, torch.cuda.graph_pool_handle()
@@ -159,7 +149,6 @@ class CudaCapture:
         return graph.replay, output
 
     def _warm_up(self, compute: Callable[[], Any]) -> None:
-        """Run the computation several times before it is captured. torch requires a side stream for this."""
         cuda: Any = torch.cuda  # its streams are not typed
         stream, current = cuda.Stream(self._device), cuda.current_stream(self._device)
         stream.wait_stream(current)

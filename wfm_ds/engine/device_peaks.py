@@ -1,8 +1,4 @@
-"""Peak FLOP/s of GPUs by device name, for computing hardware utilisation.
-
-Values are TFLOP/s of dense matrix products from the manufacturers' data sheets. For devices that are not in the table,
-set the recipe key `logging.peak_tflops`.
-"""
+"""Peak TFLOP/s of GPUs by device name, for dense matrix products, from the manufacturers' data sheets."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ class DevicePeak:
     float32: float
 
 
-# Each row contains words of a device name and the device's peak. A row matches if the name contains all of its words.
+# Each row contains words of a device name and the device's peak. A row matches a name that contains all of its words.
 # The first matching row wins, so specific rows come first.
 DEVICE_PEAKS = (
     ({"B200"}, DevicePeak(2250.0, 1125.0, 75.0)),
@@ -45,7 +41,7 @@ DEVICE_PEAKS = (
 
 
 def find_peak(name: str) -> DevicePeak | None:
-    """Return the peak FLOP/s of the device with this name (`torch.cuda.get_device_name`), or None if it is unknown."""
+    """Return the peak of the device with this name (`torch.cuda.get_device_name`), or None if it is unknown."""
     words = set(re.split(r"[\s\-]+", name))
     if "Laptop" in words:  # a different chip with the same name
         return None

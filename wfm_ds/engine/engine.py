@@ -1,9 +1,7 @@
 """DenoiserEngine, which trains the denoiser with DeepSpeed.
 
-The engine scales losses, runs optimizer steps, sets the learning rate, switches policies, and gathers full tensors. It
-does not depend on algorithms, model families or files. A policy is a set of weights: `train` (the trained weights),
-`old`, `ref`, `ema`, and the extra and frozen adapters of a LoRA run (policies.py). In this module, an update is an
-optimizer step that was not skipped.
+A policy is a set of weights: `train` (the trained weights), `old`, `ref`, `ema`, and the extra and frozen adapters of a
+LoRA run. In this module, an update is an optimizer step that was not skipped.
 """
 
 from __future__ import annotations
@@ -62,10 +60,7 @@ class EngineForward:
         self._engine = engine
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the denoiser with the active policy.
-
-        All ranks must make the same calls in the same order.
-        """
+        """Run the denoiser with the active policy. All ranks must make the same calls in the same order."""
         LIVENESS.start_operation("a forward pass of the denoiser")
         engine = self._engine
         if engine.flop_counter is not None:
@@ -104,8 +99,7 @@ class DenoiserEngine(OptimizerSteps):
         """Do not call the constructor. Use `build` instead.
 
         ds: result of deepspeed.initialize for `module`. adapters: None in full training. gradient_watches,
-        optimizer_options: one entry per trained adapter; in full training, only `default`. frozen_adapters: names of
-        the frozen adapters.
+        optimizer_options: one entry per trained adapter; in full training, only `default`.
         """
         super().__init__(ds, recipe, world, total_updates, adapters, gradient_watches, optimizer_options)
         self.module = module
@@ -147,20 +141,18 @@ class DenoiserEngine(OptimizerSteps):
     ) -> DenoiserEngine:
         """Prepare the denoiser and create its DeepSpeed engine and policy copies. All ranks must call this.
 
-        denoiser: a diffusers model with the same weights on every rank. It is changed in place (preparation.py).
+        denoiser: a diffusers model with the same weights on every rank, which is changed in place.
         lora_targets: name suffixes of the layers to adapt; `lora.target_modules` in the recipe overrides them.
-        policies: the policies that the run needs in addition to `train`: a subset of old, ref and ema.
-        accumulation: number of backward passes per optimizer step.
-        total_updates: number of optimizer steps of the run, which is the length of the learning rate schedule.
-        block_classes: classes of the denoiser's repeated blocks.
-        frozen: names of parameters that full training does not train.
+        policies: the policies that the run needs besides `train`: a subset of old, ref and ema.
+        accumulation: number of backward passes per optimizer step. total_updates: number of optimizer steps of the run.
+        block_classes: classes of the denoiser's repeated blocks. frozen: names of parameters that full training does
+        not train.
         initial_adapter: initial adapter tensors, named as in `iter_full_tensors`.
         extra_adapters: {name: options} of adapters to train in addition to `default`. They start equal to `default`.
         frozen_adapters: {name: tensors} of adapters that are never trained.
         count_flops: whether to count FLOPs. If so, tensor arguments of the denoiser must have one row per sample.
-        shard_tokens: function that installs sequence parallelism over the ranks of a replica.
-        find_part: maps a parameter's name to its network component, for networks with components that only some steps
-        run, such as experts.
+        shard_tokens: function that installs sequence parallelism over the ranks of a replica. find_part: see
+        GradientWatch.
 
         Raises RecipeError if the DeepSpeed JSON or the LoRA targets are invalid, and UserError if the denoiser does not
         support sequence parallelism or the attention kernel. Raises ValueError for extra or frozen adapters if LoRA is
@@ -231,9 +223,9 @@ class DenoiserEngine(OptimizerSteps):
             self.flop_counter.discard()
 
     def check_ranks_agree(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
-        """Raise an error on all ranks if their next forward passes differ.
+        """Raise an error on all ranks if their next forward passes differ. Does nothing with `engine.guard: false`.
 
-        Does nothing if the recipe sets `engine.guard: false`. The arguments are those of `RankGuard.compare_ranks`.
+        The arguments are those of `RankGuard.compare_ranks`.
         """
         if self._guard is not None:
             self._guard.compare_ranks(*what, inputs=inputs)
@@ -243,13 +235,11 @@ class DenoiserEngine(OptimizerSteps):
         """Make forward passes inside the context use the weights of a policy.
 
         name: `train`, a policy copy, an extra adapter or a frozen adapter.
-        merge: merge the policy's adapter into the weights (adapter_layers.py). LoRA at ZeRO-3 does not support this.
+        merge: whether to merge the policy's adapter into the weights, which LoRA at ZeRO-3 does not support.
 
         All ranks must enter and leave the context together. Contexts cannot be nested. Gradients are disabled inside
-        the context, unless `train` is already active and `merge` is false.
-
-        Group forward passes by policy, because switching the policy takes time: it copies weights, and at ZeRO-3 it
-        also resets DeepSpeed's prefetch order.
+        the context, unless `train` is already active and `merge` is false. Switching policies takes time, so group
+        forward passes by policy.
         """
         self._require_trained_policy(f"use_policy({name!r})")
         if name == self.active_policy == "train" and not merge:
@@ -297,7 +287,7 @@ class DenoiserEngine(OptimizerSteps):
     def update_ema(self) -> None:
         """Update `ema` with the recipe's decay, unless the last step was skipped.
 
-        All ranks must call it after each step.
+        All ranks must call this after each step.
         """
         options, update = self.recipe.ema, self.num_updates
         if options is None or update == self._last_ema_update:
@@ -322,8 +312,7 @@ class DenoiserEngine(OptimizerSteps):
 
         Rank 0 gets CPU tensors, and other ranks get None instead of a tensor. Trained tensors are the policy's fp32
         master weights. In full training, yields all parameters and persistent buffers with their diffusers names. In
-        LoRA training, yields the adapter's tensors with names such as `transformer_blocks.0.attn.to_k.lora_A.weight`,
-        which do not contain the adapter's name.
+        LoRA training, yields the adapter's tensors with names such as `transformer_blocks.0.attn.to_k.lora_A.weight`.
         """
         flats = self._policy_flats(policy)
         for name, parameter in self.module.named_parameters():
@@ -345,10 +334,8 @@ class DenoiserEngine(OptimizerSteps):
         """Return this rank's shards of all states that training changes, as {name: one tensor per optimizer group}.
 
         The names are `train`, each policy that changes during training, and `optimizer.NAME` for each optimizer state.
-        For extra adapters, see `adapter_state_name`. A tensor with 0 dimensions is a number for the whole group, such
-        as AdamW's step. The tensors are views that the next step overwrites.
-        `shards.slices_by_name()` maps parameters to slices of the tensors. Extra adapters have their own
-        `extra_shards`.
+        The name for an extra adapter is adapter_state_name(adapter, name). A tensor with 0 dimensions is a number for
+        the whole group, such as AdamW's step. The tensors are views that the next step overwrites.
         """
         states = self.shards.training_states()
         states |= {name: list(copy.flats) for name, copy in self._moving_copies().items()}

@@ -1,11 +1,6 @@
 """Count the FLOPs of the denoiser's forward and backward passes on the meta device.
 
 A multiply-add in a linear layer, attention or a convolution counts as 2 FLOPs. Pointwise operations are not counted.
-The meta device computes and allocates nothing, so counting a model of 14 billion parameters takes seconds on a laptop.
-
-The engine records the shapes of the arguments of each forward pass. The FLOPs of each combination of shapes are counted
-once, on a copy of the denoiser on the meta device that is created before DeepSpeed partitions the denoiser. The count
-is therefore exact for every image size and text length.
 """
 
 from __future__ import annotations
@@ -56,10 +51,7 @@ def convolution_backward_flops(
     output_mask: Sequence[bool],
     **_: Any,
 ) -> int:
-    """Return the FLOPs of a convolution's backward pass.
-
-    torch's own formula is wrong for the weight gradient of grouped convolutions.
-    """
+    """Return the FLOPs of a convolution's backward pass. torch's own formula is wrong for grouped convolutions."""
     return conv_flop_count(x_shape, w_shape, grad_out_shape, transposed) * sum(output_mask[:2])
 
 
@@ -71,7 +63,7 @@ def make_flop_counter() -> FlopCounterMode:
 
 
 def measure_flops(denoiser: nn.Module, predict: Callable[[], Tensor], *, checkpointing: bool) -> Flops:
-    """Count the FLOPs of `predict`, a forward pass of `denoiser` on the meta device, and of its backward pass."""
+    """Count the FLOPs of the forward pass `predict` of `denoiser`, on the meta device, and of its backward pass."""
 
     def count_passes() -> tuple[int, int]:
         with make_flop_counter() as counter:
@@ -105,7 +97,7 @@ def count_without_adapters(denoiser: nn.Module, predict: Callable[[], Tensor]) -
 
 
 def copy_to_meta(module: nn.Module) -> nn.Module:
-    """Return a copy of the module on the meta device. Its parameters and buffers have shapes but no values."""
+    """Return a copy of the module on the meta device."""
     memo: dict[int, Any] = {}
     for parameter in module.parameters():
         memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
@@ -138,9 +130,8 @@ class FlopCounter:
     """Records the forward passes of one rank and returns their total FLOPs (`pop_count`)."""
 
     def __init__(self, meta_denoiser: nn.Module, *, checkpointing: bool) -> None:
-        """meta_denoiser: copy of the denoiser on the meta device.
-
-        It must have the adapters and requires_grad flags of the original.
+        """meta_denoiser: copy of the denoiser on the meta device, with the adapters and requires_grad flags of the
+        original.
         """
         self._meta_denoiser, self._checkpointing = meta_denoiser, checkpointing
         self._samples: Counter[ForwardKind] = Counter()
@@ -192,7 +183,6 @@ class FlopCounter:
             self.discard()
 
     def discard(self) -> None:
-        """Discard the forward passes recorded since the last `pop_count`."""
         self._samples.clear()
 
     def _count_forwards(self, kind: ForwardKind, samples: int) -> FlopCount:
@@ -217,11 +207,10 @@ def make_trainable(
     *,
     extra_adapters: Sequence[str] = (),
 ) -> None:
-    """Prepare a denoiser on the meta device for training, like the engine does.
+    """Prepare a denoiser on the meta device for training, like the engine does. Also sets the dtype.
 
-    Also sets the dtype. For LoRA, adds the adapter `default`, the adapters in `names` and the adapters in
-    `extra_adapters`. `default` and the extra adapters are trained. For full training, freezes the parameters in
-    `frozen`.
+    For LoRA, adds the adapter `default`, the adapters in `names` and the adapters in `extra_adapters`; `default` and
+    the extra adapters are trained. For full training, freezes the parameters in `frozen`.
     """
     if recipe.lora is None:
         set_trainable(meta_denoiser, frozen)
@@ -237,5 +226,4 @@ def _argument_shape(value: Any) -> Hashable:
 
 
 def _single_sample(value: Any) -> Any:
-    """Return a tensor's first sample on the meta device. Other values are returned unchanged."""
     return torch.empty_like(value[:1], device="meta") if isinstance(value, Tensor) else value

@@ -1,8 +1,6 @@
 """Frozen float8 (e4m3) linear layers for LoRA. They need half the memory of bfloat16 and are faster on a GPU.
 
-All policies (trained, old, reference) use the same base weights. Policies with equal adapters therefore give
-bit-identical predictions for batches of the same size. Each row of a weight or input has its own scale
-(wfm_kernels.quantise_rows), so a sample's prediction does not depend on the other samples in its batch.
+Each row of an input has its own scale, so a sample's prediction does not depend on the other samples in its batch.
 """
 
 from __future__ import annotations
@@ -23,9 +21,9 @@ MIN_CAPABILITY = (8, 9)  # compute capability of the first GPUs with float8 matr
 class Fp8Linear(FrozenLinear):
     """A linear layer with a frozen weight [outputs, inputs], stored as e4m3 bytes and one float32 scale per row.
 
-    The input x is quantised too. With quantised matrices xq and Wq and their scales, the output is (xq @ Wq^T) *
-    scale(x) * scale(W)^T + bias, in the dtype of x. The gradient of x is computed with the dequantised weight in the
-    gradient's dtype. On a CPU, matrix products are emulated in float64.
+    With quantised matrices xq and Wq, the output is (xq @ Wq^T) * scale(x) * scale(W)^T + bias, in the dtype of the
+    input x. The gradient of x is computed with the dequantised weight. On a CPU, matrix products are emulated in
+    float64.
     """
 
     weight_bytes: Tensor
@@ -51,10 +49,7 @@ class Fp8Linear(FrozenLinear):
 
 
 class Fp8TwiceLinear(Fp8Linear):
-    """An Fp8Linear that also computes the gradient of its input in float8.
-
-    For this purpose, it stores a second, transposed copy of the weight.
-    """
+    """An Fp8Linear that also computes the gradient of its input in float8, from a transposed copy of the weight."""
 
     back_bytes: Tensor
     back_scale_bits: Tensor
@@ -84,8 +79,8 @@ class _Fp8Matmul(torch.autograd.Function):
     ) -> Tensor:
         """Compute the layer's output. values, scale: the quantised weight and its row scales.
 
-        back, back_scale: the quantised transposed weight and its row scales. If they are given, the backward pass
-        computes the gradient of x in float8.
+        back, back_scale: the same for the transposed weight. If given, the backward pass computes the gradient of x in
+        float8.
         """
         ctx.in_float8 = back is not None
         ctx.save_for_backward(*((values, scale) if back is None else (back, back_scale)))

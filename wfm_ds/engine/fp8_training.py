@@ -1,15 +1,7 @@
 """Full fine-tuning with float8 matrix products, using torchao or TransformerEngine.
 
-Weights stay ordinary parameters and are cast in every forward pass, so DeepSpeed, the optimizer, checkpoints and
-exports work unchanged. Scales are computed from the current values, so equal weights and inputs give bit-identical
-predictions.
-
-torchao uses one scale per row of weights and inputs, so a sample's prediction does not depend on the other samples in
-its batch.
-
-TransformerEngine uses one scale per tensor (Float8CurrentScaling), so a sample's prediction depends on the other
-samples in its batch. Algorithms that compare predictions therefore cannot use TransformerEngine. It needs CUDA, so it
-is imported only when the first layer is built.
+With TransformerEngine, a sample's prediction depends on the other samples in its batch, so algorithms that compare
+predictions cannot use it.
 """
 
 from __future__ import annotations
@@ -30,8 +22,7 @@ from wfm_ds.errors import RecipeError
 from wfm_ds.recipe.sections import Fp8Training
 
 logger = logging.getLogger(__name__)
-# TransformerEngine requires inputs with a multiple of this number of rows, because the gradient of a weight is a matrix
-# product that sums over rows.
+# TransformerEngine requires inputs with a multiple of this number of rows.
 ROW_MULTIPLE = 16
 
 
@@ -45,8 +36,8 @@ def train_in_float8(
     """Replace the denoiser's `eligible_layers` by float8 layers of `library`, which share the original parameters.
 
     Returns the number of replaced layers, which is 0 if `library` is None. On a CPU, torchao emulates the matrix
-    products. This is slow and only for tests.
-    Raises RecipeError if the library cannot be imported, the GPU does not support float8, or no layer is eligible.
+    products. Raises RecipeError if the library cannot be imported, the GPU does not support float8, or no layer is
+    eligible.
     """
     if library is None:
         return 0
@@ -80,8 +71,8 @@ def torchao_layer_factory(device: torch.device) -> Callable[[nn.Linear], nn.Modu
 def te_layer_factory(key: str, device: torch.device) -> Callable[[nn.Linear], nn.Module]:
     """Return a function that converts a torch linear layer to a TransformerEngine layer that shares its parameters.
 
-    Names and values in state dicts do not change. key: recipe key to name in messages. Raises RecipeError if the device
-    is not a GPU or TransformerEngine cannot be imported.
+    key: recipe key to name in messages. Raises RecipeError if the device is not a GPU or TransformerEngine cannot be
+    imported.
     """
     if device.type != "cuda":
         raise RecipeError(f"{key} needs a GPU, but the device is {device.type}: use torchao, which emulates float8")

@@ -1,8 +1,4 @@
-"""Measure the current and peak memory of tensors while a block of code runs, on a CPU or on the meta device.
-
-Meta tensors have a size and a lifetime but use no memory. The memory of a forward and backward pass can therefore be
-measured even if the model does not fit into the machine.
-"""
+"""Measure the current and peak memory of tensors while a block of code runs, on a CPU or on the meta device."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveByteCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Context manager that counts the bytes of live tensors created by operators on one type of device."""
+    """Context manager that counts the bytes of live tensors which operators create on one type of device."""
 
     def __init__(self, device: str = "cpu") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -59,10 +55,9 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def emulate_gpu_attention() -> Iterator[None]:
-    """Make attention on the meta device save the same tensors for the backward pass as GPU kernels do.
+    """Replace torch's attention function by `gpu_attention` inside the context.
 
-    Replaces torch's attention function by `gpu_attention` inside the context. By default, attention on the meta device
-    saves a matrix with an element for each pair of tokens.
+    Without this, attention on the meta device saves a matrix with an element for each pair of tokens.
     """
     original = functional.scaled_dot_product_attention
 

@@ -1,8 +1,4 @@
-"""Frozen linear layers with an 8-bit or 4-bit weight, which is dequantised at each use.
-
-These layers save memory but are not faster, because matrix products use the dequantised weight in the model's dtype.
-Inputs are not quantised, so the error is smaller than with float8. All GPUs are supported.
-"""
+"""Frozen linear layers with an 8-bit or 4-bit weight, which is dequantised at each use. They save only memory."""
 
 from __future__ import annotations
 
@@ -80,7 +76,6 @@ class Nf4Linear(LowBitLinear):
 
 
 def load_nf4_operators() -> Any:
-    """Return bitsandbytes' torch operators. Raises RecipeError if bitsandbytes is not installed."""
     require_package("bitsandbytes", "base_precision: nf4")
     import bitsandbytes  # noqa: F401, registers them
 

@@ -1,9 +1,7 @@
 """Build the optimizer of the trained parameters, compute its schedules, and convert its states for checkpoints.
 
-Checkpoints store the states of every optimizer in AdamW's format, so that a run can resume with a different number of
-ranks. `step` is one number, and `exp_avg` and `exp_avg_sq` are float32 with one element per master weight. An 8-bit
-optimizer quantises these two states in blocks with one scale each. Its checkpoints also store the scale of each
-element, from which the exact 8-bit codes are restored if each block still contains the same elements.
+Checkpoints store the states of every optimizer in AdamW's format: the number `step`, and `exp_avg` and `exp_avg_sq`,
+float32 with one element per master weight. Checkpoints of an 8-bit optimizer also store the scale of each element.
 """
 
 from __future__ import annotations
@@ -32,17 +30,15 @@ NO_OPTIONS: Mapping[str, OptimizerRecipe] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class ExtraAdapter:
-    """Learning rate and betas of an adapter that is trained in addition to `default`. The learning rate is constant.
+    """Learning rate (constant) and betas of an adapter that is trained in addition to `default`.
 
-    All other optimizer settings, such as weight decay and the clipping norm, come from the recipe's section
-    `optimizer`.
+    All other optimizer settings come from the recipe section `optimizer`.
     """
 
     lr: float  # constant learning rate
     betas: tuple[float, float]
 
     def optimizer_options(self, options: OptimizerRecipe) -> OptimizerRecipe:
-        """Return a copy of the recipe's section `optimizer` with the settings of this adapter."""
         own = {"lr": self.lr, "betas": self.betas, "warmup_steps": 0, "schedule": "constant"}
         return options.model_copy(update=own)
 
@@ -55,8 +51,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the recipe's optimizer for all trained parameters. Raises RecipeError if its package is not installed.
 
-    extra_options: {name of an extra adapter: its options}. If there are extra adapters, the result is an
-    AdapterwiseOptimizer, which steps one adapter at a time.
+    extra_options: {name of an extra adapter: its options}. With extra adapters, the result is an AdapterwiseOptimizer.
     """
     optimizer_class, settings = choose_optimizer(options, device)
     if not extra_options:
@@ -72,7 +67,6 @@ def build_optimizer(
 def choose_optimizer(
     options: OptimizerRecipe, device: torch.device
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the class of the recipe's optimizer and its keyword arguments."""
     settings: dict[str, Any] = {
         "lr": options.lr,
         "betas": options.betas,
@@ -88,12 +82,10 @@ def choose_optimizer(
 
 
 def adapter_parameters(denoiser: nn.Module, adapter: str) -> list[nn.Parameter]:
-    """Return the trained parameters of an adapter."""
     return [p for name, p in denoiser.named_parameters() if p.requires_grad and f".{adapter}." in name]
 
 
 def make_adapterwise(optimizer_class: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return a subclass of `optimizer_class` with the mixin AdapterwiseOptimizer."""
     adapterwise_class = type(f"Adapterwise{optimizer_class.__name__}", (AdapterwiseOptimizer, optimizer_class), {})
     ZERO_SUPPORTED_OPTIMIZERS.append(adapterwise_class)  # otherwise DeepSpeed warns that the optimizer is untested
     return adapterwise_class
@@ -102,8 +94,7 @@ def make_adapterwise(optimizer_class: type[torch.optim.Optimizer]) -> type[torch
 class AdapterwiseOptimizer(torch.optim.Optimizer):
     """Mixin for an optimizer with one parameter group per adapter. Its `step` changes only the active adapter.
 
-    ZeRO steps all parameter groups. Setting the learning rate of the other adapters to 0 would not be enough, because
-    their moments and step counts would still change.
+    A learning rate of 0 for the other adapters would not be enough, because their moments and step counts would change.
     """
 
     active_adapter = DEFAULT_ADAPTER
@@ -118,17 +109,14 @@ class AdapterwiseOptimizer(torch.optim.Optimizer):
 
 
 def should_use_fused(device: torch.device) -> bool | None:
-    """Return the value of AdamW's argument `fused`.
-
-    True on a GPU. None on a CPU, because fused CPU kernels round differently.
-    """
+    """Return AdamW's argument `fused`: True on a GPU; None on a CPU, because fused CPU kernels round differently."""
     return True if device.type == "cuda" else None
 
 
 def read_states(optimizer: torch.optim.Optimizer, flat: Tensor) -> dict[str, Tensor]:
     """Return {name of the state in AdamW: tensor} for one master tensor, or {} before the first optimizer step.
 
-    AdamW's states are returned without a copy. The states of other optimizers are converted to float32 on the CPU.
+    AdamW's states are not copied. The states of other optimizers are converted to float32 on the CPU.
     """
     state: dict[str, Any] = optimizer.state[flat]
     if "state1" not in state:
@@ -177,9 +165,9 @@ def decode_blocks(codes: Tensor, absmax: Tensor, code_book: Tensor) -> tuple[Ten
 def encode_blocks(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise optimizer states to 8 bits, the inverse of `decode_blocks`. Returns (codes, one scale per block).
 
-    scale: previous scale of each element, or 0 for an element that was not quantised before. If all elements of a block
-    have the same previous scale, the block keeps this scale. Otherwise, the block's scale is the largest magnitude of
-    its values.
+    scale: previous scale of each element, or 0 for an element that was not quantised before. If it is equal for all
+    elements of a block, the block keeps this scale. Otherwise, the block's scale is the largest magnitude of its
+    values.
     """
     missing = -len(values) % STATE_BLOCK
     rows, scales = (functional.pad(x, (0, missing)).view(-1, STATE_BLOCK) for x in (values, scale))
@@ -194,9 +182,9 @@ def encode_blocks(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Ten
 def learning_rate(recipe: OptimizerRecipe, update: int, total_updates: int) -> float:
     """Return the learning rate of optimizer step `update`, from 1 to total_updates.
 
-    The schedules are those of diffusers.optimization.get_scheduler. The warm-up is linear: the rate is 0 in update 1
-    and lr in update warmup_steps + 1. From there, the linear and cosine schedules decay from lr to final_lr_fraction *
-    lr, which they would reach in update total_updates + 1.
+    The schedules are those of diffusers.optimization.get_scheduler. The rate rises linearly from 0 in update 1 to lr in
+    update warmup_steps + 1. The linear and cosine schedules then decay to final_lr_fraction * lr in update
+    total_updates + 1.
     """
     done, warmup = update - 1, recipe.warmup_steps
     if done < warmup:
@@ -213,10 +201,7 @@ def ema_decay(largest: float, update: int) -> float:
 
 
 def accumulate_in_float32(ds: Any) -> None:
-    """Make the ZeRO stage 1 optimizer accumulate gradients in float32. Call it before the first backward pass.
-
-    DeepSpeed chooses the dtype in its optimizer's constructor, so this function changes attributes of the optimizer.
-    """
+    """Make the ZeRO stage 1 optimizer accumulate gradients in float32. Call it before the first backward pass."""
     optimizer = ds.optimizer
     if not isinstance(optimizer, DeepSpeedZeroOptimizer) or optimizer.partition_gradients:
         raise TypeError(f"{type(optimizer).__name__} is not the optimizer of ZeRO stage 1")

@@ -33,7 +33,7 @@ class StepResult:
 
 
 class OptimizerSteps:
-    """The optimizer steps of a DeepSpeed engine: loss scaling, learning rates, clipping and counters.
+    """Optimizer steps of a DeepSpeed engine: loss scaling, learning rates, clipping and counters.
 
     A LoRA run can train several adapters in turn (`train_adapter`).
     """
@@ -48,10 +48,9 @@ class OptimizerSteps:
         gradient_watches: Mapping[str, GradientWatch],
         optimizer_options: Mapping[str, OptimizerRecipe],
     ) -> None:
-        """ds: result of deepspeed.initialize.
+        """ds: result of deepspeed.initialize. adapters: None in full training.
 
-        adapters: None in full training. gradient_watches, optimizer_options: one entry per trained adapter; in full
-        training, only `default`.
+        gradient_watches, optimizer_options: one entry per trained adapter; in full training, only `default`.
         """
         self.ds = ds
         self.recipe = recipe
@@ -74,11 +73,12 @@ class OptimizerSteps:
 
     @contextlib.contextmanager
     def train_adapter(self, name: str) -> Iterator[None]:
-        """Train the adapter `name` inside the context. name: `default` or an extra adapter.
+        """Train the adapter `name` (`default` or an extra adapter) inside the context.
 
-        Forward passes, backward passes and optimizer steps use this adapter. All other adapters keep their weights,
-        moments and step counts. All ranks must enter and leave the context together, between optimizer steps. The
-        context cannot be nested, but it may contain `use_policy`.
+        All other adapters stay unchanged.
+
+        All ranks must enter and leave the context together, between optimizer steps. The context cannot be nested, but
+        it may contain `use_policy`.
         """
         self._require_trained_policy(f"train_adapter({name!r})")
         if self.trained_adapter != DEFAULT_ADAPTER or self._num_backwards:
@@ -108,7 +108,7 @@ class OptimizerSteps:
     def expect_backwards(self, num_backwards: int) -> None:
         """Set the number of backward passes of the next optimizer step.
 
-        All ranks must call this before the first of these backward passes.
+        All ranks must call this before the first of them.
         """
         if num_backwards < 1 or self._num_backwards:
             raise RuntimeError(
@@ -119,11 +119,10 @@ class OptimizerSteps:
     def backward(self, loss_sum: Tensor, num_terms: int) -> None:
         """Back-propagate the loss of one micro-step. All ranks must call this.
 
-        The gradients of an optimizer step's micro-steps add up to the gradient of the mean over all loss terms.
-
         loss_sum: sum of this rank's loss terms in this micro-step, fp32 scalar, equal on the ranks of a replica.
-        num_terms: number of valid loss terms of the optimizer step over all replicas and micro-steps, at least 1. For a
-        step without loss terms, call `skip_step` instead.
+        num_terms: number of valid loss terms of the optimizer step over all replicas and micro-steps, at least 1. The
+        optimizer step uses the gradient of the mean over these terms. For a step without loss terms, call `skip_step`
+        instead.
         """
         self._require_trained_policy("backward")
         if loss_sum.ndim != 0:
@@ -176,10 +175,7 @@ class OptimizerSteps:
         return StepResult(is_applied=True, grad_norm=grad_norm, is_clipped=0 < bound < grad_norm, lr=lr)
 
     def skip_step(self) -> StepResult:
-        """Skip an optimizer step because it has no loss terms.
-
-        All ranks must call this method instead of `backward` and `step`.
-        """
+        """Skip an optimizer step without loss terms. All ranks must call this instead of `backward` and `step`."""
         self._require_trained_policy("skip_step")
         if self._num_backwards:
             raise RuntimeError(f"skip_step() after {self._num_backwards} backward passes of a step")

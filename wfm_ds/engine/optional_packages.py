@@ -1,4 +1,4 @@
-"""Checks the optional packages that some recipe keys need, before a run loads anything."""
+"""Checks the optional packages that some recipe keys need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXTRAS = {
 
 
 def require_package(package: str, key: str) -> None:
-    """Raise RecipeError if the package is not installed. key: recipe key that needs the package, for the message."""
+    """Raise RecipeError if the package is not installed. key: recipe key that needs the package."""
     if find_spec(package) is None:
         raise RecipeError(
             f"{key} needs the package {package}, which is not installed: pip install {EXTRAS[package]}, or "

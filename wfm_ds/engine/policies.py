@@ -1,9 +1,4 @@
-"""The LoRA adapters of a denoiser. The denoiser switches between policies (sets of weights) by activating adapters.
-
-The policies are `train` (the trained weights, adapter `default`), `old`, `ref` and `ema`. A LoRA run can have further
-policies: adapters that are trained in addition to `default`, and frozen adapters. shards.py implements the fp32 copies
-of `old`, `ref` and `ema`. engine.py and the training loops decide when a policy changes.
-"""
+"""The LoRA adapters of a denoiser. The denoiser switches between policies (sets of weights) by activating adapters."""
 
 from __future__ import annotations
 
@@ -33,7 +28,7 @@ RESERVED_NAMES = frozenset({DEFAULT_ADAPTER, "train", "old", "ref", "ema", "merg
 def check_adapter_names(names: Sequence[str], *, lora: bool) -> None:
     """Raise ValueError if PEFT or the engine cannot use these names for extra and frozen adapters.
 
-    lora: whether the run uses LoRA. If it does not, every name is an error.
+    lora: whether the run uses LoRA. If not, every name is an error.
     """
     if names and not lora:
         raise ValueError(f"extra and frozen adapters need LoRA training: {', '.join(names)}")
@@ -62,11 +57,10 @@ def add_adapters(
     """Add the trained adapter `default`, and a frozen copy of it for each name in `names`.
 
     Call it before DeepSpeed starts.
-    seed: seed of the initial A matrices.
-    initial_values: initial tensors of all adapters except those in `frozen`. None: random A matrices.
-    extra: names of additional trained adapters, which start equal to `default`.
-    frozen: {name: tensors} of additional frozen adapters.
-    Raises RecipeError if no layer can be adapted, and ValueError if a tensor does not fit.
+
+    seed: seed of the initial A matrices. initial_values: initial tensors of all adapters except `frozen`; None for
+    random A matrices. extra: names of more trained adapters, which start equal to `default`. frozen: {name: tensors} of
+    more frozen adapters. Raises RecipeError if no layer can be adapted, and ValueError if a tensor does not fit.
     """
     copies = (DEFAULT_ADAPTER, *names, *extra)
     denoiser.requires_grad_(False)
@@ -108,23 +102,16 @@ def write_initial_values(denoiser: nn.Module, initial_values: AdapterTensors, na
 
 
 class Adapters:
-    """The LoRA adapters of a denoiser and the choice of the active one. Only trained adapters require gradients.
-
-    The active adapter changes many times per step. PEFT's `set_adapter` would visit all modules each time. This class
-    instead finds the adapted layers once, and then switches only these layers.
-    """
+    """The LoRA adapters of a denoiser and the choice of the active one. Only trained adapters require gradients."""
 
     def __init__(self, denoiser: nn.Module, trained: Sequence[str] = (DEFAULT_ADAPTER,)) -> None:
-        """Find the adapted layers of a denoiser, which must already have all adapters, and activate `default`.
-
-        trained: names of the trained adapters.
-        """
+        """Activate `default`. The denoiser must already have all adapters. trained: names of the trained adapters."""
         module: Any = denoiser
         module.enable_adapters()
         module.set_adapter(DEFAULT_ADAPTER)
         for name, parameter in denoiser.named_parameters():  # PEFT has enabled gradients of `default` only
             parameter.requires_grad_(any(f".{adapter}." in name for adapter in trained))
-        self.layers = find_adapter_layers(denoiser)
+        self.layers = find_adapter_layers(denoiser)  # PEFT's set_adapter would search them at each switch
         self._module_copies = [part for part in denoiser.modules() if isinstance(part, ModulesToSaveWrapper)]
         self.activate("default")
 
@@ -153,15 +140,11 @@ def write_adapter(denoiser: nn.Module, copy: ShardedCopy, name: str) -> None:
 class AdapterDropout:
     """Controls the dropout layers of the adapter `default`.
 
-    Masks depend only on the run's seed, the rank, the optimizer step and the index of the forward pass within the step,
-    so checkpoints need no random state. Blocks that are recomputed in the backward pass use the same masks.
+    Dropout masks depend only on the run's seed, the rank, the optimizer step and the index of the forward pass within
+    the step. Blocks that are recomputed in the backward pass use the same masks.
     """
 
     def __init__(self, denoiser: nn.Module, seed: int, rank: int) -> None:
-        """Disable dropout in all adapters. `seed_masks` enables dropout in `default`.
-
-        PEFT creates all adapters in train mode, in which dropout is enabled.
-        """
         layers = [dict(layer.lora_dropout) for layer in find_adapter_layers(denoiser)]
         for dropout in (dropout for by_adapter in layers for dropout in by_adapter.values()):
             dropout.training = False

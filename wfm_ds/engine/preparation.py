@@ -1,9 +1,4 @@
-"""Preparation of the denoiser for DeepSpeed: weight placement, adapters, sequence parallelism and kernels.
-
-Weights are moved from memory-mapped files to the device one parameter at a time, so that at most one parameter is in
-memory twice. All ranks of a machine share the mapped files (models/assets/loading.py). At ZeRO-3, each rank copies only
-its shards.
-"""
+"""Preparation of the denoiser for DeepSpeed: weight placement, adapters, sequence parallelism and kernels."""
 
 from __future__ import annotations
 
@@ -50,11 +45,8 @@ def prepare_denoiser(
 ) -> Adapters | None:
     """Prepare a denoiser in place for training. All ranks must call this. Returns the adapters, or None without LoRA.
 
-    The steps must run in this order: low-precision base weights, weight placement, choice of the trained parameters
-    (adapters in LoRA training), gradient checkpointing, sequence parallelism, attention kernel, block compilation.
-
-    config: the config for deepspeed.initialize. names: names of the policy copies that have adapters.
-    extra_adapters: names of the extra adapters. For the other arguments and the errors, see `DenoiserEngine.build`.
+    config: the config for deepspeed.initialize. names: names of the policy copies that have adapters. extra_adapters:
+    names of the extra adapters. For the other arguments and the errors, see `DenoiserEngine.build`.
     """
     module: Any = denoiser
     dtype = DTYPES[recipe.model.dtype]
@@ -95,8 +87,9 @@ def prepare_denoiser(
 def place_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
     """Move the weights to their device, or partition them at ZeRO-3.
 
-    All ranks must call this, before adapters are added. Nothing is broadcast, so all ranks must have loaded the same
-    weights. config: the config for deepspeed.initialize.
+    All ranks must call this, before adapters are added.
+
+    Nothing is broadcast, so all ranks must have loaded the same weights. config: the config for deepspeed.initialize.
     """
     zero = config["zero_optimization"]
     on_nvme = (zero.get("offload_param") or {}).get("device") == "nvme"  # DeepSpeed sets up NVMe swapping itself
@@ -123,8 +116,8 @@ def move_buffers(denoiser: nn.Module, device: torch.device) -> None:
 def partition_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: torch.dtype) -> None:
     """Keep only this rank's ZeRO-3 shard of every parameter.
 
-    DeepSpeed's zero.Init(module=...) would broadcast all weights from rank 0. This function broadcasts nothing and only
-    reads the shard's pages of the mapped file.
+    Unlike DeepSpeed's zero.Init(module=...), this broadcasts nothing and only reads the shard's pages of the mapped
+    file.
     """
     init = deepspeed.zero.Init(
         config_dict_or_path=dict(config),
@@ -142,7 +135,6 @@ def partition_weights(denoiser: nn.Module, config: Mapping[str, Any], dtype: tor
 
 
 def cast_adapters(denoiser: nn.Module, dtype: torch.dtype) -> None:
-    """Cast the adapters of a partitioned denoiser, because DeepSpeed casts only models that are not partitioned."""
     for parameter in denoiser.parameters():
         if not hasattr(parameter, "ds_id"):
             parameter.data = parameter.data.to(dtype)

@@ -1,8 +1,4 @@
-"""This rank's shards of the fp32 master weights and of the optimizer states, and copies of the weights.
-
-The master weights are the fp32 weights that ZeRO updates. This module finds them in DeepSpeed's optimizer. The policy
-copies (policies.py) have the same sharding.
-"""
+"""This rank's shards of the fp32 master weights and of the optimizer states, and copies of these weights."""
 
 from __future__ import annotations
 
@@ -28,8 +24,8 @@ OPTIMIZER_PREFIX = "optimizer."  # prefix of the names of the optimizer's states
 class ShardSlice:
     """This rank's slice of one parameter.
 
-    `flats[group][flat_start : flat_start + numel]` are elements of the parameter. The first of them has the index
-    `parameter_start` in the flattened parameter. flats: one flat tensor per optimizer group.
+    `flats[group][flat_start : flat_start + numel]` are elements of the parameter, for a list `flats` with one flat
+    tensor per optimizer group. The first of these elements has the index `parameter_start` in the flattened parameter.
     """
 
     group: int
@@ -39,19 +35,17 @@ class ShardSlice:
 
 
 def adapter_state_name(adapter: str, state: str) -> str:
-    """Return the name of a state of an extra adapter in checkpoints."""
     return f"adapter.{adapter}.{state}"
 
 
 class Shards:
     """This rank's shards of the fp32 master weights in an initialised DeepSpeed engine at ZeRO stage 1, 2 or 3.
 
-    If the engine trains several adapters, an instance contains only the shards of one adapter. The optimizer groups of
-    this adapter are then numbered from 0.
+    If the engine trains several adapters, an instance contains only the shards of one adapter, and the optimizer groups
+    of this adapter are numbered from 0.
     """
 
     def __init__(self, ds: Any, adapter: str = DEFAULT_ADAPTER) -> None:
-        """adapter: the trained adapter whose shards are accessed."""
         self.ds = ds
         self.stage = int(ds.zero_optimization_stage())
         optimizer = ds.optimizer
@@ -70,7 +64,7 @@ class Shards:
         return [flat.detach() for flat in self._optimizer_flats()]
 
     def optimizer_states(self) -> list[dict[str, Tensor]]:
-        """Return one mapping {state: tensor} per optimizer group. The mappings are empty before the first step."""
+        """Return {state: tensor} for each optimizer group. It is empty before the first step."""
         return [read_states(self.ds.optimizer.optimizer, flat) for flat in self._optimizer_flats()]
 
     def load_optimizer_states(self, states: Mapping[str, Flats]) -> None:
@@ -112,11 +106,10 @@ class Shards:
         return [values[group] for group in self._groups]
 
     def lengths(self) -> list[int]:
-        """Return the number of elements of this rank's flat tensor of each optimizer group."""
+        """Return the number of elements of this rank's flat tensor for each optimizer group."""
         return [len(flat) for flat in self._optimizer_flats()]
 
     def slices_by_name(self) -> dict[str, ShardSlice]:
-        """Return {parameter name: this rank's slice of the parameter}."""
         names = {parameter: name for name, parameter in self.ds.module.named_parameters()}
         return {names[parameter]: piece for parameter, piece in self.slices.items()}
 
@@ -166,9 +159,7 @@ class Shards:
     def zero_gradients(self) -> None:
         """Zero the accumulated gradients at ZeRO-3 after an optimizer step.
 
-        ZeRO-3 overwrites old gradients only in the first micro-step, and only for parameters used in this micro-step.
-        Without this call, an expert that is used only in later micro-steps, or not at all, would be updated with old
-        gradients.
+        Without this call, parameters that the first micro-step does not use would be updated with old gradients.
         """
         if self.stage == 3:
             self.ds.optimizer.grad_partitions_flat_buffer.zero_()
@@ -201,11 +192,7 @@ class Shards:
 
 
 def refresh_gathered_weights(parameters: Sequence[Any]) -> None:
-    """Discard outdated copies of these parameters after their ZeRO-3 shards have changed. All ranks must call this.
-
-    Small parameters that ZeRO-3 keeps gathered are gathered again. If zero_hpz_partition_size is set, the secondary
-    shards of each node are discarded too, because DeepSpeed would otherwise gather old weights from them.
-    """
+    """Discard outdated copies of these parameters after their ZeRO-3 shards have changed. All ranks must call this."""
     persistent = [p for p in parameters if p.ds_status == ZeroParamStatus.AVAILABLE]
     if persistent:
         persistent[0].partition(persistent)  # this may write the old weights to the secondary shards again
@@ -233,10 +220,11 @@ class ShardedCopy:
 
     @contextlib.contextmanager
     def use_weights(self) -> Iterator[None]:
-        """Use this copy as the module's weights inside the context. All ranks must enter and leave it together.
+        """Use this copy as the module's weights inside the context.
 
-        The trained weights are restored on exit. After an error, they are restored only if all ranks raise the same
-        error, because all ranks must restore them together.
+        All ranks must enter and leave the context together.
+
+        The trained weights are restored on exit, and after an error only if all ranks raise the same error.
         """
         self.shards.install_weights(self.flats)
         is_agreed = True

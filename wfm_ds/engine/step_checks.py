@@ -27,9 +27,7 @@ def single_part(name: str) -> str:
 class GradientWatch:
     """Checks that all trained parameters receive a gradient.
 
-    Hooks on the parameters record gradients without device synchronization. The hooks of a network component (e.g. an
-    expert) are removed after the first optimizer step that runs it. A gradient of zeros counts as received, because the
-    gradient of LoRA's matrix A is zero in the first step.
+    A gradient of zeros counts as received, because the gradient of LoRA's matrix A is zero in the first step.
     """
 
     def __init__(
@@ -42,10 +40,9 @@ class GradientWatch:
     ) -> None:
         """Watch all trained parameters of a module.
 
-        frozen: names of weights that do not affect the output. Adapters of these weights are not watched.
-        find_part: maps a parameter's name to its network component, for networks with components that only some steps
-        run, such as experts.
-        adapter: watch only this adapter, because each optimizer step trains only one. None: watch all adapters.
+        frozen: names of weights that do not affect the output. Adapters of these weights are not watched. find_part:
+        maps a parameter's name to its network component, for networks with components that only some steps run, such as
+        experts. adapter: watch only this adapter. None: watch all adapters.
         """
         self._find_part, self._adapter = find_part, adapter
         self.watched: dict[str, Any] = {}  # {parameter name: its hook}; empty once all components were checked
@@ -64,7 +61,7 @@ class GradientWatch:
     def check_gradients(self, world: World) -> None:
         """Check that the watched parameters received gradients. All ranks must call this before the optimizer step.
 
-        Raises ModelError on all ranks if some parameter of a component that was run has no gradient on any rank.
+        Raises ModelError on all ranks if a parameter of a component that was run has no gradient on any rank.
         """
         reached = world.max_over_ranks({name: float(name in self._names_with_gradient) for name in self.watched})
         parts = {self._find_part(name) for name, has_gradient in reached.items() if has_gradient}
@@ -89,8 +86,8 @@ class GradientWatch:
 class RankGuard:
     """Checks that all ranks run the same forward pass, so that a mismatch raises an error instead of hanging.
 
-    All ranks must create it at the same point. It uses the timeout of the collectives of `world`. This timeout must be
-    long, because a rank may be late while it decodes videos or compiles.
+    All ranks must create it at the same point. `world` needs a long timeout, because a rank may be late while it
+    decodes videos or compiles.
     """
 
     def __init__(self, world: World) -> None:
@@ -100,12 +97,13 @@ class RankGuard:
         self.num_checks = 0
 
     def compare_ranks(self, *what: object, inputs: Sequence[Tensor] = ()) -> None:
-        """Check that all ranks are about to run the same forward pass. All ranks must call this before each one.
+        """Check that all ranks are about to run the same forward pass.
 
-        what: values that identify the forward pass (policy, gradient, shape, ...), equal on all ranks.
-        inputs: tensors that must be bit-equal on the ranks of a replica.
+        All ranks must call this before each forward pass.
 
-        Raises RuntimeError on all ranks if values or inputs differ, or if a rank does not call this within the timeout.
+        what: values that identify the forward pass (policy, gradient, shape, ...). inputs: tensors that must be
+        bit-equal on the ranks of a replica. Raises RuntimeError on all ranks if values or inputs differ, or if a rank
+        does not call this in time.
         """
         self.num_checks += 1
         world = self._world

@@ -1,4 +1,4 @@
-"""Lets DeepSpeed check the values of ZeRO settings. recipe/deepspeed.py checks the keys without DeepSpeed."""
+"""Lets DeepSpeed check the values of ZeRO settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wfm_ds.recipe.schema import Recipe
 def check_zero_values(recipe: Recipe) -> None:
     """Raise RecipeError if DeepSpeed rejects a value in the section zero_optimization of the JSON file.
 
-    Call it after recipe/deepspeed.py has checked the keys of the file.
+    The keys of the file must have been checked before (recipe/deepspeed.py).
     """
     source = find_deepspeed_config(recipe.engine.deepspeed)
     zero = read_deepspeed_config(source)["zero_optimization"]

@@ -1,1 +1,1 @@
-"""Comparison of models on the same prompts and seeds: statistics, verdicts and reports."""
+"""Comparison of models on the same prompts and seeds."""

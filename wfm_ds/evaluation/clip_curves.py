@@ -1,4 +1,4 @@
-"""Scores of each clip of long videos: means over videos, drift, and averages over the clips of a video.
+"""Scores of each clip of long videos.
 
 The drift in clip k is the score of clip k minus the score of the first clip of the same video.
 """
@@ -40,7 +40,7 @@ def scores_by_clip(clips: Sequence[SampleScores], num_seeds: int) -> dict[str, l
 
 
 def average_clips(clips: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
-    """Return the mean scores of a sample over its clips.
+    """Return the mean of each score over the clips of a sample.
 
     If a score failed in any clip, the mean is a failed score. A partial score is averaged over the clips that have it.
     """

@@ -1,7 +1,4 @@
-"""Scores by clip in the evaluation report: tables, charts, JSON and CSV.
-
-The report omits these parts if each sample is a single clip and there are no recordings to compare the clip with.
-"""
+"""Scores by clip in the evaluation report: tables, charts, JSON and CSV."""
 
 from __future__ import annotations
 
@@ -36,7 +33,6 @@ class ClipComparison:
 
     @classmethod
     def from_results(cls, results: EvaluationResults) -> ClipComparison:
-        """Compute the curves of all models, and the differences between samples with the same prompt and seed."""
         arrays = {model.name: scores_by_clip(model.clips, len(results.seeds)) for model in results.models}
         base = arrays.pop(results.base.name)
         curves, differences = {}, {}
@@ -52,7 +48,7 @@ class ClipComparison:
     def table(self, score: str, base: str) -> list[list[str]]:
         """Return the rows of a score's table: titles, one row per clip, and the drift. base: name of the base model.
 
-        Each model has a column of means and, unless it is the base model, a column of differences from the base model.
+        Each model has a column of means. Models other than the base model also have a column of differences from it.
         """
         columns = []
         for model, curve in self.curves[score].items():
@@ -78,7 +74,10 @@ def format_clip_tables(results: EvaluationResults) -> list[str]:
 
 
 def clips_dict(results: EvaluationResults) -> dict[str, Any]:
-    """Return {score: {model: {means, drifts, differences}}} as JSON: one estimate per clip, or null if unknown."""
+    """Return {score: {model: {means, drifts, differences}}}. Each of the three is a list with one estimate per clip.
+
+    An unknown estimate is None.
+    """
     comparison = ClipComparison.from_results(results)
     content: dict[str, Any] = {}
     for score, curves in comparison.curves.items():
@@ -92,7 +91,7 @@ def clips_dict(results: EvaluationResults) -> dict[str, Any]:
 
 
 def format_clips_csv(results: EvaluationResults) -> str:
-    """Return CSV text with one line per clip of each sample. A missing score is empty."""
+    """Return CSV text with one line per clip of each sample. The cell of a missing score is empty."""
     names = list(results.base.clips[0][0])
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")

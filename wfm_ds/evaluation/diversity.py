@@ -1,7 +1,4 @@
-"""Diversity of the samples that one prompt gives with different seeds.
-
-The diversity is the mean distance between the embeddings of these samples.
-"""
+"""Diversity: the mean distance between the embeddings of samples with the same prompt and different seeds."""
 
 from __future__ import annotations
 
@@ -46,7 +43,7 @@ class DinoEmbedder:
     """Embeds frames as the normalized class tokens of DINOv2 (arXiv 2304.07193)."""
 
     def __init__(self, address: str, device: torch.device) -> None:
-        """address: a model folder, or the Hub id of a cached model. Raises ModelError if it cannot be loaded."""
+        """address: a model folder, or the Hub id of a cached model. Raises ModelError if the model cannot be loaded."""
         from transformers import AutoImageProcessor, AutoModel
 
         self.name, self._device = f"features of {Path(address).name}", device
@@ -73,7 +70,10 @@ class DinoEmbedder:
 
 
 SampleEmbedder: TypeAlias = PixelEmbedder | DinoEmbedder
-"""Embeds images and videos as vectors. The Euclidean distance of two vectors measures how different the samples are."""
+"""Embeds images and videos as vectors.
+
+The more two samples differ, the larger is the Euclidean distance of their vectors.
+"""
 
 
 def load_embedder(choice: str, device: torch.device) -> SampleEmbedder:
@@ -96,7 +96,8 @@ def select_frames(frames: Frames) -> list[Frames]:
 def prompt_diversity(vectors: Sequence[Array | None], num_seeds: int) -> Array:
     """Return the mean pairwise distance between the samples of each prompt, [P prompts].
 
-    The distance is NaN for a prompt with fewer than two valid samples.
+    NaN if fewer than two are valid.
+
     vectors: embedding [D] of each sample, or None for a failed sample. The samples are ordered by prompt.
     """
     means = []

@@ -1,9 +1,6 @@
 """Paired statistics of two models that sampled the same prompts with the same seeds.
 
-Samples of one prompt are correlated, so a confidence interval over all samples would be too narrow. Scores are
-therefore first averaged over the samples of each prompt. Differences are computed between samples with the same prompt
-and the same seed, which gives the same noise. This removes the effects of prompt and seed. NaN marks a missing score.
-Pairs with a missing score are excluded.
+Confidence intervals are over prompts, because samples of one prompt are correlated. NaN marks a missing score.
 """
 
 from __future__ import annotations
@@ -47,7 +44,7 @@ class MeanEstimate:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Score of an evaluated model minus score of the base model, over pairs with the same prompt and seed."""
+    """Score of a model minus score of the base model, over pairs of samples with the same prompt and seed."""
 
     estimate: MeanEstimate
     num_better: int  # pairs in which the evaluated model has the higher score
@@ -64,9 +61,9 @@ class Difference:
 
 
 def prompt_means(scores: Array) -> Array:
-    """Average scores [P prompts, S seeds] over seeds. NaN scores are ignored.
+    """Return the mean over seeds for each prompt that has a score.
 
-    Returns one mean for each prompt that has a score.
+    scores: [P prompts, S seeds]; NaN scores are ignored.
     """
     known = ~np.isnan(scores)
     counts = known.sum(axis=1)
@@ -76,9 +73,9 @@ def prompt_means(scores: Array) -> Array:
 
 
 def estimate_mean(scores: Array) -> MeanEstimate | None:
-    """Estimate the mean score over prompts, with a t confidence interval. scores: [P prompts, S seeds].
+    """Estimate the mean score over prompts, with a t confidence interval. Returns None if there are no scores.
 
-    Returns None if there are no scores.
+    scores: [P prompts, S seeds].
     """
     means = prompt_means(scores)
     if not len(means):
@@ -114,11 +111,10 @@ def p_value_decrease(means: Array) -> float:
 
 
 def estimate_ratio(base: Array, other: Array) -> MeanEstimate | None:
-    """Estimate the ratio other / base. The estimate is the geometric mean of the ratio over prompts.
+    """Estimate the geometric mean of the ratio other / base over prompts. Returns None if no prompt has a ratio.
 
-    base, other: positive values [P prompts]. Prompts with a missing or zero value are excluded. Returns None if no
-    prompt remains. `half_width` of the result refers to the logarithm of the ratio; use `ratio_bounds` to get the
-    confidence interval of the ratio.
+    base, other: positive values [P prompts]. Prompts with a missing or zero value are excluded. `half_width` of the
+    result refers to the logarithm of the ratio; `ratio_bounds` returns the confidence interval of the ratio.
     """
     usable = (base > 0) & (other > 0)  # False for NaN
     logs = np.log(other[usable]) - np.log(base[usable])
@@ -131,20 +127,14 @@ def estimate_ratio(base: Array, other: Array) -> MeanEstimate | None:
 
 
 def ratio_bounds(ratio: MeanEstimate) -> tuple[float, float] | None:
-    """Return the confidence interval (low, high) of a ratio from `estimate_ratio`.
-
-    Returns None if the ratio has no confidence interval.
-    """
+    """Return the confidence interval (low, high) of a ratio from `estimate_ratio`, or None if it has no interval."""
     if ratio.half_width is None:
         return None
     return ratio.value * math.exp(-ratio.half_width), ratio.value * math.exp(ratio.half_width)
 
 
 def adjust_holm(p_values: Sequence[float]) -> list[float]:
-    """Adjust p values for multiple comparisons with Holm's method (1979).
-
-    The adjustment controls the family-wise error rate. NaN values do not count as comparisons.
-    """
+    """Adjust p values for multiple comparisons with Holm's method (1979). NaN values do not count as comparisons."""
     adjusted = list(p_values)
     order = sorted((i for i, p in enumerate(p_values) if not math.isnan(p)), key=lambda i: p_values[i])
     largest = 0.0

@@ -32,7 +32,6 @@ class Recordings:
     def from_samples(
         cls, samples: Sequence[Sample], framing: Framing, layout: ClipLayout, num_clips: int
     ) -> Recordings | None:
-        """Return the recordings of the samples, or None if all samples are images."""
         media = {s.prompt.id: s.media for s in samples if s.media.suffix not in IMAGE_SUFFIXES}
         if not media:
             return None
@@ -56,8 +55,8 @@ class Recordings:
     ) -> dict[str, Score]:
         """Return {measure: Score} of a generated clip [F,H,W,3].
 
-        The first max(1, layout.overlap) frames of the clip are not scored, because they may be conditioning frames.
-        recording: result of `load`. If it is an error message, all scores are failures with this message.
+        The first max(1, layout.overlap) frames are not scored, because they may be conditioning frames. recording:
+        result of `load`. If it is an error message, all scores are failures with this message.
         """
         if isinstance(recording, str):
             return {n: Score(sample_id=sample_id, reward=n, failure=recording) for n in self.measures}

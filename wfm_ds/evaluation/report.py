@@ -1,8 +1,4 @@
-"""The evaluation report as text, JSON, CSV and one HTML page.
-
-The page has no scripts or external resources and uses relative links. All text is escaped, because prompts are
-untrusted.
-"""
+"""The evaluation report as text, JSON, CSV and one HTML page without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -36,16 +32,14 @@ MARKS = {"trained": "T", "held_out": "", "related": "R"}
 
 
 def format_headline(results: EvaluationResults) -> str:
-    """Return one line with the number of prompts, the number of seeds and the kind of confidence interval."""
     seeds = f"{len(results.seeds)} seed{'' if len(results.seeds) == 1 else 's'}"
     return f"{len(results.prompts)} prompts x {seeds}, paired by seed, 95 % intervals over prompts"
 
 
 def format_text(results: EvaluationResults) -> str:
-    """Return the report as text.
+    """Return the report as text: a table for each model that compares it with the base model.
 
-    Each model has a table that compares it with the base model. Without other models, the report shows only the base
-    model's scores.
+    Without other models, the report shows only the base model's scores.
     """
     blocks = [format_headline(results)]
     if not results.comparisons:
@@ -121,7 +115,7 @@ def describe_missing(model: ModelResults, rewards: Sequence[str]) -> str:
 
 
 def format_json(results: EvaluationResults) -> str:
-    """Return the results as JSON. The JSON does not contain individual samples; see `format_csv`."""
+    """Return the results as JSON, without individual samples."""
     content = {
         "settings": dict(results.settings),
         "prompts": [{"id": prompt.id, "prompt": prompt.text} for prompt in results.prompts],
@@ -191,9 +185,9 @@ def difference_dict(gap: Difference | None) -> dict[str, Any] | None:
 
 
 def format_csv(results: EvaluationResults) -> str:
-    """Return CSV text with one line per sample.
+    """Return CSV text with one line per sample. The cell of a missing score is empty.
 
-    Columns: model, prompt_id, prompt, seed, file, and one column per score. A missing score is empty.
+    Columns: model, prompt_id, prompt, seed, file, and one column per score.
     """
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
@@ -237,7 +231,6 @@ def render_page(results: EvaluationResults) -> str:
 
 
 def render_comparison(results: EvaluationResults, comparison: ModelComparison) -> str:
-    """Return HTML with a model's verdict and a table that compares the model with the base model."""
     verdict = comparison.verdict
     titles = ["", "", results.base.name, comparison.results.name, "difference", "better in", "", "in sd of the base"]
     rows = []
@@ -254,7 +247,6 @@ def render_comparison(results: EvaluationResults, comparison: ModelComparison) -
 
 
 def render_base(results: EvaluationResults) -> str:
-    """Return the HTML table of the base model's scores. Used if the base model is the only model."""
     rows = (
         f"<tr><td>{escape(name)}</td><td>{escape(format_interval(results.means[name]))}</td></tr>"
         for name in results.rewards
@@ -265,7 +257,7 @@ def render_base(results: EvaluationResults) -> str:
 def axis_scale(comparison: ModelComparison) -> float:
     """Return the largest absolute bound of the confidence intervals of all differences, or 1 if there are no intervals.
 
-    The result is in units of the standard deviation of the base model's scores.
+    Unit: standard deviation of the base model's scores.
     """
     ends = [abs(gap.z) + interval_width(gap) for gap in comparison.differences.values() if gap is not None]
     return max((end for end in ends if math.isfinite(end)), default=0.0) or 1.0
@@ -277,10 +269,7 @@ def interval_width(gap: Difference) -> float:
 
 
 def render_interval(gap: Difference | None, scale: float) -> str:
-    """Return an SVG plot of a score difference, or "" if the difference is unknown.
-
-    The plot shows the confidence interval, a dot at the difference and a line at 0.
-    """
+    """Return an SVG plot of a score difference with its confidence interval, or "" if the difference is unknown."""
     if gap is None or not math.isfinite(gap.z):
         return ""
     centre, half, middle = HALF + HALF * gap.z / scale, HALF * interval_width(gap) / scale, HEIGHT / 2
@@ -293,7 +282,6 @@ def render_interval(gap: Difference | None, scale: float) -> str:
 
 
 def render_samples(results: EvaluationResults, prompt: int) -> str:
-    """Return the HTML table of the samples of one prompt. It has one row per seed and one column per model."""
     text = results.prompts[prompt].text
     titles = "".join(f"<th>{escape(model.name)}</th>" for model in results.models)
     rows = []

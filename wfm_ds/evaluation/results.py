@@ -1,7 +1,7 @@
 """Results of an evaluation: the scores of a base model and of other models, and the verdicts on the other models.
 
-Score arrays have the shape [P prompts, S seeds] and NaN for missing scores. A verdict says whether held-out rewards
-confirm the gain in the trained rewards.
+Score arrays are [P prompts, S seeds] with NaN for missing scores. A verdict says whether held-out rewards confirm the
+gain in the trained rewards.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ GENEVAL_TASKS = ("single_object", "two_object", "counting", "colors", "position"
 
 
 def scores_by_reward(samples: SampleScores, num_seeds: int) -> dict[str, Array]:
-    """Return {reward: scores [P prompts, S seeds]}.
-
-    Some rewards report partial scores. The result contains them as {`reward/part`: partial scores [P, S]}.
-    """
+    """Return {reward: scores [P prompts, S seeds]}. The key of a reward's partial scores is `reward/part`."""
     names = list(dict.fromkeys(name for sample in samples for name in sample))
     arrays = {name: reshape_scores([sample[name].value for sample in samples], num_seeds) for name in names}
     for name in names:
@@ -46,15 +43,12 @@ def scores_by_reward(samples: SampleScores, num_seeds: int) -> dict[str, Array]:
 
 
 def total_rewards(samples: SampleScores, num_seeds: int, reward: RewardRecipe) -> Array:
-    """Return the total rewards [P prompts, S seeds]. A total reward is the weighted sum that `reward` defines."""
+    """Return the total rewards [P prompts, S seeds]: the weighted sums that `reward` defines."""
     return reshape_scores(combine_scores(samples, reward).totals, num_seeds)
 
 
 def unit_std_reward_recipe(names: Sequence[str], base: Mapping[str, Array]) -> RewardRecipe:
-    """Return a recipe that divides each reward by the standard deviation of the base model's scores.
-
-    The weight of a reward is 1 if its standard deviation is 0.
-    """
+    """Return a recipe that divides each reward by the standard deviation of the base model's scores, unless it is 0."""
     functions = []
     for name in names:
         valid = base[name][~np.isnan(base[name])]
@@ -110,10 +104,7 @@ def geneval_score(prompts: Sequence[Prompt], correct: Array, num_seeds: int) -> 
 
 
 def ocr_score(scores: Array | None) -> BenchmarkScore | None:
-    """Compute the mean OCR reward as defined by Flow-GRPO (arXiv 2505.05470).
-
-    Returns None if all scores are missing.
-    """
+    """Return the mean OCR reward as defined by Flow-GRPO (arXiv 2505.05470), or None if all scores are missing."""
     if scores is None or np.isnan(scores).all():
         return None
     deviations = ["RapidOCR, not PaddleOCR"]
@@ -140,8 +131,8 @@ def decide_verdict(
 ) -> Verdict:
     """Decide the verdict from the score differences between a model and its base model.
 
-    trained: text with the names of the trained rewards, for the message. "" if there are no trained rewards.
-    total: difference in the weighted sum of the trained rewards. None if the sum was not measured.
+    trained: text with the names of the trained rewards; "" if there are none.
+    total: difference in the weighted sum of the trained rewards; None if the sum was not measured.
     held_out: {reward: difference} for rewards that the model was not trained on.
     related: held-out rewards that use the same network as a trained reward. Their increase does not confirm a gain.
     """
@@ -180,9 +171,9 @@ def decide_verdict(
 
 
 def find_decreases(held_out: Mapping[str, Difference], level: float) -> dict[str, float]:
-    """Return {reward: p value} for the held-out rewards that decreased significantly.
+    """Return {reward: Holm-adjusted p value} for the held-out rewards that decreased significantly.
 
-    The p values are Holm-adjusted. A decrease is significant if p < `level` and if it is at least MIN_DECREASE.
+    A decrease is significant if p < `level` and if the decrease is at least MIN_DECREASE.
     """
     adjusted = adjust_holm([difference.p_decrease for difference in held_out.values()])
     return {
@@ -193,7 +184,6 @@ def find_decreases(held_out: Mapping[str, Difference], level: float) -> dict[str
 
 
 def list_decreases(decreases: Mapping[str, float], held_out: Mapping[str, Difference]) -> str:
-    """Describe the decreases as text, in units of the standard deviation of the base model's scores."""
     return ", ".join(f"{name} decreased by {-held_out[name].z:.2g} sd (p = {p:.1g})" for name, p in decreases.items())
 
 
@@ -204,7 +194,7 @@ RewardRole = Literal["trained", "held_out", "related"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelResults:
-    """The samples and scores of one model, ordered by prompt, then by seed."""
+    """Samples and scores of one model, ordered by prompt, then by seed."""
 
     name: str  # short, for tables and folders
     path: str  # as given on the command line
@@ -239,8 +229,6 @@ class ModelComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationResults:
-    """All results of an evaluation, as shown in the reports."""
-
     prompts: Sequence[Prompt]
     seeds: Sequence[int]
     rewards: Sequence[str]

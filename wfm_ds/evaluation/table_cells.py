@@ -45,7 +45,6 @@ def mean_or_nan(values: Any) -> float:
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> str:
-    """Format rows of cells as lines of text with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     padded = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(line.rstrip() for line in padded)

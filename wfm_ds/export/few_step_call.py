@@ -31,9 +31,8 @@ class FewStepCall:
 def build_few_step_call(model: DiffusionModel, sampling: SamplingRecipe) -> FewStepCall:
     """Return the pipeline call for evenly spaced noise levels.
 
-    If the pipeline passes `sigmas` to an Euler scheduler, the call contains the levels before the timestep shift, and
-    the scheduler is replaced only if its settings differ from the recipe. For any other pipeline, the scheduler is
-    replaced by a scheduler with these levels. For `eval_solver: cps`, the scheduler adds noise.
+    The call contains `sigmas` if the pipeline passes them to an Euler scheduler. Otherwise, a scheduler with these
+    levels replaces the pipeline's scheduler. For `eval_solver: cps`, the scheduler adds noise.
     Raises ModelError if plain diffusers cannot use the levels or the guidance.
     """
     pipeline, num_steps = model.pipeline, sampling.eval_steps

@@ -1,4 +1,4 @@
-"""Python code that loads an export with diffusers alone. A run prints this code when it ends."""
+"""Python code that loads an export with diffusers alone."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SAFETY_CHECKER = "safety_checker"
 def loading_lines(base: Path, exported: Path, lora: bool) -> str:
     """Return Python code that loads the result of `export_weights` with diffusers alone.
 
-    base: folder of the pipeline that was trained. lora: whether the export is a LoRA. Raises ModelError if the folder's
-    model_index.json cannot be read.
+    base: folder of the pipeline that was trained. lora: whether the export is a LoRA. Raises ModelError if the base
+    folder's model_index.json cannot be read.
     """
     pipeline = base if lora else exported
     hub_origin = snapshot_origin(pipeline)
@@ -73,10 +73,7 @@ def _network_without_loader(pipeline: Path) -> str | None:
 
 
 def _components_to_disable(pipeline: Path) -> list[str]:
-    """Return components that the pipeline class requires but this folder does not have, such as T5 of SD3.
-
-    diffusers loads the pipeline only if these components are passed as None.
-    """
+    """Return the components that must be passed as None, because the folder lacks them, such as SD3's T5."""
     index = read_index(pipeline)
     optional = getattr(_pipeline_class(index), "_optional_components", [])
     return [
@@ -94,7 +91,6 @@ def _builds_safety_checker(pipeline: Path) -> bool:
 
 
 def _pipeline_class(index: Mapping[str, Any]) -> Any:
-    """Return the pipeline class that model_index.json names, or DiffusionPipeline if diffusers does not have it."""
     import diffusers
 
     return getattr(diffusers, str(index.get("_class_name")), diffusers.DiffusionPipeline)

@@ -1,4 +1,4 @@
-"""Reads a LoRA with the layer names and, for some layouts, the weights of its base pipeline."""
+"""Reads a LoRA, using the layer names and weights of its base pipeline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from wfm_ds.models.lora_layer_names import LoraNameTable
 
 
 def read_lora(path: Path, base: Path | None) -> tuple[LoraSource, type[DiffusionModel] | None]:
-    """Read a LoRA in any layout. Returns (LoRA, its model family).
+    """Read a LoRA in any layout. Return (LoRA, its model family).
 
     base: pipeline folder that determines the family. None: the layer names of the LoRA determine the family. If these
     names match no family or several families, the LoRA must use diffusers' names, and the returned family is None.
@@ -33,7 +33,6 @@ def read_lora(path: Path, base: Path | None) -> tuple[LoraSource, type[Diffusion
 
 
 def _read_for_family(path: Path, family: type[DiffusionModel]) -> LoraSource | None:
-    """Read a LoRA with the layer names of a family. Returns None if the family lacks a name for one of its layers."""
     table = LoraNameTable(family.lora_layer_names)
     try:
         source = LoraSource(path, table)
@@ -44,13 +43,13 @@ def _read_for_family(path: Path, family: type[DiffusionModel]) -> LoraSource | N
 
 
 def denoiser_parts(base: Path) -> tuple[str, ...]:
-    """Return the names of the denoiser components of a pipeline folder. Raises ModelError if its family is unknown."""
+    """Return the names of a pipeline's denoiser components. Raises ModelError if the pipeline's family is unknown."""
     classes = pipeline_components(read_index(base))
     return tuple(part for part in registry.find_family(base).denoiser_components if classes.get(part, (None, None))[1])
 
 
 def base_weight_readers(base: Path) -> Callable[[str], WeightReader]:
-    """Return a function that returns the `WeightReader` of a denoiser component, given the component's name."""
+    """Return a function that maps a denoiser component to its `WeightReader`."""
     return lambda part: functools.partial(_read_weight, ExportTarget(base, ()).base_weights(part))
 
 

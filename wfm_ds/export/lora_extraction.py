@@ -14,7 +14,7 @@ from wfm_ds.export.target import ExportTarget
 
 @dataclass
 class LoraExtraction:
-    """A LoRA of one denoiser component, and statistics about how much of the weight change the LoRA represents."""
+    """A LoRA of one denoiser component, with statistics about how well the LoRA approximates the weight changes."""
 
     layers: LoraLayers = field(default_factory=dict)
     squares: float = 0.0  # sum of squares of all weight differences, including tensors without a LoRA
@@ -23,16 +23,15 @@ class LoraExtraction:
 
     @property
     def kept_fraction(self) -> float:
-        """Fraction of the weight change that the LoRA represents, as a ratio of sums of squares."""
+        """Fraction of the sum of squared weight changes that the LoRA represents."""
         return self.kept_squares / self.squares if self.squares else 1.0
 
 
 def extract_lora(
     trained: ExportTarget, base: ExportTarget, part: str, rank: int | None, energy: float | None
 ) -> LoraExtraction:
-    """Compute a LoRA for component `part` of `base` that approximates the weights of `trained`.
+    """Compute a LoRA for component `part` of `base` that approximates the weights of `trained`. Alpha equals the rank.
 
-    The alpha of each layer equals the layer's rank.
     rank: maximum rank of a layer.
     energy: fraction of a layer's sum of squared weight changes that the LoRA should represent. A layer gets the
     smallest rank that reaches this fraction, but at most `rank`.
@@ -71,8 +70,7 @@ def extract_lora(
 def approximate_difference(difference: Tensor, rank: int | None, energy: float | None) -> tuple[LoraLayer, float]:
     """Approximate a weight difference [outputs, inputs]. Return (LoRA, sum of squares that the LoRA represents).
 
-    The best approximation of a given rank is the truncated SVD (Eckart-Young). A and B each contain the square roots of
-    the singular values.
+    The LoRA is the truncated SVD, the best approximation of its rank (Eckart-Young).
     """
     U, S, V = torch.linalg.svd(difference, full_matrices=False)
     squares = S.double().square()

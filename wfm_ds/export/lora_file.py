@@ -1,8 +1,6 @@
 """Reads LoRA files in the layouts of diffusers, PEFT, kohya and ComfyUI, and converts layer names to diffusers' names.
 
-The key of a tensor consists of a prefix, a layer name and a suffix, which all differ between tools. Alpha is in the
-file header (diffusers), in adapter_config.json (PEFT) or in `.alpha` tensors (kohya, ComfyUI). lora_layouts.py writes
-LoRAs.
+Alpha is in the file header (diffusers), in adapter_config.json (PEFT) or in `.alpha` tensors (kohya, ComfyUI).
 """
 
 from __future__ import annotations
@@ -80,7 +78,7 @@ class LoraSource:
 
     @property
     def base_model(self) -> str | None:
-        """The base model that adapter_config.json names, or None if there is none."""
+        """The base model that adapter_config.json names, or None."""
         return None if self.config is None else self.config.get("base_model_name_or_path")
 
     @property
@@ -88,14 +86,13 @@ class LoraSource:
         return lora_settings(self.layers, self.whole_layers, self.config)
 
     def summary(self) -> str:
-        """Return a text with the number of layers, rank and alpha."""
         layers = [layer for part_layers in self.layers.values() for layer in part_layers.values()]
         ranks, alphas = ({getattr(layer, name) for layer in layers} for name in ("rank", "alpha"))
         rank, alpha = (f"{next(iter(v)):g}" if len(v) == 1 else f"{min(v):g} to {max(v):g}" for v in (ranks, alphas))
         return f"{len(layers)} layers, rank {rank}, alpha {alpha}"
 
     def bake_alpha(self) -> None:
-        """Multiply all matrices B by alpha / rank and set alpha to the rank. The weight updates do not change."""
+        """Multiply all matrices B by alpha / rank and set alpha to the rank, without changing the weight updates."""
         self.layers = {p: {n: layer.bake_alpha() for n, layer in layers.items()} for p, layers in self.layers.items()}
 
     def lora_config(self) -> Any:
@@ -127,8 +124,7 @@ def lora_settings(
 ) -> dict[str, Any]:
     """Return the settings for a peft.LoraConfig that describes these layers.
 
-    The most frequent rank and alpha become the defaults. Layers with other values are listed in rank_pattern and
-    alpha_pattern. All other PEFT settings are copied from `config`.
+    Settings that the layers do not determine are copied from `config`.
     """
     layers = {name: layer for part_layers in parts.values() for name, layer in part_layers.items()}
     (rank, alpha), _ = Counter((layer.rank, layer.alpha) for layer in layers.values()).most_common(1)[0]
@@ -242,7 +238,7 @@ def read_tensors(file: Path) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
 def read_whole_layers(folder: Path, part: str) -> dict[str, Tensor]:
     """Return {name: tensor} of a component's fully trained layers (modules_to_save) in a LoRA folder.
 
-    Raises ModelError like `read_tensors`.
+    Raises ModelError if the file cannot be read, or if a tensor is empty, not finite or not floating point.
     """
     file = folder / WHOLE_LAYER_FILES[part]
     return read_tensors(file)[0] if file.is_file() else {}
@@ -285,10 +281,9 @@ def _parse_layers(
 def _group_tensors(
     tensors: Mapping[str, Tensor], settings: Mapping[str, Any] | None
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor], set[str]]:
-    """Group the tensors of a file by layer.
+    """Return ({layer: {role: tensor}}, {name: tensor of a fully trained module}, unknown keys) for a file.
 
-    Returns ({layer: {role: tensor}}, {name: tensor of a fully trained module}, unknown keys). A role is, for example,
-    A, B or alpha.
+    A role is, for example, A, B or alpha.
     """
     saved_modules = tuple((settings or {}).get("modules_to_save") or ())
     groups: dict[str, dict[str, Tensor]] = {}
@@ -313,10 +308,7 @@ def _strip_prefixes(name: str) -> str:
 
 
 def _diffusers_layers(module: str, table: LoraNameTable | None) -> list[str]:
-    """Return the diffusers layers that correspond to a layer of the file. Returns [] if the layer is unknown.
-
-    If the layer of the file fuses several diffusers layers, they are returned in the order of its output rows.
-    """
+    """Return the diffusers layers in a layer of the file, in the order of output rows, or [] for an unknown layer."""
     name = _strip_prefixes(module)
     if module.startswith(FLAT_PREFIXES):
         flat = next(module.removeprefix(prefix) for prefix in FLAT_PREFIXES if module.startswith(prefix))
@@ -333,10 +325,7 @@ def _diffusers_layers(module: str, table: LoraNameTable | None) -> list[str]:
 
 
 def _make_layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str, Any] | None, where: str) -> LoraLayer:
-    """Build a LoRA layer from {role: tensor}. Raises ModelError if the tensors do not form a LoRA layer.
-
-    Alpha is the alpha tensor or, if it is missing, the alpha in the settings or, without settings, the rank.
-    """
+    """Build a LoRA layer from {role: tensor}. Raises ModelError if the tensors do not form a LoRA layer."""
     if not {"A", "B"} <= group.keys():
         raise ModelError(f"{where} has only one of the two LoRA matrices ({', '.join(sorted(group))})")
     A, B = group["A"], group["B"]
@@ -358,7 +347,7 @@ def _make_layer(group: Mapping[str, Tensor], module: str, settings: Mapping[str,
 def _convert_dora_scale(layer: LoraLayer, name: str, weight: WeightReader | None, file: Path) -> LoraLayer:
     """Convert ComfyUI's DoRA scale to a DoRA magnitude, using the base weight W.
 
-    ComfyUI multiplies W + update by dora_scale / norm(W). DoRA multiplies it by magnitude / norm(W + update) instead.
+    ComfyUI multiplies W + update by dora_scale / norm(W). DoRA multiplies W + update by magnitude / norm(W + update).
     Source: comfy/weight_adapter/base.py of ComfyUI 0.3.77.
     """
     assert layer.magnitude is not None

@@ -35,7 +35,6 @@ class LoraLayer:
 
     @property
     def weight_shape(self) -> torch.Size:
-        """Shape of the weight that the update changes."""
         return torch.Size([len(self.B), *self.A.shape[1:]])
 
     def delta(self) -> Tensor:
@@ -70,8 +69,8 @@ def broadcast_rows(values: Tensor, like: Tensor) -> Tensor:
 def fuse_layers(members: Sequence[LoraLayer | None]) -> LoraLayer:
     """Fuse LoRA layers into one LoRA layer. The A matrices are stacked, and the new B is block-diagonal.
 
-    Each member gets an equal number of consecutive output rows of the new layer. If a member is None, its rows have no
-    update. Raises ModelError if only some members use DoRA.
+    Each member gets an equal number of consecutive output rows. The rows of a None member have no update. Raises
+    ModelError if only some members use DoRA.
     """
     first = next(member for member in members if member is not None)
     rows, scales = len(first.B), {member.scale for member in members if member is not None}
@@ -101,11 +100,10 @@ def _zero_layer(like: LoraLayer) -> LoraLayer:
 
 
 def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
-    """Split a LoRA layer into `num_parts` layers, each for an equal range of its output rows.
+    """Split a LoRA layer into layers for equal ranges of its output rows. This is the inverse of `fuse_layers`.
 
-    This is the inverse of `fuse_layers`. If B is block-diagonal, each new layer gets one block of B and the rows of A
-    for this block, and is replaced by None if both are zero. Otherwise, each new layer gets all of A. Raises ModelError
-    if the rows cannot be split equally.
+    If B is block-diagonal, new layers without an update become None. Raises ModelError if the rows cannot be split
+    equally.
     """
     if len(layer.B) % num_parts:
         raise ModelError(f"{len(layer.B)} output rows cannot be split into {num_parts} layers")
@@ -126,7 +124,7 @@ def split_layer(layer: LoraLayer, num_parts: int) -> list[LoraLayer | None]:
 
 
 def is_same_update(ours: LoraLayers, theirs: LoraLayers, tolerance: float = 1e-6) -> bool:
-    """Return whether two LoRAs have the same weight updates alpha / rank * B @ A. DoRA magnitudes are not compared.
+    """Return whether two LoRAs have the same weight updates. DoRA magnitudes are not compared.
 
     tolerance: maximum norm of the difference between two updates, relative to the norm of the update in `ours`.
     """

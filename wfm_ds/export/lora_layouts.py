@@ -1,7 +1,4 @@
-"""Writes a LoRA in the layouts of other tools: kohya, ComfyUI and PEFT. weights.py writes diffusers' layout.
-
-docs/exports.md lists the tools that read each layout. Files for kohya and ComfyUI are read again and compared.
-"""
+"""Writes a LoRA in the layouts of other tools: kohya, ComfyUI and PEFT. docs/exports.md lists these tools."""
 
 from __future__ import annotations
 
@@ -38,9 +35,9 @@ def write_layout(
     bake_alpha: bool,
     weight: Callable[[str], WeightReader] | None = None,
 ) -> list[Path]:
-    """Write a LoRA to the .safetensors file `out`, in the layout `kohya` or `comfyui`. Returns the written files.
+    """Write a LoRA to the .safetensors file `out`, in the layout `kohya` or `comfyui`. Return the written files.
 
-    The LoRA of a two-expert model becomes two files. Their names contain the names of the experts.
+    A two-expert model gets two files, and their names contain the names of the experts.
     weight: function that maps a denoiser component to its `WeightReader`. Required for DoRA in ComfyUI.
     Raises ModelError for layers that have no name in the layout, and for fully trained modules, which these layouts do
     not support. Raises OSError if writing fails.
@@ -77,9 +74,9 @@ def _for_any_part(weight: WeightReader | None) -> Callable[[str], WeightReader] 
 
 
 def expert_files(out: Path, parts: list[str]) -> dict[str, Path]:
-    """Return {component: output file}. If there is only one component, its file is `out`.
+    """Return {component: output file}. A single component gets the file `out`.
 
-    The names of the files of two experts end with `_high_noise` and `_low_noise`.
+    With two experts, file names end with `_high_noise` and `_low_noise`.
     """
     if len(parts) == 1:
         return {parts[0]: out}
@@ -90,8 +87,8 @@ def kohya_tensors(layers: LoraLayers, family: type[DiffusionModel]) -> dict[str,
     """Return {key: tensor} in kohya's layout, with the tensors down, up and alpha of each layer.
 
     A key starts with `lora_unet_`, followed by the layer's name with underscores instead of dots. The name is that of
-    the original (non-diffusers) model, or diffusers' name if kohya's trainer for the family uses diffusers' names
-    (Z-Image). The DoRA magnitude is stored as `dora_scale` [outputs, 1], as in LyCORIS.
+    the original (non-diffusers) model, or diffusers' name if kohya's trainer for the family uses diffusers' names. The
+    DoRA magnitude is stored as `dora_scale` [outputs, 1], as in LyCORIS.
     """
     if family.kohya_uses_diffusers_names:
         _require_original_names(layers, family)
@@ -104,9 +101,9 @@ def kohya_tensors(layers: LoraLayers, family: type[DiffusionModel]) -> dict[str,
 def comfyui_tensors(layers: LoraLayers, family: type[DiffusionModel], weight: WeightReader | None) -> dict[str, Tensor]:
     """Return {key: tensor} in ComfyUI's layout, with the tensors A, B and alpha of each layer.
 
-    Keys use diffusers' layer names if ComfyUI supports these names for the family. Otherwise, they use the names of the
-    original (non-diffusers) model. DoRA is stored as `dora_scale` [outputs, 1], which ComfyUI divides by the norm of
-    the base weight.
+    Keys use diffusers' layer names if ComfyUI supports them for the family, and otherwise names of the original
+    (non-diffusers) model. DoRA is stored as `dora_scale` [outputs, 1], which ComfyUI divides by the norm of the base
+    weight.
     """
     if any(layer.magnitude is not None for layer in layers.values()):
         layers = {name: _convert_to_comfyui_scale(layer, name, weight) for name, layer in layers.items()}
@@ -120,10 +117,7 @@ def comfyui_tensors(layers: LoraLayers, family: type[DiffusionModel], weight: We
 
 
 def layer_tensors(layer: LoraLayer, key: str, matrices: tuple[str, str]) -> dict[str, Tensor]:
-    """Return {key: tensor} for one layer, in a layout that stores an alpha for each layer.
-
-    key: name of the layer in the layout. matrices: names of A and B in the layout.
-    """
+    """Return {key: tensor} for one layer. key: layer name in the file. matrices: names of A and B in the file."""
     tensors = {
         f"{key}.{matrices[0]}.weight": float_copy(layer.A),
         f"{key}.{matrices[1]}.weight": float_copy(layer.B),
@@ -146,10 +140,9 @@ def _convert_to_comfyui_scale(layer: LoraLayer, name: str, weight: WeightReader 
 
 
 def original_layers(layers: LoraLayers, family: type[DiffusionModel]) -> LoraLayers:
-    """Convert diffusers layers to layers of the original (non-diffusers) model.
+    """Convert diffusers layers to layers of the original (non-diffusers) model, which may fuse several of them.
 
-    Several diffusers layers are fused if they are a single layer in the original model. Raises ModelError for layers
-    that are not in the family's name table.
+    Raises ModelError for layers that are not in the family's name table.
     """
     _require_original_names(layers, family)
     table = LoraNameTable(family.lora_layer_names)

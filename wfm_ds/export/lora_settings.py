@@ -1,4 +1,4 @@
-"""Validates the settings of LoRA files from any source, and finds the rank and alpha of each layer."""
+"""Validates the settings of LoRA files, and finds the rank and alpha of each layer."""
 
 from __future__ import annotations
 
@@ -81,30 +81,22 @@ def check_settings(settings: object, source: str) -> dict[str, Any]:
 
 
 def peft_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that the installed PEFT knows."""
     return {name: value for name, value in settings.items() if name in peft.LoraConfig.__dataclass_fields__}
 
 
 def select_layers(settings: Mapping[str, Any], layers: Iterable[str]) -> dict[str, Any]:
-    """Return PEFT settings that select exactly these layers.
-
-    The settings that select layers by patterns are dropped: a regular expression can take unlimited time to match.
-    """
+    """Return PEFT settings that select exactly these layers, without regular expressions."""
     kept = {name: value for name, value in peft_settings(settings).items() if name not in LAYER_CHOICES}
     return kept | {"target_modules": sorted(layers)}
 
 
 def layer_alpha(settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the alpha of a layer, so that the layer's update is alpha / rank * B @ A.
-
-    rsLoRA uses alpha / sqrt(rank) instead, so its alpha is multiplied by sqrt(rank).
-    """
+    """Return the alpha of a layer, so that the layer's update is alpha / rank * B @ A, also for rsLoRA."""
     alpha = float(_select_value(settings.get("alpha_pattern"), module, settings["lora_alpha"]))
     return alpha * math.sqrt(rank) if settings.get("use_rslora") else alpha
 
 
 def layer_rank(settings: Mapping[str, Any], module: str) -> int:
-    """Return the rank of a layer from PEFT's settings (r and rank_pattern)."""
     return int(_select_value(settings.get("rank_pattern"), module, settings["r"]))
 
 

@@ -48,12 +48,11 @@ def pipeline_components(index: dict[str, Any]) -> dict[str, tuple[str | None, st
 
 
 def link_unchanged_files(base: Path, out: Path, *, changed: Collection[str]) -> None:
-    """Hard-link the files of the pipeline `base` into `out`, except those of the `changed` components.
+    """Hard-link the files of the pipeline `base` into `out`, except the files of the `changed` components.
 
-    The linked files are model_index.json, call.json if it exists, and all files of the other components. Do not open
-    them for writing, because this would change `base`. Symbolic links are resolved first, so that the new folder does
-    not depend on a Hub cache. Files that cannot be linked are copied, with one warning. Raises ModelError if `base` is
-    not a pipeline folder, and OSError if files cannot be read or written.
+    Do not open the linked files for writing, because this would change `base`. Symbolic links are resolved first, so
+    `out` does not depend on a Hub cache. Files that cannot be linked are copied. Raises ModelError if `base` is not a
+    pipeline folder, and OSError if files cannot be read or written.
     """
     present = [
         name for name, (_, class_name) in pipeline_components(read_index(base)).items() if class_name is not None
@@ -66,7 +65,7 @@ def link_unchanged_files(base: Path, out: Path, *, changed: Collection[str]) -> 
 
 
 def link_files(base: Path, out: Path, files: Iterable[Path]) -> None:
-    """Hard-link or copy these files of `base` into `out`. See `link_unchanged_files`."""
+    """Hard-link these files of `base` into `out`, or copy them if they cannot be linked."""
     copied, copied_bytes = 0, 0
     for file in files:
         source, target = file.resolve(strict=True), out / file.relative_to(base)

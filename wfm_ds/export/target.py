@@ -1,4 +1,4 @@
-"""The trained pipeline, as the target of an export. The pipeline's folder is read without loading the model."""
+"""The trained pipeline as the target of an export. The pipeline's folder is read without loading the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WEIGHTS_STEM = "diffusion_pytorch_model"  # the file stem that diffusers expects
 
 
 class ExportInfo(Protocol):
-    """Settings of an export. They are stored in each checkpoint."""
+    """Settings of an export, which are stored in each checkpoint."""
 
     @property
     def base(self) -> Path:
@@ -53,9 +53,9 @@ class ExportTarget:
     def from_model(cls, model: DiffusionModel, sampling: SamplingRecipe | None = None) -> ExportTarget:
         """Create the target for a loaded model.
 
-        The target stores the arguments for prompt encoding and embedded guidance that differ from the base folder's
-        call.json or, if call.json does not contain them, from the pipeline's defaults. If `sampling.eval_grid` is
-        `even`, it also stores the result of `build_few_step_call`, which may raise ModelError.
+        The target stores call arguments that differ from the base folder's call.json or from the pipeline's defaults.
+        With `sampling.eval_grid: even`, raises ModelError if plain diffusers cannot use these noise levels or the
+        guidance.
         """
         base = model.path.absolute()
         base_call = read_call_json(base)
@@ -74,10 +74,7 @@ class ExportTarget:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ExportTarget:
-        """Create a target from the result of `to_json`.
-
-        Raises ModelError if the values are from a language model's checkpoint, because such a model has no pipeline.
-        """
+        """Create a target from the result of `to_json`. Raises ModelError for a language model's checkpoint."""
         if "parts" not in values:
             raise ModelError(
                 f"a checkpoint of the language model {values['base']} cannot be converted: resume its run, which "
@@ -102,7 +99,7 @@ class ExportTarget:
         return config
 
     def meta_network(self, part: str) -> nn.Module:
-        """Build a component's network on the meta device, with the class that model_index.json names.
+        """Build a component's network on the meta device.
 
         Raises ModelError if the base folder does not have the component, or if its class cannot be imported.
         """
@@ -136,10 +133,7 @@ class ExportTarget:
 
 
 class FolderWeights:
-    """Reads single tensors from the safetensors files of a network.
-
-    Each read opens and closes the file, because memory-mapped pages of an open file count as memory of this process.
-    """
+    """Reads single tensors from the safetensors files of a network."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -149,9 +143,10 @@ class FolderWeights:
         self._file_of = read_weight_map(index) if index.is_file() else None
 
     def read_tensor(self, name: str) -> Tensor:
-        """Return the tensor with this name. Raises ModelError if the file or tensor is missing or cannot be read."""
+        """Return the tensor with this name. Raises ModelError if the tensor cannot be read."""
         file = self._single_file if self._file_of is None else self._file_of.get(name, name)
         try:
+            # Open the file for each read: mapped pages of an open file count as memory of this process.
             with safe_open(self.folder / file, "pt") as handle:
                 tensor: Tensor = handle.get_tensor(name)
         except (OSError, SafetensorError) as error:

@@ -1,7 +1,6 @@
 """Writes safetensors files tensor by tensor, so that only one tensor needs to be in memory.
 
-The header of a safetensors file depends only on names, shapes and dtypes, so it can be written first. The result is
-byte-identical to the output of safetensors' `save_file`, which needs all tensors of a file at once. Format:
+The result is byte-identical to the output of safetensors' `save_file`. Format:
 https://github.com/huggingface/safetensors#format
 """
 
@@ -35,8 +34,6 @@ ALIGNMENT = 8  # alignment of the first tensor in bytes
 
 
 class StoredTensorSpec(NamedTuple):
-    """Dtype and shape of a tensor to write."""
-
     dtype: torch.dtype
     shape: torch.Size
 
@@ -46,19 +43,10 @@ class StoredTensorSpec(NamedTuple):
 
 
 class TensorFile:
-    """A new safetensors file. All tensors must be written within the `with` block, in any order.
-
-    Example::
-
-        with TensorFile(path, {"a": StoredTensorSpec(torch.float32, torch.Size([2]))}) as file:
-            file.write("a", torch.zeros(2))
-    """
+    """A new safetensors file. All tensors must be written within the `with` block, in any order."""
 
     def __init__(self, path: Path, specs: Mapping[str, StoredTensorSpec], metadata: Mapping[str, str]) -> None:
-        """Write the header.
-
-        Raises OSError if writing fails, and KeyError for a dtype that the format does not support.
-        """
+        """Write the header. Raises OSError if writing fails, and KeyError for an unsupported dtype."""
         self.path, self._specs = path, dict(specs)
         # The same order as save_file: the widest dtype first, so that every tensor is aligned.
         order = sorted(specs, key=lambda name: (DTYPE_ORDER[specs[name].dtype], name))
@@ -77,7 +65,7 @@ class TensorFile:
         self._write_bytes(0, memoryview(len(text).to_bytes(8, "little") + text))
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor to its position in the file. The tensor may be on any device.
+        """Write a tensor from any device to its position in the file.
 
         Raises OSError if writing fails, KeyError if the name is unknown or was already written, and ValueError if dtype
         or shape differ from the specification.

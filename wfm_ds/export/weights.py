@@ -1,8 +1,7 @@
 """Exports a run's weights as a LoRA or as a pipeline folder that diffusers loads. A run cannot resume from an export.
 
-All ranks iterate over the engine's tensors, because all ranks take part in gathering a tensor. Only rank 0 writes. If
-writing fails, rank 0 iterates to the end before it raises the error, so that no other rank hangs in a gather. Call
-`world.run_checked(lambda: export_weights(...))`, so that the other ranks also raise the error.
+Only rank 0 writes. Call `world.run_checked(lambda: export_weights(...))`, so that the other ranks also raise rank 0's
+errors.
 """
 
 from __future__ import annotations
@@ -85,10 +84,10 @@ def export_weights(
     LoRA: writes `adapter_config.json` and `model.safetensors` (always float32) to `out/lora`. The LoRA of a second
     expert is written to `model_2.safetensors`.
     Full training: makes `out` a pipeline folder. The denoiser is stored in `dtype`, in files of at most `shard_bytes`
-    bytes. All other files are hard links to the files in `target.base`, or copies. An earlier export in `out` is
-    replaced. If writing fails, no incomplete `out` is left.
-    trained_only: after full training, write only the denoiser's configs and trained tensors, not a complete pipeline.
-    After LoRA training, do not warn if the LoRA has no effect.
+    bytes. All other files are hard links to the files in `target.base`, or copies. An earlier export is replaced. If
+    writing fails, no incomplete `out` is left.
+    trained_only: after full training, write only the denoiser's configs and trained tensors. After LoRA training, do
+    not warn if the LoRA has no effect.
     Returns the LoRA folder or the pipeline folder. Raises UserError on rank 0 if the tensors do not match the target or
     are not finite, or if `out` cannot be written.
     """
@@ -121,7 +120,6 @@ def export_weights(
 
 
 def _write_call_arguments(target: ExportTarget, folder: Path) -> None:
-    """Write call.json if the target has call arguments that the base folder does not have."""
     if target.call_arguments:
         # write_text replaces the file. If it is a hard link, the base model's call.json does not change.
         atomic.write_text(folder / CALL_FILE, call_json(target.base, target.call_arguments))
@@ -142,10 +140,7 @@ def new_export_folder(out: Path, base: Path) -> Iterator[Path]:
 
 
 def exhaust_stream(stream: Iterator[tuple[str, Tensor | None]]) -> None:
-    """Read all remaining tensors of the stream and discard them.
-
-    All ranks take part in gathering each tensor, so the other ranks would hang if this rank stopped early.
-    """
+    """Discard all remaining tensors of the stream. Otherwise, the ranks that gather them would hang."""
     for _ in stream:
         pass
 
@@ -165,10 +160,9 @@ def check_tensors(stream: Iterator[tuple[str, Tensor | None]]) -> Iterator[tuple
 def _group_by_part(
     tensors: Iterator[tuple[str, Tensor]], parts: Sequence[str]
 ) -> Iterator[tuple[str, Iterator[tuple[str, Tensor]]]]:
-    """Group the tensors by denoiser component. Yield (component, its (name, tensor) pairs).
+    """Yield (denoiser component, its (name, tensor) pairs). The names do not start with the component's name.
 
-    The names in the pairs do not start with the component's name. Raises ModelError for unknown, duplicate or missing
-    components.
+    Raises ModelError for unknown, duplicate or missing components.
     """
     if len(parts) == 1:
         yield parts[0], tensors
@@ -203,10 +197,9 @@ def write_lora(
 ) -> None:
     """Write a new LoRA folder for diffusers: one file per denoiser component, and adapter_config.json.
 
-    adapters: pairs (component, (name, tensor) pairs of the component).
-    settings: the peft.LoraConfig as JSON.
-    shapes: function that returns {name: shape} of a component's state dict. The LoRA must fit these shapes. None
-    disables this check.
+    adapters: pairs (component, (name, tensor) pairs of the component). settings: the peft.LoraConfig as JSON.
+    shapes: function that maps a component to {name: shape} of its state dict, which the LoRA must fit. None: not
+    checked.
     """
     # Without the prefix of the keys, diffusers silently loads nothing. Without this metadata, it silently uses the rank
     # as alpha. Dropout is set to 0, because it would be enabled after loading: PEFT creates layers in train mode even
@@ -232,16 +225,12 @@ def write_lora(
 
 
 def adapter_settings(config: Any, base: Path | str | None) -> dict[str, Any]:
-    """Return a LoraConfig as JSON values.
-
-    Sets become sorted lists, because the order of a set varies between processes.
-    """
+    """Return a LoraConfig as JSON values. Sets become sorted lists."""
     settings = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
     return {**settings, "base_model_name_or_path": None if base is None else str(base)}
 
 
 def diffusers_name(name: str) -> str:
-    """Return the name that diffusers expects for this tensor. DoRA magnitudes lose their suffix `.weight`."""
     return name.removesuffix(".weight") if name.endswith(".lora_magnitude_vector.weight") else name
 
 
@@ -300,8 +289,7 @@ def _write_denoiser(
 ) -> None:
     """Write the denoiser components after full training: configs, weight files and, for several files, an index.
 
-    Each tensor is written before the next tensor is gathered. whole: also write the untrained tensors, which are read
-    from the base folder.
+    whole: also write the untrained tensors, which are read from the base folder.
     """
     missing: dict[str, StoredTensorSpec] = {}  # {name in `stream`: spec} of the tensors that are not written yet
     with contextlib.ExitStack() as stack:
@@ -335,7 +323,6 @@ def _write_denoiser(
 def _create_part_folder(
     folder: Path, config: Mapping[str, Any], shards: Mapping[str, Mapping[str, StoredTensorSpec]]
 ) -> None:
-    """Create the folder of a denoiser component with its config and index, but without weights."""
     folder.mkdir()
     write_json(folder / "config.json", config)
     write_shard_index(folder, shards, WEIGHTS_STEM)
@@ -359,7 +346,7 @@ def plan_shards(
 ) -> dict[str, dict[str, StoredTensorSpec]]:
     """Distribute tensors over files. Returns {file name in diffusers' scheme: {tensor name: spec}}.
 
-    The tensors keep their order. Each file has at most `shard_bytes`, except a file that contains one larger tensor.
+    The tensors keep their order. Each file has at most `shard_bytes` bytes, unless it contains a single larger tensor.
     """
     shards: list[dict[str, StoredTensorSpec]] = [{}]
     held_bytes = 0

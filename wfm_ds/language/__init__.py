@@ -1,1 +1,1 @@
-"""SFT of vision-language models: conversations about images and videos are packed into token sequences."""
+"""SFT of vision-language models on conversations about images and videos, packed into token sequences."""

@@ -1,4 +1,4 @@
-"""Parser for conversations: LLaVA annotations, and rows with `messages`. It also locates their images and videos."""
+"""Parser of conversations: LLaVA annotations, and rows with `messages`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The turns of a conversation: an optional system turn, then alternating user and assistant turns."""
+    """A conversation: an optional system turn, then alternating user and assistant turns."""
 
     id: str
     turns: tuple[Turn, ...]
@@ -100,7 +100,6 @@ def _list_files(folder: str) -> list[str]:
 
 
 def read_content(file: str) -> bytes:
-    """Read an annotation file. Raises DataError if it cannot be read."""
     try:
         if not is_remote(file):
             return read_regular(file)
@@ -113,7 +112,7 @@ def read_content(file: str) -> bytes:
 
 
 def parse_rows(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield (name, row) for all rows of an annotation file. The row is None for a JSONL line that is not valid JSON.
+    """Yield (name, row) for all rows of an annotation file. The row is None for an invalid JSONL line.
 
     Raises DataError if a .json file does not contain a list.
     """
@@ -128,7 +127,6 @@ def parse_rows(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
 
 
 def read_rows(file: str | Path) -> Iterator[tuple[str, Any]]:
-    """Read an annotation file and yield its rows like `parse_rows`. Raises DataError if the file is unreadable."""
     return parse_rows(str(file), read_content(str(file)))
 
 
@@ -140,7 +138,7 @@ def _json_or_none(content: bytes) -> Any:
 
 
 def _parse_integer(digits: str) -> int | str:
-    """Parse an integer. If it has more digits than Python allows, return a string that makes its row unusable."""
+    """Parse an integer. Return a string, which makes the row unusable, if it has more digits than Python allows."""
     try:
         return int(digits)
     except ValueError:
@@ -150,7 +148,7 @@ def _parse_integer(digits: str) -> int | str:
 def parse_conversation(
     row: Any, name: str, *, root: str | None = None, system_prompt: str | None = None
 ) -> Conversation:
-    """Parse an annotation row to a conversation. Raises BadConversation if the row is unusable.
+    """Parse an annotation row. Raises BadConversation if the row is unusable.
 
     root: folder of images and videos with relative paths. system_prompt: used for rows that have no system prompt.
     """
@@ -176,10 +174,6 @@ def _list_paths(row: Mapping[str, Any], kind: MediaKind, name: str) -> list[str]
 
 
 def _parse_turn(entry: Any, name: str) -> Turn:
-    """Parse a turn. A tag such as <image> becomes a reference without an address.
-
-    Paths are not resolved yet (see `_assign_media`).
-    """
     if not isinstance(entry, dict):
         raise BadConversation("turn", name, "a turn is not a JSON object")
     role = ROLES.get(str(entry.get("from", entry.get("role"))).lower())
@@ -239,7 +233,6 @@ def _assign_media(
 
 
 def _locate(kind: MediaKind, path: str, name: str, root: str | None) -> MediaReference:
-    """Return a reference to an image or video. path: absolute, relative to the root, or an s3:// address."""
     if is_remote(path) and not path.startswith("s3://"):
         raise BadConversation("media", name, f"{shorten_path(path)} is neither a path nor an s3:// address")
     if root is not None and not is_remote(path) and not path.startswith("/"):

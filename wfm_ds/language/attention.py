@@ -1,8 +1,4 @@
-"""Attention within each conversation of a packed sequence: one SDPA call per conversation, without a mask.
-
-A mask for the whole sequence would need memory and compute that grow with the square of its length. This module is not
-used if FlashAttention 2 is installed, which supports packed sequences itself.
-"""
+"""Attention within each conversation of a packed sequence: one SDPA call per conversation, without a mask."""
 
 from __future__ import annotations
 
@@ -18,7 +14,6 @@ ATTENTION_NAME = "wfm_ds_rows"  # in transformers' attention registry; transform
 
 
 def has_windows(network: Any) -> bool:
-    """Return whether the decoder has sliding-window attention, which `segment_attention` does not support."""
     config = network.config.get_text_config()
     return "sliding_attention" in (getattr(config, "layer_types", None) or [])
 
@@ -26,8 +21,8 @@ def has_windows(network: Any) -> bool:
 def install_segment_attention(network: nn.Module) -> bool:
     """Replace SDPA in the decoder, in place, by attention within each conversation. Return whether it was replaced.
 
-    Forward calls then need the argument `segments`, which is the number of tokens of each conversation. Decoders that
-    do not use SDPA, or that have sliding windows, are not changed.
+    Forward calls then need the argument `segments`: the number of tokens of each conversation. Decoders that do not use
+    SDPA, or that have sliding windows, are not changed.
     """
     unwrapped: Any = network
     decoder = unwrapped.model.language_model
@@ -54,10 +49,7 @@ def segment_attention_forward(
     dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute `segment_attention` with the interface of transformers. Return [B,L,H,D].
-
-    There are B sequences, H query heads, K key and value heads, L tokens and D channels per head.
-    """
+    """Compute `segment_attention` with the interface of transformers. Return [B,L,H,D]."""
     output = segment_attention(query_BHLD, key_BKLD, value_BKLD, segments, scaling=scaling, dropout=dropout)
     return output.transpose(1, 2).contiguous(), None
 

@@ -34,7 +34,7 @@ NUM_SHOWN = 3  # bad rows shown in a message
 
 @dataclass(frozen=True, slots=True)
 class Annotations:
-    """The content of annotation files: the valid conversations, and the errors of all invalid rows."""
+    """The valid conversations of annotation files, and the errors of all invalid rows."""
 
     conversations: list[Conversation]
     bad: list[BadConversation]
@@ -50,7 +50,6 @@ class SizedConversations:
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """Number of tokens of each conversation."""
         return [size.tokens for size in self.sizes]
 
     @property
@@ -111,10 +110,9 @@ def measure_conversations(
     source: str,
     cache: SizeCache | None = None,
 ) -> LanguageData:
-    """Count the tokens of all conversations that are not in `cache`.
+    """Count the tokens of all conversations that are not in `cache`, and return all valid ones as training data.
 
-    All ranks must call this, and the work is sharded over them. Returns all valid conversations as training data.
-    Raises DataError on all ranks if too many rows are bad.
+    All ranks must call this. Raises DataError on all ranks if too many rows are bad.
     """
     count = len(annotations.conversations)
     cached_sizes = [UNKNOWN_SIZE] * count if cache is None else cache.read(count)
@@ -189,7 +187,7 @@ def load_conversations(recipe: Recipe, reader: ConversationReader, world: World)
 
 
 def split_holdout(dataset: SizedConversations, share: float) -> tuple[SizedConversations, SizedConversations]:
-    """Split conversations by `choose_held_out`. Returns (training, held-out). share: fraction that is held out."""
+    """Split conversations by `choose_held_out`. Returns (training, held-out). share: fraction to hold out."""
     is_held_out = choose_held_out([conversation.id for conversation in dataset.conversations], share)
     parts: tuple[SizedConversations, SizedConversations] = (SizedConversations([], []), SizedConversations([], []))
     for conversation, size, held_out in zip(dataset.conversations, dataset.sizes, is_held_out, strict=True):
@@ -199,6 +197,5 @@ def split_holdout(dataset: SizedConversations, share: float) -> tuple[SizedConve
 
 
 def first_by_id(dataset: SizedConversations, count: int) -> SizedConversations:
-    """Sort the conversations by id and return the first `count`."""
     order = sorted(range(len(dataset.conversations)), key=lambda i: dataset.conversations[i].id)[:count]
     return SizedConversations([dataset.conversations[i] for i in order], [dataset.sizes[i] for i in order])

@@ -1,7 +1,4 @@
-"""Export of a language model: a folder for transformers, vLLM and SGLang, or a LoRA in peft format.
-
-Every rank iterates over the engine's tensors, because gathering a tensor is collective. Only rank 0 writes.
-"""
+"""Export of a language model: a folder for transformers, vLLM and SGLang, or a LoRA in PEFT format."""
 
 from __future__ import annotations
 
@@ -48,14 +45,13 @@ PREFIX_ALIASES = (("model.language_model.", "model."), ("model.visual.", "visual
 
 @dataclass(frozen=True, slots=True)
 class LanguageTarget:
-    """The folder of the base model, and the dtype and shape that each tensor has during training."""
+    """The folder of the base model, and the dtype and shape of each tensor during training."""
 
     base: Path
     specs: Mapping[str, StoredTensorSpec]  # by transformers' names, tied weights only once
 
     @classmethod
     def from_network(cls, network: nn.Module, base: Path) -> LanguageTarget:
-        """Create the target from a network that is not sharded yet."""
         names = {name for name, _ in network.named_parameters()}
         state = network.state_dict()
         parameters = set(dict(network.named_parameters(remove_duplicate=False)))
@@ -69,7 +65,7 @@ class LanguageTarget:
 
 
 class BaseWeights:
-    """The safetensors files of a model folder. They are read one tensor at a time."""
+    """The safetensors files of a model folder, read one tensor at a time."""
 
     def __init__(self, folder: Path) -> None:
         self._file_of: dict[str, Path] = {}
@@ -82,9 +78,9 @@ class BaseWeights:
                 }
 
     def file_key(self, name: str) -> str:
-        """Return the name under which the files store a tensor.
+        """Return the name under which the files store a tensor, or `name` if they do not contain it.
 
-        name: its name in transformers, which is returned if the files do not contain the tensor.
+        name: the tensor's name in transformers.
         """
         aliases = [old + name.removeprefix(new) for new, old in PREFIX_ALIASES if name.startswith(new)]
         return next((candidate for candidate in (name, *aliases) if candidate in self._file_of), name)
@@ -92,14 +88,12 @@ class BaseWeights:
     def file_shape(self, key: str, shape: torch.Size) -> torch.Size:
         """Return the shape that a tensor has in the files, given its shape in transformers.
 
-        When transformers loads some mixture-of-experts models, it transposes the expert weights. Exports keep the
-        layout of the files, because inference servers expect it.
+        The shapes differ if transformers transposes expert weights when it loads them.
         """
         original = self._shapes.get(key, shape)
         return original if len(shape) == 3 and original == torch.Size((shape[0], shape[2], shape[1])) else shape
 
     def load_tensor(self, key: str) -> Tensor:
-        """Load a tensor by its name in the files. Raises ModelError if it cannot be read."""
         if key not in self._file_of:
             raise ModelError(f"{key} is missing in the base model; download the model again")
         with _open_safetensors(self._file_of[key]) as tensors:
@@ -122,8 +116,8 @@ def export_language(
     """Export the weights of `policy` and return the folder to load. All ranks must call this with the same arguments.
 
     A LoRA run writes `out/lora/adapter_model.safetensors` and `adapter_config.json`. A full run writes a model folder:
-    weights in `dtype` with the tensor names of the base model, and links to or copies of its other files. The function
-    never leaves an incomplete folder `out`. Raises UserError on rank 0 if `out` cannot be written.
+    weights in `dtype` with the tensor names of the base model, and links to or copies of its other files. Raises
+    UserError on rank 0 if `out` cannot be written.
     """
     result = out / LORA_FOLDER if source.uses_lora else out
     stream = source.iter_full_tensors(policy)
@@ -143,7 +137,6 @@ def export_language(
 
 
 def loading_code(base: Path, exported: Path, lora: bool) -> str:
-    """Return Python code that loads an export written by `export_language`."""
     model = json.dumps(str(base if lora else exported))
     lines = [
         "from transformers import AutoModelForImageTextToText, AutoProcessor",
@@ -200,7 +193,6 @@ def _write_model(
 
 
 def _write_config(base: Path, making: Path, dtype: torch.dtype) -> None:
-    """Write the base model's config, with its dtype replaced by `dtype`, that of the exported weights."""
     config = read_json(base / CONFIG)
     name = str(dtype).removeprefix("torch.")
     for section in (config, *(value for value in config.values() if isinstance(value, dict))):

@@ -1,9 +1,8 @@
 """Floating-point operations of a vision-language model on packed sequences, from layer shapes and token counts.
 
 A multiply-add counts as 2 operations. Pointwise operations are ignored. The cost of attention is proportional to the
-sum of the squared conversation lengths, that of the head to the number of labelled tokens, and that of the vision tower
-to the number of patches. In the backward pass of a layer, the gradient of its input and the gradient of its weights
-each cost as much as the forward pass.
+sum of the squared conversation lengths. In the backward pass of a layer, the gradient of its input and the gradient of
+its weights each cost as much as the forward pass.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Layer:
 class SequenceWork:
     """FLOP counter for packed sequences.
 
-    Create the counter after adapters are added and parameters are frozen, but before the model is sharded.
+    Create it after adapters are added and parameters are frozen, but before the model is sharded.
     """
 
     def __init__(self, network: Any, *, checkpointing: bool) -> None:
@@ -85,11 +84,9 @@ class SequenceWork:
         self._recorded = FlopCount()
 
     def record(self, sequence: PackedSequence) -> None:
-        """Add the FLOPs of a training sequence."""
         self._recorded += self.estimate(SequenceSize.from_sequence(sequence))
 
     def pop_work(self) -> FlopCount:
-        """Return the FLOPs recorded since the last call, and reset the count."""
         work, self._recorded = self._recorded, FlopCount()
         return work
 
@@ -113,7 +110,7 @@ class SequenceWork:
         return FlopCount(required, recomputed)
 
     def _attention_flops(self, size: SequenceSize) -> Iterator[tuple[int, bool]]:
-        """For each attention layer, yield (FLOPs of its forward pass, whether it has a backward pass)."""
+        """Yield (FLOPs of the forward pass, whether it has a backward pass) for each attention layer."""
         squares = sum(length**2 for length in size.segments)
         for number in range(self._num_layers):
             yield 4 * self._text_width * squares, self._first < (3, number, 1)
@@ -124,7 +121,7 @@ class SequenceWork:
     def _count_pairs(self, height: int, width: int, *, is_global: bool) -> int:
         """Return the number of pairs of patches that attend to each other in a frame of height x width patches.
 
-        is_global: whether attention covers the whole frame. Otherwise it covers windows.
+        is_global: True: attention covers the whole frame. False: it covers windows.
         """
         if is_global or not self._window:
             return (height * width) ** 2
@@ -132,12 +129,11 @@ class SequenceWork:
 
 
 def _sum_squares(length: int, part: int) -> int:
-    """Split `length` into pieces of size `part` and a remainder. Return the sum of the squared sizes."""
     return length // part * part**2 + (length % part) ** 2
 
 
 def layer_position(name: str) -> LayerPosition:
-    """Return the position of a module or parameter in the forward pass. Modules with smaller positions run earlier."""
+    """Return the position of a module or parameter in the forward pass. Smaller positions run earlier."""
     parts = name.split(".")
     number = next((int(word) for word in parts if word.isdigit()), 0)
     if name.startswith(VISION):
@@ -154,14 +150,13 @@ def layer_position(name: str) -> LayerPosition:
 
 
 def first_trainable_position(network: nn.Module) -> LayerPosition:
-    """Return the position of the first trainable parameter. The backward pass ends there."""
     return min(layer_position(name) for name, parameter in network.named_parameters() if parameter.requires_grad)
 
 
 def find_layers(network: nn.Module) -> Iterator[Layer]:
     """Yield the linear layers of a model, including adapters.
 
-    For experts, only the fraction of the weights that is active for a token is counted.
+    Counts only the fraction of expert weights that is active for a token.
     """
     config: Any = network.config
     text = config.get_text_config()

@@ -1,7 +1,6 @@
 """Images and videos for a model's image processor: token counts from file headers, and pixel patches.
 
 Each frame of a video is processed as an image. The patches of successive frames are then joined along the time axis.
-Videos are therefore resized like images, and the file header determines their token count.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class MediaSize:
 
 @dataclass(frozen=True, slots=True)
 class MediaPatches:
-    """The pixel patches of an image or video, which the vision tower receives."""
+    """The pixel patches of an image or video, as input of the vision tower."""
 
     patches: npt.NDArray[np.float32]  # [patches, channels * frames * height * width of a patch]
     grid: tuple[int, int, int]  # number of patches: time, height, width
@@ -50,7 +49,6 @@ class MediaReader:
     """Reads images and videos within the size limits of the recipe. Raises BadMedia for unusable files."""
 
     def __init__(self, image_processor: Any, data: DataRecipe) -> None:
-        """image_processor: a Qwen-VL image processor. It sets the patch size and the patch merging."""
         self.processor, self._pixels, self._video = image_processor, data.pixels, data.video
         self.merge, self.times = int(image_processor.merge_size), int(image_processor.temporal_patch_size)
         self.patch = int(image_processor.patch_size)
@@ -70,7 +68,6 @@ class MediaReader:
         return MediaSize("video", tokens, midpoints, self.times * frame_interval)
 
     def read(self, item: MediaReference) -> MediaPatches:
-        """Decode an image or video and return its patches."""
         file = media_from_path(item.address)
         if item.kind == "image":
             with (
@@ -83,7 +80,7 @@ class MediaReader:
         return self._make_patches(file, self._decode_frames(file, indices), self._frame_pixels(len(indices)))
 
     def blank(self, kind: MediaKind) -> MediaPatches:
-        """Return the patches of the smallest blank image or video. The decoder receives a single token for it."""
+        """Return the patches of the smallest blank image or video, which is one token in the decoder."""
         size = 3 * self.times * self.patch**2
         return MediaPatches(np.zeros((self.merge**2, size), np.float32), (1, self.merge, self.merge))
 

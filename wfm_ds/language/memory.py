@@ -1,8 +1,4 @@
-"""Estimate the memory of a vision-language training run: model and optimizer states, activations and logits.
-
-Activations and logits of the decoder are counted on the meta device, for the token counts of `largest_row_size`.
-Activations of the vision tower are measured on the CPU for two small images and extrapolated to larger ones.
-"""
+"""Estimate the memory of a vision-language training run: model and optimizer states, activations and logits."""
 
 from __future__ import annotations
 
@@ -68,7 +64,7 @@ def largest_row_size(recipe: Recipe, data: LanguageData, order: PackingOrder) ->
 def decoder_bytes(recipe: Recipe, meta_network: nn.Module, row_size: ConversationSize) -> tuple[int, int]:
     """Return (bytes of the layers, bytes of the logits, losses and their gradients).
 
-    Their sum is the peak memory of the decoder in a forward and backward pass.
+    Their sum is the decoder's peak memory in a forward and backward pass.
     """
     module: Any = meta_network
     decoder, dtype = module.model.language_model, DTYPES[recipe.model.dtype]
@@ -103,12 +99,11 @@ def decoder_bytes(recipe: Recipe, meta_network: nn.Module, row_size: Conversatio
 
 
 def _drop_gradient(parameter: torch.Tensor) -> None:
-    """Free the gradient of a parameter, as the engine does after it copied the gradient to a reduction bucket."""
     parameter.grad = None
 
 
 def tower_bytes(recipe: Recipe, model: LanguageModel, meta_network: nn.Module, media: int) -> int:
-    """Return the bytes of the patches of images and videos, plus the bytes of the vision tower's activations.
+    """Return the bytes of the image and video patches and of the vision tower's activations.
 
     media: number of image and video tokens in the decoder. A frozen tower stores no activations.
     """

@@ -34,15 +34,13 @@ LOSS_CHUNK = 1024  # number of tokens with float32 logits in memory at a time
 
 @dataclass(frozen=True, slots=True)
 class TokenPrediction:
-    """The cross-entropy loss and the accuracy of each labelled token."""
-
     losses: Tensor  # [labelled tokens] float32, cross-entropy
     hits: Tensor  # [labelled tokens] float32, 1 if the most likely token was correct, else 0
 
 
 @dataclass(kw_only=True)
 class LanguageModel:
-    """A loaded vision-language model with its tokenizer and image processor."""
+    """A vision-language model with its tokenizer and image processor."""
 
     path: Path
     network: nn.Module
@@ -72,7 +70,6 @@ class LanguageModel:
 
     @property
     def default_lora_targets(self) -> list[str]:
-        """The full names of the text decoder's linear layers. Shorter names would match the vision tower too."""
         return [
             name
             for name, layer in self.network.named_modules()
@@ -80,7 +77,7 @@ class LanguageModel:
         ]
 
     def group_parameter_names(self, groups: Sequence[str]) -> frozenset[str]:
-        """Return the names of the parameters in these groups. The groups are vision, merger and language."""
+        """Return the names of the parameters in these groups: vision, merger or language."""
         return frozenset(name for name, _ in self.network.named_parameters() if parameter_group(name) in groups)
 
     @property
@@ -88,10 +85,7 @@ class LanguageModel:
         return sum(parameter.numel() for parameter in self.network.parameters())
 
     def rotary_positions(self, sample: ConversationSample) -> Tensor:
-        """Return the rotary positions of one conversation with L tokens, int64 [3, L] on the CPU.
-
-        The rows are the positions along time, height and width.
-        """
+        """Return the positions of a conversation's L tokens along time, height and width, int64 [3, L] on the CPU."""
         if not sample.pixels:
             return torch.arange(len(sample.tokens)).expand(3, -1)
         unwrapped: Any = self.network
@@ -109,10 +103,10 @@ class LanguageModel:
         return result
 
     def predict(self, sequence: PackedSequence) -> TokenPrediction:
-        """Return the loss and accuracy of each labelled token. Logits are computed only for these tokens.
+        """Return the loss and accuracy of each labelled token.
 
         All ranks must run the same number of forward passes. With sequence parallelism, all ranks of a group pass the
-        same sequence, and each rank receives the results of all labelled tokens in the sequence.
+        same sequence, and each rank receives the results of all labelled tokens.
         """
         if self.group is None:
             return self._forward(sequence, sequence.label_positions, sequence.targets)
@@ -141,17 +135,13 @@ class LanguageModel:
 
 
 def parameter_group(name: str) -> str:
-    """Return the group of a parameter: vision, merger or language."""
     if MERGERS.match(name):
         return "merger"
     return "vision" if name.startswith(VISION) else "language"
 
 
 def score_logits(logits: Tensor, targets: Tensor) -> TokenPrediction:
-    """Compute cross-entropy and accuracy of logits [N tokens, V words] against target tokens [N], in float32.
-
-    The float32 logits are not stored. The backward pass recomputes them for LOSS_CHUNK tokens at a time.
-    """
+    """Compute cross-entropy and accuracy of logits [N tokens, V words] against target tokens [N], in float32."""
     losses: list[Tensor] = []
     for chunk, chunk_targets in zip(torch.split(logits, LOSS_CHUNK), torch.split(targets, LOSS_CHUNK), strict=True):
         if torch.is_grad_enabled() and logits.dtype != torch.float32:
@@ -167,7 +157,6 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def check_config(folder: Path) -> Any:
-    """Return the config of the model in a folder. Raises ModelError if the model is not supported."""
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -178,10 +167,7 @@ def check_config(folder: Path) -> Any:
 
 
 def load_language_model(path: str, dtype: torch.dtype, revision: str | None = None) -> LanguageModel:
-    """Load a model in its stored dtype. Raises ModelError if loading fails.
-
-    The engine later converts the dtype and moves the model to the device.
-    """
+    """Load a model in its stored dtype. Raises ModelError if loading fails. dtype: dtype that the engine later uses."""
     folder = download_language_model(path, revision)
     check_config(folder)
     check_weight_files(folder)
@@ -211,8 +197,7 @@ def load_language_model(path: str, dtype: torch.dtype, revision: str | None = No
 def checkpoint_blocks(network: Any) -> None:
     """Enable non-reentrant gradient checkpointing of the transformer blocks.
 
-    Unlike in transformers, the outputs of embeddings then require no gradients. A frozen vision tower would otherwise
-    run a useless backward pass for them.
+    Unlike in transformers, the outputs of embeddings then require no gradients.
     """
     network.gradient_checkpointing_enable({"use_reentrant": False})
     network.disable_input_require_grads()

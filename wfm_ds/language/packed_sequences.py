@@ -1,9 +1,8 @@
 """Packed sequences. Each consists of several conversations with their images and videos.
 
-Conversations in a sequence do not attend to each other. transformers infers their boundaries from `position_ids`, which
-has four rows: the position of each token within its conversation, starting at 0, and the three rotary positions of the
-model. This requires all four rows, no attention mask and no cache. With only three rows, or with a cache, transformers
-lets the conversations attend to each other without an error.
+Conversations in a sequence do not attend to each other. transformers infers their boundaries from `position_ids` with
+four rows: the position of each token within its conversation, starting at 0, and the three rotary positions. Do not
+pass fewer rows, an attention mask or a cache.
 """
 
 from __future__ import annotations
@@ -45,20 +44,17 @@ UNKNOWN_SIZE = ConversationSize(0, 0, 0)
 
 
 class SizeCache:
-    """File that caches the token counts of all conversations.
+    """File CACHE/lengths/<key>.npy that caches the token counts of all conversations.
 
-    CACHE/lengths/<key>.npy is an int32 array [conversations, 3]. Its columns are the numbers of all tokens, of image
-    and video tokens, and of labelled tokens. A row of zeros means that the counts are unknown.
+    It is an int32 array [conversations, 3]. Its columns are the numbers of all tokens, of image and video tokens, and
+    of labelled tokens. A row of zeros means that the counts are unknown.
     """
 
     def __init__(self, cache_dir: Path, key: str) -> None:
         self.file = cache_dir / "lengths" / f"{key}.npy"
 
     def read(self, count: int) -> list[ConversationSize]:
-        """Return the sizes of `count` conversations. A size that is not cached is UNKNOWN_SIZE.
-
-        If the file is invalid, all sizes are UNKNOWN_SIZE.
-        """
+        """Return the sizes of `count` conversations. A size that is not cached is UNKNOWN_SIZE."""
         try:
             array = np.load(self.file, allow_pickle=False)
         except (FileNotFoundError, ValueError, EOFError, OSError):
@@ -68,7 +64,6 @@ class SizeCache:
         return [ConversationSize(*size) for size in array.tolist()]
 
     def write(self, sizes: Sequence[ConversationSize]) -> None:
-        """Write the sizes. A write error is only logged."""
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with atomic.new_file(self.file) as part, part.open("wb") as out:
@@ -87,7 +82,7 @@ VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 
 @dataclass(frozen=True, slots=True)
 class ConversationSample:
-    """A tokenized conversation with its pixels, ready for packing."""
+    """A tokenized conversation with its pixels."""
 
     id: str
     tokens: Tokens
@@ -95,9 +90,9 @@ class ConversationSample:
     seconds_per_time: list[float]  # time step of each video
 
     def media_grids(self, kind: MediaKind) -> Tensor | None:
-        """Return the patch grids int64 [number of files, 3] of all images or of all videos.
+        """Return the patch grids int64 [number of files, 3] of all images or of all videos, or None if there are none.
 
-        Returns None if there are none. A grid is the number of patches along time, height and width.
+        A grid is the number of patches along time, height and width.
         """
         grids = [pixels.grid for media_kind, pixels in self.pixels if media_kind == kind]
         return torch.tensor(grids) if grids else None
@@ -110,7 +105,7 @@ class ConversationSample:
 
 @dataclass(frozen=True, slots=True)
 class PackedSequence:
-    """The model inputs and labels of one forward pass. It has L tokens, N of which are predicted in the loss."""
+    """The inputs and labels of one forward pass. It has L tokens, and the loss predicts N of them."""
 
     input_ids: Tensor  # [1, L] int64
     position_ids: Tensor  # [4, 1, L] int64
@@ -129,10 +124,7 @@ class PackedSequence:
 
 
 class ConversationReader:
-    """Reads and tokenizes conversations.
-
-    To count tokens, it reads only the headers of images and videos, and the first frame of each video.
-    """
+    """Reads and tokenizes conversations."""
 
     def __init__(
         self,
@@ -143,15 +135,11 @@ class ConversationReader:
         max_tokens: int,
         too_long: Literal["skip", "truncate_answer"],
     ) -> None:
-        """has_frame_times: whether timestamps are written between the frames of a video, as Qwen3-VL needs."""
         self._renderer, self._media, self._has_frame_times = renderer, media, has_frame_times
         self._max_tokens, self._too_long = max_tokens, too_long
 
     def tokenize(self, conversation: Conversation) -> tuple[Tokens, list[MediaSize]]:
-        """Return the tokens of a conversation, and the sizes of its images and videos.
-
-        Raises BadConversation if it is unusable.
-        """
+        """Return the tokens of a conversation, and the sizes of its images and videos. Raises BadConversation."""
         media_sizes = self._measure_media(conversation)
         tokens = self._renderer.render(conversation, [self._media_text(size) for size in media_sizes])
         if len(tokens) > self._max_tokens:
@@ -161,16 +149,13 @@ class ConversationReader:
         return tokens, media_sizes
 
     def measure(self, conversation: Conversation) -> ConversationSize:
-        """Return the token counts of a conversation without decoding whole files.
-
-        Raises BadConversation if it is unusable.
-        """
+        """Return the token counts of a conversation from the headers of its files. Raises BadConversation."""
         tokens, media_sizes = self.tokenize(conversation)
         media = sum(media_size.num_times * media_size.num_tokens for media_size in media_sizes)
         return ConversationSize(len(tokens), media, sum(label != IGNORE_INDEX for label in tokens.labels))
 
     def cache_key(self, recipe: Recipe, digest: str) -> str:
-        """Return the key for SizeCache: a hash of the annotations and of all settings that affect token counts.
+        """Return the key for SizeCache: a hash of all settings that affect token counts, and of the annotations.
 
         It does not depend on image and video files. digest: hash of the annotations.
         """
@@ -191,10 +176,7 @@ class ConversationReader:
         return self._with_pixels(conversation, *self.tokenize(conversation))
 
     def read_question(self, conversation: Conversation) -> ConversationSample:
-        """Read a conversation that ends with a question, so that the model can generate the answer.
-
-        Raises BadConversation if it is unusable.
-        """
+        """Read a conversation that ends with a question. Raises BadConversation if it is unusable."""
         media_sizes = self._measure_media(conversation)
         tokens = self._renderer.render_question(conversation, [self._media_text(size) for size in media_sizes])
         return self._with_pixels(conversation, tokens, media_sizes)
@@ -220,7 +202,7 @@ class ConversationReader:
         )
 
     def blank_sample(self, kind: MediaKind) -> ConversationSample:
-        """Return a conversation without labels. It contains only one blank image or video, which is one token."""
+        """Return a conversation without labels that contains only one blank image or video, which is one token."""
         text = f"{VISION_START}{self._renderer.pads[kind]}{VISION_END}"
         ids = list(self._renderer.tokenizer(text, add_special_tokens=False)["input_ids"])
         seconds = [1.0] if kind == "video" else []
@@ -244,16 +226,14 @@ class ConversationReader:
 class SequencePacker:
     """Packs conversations into one sequence.
 
-    All ranks must run the vision tower the same number of times, because its weights are gathered (ZeRO-3) or its
-    gradients are summed over ranks. If a run has images, a sequence without images therefore gets a blank image. Videos
-    are treated in the same way. No other token attends to a blank image or video.
+    If a run has images, a sequence without images gets a blank image, so that all ranks run the vision tower equally
+    often. The same applies to videos. No other token attends to blanks.
     """
 
     def __init__(self, positions: Positions, blanks: Sequence[ConversationSample], *, by_sample: bool) -> None:
         """blanks: one blank sample for each kind (image, video) in the run.
 
-        by_sample: whether all conversations have the same weight in the loss. If False, all labelled tokens have the
-        same weight.
+        by_sample: True: conversations have equal weights in the loss. False: labelled tokens have equal weights.
         """
         self._positions, self._blanks, self._by_sample = positions, blanks, by_sample
 

@@ -1,4 +1,4 @@
-"""Tokens and labels of a conversation. The chat template is applied, and the answers in its text become labels."""
+"""Tokens and labels of a conversation: apply the chat template, and label the answers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ TrainOn = Literal["answers", "last_answer", "all"]
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens of a conversation and their labels.
-
-    The label of a token is the token itself if it counts in the loss, and otherwise IGNORE_INDEX.
-    """
+    """The tokens of a conversation, and their labels: the token if it counts in the loss, otherwise IGNORE_INDEX."""
 
     ids: list[int]
     labels: list[int]
@@ -29,10 +26,7 @@ class Tokens:
 
 
 class Renderer:
-    """Renders conversations to tokens for one model.
-
-    The whole text is tokenized at once, because separate pieces can have different tokens at their borders.
-    """
+    """Renders conversations to tokens for one model."""
 
     def __init__(self, tokenizer: Any, *, train_on: TrainOn = "answers") -> None:
         """tokenizer: a fast tokenizer with a chat template and the special tokens <|image_pad|> and <|video_pad|>."""
@@ -54,7 +48,7 @@ class Renderer:
         """Tokenize a conversation.
 
         expansions: the text that replaces each image or video, with start and end tokens. Raises BadConversation if the
-        text contains further media tokens, and ModelError for an unsupported template.
+        text contains other media tokens, and ModelError for an unsupported template.
         """
         text = self._apply_template(conversation.turns)
         answers = [(0, len(text))] if self.train_on == "all" else self._find_answers(conversation, text)
@@ -97,10 +91,7 @@ class Renderer:
             raise ModelError(f"the chat template of {self.tokenizer.name_or_path} fails: {error}") from error
 
     def _find_answers(self, conversation: Conversation, text: str) -> list[tuple[int, int]]:
-        """Return the (start, end) positions of the answers in the text. An answer includes its end-of-turn token.
-
-        An answer is the text that the template adds for the answer's turn after the generation prompt.
-        """
+        """Return the (start, end) positions of the answers in the text, including their end-of-turn tokens."""
         turns = conversation.turns
         answer_turns = [i for i, turn in enumerate(turns) if turn.role == "assistant"]
         spans = []
@@ -134,7 +125,6 @@ class Renderer:
 
 
 def _template_content(turn: Turn) -> Any:
-    """Return the content of a turn for templates: a list if it contains images or videos, otherwise a string."""
     if all(isinstance(part, str) for part in turn.parts):
         return "".join(map(str, turn.parts))
     return [{"type": "text", "text": p} if isinstance(p, str) else {"type": p.kind} for p in turn.parts]

@@ -1,9 +1,8 @@
 """Sequence parallelism in the language model (DeepSpeed-Ulysses): the tokens are sharded over the ranks of a replica.
 
-Every rank embeds the text, images and videos of the whole packed sequence. In the decoder, each rank has a shard of the
-tokens, with their positions and, in Qwen3-VL, the deepstack features of image and video tokens. In attention, each rank
-has all tokens for a shard of the heads. After the backward pass, each rank has only a partial gradient of every
-parameter, including the vision tower. Gradients must therefore be summed over the ranks of a replica.
+Every rank embeds the whole packed sequence. In the decoder, each rank has a shard of the tokens. In attention, each
+rank has all tokens for a shard of the heads. After the backward pass, each rank has a partial gradient of every
+parameter, so gradients must be summed over the ranks of a replica.
 """
 
 from __future__ import annotations
@@ -28,11 +27,7 @@ ATTENTION_NAME = "wfm_ds_ulysses"  # in transformers' attention registry
 
 @dataclass(frozen=True, slots=True)
 class SequenceShards:
-    """The shards of one packed sequence on the ranks of a replica.
-
-    Layers receive this object as an argument, because gradient checkpointing may recompute a layer after the next
-    sequence has started.
-    """
+    """The shards of one packed sequence on the ranks of a replica."""
 
     lengths: list[int]  # number of tokens of each rank
     segments: list[int]  # number of tokens of each conversation
@@ -73,10 +68,7 @@ def install_sequence_parallel(network: nn.Module, group: ProcessGroup) -> None:
 
 
 def tokens_per_rank(count: int, num_ranks: int) -> list[int]:
-    """Split `count` tokens over the ranks and return the number of tokens of each rank, at least 1.
-
-    If a sequence has fewer tokens than ranks, `pad_tokens` must pad it.
-    """
+    """Return the number of tokens of each rank, at least 1. Sequences shorter than num_ranks need `pad_tokens`."""
     count = max(count, num_ranks)
     return [count // num_ranks + (rank < count % num_ranks) for rank in range(num_ranks)]
 
@@ -96,8 +88,7 @@ def local_labels(
 ) -> tuple[Tensor, Tensor, list[int]]:
     """Return the label positions in this rank's shard, their targets, and the number of labels of each rank.
 
-    Positions count from the first token of the shard. Targets are already shifted by one token, so the last token of a
-    shard also has a target.
+    Positions count from the first token of the shard. targets: already shifted by one token.
     """
     rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
     lengths = labels_per_rank(label_positions, count, num_ranks)
@@ -106,7 +97,6 @@ def local_labels(
 
 
 def shard_arguments(arguments: dict[str, Any], group: ProcessGroup) -> None:
-    """Replace the decoder's forward arguments, in place, by the shards of this rank."""
     lengths = tokens_per_rank(arguments["inputs_embeds"].shape[1], dist.get_world_size(group))
     embeddings, positions, mask = (
         None if arguments.get(name) is None else pad_tokens(arguments[name], dim, sum(lengths))
@@ -125,10 +115,7 @@ def shard_arguments(arguments: dict[str, Any], group: ProcessGroup) -> None:
 
 
 def pad_tokens(x: Tensor, dim: int, count: int) -> Tensor:
-    """Pad dimension `dim` with zeros to length `count`.
-
-    Each padding token has position 0. It therefore forms a separate conversation that no other token attends to.
-    """
+    """Pad dimension `dim` with zeros to length `count`. Each padding token forms a separate conversation."""
     num_missing = count - x.shape[dim]
     if num_missing == 0:
         return x
@@ -168,8 +155,7 @@ def ulysses_attention_forward(
     """Compute attention within each conversation, with the interface of transformers. Return [B,n,H,D].
 
     There are B sequences, n tokens on this rank, H query heads, K key and value heads, and D channels per head. All
-    ranks of the group must call this. They exchange data three times (all-to-all): the queries, the keys and values
-    together, and the output.
+    ranks of the group must call this.
     """
     num_ranks, num_heads, num_kv_heads = dist.get_world_size(row.group), query_BHnD.shape[1], key_BKnD.shape[1]
     num_repeats = kv_head_repeats(num_heads, num_kv_heads, num_ranks)

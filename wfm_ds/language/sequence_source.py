@@ -1,7 +1,4 @@
-"""Reader of the packed sequences of each training step. It reads one step ahead.
-
-The choice of the sequences depends only on the step number, so a resumed run reads the same sequences.
-"""
+"""Reader of the packed sequences of each training step. It reads one step ahead."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ class PackingOrder:
         self._ends: list[int] = []  # number of sequences up to the end of each epoch
 
     def conversations(self, position: int) -> list[int]:
-        """Return the indices of the conversations in the sequence at this position. Positions count from 0."""
+        """Return the indices of the conversations in the sequence at this position, counted from 0."""
         epoch, offset = self.locate(position)
         return self._cached_epoch(epoch)[offset]
 
@@ -88,7 +85,7 @@ MIN_TRIED = 100  # minimum denominator of the bad fraction, so that one bad conv
 
 @dataclass(frozen=True, slots=True)
 class StepSequences:
-    """The sequences of this rank in one step, and the number of conversations that were skipped."""
+    """The sequences of this rank in one step, and the number of skipped conversations."""
 
     sequences: list[list[ConversationSample]]
     num_bad: int
@@ -114,10 +111,7 @@ class SequenceSource:
         self.tried, self.bad = 0, 0  # over all ranks, from `check_bad_fraction`
 
     def read_step(self, step: int, rank: int, num_ranks: int) -> StepSequences:
-        """Return this rank's sequences of a step (counted from 1). Raises DataError after a timeout.
-
-        Sequence i of the step belongs to rank i % num_ranks.
-        """
+        """Return this rank's sequences of a step (counted from 1). Raises DataError after a timeout."""
         for upcoming in (step, step + 1):
             if upcoming not in self._ahead:
                 self._ahead[upcoming] = self._submit(upcoming, rank, num_ranks)
@@ -130,15 +124,13 @@ class SequenceSource:
         return StepSequences(sequences, num_bad, num_tried)
 
     def epoch(self, step: int) -> float:
-        """Return the number of epochs that are complete after this step."""
         epoch, _ = self._order.locate(step * self._sequences_per_step - 1)
         return float(epoch)
 
     def check_bad_fraction(self, bad: int, tried: int, max_bad_fraction: float) -> None:
         """Count a step's unreadable conversations. Raise DataError if there are too many of them so far.
 
-        bad, tried: number of unreadable and of all conversations in the step, summed over all ranks. All ranks
-        therefore raise the same error.
+        bad, tried: number of unreadable and of all conversations in the step, summed over all ranks.
         """
         self.bad, self.tried = self.bad + bad, self.tried + tried
         if self.bad > max_bad_fraction * max(self.tried, MIN_TRIED):

@@ -1,8 +1,6 @@
 """Activation memory of a recipe, measured on the meta device without computing or allocating anything.
 
-Forward and backward passes of the denoiser with its adapters are measured, with and without gradient checkpointing.
-Encoding and decoding with the VAE are measured too. Only tensors are counted, not the CUDA context and the workspaces
-of libraries.
+Only tensors are counted, not the CUDA context and the workspaces of libraries.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True, slots=True)
 class PassMemory:
-    """Memory of a model's forward and backward passes, in bytes. Weights and their gradients are not counted."""
+    """Bytes of a model's forward and backward passes, without weights and their gradients."""
 
     inference: int  # peak of a forward pass without gradient
     saved_for_backward: int = 0  # activations kept after a forward pass with gradient
@@ -75,13 +73,12 @@ def measure_denoiser_passes(
     ranks: int,
     training: bool = True,
 ) -> PassMemory:
-    """Measure the memory of a forward pass without gradient and, if `training`, of a training pass.
+    """Measure the memory of a forward pass without gradient and, if `training`, of a forward pass with gradient and its
+    backward pass.
 
-    A training pass is a forward pass with gradient, followed by its backward pass.
-    shape: latent shape of one sample. batch: number of samples.
-    ranks: number of ranks over which the tokens of a sample are sharded (sequence parallelism). With several ranks, the
-    memory per rank is extrapolated linearly from two latent sizes, because a part of this memory depends only on the
-    text.
+    shape: latent shape of one sample. batch: number of samples. ranks: number of ranks over which the tokens of a
+    sample are sharded (sequence parallelism). With several ranks, the memory per rank is extrapolated linearly from two
+    latent sizes.
     """
     module: Any = shadow.unwrapped_denoiser
     if checkpointing:
@@ -133,10 +130,7 @@ def _measure_passes(
 
 
 def _discard_gradient(parameter: Tensor) -> None:
-    """Delete a gradient, so that it is not counted as activation memory.
-
-    In a run, the engine moves each gradient to a reduction bucket, which the memory estimate counts separately.
-    """
+    """Delete a gradient. In a run, the engine moves it to a reduction bucket, which is not activation memory."""
     parameter.grad = None
 
 
@@ -152,9 +146,8 @@ def _predict_velocity(shadow: DiffusionModel, shape: Sequence[int], batch: int, 
 
 
 def measure_decode_bytes(shadow: DiffusionModel, shape: Sequence[int], batch: int) -> int:
-    """Return the peak bytes while the VAE decodes latents of shape [batch, *shape].
-
-    The pipeline's safety checker (guardrail) runs on the CPU and is not counted.
+    """Return the peak bytes while the VAE decodes latents of shape [batch, *shape], without the safety checker on the
+    CPU.
     """
     return _measure_peak(lambda: DiffusionModel.decode_latents(shadow, torch.empty(batch, *shape, device=META)))
 
@@ -179,7 +172,7 @@ def text_bytes(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype) -> 
 
 
 def empty_conditioning(shapes: Mapping[str, Sequence[int]], text_dtype: torch.dtype, batch: int) -> dict[str, Tensor]:
-    """Return {name: tensor [batch, *shape]} on the meta device. Masks are int64. Other tensors have `text_dtype`."""
+    """Return {name: tensor [batch, *shape]} on the meta device. Masks are int64; other tensors have `text_dtype`."""
     return {
         name: torch.empty(batch, *shape, device=META, dtype=torch.int64 if name.endswith("mask") else text_dtype)
         for name, shape in shapes.items()

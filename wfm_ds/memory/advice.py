@@ -64,8 +64,8 @@ def suggest_keys(recipe: Recipe, estimate: MemoryEstimate) -> list[str]:
 def suggest_keys_after_oom(recipe: Recipe, phase: str, num_ranks: int) -> list[str]:
     """Return recipe keys that reduce the memory of a run after an out-of-memory error, cheapest first.
 
-    Keys whose value cannot save more memory are omitted. phase: the stopwatch phase in which the error occurred, or ""
-    if it is unknown. num_ranks: number of ranks per machine.
+    phase: the stopwatch phase in which the error occurred, or "" if it is unknown. num_ranks: number of ranks per
+    machine.
     """
     keys: list[str] = []
     if recipe.algorithm.trains_language:
@@ -79,7 +79,6 @@ def suggest_keys_after_oom(recipe: Recipe, phase: str, num_ranks: int) -> list[s
 
 
 def suggest_language_keys(recipe: Recipe) -> list[str]:
-    """Return recipe keys that reduce the memory of a vision-language run, cheapest first."""
     engine, model = recipe.engine, recipe.model
     return [
         *(["model.dtype: bfloat16"] if model.dtype == "float32" else []),
@@ -92,7 +91,6 @@ def suggest_language_keys(recipe: Recipe) -> list[str]:
 
 
 def suggest_part_keys(part: str, phase: str, recipe: Recipe) -> list[str]:
-    """Return recipe keys that reduce the memory category `part` in this phase, cheapest first."""
     engine, model, lora = recipe.engine, recipe.model, recipe.lora
     denoiser_dtype_keys = ["model.dtype: bfloat16"] if model.dtype == "float32" else []
     vae_dtype_keys = ["model.vae_dtype: bfloat16"] if model.vae_dtype == "float32" else []
@@ -189,8 +187,7 @@ def memory_verdict(recipe: Recipe, estimate: MemoryEstimate, memory: int | None)
 class OutOfMemory(UserError):
     """The device of this rank is out of memory, which the user can fix by changing recipe keys.
 
-    No checkpoint is saved after this error, because the device has no free memory. The previous checkpoint remains
-    usable.
+    No checkpoint is saved after this error. The previous checkpoint remains usable.
     """
 
 
@@ -200,9 +197,8 @@ def explain_out_of_memory(
 ) -> Iterator[None]:
     """Convert out-of-memory errors in the block to OutOfMemory errors with advice.
 
-    phase: function that returns the phase in which the error occurred, or None if it is unknown.
-    advice: function that returns the recipe keys to change for a phase, best first. Its argument is "" for an unknown
-    phase.
+    phase: returns the phase in which the error occurred, or None if it is unknown. advice: returns the recipe keys to
+    change for a phase ("" for an unknown phase), best first.
     """
     try:
         yield
@@ -223,10 +219,7 @@ def out_of_memory_message(error: BaseException, device: torch.device, phase: str
 
 
 def describe_memory_usage(device: torch.device) -> str:
-    """Return a text with this process's peak memory and the total memory of the device.
-
-    On a GPU, the text includes the memory that other processes use.
-    """
+    """Describe this process's peak memory, the device's total memory and, on a GPU, the memory of other processes."""
     if device.type != "cuda":
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         limit = resource.getrlimit(resource.RLIMIT_AS)[0]

@@ -71,7 +71,7 @@ class EngineMemory:
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of this rank's float32 gradients. At ZeRO stages 2 and 3, a rank has only a shard of them."""
+        """Bytes of this rank's float32 gradients, which are a shard of the gradients at ZeRO stages 2 and 3."""
         shared = self.world_size if self.zero_config["stage"] >= 2 else 1
         return 0 if self.is_offloaded else self.num_trained * FLOAT32_BYTES // shared
 
@@ -92,10 +92,7 @@ class EngineMemory:
         return {"gathered weights": live * self.compute_bytes}
 
     def optimizer_step_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of gradients and temporary tensors during an optimizer step.
-
-        Temporary tensors are estimated for an AdamW step without fused kernels.
-        """
+        """Return {category: bytes} of gradients and temporary tensors during an AdamW step without fused kernels."""
         share = 0 if self.is_offloaded else self.num_exported * FLOAT32_BYTES // self.world_size
         if self.zero_config["stage"] == 3:
             share = min(share, int(self.zero_config.get("sub_group_size", SUB_GROUP)) * FLOAT32_BYTES)

@@ -1,8 +1,6 @@
 """Memory estimate of a run, in bytes per rank for each phase of a step and each memory category.
 
-Activations are measured on the meta device (activations.py). Other categories are computed from parameter counts. The
-memory of a phase is the sum of its categories, and the peak is the largest phase. The estimate does not include the
-CUDA context, library workspaces and fragmentation.
+It does not include the CUDA context, library workspaces and fragmentation.
 """
 
 from __future__ import annotations
@@ -54,7 +52,6 @@ class MemoryEstimate:
     def from_engine(
         cls, engine: EngineMemory, phases: Mapping[str, Mapping[str, int]], num_parameters: int
     ) -> MemoryEstimate:
-        """Create the estimate for an engine. phases: {phase: {category: bytes}}."""
         return cls(
             phases=phases,
             world_size=engine.world_size,
@@ -74,7 +71,6 @@ class MemoryEstimate:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the phase that needs the most memory."""
         return self.phase_bytes(self.peak_phase)
 
 
@@ -89,13 +85,12 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Estimate the memory per rank of a run with this recipe.
 
-    model: the loaded model, or a copy on the meta device (models/assets/meta_loading.py). No engine may have changed
-    its denoiser.
+    model: the loaded model, or a copy on the meta device. No engine may have changed its denoiser.
     device: `cuda` or `cpu`. On the CPU, text encoders are float32.
     encoder_bytes: size of the text encoders in bytes. None: they are part of `model`.
-    keeps_encoders: whether the text encoders stay loaded because texts are not cached.
-    Raises RecipeError if `derive_run_sizes` rejects the recipe. Raises ModelError if the code of the model family reads
-    values of tensors, because tensors on the meta device have no values.
+    keeps_encoders: whether the text encoders stay loaded.
+    Raises RecipeError if `derive_run_sizes` rejects the recipe, and ModelError if the model family reads values of
+    tensors, which the meta device does not have.
     """
     try:
         sums = _DiffusionMemory(recipe, model, world_size, device)
@@ -129,7 +124,6 @@ class _DiffusionMemory(EngineMemory):
         self.text_row_bytes = text_bytes(self.shadow_model.text_shapes(), self.text_dtype)
 
     def static_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of the VAE and other frozen networks. Text encoders are not included."""
         encoders = {id(part) for part in self.model.text_encoders().values()}
         others = [part for part in self.shadow_model.auxiliary_modules() if id(part) not in encoders]
         vae = parameter_bytes(self.shadow_model.pipeline.vae)
@@ -137,13 +131,11 @@ class _DiffusionMemory(EngineMemory):
         return {"VAE": vae} | ({"other parts": rest} if rest else {})
 
     def encoder_bytes(self) -> int:
-        """Return the bytes of the text encoders, in the dtype in which they are loaded."""
         parts = self.model.text_encoders().values()
         numel = sum(int(parameter.numel()) for part in parts for parameter in part.parameters())
         return numel * int(self.text_dtype.itemsize)
 
     def phase_parts(self) -> dict[str, dict[str, int]]:
-        """Return {phase: {category: bytes}} of the memory of each phase, without the permanent memory of the run."""
         samples, batch = self.sampling_batch_size(), self.training_batch_size()
         sample_passes = self.measure_passes(samples, training=False)
         step_data = self.step_data_parts()
@@ -177,10 +169,6 @@ class _DiffusionMemory(EngineMemory):
         )
 
     def sampling_batch_size(self) -> int:
-        """Return the largest batch size of forward passes without gradient.
-
-        These passes generate rollouts and validation samples, and compute reference predictions.
-        """
         num_validated = self.recipe.validation.num_prompts * len(self.recipe.validation.seeds)
         if not self.recipe.is_rl and self.recipe.validation.clips == 1:
             num_validated = min(num_validated, self.recipe.logging.num_samples)
@@ -192,7 +180,6 @@ class _DiffusionMemory(EngineMemory):
         return min(self.recipe.engine.max_forward_batch, halves * max(counts))
 
     def training_batch_size(self) -> int:
-        """Return the largest batch size of forward passes with gradient."""
         size = min(self.recipe.engine.micro_batch_size, self.run_sizes.terms_per_rank)
         if not self.recipe.is_rl:
             return size * self.recipe.supervised_settings.items_per_sample
@@ -201,7 +188,6 @@ class _DiffusionMemory(EngineMemory):
         return 2 * size if joined else size
 
     def step_data_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of the data that is on the device during a step: texts and, in RL, rollouts."""
         if not self.recipe.is_rl:
             return {"texts": self.training_batch_size() * self.text_row_bytes}
         groups = math.ceil(self.run_sizes.samples_per_rank / self.recipe.rl.rollout.group_size)
@@ -213,8 +199,7 @@ class _DiffusionMemory(EngineMemory):
     def num_resident_latents(self) -> int:
         """Return the maximum number of latent tensors that a rank stores at the same time.
 
-        This includes the candidate samples of sampling.explore. Otherwise, with rollout.max_refills, two rounds of
-        samples can be in memory.
+        This includes the candidate samples of sampling.explore, or two rounds of samples with rollout.max_refills.
         """
         recipe, derived = self.recipe, self.run_sizes
         training = derived.samples_per_rank * self.latents_per_rollout()
@@ -228,10 +213,7 @@ class _DiffusionMemory(EngineMemory):
         return build_rl_algorithm(self.recipe, self.model.rollout_sigmas(self.recipe.sampling))
 
     def latents_per_rollout(self) -> int:
-        """Return the number of latent tensors that a rollout stores per sample.
-
-        The number is determined by running the sampling plan on latents with one element.
-        """
+        """Return the number of latent tensors that a rollout stores per sample."""
         one = torch.zeros(1, *(1 for _ in self.shape))
         trajectory: Trajectory = self.algorithm.plan(1).denoise(
             lambda latents, sigma: torch.zeros_like(latents), one, [0]
@@ -244,8 +226,7 @@ class _DiffusionMemory(EngineMemory):
     def measure_reference_passes(self, of_samples: PassMemory) -> PassMemory | None:
         """Return the memory of a forward pass of a reference policy, or None if the loss has no reference policies.
 
-        of_samples: memory of a forward pass in a rollout. In RL, reference policies need the same memory, because their
-        forward passes have the same batch size.
+        of_samples: memory of a forward pass in a rollout.
         """
         if self.recipe.is_rl:
             return of_samples if self.algorithm.uses_old_predictions or self.algorithm.references else None
@@ -253,10 +234,7 @@ class _DiffusionMemory(EngineMemory):
         return self.measure_passes(self.training_batch_size(), training=False) if references else None
 
     def encode_peak_bytes(self) -> int:
-        """Return the peak bytes while the VAE encodes training data.
-
-        Videos are encoded one at a time. All images of a micro-batch are encoded together.
-        """
+        """Return the peak bytes while the VAE encodes training data: one video, or all images of a micro-batch."""
         size = self.recipe.sampling
         if self.model.is_video:
             return measure_encode_bytes(self.shadow_model, (3, size.num_frames, size.height, size.width), 1)
@@ -265,7 +243,6 @@ class _DiffusionMemory(EngineMemory):
         return measure_encode_bytes(self.shadow_model, (3, size.height, size.width), batch)
 
     def merge_lora_parts(self) -> dict[str, int]:
-        """Return {category: bytes} of the copied base weights while the LoRA is merged for rollout.merge_lora."""
         if not self.recipe.is_rl or not self.recipe.rl.rollout.merge_lora:
             return {}
         layers = find_adapter_layers(self.shadow_model.unwrapped_denoiser)
@@ -285,8 +262,8 @@ class _DiffusionMemory(EngineMemory):
     def training_parts(self, passes: PassMemory, batch: int) -> dict[str, int]:
         """Return {category: bytes} of a forward and backward pass with batch size `batch`.
 
-        With guidance, RL runs a conditional and an unconditional forward pass. During the unconditional forward pass,
-        the activations of the conditional forward pass are still in memory.
+        With guidance, RL runs a conditional and an unconditional forward pass. During the second, the activations of
+        the first are still in memory.
         """
         guided = (
             passes.saved_for_backward + passes.inference

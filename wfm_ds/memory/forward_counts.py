@@ -1,17 +1,8 @@
 """Predicts the number and FLOPs of the denoiser's forward passes (metrics `perf/forwards_*`) without running them.
 
-Counts are per rank and equal on all ranks, because the ranks of a replica run each forward pass together. Counts are
-exact if no optimizer step is skipped, with three exceptions:
-
-With two experts, each micro-batch has loss terms of only one expert. For each purpose, an optimizer step may therefore
-run one forward pass more than predicted. If data samples have separate forward passes, the step may run two more for
-the purpose `policy`.
-
-With `data.buckets`, the validation loss runs one forward pass more for each additional image size.
-
-With several teachers, the counts assume that each teacher teaches the same number of samples.
-
-The purpose of a forward pass is a name such as `rollout` or `policy`. `CountingForward.counts` uses the same names.
+Counts are per rank and equal on all ranks. They are exact if no optimizer step is skipped, except with two experts,
+with image sizes from `data.buckets`, or with several teachers that teach different numbers of samples. The purpose of a
+forward pass is a name such as `rollout` or `policy`.
 """
 
 from __future__ import annotations
@@ -59,10 +50,7 @@ class ForwardCount:
 
 NO_FORWARDS = ForwardCount(0, 0)
 IsGuided = Callable[[float], bool]
-"""Function that returns whether predictions at a noise level use guidance.
-
-Guidance adds an unconditional forward pass.
-"""
+"""Function that returns whether predictions at a noise level use guidance, which adds an unconditional forward pass."""
 
 
 def count_batched_forwards(samples: int, batch: int, num_passes: int = 1) -> ForwardCount:
@@ -82,7 +70,6 @@ def sum_forwards(*parts: Mapping[str, ForwardCount]) -> dict[str, ForwardCount]:
 
 
 def count_sft_step(recipe: Recipe, derived: RunSizes) -> dict[str, ForwardCount]:
-    """Return {purpose: number of forward passes} for one optimizer step of supervised training."""
     settings = recipe.supervised_settings
     calls = math.ceil(derived.samples_per_rank / recipe.engine.micro_batch_size)
     count = ForwardCount(calls, derived.samples_per_rank * settings.items_per_sample)
@@ -98,15 +85,14 @@ def count_rl_step(
     guided: IsGuided | None = None,
     exploration_sigmas: Sequence[float] | None = None,
 ) -> dict[str, ForwardCount]:
-    """Return {purpose: number of forward passes} for RL step `step`. The first step is 1.
+    """Return {purpose: number of forward passes} for RL step `step`, counted from 1.
 
-    The count includes all optimizer steps of this RL step. It includes the rollout unless rollout workers generate it.
-    guided: function that returns whether predictions at a noise level use guidance. It is required if guidance is used
-    only at some noise levels. The count assumes that the rollout and the loss terms use guidance equally often.
+    The count includes all optimizer steps of this RL step, and the rollout unless rollout workers generate it. guided:
+    returns whether predictions at a noise level use guidance; required if only some noise levels use it.
     exploration_sigmas: noise levels at which candidates of sampling.explore are denoised.
-    The actual count is lower if samples or loss terms are dropped (failed rewards, `zero_std: drop`, no gradient). The
-    actual count is higher if groups are refilled or have a history (rollout.history). For best_of_n, the count is exact
-    if each rank has whole groups and trains them in one optimizer step.
+
+    The actual count is lower if samples or loss terms are dropped (failed rewards, `zero_std: drop`, no gradient), and
+    higher if groups are refilled or have a history (rollout.history).
     """
     policy, sigmas = algorithm.rollout_policy, denoiser_sigmas(algorithm.plan(step))
     num_guided = sum(map(guided or guidance_predicate(recipe), sigmas))
@@ -138,8 +124,8 @@ def count_update(
 ) -> dict[str, ForwardCount]:
     """Return {purpose: number of conditional forward passes} for optimizer step `update` of RL step `step`.
 
-    equal: names of the policies that have the trained weights before this optimizer step and therefore need no forward
-    passes. It must not contain `old` if the algorithm uses predictions of `old`, because these are counted separately.
+    equal: names of the policies that need no forward passes, because they have the trained weights. It must not contain
+    `old` if the algorithm uses predictions of `old`.
     """
     adapter, terms = algorithm.choose_adapter(step, update), terms_per_update(recipe, derived)
     size = recipe.engine.micro_batch_size
@@ -170,10 +156,7 @@ def count_update(
 
 
 def equal_policies(algorithm: RlAlgorithm, recipe: Recipe, derived: RunSizes, step: int) -> set[str]:
-    """Return the policies with the same weights as the trained policy at the start of RL step `step`.
-
-    No forward passes are counted for these policies.
-    """
+    """Return the policies that have the trained weights at the start of RL step `step`."""
     if step == 1:
         return algorithm.initial_equal_policies(recipe)
     decays = algorithm.policy_decays(step - 1, (step - 1) * derived.updates_per_step)
@@ -187,7 +170,7 @@ def terms_per_update(recipe: Recipe, derived: RunSizes) -> int:
 
 
 def denoiser_sigmas(plan: SamplingPlan) -> list[float]:
-    """Return the noise levels at which a sampling plan calls the denoiser, recorded by running it on tiny latents."""
+    """Return the noise levels at which a sampling plan calls the denoiser."""
     sigmas: list[float] = []
 
     def record_sigma(latents: Tensor, sigma: float) -> Tensor:
@@ -230,11 +213,10 @@ def count_evaluation(
 
     The count includes sampling and, in supervised training, the validation loss on `num_images` images or preference
     pairs.
-
-    guided_steps: number of denoising steps with guidance. None: all sampling.eval_steps use guidance if the recipe
-    enables guidance, and otherwise none.
+    guided_steps: number of denoising steps with guidance. None: all sampling.eval_steps if the recipe enables guidance,
+    otherwise 0.
     rollout_sigmas: noise levels of a rollout, if validation.rollout_correlation also generates rollout samples.
-    guided: function that returns whether predictions at a noise level use guidance. See count_rl_step.
+    guided: returns whether predictions at a noise level use guidance.
     """
     num_samples = min(num_prompts, recipe.validation.num_prompts) * len(recipe.validation.seeds)
     if not recipe.is_rl and recipe.validation.clips == 1:
@@ -271,11 +253,10 @@ def count_validation_loss(recipe: Recipe, num_replicas: int, num_images: int) ->
 
 
 def count_sampling(recipe: Recipe, purpose: str, samples: int, steps: int, guided_steps: int) -> ForwardCount:
-    """Return the number of forward passes that generate `samples` samples.
+    """Return the number of forward passes that generate `samples` samples in batches of engine.max_forward_batch.
 
-    The samples are generated in batches of engine.max_forward_batch. steps: number of denoising steps. guided_steps:
-    number of steps that use guidance. A step with guidance runs two forward passes, or one joint forward pass if the
-    doubled batch fits.
+    steps: number of denoising steps. guided_steps: number of steps that use guidance. A step with guidance runs two
+    forward passes, or one joint forward pass if the doubled batch fits.
     """
     max_joint_rows = recipe.joint_guidance_batches.get(purpose, 0)
     sizes = [len(part) for part in split_into_chunks(range(samples), recipe.engine.max_forward_batch)]
@@ -286,7 +267,7 @@ def count_sampling(recipe: Recipe, purpose: str, samples: int, steps: int, guide
 def guidance_predicate(recipe: Recipe, expert_of: Callable[[float], int] = lambda sigma: 0) -> IsGuided:
     """Return a function that maps a noise level to whether predictions at this level use guidance.
 
-    expert_of: function that maps a noise level to the index of the expert.
+    expert_of: maps a noise level to the index of the expert.
     """
     return lambda sigma: recipe.sampling.uses_guidance(expert_of(sigma))
 
@@ -315,9 +296,9 @@ def count_flops(
 ) -> Flops:
     """Return the denoiser's FLOPs for one sample, with its current adapters and requires_grad flags.
 
-    latent_shape: latent shape of the sample, without batch dimension.
-    conditioning: conditioning tensors of the sample, each [1, ...]. Only their shapes and dtypes are used.
-    checkpointing: include the recomputation of block activations in the backward pass.
+    latent_shape: latent shape of the sample, without batch dimension. conditioning: conditioning tensors of the sample,
+    each [1, ...]. Only their shapes and dtypes are used. checkpointing: include the recomputation of block activations
+    in the backward pass.
     """
     shadow = copy.copy(model)
     shadow.denoiser = copy_to_meta(model.unwrapped_denoiser)
@@ -333,10 +314,7 @@ def count_flops(
 
 
 def flops_by_purpose(forwards: Mapping[str, ForwardCount], flops: Flops) -> dict[str, ForwardFlops]:
-    """Return {purpose: FLOPs} of forward passes. Only training includes backward passes.
-
-    flops: FLOPs of one sample.
-    """
+    """Return {purpose: FLOPs} of forward passes. Only training includes backward passes. flops: FLOPs of one sample."""
     work = {}
     for purpose, f in forwards.items():
         trains = purpose == TRAINING_PURPOSE or purpose.endswith(f"_{TRAINING_PURPOSE}")  # NAME_policy: extra adapter

@@ -21,7 +21,7 @@ class CosmosConfig:
     """A Cosmos-RL configuration as flat dotted keys.
 
     settings: keys that the configuration sets. defaults: Cosmos-RL's default values of all other keys. notes: messages
-    for the user, added during the conversion.
+    for the user.
     """
 
     mode: str
@@ -42,7 +42,6 @@ class CosmosConfig:
 
     @property
     def model(self) -> str:
-        """The name or path of the model in the configuration, in lower case."""
         return str(
             self.settings.get("policy.model_name_or_path", self.settings.get("checkpoint.load_path", ""))
         ).lower()
@@ -52,7 +51,7 @@ ValueConverter = Callable[[Any, CosmosConfig], Any]
 
 
 def choice_converter(choices: Mapping[Any, str]) -> Callable[[Any, CosmosConfig], str]:
-    """Return a converter that looks up a value in `choices`. The converter raises NoCounterpart for other values."""
+    """Return a converter that looks up a value in `choices`, and raises NoCounterpart for other values."""
 
     def convert(value: Any, _: CosmosConfig) -> str:
         if value not in choices:

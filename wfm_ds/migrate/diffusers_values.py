@@ -1,7 +1,6 @@
-"""Converters for values in configurations of Cosmos-RL's diffusers trainers. The table in keys.py refers to them.
+"""Converters for values in configurations of Cosmos-RL's diffusers trainers.
 
-A converter receives the Cosmos-RL value and the configuration, and returns the recipe value. If there is no recipe
-value, it raises NoCounterpart with the reason.
+A converter receives the Cosmos-RL value and the configuration, and returns the recipe value or raises NoCounterpart.
 """
 
 from __future__ import annotations
@@ -12,10 +11,6 @@ from wfm_ds.migrate.config import CosmosConfig, NoCounterpart, choice_converter
 
 
 def model_folder(value: str, source: CosmosConfig) -> str:
-    """Return the model folder.
-
-    For a Hub id, this is a local folder, and a note asks the user to download the model to it.
-    """
     if not value:
         raise NoCounterpart("empty value")
     if value.startswith((".", "/", "~")) or value.count("/") != 1:
@@ -56,14 +51,13 @@ def zero_config_name(shards: int, replicas: int, source: CosmosConfig) -> str:
 
 
 def num_replicas(source: CosmosConfig) -> int:
-    """Return the number of model copies. A copy may be sharded over several ranks."""
     return int(
         source["policy.parallelism.dp_replicate_size"] * source.settings.get("policy.parallelism.n_init_replicas", 1)
     )
 
 
 def num_data_ranks(source: CosmosConfig) -> int | None:
-    """Return the number of ranks that process different data. Returns None if it depends on the launcher."""
+    """Return the number of ranks that process different data, or None if it depends on the launcher."""
     shards = source["policy.parallelism.dp_shard_size"]
     return int(shards * num_replicas(source)) if shards > 0 else None
 

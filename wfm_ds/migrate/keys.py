@@ -1,9 +1,8 @@
-"""The table that maps Cosmos-RL keys to recipe keys. `wfm migrate` uses it.
+"""The table that maps Cosmos-RL keys to recipe keys.
 
 Cosmos-RL has two configuration formats for diffusion models. The first is for its diffusers trainers (SFT and
 DiffusionNFT), with `[policy]`, `[train]` and others. The second is for `--wfm-mode` (DDRL and SFT), with `[model]`,
-`[trainer]` and others. Vision-language models use the first format, with `[custom.dataset]` and `[custom.vision]` for
-the script that reads the annotations.
+`[trainer]` and others. Vision-language models use the first format, with `[custom.dataset]` and `[custom.vision]`.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ ABSENT = object()  # marks a key without default value, because None can be a de
 class KeyMapping:
     """Maps a Cosmos-RL key to a recipe key, or to several recipe keys if `convert` returns a tuple.
 
-    A Cosmos-RL key may have several mappings. default: Cosmos-RL's default value. If the configuration does not set the
-    key, the recipe gets this value, because the default of wfm_ds may differ.
+    default: Cosmos-RL's default value, which the recipe gets if the configuration does not set the key.
     """
 
     cosmos_key: str

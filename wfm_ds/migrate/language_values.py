@@ -35,7 +35,7 @@ def system_turn(value: str, _: CosmosConfig) -> str:
 
 
 def pixel_limits(_: Any, source: CosmosConfig) -> dict[str, int]:
-    """Return the recipe section data.pixels: {"min", "max"}, in pixels. Limits that are not set are omitted."""
+    """Return the recipe section data.pixels: {"min", "max"}, in pixels, without limits that are not set."""
     limits = {name: source.settings.get(f"custom.vision.{name}_pixels") for name in ("min", "max")}
     return {name: int(value) for name, value in limits.items() if value is not None}
 
@@ -57,7 +57,6 @@ def num_readers(value: int, _: CosmosConfig) -> int:
 
 
 def count_conversations(source: CosmosConfig) -> int | None:
-    """Return the number of conversations in the annotation file. Returns None if the file is not on this machine."""
     file = Path(str(source.settings.get(ANNOTATIONS, "")))
     if not file.is_file():
         return None

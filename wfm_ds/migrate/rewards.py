@@ -1,8 +1,4 @@
-"""Convert the rewards of a Cosmos-RL configuration to entries of reward.functions.
-
-Cosmos-RL requests rewards from a service that returns several named outputs. `score_key` names the output that is the
-score. It can also name several outputs, which are summed.
-"""
+"""Convert the rewards of a Cosmos-RL configuration to entries of reward.functions."""
 
 from __future__ import annotations
 
@@ -28,10 +24,7 @@ def remote_reward(name: str, output: str, source: CosmosConfig) -> dict[str, Any
 
 
 def convert_named_rewards(value: list[dict[str, Any]] | None, source: CosmosConfig) -> list[dict[str, Any]]:
-    """Convert a list of rewards with `name` and `score_key`.
-
-    value: the list, or None if the configuration has none.
-    """
+    """Convert a list of rewards with `name` and `score_key`. value: the list, or None if the configuration has none."""
     if not source[USE_REMOTE]:
         if value is None:
             raise NoCounterpart("the rewards are computed by functions in the user's script")
@@ -54,7 +47,7 @@ def _reward_entry(function: dict[str, Any], source: CosmosConfig) -> dict[str, A
 
 
 def convert_weighted_rewards(value: dict[str, float], source: CosmosConfig) -> list[dict[str, Any]]:
-    """Convert rewards in the older form {name: weight}. In this form, the score is the output called `name`."""
+    """Convert rewards in the older form {name: weight}, in which the score is the output called `name`."""
     functions = [
         (remote_reward(name, name, source) if source[USE_REMOTE] else {"name": name}) | {"weight": weight}
         for name, weight in value.items()
@@ -77,10 +70,7 @@ def convert_wfm_rewards(_: Any, source: CosmosConfig) -> list[dict[str, Any]]:
 
 
 def add_unknown_reward_notes(functions: list[dict[str, Any]], source: CosmosConfig) -> list[dict[str, Any]]:
-    """Add a note to `source` for each reward that wfm_ds does not have. Returns `functions`.
-
-    Remote rewards get no note, because their own service computes them.
-    """
+    """Return `functions` after adding a note to `source` for each reward that neither wfm_ds nor a service computes."""
     from wfm_reward import registry
 
     local = {function["name"] for function in functions if not function["name"].startswith("remote/")}

@@ -1,7 +1,4 @@
-"""The length of a run in steps. Cosmos-RL counts epochs, so the samples of the dataset must be counted.
-
-If the data is not on this machine, the user must set the length with `--steps`.
-"""
+"""The length of a run in steps. Cosmos-RL counts epochs, so the samples of the dataset must be counted."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ POLICY_TABLE = "train.train_policy"
 
 
 def run_steps(_: Any, source: CosmosConfig) -> int:
-    """Return the value of --steps if it is set. Otherwise return the steps of all epochs, at most train.max_num_steps.
+    """Return --steps if it is set. Otherwise, return the steps of all epochs, at most train.max_num_steps.
 
     Raises NoCounterpart if the data cannot be counted and train.max_num_steps is not set, or if all epochs together are
     shorter than one step.
@@ -39,10 +36,7 @@ def run_steps(_: Any, source: CosmosConfig) -> int:
 
 
 def epoch_steps(source: CosmosConfig) -> int | None:
-    """Return the number of optimizer steps (SFT) or RL steps in all epochs.
-
-    Returns None if samples or ranks cannot be counted.
-    """
+    """Return the number of optimizer steps (SFT) or RL steps in all epochs, or None if it cannot be counted."""
     samples, ranks = num_samples(source), num_data_ranks(source)
     if samples is None or ranks is None:
         return None
@@ -55,7 +49,7 @@ def epoch_steps(source: CosmosConfig) -> int | None:
 
 
 def num_samples(source: CosmosConfig) -> int | None:
-    """Return the number of samples (SFT) or prompts (RL). Returns None if the data is not on this machine."""
+    """Return the number of samples (SFT) or prompts (RL), or None if the data is not on this machine."""
     if source.mode == VLM_SFT:
         return language_values.count_conversations(source)
     folder = find_data_folder(source)

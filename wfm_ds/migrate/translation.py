@@ -1,6 +1,6 @@
 """Convert a Cosmos-RL configuration of a diffusion or vision-language model to a recipe.
 
-Each key is converted to a recipe key. If this is not possible, a comment in the recipe gives the reason.
+Comments in the recipe give the reasons for keys that cannot be converted.
 """
 
 from __future__ import annotations
@@ -59,13 +59,11 @@ class Migration:
 
 
 def render_key_table() -> str:
-    """Return a Markdown table of all supported Cosmos-RL keys and their recipe keys."""
     lines = [f"| `{row.cosmos_key}` | {' '.join(f'`{key}`' for key in row.targets)} |" for row in KEY_MAPPINGS]
     return "\n".join(["| Cosmos-RL | recipe |", "|---|---|", *dict.fromkeys(lines)]) + "\n"
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises RecipeError if the file cannot be read or is not valid TOML."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)  # limited: the path may be a device that never ends
@@ -116,7 +114,6 @@ def migrate_config(config: Mapping[str, Any], *, steps: int | None = None) -> Mi
 
 
 def list_required_keys(mode: str) -> dict[str, str]:
-    """Return {recipe key: description} of the recipe keys that this mode requires."""
     if mode == VLM_SFT:
         without_sampling = {key: what for key, what in REQUIRED.items() if not key.startswith("sampling.")}
         return without_sampling | REQUIRED_FOR_LANGUAGE
@@ -145,7 +142,6 @@ def rename_old_keys(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[s
 
 
 def detect_mode(settings: Mapping[str, Any]) -> str:
-    """Return the mode (algorithm and trainer) of the configuration. Raises RecipeError if it is not supported."""
     tables = {key.partition(".")[0] for key in settings}
     if tables & {"model", "trainer", "dataloader_train"}:
         return DDRL if settings.get("model.rl.enabled", True) else WFM_SFT
@@ -170,22 +166,17 @@ def detect_mode(settings: Mapping[str, Any]) -> str:
 
 
 def is_vision_model(settings: Mapping[str, Any]) -> bool:
-    """Return whether a language model is a vision-language model: by its name, or because LLaVA annotations are set."""
     name = str(settings.get("policy.model_name_or_path", "")).lower()
     return ANNOTATIONS in settings or any(word in name for word in ("-vl", "cosmos-reason"))
 
 
 def should_apply_default(row: KeyMapping, source: CosmosConfig) -> bool:
-    """Return whether to write Cosmos-RL's default value of a key that is not set.
-
-    The defaults of LoRA keys are written only if the configuration has the table `policy.lora`.
-    """
     is_lora_key = row.cosmos_key.startswith("policy.lora.")
     return row.default is not ABSENT and (not is_lora_key or source.has_table("policy.lora"))
 
 
 def apply_mapping(row: KeyMapping, value: Any, source: CosmosConfig, migration: Migration) -> bool:
-    """Convert a value and add it to the migration. Returns False if this is impossible, and records the reason.
+    """Convert a value and add it to the migration. If this is impossible, record the reason and return False.
 
     Raises RecipeError if the value has the wrong type or form.
     """
@@ -241,7 +232,6 @@ def render_sections(migration: Migration) -> str:
 
 
 def check_recipe(migration: Migration, text: str) -> None:
-    """Raise RecipeError if the recipe `text` is invalid or incomplete."""
     if migration.missing:
         raise RecipeError(f"the recipe is incomplete; fill in {', '.join(migration.missing)}")
     with tempfile.TemporaryDirectory(prefix="wfm_migrate_") as folder:

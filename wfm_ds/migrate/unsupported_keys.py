@@ -1,7 +1,4 @@
-"""Cosmos-RL keys that have no counterpart in recipes, with the reasons.
-
-A key that is neither in this table nor in keys.py is reported as unknown.
-"""
+"""Cosmos-RL keys that have no counterpart in recipes, with the reasons."""
 
 from __future__ import annotations
 
@@ -240,10 +237,6 @@ UNSUPPORTED, UNSUPPORTED_LANGUAGE = _reasons_by_key(_DIFFUSION_ROWS), _reasons_b
 
 
 def find_reason(key: str, mode: str = SFT) -> str | None:
-    """Return the reason why recipes of this mode have no counterpart of a Cosmos-RL key.
-
-    Returns None if the key is unknown.
-    """
     parts = key.split(".")
     tables = [".".join(parts[:n]) for n in (len(parts) - 1, *range(1, len(parts)))]
     names = (key, *(f"{t}.*" for t in tables))

@@ -90,7 +90,7 @@ def gradient_checkpointing(value: str, source: CosmosConfig) -> bool:
 
 
 def power_ema(_: Any, source: CosmosConfig) -> tuple[float, int]:
-    """Return (ema.decay, ema.every). The EMA approximates Cosmos-RL's power-law average (arXiv 2312.02696)."""
+    """Return (ema.decay, ema.every) that approximate Cosmos-RL's power-law average (arXiv 2312.02696)."""
     if not source["model.ema.enabled"]:
         raise NoCounterpart("omit the section `ema`")
     width = float(source["model.ema.rate"]) ** -2

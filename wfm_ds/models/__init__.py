@@ -1,1 +1,1 @@
-"""Model families: one interface for diffusers pipelines, with text, latents, noise levels and guidance."""
+"""Model families: one common interface to all supported diffusers pipelines."""

@@ -42,10 +42,7 @@ class NegativeText:
 
 
 class DiffusionModel(NoiseSchedule):
-    """A loaded diffusers pipeline behind one interface: encode text, convert pixels and latents, call the denoiser.
-
-    Each model family is a subclass in its own file in this folder. `registry.model_families` discovers the subclasses.
-    """
+    """A loaded diffusers pipeline behind one interface. Each model family is a subclass in its own file."""
 
     pipeline_classes: ClassVar[tuple[str, ...]]  # values of _class_name in model_index.json
     conditioning_keys: ClassVar[frozenset[str]]  # keys that encode_text returns and denoise expects
@@ -86,10 +83,10 @@ class DiffusionModel(NoiseSchedule):
         """Freeze all components except the denoiser and move the pipeline to `device`.
 
         prompt_template: a name in `prompt_templates`. None selects the template that is stored with the pipeline.
-        leave_denoiser: do not move the denoiser to `device`, because the training engine does it later.
-        fps: frames per second of all videos. Some networks are conditioned on it.
+        leave_denoiser: do not move the denoiser to `device`.
+        fps: frames per second of all videos.
         inputs: names of the inputs in `input_specs` that every sample provides.
-        embedded_guidance: guidance scale that a network with embedded guidance receives as an input.
+        embedded_guidance: guidance scale that the network receives as an input, if it supports this.
         Raises ModelError if the scheduler is not a flow-matching scheduler.
         """
         if not hasattr(pipeline.scheduler, "sigmas"):
@@ -128,11 +125,11 @@ class DiffusionModel(NoiseSchedule):
 
     @classmethod
     def check_folder(cls, folder: Path) -> None:
-        """Raise ModelError if this folder is not supported, although its pipeline class is. Called before loading."""
+        """Raise ModelError if the family does not support the pipeline in this folder."""
 
     @classmethod
     def placeholder_components(cls) -> dict[str, Any]:
-        """Return {name: placeholder} for components that the constructor needs to build a pipeline without weights."""
+        """Return {name: placeholder} for components that the pipeline's constructor needs if no weights are loaded."""
         return {}
 
     @classmethod
@@ -150,12 +147,11 @@ class DiffusionModel(NoiseSchedule):
         return denoiser
 
     def auxiliary_modules(self) -> list[nn.Module]:
-        """Return all modules of the pipeline except the denoiser."""
         parts = self.pipeline.components.items()
         return [part for name, part in parts if isinstance(part, nn.Module) and name not in self.denoiser_components]
 
     def move_to_device(self, device: torch.device | str) -> None:
-        """Move the pipeline to a device. A denoiser that the training engine manages is not moved."""
+        """Move the pipeline to a device, except a denoiser that the training engine manages."""
         self.device = torch.device(device)
         parts = self.auxiliary_modules()
         if self.denoiser is self.unwrapped_denoiser and not self.leave_denoiser:
@@ -164,16 +160,16 @@ class DiffusionModel(NoiseSchedule):
             part.to(self.device)
 
     def prepare_for_lora(self, targets: Sequence[str]) -> None:
-        """Prepare the denoiser for LoRA adapters. targets: name suffixes of the linear layers that get an adapter.
+        """Prepare the denoiser for LoRA adapters. By default, this does nothing.
 
-        A family can override this method to move frozen layers into encode_text, which runs only once per prompt.
+        targets: name suffixes of the linear layers that get an adapter.
         """
 
     def check_sampling(self, sampling: SamplingRecipe) -> None:
         """Raise ModelError for sampling settings that the diffusers pipeline does not support."""
 
     def check_prompts(self, prompts: Sequence[str]) -> None:
-        """Raise ModelError if the pipeline's guardrail rejects a prompt. Called before samples are generated."""
+        """Raise ModelError if the pipeline's guardrail rejects a prompt."""
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
@@ -201,8 +197,7 @@ class DiffusionModel(NoiseSchedule):
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Encode prompts. Return {conditioning key: tensor [number of prompts, ...]} without gradients.
 
-        Embeddings have the dtype of the text encoders. Masks are int64. Use encode_negative_text for negative prompts.
-        Raises ValueError for an empty list.
+        Embeddings have the dtype of the text encoders. Masks are int64. Raises ValueError for an empty list.
         """
 
     def call_encode_prompt(self, prompts: Sequence[str], **options: Any) -> Any:
@@ -227,7 +222,7 @@ class DiffusionModel(NoiseSchedule):
         return {}
 
     def input_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape without batch axis} of the tensors from `encode_inputs` for latents of this shape."""
+        """Return the shapes, without batch axis, of the tensors from `encode_inputs` for latents of this shape."""
         return {}
 
     @property
@@ -241,15 +236,14 @@ class DiffusionModel(NoiseSchedule):
 
     @property
     def text_dtype(self) -> torch.dtype:
-        """The dtype of text embeddings. It is the dtype of the text encoders, or float32 without text encoders."""
+        """The dtype of text embeddings, which is the dtype of the text encoders or, without text encoders, float32."""
         encoders = self.text_encoders().values()
         return next((parameter.dtype for encoder in encoders for parameter in encoder.parameters()), torch.float32)
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return {name: shape without batch axis} of the tensors from `encode_text`.
 
-        By default, this method encodes an empty text, and raises ModelError on the meta device. Override it so that
-        `wfm doctor` can estimate memory without weights.
+        The default implementation encodes an empty text, and raises ModelError on the meta device.
         """
         if self.device.type == "meta":
             raise ModelError(
@@ -258,7 +252,10 @@ class DiffusionModel(NoiseSchedule):
         return {name: tuple(tensor.shape[1:]) for name, tensor in self.encode_text([""]).items()}
 
     def conditioning_from_embedding(self, embedding: Tensor) -> Conditioning | None:
-        """Convert an embedding [tokens, channels] to the format of `encode_text`. Returns None for a wrong shape."""
+        """Convert one prompt's embedding [tokens, channels] to the format of `encode_text`.
+
+        Returns None for a wrong shape.
+        """
         return None
 
     def text_cache_key(self) -> dict[str, Any]:
@@ -272,7 +269,6 @@ class DiffusionModel(NoiseSchedule):
         }
 
     def components_with_prefix(self, prefix: str) -> dict[str, Any]:
-        """Return {name: component} for the pipeline's components with this prefix. Absent components are omitted."""
         parts = self.pipeline.components.items()
         return {name: part for name, part in parts if name.startswith(prefix) and part is not None}
 
@@ -284,7 +280,6 @@ class DiffusionModel(NoiseSchedule):
         return [*self.text_encoders(), *self.components_with_prefix("tokenizer")]
 
     def drop_text_encoders(self) -> None:
-        """Free the memory of the text encoders."""
         for name in self.text_encoders():
             setattr(self.pipeline, name, None)
 
@@ -300,8 +295,7 @@ class DiffusionModel(NoiseSchedule):
     def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
         """Concatenate conditioning tensors along the batch axis.
 
-        Raises ValueError if the shapes of two prompts differ. Families with texts of variable length override this
-        method and pad the texts.
+        Raises ValueError if shapes differ. Families with texts of variable length pad the texts instead.
         """
         for name in rows[0]:
             shapes = {tuple(row[name].shape[1:]) for row in rows}
@@ -311,14 +305,13 @@ class DiffusionModel(NoiseSchedule):
 
     @abstractmethod
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
-        """Predict the velocity eps - x0 in one forward pass, without guidance. Keeps the autograd graph.
+        """Predict the velocity eps - x0, float32 in the shape of the latents, in one forward pass without guidance.
 
-        Returns float32 in the shape of the latents.
         latents: [batch, channels, ...] float32. sigma: [batch] float32 in (0, 1].
         conditioning: tensors [batch, ...] from encode_text and encode_inputs.
         expert: index of the expert network, for models with two experts.
-        Raises ValueError for wrong shapes, dtypes or keys. The values of sigma are checked only on the CPU, because on
-        a GPU the check would make the host wait.
+        Keeps the autograd graph. Raises ValueError for wrong shapes, dtypes or keys and, on a CPU, for wrong values of
+        sigma.
         """
 
     @property
@@ -327,16 +320,13 @@ class DiffusionModel(NoiseSchedule):
         return ((0.0, 1.0),)
 
     def select_expert(self, sigma: float) -> int:
-        """Return the index of the expert network for this sigma.
-
-        The boundary between two experts has a tolerance, so that float32 and float64 sigmas select the same expert.
-        """
+        """Return the index of the expert network for this sigma. Rounding errors of sigma do not change the result."""
         return next(i for i, (low, _) in enumerate(self.sigma_ranges) if sigma >= low - SIGMA_ERROR)
 
     def check_denoise(
         self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None
     ) -> None:
-        """Raise ValueError if arguments of `denoise` are invalid. All tensors must have the same batch size."""
+        """Raise ValueError if the arguments of `denoise` are invalid."""
         count, num_experts = latents.shape[0], len(self.sigma_ranges)
         layout, ndim = ("[B,C,T,h,w]", 5) if self.is_video else ("[B,C,h,w]", 4)
         if latents.ndim != ndim:
@@ -359,7 +349,7 @@ class DiffusionModel(NoiseSchedule):
                 raise ValueError(f"{name} has {tensor.shape[0]} rows, the latents have {count}")
 
     def combine_guidance(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-        """Return uncond + scale * (cond - uncond). If scale is 1, the result is exactly cond."""
+        """Return uncond + scale * (cond - uncond), which is exactly cond if scale is 1."""
         return uncond + scale * (cond - uncond)
 
     @abstractmethod
@@ -399,7 +389,7 @@ def matches_any_pattern(name: str, patterns: Sequence[str]) -> bool:
 
 @contextmanager
 def temporary_seed(seed: int) -> Iterator[None]:
-    """Seed the global CPU generator. Restore its state at the end of the context."""
+    """Seed the global CPU generator inside the context, and restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reseed every GPU
         yield

@@ -1,8 +1,4 @@
-"""Long videos as a sequence of clips. Each clip is conditioned on the last frames of the clip before it.
-
-The last frames of a clip are rounded to uint8, encoded again, and become the first frames of the next clip, so clips
-overlap. Each clip receives the part of the long video's actions and camera path that belongs to its frames.
-"""
+"""Long videos as a sequence of clips. The last frames of a clip are encoded as the first frames of the next clip."""
 
 from __future__ import annotations
 
@@ -33,7 +29,7 @@ non-finite values."""
 
 
 def choose_clip_layout(model: DiffusionModel, settings: SamplingRecipe, num_latents: int = 1) -> ClipLayout:
-    """Return the layout of clips that are each conditioned on the last frames of the previous clip.
+    """Return the layout of a long video's clips. Each clip is conditioned on the last frames of the previous clip.
 
     num_latents: number of conditioning frames of a clip, in latent frames.
     Raises ModelError if the model does not support this number, or if the conditioning frames cover the whole clip.
@@ -56,8 +52,8 @@ def choose_clip_layout(model: DiffusionModel, settings: SamplingRecipe, num_late
 def encode_last_frames(sampler: Sampler, videos: Videos, layout: ClipLayout) -> Tensor:
     """Encode the last `layout.overlap` frames of each video, as conditioning frames for the next clip.
 
-    Returns float32 latents with the shape of a whole clip, on the model's device. The first `layout.num_latents` latent
-    frames are the encoded frames, and the remaining latent frames are zero.
+    Returns float32 latents with the shape of a whole clip, on the model's device. Latent frames after the first
+    `layout.num_latents` are zero.
     """
     latents = sampler.model.encode_uint8(list(videos[:, -layout.overlap :]))
     return pad_num_frames(latents, sampler.latent_shape[1])
@@ -68,8 +64,8 @@ def condition_on_last_frames(
 ) -> tuple[list[Prompt], ConditioningFrames | None]:
     """Return the prompts and conditioning frames of clips that continue `videos`.
 
-    Some models take the first frame as pixels instead of clean latents (`uses_clean_frames` is False). For them, the
-    prompts contain the last frame of each video as the input FIRST_FRAME, and the conditioning frames are None.
+    If `uses_clean_frames` is False, the prompts contain the last frame of each video as the input FIRST_FRAME, and the
+    conditioning frames are None.
     """
     if not sampler.model.uses_clean_frames:
         last = videos[:, -1].astype(np.float32)
@@ -84,10 +80,9 @@ def condition_on_last_frames(
 def reconstruct_clip(
     sampler: Sampler, recording: npt.NDArray[np.uint8], layout: ClipLayout, clip: int
 ) -> npt.NDArray[np.uint8]:
-    """Encode and decode one clip of a recording with the VAE. Returns the frames after the conditioning frames.
+    """Encode and decode one clip of a recording with the VAE. Return the frames after the conditioning frames.
 
     recording: uint8 [frames, height, width, 3]. clip: index of the clip.
-    Rewards compare samples with reconstructed recordings, so that the VAE's error does not affect the reward.
     """
     start = layout.first_frame(clip)
     latents = sampler.model.encode_uint8([recording[start : start + layout.num_frames]])
@@ -97,7 +92,7 @@ def reconstruct_clip(
 
 
 def clip_seed(seed: int, clip: int) -> int:
-    """Return the noise seed of clip number `clip` of a long video with noise seed `seed`. Clip 0 uses `seed` itself."""
+    """Return the noise seed of clip number `clip` in a long video. Clip 0 uses `seed` itself."""
     return seed if clip == 0 else derive_seed(seed, "clip", clip)
 
 
@@ -126,8 +121,8 @@ def generate_clips(
 
     prompts: one per long video, with the inputs of all frames. noise_seeds: one per long video, see `clip_seed`.
     conditional_frames: conditioning frames of the first clip.
-    decode: function that decodes latents, by default Sampler.decode_to_uint8. Every rank that runs the forward passes
-    needs the decoded videos.
+    decode: function that decodes latents, by default Sampler.decode_to_uint8. It must return videos on every rank that
+    runs the forward passes.
     """
     decode, frames = decode or sampler.decode_to_uint8, conditional_frames
     pixels, is_finite = np.empty(0, np.uint8), [True] * len(prompts)

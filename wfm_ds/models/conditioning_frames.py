@@ -1,9 +1,7 @@
 """Conditioning frames: the first latent frames of a video may be clean instead of noisy.
 
-Two tensors in the conditioning describe these frames. `conditional_latents` contains the clean latents, in the shape
-[B,C,T,h,w] of the noisy latents. `conditional_mask`, float32 [B,1,T,1,1], is 1 on conditioning frames and 0 on noisy
-frames. A conditioning contains both tensors or neither. Samples of a batch may have different numbers of conditioning
-frames.
+`conditional_latents` contains clean latents, in the shape [B,C,T,h,w] of the noisy latents. `conditional_mask`, float32
+[B,1,T,1,1], is 1 on conditioning frames and 0 on noisy frames. A conditioning contains both tensors or neither.
 """
 
 from __future__ import annotations
@@ -41,10 +39,7 @@ class CleanFrames:
         return self.mask * self.latents + (1 - self.mask) * noisy
 
     def insert_known_velocity(self, velocity: Tensor, noisy: Tensor, sigma: Tensor) -> Tensor:
-        """Return a copy of `velocity` with the exact velocity on conditioning frames.
-
-        The clean latents of these frames are known, so their exact velocity is (noisy - clean) / sigma.
-        """
+        """Return a copy of `velocity` with the exact velocity (noisy - clean) / sigma on conditioning frames."""
         known = (noisy - self.latents) / sigma.view(-1, 1, 1, 1, 1)
         return self.mask * known + (1 - self.mask) * velocity
 
@@ -70,10 +65,9 @@ def pad_num_frames(latents: Tensor, num_frames: int) -> Tensor:
 
 
 def add_clean_frames(conditioning: Conditioning, latents: Tensor, counts: Tensor) -> Conditioning:
-    """Return a copy of the conditioning in which the first counts[i] latent frames of sample i are conditioning frames.
+    """Return a copy of the conditioning that makes the first counts[i] latent frames of sample i conditioning frames.
 
-    latents: clean normalized latents [B,C,T,h,w] float32 of B samples with T latent frames.
-    counts: [B] integers from 0 to T - 1.
+    latents: clean normalized latents [B,C,T,h,w] float32. counts: [B] integers from 0 to T - 1.
     Raises ValueError for invalid latents or counts.
     """
     if latents.ndim != 5 or latents.dtype != torch.float32 or counts.shape != latents.shape[:1]:

@@ -70,11 +70,6 @@ class Cosmos25(DiffusionModel):
         return [*super().auxiliary_modules(), *projection]
 
     def prepare_for_lora(self, targets: Sequence[str]) -> None:
-        """Move the denoiser's text projection into encode_text, unless LoRA trains the projection.
-
-        This makes cached embeddings 100 times smaller: without projection, the embedding of a prompt contains the
-        outputs of all text encoder layers and needs 100 MB.
-        """
         denoiser: Any = self.unwrapped_denoiser
         if not self.config.use_crossattn_projection or self.text_projection is not None:
             return
@@ -91,8 +86,8 @@ class Cosmos25(DiffusionModel):
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Return {prompt_embeds: [batch, max_sequence_length, channels]}. The network also attends to padding.
 
-        The number of channels is the text encoder's width times its number of layers. After prepare_for_lora has moved
-        the text projection into this method, it is the width of the projected embeddings.
+        The channels are the concatenated outputs of all text encoder layers. After prepare_for_lora has moved the text
+        projection into this method, they are the projection's output.
         """
         embeds, _ = self.call_encode_prompt(prompts, do_classifier_free_guidance=False)
         if self.text_projection is not None:
@@ -112,8 +107,8 @@ class Cosmos25(DiffusionModel):
     def conditioning_from_embedding(self, embedding: Tensor) -> Conditioning | None:
         """Convert one prompt's precomputed embedding [max_sequence_length, channels] to the format of `encode_text`.
 
-        The embedding must include padding tokens, and its number of channels must be the text encoder's width times its
-        number of layers. Returns None for other shapes.
+        The embedding must include padding tokens and the outputs of all text encoder layers. Returns None for other
+        shapes.
         """
         width = self.config.crossattn_proj_in_channels if self.config.use_crossattn_projection else None
         if embedding.shape != (self.max_sequence_length, width or self.config.text_embed_dim):
@@ -131,7 +126,6 @@ class Cosmos25(DiffusionModel):
         return DEFAULT_NEGATIVE_PROMPT if negative_text is None else negative_text
 
     def decode_latents(self, latents: Tensor) -> Tensor:
-        """Decode latents to pixels and apply the guardrail to the pixels, like the diffusers pipeline."""
         return guardrail.apply_guardrail(self.pipeline.safety_checker, super().decode_latents(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -154,8 +148,8 @@ class Cosmos25(DiffusionModel):
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
         """Return (channels, (F - 1) / 4 + 1, H / 8, W / 8) for F frames of H x W pixels.
 
-        Raises ValueError if the latents exceed the network config's max_size, or if the pipeline does not support the
-        size.
+        Raises ValueError if the latents exceed max_size in the network's config, or if the pipeline does not support
+        the size.
         """
         factor, frames_factor = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         (_, *patch), (most_frames, *largest) = self.config.patch_size, self.config.max_size
@@ -172,7 +166,7 @@ class Cosmos25(DiffusionModel):
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         """Return the pipeline call arguments for guidance scale w.
 
-        guidance_scale is w - 1, because this pipeline computes v_cond + guidance_scale * (v_cond - v_uncond). Raises
+        The pipeline computes v_cond + guidance_scale * (v_cond - v_uncond), so guidance_scale is w - 1. Raises
         ValueError for 1 < w <= 2, because the pipeline disables guidance if guidance_scale <= 1.
         """
         if 1 < w <= 2:

@@ -1,8 +1,4 @@
-"""Cosmos3 (Edge, Nano, Super): Text2World, Image2World, Video2World and forward dynamics (videos from actions).
-
-Only the network's generation tower is trained and used for denoising. The text tower serves as the frozen text encoder
-(cosmos3_towers.py).
-"""
+"""Cosmos3 (Edge, Nano, Super): Text2World, Image2World, Video2World and forward dynamics (videos from actions)."""
 
 from __future__ import annotations
 
@@ -66,10 +62,7 @@ class Cosmos3(DiffusionModel):
     has_guardrail = True
 
     def __init__(self, pipeline: Any, path: Path, *, max_sequence_length: int | None = None, **options: Any) -> None:
-        """Split the network into its text tower and generation tower.
-
-        Raises ModelError if max_sequence_length is set.
-        """
+        """Split the network into text tower and generation tower. Raises ModelError if max_sequence_length is set."""
         if max_sequence_length is not None:
             raise ModelError(f"{path}: Cosmos3 does not truncate prompts; remove model.max_sequence_length")
         super().__init__(pipeline, path, max_sequence_length=ASSUMED_TEXT_TOKENS, **options)
@@ -119,8 +112,8 @@ class Cosmos3(DiffusionModel):
     ) -> str:
         """Format a prompt as the diffusers pipeline does.
 
-        If the model does not receive actions, sentences about size and duration are appended to the text. Negative
-        prompts get the negated sentences.
+        If the model does not receive actions, sentences about size and duration are appended. Negative prompts get the
+        negated sentences.
         If the model receives actions, a prompt becomes a JSON object with size, duration and viewpoint (default
         ego_view). Negative prompts and prompts that are already JSON objects stay unchanged.
         Some pipelines also prepend a system prompt.
@@ -167,7 +160,7 @@ class Cosmos3(DiffusionModel):
         return self.stack_conditioning(rows)
 
     def tokenize_prompt(self, caption: str) -> list[int]:
-        """Return the token ids of a prompt in the chat template, up to the start-of-generation token."""
+        """Return a prompt's token ids in the chat template, up to the start-of-generation token."""
         head, newline, rest = caption.partition("\n")
         turns = [{"role": "user", "content": caption}]
         if newline and head in SYSTEM_PROMPTS.values():
@@ -180,10 +173,7 @@ class Cosmos3(DiffusionModel):
 
     @staticmethod
     def stack_conditioning(rows: Sequence[Conditioning]) -> Conditioning:
-        """Concatenate conditioning tensors along the batch axis.
-
-        Shorter texts are padded with zeros. text_mask is 0 on the padding.
-        """
+        """Concatenate conditioning tensors along the batch axis. Short texts and their masks are padded with zeros."""
         longest = max(row["text_mask"].shape[1] for row in rows)
 
         def pad_text(name: str, tensor: Tensor) -> Tensor:
@@ -202,8 +192,7 @@ class Cosmos3(DiffusionModel):
     ) -> Conditioning:
         """Return {actions: float32 [batch, num_frames - 1, channels], domain: int64 [batch]}, or {} without actions.
 
-        Actions are zero-padded to the network's number of action channels. The domain is the robot type (default 0),
-        which selects the network's weights for actions.
+        Actions are zero-padded to the network's number of action channels. The domain is the robot type (default 0).
         Raises ValueError for wrong action shapes, an unknown domain, a network without action support, or a batch in
         which only some samples have actions.
         """
@@ -227,7 +216,6 @@ class Cosmos3(DiffusionModel):
         return {"actions": actions.to(self.device), "domain": domain.to(self.device)}
 
     def decode_latents(self, latents: Tensor) -> Tensor:
-        """Decode latents to pixels and apply the guardrail to the pixels, like the diffusers pipeline."""
         return guardrail.apply_guardrail(self.pipeline.safety_checker, super().decode_latents(latents))
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -244,10 +232,7 @@ class Cosmos3(DiffusionModel):
         return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (channels, (F - 1) / 4 + 1, H / f, W / f) for F frames of H x W pixels and VAE scale factor f.
-
-        The latent height and width need not be multiples of the patch size.
-        """
+        """Return (channels, (F - 1) / 4 + 1, H / f, W / f) for F frames of H x W pixels and VAE scale factor f."""
         factor, frames_factor = self.pipeline.vae_scale_factor_spatial, self.pipeline.vae_scale_factor_temporal
         num_latent_frames = count_latent_frames(num_frames, frames_factor)
         require_multiples(height, width, factor)
@@ -257,7 +242,6 @@ class Cosmos3(DiffusionModel):
         return math.prod(token_grid(self.config, shape[1:]))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return {sigmas: linear sigmas} if the pipeline's config sets use_native_flow_schedule, otherwise {}."""
         if not self.pipeline.config.use_native_flow_schedule:
             return {}
         first = 1 - 1 / self.pipeline.scheduler.config.num_train_timesteps
@@ -271,7 +255,7 @@ class Cosmos3(DiffusionModel):
 
 
 class PlaceholderTokenizer:
-    """A placeholder with the tokenizer attributes that the pipeline's constructor needs. It cannot encode text."""
+    """A tokenizer that has only the attributes that the pipeline's constructor needs. It cannot encode text."""
 
     eos_token_id = 0
 

@@ -1,9 +1,7 @@
 """The text tower and the generation tower of a Cosmos3 transformer as separate modules.
 
-In each layer, video tokens attend to each other and to the keys and values of the text. The text does not attend to the
-video and does not depend on the noise level, so the text tower runs only once per text. The generation tower has half
-of the parameters. Only this half is trained and used for denoising. Names of parameters and results are the same as in
-diffusers' Cosmos3OmniTransformer. Unlike the diffusers class, these modules support batches.
+The text tower runs only once per text. Names of parameters and results are the same as in diffusers'
+Cosmos3OmniTransformer.
 
 Shapes: B samples, L text tokens, N video and action tokens, G layers, H heads, K key-value heads, D channels per head,
 W channels per token, A channels per action.
@@ -35,9 +33,9 @@ TEXT_TOWER_LAYERS = (
 
 
 def split_towers(transformer: Any) -> tuple[TextTower, GenerationTower]:
-    """Split a diffusers transformer into its text tower and generation tower.
+    """Split a diffusers transformer into its text tower and generation tower, which reuse its weights.
 
-    The towers reuse the weights of the transformer. Do not use the transformer afterwards.
+    Do not use the transformer afterwards.
     """
     text = TextTower(transformer)
     with torch.device("meta"):
@@ -59,7 +57,7 @@ class TextTower(nn.Module):
     def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return (keys, values) of one text, after the rotary embedding.
 
-        ids: token ids, int64 [tokens]. Keys and values: [tokens, layers, key-value heads, channels per head].
+        ids: int64 [tokens]. Keys and values: [tokens, layers, key-value heads, channels per head].
         """
         states = self.embed_tokens(ids)[None]
         positions = torch.arange(len(ids), dtype=torch.float32, device=ids.device).expand(3, 1, -1)
@@ -73,8 +71,6 @@ class TextTower(nn.Module):
 
 
 class TextLayer(nn.Module):
-    """The modules of a diffusers Cosmos3 layer that process text tokens."""
-
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
@@ -97,10 +93,7 @@ class TextAttention(nn.Module):
         self.k_norm_und_for_gen: Any = attention.k_norm_und_for_gen
 
     def forward(self, states: Tensor, rotation: RotaryTables) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the attention output [B,L,W], and the keys and values [B,L,K,D] that the video attends to.
-
-        B is the batch size. There are L text tokens with W channels, and K key-value heads with D channels each.
-        """
+        """Return the attention output [B,L,W], and the keys and values [B,L,K,D] that the video attends to."""
         query, key, value = (
             part(states).unflatten(-1, (-1, self.head_dim)) for part in (self.to_q, self.to_k, self.to_v)
         )
@@ -113,10 +106,7 @@ class TextAttention(nn.Module):
 
 
 class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
-    """The denoising tower: the modules that process video, time and actions.
-
-    The output layers for audio and actions are kept but not used.
-    """
+    """The denoising tower, which processes video, time and actions."""
 
     fps: float = 24.0  # frames per second of all videos
     temporal_compression: int = 4  # pixel frames per latent frame after the first
@@ -151,7 +141,7 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         text_keys, text_values: [B, text tokens, layers, key-value heads, channels per head].
         text_mask: [B, text tokens] int64, 0 on padding.
         actions: [B, pixel frames - 1, channels], without noise. Action i leads from frame i to frame i + 1.
-        domain: [B] int64, selects the network's weights for the actions.
+        domain: [B] int64, robot type of each sample.
         """
         shape, dtype = latents.shape, latents.dtype
         num_frames, rows, columns = token_grid(self.config, shape[2:])
@@ -181,12 +171,11 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
 
     @property
     def time_dtype(self) -> torch.dtype:
-        """The dtype of the time embedding layers, which may differ from the compute dtype."""
         dtype: torch.dtype = next(self.time_embedder.parameters()).dtype
         return dtype
 
     def patchify(self, latents: Tensor) -> Tensor:
-        """Convert latents [B,C,T,h,w] to N patches of p x p latents. Return [B, N, p * p * C].
+        """Convert latents [B,C,T,h,w] to N patches of p x p latents, [B, N, p * p * C].
 
         Partial patches at the edges are filled with zeros.
         """
@@ -197,7 +186,6 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         return patches.permute(0, 2, 3, 5, 4, 6, 1).flatten(4).flatten(1, 3)
 
     def unpatchify(self, tokens: Tensor, shape: torch.Size) -> Tensor:
-        """Convert patches back to latents of the given shape, and remove the zeros that `patchify` added."""
         patch = self.config.latent_patch_size
         patches = tokens.view(len(tokens), *token_grid(self.config, shape[2:]), patch, patch, -1)  # channels last
         whole = patches.permute(0, 6, 1, 2, 4, 3, 5).flatten(5, 6).flatten(3, 4)
@@ -205,27 +193,18 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
         return latents
 
     def embed_actions(self, actions: Tensor, domain: Tensor | None) -> Tensor:
-        """Embed noise-free actions [batch, actions, action channels] as tokens [batch, actions, token channels].
-
-        Action tokens have no time embedding.
-        """
+        """Embed noise-free actions [batch, actions, action channels] as tokens [batch, actions, token channels]."""
         tokens: Tensor = self.action_proj_in(actions, domain) + self.action_modality_embed
         return tokens
 
     def video_positions(self, num_frames: int, rows: int, columns: int) -> Tensor:
-        """Return the positions (time, row, column) of all video tokens, float32 [3, tokens].
-
-        The first frame has time 0.
-        """
+        """Return the positions (time, row, column) of all video tokens, float32 [3, tokens]. Frame 0 has time 0."""
         frames = self.temporal_positions(torch.arange(num_frames), self.fps / self.temporal_compression)
         axes = torch.meshgrid(frames, torch.arange(rows).float(), torch.arange(columns).float(), indexing="ij")
         return torch.stack([axis.flatten() for axis in axes])
 
     def action_positions(self, count: int) -> Tensor:
-        """Return the positions (time, 0, 0) of action tokens, float32 [3,count].
-
-        Action i has the time of frame i + 1.
-        """
+        """Return the positions (time, 0, 0) of actions, float32 [3, count]. Action i has the time of frame i + 1."""
         time = self.temporal_positions(torch.arange(1, count + 1), self.fps)
         return torch.stack([time, torch.zeros(count), torch.zeros(count)])
 
@@ -242,8 +221,8 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
     def rotary_tables(self, positions: Tensor, after_text: Tensor, dtype: torch.dtype) -> RotaryTables:
         """Return the rotary cosines and sines of N tokens, each [batch, N, channels per head].
 
-        positions: (time, row, column) of the tokens, [3, N]. after_text: [batch], first time position after the text of
-        each sample. It is added to the time positions.
+        positions: (time, row, column) of the tokens, [3, N]. after_text: [batch], first position after the text of each
+        sample. It is added to the times and, depending on the config, to rows and columns.
         """
         shifted = positions[:, None].repeat(1, len(after_text), 1)  # [3,B,N]
         shifted[0] += after_text[:, None]
@@ -253,8 +232,6 @@ class GenerationTower(Cosmos3OmniTransformer):  # type: ignore[misc]
 
 
 class GenerationLayer(nn.Module):
-    """The modules of a diffusers Cosmos3 layer that process video and action tokens."""
-
     def __init__(self, layer: Any) -> None:
         super().__init__()
         self.self_attn = GenerationAttention(layer.self_attn)
@@ -277,8 +254,6 @@ class GenerationLayer(nn.Module):
 
 
 class GenerationAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc]
-    """The projections and norms of a diffusers attention layer that process video and action tokens."""
-
     _default_processor_cls = Cosmos3Attention
     _available_processors = [Cosmos3Attention]  # noqa: RUF012, as in the base class
     _supports_qkv_fusion = False
@@ -302,10 +277,7 @@ class GenerationAttention(nn.Module, AttentionModuleMixin):  # type: ignore[misc
 
 
 class DomainLinear(DomainAwareLinear):  # type: ignore[misc]
-    """A linear layer with separate weights for each domain (robot type).
-
-    Unlike diffusers' class, this layer does not make the host wait for the GPU.
-    """
+    """A linear layer with separate weights for each domain (robot type)."""
 
     def forward(self, x: Tensor, domain_id: Tensor) -> Tensor:
         """Map x [batch, tokens, in] to [batch, tokens, out]. domain_id: int64 [batch], selects the weights."""
@@ -317,9 +289,7 @@ class DomainLinear(DomainAwareLinear):  # type: ignore[misc]
 def compute_rotary_tables(config: Any, positions: Tensor, dtype: torch.dtype) -> RotaryTables:
     """Return rotary cosines and sines, each [batch, tokens, channels per head], as diffusers' rotary embedding does.
 
-    positions: float32 [3, batch, tokens]. dtype: dtype of the result.
-    Unlike in diffusers, frequencies are float32 even if the model is bfloat16, because bfloat16 angles are meaningless
-    at large positions such as 15000.
+    positions: float32 [3, batch, tokens]. dtype: dtype of the result. Angles are always computed in float32.
     """
     size, axes = config.head_dim, config.rope_axes_dim
     with positions.device:

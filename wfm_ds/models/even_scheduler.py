@@ -21,7 +21,7 @@ TOLERANCE = 1e-6  # relative tolerance for comparing a scheduler's shift with th
 
 
 def even_levels(num_steps: int) -> list[float]:
-    """Return the levels 1, (N - 1)/N, ..., 1/N for N = num_steps, before the timestep shift. The final 0 is omitted."""
+    """Return the levels 1, (N - 1)/N, ..., 1/N for N = num_steps, before the timestep shift."""
     return [(num_steps - k) / num_steps for k in range(num_steps)]
 
 
@@ -30,9 +30,9 @@ def build_even_scheduler(
 ) -> Any | None:
     """Return a FlowMatchEulerDiscreteScheduler with evenly spaced noise levels, to which `shift` is applied.
 
-    The levels are evenly spaced only if the pipeline runs exactly `num_steps` steps. Timesteps are not rounded.
+    The pipeline must run exactly `num_steps` steps.
     stochastic_sampling: add noise to the predicted clean latents in each step except the last, instead of taking Euler
-    steps. Returns None if there is no scheduler with these levels, which happens only for large shifts and many steps.
+    steps. Returns None if there is no scheduler with these levels, as for large shifts and many steps.
     """
     own_shift = _scheduler_shift(shift, num_steps, num_train_timesteps)
     if own_shift is None:
@@ -49,7 +49,7 @@ def build_even_scheduler(
 def find_even_shift(config: Any, num_steps: int) -> float | None:
     """Return the `shift` argument with which `build_even_scheduler` built the scheduler of this config.
 
-    Returns None if `build_even_scheduler` did not build the scheduler, or built it for another number of steps.
+    Returns None for any other scheduler, including one that was built for another number of steps.
     """
     last, own_shift = config["shift_terminal"], config.get("shift")
     if own_shift is None or num_steps == 1:

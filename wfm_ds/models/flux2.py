@@ -55,8 +55,7 @@ GUIDANCE_SCALE_KEY = "guidance_scale"  # argument of the pipeline call: embedded
 class Flux2(DiffusionModel):
     """FLUX.2. The network receives sigma as its timestep, and returns the velocity.
 
-    The network rounds timestep and embedded guidance to the compute dtype. The text encoder is Qwen3 (klein) or
-    Mistral3 (dev).
+    The text encoder is Qwen3 (klein) or Mistral3 (dev).
     """
 
     family = "flux2"
@@ -74,13 +73,12 @@ class Flux2(DiffusionModel):
     block_classes = (Flux2TransformerBlock, Flux2SingleTransformerBlock)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Construct the model. Raises ModelError if the guidance scale in call.json is invalid."""
+        """Raise ModelError if the guidance scale in call.json is invalid."""
         super().__init__(*arguments, **options)
         if self.config.guidance_embeds and self.embedded_guidance is None:
             self.embedded_guidance = self.read_embedded_guidance()
 
     def read_embedded_guidance(self) -> float:
-        """Return the embedded guidance scale from call.json, or the default of the pipeline call."""
         scale = read_call_json(self.path).get(
             GUIDANCE_SCALE_KEY, pipeline_call_default(self.pipeline, GUIDANCE_SCALE_KEY)
         )
@@ -94,7 +92,7 @@ class Flux2(DiffusionModel):
 
     @classmethod
     def component_overrides(cls, folder: Path) -> dict[str, Any]:
-        """Return FLUX.2-dev's tokenizer, which replaces the processor, because the processor needs torchvision."""
+        """Return FLUX.2-dev's tokenizer as replacement for its processor, because the processor needs torchvision."""
         _, name = read_json(folder / "model_index.json")["tokenizer"]
         if not str(name).endswith("Processor"):
             return {}
@@ -108,11 +106,7 @@ class Flux2(DiffusionModel):
 
     @classmethod
     def default_guidance_scale(cls, index: Mapping[str, Any], call: Mapping[str, Any]) -> float:
-        """Return the default guidance scale.
-
-        It is 1 (no classifier-free guidance) for distilled FLUX.2-klein and for FLUX.2-dev, which has embedded guidance
-        instead. For FLUX.2-klein base, it is the default of the pipeline call.
-        """
+        """Return the default guidance scale, which is 1 for models that are distilled or have embedded guidance."""
         unguided = index.get("is_distilled") or index["_class_name"] == "Flux2Pipeline"
         return 1.0 if unguided else super().default_guidance_scale(index, call)
 
@@ -158,10 +152,7 @@ class Flux2(DiffusionModel):
         return vae.decode_raw(self.pipeline.vae, torch.pixel_shuffle(latents * std + mean, PATCH_SIZE))
 
     def _patch_statistics(self) -> tuple[Tensor, Tensor]:
-        """Return the mean and std of patches from the VAE's batch norm, each float32 [1, patch channels, 1, 1].
-
-        A patch consists of 2 x 2 VAE latents, so it has four times as many channels as the VAE.
-        """
+        """Return the mean and std in the VAE's batch norm, each float32 [1, 4 * VAE channels, 1, 1]."""
         network = self.pipeline.vae
         mean, variance = (v.float().view(1, -1, 1, 1) for v in (network.bn.running_mean, network.bn.running_var))
         return mean, torch.sqrt(variance + network.config.batch_norm_eps)
@@ -183,14 +174,10 @@ class Flux2(DiffusionModel):
         return velocity.transpose(1, 2).reshape(count, -1, h, w).float()
 
     def _guidance_input(self, sigma: Tensor) -> Tensor | None:
-        """Return the embedded guidance scale of each sample, float32 [batch]. Returns None for FLUX.2-klein."""
         return None if self.embedded_guidance is None else torch.full_like(sigma, self.embedded_guidance)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:
-        """Return (4 C, H / (2 f), W / (2 f)) for H x W pixels, VAE scale factor f and C VAE channels.
-
-        Latents of this family are patches of 2 x 2 VAE latents.
-        """
+        """Return (4 C, H / (2 f), W / (2 f)) for H x W pixels, VAE scale factor f and C VAE channels."""
         require_image(self.family, num_frames)
         multiple = PATCH_SIZE * self.pipeline.vae_scale_factor
         require_multiples(height, width, multiple)
@@ -200,18 +187,14 @@ class Flux2(DiffusionModel):
         return int(shape[1] * shape[2])
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the pipeline's sigmas and its timestep shift `mu`.
-
-        mu grows with the image size and falls with the number of steps.
-        """
         mu = compute_empirical_mu(self.num_tokens(shape), num_steps)
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         """Return the pipeline call arguments for guidance scale w.
 
-        If the network has embedded guidance, the pipeline's argument `guidance_scale` is the embedded guidance scale,
-        and w must be 1. Raises ModelError for any other w.
+        If the network has embedded guidance, the argument `guidance_scale` is the embedded guidance scale, and any w
+        other than 1 raises ModelError.
         """
         call = super().pipeline_call_kwargs(w, height, width, num_frames)
         if self.embedded_guidance is not None and w != 1:
@@ -222,7 +205,7 @@ class Flux2(DiffusionModel):
 def token_positions(num_text: int, h: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the positions of the text tokens and of the h * w image tokens, int64 [tokens, 4] each.
 
-    The four numbers of a position are image index, row, column and text token index.
+    A position consists of image index, row, column and text token index.
     """
     text = torch.zeros(num_text, 4, dtype=torch.int64, device=device)
     text[:, 3] = torch.arange(num_text, device=device)

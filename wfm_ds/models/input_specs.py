@@ -1,4 +1,4 @@
-"""Specifications of the inputs of a model family, other than text and conditioning frames."""
+"""Specifications of the inputs of model families."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputSpec:
-    """An input of a model family in addition to text and conditioning frames.
-
-    An example is `actions` with shape [number of frames - 1, numbers per action].
-    """
+    """An input of a model family in addition to text and conditioning frames, such as `actions`."""
 
     rank: int  # number of axes of one sample's array; 0 for a scalar
     required: bool = False

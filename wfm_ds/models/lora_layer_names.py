@@ -1,7 +1,4 @@
-"""Layer names in the model authors' code, as tables that map them to diffusers' names.
-
-LoRA files in the layouts of kohya and ComfyUI use these names. Each model family has a table.
-"""
+"""Tables that map diffusers' layer names to the names in the model authors' code, which kohya and ComfyUI use."""
 
 from __future__ import annotations
 
@@ -15,10 +12,7 @@ BLOCK = "{}"  # placeholder for a block number
 
 @dataclass(frozen=True, slots=True)
 class LoraLayerName:
-    """A linear layer in diffusers and its counterpart in the original code.
-
-    The counterpart is a layer, or a slice of a fused layer.
-    """
+    """A linear layer in diffusers, and the corresponding layer, or slice of a fused layer, in the original code."""
 
     diffusers: str  # with BLOCK, such as `blocks.{}.attn1.to_q`
     original: str
@@ -35,36 +29,35 @@ def map_layers(block: str, original: str, layers: Mapping[str, str]) -> tuple[Lo
 
 
 def map_fused_layers(block: str, layers: Sequence[str], original: str) -> tuple[LoraLayerName, ...]:
-    """Map several layers of a diffusers block to one fused layer of the original block.
+    """Map several layers of a diffusers block to equal slices of one fused layer of the original block.
 
-    The fused layer has one slice for each diffusers layer, in the order of `layers`. All slices have the same size.
+    The slices have the order of `layers`.
     """
     return tuple(LoraLayerName(f"{block}.{layer}", original, i, len(layers)) for i, layer in enumerate(layers))
 
 
 @dataclass(frozen=True)
 class LoraNameTable:
-    """The layer names of a model family in diffusers and in the original code, with lookup in both directions."""
+    """The layer names of a model family in diffusers and in the original code."""
 
     names: tuple[LoraLayerName, ...]
 
     def find_original(self, module: str) -> tuple[str, LoraLayerName] | None:
-        """Return (original layer name, table entry) for a diffusers layer, or None if it is not in the table."""
+        """Return (original layer name, table entry) for a diffusers layer, or None if the layer is not in the table."""
         matches = ((p.fullmatch(module), name) for p, name in self._by_diffusers)
         return next(((name.original.format(*match.groups()), name) for match, name in matches if match), None)
 
     def find_members(self, module: str) -> list[str]:
-        """Return the names of the diffusers layers that form an original layer, in the order of its slices.
+        """Return the diffusers layers that form an original layer, in the order of its slices.
 
-        Returns [] if `module` is not an original layer name of this table.
+        Returns [] if `module` is not an original layer name.
         """
         return _find_layers(module, self._by_original)
 
     def find_flat_members(self, flat: str) -> list[str]:
-        """Return the names of the diffusers layers for a kohya name.
+        """Return the diffusers layers that form a kohya layer, or [] for an unknown name.
 
-        A kohya name is a diffusers name or an original name with underscores instead of dots. Returns [] for an unknown
-        name.
+        A kohya name is a diffusers name or an original name with underscores instead of dots.
         """
         return _find_layers(flat, self._by_flat_diffusers)[:1] or _find_layers(flat, self._by_flat_original)
 

@@ -1,4 +1,4 @@
-"""The noise levels (sigmas) of a model, computed by the scheduler of its pipeline."""
+"""The noise levels (sigmas) of a model, computed by its pipeline's scheduler."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ SIGMA_ERROR = 1e-6  # maximum rounding error of sigmas, which diffusers computes
 
 
 class NoiseSchedule(PixelCodec):
-    """Computes the sigmas and the timestep shift of a model. For some schedulers, both depend on the latents' size."""
+    """Computes the sigmas and the timestep shift of a model. Some schedulers use the size of the latents."""
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
-        """Return the sigmas of the pipeline's scheduler for latents of this shape.
+        """Return the scheduler's sigmas for latents of this shape.
 
-        The result is float64 [num_steps + 1] on the CPU, decreasing from at most 1 to 0. Raises ModelError if the
+        The result is float64 [num_steps + 1] on the CPU and decreases from at most 1 to 0. Raises ModelError if the
         scheduler's sigmas do not decrease like this.
         """
         if num_steps < 1:
@@ -70,21 +70,20 @@ class NoiseSchedule(PixelCodec):
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
         """Return additional arguments for scheduler.set_timesteps, as the diffusers pipeline passes them.
 
-        If the arguments contain `sigmas`, the scheduler applies its timestep shift to these values, and
-        num_inference_steps is not passed.
+        If they contain `sigmas`, num_inference_steps is not passed, and the scheduler applies its timestep shift to
+        `sigmas`.
         """
         return {}
 
     @property
     def default_solver(self) -> str:
-        """The solver that fits the scheduler: `dpm2` if the scheduler's solver_order exceeds 1, otherwise `ode`."""
         return "dpm2" if self.pipeline.scheduler.config.get("solver_order", 1) > 1 else "ode"
 
     def flow_shift(self, sampling: SamplingRecipe) -> float:
         """Return the scheduler's timestep shift s, which maps q in [0, 1] to sigma = s * q / (1 + (s - 1) * q).
 
-        If the shift depends on the size or the number of steps, it is computed for the recipe's size and eval_steps.
-        Raises ModelError if the scheduler has no such shift.
+        If s depends on size or number of steps, it is computed for the recipe's size and eval_steps. Raises ModelError
+        if the scheduler has no such shift.
         """
         shape = self.latent_shape(sampling.height, sampling.width, sampling.num_frames)
         shift = self._scheduler_shift(sampling.eval_steps, shape)

@@ -1,4 +1,4 @@
-"""Qwen-Image: text embeddings of Qwen2.5-VL, a video VAE for single frames, and rescaled guidance."""
+"""Qwen-Image. The text encoder is Qwen2.5-VL, and the VAE is a video VAE that encodes single frames."""
 
 from __future__ import annotations
 
@@ -57,10 +57,6 @@ class QwenImage(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Name patterns of the last block's text query and text output layers.
-
-        These layers have no gradient, because the network does not use the last block's text output.
-        """
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
 
@@ -75,7 +71,7 @@ class QwenImage(DiffusionModel):
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Return {prompt_embeds: [batch, tokens, channels], prompt_embeds_mask: int64 [batch, tokens]}.
 
-        The number of tokens is that of the longest prompt in the batch.
+        The longest prompt in the batch determines the number of tokens.
         """
         embeds, mask = self.call_encode_prompt(prompts)
         if mask is None:  # no padding
@@ -83,7 +79,6 @@ class QwenImage(DiffusionModel):
         return {EMBEDS: embeds, MASK: mask}
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape without batch axis} of the tensors from `encode_text` for a text of maximum length."""
         length = self.max_sequence_length
         return {EMBEDS: (length, self.config.joint_attention_dim), MASK: (length,)}
 
@@ -110,7 +105,7 @@ class QwenImage(DiffusionModel):
         return unpack_latents(velocity, h, w).float()
 
     def combine_guidance(self, cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
-        """Apply guidance, then rescale each token so that it has the same norm as in `cond`, as diffusers does."""
+        """Apply guidance, then rescale each token to its norm in `cond`, as diffusers does."""
         guided = pack_latents(super().combine_guidance(cond, uncond, scale))
         norms = pack_latents(cond).norm(dim=-1, keepdim=True) / guided.norm(dim=-1, keepdim=True)
         return unpack_latents(guided * norms, *cond.shape[2:])
@@ -126,21 +121,17 @@ class QwenImage(DiffusionModel):
         return int(shape[1] // PATCH_SIZE * (shape[2] // PATCH_SIZE))
 
     def sigmas(self, num_steps: int, shape: Sequence[int]) -> Tensor:
-        """Return the pipeline's sigmas. For one step, return [1, 0], because the scheduler would divide by zero."""
+        # The scheduler divides by zero for one step.
         return torch.tensor([1.0, 0.0], dtype=torch.float64) if num_steps == 1 else super().sigmas(num_steps, shape)
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the pipeline's sigmas and its timestep shift `mu`, which grows with the image size."""
         config = self.pipeline.scheduler.config
         limits = [config[name] for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")]
         mu = calculate_shift(self.num_tokens(shape), *limits)
         return {"sigmas": np.linspace(1.0, 1 / num_steps, num_steps), "mu": mu}
 
     def text_call_kwargs(self) -> dict[str, Any]:
-        """Return the pipeline call arguments that affect prompt encoding.
-
-        They include a negative prompt, because without it the pipeline would disable guidance.
-        """
+        # Without a negative prompt, the pipeline would disable guidance.
         return {**super().text_call_kwargs(), NEGATIVE_PROMPT_KEY: self.resolve_negative_prompt()}
 
 

@@ -1,4 +1,4 @@
-"""Find the model family of a pipeline and load the pipeline. Families in this folder need no registration."""
+"""Finds the model family of a pipeline and loads the pipeline."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ UNSUPPORTED_PIPELINES = {
 
 @cache
 def model_families() -> dict[str, type[DiffusionModel]]:
-    """Return {family name: class} of all concrete DiffusionModel subclasses in this package."""
+    """Return {family name: class} for all model families in this package."""
     by_name: dict[str, type[DiffusionModel]] = {}
     for info in pkgutil.iter_modules(models.__path__, f"{models.__name__}."):
         module = importlib.import_module(info.name)
@@ -110,12 +110,10 @@ def import_user_family(path: str, folder: Path, pipeline_class: Any) -> type[Dif
 def resolve_pipeline(
     path: str | Path, user_family: str | None = None, revision: str | None = None, *, weights: bool = True
 ) -> Path:
-    """Return the folder of a supported pipeline.
+    """Return the folder of a supported pipeline, after downloading its missing files.
 
-    path: a local folder, `tiny:FAMILY` for a tiny pipeline (created in the cache), or `owner/name` on the Hub (missing
-    files are downloaded to the Hub cache).
-    user_family: the recipe's model.family. revision: branch, tag or commit on the Hub.
-    weights: whether to download weights in addition to other files.
+    path: a local folder, `tiny:FAMILY` for a tiny pipeline (created in the cache), or `owner/name` on the Hub.
+    user_family: the recipe's model.family. weights: whether to download weights.
     Raises ModelError if the folder is missing, unreadable or not a supported pipeline, or if the download fails.
     """
     folder = locate_pipeline(path, user_family, revision)
@@ -160,10 +158,7 @@ def get_tiny_folder(family: str) -> Path:
 
 
 def build_tiny_folder(family: str, folder: Path) -> None:
-    """Write the folder of a tiny model.
-
-    In distributed runs, a subprocess writes the folder, because transformers saves files only on rank 0.
-    """
+    # In distributed runs, transformers saves files only on rank 0, so a subprocess writes them.
     if not torch.distributed.is_initialized():
         tiny.write_tiny_model(family, folder)
         return
@@ -174,16 +169,12 @@ def build_tiny_folder(family: str, folder: Path) -> None:
 
 
 def tiny_cache_key() -> str:
-    """Return a key that changes with the code of the tiny models and with the versions of wfm_ds and its libraries."""
     code = hashlib.blake2b(b"".join(path.read_bytes() for path in tiny.source_files()), digest_size=4).hexdigest()
     return f"{wfm_ds.__version__}-diffusers-{diffusers.__version__}-transformers-{transformers.__version__}-{code}"
 
 
 def publish_folder(source: Path, folder: Path) -> None:
-    """Rename `source` to `folder`.
-
-    If another process has already created `folder`, this function does nothing, because the contents are the same.
-    """
+    """Rename `source` to `folder`. Does nothing if another process has already created `folder`."""
     try:
         source.rename(folder)
     except OSError:
@@ -211,15 +202,13 @@ def load_model(
 
     vae_dtype: dtype of the VAE's weights and computation. Latents and pixels are always float32. Text encoders are
     bfloat16 on CUDA if the denoiser is bfloat16, and otherwise float32.
-    user_family: a user's family class, as `package.module:Class`.
-    revision: branch, tag or commit on the Hub.
+    user_family: a user's family class, as `package.module:Class`. revision: branch, tag or commit on the Hub.
     max_sequence_length, prompt_template, embedded_guidance: None selects the value in call.json or, if it is missing,
     the default of the diffusers pipeline.
     guardrail: "stock" keeps the pipeline's safety checker, "off" disables it.
-    mapped: keep the denoiser memory-mapped on the CPU in its stored dtype, shared by all processes of the machine. The
-    training engine later copies it to the device (engine/preparation.py).
-    fps: frames per second of all videos. Some networks are conditioned on it.
-    inputs: names of the inputs that every sample provides (data.inputs in recipes).
+    mapped: keep the denoiser memory-mapped on the CPU in its stored dtype, shared by all processes of the machine.
+    fps: frames per second of all videos. inputs: names of the inputs that every sample provides (data.inputs in
+    recipes).
     Raises ModelError if files are missing or damaged, or if the pipeline or a setting is not supported.
     """
     folder, device = resolve_pipeline(path, user_family, revision), torch.device(device)
@@ -281,7 +270,7 @@ def check_embedded_guidance(family: type[DiffusionModel], folder: Path, scale: f
 
 
 def randomize_denoiser(model: DiffusionModel, seed: int) -> None:
-    """Replace the denoiser's weights by random initial weights of the same dtype. seed: random seed."""
+    """Replace the denoiser's weights by random initial weights of the same dtype."""
     with temporary_seed(derive_seed(seed, "denoiser_init")):
         for part in model.denoiser_components:
             network: Any = getattr(model.pipeline, part)

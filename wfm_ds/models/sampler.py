@@ -1,9 +1,7 @@
-"""Sampling of images or videos from prompts and noise seeds, for rollouts, validation and `wfm generate`.
+"""Samples images or videos from prompts and noise seeds, for rollouts, validation and `wfm generate`.
 
-Each forward pass of the denoiser is counted under a purpose, such as rollout or validation. An optional check verifies
-that all ranks run the same forward passes. On a GPU, latents are decoded on a separate CUDA stream, in parallel with
-work that is queued later. Decoding on this stream has not been run on a GPU yet; tests check the order of the CUDA
-calls.
+On a GPU, latents are decoded on a separate CUDA stream. Decoding on this stream has not been run on a GPU yet; tests
+check the order of the CUDA calls.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ UNCONDITIONAL = "uncond"  # purpose of the unconditional forward passes in train
 
 
 class DenoiseFunction(Protocol):
-    """Signature of DiffusionModel.denoise. Returns the velocity eps - x0 in float32, in the shape of the latents."""
+    """Signature of DiffusionModel.denoise."""
 
     def __call__(
         self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
@@ -62,7 +60,7 @@ class CountingForward:
     ) -> None:
         """engine: if set, it checks before each forward pass that all ranks run the same forward pass.
 
-        one_size: whether all replicas use the same height and width. If True, the check also compares the sizes.
+        one_size: whether all replicas use the same height and width, so that the check also compares the sizes.
         """
         self._denoise, self._engine, self._one_size = denoise, engine, one_size
         self.counts: Counter[str] = Counter()
@@ -78,7 +76,7 @@ class CountingForward:
         """Predict the velocity with the active policy. Returns float32 in the shape of the latents.
 
         latents: [batch, ...]. sigma: [batch]. conditioning: {name: tensor [batch, ...]}.
-        expert: index of the expert network, for models with two experts. None: the model selects the expert by sigma.
+        expert: index of the expert network, for models with two experts. None: sigma determines the expert.
         """
         self.counts[purpose] += 1
         self.num_samples[purpose] += len(sigma)
@@ -99,7 +97,7 @@ class PendingPixels:
 
     @property
     def is_pending(self) -> bool:
-        """Whether decoding may still be running on the GPU. If so, the caller can do other work before `wait`."""
+        """Whether decoding may still be running on the GPU."""
         return self.done_event is not None
 
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
@@ -118,7 +116,7 @@ class PendingPixels:
 
 @functools.cache
 def get_decode_stream(device: torch.device) -> Any:
-    """Return the CUDA stream for decoding on this GPU. The first call creates it. Returns None for a CPU."""
+    """Return the CUDA stream for decoding on this GPU, or None for a CPU."""
     cuda: Any = torch.cuda  # torch.cuda streams and events are untyped
     return cuda.Stream(device) if device.type == "cuda" else None
 
@@ -145,7 +143,7 @@ def run_on_decode_stream(device: torch.device, latents: Tensor) -> Iterator[Any]
 
 @dataclass(frozen=True, slots=True)
 class GuidanceConditioning:
-    """Positive conditioning of B samples and, if guidance is used, their negative conditioning."""
+    """Positive conditioning of a batch of samples and, if guidance is used, their negative conditioning."""
 
     positive: Conditioning
     negative: Conditioning | None  # None: no guidance
@@ -173,21 +171,17 @@ class Sampler:
     settings: SamplingRecipe
     forward: ForwardFunction
     max_joint_rows: Mapping[str, int] = field(default_factory=dict)
-    """{purpose: maximum number of rows in a joint forward pass}. A joint forward pass has two rows per sample, one with
-    positive and one with negative conditioning. `generate` runs two separate forward passes if there would be more rows
-    or if the purpose has no entry."""
+    """{purpose: maximum number of rows in a joint forward pass, which has two rows per sample}. If there would be more
+    rows, or if the purpose has no entry, `generate` runs two separate forward passes."""
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
-        """Shape of one sample's latents: (channels, [latent frames,] h, w). Raises ValueError if it is unsupported."""
+        """Latent shape of one sample: (channels, [latent frames,] h, w). Raises ValueError for an unsupported size."""
         size = self.settings
         return self.model.latent_shape(size.height, size.width, size.num_frames)
 
     def evaluation_plan(self) -> SamplingPlan:
-        """Return the sampling plan for validation and `wfm generate`. Raises ModelError for unsupported sigmas.
-
-        The plan is deterministic unless the recipe sets `sampling.eval_solver: cps`.
-        """
+        """Return the sampling plan for validation and `wfm generate`. Raises ModelError for unsupported sigmas."""
         sigmas = self.model.evaluation_sigmas(self.settings)
         if self.eval_solver == "cps":
             return stochastic_plan("cps", sigmas, noise_level=CPS_EVAL_NOISE)
@@ -195,7 +189,6 @@ class Sampler:
 
     @property
     def eval_solver(self) -> str:
-        """The solver for validation and `wfm generate`: the recipe's eval_solver, or the default if it is not set."""
         default = self.model.default_solver if self.settings.eval_grid == "stock" else "ode"
         return self.settings.eval_solver or default
 
@@ -258,10 +251,9 @@ class Sampler:
     def predict_joint_velocity(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditions: GuidanceConditioning, expert: int
     ) -> Tensor:
-        """Predict the velocity with guidance in one joint forward pass.
+        """Predict the velocity with guidance in one forward pass, which has two rows per sample.
 
-        The batch has two rows per sample, one conditional and one unconditional. The result may differ from the result
-        of `predict_velocity` by rounding errors. Guidance must be enabled for this expert network.
+        The result may differ from `predict_velocity` by rounding errors. The expert must use guidance.
         """
         both = torch.cat([latents] * 2), torch.cat([sigma] * 2), conditions.join_halves(self.model)
         conditional, unconditional = self.forward(purpose, *both, expert).chunk(2)
@@ -277,7 +269,6 @@ class Sampler:
     ) -> GuidanceConditioning:
         """Encode prompts, inputs and conditioning frames. If guidance is used, also encode negative prompts.
 
-        Positive and negative conditioning contain the same inputs and conditioning frames.
         shape: shape of one sample's latents. Default: latent_shape.
         guided: whether guidance is used. Default: whether the recipe enables guidance for any expert.
         """
@@ -289,7 +280,7 @@ class Sampler:
         return GuidanceConditioning(positive | shared, None if negative is None else negative | shared)
 
     def encode_texts(self, texts: Sequence[PromptText], shape: Sequence[int] | None = None) -> Conditioning:
-        """Format and encode texts. shape: shape of one sample's latents. Default: latent_shape."""
+        """Format and encode texts. shape: shape of one sample's latents (default: latent_shape)."""
         return self.text_cache.encode(self.format_prompts(texts, shape))
 
     def format_prompts(self, texts: Sequence[PromptText], shape: Sequence[int] | None = None) -> list[Text]:
@@ -301,10 +292,7 @@ class Sampler:
         conditional_frames: ConditioningFrames | None,
         shape: Sequence[int] | None = None,
     ) -> Conditioning:
-        """Encode the samples' inputs and conditioning frames.
-
-        shape: shape of one sample's latents. Default: latent_shape.
-        """
+        """Encode inputs and conditioning frames. shape: shape of one sample's latents (default: latent_shape)."""
         conditioning: Conditioning = {}
         if any(inputs):
             conditioning |= self.model.encode_inputs(inputs, self.settings.num_frames, self.pixel_size(shape))
@@ -313,7 +301,7 @@ class Sampler:
         return conditioning
 
     def pixel_size(self, shape: Sequence[int] | None) -> tuple[int, int]:
-        """Return (height, width) in pixels. shape: shape of one sample's latents, by default latent_shape."""
+        """Return (height, width) in pixels. shape: shape of one sample's latents (default: latent_shape)."""
         size, (*_, h, w) = self.settings, self.latent_shape
         height, width = (h, w) if shape is None else shape[-2:]
         return height * size.height // h, width * size.width // w
@@ -322,8 +310,8 @@ class Sampler:
         """Decode the latents of a batch. Return (samples, finite).
 
         samples: uint8 [batch, height, width, 3] for images, [batch, frames, height, width, 3] for videos.
-        finite: one flag per sample. A flag is False if the sample's latents contain non-finite values. All latents of
-        such a sample are replaced by zeros before decoding, so the decoded sample must not be scored.
+        finite: one flag per sample. If a sample's latents contain non-finite values, its flag is False and the decoded
+        sample must not be scored.
         """
         return self.start_decoding(latents).wait()
 
@@ -346,10 +334,9 @@ class Sampler:
         return PendingPixels(levels, finite, done)
 
     def decode_batch_size(self, shape: Sequence[int]) -> int:
-        """Return the number of samples to decode together. shape: shape of one sample's latents.
+        """Return how many samples to decode together, so that decoding needs less memory than the denoiser.
 
-        The number is small enough that decoding needs less memory than the denoiser. Small samples are decoded in
-        larger batches, because decoding them one by one would not fully use a GPU.
+        shape: shape of one sample's latents.
         """
         model, size, (*_, h, w) = self.model, self.settings, self.latent_shape
         if model.device.type == "cpu" and not model.is_video:
@@ -360,9 +347,6 @@ class Sampler:
 
 
 def negative_texts(model: DiffusionModel, settings: SamplingRecipe, prompts: Sequence[Prompt]) -> list[NegativeText]:
-    """Return one negative prompt for each prompt.
-
-    It is the first that is set: the prompt's own negative prompt, the recipe's negative prompt, the family's default.
-    """
+    """Return each prompt's own negative prompt or, if that is not set, the recipe's or else the family's default."""
     texts = [p.negative_text if p.negative_text is not None else settings.negative_prompt for p in prompts]
     return [NegativeText(model.resolve_negative_prompt(text)) for text in texts]

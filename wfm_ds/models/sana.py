@@ -1,4 +1,4 @@
-"""SANA 1.0 and 1.5: a deep-compression VAE, the text encoder Gemma-2, and linear attention."""
+"""SANA 1.0 and 1.5. The text encoder is Gemma-2."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ LORA_NAMES = (
 class Sana(DiffusionModel):
     """SANA. The network receives the timestep num_train_timesteps * sigma * timestep_scale and returns the velocity.
 
-    The timestep is not rounded. An instruction (pipeline call argument `complex_human_instruction`) is prepended to
-    prompts, but not to negative prompts.
+    The instruction `complex_human_instruction` is prepended to prompts, but not to negative prompts.
     """
 
     family = "sana"
@@ -51,7 +50,7 @@ class Sana(DiffusionModel):
     prompt_templates = ("stock", "none")
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Construct the model. Raises ModelError if the instruction in call.json is invalid."""
+        """Raise ModelError if the instruction in call.json is invalid."""
         super().__init__(*arguments, **options)
         self.instruction = self.resolve_instruction()
 
@@ -68,8 +67,8 @@ class Sana(DiffusionModel):
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Return {prompt_embeds: [B, n, channels], prompt_attention_mask: int64 [B, n]} for B prompts.
 
-        n is max_sequence_length. The instruction and the prompt are encoded as one text. As in diffusers, the result
-        contains only the first token and the last n - 1 tokens of this text.
+        n is max_sequence_length. The result contains only the first token and the last n - 1 tokens of instruction and
+        prompt.
         """
         return self.encode_with_instruction(self.instruction, prompts)
 
@@ -92,7 +91,6 @@ class Sana(DiffusionModel):
         return self.predict_velocity(latents, time, conditioning)
 
     def predict_velocity(self, latents: Tensor, time: Tensor, conditioning: Conditioning) -> Tensor:
-        """Call the network with the float32 timesteps `time`. Return the velocity in float32."""
         output: Tensor = self.denoiser(
             hidden_states=latents.to(self.dtype),
             encoder_hidden_states=conditioning["prompt_embeds"].to(self.dtype),
@@ -118,8 +116,5 @@ class Sana(DiffusionModel):
         return {**super().text_call_kwargs(), INSTRUCTION: self.instruction}
 
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
-        """Return the pipeline call arguments, with resolution binning disabled.
-
-        With resolution binning, the pipeline would generate an image of a different size and resize it.
-        """
+        # Resolution binning would generate an image of another size and resize it.
         return {**super().pipeline_call_kwargs(w, height, width, num_frames), "use_resolution_binning": False}

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 class SanaVideo(Sana):
     """SANA-Video. The network receives the timestep num_train_timesteps * sigma and returns the velocity.
 
-    Without conditioning frames, the network receives one timestep per sample. With conditioning frames, it receives one
-    timestep per token, which is 0 for the tokens of conditioning frames.
+    With conditioning frames, there is one timestep per token, which is 0 for tokens of conditioning frames.
     """
 
     family = "sana_video"

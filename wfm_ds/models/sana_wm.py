@@ -39,10 +39,7 @@ UNUSED_GATES = ("A_log", "dt_bias", "beta_proj.*", "gate_proj.*")  # softmax blo
 
 
 class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # type: ignore[misc]
-    """The diffusers network with LoRA support. Its camera geometry is computed in advance in float32.
-
-    diffusers would compute the geometry in the network's dtype, and bfloat16 is not accurate enough.
-    """
+    """The diffusers network with LoRA support. It receives camera geometry that is computed in advance in float32."""
 
     def forward(
         self,
@@ -63,10 +60,10 @@ class SanaWMCameraTransformer(SanaWMTransformer3DModel, PeftAdapterMixin):  # ty
 
 
 class SanaWM(DiffusionModel):
-    """SANA-WM. The network receives the timestep num_train_timesteps * sigma and returns the velocity.
+    """SANA-WM. The network receives the timestep int(num_train_timesteps * sigma) and returns the velocity.
 
-    The timestep is 0 on the conditioning frame. The network truncates timesteps to integers. An instruction (pipeline
-    call argument `chi_prompt`) is prepended to prompts, but not to negative prompts.
+    The timestep is 0 on the conditioning frame. The instruction `chi_prompt` is prepended to prompts, but not to
+    negative prompts.
     """
 
     family = "sana_wm"
@@ -86,7 +83,7 @@ class SanaWM(DiffusionModel):
     conditioning_frame_counts = (1,)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Construct the model. Raises ModelError if the instruction in call.json is invalid."""
+        """Raise ModelError if the instruction in call.json is invalid."""
         super().__init__(*arguments, **options)
         self.instruction = self.resolve_instruction()
 
@@ -103,10 +100,6 @@ class SanaWM(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Name patterns of parameters that the network does not use.
-
-        They are the gates in softmax attention blocks and, if the network uses Pluecker coordinates, the ray embedding.
-        """
         config, every = self.config, self.config.softmax_every_n
         softmax = range(every - 1, config.num_layers, every) if every > 0 else ()
         gates = [f"blocks.{i}.attn.{name}" for i in softmax for name in UNUSED_GATES]
@@ -133,7 +126,7 @@ class SanaWM(DiffusionModel):
         return self.encode_tokens(texts, self.max_sequence_length)
 
     def encode_tokens(self, texts: Sequence[str], length: int, head: str = "") -> Conditioning:
-        """Encode each text with the prefix `head`. Return embeddings and mask.
+        """Return embeddings and mask of each text with the prefix `head`.
 
         Prefix and text together are truncated or padded on the right to `length` tokens.
         """
@@ -161,11 +154,9 @@ class SanaWM(DiffusionModel):
 
         raymap [B, T, 20]: camera pose relative to the first pose, and intrinsics, for each latent frame.
         rays [B, tokens, 4, 4]: transform from world to ray coordinates for each token.
-        ray_angles [B, 3, T, h, w]: for each token, the direction of world up in the image (2 numbers), and the angle
-        of the token's ray above the horizon.
+        ray_angles [B, 3, T, h, w]: for each token, the direction of world up in the image (2 numbers), and the angle of
+        the token's ray above the horizon.
         chunk_plucker [B, 6 k, T, h, w]: Pluecker coordinates of all pixel frames, k per latent frame.
-        The network casts these tensors to its dtype. They are computed in float32, because bfloat16 poses have a
-        relative error of 1/256.
         Raises ValueError if the input c2w does not have the shape [num_frames, 4, 4], if intrinsics does not have the
         shape [4] or [num_frames, 4], if one of them is missing, or if a focal length is not positive.
         """
@@ -229,7 +220,7 @@ class SanaWM(DiffusionModel):
 
     @property
     def spatial_compression(self) -> int:
-        """Number of pixels per latent along height and along width."""
+        """Number of pixels per latent along each axis."""
         return int(self.pipeline.vae_spatial_compression_ratio)
 
     def latent_shape(self, height: int, width: int, num_frames: int = 1) -> tuple[int, ...]:

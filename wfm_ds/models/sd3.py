@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5: image latents, text encoders CLIP-L, CLIP-G and optionally T5."""
+"""Stable Diffusion 3 and 3.5. The text encoders are CLIP-L, CLIP-G and optionally T5."""
 
 from __future__ import annotations
 
@@ -44,10 +44,7 @@ UNUSED_TEXT_LAYERS = ("attn.add_q_proj", "attn.norm_added_q")  # text query laye
 
 
 class StableDiffusion3(DiffusionModel):
-    """Stable Diffusion 3. The network receives the timestep num_train_timesteps * sigma and returns the velocity.
-
-    The timestep is not rounded.
-    """
+    """Stable Diffusion 3. The network receives the timestep num_train_timesteps * sigma and returns the velocity."""
 
     family = "sd3"
     pipeline_classes = ("StableDiffusion3Pipeline",)
@@ -66,10 +63,6 @@ class StableDiffusion3(DiffusionModel):
 
     @property
     def unused_parameter_patterns(self) -> tuple[str, ...]:
-        """Name patterns of the last block's text query layers.
-
-        These layers have no gradient, because the network does not use the last block's text output.
-        """
         last = BLOCK.format(self.config.num_layers - 1)
         return tuple(f"{last}.{layer}.*" for layer in UNUSED_TEXT_LAYERS)
 
@@ -120,7 +113,6 @@ class StableDiffusion3(DiffusionModel):
         return int((h // self.config.patch_size) * (w // self.config.patch_size))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the pipeline's timestep shift `mu`, or {} if the shift does not depend on the resolution."""
         config = self.pipeline.scheduler.config
         if not config.get("use_dynamic_shifting"):
             return {}

@@ -1,7 +1,6 @@
-"""One interface for all VAEs: convert pixels to normalized latents and back.
+"""One interface for all VAEs: convert pixels to normalized latents and back, and check sizes.
 
-Pixels and latents are always float32, even if the VAE has another dtype. The VAE's config determines the conversion.
-This module also has the size checks that several families share.
+Pixels and latents are always float32, even if the VAE has another dtype.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ def decode_normalized(vae: Any, latents: Tensor) -> Tensor:
 
 
 def encode_mode(vae: Any, pixels: Tensor) -> Tensor:
-    """Return the mode z of the VAE's posterior, without normalization.
-
-    The mode is deterministic, so latents can be cached.
-    """
+    """Return the mode z of the VAE's posterior, which is deterministic, without normalization."""
     output = vae.encode(pixels.to(vae_dtype(vae)))
     posterior = next(getattr(output, name) for name in POSTERIOR_ATTRIBUTES if hasattr(output, name))
     z: Tensor = posterior if isinstance(posterior, Tensor) else posterior.mode()
@@ -63,27 +59,20 @@ def vae_dtype(vae: Any) -> torch.dtype:
 
 
 def max_batch_size(vae: Any, pixels: int) -> int:
-    """Return the number of samples to encode or decode together. pixels: number of pixels of one sample."""
+    """Return how many samples to encode or decode together. pixels: number of pixels of one sample."""
     budget = MAX_PIXELS_PER_BATCH * torch.float32.itemsize // vae_dtype(vae).itemsize
     return max(1, budget // pixels)
 
 
 def frames_per_decode(vae: Any, num_frames: int) -> int:
-    """Return how many of a video's `num_frames` frames the VAE decodes at the same time.
-
-    The Wan VAE decodes one latent frame at a time. All other VAEs decode the whole video.
-    """
+    """Return how many of a video's `num_frames` frames the VAE decodes at the same time."""
     if isinstance(vae, AutoencoderKLWan):
         return min(num_frames, int(vae.config.scale_factor_temporal))
     return num_frames
 
 
 def latent_shift_and_scale(vae: Any) -> tuple[Tensor | float, Tensor | float]:
-    """Return (shift, scale) of the VAE's latents.
-
-    Image VAEs have one shift and one scale for all channels. Video VAEs have a mean and a std for each channel, stored
-    in the config or in buffers (LTX-2), so their shift and scale are tensors [1, channels, 1, 1, 1].
-    """
+    """Return (shift, scale) of the VAE's latents, which are tensors [1, channels, 1, 1, 1] for video VAEs."""
     settings = dict(vae.named_buffers(recurse=False)) | vae.config
     mean, std = settings.get("latents_mean"), settings.get("latents_std")
     if mean is None or std is None:
@@ -94,7 +83,6 @@ def latent_shift_and_scale(vae: Any) -> tuple[Tensor | float, Tensor | float]:
 
 
 def require_image(family: str, num_frames: int) -> None:
-    """Raise ValueError if num_frames is not 1, because the family only generates images."""
     if num_frames != 1:
         raise ValueError(f"{family} makes images: num_frames must be 1, got {num_frames}")
 
@@ -143,7 +131,7 @@ class PixelCodec(ABC):
         """
 
     def size_multiple(self, num_frames: int = 1) -> int:
-        """Return the number of pixels that height and width must be multiples of."""
+        """Return the number of pixels of which height and width must be multiples."""
 
         def exists(size: int) -> bool:
             try:
@@ -158,8 +146,8 @@ class PixelCodec(ABC):
     def encode_pixels(self, pixels: Tensor) -> Tensor:
         """Encode float32 pixels in [0, 1] to normalized float32 latents.
 
-        Image families encode images [B,3,H,W] to latents [B,C,h,w]. Video families encode videos [B,3,F,H,W] to
-        latents [B,C,T,h,w]. Raises ValueError for other shapes or dtypes.
+        Image families encode images [B,3,H,W] to latents [B,C,h,w]. Video families encode videos [B,3,F,H,W] to latents
+        [B,C,T,h,w]. Raises ValueError for other shapes or dtypes.
         """
         layout, ndim = ("[B,3,F,H,W]", 5) if self.is_video else ("[B,3,H,W]", 4)
         if pixels.ndim != ndim or pixels.shape[1] != 3 or pixels.dtype != torch.float32:
@@ -171,10 +159,7 @@ class PixelCodec(ABC):
         return torch.cat(list(map(self.to_latents, parts)))
 
     def encode_batch_size(self, pixels: Tensor) -> int:
-        """Return the number of samples to encode together.
-
-        Videos are encoded one by one, so that cached latents do not depend on the batch.
-        """
+        """Return how many samples to encode together. It is 1 for videos."""
         if self.is_video:
             return 1
         height, width = pixels.shape[-2:]
@@ -196,14 +181,11 @@ class PixelCodec(ABC):
         return (self.to_pixels(latents.to(self.device)) / 2 + 0.5).clamp(0, 1)
 
     def to_latents(self, pixels: Tensor) -> Tensor:
-        """Encode float32 pixels in [-1, 1] to normalized float32 latents. The pixels must be on the model's device."""
+        """Encode float32 pixels in [-1, 1] on the model's device to normalized float32 latents."""
         return encode_normalized(self.pipeline.vae, pixels)
 
     def to_pixels(self, latents: Tensor) -> Tensor:
-        """Decode normalized float32 latents to float32 pixels, roughly in [-1, 1].
-
-        The latents must be on the model's device.
-        """
+        """Decode normalized float32 latents on the model's device to float32 pixels, roughly in [-1, 1]."""
         return decode_normalized(self.pipeline.vae, latents)
 
     @staticmethod
@@ -217,6 +199,6 @@ class PixelCodec(ABC):
         return np.ascontiguousarray(PixelCodec.quantize_pixels(pixels).cpu().movedim(1, -1).numpy())
 
     def latent_cache_key(self) -> dict[str, Any]:
-        """Return the JSON values that latents from encode_pixels depend on: files and dtype of the VAE."""
+        """Return everything that latents from encode_pixels depend on, except the pixels, as JSON values."""
         dtype = str(next(self.pipeline.vae.parameters()).dtype)
         return {"family": self.family, "parts": fingerprint_folders(self.path, ["vae"]), "dtype": dtype}

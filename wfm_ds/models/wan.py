@@ -1,8 +1,7 @@
-"""Wan 2.1, Wan 2.2 A14B (two experts) and Wan 2.2 TI2V 5B (one timestep per token): videos, UMT5 text, the Wan VAE.
+"""Wan 2.1, Wan 2.2 A14B (two experts) and Wan 2.2 TI2V 5B (one timestep per token). The text encoder is UMT5.
 
-Wan 2.1 and 2.2 A14B have text-to-video and image-to-video networks (wan_image_conditioning.py). In a model with two
-experts, each forward pass runs one expert. If an optimizer step uses only one expert, the gradient of the other expert
-is zero, but Adam still changes that expert, because Adam's moments contain earlier gradients.
+If an optimizer step uses only one of two experts, the gradient of the other expert is zero, but Adam still changes that
+expert, because Adam's moments contain earlier gradients.
 """
 
 from __future__ import annotations
@@ -62,15 +61,11 @@ class Experts(nn.Module):
 
     @property
     def peft_config(self) -> dict[str, Any]:
-        """The LoRA configs {adapter name: config}. They are identical for all experts."""
         config: dict[str, Any] = self.networks[0].peft_config
         return config
 
     def add_adapter(self, config: Any, adapter_name: str = "default") -> None:
-        """Add a separate adapter to each expert.
-
-        The adapters are initialized from torch's global random generator, in the order of the experts.
-        """
+        """Add a separate adapter to each expert, initialized from torch's global random generator."""
         for network in self.networks:
             network.add_adapter(config, adapter_name=adapter_name)
 
@@ -97,7 +92,7 @@ class Experts(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WanVariant:
-    """The properties that differ between Wan pipelines, read from model_index.json and the network configs."""
+    """The properties in which Wan pipelines differ."""
 
     networks: Mapping[str, Any]  # experts by component name, high noise first
     boundary_ratio: float | None  # sigma between the two experts of 2.2 A14B; None: one network
@@ -106,7 +101,7 @@ class WanVariant:
 
 
 def read_variant(pipeline: Any, path: Path) -> WanVariant:
-    """Return the WanVariant of a pipeline. Raises ModelError if it is incomplete or needs unsupported inputs."""
+    """Return the pipeline's WanVariant. Raises ModelError if the pipeline is incomplete or needs unsupported inputs."""
     boundary_ratio: float | None = pipeline.config.get("boundary_ratio")
     networks = {name: network for name in EXPERT_NAMES if (network := getattr(pipeline, name, None)) is not None}
     if (len(networks) == 2) != (boundary_ratio is not None):
@@ -153,9 +148,9 @@ def create_image_conditioner(pipeline: Any, path: Path, configs: Sequence[Any]) 
 class Wan(DiffusionModel):
     """Wan 2.1 and 2.2. The network receives the timestep num_train_timesteps * sigma and returns the velocity.
 
-    The timestep is not rounded. Pipelines with `boundary_ratio` in model_index.json have two experts (2.2 A14B).
-    Pipelines with `expand_timesteps` support a conditioning frame (TI2V). Networks with extra input channels receive a
-    first frame as input and denoise all latent frames.
+    Pipelines with `boundary_ratio` in model_index.json have two experts (2.2 A14B). Pipelines with `expand_timesteps`
+    support a conditioning frame (TI2V). Image-to-video networks receive a first frame as input and denoise all latent
+    frames.
     """
 
     family = "wan"
@@ -170,7 +165,7 @@ class Wan(DiffusionModel):
     is_video = True
 
     def __init__(self, pipeline: Any, path: Path, **options: Any) -> None:
-        """Construct the model. Raises ModelError if the pipeline or max_sequence_length is not supported."""
+        """Raise ModelError if the pipeline or max_sequence_length is not supported."""
         variant = read_variant(pipeline, path)
         self.boundary_ratio = variant.boundary_ratio
         self.has_token_timesteps = variant.expand_timesteps
@@ -274,10 +269,10 @@ class Wan(DiffusionModel):
         return velocity if frames is None else frames.insert_known_velocity(velocity, latents, sigma)
 
     def resolve_expert(self, sigma: Tensor, expert: int | None) -> int:
-        """Return the index of the expert that runs for these sigmas. If `expert` is given, return `expert`.
+        """Return `expert` or, if it is None, the index of the expert that runs for these sigmas.
 
         Raises ValueError if the values of sigma belong to different experts, or not to `expert`. If `expert` is given
-        and sigma is on a GPU, this check is skipped, because it would make the host wait for the GPU.
+        and sigma is on a GPU, the values are not checked.
         """
         if len(self.sigma_ranges) == 1 or (expert is not None and sigma.device.type != "cpu"):
             return expert or 0

@@ -1,7 +1,4 @@
-"""Conditioning of Wan's image-to-video networks on a first frame.
-
-The networks receive the frame through extra input channels. Wan 2.1 also receives CLIP embeddings of the frame.
-"""
+"""Conditioning of Wan's image-to-video networks on a first frame."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ MAX_CACHE_BYTES = 2**30  # on the host: the first frames of about 100 videos wit
 
 
 class ImageConditioner:
-    """Encodes first frames for image-to-video networks. Results are kept in an LRU cache in host memory."""
+    """Encodes first frames for image-to-video networks. Results are cached in host memory."""
 
     def __init__(self, pipeline: Any, *, embeds: bool, max_cache_bytes: int = MAX_CACHE_BYTES) -> None:
         """embeds: whether the network also receives CLIP image embeddings."""
@@ -36,7 +33,6 @@ class ImageConditioner:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The conditioning keys that `encode_frames` returns."""
         return (CHANNELS_KEY, EMBEDS_KEY) if self.embeds else (CHANNELS_KEY,)
 
     def encode_frames(
@@ -54,7 +50,7 @@ class ImageConditioner:
         return {name: copy_to_device(torch.cat([row[name] for row in rows]), device) for name in rows[0]}
 
     def conditioning_shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape} for the tensors from `encode_frames`. The shapes have no batch axis.
+        """Return {name: shape without batch axis} of the tensors from `encode_frames`.
 
         shape: shape [C,T,h,w] of the latents of one video.
         """
@@ -80,10 +76,7 @@ class ImageConditioner:
 
     @torch.no_grad()
     def _encode_frame(self, frame: npt.NDArray[np.uint8], num_frames: int) -> Conditioning:
-        """Encode one frame as the pipeline's prepare_latents and encode_image do.
-
-        The returned tensors are on the host.
-        """
+        """Encode one frame as the pipeline does. The returned tensors are on the host."""
         device = self.pipeline.vae.device
         pixels = copy_to_device(torch.from_numpy(frame), device).permute(2, 0, 1).float() / 255
         clip = pixels.new_zeros(1, 3, num_frames, *pixels.shape[1:])  # grey (0) after the first frame

@@ -1,4 +1,4 @@
-"""Z-Image and Z-Image-Turbo: one sequence of image and text tokens, and text embeddings of Qwen3."""
+"""Z-Image and Z-Image-Turbo. Text embeddings come from Qwen3."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ZImage(DiffusionModel):
     def encode_text(self, prompts: Sequence[str]) -> Conditioning:
         """Return {prompt_embeds: [batch, tokens, channels], prompt_embeds_mask: int64 [batch, tokens]}.
 
-        The number of tokens is that of the longest prompt in the batch.
+        The longest prompt in the batch determines the number of tokens.
         """
         embeds, _ = self.call_encode_prompt(prompts, do_classifier_free_guidance=False)
         masks = [torch.ones(1, len(row), dtype=torch.int64, device=row.device) for row in embeds]
@@ -80,7 +80,6 @@ class ZImage(DiffusionModel):
         )
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return {name: shape without batch axis} of the tensors from `encode_text` for a text of maximum length."""
         return {EMBEDS: (self.max_sequence_length, self.config.cap_feat_dim), MASK: (self.max_sequence_length,)}
 
     def denoise(self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None) -> Tensor:
@@ -104,7 +103,6 @@ class ZImage(DiffusionModel):
         return int(shape[1] // PATCH_SIZE * (shape[2] // PATCH_SIZE))
 
     def schedule_arguments(self, shape: Sequence[int], num_steps: int) -> dict[str, Any]:
-        """Return the pipeline's sigmas and its timestep shift `mu`, which grows with the image size."""
         config = self.pipeline.scheduler.config
         defaults = {"base_image_seq_len": 256, "max_image_seq_len": 4096, "base_shift": 0.5, "max_shift": 1.15}
         limits = [config.get(name, default) for name, default in defaults.items()]
@@ -114,6 +112,6 @@ class ZImage(DiffusionModel):
     def pipeline_call_kwargs(self, w: float, height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
         """Return the pipeline call arguments for guidance scale w.
 
-        guidance_scale is w - 1, because this pipeline computes cond + guidance_scale * (cond - uncond).
+        The pipeline computes cond + guidance_scale * (cond - uncond), so guidance_scale is w - 1.
         """
         return super().pipeline_call_kwargs(w - 1, height, width, num_frames)

@@ -1,7 +1,4 @@
-"""Z-Image's network with a `forward` for batched tensors. In diffusers, `forward` takes and returns lists of samples.
-
-This version does not read tensor values. It therefore never waits for a GPU, and it works on the meta device.
-"""
+"""Z-Image's network for batched tensors. It does not read tensor values, so it never waits for a GPU."""
 
 from __future__ import annotations
 
@@ -20,8 +17,8 @@ PATCH_LAYERS = f"{PATCH_SIZE}-1"  # name of the layers for this patch size and o
 class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
     """The diffusers network with a `forward` for batched tensors instead of lists of samples.
 
-    A sequence consists of image tokens and text tokens. Learned padding tokens extend both to a multiple of 32. Image
-    tokens have positions after the padded text, so they depend on the text length.
+    Learned padding tokens extend image tokens and text tokens to a multiple of 32 each. Positions of image tokens
+    depend on the text length.
     """
 
     def forward(
@@ -78,8 +75,7 @@ class BatchedZImage(ZImageTransformer2DModel):  # type: ignore[misc]
     def _text_tokens(self, embeds: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """Return text tokens, including padding tokens, and their rotary embeddings, each [batch, tokens, channels].
 
-        embeds: [batch, tokens, channels]. length: [batch], number of tokens without padding. Padding tokens have the
-        positions after the last text token.
+        embeds: [batch, tokens, channels]. length: [batch], number of tokens without padding.
         """
         embeds = functional.pad(embeds, (0, 0, 0, -embeds.shape[1] % SEQ_MULTI_OF))
         index = torch.arange(embeds.shape[1], device=embeds.device)
@@ -108,13 +104,12 @@ def patchify(latents: Tensor) -> Tensor:
 
 
 def unpatchify(patches: Tensor, h: int, w: int) -> Tensor:
-    """Convert patches from `patchify` back to latents [B,C,h,w]."""
     rows = patches.reshape(len(patches), h // PATCH_SIZE, w // PATCH_SIZE, PATCH_SIZE, PATCH_SIZE, -1)
     return rows.permute(0, 5, 1, 3, 2, 4).reshape(len(patches), -1, h, w)
 
 
 def position_grid(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Return positions (0, row, column), int64 [rows * columns, 3], created on the device."""
+    """Return positions (0, row, column), int64 [rows * columns, 3]."""
     positions = torch.zeros(rows, columns, 3, dtype=torch.int64, device=device)
     positions[..., 1] = torch.arange(rows, device=device)[:, None]
     positions[..., 2] = torch.arange(columns, device=device)

@@ -1,7 +1,4 @@
-"""An HTML page of generated samples, stored next to the sample files.
-
-It has no scripts, loads nothing from the network, and uses links relative to its folder.
-"""
+"""An HTML page of generated samples, without scripts, stored next to the sample files."""
 
 from __future__ import annotations
 

@@ -21,13 +21,10 @@ Curve = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True, slots=True)
 class ChartAxes:
-    """Ranges of the axes of a chart."""
-
     x: tuple[int, int]
     y: tuple[float, float]
 
     def position(self, x: float, y: float) -> tuple[float, float]:
-        """Return the pixel (x, y) of a point in the chart."""
         (left, right), (bottom, top) = self.x, self.y
         return MARGIN + WIDTH * (x - left) / (right - left), MARGIN + HEIGHT * (top - y) / (top - bottom)
 
@@ -40,8 +37,8 @@ def chart_html(
 ) -> str:
     """Return HTML: a line chart, and a legend with each curve's first and last value.
 
-    curves: {label: curve}. Together, the curves must have at least two different x values. half_widths: {label: half
-    the width of the confidence interval at each point, or None for a point without interval}.
+    curves: {label: curve}, with at least two different x values in total. half_widths: {label: half the width of the
+    confidence interval at each point, or None for a point without interval}.
     """
     numbers = sorted({x for points in curves.values() for x, _ in points})
     axes = ChartAxes((numbers[0], numbers[-1]), y_range)

@@ -1,7 +1,4 @@
-"""Image and video files: PNG and MP4 for users and tools, GIF for pages that show only images, and image grids.
-
-All images are uint8 [H,W,3] and all videos uint8 [T,H,W,3].
-"""
+"""Image and video files: PNG, MP4, animated GIF, and image grids."""
 
 from __future__ import annotations
 
@@ -26,8 +23,7 @@ VideoArray: TypeAlias = npt.NDArray[np.uint8]
 Color: TypeAlias = tuple[int, int, int]
 """Red, green and blue, 0 to 255."""
 
-# x264 quality without visible loss. B-frames are off: with B-frames, the same frames gave different bytes in about one
-# of a hundred small files (the assembler code reads uninitialised memory).
+# x264 quality without visible loss. No B-frames: with B-frames, equal frames can give different bytes.
 X264_OPTIONS = {"crf": "18", "bf": "0"}
 ENCODER_THREADS = 4  # constant, so that the bytes do not depend on the number of cores
 BT709 = 1  # ITU-T H.273 code of HD video for primaries, transfer and matrix; without it, players guess by the size
@@ -39,7 +35,6 @@ INK: Color = (0, 0, 0)
 
 
 def enlarge_image(image: ImageArray, scale: int) -> ImageArray:
-    """Repeat every pixel `scale` times in both directions, so that small images stay sharp."""
     return image.repeat(scale, axis=0).repeat(scale, axis=1)
 
 
@@ -106,15 +101,13 @@ def _truncate_text(
 
 
 def save_png(path: Path, image: ImageArray) -> None:
-    """Write an image as a PNG file. Raises OSError if writing fails."""
     Image.fromarray(image).save(path, format="PNG")
 
 
 def save_mp4(path: Path, video: VideoArray, fps: float) -> None:
     """Write an H.264 video in yuv420p with BT.709 colours, which every browser and player supports.
 
-    Writing the same frames twice gives identical files. yuv420p has one colour per 2 x 2 pixels, so odd sizes are
-    padded by repeating the last row or column. Raises OSError if writing fails.
+    Odd sizes are padded by repeating the last row or column. Raises OSError if writing fails.
     """
     height, width = video.shape[1:3]
     odd = ((0, height % 2), (0, width % 2), (0, 0))

@@ -1,8 +1,4 @@
-"""Measurements of a step: statistics of its loss terms, and the time and memory of each phase.
-
-On a GPU, a phase is measured by two CUDA events, including time in which the GPU is idle. The host's clock would be
-wrong, because the host queues GPU work without waiting for it.
-"""
+"""Measurements of a step: statistics of its loss terms, and the time and memory of each phase."""
 
 from __future__ import annotations
 
@@ -26,9 +22,9 @@ MEMORY_TAG = "perf/peak_memory_gib"
 class Meter:
     """Weighted statistics of a step over the loss terms of all replicas.
 
-    Statistics are means, with two exceptions: a statistic whose name ends in `_std` is a population standard deviation,
-    and one whose name contains the word `max` (`x_max`, `x_max_abs_dev`) is a maximum. Every rank must add the same
-    names in the same order. Statistics with total weight 0 are omitted from the result.
+    A statistic is a population standard deviation if its name ends in `_std`, a maximum if its name contains the word
+    `max` (`x_max`, `x_max_abs_dev`), and a mean otherwise. Every rank must add the same names in the same order.
+    Statistics with total weight 0 are omitted.
     """
 
     def __init__(self) -> None:
@@ -84,8 +80,7 @@ def is_maximum(name: str) -> bool:
 def stack_stats(stats: Sequence[Tensor | tuple[Tensor, Tensor]], weight_B: Tensor) -> tuple[Tensor, Tensor]:
     """Stack N statistics of B loss terms. Returns values [N, B] and weights [N, B].
 
-    stats: for each statistic, its values [B] or (values, mask [B]). The weights are weight_B, multiplied by the mask if
-    there is one.
+    stats: for each statistic, its values [B] or (values, mask [B]). The weights are weight_B or weight_B * mask.
     """
     value_NB = torch.stack([stat[0] if isinstance(stat, tuple) else stat for stat in stats])
     if not any(isinstance(stat, tuple) for stat in stats):
@@ -146,7 +141,7 @@ class EventClock(HostClock):
 
 
 class ProcessMemory:
-    """Peak resident memory of this process since its start, for runs on the CPU. Peaks of single phases are unknown."""
+    """Peak resident memory of this process since its start, for runs on the CPU."""
 
     def record_peak(self, phases: Sequence[str]) -> None:
         pass

@@ -45,10 +45,8 @@ class Monitor:
     ) -> None:
         """Open `output_dir/metrics.jsonl` for appending. Raises OSError if the folder cannot be written.
 
-        console: whether to show progress as a live line if stderr is a terminal. Otherwise, progress is logged
-        periodically.
-        unit: what the progress display counts, such as images. trackers: started trackers, which receive all metrics
-        and samples.
+        console: True: show progress as a live line if stderr is a terminal. False: log it periodically. unit: what the
+        progress display counts, such as images. trackers: started trackers, which receive all metrics and samples.
         """
         self._open = is_main
         if not is_main:
@@ -67,8 +65,8 @@ class Monitor:
     def log_scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write one line `{"step", "time", tags...}` to metrics.jsonl, and send the values to each tracker.
 
-        A non-finite value becomes null in the file and is not sent to trackers. Each tag with such a value causes one
-        warning. Raises ValueError if a tag is called `step` or `time`, and UserError if the line cannot be written.
+        A non-finite value becomes null in the file and is not sent to trackers. Raises ValueError if a tag is called
+        `step` or `time`, and UserError if the line cannot be written.
         """
         if not self._open:
             return
@@ -94,15 +92,14 @@ class Monitor:
             tracker.log_samples(step, tag, siblings)
 
     def set_outcome(self, status: str, metrics: Mapping[str, float]) -> None:
-        """Set the run's outcome for the trackers. Without an outcome, they report a failed run when the monitor
-        closes."""
+        """Set the run's outcome for the trackers. Without an outcome, they report a failed run."""
         if self._open:
             self._outcome = status, {tag: value for tag, value in metrics.items() if finite_or_none(value) is not None}
 
     def update_progress(self, step: int, *, samples: int, note: str = "") -> None:
         """Show that `step` is done. samples: number of samples since the last call. note: text added to the line.
 
-        Call it once with samples=0 at the start of the run. The speed is measured from that time.
+        Call it once with samples=0 at the start of the run, to start measuring the speed.
         """
         if not self._open:
             return
@@ -111,10 +108,7 @@ class Monitor:
         self._progress.update(now_s, step, self._pace.format_text(step, note))
 
     def sync_metrics(self) -> int:
-        """Flush metrics.jsonl to disk. Returns its size in bytes, or 0 on ranks other than 0.
-
-        Raises OSError if that fails.
-        """
+        """Flush metrics.jsonl to disk. Returns its size in bytes, or 0 on ranks other than 0. Raises OSError."""
         if not self._open:
             return 0
         self._metrics.flush()
@@ -122,12 +116,10 @@ class Monitor:
         return os.fstat(self._metrics.fileno()).st_size
 
     def log_message(self, text: str) -> None:
-        """Log a line for the user, above the live progress line if there is one."""
         if self._open:
             log.info("%s", text)
 
     def log_at_close(self, text: str) -> None:
-        """Store the lines of `text`, and log them when the monitor closes."""
         if self._open:
             self._final_messages.append(text)
 
@@ -169,10 +161,7 @@ class Monitor:
 
 
 def truncate_metrics(path: Path, num_bytes: int) -> None:
-    """Truncate metrics.jsonl to `num_bytes`, and remove a partial line at its end. Raises OSError if that fails.
-
-    After a crash of the machine, the file may be shorter than `num_bytes`. Its complete lines are then kept.
-    """
+    """Truncate metrics.jsonl to `num_bytes`, and remove a partial line at its end. Raises OSError."""
     content = path.read_bytes()[:num_bytes] if path.exists() else b""
     atomic.write_text(path, content[: content.rfind(b"\n") + 1].decode())
 
@@ -216,7 +205,7 @@ class Pace:
 
 
 class LineProgress:
-    """Shows progress as log lines: at most one per LINE_INTERVAL_S, and always the first and the last step."""
+    """Logs progress at most once per LINE_INTERVAL_S, and always the first and the last step."""
 
     def __init__(self, total_steps: int) -> None:
         self._total_steps = total_steps
@@ -237,7 +226,7 @@ class LineProgress:
 
 
 class ConsoleProgress:
-    """Shows progress in one line at the bottom of a terminal. Other output appears above it."""
+    """Shows progress in one line at the bottom of a terminal."""
 
     def __init__(self, console: Console, total_steps: int) -> None:
         columns = (BarColumn(bar_width=20), TextColumn("{task.description}", markup=False))

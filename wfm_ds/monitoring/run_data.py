@@ -1,7 +1,4 @@
-"""Content of a run's page, read from the run's folder: thinned curves, samples and warnings, all of bounded size.
-
-Only the run's files are used, so running and finished runs are read in the same way.
-"""
+"""Content of a run's page, read from the run's folder: thinned curves, samples and warnings, all of bounded size."""
 
 from __future__ import annotations
 
@@ -41,10 +38,7 @@ LOAD_LINE = "load it with:"  # log message before the lines that load the weight
 
 
 class BoundedCurve:
-    """A curve with a bounded number of points, for runs of any length.
-
-    Consecutive points are grouped into stretches. Only the lowest and the highest point of a stretch are stored.
-    """
+    """A curve with a bounded number of points: the lowest and highest of each group of consecutive points."""
 
     def __init__(self, max_points: int = MAX_POINTS) -> None:
         self._max_stretches = max_points // 2
@@ -94,7 +88,6 @@ class RunReader:
         self._reset_log()
 
     def read_page(self) -> dict[str, Any]:
-        """Return the content of the page's data.js. Raises OSError if an existing file cannot be read."""
         lines, is_new = self._metrics.read_new_lines()
         if is_new:
             self._reset_metrics()
@@ -153,10 +146,6 @@ class RunReader:
                 self._curves.setdefault(tag, BoundedCurve()).add(step, value)
 
     def _build_panels(self) -> list[dict[str, Any]]:
-        """Return the charts that have curves, as [{title, curves}].
-
-        All charts together have at most MAX_CURVES curves. If there are more, curves of the last charts are omitted.
-        """
         num_left, panels = MAX_CURVES, []
         for title, _ in PANELS:
             tags = [tag for tag in sorted(self._curves) if self._tag_panels[tag] == title][:num_left]
@@ -191,10 +180,6 @@ class RunReader:
     # ---- samples/ and recipe.yaml
 
     def _read_samples(self, last_step: int) -> Iterator[dict[str, Any]]:
-        """Yield the samples of the steps shown on the page as {step, items}.
-
-        Steps after `last_step` are omitted: they were written before the run resumed from an earlier step.
-        """
         folders = list_sample_folders(self.folder)
         for step in pick_evenly([step for step in folders if step <= last_step], MAX_STEPS):
             table = folders[step] / SAMPLES_FILE
@@ -243,7 +228,6 @@ def find_panel(tag: str) -> str | None:
 
 
 def pick_evenly(steps: Sequence[int], count: int) -> list[int]:
-    """Return at most `count` of the steps: the first, the last, and evenly spaced ones in between."""
     if len(steps) <= count:
         return list(steps)
     return [steps[round(k * (len(steps) - 1) / (count - 1))] for k in range(count)]
@@ -271,7 +255,7 @@ def parse_sample(line: str, step: int) -> dict[str, Any] | None:
 def read_recipe(path: Path) -> dict[str, Any]:
     """Return {text, changed, steps, model, algorithm} of a recipe file. changed: {dotted key: non-default value}.
 
-    Returns only {text} if the recipe cannot be parsed, for example because another version of wfm_ds wrote it.
+    Returns only {text} if the recipe cannot be parsed.
     """
     from wfm_ds.recipe import file as recipe_file
 

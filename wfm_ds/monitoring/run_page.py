@@ -1,7 +1,6 @@
 """The HTML page of a run: a constant `index.html`, and `page/data.js`, which is rewritten while the run continues.
 
-The page works from disk without a server. Browsers load scripts from disk but no data files, so the data is stored as
-a script. If the page cannot be written, the run logs one warning and continues.
+Browsers open it from disk without a server, so the data is stored as a script.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ PACKAGES = ("wfm_ds", "torch", "diffusers", "transformers", "peft", "deepspeed")
 def write_page(folder: Path, reader: RunReader | None = None) -> Path:
     """Write index.html and page/data.js into a run's folder. Returns the path of index.html.
 
-    Raises FileExistsError if index.html exists and is not the page of a run. Raises OSError if a file cannot be read or
-    written.
+    Raises FileExistsError if index.html is not the page of a run. Raises OSError if a file cannot be read or written.
     """
     index = folder / INDEX_FILE
     if index.exists() and not is_run_page(index):
@@ -58,7 +56,7 @@ def is_run_page(index: Path) -> bool:
 
 
 def encode_script(content: Mapping[str, Any]) -> str:
-    """Return the text of data.js. Characters of HTML tags are escaped, because prompts may contain any text.
+    """Return the text of data.js, with escaped HTML characters.
 
     If the text is longer than MAX_BYTES, the curves are omitted. If it is still too long, the samples are omitted too.
     """
@@ -81,7 +79,6 @@ def machine_info(devices: str) -> dict[str, str]:
 
 
 def try_write_page(folder: Path, reader: RunReader | None = None, *, has_warned: bool = False) -> bool:
-    """Write the page and return whether it was written. After a failure, log a warning unless `has_warned` is True."""
     try:
         write_page(folder, reader)
     except Exception as error:  # noqa: BLE001  (an error in the page must not end the run)
@@ -98,7 +95,7 @@ def try_write_page(folder: Path, reader: RunReader | None = None, *, has_warned:
 
 @contextlib.contextmanager
 def update_page_live(folder: Path, *, devices: str) -> Iterator[None]:
-    """Context in which a thread updates a run's page. The page is updated once more at the end. Only for rank 0."""
+    """Update a run's page in a thread during the `with` block, and once at its end. Only for rank 0."""
     stop = threading.Event()
     thread = threading.Thread(target=_update_until_stopped, args=(folder, devices, stop), name="page", daemon=True)
     thread.start()
@@ -127,7 +124,6 @@ def _update_until_stopped(folder: Path, devices: str, stop_event: threading.Even
 
 
 def folder_state(folder: Path) -> tuple[int, ...]:
-    """Return sizes and modification times of the run's files. If the result changes, the page needs an update."""
     paths = (folder / "metrics.jsonl", folder / "logs" / "rank_0.log", folder / "samples")
     stats = [path.stat() for path in paths if path.exists()]
     return tuple(number for stat in stats for number in (stat.st_size, stat.st_mtime_ns))

@@ -40,7 +40,6 @@ class GeneratedSample:
 
     @property
     def is_video(self) -> bool:
-        """True if there is more than one frame. A video with one frame is saved and shown as an image."""
         return len(self.frames) > 1
 
 
@@ -76,7 +75,6 @@ def write_table(folder: Path, lines: Sequence[Mapping[str, Any]]) -> None:
 
 
 def group_by_prompt(samples: Sequence[GeneratedSample]) -> list[GeneratedSample]:
-    """Return the samples with those of a prompt next to each other. Prompts are in the order of their first sample."""
     first_index: dict[str, int] = {}
     for index, sample in enumerate(samples):
         first_index.setdefault(sample.prompt_id, index)
@@ -86,7 +84,7 @@ def group_by_prompt(samples: Sequence[GeneratedSample]) -> list[GeneratedSample]
 def sample_grid(samples: Sequence[GeneratedSample]) -> ImageArray:
     """Draw the first frame of each sample in a grid, with its rewards below. Returns [H,W,3] uint8.
 
-    The grid has one row per prompt if all prompts have the same number of samples. Otherwise it is a square.
+    The grid has one row per prompt if all prompts have the same number of samples. Otherwise, it is a square.
     """
     return _draw_grid(samples, [sample.frames[0] for sample in samples])
 
@@ -141,5 +139,4 @@ def sample_table(samples: Sequence[GeneratedSample]) -> str:
 
 
 def escape_cell(text: str) -> str:
-    """Escape Markdown and HTML, so that a page never loads an image whose address is in a prompt."""
     return re.sub(r"([\\`*_{}\[\]()#!|])", r"\\\1", html.escape(" ".join(text.split()), quote=False))

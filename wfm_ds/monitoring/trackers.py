@@ -1,4 +1,4 @@
-"""Experiment trackers by name. A tracker's library is imported only in runs that use the tracker.
+"""Experiment trackers by name.
 
 tensorboard: event files in the run's folder, without a service.
 wandb: Weights & Biases. If neither an API key nor WANDB_MODE is set, it stores the run locally for a later upload.
@@ -67,8 +67,8 @@ CHART_LAYOUT: Mapping[str, Mapping[str, tuple[str, list[str]]]] = {
 }
 """Charts of TensorBoard's CUSTOM SCALARS tab as {page: {title: (recipe key, tag patterns)}}.
 
-A chart is shown only if the recipe sets the key; "" means always. TensorBoard matches the regular expressions from the
-start of a tag.
+A chart is shown only if the recipe sets the key; "" means always. TensorBoard matches the patterns from the start of a
+tag.
 """
 
 
@@ -81,10 +81,7 @@ def chart_layout(recipe: Mapping[str, Any]) -> dict[str, dict[str, list[Any]]]:
 
 
 class TensorBoard:
-    """Logs numbers, a grid and a table of samples, and videos as GIFs.
-
-    A tag whose values are all 0 gets no chart.
-    """
+    """Logs numbers, a grid and a table of samples, and videos as GIFs."""
 
     name = "tensorboard"
 
@@ -126,17 +123,12 @@ class TensorBoard:
 
 
 def scalars_summary(values: Mapping[str, float]) -> Any:
-    """Return all numbers of a step as one summary."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
 def animation_summary(tag: str, samples: Sequence[GeneratedSample]) -> Any:
-    """Return the samples as an image summary that contains an animated GIF.
-
-    TensorBoard has no page for videos, but browsers play GIFs on its page for images.
-    """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     video, fps = sample_animation(samples)
@@ -186,7 +178,6 @@ class WeightsAndBiases:
 
 
 def has_wandb_key() -> bool:
-    """Return whether wandb finds an API key, in WANDB_API_KEY or in ~/.netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL", WANDB_SERVICE)).hostname or ""
@@ -337,7 +328,6 @@ TRACKERS: Mapping[str, type[Tracker]] = {
 
 
 def require_trackers(recipe: Recipe) -> None:
-    """Raise TrackerError if the package of one of the recipe's trackers is missing."""
     for name in recipe.logging.active_trackers:
         if find_spec(name) is None:
             raise TrackerError(
@@ -346,10 +336,7 @@ def require_trackers(recipe: Recipe) -> None:
 
 
 def open_trackers(recipe: Recipe, resumed_at: int | None) -> list[TrackerThread]:
-    """Start the recipe's trackers.
-
-    If one of them cannot be started, the trackers that were already started are closed and TrackerError is raised.
-    """
+    """Start the recipe's trackers. If one of them cannot be started, close the others and raise TrackerError."""
     started: list[TrackerThread] = []
     settings = recipe.logging
     require_trackers(recipe)

@@ -1,7 +1,7 @@
 """Experiment trackers, which show a run's numbers and samples in other programs. Each runs in its own thread.
 
 A run never waits for a tracker and never fails because of one. A tracker that raises an exception is dropped with one
-warning. A slow tracker loses samples but no numbers. metrics.jsonl does not depend on trackers and is always complete.
+warning. A slow tracker loses samples but no numbers.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ log = logging.getLogger(__name__)
 TRACKERS_FOLDER = "trackers"  # folder in the run's folder for local files of trackers
 WANDB_ID, MLFLOW_ID, TRACKIO_ID, SWANLAB_ID = "wandb_id", "mlflow_run", "trackio_run", "swanlab_id"
 RUN_ID_FILES = tuple(f"{TRACKERS_FOLDER}/{name}" for name in (WANDB_ID, MLFLOW_ID, TRACKIO_ID, SWANLAB_ID))
-"""Files in the run's folder with the run's id in each tracker.
-
-They are copied with checkpoints, so that a run resumed on another machine also resumes in the tracker."""
+"""Files in the run's folder with the run's id in each tracker. Checkpoints contain copies of them."""
 START_S, FINISH_S = 90.0, 30.0
 MAX_QUEUED_SAMPLES = 4  # evaluations with samples queued for a slow tracker; their images are in memory
 
@@ -35,7 +33,7 @@ class TrackerError(UserError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """Information about a run that its trackers receive."""
+    """Information about a run for its trackers."""
 
     output_dir: Path
     name: str
@@ -52,17 +50,13 @@ class RunInfo:
         return folder
 
     def load_or_create(self, name: str, create: Callable[[], str]) -> str:
-        """Return the text of the file `name` in `folder`.
-
-        If the run is new or the file does not exist, the result of `create` is first written to the file.
-        """
+        """Return the text of the file `name` in `folder`. For a new run or file, first write `create()` to it."""
         path = self.folder / name
         if self.resumed_at is None or not path.is_file():
             path.write_text(create(), encoding="utf-8")
         return path.read_text(encoding="utf-8")
 
     def forget(self, name: str) -> None:
-        """Remove the file `name` in `folder`, if it exists."""
         (self.folder / name).unlink(missing_ok=True)
 
 

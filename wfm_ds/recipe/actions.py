@@ -96,7 +96,7 @@ def parse_columns(columns: str) -> slice:
 
 
 def is_rotation(rows: tuple[Vector, Vector, Vector]) -> bool:
-    """Return whether the rows form a rotation matrix: two orthonormal rows and their cross product, up to rounding."""
+    """Return whether the rows form a rotation matrix, up to rounding."""
     x, y, z = rows
     cross = (x[1] * y[2] - x[2] * y[1], x[2] * y[0] - x[0] * y[2], x[0] * y[1] - x[1] * y[0])
     errors = [math.hypot(*x) - 1, math.hypot(*y) - 1, sum(map(mul, x, y)), math.dist(cross, z)]
@@ -181,8 +181,8 @@ class ActionsRecipe(Section):
     """lerobot: how actions are computed from the stored features. A name selects the computation of NVIDIA's
     cosmos-framework for this data set (docs/robots.md). Unset: the feature `action` as stored."""
     width: PositiveInt | None = None
-    """Numbers per action. Samples with a different width are invalid. Unset: the width of `stats`, else the most common
-    width among the first samples."""
+    """Numbers per action. Samples with a different width are invalid. Unset: the width of `stats`. If `stats` is unset
+    too, the most common width among the first samples."""
     stats: Literal["data"] | UserPath | None = None
     """JSON file with statistics for `normalize`: lists `q01` and `q99`, or `mean` and `std`, with one number per action
     component (written by `wfm data stats`). `data`: compute the statistics from all actions of the training data."""

@@ -19,9 +19,7 @@ MAX_REPLACED_CHARACTERS = 36  # longer values of the base recipe are not repeate
 def annotate_recipe(path: Path) -> str:
     """Return a recipe as commented YAML text, with all values that differ from the schema's defaults.
 
-    The comment at the top of the file comes first. A value from the file in `defaults` is marked with the file's name.
-    If the recipe replaces a value of that file, the comment gives the replaced value. The text is a valid recipe.
-    Raises RecipeError.
+    Comments mark values from the file in `defaults` and name the values that the recipe replaces. Raises RecipeError.
     """
     variant, base = read_recipe_parts(path)
     tree = variant if base is None else merge_trees(base, variant)
@@ -52,7 +50,6 @@ def annotate_recipe(path: Path) -> str:
 
 
 def find_replaced_values(base: RecipeTree, variant: RecipeTree) -> dict[KeyPath, str]:
-    """Return {key path: comment with the value in `base`} for each key whose value `variant` replaces."""
     notes: dict[KeyPath, str] = {}
     for section, values in variant.values.items():
         before: dict[str, Any] = section_values(base, section)

@@ -190,10 +190,10 @@ class DataRecipe(Section):
     """Folder for cached text embeddings, latents, tar indexes and conversation lengths. Several runs can share it.
     Unset: no cache, except for text embeddings (see `cache_text`)."""
     cache_text: Literal["auto", "off"] = "auto"
-    """`auto`: before training, encode all texts into `cache_dir`, else $WFM_CACHE (~/.cache/wfm_ds), then free the text
-    encoders. The encoders stay loaded if the embeddings would exceed 64 GiB, or if the number of samples that the run
-    draws is below half the number of texts (docs/data_processing.md). `off`: encode each text when it is first
-    needed."""
+    """`auto`: before training, encode all texts into `cache_dir` (if it is unset, into $WFM_CACHE or ~/.cache/wfm_ds),
+    then free the text encoders. The encoders stay loaded if the embeddings would exceed 64 GiB, or if the number of
+    samples that the run draws is below half the number of texts (docs/data_processing.md). `off`: encode each text when
+    it is first needed."""
     cache_latents: bool = False
     """Cache the latents of all training images and videos in `cache_dir`. Needs `clip: centre` and `crop: centre`."""
 

@@ -1,7 +1,6 @@
 """The DeepSpeed config: ZeRO settings from a JSON file, all other settings from the recipe.
 
-Rejects keys and combinations that DeepSpeed would ignore or that would silently corrupt training. Does not import torch
-or DeepSpeed, so recipes can be checked on any machine.
+Keys and combinations that DeepSpeed would ignore, or that would silently corrupt training, are errors.
 """
 
 from __future__ import annotations
@@ -87,8 +86,7 @@ KNOWN_ZERO_KEYS = frozenset(
 
 
 def policy_copies(policies: frozenset[str], *, lora: bool) -> frozenset[str]:
-    """Return the policies that need their own copy of the weights. With LoRA, `ref` needs none: it is the base
-    model."""
+    """Return the policies that need a separate copy of the weights. With LoRA, `ref` needs none."""
     return policies - {"ref"} if lora else policies
 
 
@@ -107,8 +105,7 @@ def build_deepspeed_config(
     """Return the config dict for deepspeed.initialize.
 
     accumulation: micro-batches (backward passes) per optimizer step. policies: names of all policies except the trained
-    one. Raises RecipeError if a setting is not supported or does not fit the recipe. The message names the JSON file
-    and the key.
+    one. Raises RecipeError if a setting is not supported or does not fit the recipe.
     """
     source = find_deepspeed_config(recipe.engine.deepspeed)
     from_json = read_deepspeed_config(source)
@@ -123,7 +120,7 @@ def build_deepspeed_config(
 
 
 def add_overlap_default(zero: dict[str, Any], *, lora: bool) -> dict[str, Any]:
-    """Return the ZeRO settings, with wfm_ds's default of `overlap_comm` if the JSON file does not set it.
+    """Return the ZeRO settings, with a default of `overlap_comm` if the JSON file does not set it.
 
     At stages 1 and 2, overlap makes DeepSpeed synchronize the device after each backward pass. This pays off for full
     weights but not for adapters. At stage 3, overlap prefetches weights without synchronization.
@@ -132,10 +129,9 @@ def add_overlap_default(zero: dict[str, Any], *, lora: bool) -> dict[str, Any]:
 
 
 def find_deepspeed_config(name: str) -> Path:
-    """Return the JSON file for a value of `engine.deepspeed`.
+    """Return the JSON file for a value of `engine.deepspeed`: a path (with a slash or .json) or a name in ds_configs/.
 
-    The value is a path (with a slash or .json) or the name of a file in ds_configs/. Raises RecipeError if there is no
-    such file.
+    Raises RecipeError if there is no such file.
     """
     if "/" in name or name.endswith(".json"):
         path = Path(name).expanduser()
@@ -152,8 +148,6 @@ def find_deepspeed_config(name: str) -> Path:
 
 
 def read_deepspeed_config(source: Path) -> dict[str, Any]:
-    """Load the JSON file. Raises RecipeError if it is not a JSON object or has duplicate keys."""
-
     def reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         duplicates = sorted({key for key, _ in pairs if sum(key == other for other, _ in pairs) > 1})
         if duplicates:
@@ -170,10 +164,7 @@ def read_deepspeed_config(source: Path) -> dict[str, Any]:
 
 
 def check_keys(from_json: Mapping[str, Any], source: Path) -> dict[str, Any]:
-    """Return a copy of `zero_optimization`. Raises RecipeError for unknown or unsupported keys anywhere in the config.
-
-    DeepSpeed itself ignores misspelt keys.
-    """
+    """Return a copy of `zero_optimization`. Raises RecipeError for unknown or unsupported keys in the config."""
     taken = sorted(from_json.keys() & SET_BY_RECIPE.keys())
     if taken:
         hints = ", ".join(f"{key} (set {SET_BY_RECIPE[key]} in the recipe)" for key in taken)
@@ -202,7 +193,6 @@ def _reject_unknown_keys(keys: Mapping[str, Any], known: frozenset[str], prefix:
 def check_combinations(
     from_json: Mapping[str, Any], zero: Mapping[str, Any], recipe: Recipe, policies: frozenset[str], source: Path
 ) -> None:
-    """Raise RecipeError if the ZeRO settings do not work with each other or with the recipe."""
     lora = recipe.lora is not None
     copies = ", ".join(sorted(policy_copies(policies, lora=lora)))
     devices = {part: _offload_device(zero, part, source) for part in ("offload_optimizer", "offload_param")}
@@ -246,8 +236,7 @@ def check_combinations(
 def require_idle_expert_support(recipe: Recipe) -> None:
     """Raise RecipeError if a model with several experts uses ZeRO stage 1 or optimizer offload.
 
-    Each micro-batch runs only one expert. With these settings, DeepSpeed would reduce or offload only the gradients of
-    the expert that runs in the last micro-batch.
+    With these settings, DeepSpeed would reduce or offload only the gradients of the last micro-batch's expert.
     """
     source = find_deepspeed_config(recipe.engine.deepspeed)
     zero = read_deepspeed_config(source)["zero_optimization"]

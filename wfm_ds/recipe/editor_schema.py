@@ -1,7 +1,6 @@
 """JSON schema of recipe files. Editors use it to complete keys, show descriptions and mark mistakes.
 
-The schema describes a file before `defaults` is merged. It checks keys, types and values. Only `wfm check` checks
-whether values fit together.
+It checks keys, types and values, but not whether values fit together.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ REFERENCE = re.compile(r'"#/\$defs/(\w+)"')
 
 
 def build_schema() -> Schema:
-    """Return the JSON schema (draft 7) of a recipe file."""
+    """Return the JSON schema (draft 7) of a recipe file, before `defaults` is merged."""
     schema = _simplify(Recipe.model_json_schema())
     definitions, sections = schema["$defs"], schema["properties"]
     in_lists = _find_list_items(definitions)
@@ -60,7 +59,6 @@ def build_schema() -> Schema:
 
 
 def format_schema() -> str:
-    """Return the schema as JSON text with one line per recipe key."""
     return _format_json(build_schema(), depth=4) + "\n"
 
 
@@ -72,7 +70,6 @@ def _format_json(node: Any, depth: int, indent: str = "") -> str:
 
 
 def _simplify(node: Any) -> Any:
-    """Convert a pydantic schema for editors: remove titles and unhelpful defaults, convert tuples and unions."""
     if isinstance(node, list):
         return [_simplify(entry) for entry in node]
     if not isinstance(node, dict):
@@ -100,10 +97,9 @@ def _simplify(node: Any) -> Any:
 
 
 def _select_by_key(key: str, members: dict[str, str]) -> Schema:
-    """Return a union as if/then conditions: the value of `key` selects the member.
+    """Return a union as if/then conditions: the value of `key` selects the member. If it is absent, all are allowed.
 
-    An editor then reports mistakes only for the selected member. If the key is absent, because the recipe inherits it
-    through `defaults`, all members are allowed. members: {value of the key: reference to the definition}.
+    members: {value of the key: reference to the definition}.
     """
     values: Schema = {"enum": list(members)}
     references = [{"$ref": reference} for reference in members.values()]
@@ -124,7 +120,6 @@ def _match_value(key: str, schema: Schema) -> Schema:
 
 
 def _find_list_items(node: Any) -> set[str]:
-    """Return the names of all definitions in `$defs` that describe entries of lists."""
     entries = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
     found = set[str]().union(*map(_find_list_items, entries))
     if isinstance(node, dict) and "items" in node:

@@ -49,19 +49,18 @@ OLD_DGPO = {"clip_ratio": None, "kl_beta": 0.0}  # values of runs from before th
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Load and validate a recipe from a YAML file. If `path` is not a file, it is the name of a shipped recipe.
 
-    A file may name a base recipe under the key `defaults`. Values in the file override values of the base recipe.
-    overrides: `section.key=value` arguments, applied last.
-    Raises RecipeError with one line per problem: file and line (or override), key and expected value.
+    Values in the file override values of the base recipe that it names under the key `defaults`. overrides:
+    `section.key=value` arguments, applied last. Raises RecipeError with one line per problem: file and line (or
+    override), key and expected value.
     """
     return _resolve_recipe(read_recipe_tree(resolve_recipe_path(path)), overrides)
 
 
 def load_tiny_recipe(path: Path, overrides: Sequence[str] = (), *, world_size: int = 1) -> Recipe:
-    """Load the tiny version of a recipe (tiny.py).
+    """Load the tiny version of a recipe. Overrides take precedence over its values.
 
-    Values of `--tiny` take precedence over the file, and overrides take precedence over both.
-    world_size: number of ranks. A larger engine.sequence_parallel is reduced to this number.
-    Raises RecipeError in the same cases as `load_recipe`, and if the model family is unknown.
+    world_size: number of ranks. A larger engine.sequence_parallel is reduced to this number. Raises RecipeError in the
+    same cases as `load_recipe`, and if the model family is unknown.
     """
     path = resolve_recipe_path(path)
     recipe = _resolve_recipe(read_recipe_tree(path), ())
@@ -72,17 +71,14 @@ def load_tiny_recipe(path: Path, overrides: Sequence[str] = (), *, world_size: i
 
 
 def load_stored_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Load the resolved recipe of a run folder or checkpoint, and convert keys that were renamed since it was written.
-
-    Raises RecipeError in the same cases as `load_recipe`.
-    """
+    """Load the resolved recipe of a run folder or checkpoint, and rename old keys. Raises RecipeError."""
     tree = read_recipe_tree(path)
     convert_old_names(tree)
     return _resolve_recipe(tree, overrides)
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """Serialize a recipe as YAML that load_recipe reads back as an equal recipe. Unused sections are omitted."""
+    """Return a recipe as YAML that load_recipe reads back as an equal recipe. Unused sections are omitted."""
     values = recipe.model_dump(mode="json")
     unread = recipe.unused_sections
     return to_yaml({name: value for name, value in values.items() if value is not None and name not in unread})
@@ -100,13 +96,12 @@ def resolve_recipe_path(path: Path) -> Path:
 
 
 def read_recipe_tree(path: Path) -> RecipeTree:
-    """Read a recipe file and merge it with the file named by `defaults`, without validation. Raises RecipeError."""
     variant, base = read_recipe_parts(path)
     return variant if base is None else merge_trees(base, variant)
 
 
 def read_recipe_parts(path: Path) -> tuple[RecipeTree, RecipeTree | None]:
-    """Return (values of a recipe file without `defaults`, values of the file named by `defaults`, or None).
+    """Return (values of a recipe file without `defaults`, values of the file that `defaults` names, or None).
 
     The values are not validated. Raises RecipeError if a file cannot be read.
     """
@@ -167,7 +162,6 @@ def _resolve_recipe(tree: RecipeTree, overrides: Sequence[str]) -> Recipe:
 
 
 def validate_tree(tree: RecipeTree) -> Recipe:
-    """Validate a recipe. Raises RecipeError with one line per problem."""
     explained = [*find_old_names(tree), *find_misread_values(SCHEMA_ROOT, tree.values, ())]
     problems = [RecipeProblem(tree.locate(path), text) for path, text in explained]
     recipe = None
@@ -184,7 +178,6 @@ def validate_tree(tree: RecipeTree) -> Recipe:
 
 
 def find_old_names(tree: RecipeTree) -> list[tuple[KeyPath, str]]:
-    """Return (key path, message for the user) for each old key or value in the recipe."""
     messages: list[tuple[KeyPath, str]] = []
     for old, new in RENAMED_KEYS.items():
         section, key = old.split(".")
@@ -201,7 +194,7 @@ def find_old_names(tree: RecipeTree) -> list[tuple[KeyPath, str]]:
 def convert_old_names(tree: RecipeTree) -> None:
     """Rename old keys and values in the recipe, and add keys whose defaults differ from the behavior of older versions.
 
-    If a key is present under both its old and its new name, the value of the new name wins.
+    If a key is present under both its old and its new name, the new name's value is kept.
     """
     for old, new in RENAMED_KEYS.items():
         (section, old_key), (new_section, new_key) = old.split("."), new.split(".")
@@ -225,7 +218,6 @@ def convert_old_names(tree: RecipeTree) -> None:
 
 
 def remove_old_batch_sizes(tree: RecipeTree) -> None:
-    """Remove `max_batch: 16`, the default of earlier versions, from all rewards. A missing key has the same effect."""
     for section, key in (("reward", "functions"), ("validation", "held_out_rewards")):
         rewards = section_values(tree, section).get(key)
         for reward in rewards if isinstance(rewards, list) else []:

@@ -28,7 +28,8 @@ class ValidationRecipe(Section):
     """Also evaluate before the first step."""
     prompts: UserPath | None = None
     """.txt or .jsonl file with prompts for samples and rewards. Unset: the training prompts. For samples conditioned on
-    frames: captions and first frames from `path`, else from the held-out data, else from the training data."""
+    frames: captions and first frames from `path`; if it is unset, from the held-out data; if there is none, from the
+    training data."""
     num_prompts: PositiveInt = 16
     """Number of prompts, from the start of the list. SFT and DPO without `held_out_rewards` generate at most
     `logging.num_samples` samples."""
@@ -50,8 +51,8 @@ class ValidationRecipe(Section):
     the service at `reward.endpoint` if that is set, else by the trainer's service."""
     path: UserAddress | None = None
     """Validation data in the format of `data.kind` (for `kind: sets`: a folder or LeRobot datasets), for the validation
-    loss (SFT, DPO) and for samples conditioned on frames. Unset: the `holdout` fraction of the training data; in RL the
-    training data."""
+    loss (SFT, DPO) and for samples conditioned on frames. Unset: the `holdout` fraction of the training data; in RL,
+    the training data."""
     episodes: EpisodeSlice | None = None
     """Episodes of `data.kind: lerobot` to validate on instead of the `holdout` fraction, by their order: `-500:` for
     the last 500. They are not trained on."""
@@ -78,7 +79,7 @@ class LoggingRecipe(Section):
     wandb: dict[str, Any] = Field(default_factory=dict)
     """Additional arguments of wandb.init, such as entity, group, tags or mode."""
     mlflow: dict[str, Any] = Field(default_factory=dict)
-    """Only `tracking_uri`, the address of MLflow. Unset: MLFLOW_TRACKING_URI, else an SQLite file in
+    """Only `tracking_uri`, the address of MLflow. Unset: MLFLOW_TRACKING_URI; if it is unset too, an SQLite file in
     `run.output_dir`."""
     trackio: dict[str, Any] = Field(default_factory=dict)
     """Additional arguments of trackio.init, such as space_id."""
@@ -98,7 +99,6 @@ class LoggingRecipe(Section):
 
     @property
     def active_trackers(self) -> list[TrackerName]:
-        """`trackers`, without `tensorboard` if the key `tensorboard` is false."""
         return [name for name in self.trackers if name != "tensorboard" or self.tensorboard]
 
     @model_validator(mode="after")

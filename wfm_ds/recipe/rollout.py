@@ -1,7 +1,4 @@
-"""Schema of the recipe section `rollout`: how the samples of an RL step are generated.
-
-Attribute docstrings document the keys: docs/recipes.md is generated from them.
-"""
+"""Schema of the recipe section `rollout`. docs/recipes.md is generated from the docstrings."""
 
 from __future__ import annotations
 

@@ -11,10 +11,9 @@ from wfm_ds.recipe.schema import Recipe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSizes:
-    """Exact numbers of samples, loss terms and optimizer steps per step of a run. All ranks compute equal numbers.
+    """Numbers of samples, loss terms and optimizer steps per step of a run. All ranks compute equal numbers.
 
-    If sequence parallelism is used, "per rank" means per replica, because all ranks of a replica process the same
-    samples.
+    With sequence parallelism, "per rank" means per replica.
     """
 
     world_size: int
@@ -34,10 +33,6 @@ class RunSizes:
 
     @property
     def candidates_per_rank(self) -> int:
-        """Number of candidate samples per rank, rounded up.
-
-        A rank with fewer candidates generates its first candidate again.
-        """
         return math.ceil(self.candidates_per_step / self.num_replicas)
 
     def summary_lines(self) -> list[str]:
@@ -75,8 +70,7 @@ class RunSizes:
 def num_replicas(recipe: Recipe, world_size: int, *, ranks_per_node: int | None = None) -> int:
     """Return the number of replicas. A replica has engine.sequence_parallel ranks.
 
-    A replica must not span several nodes. So RecipeError is raised if engine.sequence_parallel does not divide the
-    world size or, if given, `ranks_per_node`.
+    Raises RecipeError if engine.sequence_parallel does not divide the world size or, if given, `ranks_per_node`.
     """
     sp = recipe.engine.sequence_parallel
     for ranks, whose in ((world_size, ""), (ranks_per_node, " of a node")):

@@ -203,7 +203,6 @@ class SamplingRecipe(Section):
         return self
 
     def _check_noisy_evaluation(self) -> None:
-        """Raise ValueError if plain diffusers cannot sample with the noise of `eval_solver: cps` and these settings."""
         if self.eval_grid != "even":
             raise ValueError("eval_solver: cps needs eval_grid: even, because exports contain a scheduler for it")
         if self.solver != "cps" or self.noise_level != CPS_EVAL_NOISE:
@@ -215,14 +214,11 @@ class SamplingRecipe(Section):
             raise ValueError("eval_solver: cps needs at least 2 eval_steps, because the last one adds no noise")
 
     def expert_guidance_scale(self, expert: int) -> float:
-        """Return the guidance scale of the expert with this index (1: the low-noise expert of a two-expert model)."""
+        """Return the guidance scale of an expert. 1 is the low-noise expert of a model with two experts."""
         return self.guidance_scale if expert == 0 or self.guidance_scale_low is None else self.guidance_scale_low
 
     def uses_guidance(self, expert: int = 0) -> bool:
-        """Return True if this expert runs an unconditional pass.
-
-        No expert runs an unconditional pass if expert 0 does not.
-        """
+        """Return whether this expert runs an unconditional pass. No expert does if expert 0 does not."""
         return self.expert_guidance_scale(expert) != 1
 
     @property

@@ -1,7 +1,4 @@
-"""The recipe: all sections, and the checks that involve several sections.
-
-Files, overrides and line numbers of errors are handled in recipe/file.py.
-"""
+"""The recipe: all sections, and the checks that involve several sections."""
 
 from __future__ import annotations
 
@@ -73,37 +70,31 @@ class Recipe(Section):
 
     @property
     def uses_guidance(self) -> bool:
-        """Whether sampling or a teacher uses guidance. If so, negative prompts must be encoded."""
+        """Whether sampling or a teacher uses guidance, so that negative prompts must be encoded."""
         teachers = self.algorithm.list_teachers()
         return self.sampling.uses_guidance() or any(teacher.guidance_scale != 1 for teacher in teachers)
 
     @property
     def rl(self) -> RlSections:
-        """The sections for generated samples. Raises TypeError if the recipe has none, so check `is_rl` first."""
         if not isinstance(self.algorithm, RolloutSettings) or self.rollout is None:
             raise TypeError(f"algorithm {self.algorithm.name} has no rollouts: check recipe.is_rl first")
         return RlSections(self.algorithm, self.rollout, self.reward)
 
     @property
     def supervised_settings(self) -> SupervisedSettings:
-        """`algorithm`, typed as supervised. Raises TypeError for other algorithms, so check `is_rl` first."""
         if not isinstance(self.algorithm, SupervisedSettings):
             raise TypeError(f"algorithm {self.algorithm.name} is not supervised: check recipe.is_rl first")
         return self.algorithm
 
     @property
     def language_settings(self) -> VlmSftAlgorithm:
-        """`algorithm` of a language model recipe. Raises TypeError for other recipes: check `trains_language` first."""
         if not isinstance(self.algorithm, VlmSftAlgorithm):
             raise TypeError(f"algorithm {self.algorithm.name} trains no language model: check trains_language first")
         return self.algorithm
 
     @property
     def held_out_reward_settings(self) -> RewardRecipe | None:
-        """A `reward` section with the held-out rewards and the run's service settings.
-
-        None if there are no held-out rewards.
-        """
+        """A `reward` section with the held-out rewards and the run's service settings, or None if there are none."""
         functions = [RewardFunction(**reward.model_dump()) for reward in self.validation.held_out_rewards]
         if not functions:
             return None
@@ -125,21 +116,17 @@ class Recipe(Section):
 
     @property
     def selects_samples(self) -> bool:
-        """Whether an RL step trains on only some of the generated samples."""
         return self.sampling.explore is not None or (self.rollout is not None and self.rollout.max_refills > 0)
 
     @property
     def rollout_precision(self) -> BasePrecision | None:
-        """Storage format of the base model's weights in rollouts. None means the format `model.dtype`."""
+        """Storage format of the base model's weights in rollouts. None means `model.dtype`."""
         own = None if self.rollout is None else self.rollout.base_precision
         return own or self.forward_precision
 
     @property
     def forward_precision(self) -> BasePrecision | None:
-        """Storage format of the base model's weights in training forward passes.
-
-        None means the format `model.dtype`.
-        """
+        """Storage format of the base model's weights in training forward passes. None means `model.dtype`."""
         return "fp8" if self.model.base_precision == "fp8_twice" else self.model.base_precision
 
     @property
@@ -155,7 +142,6 @@ class Recipe(Section):
 
     @property
     def unused_sections(self) -> frozenset[str]:
-        """Names of the sections that a recipe file for this algorithm must not contain."""
         return frozenset({"sampling"} if self.algorithm.trains_language else ())
 
     @model_validator(mode="before")
@@ -269,11 +255,6 @@ class Recipe(Section):
             )
 
     def _check_trajectories(self) -> None:
-        """Raise ValueError if data.inputs or rollout.trajectories do not fit the rest of the recipe.
-
-        `shuffle` and `library` replace the recorded trajectories, so data.inputs must contain actions or camera poses.
-        The new trajectories do not match the recorded clips, so the loss must not train on these clips.
-        """
         inputs = self.data.inputs
         if inputs and self.validation.prompts is not None:
             raise ValueError(
@@ -383,7 +364,7 @@ class Recipe(Section):
 
 @dataclass(frozen=True, slots=True)
 class ConditionalKeys:
-    """Keys of a recipe section that are used only if `is_read(recipe)` is true. Otherwise, setting one is an error."""
+    """Keys of a recipe section that may be set only if `is_read(recipe)` is true."""
 
     section: str
     keys: tuple[str, ...]
@@ -443,7 +424,6 @@ def list_unread_keys(recipe: Recipe) -> list[str]:
 
 
 def list_unread_async_keys(recipe: Recipe) -> list[str]:
-    """Return each `rollout.KEY` that a colocated recipe sets although only async rollouts read it."""
     if recipe.rollout is None or recipe.is_async:
         return []
     return [f"rollout.{key}" for key in recipe.rollout.non_default_keys(*ASYNC_KEYS)]

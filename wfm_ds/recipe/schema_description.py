@@ -46,7 +46,7 @@ class SchemaNode:
 
     @classmethod
     def from_annotation(cls, annotation: Any, constraints: Sequence[Any] = ()) -> SchemaNode:
-        """Build the node of a type annotation, unwrapping Annotated."""
+        """Return the node of a type annotation, without Annotated."""
         selector = None
         while get_origin(annotation) is Annotated:
             annotation, *extra = get_args(annotation)
@@ -183,7 +183,6 @@ def scalar_types(slot: SchemaNode) -> set[type]:
 
 
 def format_value(value: Any) -> str:
-    """Format a value for a message, similar to how the user wrote it in YAML."""
     if value is None:
         return "nothing (null)"
     if isinstance(value, bool):
@@ -201,8 +200,8 @@ def closest_match(word: str, valid: Iterable[str]) -> str | None:
 def iterate_sections() -> Iterator[tuple[KeyPath, str, type[BaseModel]]]:
     """Yield (key path, title, Section class) of every section in schema order, parents before children.
 
-    title: the dotted path, or the value of the selector key, such as the name of an algorithm. In key paths, the text N
-    stands for any index of a list.
+    title: the dotted path, or the value of the selector key, such as the name of an algorithm. N in a key path stands
+    for any list index.
     """
     for name, field in Recipe.model_fields.items():
         yield from _iterate_node_sections(SchemaNode.from_field(field), (name,))
@@ -227,10 +226,7 @@ def _iterate_node_sections(slot: SchemaNode, path: KeyPath) -> Iterator[tuple[Ke
 
 
 def find_misread_values(slot: SchemaNode, value: Any, path: KeyPath) -> list[tuple[KeyPath, str]]:
-    """Return (key path, message) for each value that pydantic would accept although it is probably a mistake.
-
-    Pydantic silently converts true to 1 and the text "30" to the number 30. It also accepts integers of 2**63 or more.
-    """
+    """Return (key path, message) for each value that pydantic would silently convert or accept, such as true for 1."""
     if isinstance(value, dict | list):
         entries = value.items() if isinstance(value, dict) else enumerate(value)
         inner = [(key, entry, slot.child(key, value)) for key, entry in entries]
@@ -275,11 +271,6 @@ class _ErrorLocation:
 
 
 def _locate_error(loc: Sequence[str | int], values: Any) -> _ErrorLocation:
-    """Convert the `loc` of a pydantic error to a position in `values`.
-
-    Pydantic adds a tag to `loc` for each tagged union. An error inside a union without tags is located at the union's
-    key.
-    """
     spot, rest = _ErrorLocation((), SCHEMA_ROOT, values, None), list(loc)
     while rest:
         slot = spot.node

@@ -16,7 +16,6 @@ MAX_NAME_BYTES = 255
 
 
 def require_not_empty(path: Any) -> Any:
-    """Return `path`. Raises ValueError if it is empty, because pathlib would use the working directory instead."""
     if path == "":
         raise ValueError("is empty: name a folder or file, or . for the working directory")
     return path
@@ -32,10 +31,7 @@ def require_possible_path(address: str) -> str:
 
 
 def expand_user(address: str) -> str:
-    """Expand a leading ~ in a path. URLs are not changed.
-
-    Raises ValueError for an unknown user or a too long path.
-    """
+    """Expand a leading ~ in a path. URLs are not changed. Raises ValueError for an unknown user or a too long path."""
     require_possible_path(address)
     try:
         return address if "://" in address else str(Path(address).expanduser())
@@ -44,10 +40,7 @@ def expand_user(address: str) -> str:
 
 
 def require_local_path(path: Path) -> Path:
-    """Expand a leading ~ in a path.
-
-    Raises ValueError for a URL, because Path would turn it into a local folder such as s3:/bucket.
-    """
+    """Expand a leading ~ in a path. Raises ValueError for a URL."""
     if len(path.parts) > 1 and path.parts[0].endswith(":"):
         raise ValueError("expected a local path, got an address; only checkpoint.storage takes an s3:// address")
     return Path(expand_user(str(path)))
@@ -92,7 +85,7 @@ StorageAddress = Annotated[str, AfterValidator(check_storage_address)]
 """An s3:// address, without a trailing slash, to which a run's files are copied."""
 CLASS_PATTERN = r"^[^:\s]+:[^:\s]+$"
 UserClass = Annotated[str, Field(pattern=CLASS_PATTERN)]
-"""Import path of a user's class: `package.module:Class` (user_class.py)."""
+"""Import path of a user's class: `package.module:Class`."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, le=MAX_SEED)]
@@ -118,7 +111,6 @@ class Section(BaseModel):
     )
 
     def non_default_keys(self, *keys: str) -> list[str]:
-        """Return the keys in `keys` that have a non-default value. (Resolved recipes contain all keys.)"""
         fields = type(self).model_fields
         return [key for key in keys if getattr(self, key) != fields[key].get_default(call_default_factory=True)]
 

@@ -1,6 +1,6 @@
 """Recipe sections: run, model, lora, engine, optimizer, ema, reward, checkpoint and export.
 
-Attribute docstrings document the keys: docs/recipes.md is generated from them.
+docs/recipes.md is generated from the docstrings.
 """
 
 from __future__ import annotations
@@ -90,18 +90,18 @@ class ModelRecipe(Section):
     """Recompute the activations of transformer blocks in the backward pass. Saves memory and takes about a third more
     time."""
     max_sequence_length: PositiveInt | None = None
-    """Maximum number of text tokens of the longest text encoder. Unset: the value saved with the pipeline (call.json),
-    else the default of the diffusers pipeline."""
+    """Maximum number of text tokens of the longest text encoder. Unset: the value saved with the pipeline (call.json).
+    If there is none, the default of the diffusers pipeline."""
     prompt_template: Literal["stock", "none"] | None = None
     """SANA only: the instruction that its pipelines prepend to prompts (not to negative prompts). `stock`: prepend it.
-    `none`: do not. Unset: the value saved with the pipeline (call.json), else `stock`."""
+    `none`: do not. Unset: the value saved with the pipeline (call.json). If there is none, `stock`."""
     embedded_guidance: PositiveFloat | None = None
     """FLUX.2-dev only: the guidance scale passed to the network as an input in training, rollouts and validation. This
     is not classifier-free guidance, so keep `sampling.guidance_scale` at 1. Unset: the value saved with the pipeline
-    (call.json), else the default of the diffusers pipeline."""
+    (call.json). If there is none, the default of the diffusers pipeline."""
     attention: AttentionName = "auto"
     """Attention kernel of the denoiser. `auto`: `cudnn` on GPUs of compute capability 9.0 (H100) or newer if dtype and
-    model allow it, else `native` (torch's choice). `flash`, `flash3` and `sage` need the packages flash-attn,
+    model allow it, otherwise `native` (torch's choice). `flash`, `flash3` and `sage` need the packages flash-attn,
     FlashAttention-3 and sageattention. `flash3` and `sage` have no backward pass: use them in rollout workers and `wfm
     generate` (docs/performance.md)."""
     guardrail: Literal["stock", "off"] = "stock"

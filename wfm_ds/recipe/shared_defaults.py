@@ -1,4 +1,4 @@
-"""Defaults shared by the recipe schema and command-line options. Cheap to import."""
+"""Defaults shared by the recipe schema and command-line options."""
 
 from __future__ import annotations
 

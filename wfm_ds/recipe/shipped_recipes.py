@@ -1,8 +1,4 @@
-"""Recipes shipped with the package: the folder recipes/ of a checkout, or its copy inside an installed wheel.
-
-A recipe argument is a path or the name of a shipped recipe. Shipped recipes refer to files as `recipes/...`; if such a
-path does not exist in the working directory, it is resolved in the folder of the shipped recipes.
-"""
+"""Recipes shipped with the package: the folder recipes/ of a checkout, or its copy inside an installed wheel."""
 
 from __future__ import annotations
 
@@ -20,24 +16,18 @@ MODELINE = "# yaml-language-server: $schema="  # names the schema of a recipe; r
 
 
 def recipes_folder() -> Path:
-    """Return the folder of the shipped recipes: inside the package if installed from a wheel, else next to it."""
     inside = PACKAGE_FOLDER / "recipes"
     return inside if inside.is_dir() else PACKAGE_FOLDER.parent / "recipes"
 
 
 def list_recipe_names() -> list[str]:
-    """Return the names of all shipped recipes, such as `sd3_nft` and `digits/nft`."""
     root = recipes_folder()
     relative = (path.relative_to(root).with_suffix("").as_posix() for path in root.rglob("*.yaml"))
     return sorted(relative, key=lambda name: (name.count("/"), name))
 
 
 def recipe_name(path: Path) -> str:
-    """Return the name of a recipe file.
-
-    For shipped recipes, this is the path relative to their folder, without suffix. For other recipes, it is the file
-    stem.
-    """
+    """Return the name of a recipe file: the path in the shipped folder without suffix, or the stem of other files."""
     path, root = path.resolve(), recipes_folder().resolve()
     return path.relative_to(root).with_suffix("").as_posix() if path.is_relative_to(root) else path.stem
 
@@ -78,7 +68,6 @@ def resolve_shipped_paths(value: Any, root: Path) -> Any:
 
 
 def schema_path() -> Path:
-    """Return the JSON schema of recipes (recipe/editor_schema.py) that is shipped with the recipes."""
     return recipes_folder() / SCHEMA_FILE
 
 
@@ -88,7 +77,7 @@ def schema_modeline() -> str:
 
 
 def portable_recipe_text(path: Path) -> str:
-    """Return the text of a shipped recipe with absolute paths to other shipped files, to be saved in any folder."""
+    """Return the text of a shipped recipe with absolute paths to other shipped files."""
     text = path.read_text("utf-8")
     text = re.sub(rf"(?m)^{re.escape(MODELINE)}.*", lambda _: schema_modeline(), text)
     text = re.sub(r"(?m)^(defaults: )(\S+)", lambda m: f"{m[1]}{(path.parent / m[2]).resolve()}", text)
@@ -96,7 +85,6 @@ def portable_recipe_text(path: Path) -> str:
 
 
 def read_purpose(path: Path) -> str:
-    """Return the first sentence of the comment at the top of a recipe."""
     lines = [line for line in path.read_text("utf-8").splitlines() if not line.startswith(MODELINE)]
     comment = []
     for line in lines[next((i for i, line in enumerate(lines) if line.startswith("#")), len(lines)) :]:

@@ -1,8 +1,7 @@
 """Tiny versions of recipes: with `--tiny`, any recipe runs in about a minute on a laptop CPU.
 
-A tiny recipe keeps the algorithm, LoRA or full training, the ZeRO stage, solver, guidance, EMA, schedules and
-conditioning. Its models, sizes, data and rewards are replaced by built-in ones, so no path or address of the recipe
-remains.
+Models, sizes, data and rewards are replaced by built-in ones. Algorithm, LoRA or full training, ZeRO stage, solver,
+guidance, EMA, schedules and conditioning stay the same.
 """
 
 from __future__ import annotations
@@ -120,7 +119,7 @@ def find_tiny_family(model_path: str) -> TinyFamily:
 
 
 def match_released_name(model_path: str) -> TinyFamily | None:
-    """Return the tiny pipeline for the path of a released model or run, or for `tiny:NAME`, else None."""
+    """Return the tiny pipeline for the path of a released model or run, or for `tiny:NAME`, otherwise None."""
     if model_path.startswith(TINY_PREFIX):
         return _BY_NAME.get(model_path.removeprefix(TINY_PREFIX))
     last_part = model_path.rstrip("/").rpartition("/")[2].lower()
@@ -130,7 +129,6 @@ def match_released_name(model_path: str) -> TinyFamily | None:
 
 
 def _read_family(folder: Path) -> str:
-    """Return the name of the tiny pipeline of the same family as a local model folder, or "" if there is none."""
     index = _read_object(folder / "model_index.json")
     name = str(index.get("_class_name"))
     if name == "WanPipeline":
@@ -159,15 +157,14 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 
 def tiny_data_folder() -> Path:
-    """Return the folder of the built-in data sets, in the user's cache. demos/tiny_data.py writes the data sets."""
     return user_cache_folder() / "demos" / wfm_ds.__version__
 
 
 def shrink_recipe(recipe: Recipe, name: str, family: TinyFamily | None, *, world_size: int = 1) -> Values:
     """Return the sections of the tiny version of a recipe.
 
-    name: folder in outputs/tiny for the run. family: tiny model to use. If None, `model.path` does not
-    change, and the caller must set it. Raises RecipeError if the recipe needs data that no built-in data set has.
+    name: folder in outputs/tiny for the run. family: tiny model to use. None: the caller must set `model.path`. Raises
+    RecipeError if the recipe needs data that no built-in data set has.
     """
     values = recipe.model_dump(mode="json", exclude=set(recipe.unused_sections))
     values["run"] |= {"output_dir": f"outputs/tiny/{name}", "steps": NUM_STEPS}
@@ -200,7 +197,6 @@ def shrink_recipe(recipe: Recipe, name: str, family: TinyFamily | None, *, world
 
 
 def describe_tiny_recipe(recipe: Recipe) -> str:
-    """Return one line that lists the values that --tiny replaced."""
     parts = [recipe.model.path]
     if not recipe.algorithm.trains_language:
         size = recipe.sampling
@@ -288,7 +284,6 @@ def _sampling_keys(recipe: Recipe, family: TinyFamily | None) -> Values:
 
 
 def _shrink_window(window: Values, num_steps: int, steps: int) -> Values:
-    """Scale a window of noisy steps from a rollout with `num_steps` denoising steps to a rollout with `steps`."""
     last = steps - 1  # the last step is never in a window
     if window["kind"] == "subset":
         indices = [index for index in window["indices"] if index < last] or [0]

@@ -1,7 +1,7 @@
-"""Handle recipes before validation: parse YAML with line numbers, merge recipes, apply overrides and write YAML.
+"""Recipes before validation: parse YAML with line numbers, merge recipes, apply overrides and write YAML.
 
-Reads no files and does not depend on the schema. Where YAML 1.1 would surprise users, scalars follow YAML 1.2: `1e-4`
-is a number; `on`, `off`, `yes`, `no` and dates are text.
+Where YAML 1.1 would surprise users, scalars follow YAML 1.2: `1e-4` is a number; `on`, `off`, `yes`, `no` and dates are
+text.
 """
 
 from __future__ import annotations
@@ -54,10 +54,7 @@ class RecipeTree:
     locations: dict[KeyPath, SourceLocation] = field(default_factory=dict)
 
     def locate(self, path: KeyPath) -> SourceLocation:
-        """Return the source location of the value at `path`.
-
-        If it has none, return the location of the innermost enclosing value that has one.
-        """
+        """Return the source location of the value at `path`, or of the innermost enclosing value that has one."""
         return next(self.locations[path[:n]] for n in range(len(path), -1, -1) if path[:n] in self.locations)
 
     def forget_locations(self, path: KeyPath) -> None:
@@ -79,7 +76,7 @@ class RecipeProblem:
 def raise_problems(problems: Sequence[RecipeProblem]) -> None:
     """Raise RecipeError with one line per problem, if there are any.
 
-    Problems in files come first, ordered by line. Problems in overrides follow.
+    Problems in files come first, ordered by line, then problems in overrides.
     """
     lines = list(dict.fromkeys(str(p) for p in sorted(problems, key=RecipeProblem.sort_key)))
     if len(lines) > MAX_PROBLEMS:
@@ -170,7 +167,7 @@ def parse_scalar(text: str, kind: str) -> str | bool | int | float | None:
 
 
 def to_yaml(values: Any) -> str:
-    """Serialize `values` as YAML that parse_yaml reads back unchanged."""
+    """Return `values` as YAML that parse_yaml reads back unchanged."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -182,7 +179,6 @@ _InlineDumper.add_representer(list, yaml.SafeDumper.represent_list)
 
 
 def to_inline_yaml(value: Any) -> str:
-    """Return a value as YAML on one line, to be written after a key and a colon."""
     text: str = yaml.dump(
         value, Dumper=_InlineDumper, sort_keys=False, allow_unicode=True, width=math.inf, default_flow_style=True
     )
@@ -190,10 +186,7 @@ def to_inline_yaml(value: Any) -> str:
 
 
 def parse_yaml(text: str, source: str) -> RecipeTree:
-    """Parse one YAML document. An empty document has the value None.
-
-    Raises RecipeError with line numbers if the text is invalid.
-    """
+    """Parse one YAML document. An empty document has the value None. Raises RecipeError with line numbers."""
     try:
         node = compose_yaml(text, source)
     except yaml.MarkedYAMLError as error:
@@ -212,7 +205,6 @@ def parse_yaml(text: str, source: str) -> RecipeTree:
 
 
 def parse_override_value(text: str, place: SourceLocation) -> Any:
-    """Parse the YAML value of a `section.key=value` override. Raises RecipeError if it is not valid YAML."""
     try:
         node = compose_yaml(text, place)
     except yaml.YAMLError as error:
@@ -224,7 +216,7 @@ def parse_override_value(text: str, place: SourceLocation) -> Any:
 
 
 class _NodeReader:
-    """Converts YAML nodes to Python values and records their lines. Collects all problems before failing."""
+    """Converts YAML nodes to Python values and records their lines."""
 
     def __init__(self, tree: RecipeTree, at_line: Callable[[int], SourceLocation]) -> None:
         self.tree, self.locate_line = tree, at_line
@@ -296,7 +288,7 @@ def merge_trees(base: RecipeTree, variant: RecipeTree) -> RecipeTree:
     """Merge `variant` over `base`: mappings are merged recursively; lists and scalars are replaced.
 
     If `variant` selects a different algorithm, all algorithm keys of `base` are dropped. If `variant` names another
-    model, `model.revision` of `base` is dropped, because a revision belongs to one model.
+    model, `model.revision` of `base` is dropped.
     """
     replaced: set[KeyPath] = set()
     values = _merge_values(base.values, variant.values, (), replaced)
@@ -316,15 +308,13 @@ def _merge_values(old: Any, new: Any, path: KeyPath, replaced: set[KeyPath]) -> 
 
 
 def changes_value(key: str, old: Any, new: Any) -> bool:
-    """Return whether both values are mappings and `new` sets `key` to a different value than `old`."""
     return isinstance(old, dict) and isinstance(new, dict) and new.get(key, old.get(key)) != old.get(key)
 
 
 def apply_overrides(tree: RecipeTree, words: Sequence[str]) -> None:
-    """Apply `section.key=value` overrides to the tree, in order.
+    """Apply `section.key=value` overrides to the tree, in order. A number in the path is a list index.
 
-    Values are YAML. A number in the path is a list index. Raises RecipeError for malformed overrides, values that are
-    not YAML, and list indices out of range.
+    Raises RecipeError for malformed overrides, values that are not YAML, and list indices out of range.
     """
     parsed = [_parse_override(word) for word in words]
     sets_revision = any(path == ("model", "revision") for path, _, _ in parsed)
@@ -340,7 +330,6 @@ def apply_overrides(tree: RecipeTree, words: Sequence[str]) -> None:
 
 
 def _drop_revision_of_other_model(tree: RecipeTree, model_path: Any) -> None:
-    """Remove `model.revision` if `model.path` changes, because a revision belongs to one repository."""
     if changes_value("path", tree.values.get("model"), {"path": model_path}):
         tree.forget_locations(("model", "revision"))
         tree.values["model"].pop("revision", None)

@@ -24,7 +24,6 @@ class WeightSections(RecipeSections, Protocol):
 
 
 def check_weights(recipe: WeightSections) -> None:
-    """Raise ValueError if base precision, LoRA, float8 training and algorithm cannot be combined."""
     if recipe.rollout is not None and recipe.rollout.merge_lora:
         _check_merge_lora(recipe)
     _check_base_precision(recipe)

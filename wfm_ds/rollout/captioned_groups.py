@@ -20,12 +20,7 @@ if TYPE_CHECKING:
 
 
 class CaptionedGroups:
-    """Group source for captioned images or videos.
-
-    Group g of RL step s is at position (s-1) * num_groups + g of the data order. Each replica reads and encodes only
-    the data of its own samples. Replicas exchange captions, because a replica may have read another sample in place of
-    a corrupt one.
-    """
+    """Group source for captioned images or videos. Each replica reads and encodes only the data of its own samples."""
 
     def __init__(
         self,
@@ -36,13 +31,11 @@ class CaptionedGroups:
         trajectories: CounterfactualTrajectories | None = None,
         layout: HistoryLayout | None = None,
     ) -> None:
-        """Create the source from a data reader.
+        """encode: function that encodes samples to clean latents [B, ...] float32, for `Group.data`. All ranks call it.
 
-        encode: function that encodes samples to clean latents [B, ...] float32, for `Group.data`. All ranks call it.
         num_conditioning_frames: smallest and largest number of conditioning frames of a group, in latent frames.
         trajectories: object that replaces the recorded actions and camera paths. None: nothing is replaced.
-        layout: layout of the clips of the groups. It also defines whether the decoded frames are kept as
-        `Group.recording`. None: each group has a single clip and no recording.
+        layout: clips of each group. None: each group has a single clip and no recording.
         """
         self.trajectories, self.layout = trajectories, layout
         self.job, self.reader, self.encode, self.num_conditioning_frames = job, reader, encode, num_conditioning_frames
@@ -89,14 +82,13 @@ class CaptionedGroups:
         return low + derive_seed(self.job.recipe.run.seed, "given_frames", step, group) % (high - low + 1)
 
     def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
-        """Delete the reader states that were stored for finished steps. The rewards are not used."""
+        """Ignore the rewards, and delete the reader states of finished steps."""
         self._reader_states = {later: state for later, state in self._reader_states.items() if later > step}
 
     def data_metrics(self) -> dict[str, float]:
         return self.reader.bad_counts(self.job.world.sum_over_replicas)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the readers' state before the first unfinished step. A resumed run reads this step again."""
         reader_state = self._reader_states[min(self._reader_states)] if self._reader_states else self.reader.state()
         return {"sources": self.job.world.gather_from_leaders(reader_state)}
 
@@ -105,9 +97,9 @@ class CaptionedGroups:
 
 
 def draw_history_seeds(run_seed: int, step: int, num_groups: int, max_clips: int) -> list[tuple[int, ...]]:
-    """Return the noise seeds of the clips before the samples: one tuple for each group of an RL step.
+    """Return for each group of an RL step the noise seeds of the clips before its samples.
 
-    A group has 0 to `max_clips` clips before its samples. All numbers of clips occur equally often, up to rounding.
+    The number of clips is 0 to `max_clips`. Each number is equally frequent, up to rounding.
     """
     # Without the offset, rounding would prefer the same numbers in every step.
     offset = draw_uniform(run_seed, "history_offset", step)

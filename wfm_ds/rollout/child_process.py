@@ -17,7 +17,7 @@ DEATHS_WINDOW_S = 600.0
 
 
 class RestartingProcess:
-    """A child process that is restarted when it dies. The process must exit when its stdin is closed."""
+    """Runs a child process and restarts it when it dies. The process must exit when its stdin is closed."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class RestartingProcess:
                 pipe.close()
 
     def stop(self) -> None:
-        """Stop the process, and kill it if it does not exit within STOP_S seconds. Repeated calls are allowed."""
+        """Stop the process. Kill it if it does not exit within STOP_S seconds. Repeated calls are allowed."""
         self.request_stop()
         try:
             self.process.wait(STOP_S)
@@ -78,6 +78,6 @@ class RestartingProcess:
 
 
 def read_last_error(log_path: Path) -> str:
-    """Return the last message that a process has logged as `error: MESSAGE`, or ""."""
+    """Return the MESSAGE of the last log line `error: MESSAGE`, or "" if there is none."""
     lines = log_path.read_text(errors="replace").splitlines()
     return next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), "")

@@ -1,4 +1,4 @@
-"""Rollouts on the training ranks. A chunk is decoded and scored while the next chunk is denoised."""
+"""Rollouts on the training ranks."""
 
 from __future__ import annotations
 
@@ -50,17 +50,12 @@ class ColocatedSource:
         """Do nothing, because the ranks that generate samples already have the weights."""
 
     def wait_until_ready(self, step: int) -> bool:
-        """Return True immediately, because `collect_rollouts` generates the samples itself."""
         return True
 
     def step_metrics(self) -> dict[str, float]:
         return self.groups.data_metrics()
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Generate the samples of the step and submit them for scoring. All ranks must call this.
-
-        Each replica generates its shard of the samples.
-        """
         groups, plan = self.groups.step_groups(step), self.algorithm.plan(step)
         if self.histories is not None:
             with self.rollout_policy():
@@ -70,7 +65,6 @@ class ColocatedSource:
     def plan_samples(
         self, groups: Sequence[Group], group_size: int, step: int, *, first_group: int = 0
     ) -> list[RolloutSample]:
-        """Return the samples to generate, `group_size` per group. See plan_step_samples."""
         recipe = self.job.recipe
         return plan_step_samples(
             groups,
@@ -95,13 +89,13 @@ class ColocatedSource:
     def generate_samples(self, samples: Sequence[RolloutSample], plan: SamplingPlan) -> StepRollouts:
         """Denoise this replica's shard of the samples with the rollout policy and send it for scoring.
 
-        All ranks must call this. A chunk is decoded and sent while the next chunk is denoised. A replica with a smaller
-        shard adds copies of the first sample, because all replicas must run the same number of forward passes.
+        All ranks must call this.
         """
         job = self.job
         shards = even_ranges(len(samples), job.world.dp_size)
         shard = shards[job.world.dp_rank]
         local = samples[shard.start : shard.stop]
+        # All replicas must run the same number of forward passes.
         padded = [*local, *[samples[0]] * (len(shards[0]) - len(local))]
         trajectories: list[tuple[Sequence[RolloutSample], Trajectory]] = []
         with self.rollout_policy():

@@ -1,7 +1,4 @@
-"""Groups and samples of an RL step. A group has one prompt, or one captioned image or video.
-
-Groups, sample ids and seeds are identical on every rank. All rollout sources use this module.
-"""
+"""Groups and samples of an RL step. Group ids, sample ids and seeds are identical on every rank."""
 
 from __future__ import annotations
 
@@ -41,8 +38,8 @@ Images: TypeAlias = npt.NDArray[np.uint8]
 class Group:
     """Prompt and data that all samples of a group share.
 
-    If a group has a history, its samples continue clips that the rollout policy generates first (histories.py). Until
-    these clips exist, `prompt` has the inputs of all clips, and `data` has the conditioning frames of the first clip.
+    If a group has a history, its samples continue clips that the rollout policy generates first. Until these clips
+    exist, `prompt` has the inputs of all clips, and `data` has the conditioning frames of the first clip.
     """
 
     prompt: Prompt
@@ -63,7 +60,7 @@ def stack_conditioning_frames(groups: Sequence[Group]) -> ConditioningFrames | N
 
 
 def first_replica(job: Job, group: int) -> int:
-    """Return the index of the first replica that has samples of a group. group: index of the group in the step."""
+    """Return the index of the first replica that has samples of group number `group` of the step."""
     return group * job.recipe.rl.rollout.group_size // job.run_sizes.samples_per_rank
 
 
@@ -72,7 +69,7 @@ RewardedGroup: TypeAlias = tuple[Group, Sequence[float | None]]
 
 
 class GroupSource(Protocol):
-    """Provides the groups of each RL step. All methods are collective: all ranks must call them."""
+    """Provides the groups of each RL step. All ranks must call every method."""
 
     def step_groups(self, step: int) -> list[Group]:
         """Return the groups of RL step `step`. A repeated call returns the same groups.
@@ -81,15 +78,15 @@ class GroupSource(Protocol):
         """
 
     def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
-        """Record the rewards of all samples that RL step `step` generated. All ranks must pass identical rewards.
+        """Record the rewards of all samples of RL step `step`. All ranks must pass identical rewards.
 
-        Call this once per step, in the order of the steps, before the policy that results from the step is published.
+        Call this once per step, in the order of the steps, before the policy after this step is published.
         """
 
     def data_metrics(self) -> dict[str, float]: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint state as JSON. This state and the step determine all later groups."""
+        """Return the checkpoint state as JSON. This state and the step number determine all later groups."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
 
@@ -98,10 +95,9 @@ class RefillableGroups(GroupSource, Protocol):
     """Group source that can provide additional groups for a step."""
 
     def refill_groups(self, step: int, attempt: int) -> list[Group]:
-        """Return additional groups for RL step `step`, as many as `step_groups` returns.
+        """Return additional groups for RL step `step`, as many as `step_groups` returns, identical on every rank.
 
-        The groups are identical on every rank. They depend only on step, attempt and checkpoint state. attempt: number
-        of the refill round, starting at 1.
+        attempt: number of the refill round, starting at 1.
         """
 
 
@@ -118,7 +114,7 @@ class PromptGroups:
         return [Group(prompt=prompt) for prompt in self.prompts.extra_prompts(step, self.num_groups, attempt)]
 
     def observe_rewards(self, step: int, group_rewards: Sequence[RewardedGroup]) -> None:
-        """Do nothing, because the order of the prompts does not depend on rewards."""
+        """Do nothing: rewards do not change the order of the prompts."""
 
     def data_metrics(self) -> dict[str, float]:
         return {}
@@ -131,11 +127,10 @@ class PromptGroups:
 
 
 class RewardStdGroups:
-    """Group source that samples prompts in proportion to the std of their rewards (data/prompt_weights.py).
+    """Group source that samples prompts in proportion to the std of their rewards.
 
-    With n = steps_ahead, the groups of step s are needed as soon as step s - 1 - n is done. The prompts of step s are
-    therefore sampled when the rewards of step s - 1 - n are observed. In the first n + 1 steps of a run all prompts
-    have equal probability.
+    With n = steps_ahead, the prompts of step s are sampled when the rewards of step s - 1 - n are observed. In the
+    first n + 1 steps of a run all prompts have equal probability.
     """
 
     def __init__(
@@ -193,10 +188,7 @@ class RewardStdGroups:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSample:
-    """One sample to generate.
-
-    Its ids and seeds depend on the run seed, the step, the group and the index in the group, but not on the rank.
-    """
+    """One sample to generate. Its ids and seeds do not depend on the rank."""
 
     sample_id: str
     group_id: str
@@ -222,7 +214,6 @@ def plan_step_samples(
 
     same_noise: use the same initial noise for all samples of a group.
     first_group: index of the first group. It is above 0 for additional groups of the step.
-    The ids and seeds of a sample do not depend on group_size.
     """
     samples = []
     for g, group in enumerate(groups, start=first_group):
@@ -243,7 +234,7 @@ def plan_step_samples(
 
 
 def group_rewards(samples: Sequence[RolloutSample], rewards: Sequence[float | None]) -> list[RewardedGroup]:
-    """Return [(group, rewards of its samples)]. rewards: one reward per sample, in the order of `samples`."""
+    """Return each group with the rewards of its samples. rewards: one per sample, in the order of `samples`."""
     groups = {sample.group_id: sample.group for sample in samples}
     by_group: dict[str, list[float | None]] = {group_id: [] for group_id in groups}
     for sample, reward in zip(samples, rewards, strict=True):
@@ -263,10 +254,7 @@ class StepRollouts:
 
 
 class RolloutSource(Protocol):
-    """Generates the samples of each RL step and collects their reward scores.
-
-    All methods are collective: all ranks must call them.
-    """
+    """Generates the samples of each RL step and collects their scores. All ranks must call every method."""
 
     groups: GroupSource
 
@@ -277,13 +265,12 @@ class RolloutSource(Protocol):
         """Wait until the samples of this RL step are available. Returns False if a rank gets a stop request first."""
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Return the samples of this RL step. Only the samples of this replica have latents."""
+        """Return the samples of this RL step. Only this replica's samples have latents."""
 
     def collect_rewards(self, rollouts: StepRollouts) -> list[dict[str, Score]]:
-        """Return a dict {reward name: Score} for each sample in `rollouts.samples`, in this order.
+        """Return a dict {reward name: Score} for each sample of all ranks, in the order of `rollouts.samples`.
 
-        The result includes the samples of all ranks. In runs without rewards, the dict of a sample is empty, or has a
-        failed Score if the sample failed.
+        In runs without rewards, the dict of a sample is empty, or has a failed Score if the sample failed.
         """
 
     def step_metrics(self) -> dict[str, float]:
@@ -291,7 +278,7 @@ class RolloutSource(Protocol):
 
 
 def extract_rollout(sample: RolloutSample, trajectory: Trajectory, row: int, *, replace_nonfinite: bool) -> Rollout:
-    """Return the Rollout of one sample. row: index of the sample in the chunk's trajectory.
+    """Return the rollout of one sample. row: index of the sample in `trajectory`.
 
     replace_nonfinite: replace NaN and infinity by 0 in all tensors. If False, replace them only in the clean latents.
     """
@@ -313,9 +300,9 @@ def extract_rollout(sample: RolloutSample, trajectory: Trajectory, row: int, *, 
 
 
 def extract_transitions(trajectory: Trajectory, row: int, *, replace_nonfinite: bool) -> list[Transition]:
-    """Return the stored denoising steps of one sample. row: index of the sample in the trajectory.
+    """Return the stored denoising steps of one sample. row: index of the sample in `trajectory`.
 
-    The tensors are views of the trajectory or, if `replace_nonfinite` is True, copies.
+    The tensors are copies if `replace_nonfinite` is True, otherwise views of the trajectory.
     """
     convert = replace_nonfinite_values if replace_nonfinite else torch.Tensor.detach
     return [
@@ -331,5 +318,5 @@ def extract_transitions(trajectory: Trajectory, row: int, *, replace_nonfinite: 
 
 
 def replace_nonfinite_values(tensor: Tensor) -> Tensor:
-    """Return a copy with 0 in place of NaN and infinity. A loss weight of 0 is not enough, because NaN * 0 is NaN."""
-    return tensor.nan_to_num(0.0, 0.0, 0.0)
+    """Return a copy with 0 in place of NaN and infinity."""
+    return tensor.nan_to_num(0.0, 0.0, 0.0)  # a loss weight of 0 is not enough, because NaN * 0 is NaN

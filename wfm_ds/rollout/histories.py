@@ -1,7 +1,7 @@
-"""Groups that continue the policy's own clips instead of recorded frames (rollout.history).
+"""Histories (rollout.history): clips that the rollout policy generates before the samples of a group.
 
-For each group, the rollout policy first generates a sequence of clips. The last frames of each clip, as uint8, are the
-conditioning frames of the next clip. All samples of the group continue the last clip. Only the samples are trained on.
+The last frames of each clip, as uint8, are the conditioning frames of the next clip. The samples continue the last
+clip. Only the samples are trained on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class HistoryLayout:
-    """Layout of the clips of a run's groups: up to `max_clips` clips, followed by the clip of the samples."""
+    """The clips of a run's groups: up to `max_clips` clips of history, then the clip of the samples."""
 
     layouts: Mapping[int, ClipLayout]  # {number of conditioning latent frames: layout}
     max_clips: int  # maximum number of clips before the samples
@@ -45,12 +45,12 @@ class HistoryLayout:
 
     @property
     def num_frames(self) -> int:
-        """Maximum number of frames of `max_clips` + 1 clips."""
+        """Largest number of frames that a group can have."""
         return self.longest.total_frames(self.max_clips + 1)
 
     @property
     def longest(self) -> ClipLayout:
-        """The layout in which `max_clips` + 1 clips have the most frames."""
+        """The layout that gives a group of `max_clips` + 1 clips the largest number of frames."""
         return max(self.layouts.values(), key=lambda layout: layout.total_frames(self.max_clips + 1))
 
     def group_layout(self, group: Group) -> ClipLayout:
@@ -58,31 +58,29 @@ class HistoryLayout:
         return self.layouts[max(1, group.num_conditioning_frames)]
 
     def slice_group(self, group: Group, clip: int) -> Group:
-        """Return a copy of the group that has only the inputs of one clip. `group` has the inputs of all clips."""
+        """Return a copy of the group with the inputs of clip number `clip` only.
+
+        `group` must have the inputs of all clips.
+        """
         return replace(group, prompt=self.group_layout(group).slice_prompt(group.prompt, clip), clip=clip)
 
     def slice_recording(self, group: Group, frames: Images) -> Images:
-        """Return the recorded clips with which the samples of a group may be compared, [n,F,H,W,3].
+        """Return clip 0 of the recording and, if the group has a history, the clip after the history: [n,F,H,W,3].
 
-        These are clip 0 and, if the group has a history, the clip after the history. frames: recorded frames of all
-        clips.
+        frames: recorded frames of all clips.
         """
         layout = self.group_layout(group)
         starts = [layout.first_frame(clip) for clip in sorted({0, len(group.history_seeds)})]
         return np.stack([frames[start : start + layout.num_frames] for start in starts])
 
     def extend_buckets(self, buckets: Buckets) -> Buckets:
-        """Return buckets in which a clip covers all frames of a group.
-
-        All of these frames are decoded only if recordings are kept.
-        """
+        """Return buckets for which the data of a sample covers all clips of a group."""
         framing, total = buckets.framings[0], self.num_frames
         if self.keeps_recordings:
             return Buckets(replace(framing, num_frames=total, span=None), buckets.sizes)
         return Buckets(replace(framing, span=total), buckets.sizes)
 
     def extend_inputs(self, reader: InputReader | None) -> InputReader | None:
-        """Return a reader of the inputs of all clips of a group."""
         return None if reader is None else self.longest.extend_reader(reader, self.max_clips + 1)
 
     def check_library(self, actions: ActionData | None) -> None:
@@ -98,9 +96,7 @@ class HistoryLayout:
 def extend_for_history(
     layout: HistoryLayout | None, buckets: Buckets, inputs: InputReader | None, actions: ActionData | None
 ) -> tuple[Buckets, InputReader | None]:
-    """Return buckets and a reader of inputs that cover all frames of a group.
-
-    If `layout` is None, returns `buckets` and `inputs` unchanged.
+    """Return buckets and an input reader that cover all frames of a group. If `layout` is None, return both unchanged.
 
     Raises RecipeError if the trajectories of rollout.trajectory_library are too short.
     """
@@ -113,7 +109,7 @@ def extend_for_history(
 def choose_history_layout(
     recipe: Recipe, model: DiffusionModel, *, keeps_recordings: bool | None = None
 ) -> HistoryLayout | None:
-    """Return the layout of the clips of the run's groups, or None if the run has neither histories nor recordings.
+    """Return the layout of a run's groups, or None if the run has neither histories nor recordings.
 
     keeps_recordings: whether groups may have recordings. None: only if a reward of the recipe needs them.
     Raises ModelError if the model cannot continue clips.
@@ -132,10 +128,7 @@ def choose_history_layout(
 
 @dataclass(frozen=True, slots=True)
 class HistoryWalker:
-    """Generates the clips before the samples of groups, with the active weights.
-
-    Clips are generated one by one, because the samples of a group must not depend on which other groups this rank has.
-    """
+    """Generates the histories of groups with the active weights."""
 
     sampler: Sampler
     layout: HistoryLayout
@@ -145,17 +138,17 @@ class HistoryWalker:
     def start_samples(
         self, groups: Mapping[int, Group], plan: SamplingPlan, num_clips: Sequence[int] | None = None
     ) -> dict[int, Group]:
-        """Generate the clips before the samples of each group. Returns the groups, ready for generating their samples.
+        """Generate the history of each group. Returns the groups, ready for generating their samples.
 
         groups: {index of a group in the step: group}, at least one.
-        num_clips: how often to generate a clip 0, a clip 1, and so on. Clips that no group needs are discarded: they
-        only make all ranks run the same forward passes. None: as often as the groups need.
+        num_clips: entry c is the number of clips with index c to generate. Surplus clips are discarded: they only make
+        all ranks run the same forward passes. None: as many as the groups need.
         If a clip of a group has non-finite latents, the samples of the group start with the recorded frames (clip 0).
         """
         videos, broken, spare = dict[int, Images](), set[int](), next(iter(groups))
         for clip, count in enumerate(count_clips(groups.values()) if num_clips is None else num_clips):
             going = [g for g, group in groups.items() if len(group.history_seeds) > clip]
-            for g in going:
+            for g in going:  # one by one: a clip must not depend on the other groups of this rank
                 videos[g], is_finite = self.generate_clip(groups[g], clip, videos.get(g), plan)
                 broken |= set() if is_finite else {g}
             for _ in range(count - len(going)):
@@ -180,10 +173,9 @@ class HistoryWalker:
         return pixels, is_finite
 
     def begin_clip(self, group: Group, clip: int, video: Images | None) -> Group:
-        """Prepare a group for generating a clip that continues `video` [F,H,W,3]. Returns a new group.
+        """Return a copy of `group`, ready for generating a clip that continues `video` [F,H,W,3].
 
-        The last frames of `video` become the group's conditioning frames. If `video` is None, the group keeps its
-        conditioning frames.
+        The last frames of `video` become conditioning frames. If `video` is None, the conditioning frames are kept.
         """
         cut = self.layout.slice_group(group, clip)
         if video is None:
@@ -193,26 +185,26 @@ class HistoryWalker:
         return replace(cut, prompt=prompt, data=cut.data if frames is None else frames.latents[0])
 
     def add_reference(self, group: Group) -> Group:
-        """Set `reference` to the recorded frames that the samples of the group should show. Returns a new group.
+        """Return a copy of `group` with its recorded clip, encoded and decoded by the VAE, as `reference`.
 
-        A group without `recording` is returned unchanged. The recorded clip is encoded and decoded, because a reward
-        should not measure the error of the VAE. `reference` omits the conditioning frames.
+        A group without `recording` is returned unchanged.
         """
         if group.recording is None:
             return group
         recorded = group.recording[-1 if group.clip else 0]
+        # Encoded and decoded, because a reward should not measure the error of the VAE.
         reference = reconstruct_clip(self.sampler, recorded, self.layout.group_layout(group), clip=0)
         return replace(group, reference=reference, recording=None)
 
 
 def count_clips(groups: Iterable[Group]) -> list[int]:
-    """Return how many groups have a first, a second, ... clip before their samples."""
+    """Return how many groups have at least 1, 2, ... clips before their samples."""
     lengths = [len(group.history_seeds) for group in groups]
     return [sum(length > clip for length in lengths) for clip in range(max(lengths, default=0))]
 
 
 class ReplicaHistories:
-    """Generates the histories of colocated rollouts: the first replica of a group generates the group's history."""
+    """Generates the histories of rollouts on the training ranks."""
 
     def __init__(self, job: Job, layout: HistoryLayout) -> None:
         self.job = job
@@ -222,7 +214,7 @@ class ReplicaHistories:
         """Generate the histories of an RL step. Returns all groups, ready for generating their samples.
 
         All ranks must call this, with the rollout policy active. The result is identical on every rank, except for
-        conditioning frames and `reference`. All replicas run the same forward passes.
+        conditioning frames and `reference`.
         """
         world, size, share = self.job.world, self.job.recipe.rl.rollout.group_size, self.job.run_sizes.samples_per_rank
         owners = [first_replica(self.job, g) for g in range(len(groups))]
@@ -259,7 +251,7 @@ def conditioning_tensor(group: Group) -> Tensor:
 
 
 def replace_conditioning_frames(group: Group, frames: Tensor) -> Group:
-    """Return a copy of the group with the conditioning frames `frames`, in the format of `conditioning_tensor`."""
+    """Return a copy of the group with these conditioning frames, in the format of `conditioning_tensor`."""
     if FIRST_FRAME in group.prompt.inputs:
         inputs = {**group.prompt.inputs, FIRST_FRAME: frames.cpu().numpy()}
         return replace(group, prompt=replace(group.prompt, inputs=inputs))
@@ -270,9 +262,9 @@ def replace_conditioning_frames(group: Group, frames: Tensor) -> Group:
 def history_metrics(
     samples: Sequence[RolloutSample], scores: Sequence[Mapping[str, Score]], names: Sequence[str]
 ) -> dict[str, float]:
-    """Return the metrics of histories. names: names of the rewards.
+    """Return `rollout/history_broken` and, for each of the rewards `names`, `reward/<name>/after_<k>`.
 
-    `rollout/history_broken` is the number of groups with non-finite histories. `reward/<name>/after_<k>` is the mean
+    `rollout/history_broken` is the number of groups with a non-finite history. `reward/<name>/after_<k>` is the mean
     score of the samples that continue k clips.
     """
     groups = {sample.group_id: sample.group for sample in samples}.values()
@@ -306,7 +298,7 @@ def check_references(recipe: Recipe) -> None:
 
 
 def history_warnings(recipe: Recipe) -> list[str]:
-    """Return a warning if samples continue the policy's own clips, but no reward compares them with the recording."""
+    """Return a warning if samples continue the policy's own clips, but no reward compares them with recordings."""
     if not recipe.is_rl or recipe.rl.rollout.history.clips == 0 or list_reference_rewards(recipe.reward):
         return []
     return [

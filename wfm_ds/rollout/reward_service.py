@@ -1,7 +1,4 @@
-"""Starts the reward service of a run, and restarts it when it dies.
-
-Rewards run in other processes, because a reward may hang, crash or need separate packages.
-"""
+"""Runs the rewards in a separate process, because a reward may hang, crash or need separate packages."""
 
 from __future__ import annotations
 
@@ -30,17 +27,14 @@ MAX_RESTARTS = 5
 
 
 class RewardService:
-    """Runs `wfm serve` for one recipe in a child process, and restarts the child when it dies.
-
-    Rank 0 starts the service, and all ranks connect to `endpoint`. The child exits when this process exits.
-    """
+    """Runs `wfm serve` in a child process, and restarts it when it dies. The child exits when this process exits."""
 
     def __init__(self, reward: RewardRecipe, folder: Path, num_ranks: int = 0) -> None:
         """Start the service and wait until all rewards are loaded.
 
         Writes reward_service.yaml, reward_service.log and pipes.json to `folder`. num_ranks: number of training ranks
-        on this machine. Raises RewardError with the service's message if the service fails to start or is not ready
-        within reward.start_timeout_s. Raises RecipeError if a GPU does not exist.
+        on this machine. Raises RewardError if the service fails to start or is not ready within reward.start_timeout_s,
+        and RecipeError if a GPU does not exist.
         """
         self._environment = service_environment(reward, num_ranks)
         self.endpoint = str(folder / "pipes.json")
@@ -67,11 +61,9 @@ class RewardService:
 
     @property
     def pid(self) -> int:
-        """Process id of the service. A restart changes it."""
         return self.child.process.pid
 
     def stop(self) -> None:
-        """Stop the service and its workers. Repeated calls are allowed."""
         self.child.stop()
         self._sockets.remove()
         Path(self.endpoint).unlink(missing_ok=True)
@@ -89,7 +81,6 @@ class RewardService:
             )
 
     def _wait_until_ready(self, timeout_s: float) -> None:
-        """Wait until the service prints that it is ready. Raises RewardError if the service exits or takes too long."""
         process = self.child.process
         assert process.stdout is not None
         with selectors.DefaultSelector() as selector, show_wait("starting the rewards"):
@@ -102,7 +93,6 @@ class RewardService:
             raise RewardError(f"{error} (log: {self._log_path})")
 
     def _should_restart(self, status: int, deaths: Sequence[float]) -> bool:
-        """Return True unless the service died too often. After a restart, clients repeat their unfinished tasks."""
         if len(deaths) > MAX_RESTARTS:
             log.error("the reward service died %d times: not restarting it", len(deaths))
         return len(deaths) <= MAX_RESTARTS
@@ -124,9 +114,8 @@ def build_service_config(reward: RewardRecipe, sockets: Path) -> dict[str, Any]:
 
 
 def service_environment(reward: RewardRecipe, num_ranks: int) -> dict[str, str]:
-    """Return the environment variables of the reward service.
+    """Return the environment variables of the reward service. num_ranks: number of training ranks on this machine.
 
-    The service sees all GPUs of the run if any reward uses a GPU. num_ranks: number of training ranks on this machine.
     Raises RecipeError if a GPU does not exist. Logs a warning if a GPU is also used for training.
     """
     on_gpu = {f.name: f.device for f in reward.functions if f.uses_gpu}

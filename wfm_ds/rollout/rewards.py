@@ -44,8 +44,6 @@ References: TypeAlias = Sequence[npt.NDArray[np.uint8] | str | None]
 
 @dataclass(frozen=True, slots=True)
 class _RewardTask:
-    """Samples submitted to the reward service for one reward."""
-
     reward: str
     sample_ids: tuple[str, ...]
     deadline_s: float  # on the clock of PipeClient.now_s
@@ -61,9 +59,9 @@ class RewardClient:
 
         endpoint: path of a pipes.json, or an ipc:// or tcp:// address.
         run, client: names that identify this client in the log of the service.
-        lost_after_s: number of seconds of silence after which the service counts as lost and submitted tasks fail.
-        Raises RewardError if the keys are unusable, if the service does not answer within reward.start_timeout_s, or if
-        the service lacks a reward of the recipe or computes it with different options.
+        lost_after_s: seconds of silence after which the service counts as lost and submitted tasks fail.
+        Raises RewardError if the keys are unusable, or if the service does not answer within reward.start_timeout_s,
+        lacks a reward of the recipe, or has other options for a reward.
         """
         self._reward = reward
         self.names = [function.name for function in reward.functions]
@@ -91,9 +89,9 @@ class RewardClient:
             raise
 
     def submit(self, batch: MediaBatch, failures: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Send a copy of the batch to the service, which scores it with all rewards. Does not wait for the scores.
+        """Send a copy of the batch to the service, which computes all rewards. Does not wait for the scores.
 
-        failures: {sample id: reason} of samples with unreadable recordings. Rewards that need a reference fail for
+        failures: {sample id: reason} of samples with unreadable recordings. Rewards that need a recording fail for
         these samples.
         """
         media, references = list(np.array(batch.media)), batch.references if self.reference_rewards else ()
@@ -150,13 +148,12 @@ class RewardClient:
         return {sample_id: {name: by_name[name] for name in self.names} for sample_id, by_name in scores.items()}
 
     def close(self) -> None:
-        """Cancel the pending tasks and disconnect."""
         self._pipe.close()
 
     def _require_reward(self, function: RewardFunction) -> int:
         """Return a reward's maximum batch size.
 
-        Raises RewardError if the service does not offer the reward, or has it with other options than the recipe.
+        Raises RewardError if the service lacks the reward or has other options.
         """
         info = self._pipe.kinds.get(f"score:{function.name}")
         if info is None:
@@ -179,7 +176,7 @@ class RewardClient:
         return f"{self._client_id}/{self._num_submitted}#{kind.removeprefix('score:')}"
 
     def _poll_timeout_s(self) -> float:
-        """Return the seconds until the next deadline, but at most 0.5, so that a lost service is detected quickly."""
+        # At most 0.5 s, to detect a lost service quickly.
         return min(0.5, min(ticket.deadline_s for ticket in self._pending_tasks.values()) - self._pipe.now_s())
 
     def _record_outcome(self, outcome: TaskOutcome) -> None:
@@ -229,10 +226,10 @@ def _parse_scores(task: _RewardTask, outcome: TaskOutcome) -> Iterator[Score]:
 
 
 def decode_in_replica(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-    """Decode latents [B, ...] on all ranks of a replica. All ranks of the replica must call this.
+    """Decode latents [B, ...]. Returns (uint8 images, whether the latents of each sample are finite).
 
-    Returns (uint8 images, whether the latents of each sample are finite). Only the replica leader gets the images. On
-    other ranks the images are an empty array [0].
+    All ranks of the replica must call this. Only the replica leader gets the images; other ranks get an empty array
+    [0].
     """
     return ReplicaDecoding(job, latents).wait()
 
@@ -247,19 +244,20 @@ def decode_on_all_ranks(job: Job, latents: Tensor) -> tuple[npt.NDArray[np.uint8
 def list_reference_rewards(reward: RewardRecipe | None) -> list[str]:
     """Return the names of the rewards that compare samples with recordings.
 
-    The user's own rewards in a separately started service are omitted: their classes may not exist on this machine.
+    A user's own rewards in a separately started service are omitted.
     """
     from wfm_reward import registry
 
     if reward is None:
         return []
     known = registry.list_reward_names()
+    # The classes of a user's rewards in another service may not exist on this machine.
     names = [f.name for f in reward.functions if reward.spawn or f.name.partition("/")[0] in known]
     return [name for name in names if registry.get_reward_class(name).needs_reference]
 
 
 class ReplicaDecoding:
-    """Decodes samples on all ranks of a replica. Each rank decodes a contiguous shard."""
+    """Decodes samples on all ranks of a replica."""
 
     def __init__(self, job: Job, latents: Tensor) -> None:
         """Start to decode this rank's shard of `latents`. All ranks of the replica must pass identical latents."""
@@ -272,7 +270,7 @@ class ReplicaDecoding:
         self.is_pending = self._local_decoding.is_pending
 
     def wait(self) -> tuple[npt.NDArray[np.uint8], list[bool]]:
-        """Wait until each rank of the replica has decoded its shard. Returns the result of `decode_in_replica`.
+        """Wait for the decoded samples. Returns the same as `decode_in_replica`.
 
         All ranks of the replica must call this.
         """
@@ -315,17 +313,14 @@ def submit_finite_samples(
 
 
 def drop_first_frame(inputs: Mapping[str, npt.NDArray[np.float32]]) -> dict[str, npt.NDArray[np.float32]]:
-    """Return the inputs without the first-frame image.
-
-    The video already contains this image, and sending it twice would make messages too large.
-    """
+    """Return the inputs without the first-frame image, which the video already contains."""
     return {name: array for name, array in inputs.items() if name != FIRST_FRAME}
 
 
 def gather_scores(world: World, local_scores: Mapping[str, Mapping[str, Score]]) -> Scores:
-    """Return the scores of all replicas on every rank. `local_scores` is used only on replica leaders.
+    """Return the scores of all replicas on every rank. All ranks must call this.
 
-    All ranks must call this.
+    local_scores: scores of this replica, used only on its leader.
     """
     parts = world.gather_from_leaders(pack_scores(local_scores))
     return {sample_id: scores for part in parts for sample_id, scores in unpack_scores(part).items()}
@@ -340,7 +335,7 @@ def summarize_failures(scores: Sequence[Mapping[str, Score]]) -> str:
 
 
 def pack_scores(scores: Mapping[str, Mapping[str, Score]], max_failure_chars: int | None = None) -> list[Any]:
-    """Return the scores as JSON. Failure reasons are truncated to max_failure_chars characters."""
+    """Return the scores as JSON, with failure reasons of at most `max_failure_chars` characters."""
     return [
         [
             sample_id,

@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
 
 class ScoringQueue:
-    """Decodes denoised chunks and sends them to the reward service.
+    """Decodes denoised chunks and sends them to the reward service, while the next chunk is denoised.
 
-    All methods are collective: all ranks of the replica must call them. On a GPU, a side stream decodes a chunk while
-    the next chunk is denoised. Small chunks are merged so that every rank of the replica has a sample to decode.
+    All ranks of the replica must call every method.
     """
 
     def __init__(self, job: Job, rewards: RewardClient) -> None:
@@ -42,10 +41,7 @@ class ScoringQueue:
     def submit(
         self, latents: Tensor, sample_ids: Sequence[str], prompts: Sequence[Prompt], references: References = ()
     ) -> None:
-        """Start decoding a chunk, and send the previous chunk for scoring.
-
-        On a CPU, decoding ends before this method returns, and this chunk is sent too.
-        """
+        """Start to decode a chunk. It is sent for scoring now or in a later call of `submit` or `flush`."""
         self._waiting.append(DenoisedChunk(latents, sample_ids, prompts, references))
         if sum(len(chunk.latents) for chunk in self._waiting) >= self.job.world.sp_size:
             self._start_decoding()
@@ -67,7 +63,6 @@ class ScoringQueue:
         self._decoding.append((ReplicaDecoding(self.job, chunk.latents), chunk))
 
     def _send_decoded(self, num_kept: int) -> None:
-        """Send the decoded chunks for scoring in order, except for the last `num_kept` chunks."""
         while len(self._decoding) > num_kept:
             decoding, chunk = self._decoding.popleft()
             images, is_finite = decoding.wait()
@@ -77,7 +72,7 @@ class ScoringQueue:
 
 
 class FiniteCheck:
-    """Replaces ScoringQueue in runs without rewards: it only finds samples with non-finite latents."""
+    """Replaces ScoringQueue in runs without rewards: only finds samples with non-finite latents."""
 
     def __init__(self) -> None:
         self._chunks: list[tuple[Tensor, Sequence[str]]] = []  # (whether each sample is finite, sample ids)
@@ -88,7 +83,6 @@ class FiniteCheck:
         self._chunks.append((latents.flatten(1).isfinite().all(1), sample_ids))  # read later, to not wait for the GPU
 
     def flush(self) -> Scores:
-        """Return failed Scores for samples with non-finite latents that were submitted since the last call."""
         chunks, self._chunks = self._chunks, []
         failed = [i for is_finite, ids in chunks for i, ok in zip(ids, is_finite.tolist(), strict=True) if not ok]
         return {i: {LATENTS: Score(sample_id=i, reward=LATENTS, failure=NOT_FINITE)} for i in failed}

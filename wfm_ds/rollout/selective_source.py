@@ -1,8 +1,7 @@
-"""Rollouts on the training ranks that generate extra samples and select samples by reward.
+"""Rollouts on the training ranks that generate more samples than needed and select samples by reward.
 
-With `sampling.explore`, many cheap candidate samples are generated per group, and the best and the worst are selected.
-With `rollout.max_refills`, a group in which all samples have equal rewards is replaced by a group of another prompt.
-If both are set, the rewards of the candidates decide whether a group is replaced.
+With `sampling.explore`, the best and the worst of many cheap candidate samples of a group are selected. With
+`rollout.max_refills`, a group in which all samples have equal rewards is replaced by a group of another prompt.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ class SelectiveSource(ColocatedSource):
         self._selection_metrics: dict[str, float] = {}
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Generate candidate samples and return the selected samples. All ranks must call this.
-
-        With `sampling.explore.regenerate`, the selected samples are generated again with the usual sampling plan.
-        """
+        """Generate candidate samples and return the selected samples. All ranks must call this."""
         selection, candidate_groups = GroupSelection(self.settings.prompts_per_step), list[RewardedGroup]()
         selected = SelectedRollouts(self.job.world)
         self._candidates = {}
@@ -91,9 +87,9 @@ class SelectiveSource(ColocatedSource):
         return super().step_metrics() | self._selection_metrics
 
     def _generate_round(self, step: int, attempt: int, selection: GroupSelection) -> tuple[StepRollouts, Rewards]:
-        """Generate and score candidates for the missing groups, and add selected candidates to `selection`.
+        """Generate and score candidates for the missing groups, and add the best and worst to `selection`.
 
-        attempt: number of the round, starting at 0. Returns (generated samples, rewards used for the selection).
+        attempt: number of the round, starting at 0. Returns (candidates, rewards used for the selection).
         """
         recipe = self.job.recipe
         groups = self.refillable_groups.refill_groups(step, attempt) if attempt else self.groups.step_groups(step)
@@ -142,7 +138,7 @@ class SelectedRollouts:
         self._template = self._template or generated.local_rollouts[0]
 
     def distribute_evenly(self, samples: Sequence[RolloutSample]) -> StepRollouts:
-        """Move rollouts between replicas until all have equally many. Return this replica's rollouts.
+        """Move rollouts between replicas until all replicas have equally many. Returns this replica's rollouts.
 
         All ranks must call this.
         """
@@ -169,11 +165,7 @@ def selection_metrics(
 
 
 class GroupSelection:
-    """Groups selected so far for one RL step.
-
-    A group is informative if its samples have different rewards. Until there are enough informative groups, other
-    groups are selected too.
-    """
+    """Groups selected so far for one RL step. A group is informative if its samples have different rewards."""
 
     def __init__(self, num_groups: int) -> None:
         self.num_groups = num_groups  # number of groups of an RL step
@@ -183,7 +175,6 @@ class GroupSelection:
 
     @property
     def num_missing(self) -> int:
-        """Number of groups that the next round must generate."""
         return self.num_groups - len(self._informative_groups)
 
     def add_round(self, samples: Sequence[RolloutSample], informative: Collection[str]) -> None:
@@ -197,7 +188,7 @@ class GroupSelection:
 
     @property
     def selected_samples(self) -> list[RolloutSample]:
-        """Samples of the selected groups: first informative groups, then others, each in the order of generation."""
+        """Samples of the selected groups: first informative groups, then, if there are too few, other groups."""
         return [
             member for group in [*self._informative_groups, *self._other_groups][: self.num_groups] for member in group
         ]
@@ -231,9 +222,9 @@ def transfer_to_replicas(
     local: Mapping[str, Rollout],
     template: Rollout,
 ) -> list[Rollout]:
-    """Move rollouts between replicas until all have equally many. All ranks must call this.
+    """Return the rollouts of this replica's shard of `samples`, which other replicas may have generated.
 
-    Returns the rollouts of this replica: a contiguous range of `samples`.
+    All ranks must call this.
     samples: samples of all replicas. Their number is a multiple of the number of replicas.
     owners: {sample id: index of the replica that has the rollout}, identical on all ranks.
     local: {sample id: rollout} of this replica.
@@ -258,7 +249,6 @@ def transfer_to_replicas(
 
 
 def _list_tensors(rollout: Rollout) -> list[Tensor]:
-    """Return the generated tensors of a sample. Consecutive steps share latents, which are listed once."""
     tensors = [rollout.clean_latents]
     before: Transition | None = None
     for t in rollout.transitions:
@@ -269,9 +259,9 @@ def _list_tensors(rollout: Rollout) -> list[Tensor]:
 
 
 def _fill_template(template: Rollout, sample: RolloutSample, tensors: Sequence[Tensor]) -> Rollout:
-    """Return the rollout of `sample`, created from tensors in the order of `_list_tensors`.
+    """Return the rollout of `sample`.
 
-    template: a rollout with the same denoising steps.
+    template: rollout with the same denoising steps. tensors: in the order of `_list_tensors`.
     """
     remaining = iter(tensors)
     clean = next(remaining)

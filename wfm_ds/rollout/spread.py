@@ -21,8 +21,7 @@ def measure_spread(world: World, rollouts: StepRollouts) -> dict[str, float]:
     """Return `rollout/spread`: the mean distance between two samples of a prompt in this RL step.
 
     All ranks must call this. The distance is the root mean square difference of clean latents, measured on up to
-    MAX_ELEMENTS evenly spaced elements. If a prompt appears several times in the step, all of its samples are
-    compared. Returns {} if no prompt has two finite samples. The value does not depend on the number of ranks.
+    MAX_ELEMENTS evenly spaced elements. Returns {} if no prompt has two finite samples.
     """
     rows = [
         pack_arrays({"latents": select_elements(sample.clean_latents)} if sample.is_finite else {})

@@ -1,7 +1,4 @@
-"""Counterfactual trajectories. Samples start from a recorded clip but follow actions that were not recorded with it.
-
-With the recorded actions alone, a model could memorize the clips and ignore the actions.
-"""
+"""Counterfactual trajectories: samples start from a recorded clip but follow actions that were not recorded with it."""
 
 from __future__ import annotations
 
@@ -31,7 +28,7 @@ class CounterfactualTrajectories:
         self._library = None if actions is None else actions.library
 
     def replace_trajectories(self, prompts: Sequence[Prompt], step: int) -> list[Prompt]:
-        """Return the prompts of an RL step with new actions and camera paths. prompts: one prompt per group."""
+        """Return the prompts with new actions and camera paths. prompts: one per group of RL step `step`."""
         if self.mode == "shuffle":
             shuffled = shuffle_trajectories(prompts, seed=self.seed, step=step)
             if not self._has_warned and all(new is old for new, old in zip(shuffled, prompts, strict=True)):
@@ -53,9 +50,9 @@ class CounterfactualTrajectories:
 
 
 def shuffle_trajectories(prompts: Sequence[Prompt], *, seed: int, step: int) -> list[Prompt]:
-    """Return the prompts with their actions and camera paths shuffled among prompts of the same `domain`.
+    """Return the prompts with actions and camera paths exchanged between prompts of the same `domain`.
 
-    No prompt keeps its own trajectory, unless its domain has no other prompt.
+    A prompt keeps its own trajectory only if its domain has no other prompt.
     """
     domains: dict[float, list[int]] = {}
     for i, prompt in enumerate(prompts):

@@ -16,8 +16,6 @@ from wfm_ds.runs.output_folder import RunStart
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """Result of a successful `--check` of a recipe."""
-
     facts: Mapping[str, str]
     run_sizes: RunSizes
     memory: MemoryEstimate | None

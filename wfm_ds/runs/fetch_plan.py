@@ -1,4 +1,4 @@
-"""Plan what to download for a recipe: the files of the model, published prompts and rewards that this machine lacks."""
+"""Plan what to download for a recipe: the model, published prompts, LeRobot data and rewards that this machine lacks."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 from huggingface_hub import DryRunFileInfo, constants, get_cached_repo_tree
 from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
+from wfm_ds.data.datasets import lerobot_sources
+from wfm_ds.data.lerobot import list_missing_files
 from wfm_ds.data.prompt_sources import PROMPT_SOURCES, download_prompt_set, missing_bytes
 from wfm_ds.data.prompts import PROMPT_FORMATS
 from wfm_ds.errors import ModelError, RewardError, UserError
@@ -40,13 +42,11 @@ class FetchItem:
     """One download: files of a Hub repository, or a prompt set."""
 
     purpose: str
-    """`model`, `prompts` or the name of a reward."""
+    """`model`, `prompts`, `data` or the name of a reward."""
     source: str
     num_bytes: int
-    """Bytes to download."""
     licence: str
     target: Path
-    """Folder of the files."""
     download: Callable[[], object]
     """Function that downloads the files. Raises UserError if the download fails."""
 
@@ -59,7 +59,7 @@ class FetchPlan:
     notes: list[str] = field(default_factory=list)
     """One sentence for each missing part that `wfm fetch` cannot download."""
     unreachable: list[str] = field(default_factory=list)
-    """Parts with files that are not cached and cannot be downloaded, because the Hub cannot be reached."""
+    """Parts with missing files that cannot be downloaded, because the Hub cannot be reached."""
 
     @property
     def num_bytes(self) -> int:
@@ -67,7 +67,6 @@ class FetchPlan:
 
     @contextlib.contextmanager
     def collect_unreachable(self, part: str) -> Iterator[None]:
-        """Add `part` to `unreachable` if the Hub cannot be reached in the block."""
         try:
             yield
         except HubConnectionError:
@@ -75,14 +74,15 @@ class FetchPlan:
 
 
 def plan_downloads(recipe: Recipe) -> FetchPlan:
-    """List the downloads of a recipe. Requests only metadata from servers, such as sizes and licences.
+    """List the downloads of a recipe. Requests only metadata from servers: sizes, licences, and meta/ of LeRobot data.
 
-    Branches in the cache keep their commits, so that offline runs load the same files as before. Raises UserError if
-    files are missing and the Hub cannot be reached or denies access, and ModelError if the model is not supported.
+    Cached branches keep their commits. Raises UserError if files are missing and the Hub cannot be reached or denies
+    access, ModelError if the model is not supported, and DataError if LeRobot data does not fit the recipe.
     """
     plan = FetchPlan()
     plan.items += plan_model(recipe, plan)
     plan.items += plan_prompts(recipe, plan.notes)
+    plan.items += plan_lerobot_data(recipe, plan)
     plan.items += plan_rewards(recipe, plan)
     plan.notes += list_own_data(recipe)
     if plan.unreachable:
@@ -114,7 +114,6 @@ def require_free_space(items: Sequence[FetchItem]) -> dict[Path, int]:
 
 
 def plan_model(recipe: Recipe, plan: FetchPlan) -> Iterator[FetchItem]:
-    """Yield the download of the model if it is a Hub repository with files that are not in the cache."""
     repo, revision = recipe.model.path, recipe.model.revision
     if not is_repo_id(repo):
         try:
@@ -143,7 +142,7 @@ def list_pipeline_files(repo: str, folder: Path) -> list[DryRunFileInfo]:
 
 
 def plan_hub_files(
-    purpose: str, repo: str, revision: str | None, files: Sequence[DryRunFileInfo]
+    purpose: str, repo: str, revision: str | None, files: Sequence[DryRunFileInfo], repo_type: str = "model"
 ) -> Iterator[FetchItem]:
     """Yield the download of `files` if some of them are not in the cache.
 
@@ -156,9 +155,9 @@ def plan_hub_files(
             purpose=purpose,
             source=f"{repo} @ {commit[:7]}",
             num_bytes=hub.total_bytes(missing),
-            licence=hub.read_licence(repo, commit),
+            licence=hub.read_licence(repo, commit, repo_type),
             target=Path(constants.HF_HUB_CACHE),
-            download=partial(hub.download_files, repo, revision, files),
+            download=partial(hub.download_files, repo, revision, files, repo_type),
         )
 
 
@@ -173,7 +172,6 @@ def list_published_files(data: DataRecipe) -> list[Path]:
 
 
 def plan_prompts(recipe: Recipe, notes: list[str]) -> Iterator[FetchItem]:
-    """Yield the download of a published prompt set if the recipe reads a file of the set and this file is missing."""
     data, published = recipe.data, list_published_files(recipe.data)
     if not published:
         return
@@ -197,14 +195,32 @@ def plan_prompts(recipe: Recipe, notes: list[str]) -> Iterator[FetchItem]:
     )
 
 
+def plan_lerobot_data(recipe: Recipe, plan: FetchPlan) -> Iterator[FetchItem]:
+    """Yield the downloads of LeRobot data sets on the Hub. Downloads their metadata, which lists their files."""
+    planned = set[str]()
+    for data, repo in lerobot_sources(recipe):
+        if not is_repo_id(repo):
+            continue
+        with plan.collect_unreachable(f"data {repo}"):
+            revision = data.options.get("revision")
+            commit = hub.resolve_commit(repo, revision, "dataset")
+            patterns = list_missing_files(data, repo, commit)
+            files = hub.list_files(repo, commit, patterns, "dataset") if patterns else []
+            new = [file for file in files if file.local_path not in planned]
+            planned |= {file.local_path for file in new}
+            yield from plan_hub_files("data", repo, revision, new, "dataset")
+
+
 def list_own_data(recipe: Recipe) -> list[str]:
     """Return a sentence for each part of the data that does not exist here and that `wfm fetch` does not download."""
     data, validation, published = recipe.data, recipe.validation, list_published_files(recipe.data)
-    is_on_hub = data.kind == "hf" and is_repo_id(data.shard_patterns[0])
+    can_be_on_hub = data.kind in ("hf", "lerobot")
+    is_on_hub = can_be_on_hub and is_repo_id(data.shard_patterns[0])
+    is_validation_on_hub = can_be_on_hub and not data.streaming and is_repo_id(validation.path or "")
     paths = {
         "data.path": [] if is_on_hub or published else data.shard_patterns,
         "data.media_path": [data.media_path or ""],
-        "validation.path": [validation.path or ""],
+        "validation.path": [] if is_validation_on_hub else [validation.path or ""],
         "validation.prompts": [] if validation.prompts in published else [str(validation.prompts or "")],
     }
     notes = [
@@ -213,8 +229,10 @@ def list_own_data(recipe: Recipe) -> list[str]:
         for path in values
         if path and "://" not in path and not GLOB_CHARACTERS & set(path) and not Path(path).expanduser().exists()
     ]
-    if is_on_hub:
-        notes.append(f"data.path {data.path}: the package datasets downloads this data set when the run starts")
+    if data.kind == "hf":
+        on_hub = {"data.path": is_on_hub and data.path, "validation.path": is_validation_on_hub and validation.path}
+        message = "the package datasets downloads this data set when the run starts"
+        notes += [f"{key} {path}: {message}" for key, path in on_hub.items() if path]
     return notes
 
 
@@ -222,7 +240,6 @@ def list_own_data(recipe: Recipe) -> list[str]:
 
 
 def plan_rewards(recipe: Recipe, plan: FetchPlan) -> Iterator[FetchItem]:
-    """Yield the downloads of the rewards that run on this machine."""
     settings = recipe.all_reward_settings
     if settings is None:
         return
@@ -284,8 +301,8 @@ def plan_reward_files(name: str, address: str, kind: str) -> Iterator[FetchItem]
 def is_transformers_snapshot_complete(repo: str, folder: Path, *, weights: bool) -> bool:
     """Return whether the snapshot folder has all files that transformers loads.
 
-    Uses the file list that the last download saved. If there is no list, only the weights and one file of the processor
-    are checked.
+    Uses the file list that the last download saved. Without a list, checks only the weights and one file of the
+    processor.
     """
     try:
         names = [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]

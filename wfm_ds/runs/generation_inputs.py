@@ -38,15 +38,13 @@ InputArrays = dict[str, npt.NDArray[np.float32]]
 
 
 def read_camera(camera: str, lens: Sequence[float] | None) -> dict[str, Floats]:
-    """Return the camera poses and intrinsics of F frames as {c2w: [F,4,4], intrinsics: [4] or [F,4]}, float32.
+    """Return {c2w: [F,4,4], intrinsics: [4] or [F,4]} of F frames, float32.
 
-    c2w: camera-to-world matrices.
-    intrinsics: fx, fy, cx, cy in pixels of the source image, not rescaled.
-
-    camera: a .json file with `c2w` and optional `intrinsics`, an .npy file with c2w, or a list of pressed keys with
-    frame counts such as `w-80,jw-40` (the format of the diffusers SANA-WM pipeline).
-    lens: fx, fy, cx, cy. Required if the camera file has no intrinsics, otherwise not allowed.
-    Raises ValueError for invalid content and OSError if a file cannot be read.
+    c2w: camera-to-world matrices. intrinsics: fx, fy, cx, cy in pixels of the source image, not rescaled. camera: a
+    .json file with `c2w` and optional `intrinsics`, an .npy file with c2w, or a list of pressed keys with frame counts
+    such as `w-80,jw-40` (the format of the diffusers SANA-WM pipeline). lens: fx, fy, cx, cy. Required if the camera
+    file has no intrinsics, otherwise not allowed. Raises ValueError for invalid content and OSError if a file cannot be
+    read.
     """
     arrays = read_camera_file(Path(camera)) if Path(camera).suffix else {POSES: poses_from_keys(camera)}
     if (lens is None) == (INTRINSICS not in arrays):
@@ -64,7 +62,6 @@ def read_camera(camera: str, lens: Sequence[float] | None) -> dict[str, Floats]:
 
 
 def read_camera_file(file: Path) -> dict[str, Floats]:
-    """Read camera poses c2w from an .npy file, or c2w and optional intrinsics from a .json file."""
     if file.suffix == ".npy":
         with open_regular(file) as stream:
             return {POSES: read_npy(stream)}
@@ -92,7 +89,6 @@ def poses_from_keys(keys: str) -> Floats:
 
 
 def list_option_inputs(args: argparse.Namespace) -> list[str]:
-    """Return the names of the model inputs that the command-line options set."""
     camera = [POSES, INTRINSICS] if args.camera is not None else []
     return [name for name in (ACTIONS, DOMAIN) if getattr(args, name) is not None] + camera
 
@@ -117,9 +113,9 @@ def encode_first_frame(sampler: Sampler, file: Path | None) -> Tensor | None:
 
 
 def load_first_frame(sampler: Sampler, file: Path) -> npt.NDArray[np.uint8]:
-    """Load the first frame as pixels [H,W,3], scaled and centre-cropped to the size of the video.
+    """Load the first frame as pixels [H,W,3], scaled and centre-cropped to the video's size.
 
-    Raises UserError if the file is not an image.
+    Raises UserError if it is invalid.
     """
     return load_media(LocalFile(str(file)), image_framing(sampler.settings), draw_centre)
 
@@ -191,7 +187,6 @@ def check_total_frames(inputs: InputArrays, layout: ClipLayout, args: argparse.N
 def check_model_inputs(
     model: DiffusionModel, inputs: InputArrays, size: SamplingRecipe, args: argparse.Namespace
 ) -> None:
-    """Raise UserError if the model cannot use these inputs."""
     try:
         model.encode_inputs([inputs], size.num_frames, (size.height, size.width))
     except ValueError as error:

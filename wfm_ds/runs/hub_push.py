@@ -1,7 +1,6 @@
 """Uploads exports and their model cards to a repository on the Hub, in a thread of rank 0.
 
-A failed upload never ends the run. huggingface_hub manages the token (HF_TOKEN or `hf auth login`), so recipes do not
-contain it.
+A failed upload never ends the run. huggingface_hub manages the token (HF_TOKEN or `hf auth login`).
 """
 
 from __future__ import annotations
@@ -52,7 +51,8 @@ PUBLIC_TEXTS = (
 )
 """Recipe keys whose text the model card shows if it matches NAME.
 
-The card shows the values of other keys only if they are numbers, true, false or a choice."""
+The card shows the values of other keys only if they are numbers, true, false or a choice.
+"""
 NAME = re.compile(r"[A-Za-z_][\w.-]*(:\w+)?(/[\w.-]+)?")  # of a reward, layer, input, or class (package.module:Class)
 
 
@@ -81,7 +81,7 @@ class HubPush:
     def finish(self, is_stopped: Callable[[], bool]) -> None:
         """Wait for all uploads. Logs a warning for each incomplete upload, with a command that repeats the upload.
 
-        is_stopped: function that returns whether this process has received a stop signal. The wait is then shorter.
+        is_stopped: returns whether this process has received a stop signal. The wait is then shorter.
         """
         pending = [folder for future, folder in self._sending if not future.done()]
         num_bytes = sum(file.stat().st_size for folder in pending for file in folder.rglob("*") if file.is_file())
@@ -155,9 +155,8 @@ def build_model_card(
 ) -> str:
     """Return the text of README.md for an export.
 
-    lines: Python code that loads the export.
-    base: Hub id of the base model, or None.
-    samples: {name in the repository: file} for samples of the last validation.
+    lines: Python code that loads the export. base: Hub id of the base model, or None. samples: {name in the repository:
+    file} for samples of the last validation.
     """
     kind = "LoRA" if recipe.lora is not None else "Weights"
     data = ModelCardData(

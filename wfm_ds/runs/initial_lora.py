@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 def load_initial_lora(recipe: Recipe, model: DiffusionModel) -> dict[str, Tensor] | None:
     """Return {engine parameter name: tensor} of the LoRA in lora.init_from, or None if it is unset.
 
-    model: the loaded model, before an engine changes its denoiser. Layers without tensors in the file are omitted from
-    the result. Raises ModelError if the file cannot be read or does not fit the model, and RecipeError if its adapter
-    settings differ from the recipe.
+    model: the loaded model, before an engine changes its denoiser. Layers without tensors in the file are omitted.
+    Raises ModelError if the file cannot be read or does not fit the model, and RecipeError if its adapter settings
+    differ from the recipe.
     """
     lora = recipe.lora
     if lora is None or lora.init_from is None:
@@ -69,7 +69,6 @@ def read_fitting_lora(recipe: Recipe, model: DiffusionModel, path: Path, what: s
 
 
 def _require_same_adapter(layers: LoraLayers, saved: dict[str, Tensor], lora: LoraRecipe) -> None:
-    """Raise RecipeError if rank, scale, DoRA or the fully trained modules of the file differ from the recipe."""
     ranks, alphas = ({getattr(layer, name) for layer in layers.values()} for name in ("rank", "alpha"))
     if len(ranks) > 1 or len(alphas) > 1:
         raise RecipeError(
@@ -100,7 +99,6 @@ def _require_same_adapter(layers: LoraLayers, saved: dict[str, Tensor], lora: Lo
 def _require_same_shapes(
     layers: LoraLayers, saved: dict[str, Tensor], network: nn.Module, what: str, base: Path
 ) -> None:
-    """Raise ModelError if a layer of the LoRA is missing in the network or has a different shape."""
     shapes = {name: parameter.shape for name, parameter in network.named_parameters()}
     file_shapes = {f"{name}.weight": layer.weight_shape for name, layer in layers.items()}
     file_shapes |= {name: tensor.shape for name, tensor in saved.items()}

@@ -1,4 +1,4 @@
-"""Objects that the training loop and its helpers share. Each rank builds them once per run."""
+"""Objects that the training loop and its helpers share."""
 
 from __future__ import annotations
 
@@ -88,11 +88,10 @@ class CommonJob(ABC):
         """Return Python code that loads the exported folder."""
 
     def pop_forward_counts(self) -> Mapping[str, float]:
-        """Return the number of forward passes since the last call, as metrics."""
         return {}
 
     def pop_work(self) -> FlopCount | None:
-        """Return the FLOPs of rank 0's forward passes since the last call. Other ranks return None."""
+        """Return the FLOPs of rank 0's forward passes since the last call. Other ranks get None."""
         return self.engine.pop_flop_count()
 
 

@@ -42,8 +42,6 @@ RECORD_FILE = ".wfm_run.json"  # lists the names that a run has written here and
 
 @dataclass(frozen=True, slots=True)
 class RunContents:
-    """Contents of the folder or S3 storage of a run."""
-
     key: str  # recipe key and value, for messages
     location: str  # folder or address
     files: tuple[str, ...]  # existing RUN_FILES; empty: no run
@@ -89,15 +87,10 @@ def read_storage_contents(address: str) -> RunContents:
 
 
 def list_unrecorded_files(folder: Path) -> tuple[str, ...]:
-    """Return the names in RUN_NAMES that exist in this folder but are missing from its record file."""
     return select_unrecorded(os.listdir(folder) if folder.exists() else (), read_folder_record(folder))
 
 
 def list_unrecorded_objects(address: str) -> tuple[str, ...]:
-    """Return the names in RUN_NAMES that exist in S3 but are missing from the record file there.
-
-    Raises StorageError if S3 fails.
-    """
     names = {name.partition("/")[0] for name in transfer.list_objects(address)}
     return select_unrecorded(names, read_storage_record(address))
 
@@ -107,7 +100,7 @@ def select_unrecorded(names: Collection[str], listed: Collection[str]) -> tuple[
 
 
 def read_folder_record(folder: Path) -> frozenset[str]:
-    """Return the names that the folder's record file lists. Returns no names if the file is missing or invalid."""
+    """Return the names that the folder's record file lists, or no names if the file is missing or invalid."""
     try:
         return parse_record((folder / RECORD_FILE).read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError):
@@ -135,10 +128,11 @@ def format_record(names: Collection[str]) -> str:
 
 
 def read_run_recipe(place: str) -> tuple[str, Recipe | None]:
-    """Return the path and content of recipe.yaml in a folder or at an s3:// address.
+    """Return (path, content) of recipe.yaml in a folder or at an s3:// address.
 
-    The content is None if the file is missing. Raises RecipeError if the file is invalid and StorageError if S3 cannot
-    be read.
+    The content is None if the file is missing.
+
+    Raises RecipeError if the file is invalid and StorageError if S3 cannot be read.
     """
     if not is_remote(place):
         path = Path(place) / RECIPE_FILE

@@ -2,9 +2,7 @@
 
     folder/.storage.json     state of the uploaded files; without it, files are uploaded again
 
-Incomplete files and folders have hidden or .tmp names (storage/atomic.py, checkpoint/store.py). The thread therefore
-finds new complete files by listing the folder. It uploads the newest checkpoint first. Files that grow (logs, metrics)
-are uploaded as a whole each time.
+Incomplete files and folders have hidden or .tmp names and are skipped. The newest checkpoint is uploaded first.
 """
 
 from __future__ import annotations
@@ -50,7 +48,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class SentFile:
-    """State of an uploaded file: size and mtime of the local file at the upload, and size of the S3 object."""
+    """An uploaded file: size and mtime of the local file at the upload, and size of the S3 object."""
 
     size: int
     mtime_ns: int
@@ -78,7 +76,7 @@ class Mirror:
         self._thread = threading.Thread(target=self._run_thread, name="mirror", daemon=True)
 
     def clear(self) -> None:
-        """Remove all S3 objects that are listed in the record file in S3. Raises StorageError if S3 fails."""
+        """Remove all S3 objects that the record file in S3 lists. Raises StorageError if S3 fails."""
         listed = layout.read_storage_record(self.address)
         names = [name for name in transfer.list_objects(self.address) if name.partition("/")[0] in listed]
         names.sort(key=lambda name: not name.endswith(f"/{store.COMPLETE}"))
@@ -88,14 +86,14 @@ class Mirror:
     def fetch_metrics(self) -> None:
         """Download the run's metrics files from S3, unless they exist locally.
 
-        The files include metrics of earlier attempts. Raises StorageError if the download fails.
+        Raises StorageError if the download fails.
         """
         for name, size in transfer.list_objects(self.address).items():
             if (name == METRICS_FILE or name.partition("/")[0] == EARLIER) and not (self.folder / name).exists():
                 self._fetch_file(name, size)
 
     def fetch_checkpoint(self, address: str) -> Path:
-        """Download a checkpoint, the run's metrics and its ids in trackers, and return the checkpoint's folder.
+        """Download a checkpoint, the run's metrics and its tracker ids, and return the checkpoint's folder.
 
         Raises StorageError if a download fails.
         """
@@ -113,14 +111,17 @@ class Mirror:
         return folder
 
     def newer_step(self) -> int | None:
-        """Return the step of the newest checkpoint in S3 if no local one is as new, else None. Raises StorageError."""
+        """Return the newest checkpoint's step in S3, or None if a local checkpoint is as new.
+
+        Raises StorageError if S3 fails.
+        """
         newest = remote_store.find_newest(f"{self.address}/{CHECKPOINTS}")
         return None if newest is None or newest.step <= max(self._complete_steps(), default=-1) else newest.step
 
     def start(self) -> None:
         """Remove result.json from S3, then start to upload files.
 
-        Raises StorageError if S3 fails or contains a newer checkpoint.
+        Raises StorageError if S3 fails or has a newer checkpoint.
         """
         newer = self.newer_step()
         if newer is not None:
@@ -141,7 +142,6 @@ class Mirror:
         self.wake()
 
     def wake(self) -> None:
-        """Tell the upload thread to upload new files now, without waiting for its next regular pass."""
         self._wakeup.set()
 
     def list_unverified_steps(self) -> Collection[int]:
@@ -223,9 +223,9 @@ class Mirror:
             self._write_sent_files()
 
     def _send_files(self) -> None:
-        """Upload all new and changed files outside of checkpoints.
+        """Upload all new and changed files outside of checkpoints. Stops after two failures in a row.
 
-        Stops after two failures in a row. If any upload failed, raises the first StorageError.
+        If any upload failed, raises the first StorageError.
         """
         first, previous = None, None
         for name in self._unsent_files():
@@ -304,8 +304,7 @@ class Mirror:
     def _byte_counter(self, name: str) -> ProgressCallback:
         """Return a function that records upload progress. Call it with the number of bytes of each uploaded chunk.
 
-        A retry counts as progress only after it has uploaded more bytes than all earlier attempts. The function aborts
-        the upload if `finish` has stopped waiting.
+        The function aborts the upload if `finish` has stopped waiting.
         """
         sent = 0
 
@@ -326,13 +325,11 @@ class Mirror:
         return [step for step in store.list_steps(root) if store.read_checkpoint(root / f"step_{step}") is not None]
 
     def _unsent_steps(self) -> list[int]:
-        """Return the steps of checkpoints that must be uploaded. Checkpoints that will soon be removed are omitted."""
         steps = self._complete_steps()
         retained = store.steps_to_keep(steps, newest=max(steps, default=0), keep=self.keep)
         return [step for step in steps if step in retained and not self._is_sent(marker_name(step))]
 
     def _unsent_files(self) -> Iterator[str]:
-        """Yield the names of new and changed files. Checkpoints and result.json are omitted."""
         single_files = (RECIPE_FILE, METRICS_FILE, PAGE, *RUN_ID_FILES)
         files = [name for name in single_files if (self.folder / name).exists()]
         yield from (name for name in files if not self._is_sent(name))
@@ -367,7 +364,6 @@ class Mirror:
             log.warning("%s: %s; a continued run will upload these files again", self.folder / SENT_FILES_NAME, error)
 
     def _read_sent_files(self) -> dict[str, SentFile]:
-        """Load the state of earlier uploads. Returns {} if the state file is missing or invalid."""
         try:
             state = json.loads((self.folder / SENT_FILES_NAME).read_text(encoding="utf-8"))
             files = state["files"] if state["address"] == self.address else {}
@@ -388,7 +384,6 @@ def marker_name(step: int) -> str:
 
 
 def _list_files(folder: Path, top: str) -> Iterator[str]:
-    """Yield the complete files in `folder/top`, as paths relative to `folder`."""
     for parent, folders, names in os.walk(folder / top):
         folders[:] = [name for name in folders if not name.startswith(".")]
         for name in names:

@@ -33,9 +33,9 @@ def find_family(recipe: Recipe) -> type[DiffusionModel]:
 def load_model(recipe: Recipe, device: torch.device) -> DiffusionModel:
     """Load the recipe's pipeline and check that it supports the recipe.
 
-    The engine later moves the denoiser to the device (engine/preparation.py). For training from scratch, the
-    denoiser gets random weights. Raises ModelError if the pipeline cannot be loaded, RecipeError if the recipe does not
-    fit the model, and UserError if the tokens of a sample cannot be split over the ranks.
+    For training from scratch, the denoiser gets random weights. Raises ModelError if the pipeline cannot be loaded,
+    RecipeError if the recipe does not fit the model, and UserError if the tokens of a sample cannot be split over the
+    ranks.
     """
     settings, size = recipe.model, recipe.sampling
     model = registry.load_model(

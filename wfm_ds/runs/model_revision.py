@@ -1,7 +1,4 @@
-"""Resolves a model on the Hub to a commit and downloads it.
-
-The commit is resolved once and stored in the run's recipe. One process per machine downloads the files.
-"""
+"""Resolves a model on the Hub to a commit and downloads it."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ log = logging.getLogger(__name__)
 def pin_commit(recipe: Recipe, *, overwrite: bool = False) -> Recipe:
     """Return a copy of the recipe with a commit in model.revision. Recipes with a local model do not change.
 
-    A recipe that continues a run gets the commit of that run. Otherwise, it gets the current commit of its branch or
+    A recipe that continues a run gets the commit of that run, and any other recipe the current commit of its branch or
     tag. overwrite: ignore an existing run. Raises ModelError if the Hub cannot resolve the revision, and RecipeError or
     StorageError if the recipe of the existing run cannot be read.
     """
@@ -54,10 +51,7 @@ def find_previous_commit(recipe: Recipe) -> str | None:
 
 
 def iterate_recipe_locations(recipe: Recipe) -> Iterator[str]:
-    """Yield the places that may contain the recipe of an earlier run.
-
-    These are the run's output folder, its S3 storage, and the checkpoint in run.resume.
-    """
+    """Yield the places that may contain the recipe of an earlier run: output folder, its S3 storage, and run.resume."""
     yield str(recipe.run.output_dir)
     if recipe.checkpoint.storage is not None:
         yield recipe.checkpoint.storage
@@ -74,7 +68,7 @@ def agree_on_commit(recipe: Recipe, world: World, *, overwrite: bool) -> Recipe:
 def fetch_model(recipe: Recipe, world: World) -> None:
     """Download a model from the Hub to the cache of each machine. All ranks must call this.
 
-    One process per machine downloads. The others wait without a timeout. If a download fails, all ranks raise
+    One process per machine downloads, and the others wait without a timeout. If a download fails, all ranks raise
     UserError.
     """
     model = recipe.model

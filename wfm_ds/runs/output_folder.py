@@ -82,15 +82,10 @@ class RunStart:
 def find_run_start(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> RunStart:
     """Find out where the run starts, from run.resume and the contents of its folder and storage. Writes nothing.
 
-    overwrite: treat folder and storage as empty, because they will be cleared.
-
-    Raises RecipeError if
-    * the folder cannot be written;
-    * run.resume is not a checkpoint;
-    * folder or storage contain a run that cannot continue (different recipe or global batch, all checkpoints damaged);
-    * folder or storage contain files with reserved names that do not belong to a run.
-
-    Raises StorageError if the storage does not respond.
+    overwrite: treat folder and storage as empty, because they will be cleared. Raises RecipeError if the folder cannot
+    be written, if run.resume is not a checkpoint, or if folder or storage contain a run that cannot continue (different
+    recipe or global batch, all checkpoints damaged) or files with reserved names that do not belong to a run. Raises
+    StorageError if the storage does not respond.
     """
     folder, resume, storage = recipe.run.output_dir, recipe.run.resume, recipe.checkpoint.storage
     require_usable_folder(folder)
@@ -191,10 +186,7 @@ def require_recorded_files(place: str, unrecorded: Collection[str]) -> None:
 
 
 def require_other_run(recipe: Recipe) -> None:
-    """Raise RecipeError if run.resume is a checkpoint of this run itself.
-
-    Without run.resume, a run already continues from its newest checkpoint.
-    """
+    """Raise RecipeError if run.resume is a checkpoint of this run itself."""
     resume, folder, storage = recipe.run.resume, recipe.run.output_dir, recipe.checkpoint.storage
     if resume in ("auto", "never"):
         return
@@ -243,7 +235,6 @@ def list_recipe_changes(there: Recipe, here: Recipe) -> list[str]:
 
 
 def _format_key(values: Mapping[str, Any], key: str) -> str:
-    """Return the value of a recipe key as YAML text, or "nothing" if the recipe does not have the key."""
     if key not in values:
         return "nothing"
     return values[key] if isinstance(values[key], str) else json.dumps(values[key])
@@ -252,8 +243,8 @@ def _format_key(values: Mapping[str, Any], key: str) -> str:
 def require_same_batch_size(found: Checkpoint | RemoteCheckpoint, recipe: Recipe, world_size: int) -> None:
     """Raise RecipeError if the recipe's global batch size differs from the checkpoint's.
 
-    The global batch size determines which samples come next. In SFT of a two-expert model, the number of micro-batches
-    must be equal too, because it determines when each expert trains.
+    In SFT of a two-expert model, the number of micro-batches must be equal too, because it determines when each expert
+    trains.
     """
     derived = derive_run_sizes(recipe, world_size)
     here, there = derived.samples_per_step, found.metadata["samples_per_step"]
@@ -298,10 +289,7 @@ def open_output_folder(recipe: Recipe, start: RunStart) -> None:
 
 
 def archive_attempt(folder: Path) -> None:
-    """Move the metrics of an earlier attempt to the subfolder `earlier/N`.
-
-    The attempt ended before its first checkpoint, so the run starts again at step 0.
-    """
+    """Move the metrics of an attempt that ended before its first checkpoint to the subfolder `earlier/N`."""
     metrics = folder / METRICS_FILE
     if not metrics.exists() or metrics.stat().st_size == 0:
         return

@@ -32,12 +32,10 @@ def write_result(
 ) -> Path:
     """Write `output_dir/result.json` atomically and return its path.
 
-    step: last completed step.
-    metrics: last value of each metric. Non-finite values become null.
-    artifacts: {kind: path} of the run's output.
-    started: start time with time zone.
-    message: reason of a failure, or a warning about the result.
-    storage: which files are missing in S3 (the fields of StorageCopies). None: the run has no S3 storage.
+    step: last completed step. metrics: last value of each metric; non-finite values become null.
+    artifacts: {kind: path} of the run's output. started: start time with time zone.
+    message: reason of a failure, or a warning.
+    storage: which files are missing in S3. None: the run has no S3 storage.
     Raises ValueError for an unknown status, and OSError if the folder cannot be written.
     """
     if status not in STATUSES:

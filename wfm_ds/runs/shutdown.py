@@ -4,8 +4,7 @@
         with shutdown.use_recorder(discard_new_run(...)): a failure before the first step clears a new run's folder
             with record_run(shutdown, ...) as record:     result.json contains the last step and the error
 
-A failure is recorded once, by the innermost active context on rank 0. If the main thread hangs, the heartbeat thread
-records it.
+A failure is recorded once, by the innermost active context on rank 0.
 """
 
 from __future__ import annotations
@@ -132,7 +131,6 @@ class RunShutdown:
         return ErrorCause(fault.text, is_reported_here=False)
 
     def ignore_later_failures(self) -> None:
-        """Do not record failures that occur after this call."""
         with self._record_lock:
             self._is_recorded = True
 
@@ -153,8 +151,7 @@ def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
     """End all ranks if the block raises an error on one rank. All ranks must call this.
 
     UserError, RunError and errors of other ranks become SystemExit with the run's exit code. Unexpected errors of this
-    rank are raised unchanged.
-    stuck_s: end the run if no rank makes progress for this many seconds.
+    rank are raised unchanged. stuck_s: end the run if no rank makes progress for this many seconds.
     """
     from wfm_ds.distributed import lifecycle
     from wfm_ds.distributed.heartbeat import start_heartbeat

@@ -54,10 +54,7 @@ def require_writable_storage(recipe: Recipe) -> None:
 
 
 def open_mirror(recipe: Recipe, world: World) -> Mirror | None:
-    """Create a Mirror on rank 0, without starting it. Returns None on other ranks.
-
-    Returns None on all ranks if checkpoint.storage is not set.
-    """
+    """Create a Mirror on rank 0, without starting it. Returns None on other ranks and without checkpoint.storage."""
     settings = recipe.checkpoint
     if settings.storage is None or not world.is_main:
         return None
@@ -67,10 +64,10 @@ def open_mirror(recipe: Recipe, world: World) -> Mirror | None:
 def open_run_folder(
     recipe: Recipe, world: World, mirror: Mirror | None, start: RunStart, *, overwrite: bool
 ) -> RunStart:
-    """Prepare the locked output folder and download the starting checkpoint if it is in S3.
+    """Prepare the locked output folder and download the starting checkpoint if it is in S3. All ranks must call this.
 
-    All ranks must call this. Returns a copy of `start` with the local path of the checkpoint. overwrite: remove the
-    existing run first. Raises UserError if the folder or the checkpoint cannot be prepared.
+    Returns a copy of `start` with the local path of the checkpoint. overwrite: remove the existing run first. Raises
+    UserError if the folder or the checkpoint cannot be prepared.
     """
 
     def prepare_folder() -> None:
@@ -175,7 +172,6 @@ def _write_copies(folder: Path, copies: StorageCopies) -> None:
 
 
 def _is_folder_outdated(folder: Path, mirror: Mirror, done: int) -> bool:
-    """Return whether S3 is newer than this folder, because the run continued on another machine."""
     newer = mirror.newer_step()
     if newer is None and layout.read_folder_contents(folder).finished_step == done:
         return False

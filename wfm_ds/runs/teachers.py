@@ -42,7 +42,6 @@ def load_teachers(recipe: Recipe, model: DiffusionModel) -> dict[str, dict[str, 
 def load_teacher_lora(
     recipe: Recipe, lora: LoraRecipe, model: DiffusionModel, teacher: TeacherSettings
 ) -> dict[str, Tensor]:
-    """Return {engine parameter name: tensor} of a teacher's LoRA, converted to the recipe's rank and scale."""
     what = f"teacher {teacher.weights}"
     target = ExportTarget(model.path, tuple(model.denoiser_components))
     source = read_fitting_lora(recipe, model, Path(teacher.weights), what)

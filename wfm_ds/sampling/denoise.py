@@ -1,4 +1,4 @@
-"""The denoising loop: from noise to clean latents by a sampling plan, for every model family and algorithm."""
+"""The denoising loop, for every model family and algorithm."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Trajectory:
 
 
 class SamplingPlan(Protocol):
-    """Plan of a rollout, fixed before it starts: solver, noise levels, stochastic steps and stored steps."""
+    """Plan of a rollout: solver, noise levels, stochastic steps and stored steps."""
 
     @property
     def stored_steps(self) -> tuple[int, ...]:
@@ -69,9 +69,8 @@ class SamplingPlan(Protocol):
     ) -> Trajectory:
         """Denoise float32 noise [B,C,h,w] or [B,C,T,h,w].
 
-        predict: function that returns velocities; it must use the same conditioning frames. seeds: one per sample; they
-        determine the noise added by stochastic steps. There is no host synchronization between the first and the last
-        forward pass.
+        predict: returns velocities; it must use the same conditioning frames. seeds: one per sample, for the noise of
+        stochastic steps. Does not synchronize with the device between the first and the last forward pass.
         """
 
 
@@ -81,11 +80,9 @@ class SolverStep:
 
         x' = x + (s'-s)*v + correction*(x0_hat - previous x0_hat)
 
-    Euler steps have correction = 0. The formula equals the DPM-Solver++ form
+    Euler steps have correction = 0. In exact arithmetic, the formula equals the DPM-Solver++ form
 
         x' = (s'/s)*x + (1-s'/s)*x0_hat + correction*(x0_hat - previous x0_hat)
-
-    but is accurate in float32 when s' is close to s.
     """
 
     sigma: float
@@ -95,7 +92,7 @@ class SolverStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlowPlan:
-    """A sampling plan of N steps in flow-matching coordinates. Created by sampling/plan.py."""
+    """A sampling plan of N steps in flow-matching coordinates."""
 
     steps: tuple[SolverStep, ...]
     table: Tensor  # [N,5] float64 on the CPU, from wfm_kernels.sde_coefficients
@@ -107,7 +104,7 @@ class FlowPlan:
 
     @property
     def trainable_noisy_steps(self) -> tuple[int, ...]:
-        """Indices of the noisy steps. The last step of the plan is excluded, even if it is noisy."""
+        """Indices of the noisy steps, without the last step of the plan."""
         return tuple(k for k in self.noisy_steps if k < len(self.steps) - 1)
 
     @torch.no_grad()
@@ -120,8 +117,8 @@ class FlowPlan:
     ) -> Trajectory:
         """See SamplingPlan.denoise. The seeds must be in [0, 2**63).
 
-        Conditioning frames stay unchanged: noise is never added to them, and log-probabilities exclude them. Raises
-        ValueError if the noise has the wrong shape or dtype.
+        Conditioning frames stay unchanged, and log-probabilities exclude them. Raises ValueError if the noise has the
+        wrong shape or dtype.
         """
         if noise.ndim not in (4, 5) or noise.dtype != torch.float32:
             raise ValueError(f"noise must be [B,C,h,w] or [B,C,T,h,w] float32, got {list(noise.shape)} {noise.dtype}")
@@ -168,7 +165,7 @@ class FlowPlan:
 
 
 def step_noise_seeds(seeds: Sequence[int], step: int) -> Tensor:
-    """Return the seed of each sample's noise at this step, [B] int64 on the CPU. seeds: one seed per sample."""
+    """Return the seed of each sample's noise at this step, [B] int64 on the CPU. seeds: one per sample."""
     return torch.tensor([derive_seed(seed, "sde_noise", step) for seed in seeds], dtype=torch.int64)
 
 
@@ -186,8 +183,8 @@ def transition_log_prob(
 ) -> Tensor:
     """Return the log-probability [B] of the next latents, averaged over the elements of each sample.
 
-    Latents and velocity: [B, ...]; gradients flow to the velocity. coefficients: rows of FlowPlan.table, [B,5]
-    float64. mask: as in sample_mean. Equal velocities give bit-identical results in rollout and training.
+    Latents and velocity: [B, ...]; gradients flow to the velocity. coefficients: rows of FlowPlan.table, [B,5] float64.
+    mask: as in sample_mean. Equal velocities give bit-identical results in rollout and training.
     """
     if mask is None:
         return sde_log_prob(velocity, latents, next_latents, coefficients)

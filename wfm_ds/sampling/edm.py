@@ -1,8 +1,7 @@
 """Sampling in EDM coordinates with churn (arXiv 2206.00364, 2308.02157). DDRL samples Cosmos-Predict2.5 in this way.
 
-The state is X = x0 + S*eps, with an EDM noise level S that decreases from 200 to 0.01. The denoiser receives this state
-in flow-matching coordinates: x_sigma = X/(1 + S) with sigma = S/(1 + S). The x0 prediction is D = x_sigma -
-sigma*velocity.
+The state is X = x0 + S*eps with the EDM noise level S. The denoiser receives x_sigma = X/(1 + S) with sigma = S/(1 +
+S). The x0 prediction is D = x_sigma - sigma*velocity.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def karras_levels(num_steps: int) -> list[float]:
 class Churn:
     """Settings of churn, which adds noise before a denoising step.
 
-    If the noise level of the step is in (min_level, max_level), churn raises it by the factor 1 + relative.
+    Churn raises a noise level in (min_level, max_level) by the factor 1 + relative.
     """
 
     relative: float
@@ -60,7 +59,6 @@ class Churn:
         return level * (1 + self.relative) if self.min_level < level < self.max_level else level
 
     def noise_std(self, level: float) -> float:
-        """Return the std of the noise that churn adds to a state with this noise level."""
         return self.noise_scale * math.sqrt(self.raise_level(level) ** 2 - level**2)
 
 
@@ -92,8 +90,6 @@ class EdmStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdmPlan:
-    """A sampling plan in EDM coordinates (see SamplingPlan)."""
-
     steps: tuple[EdmStep, ...]
     start_level: float = HIGHEST_LEVEL
     start_std: float  # std of the noise added to the initial state
@@ -103,7 +99,7 @@ class EdmPlan:
     keep_states: ClassVar[bool] = True
 
     def trainable_steps(self) -> list[int]:
-        """Return the indices of the stochastic steps. They never include the last step."""
+        """Return the indices of the stochastic steps, without the last step."""
         return [k for k, step in enumerate(self.steps) if step.std > 0]
 
     @torch.no_grad()
@@ -116,9 +112,8 @@ class EdmPlan:
     ) -> Trajectory:
         """See SamplingPlan.denoise. Returns the x0 prediction at the last noise level, after all steps of the plan.
 
-        Step k adds the noise that `step_noise` draws from each sample's seed (in [0, 2**63)). `conditioning_frames` is
-        ignored, because the denoiser itself inserts these frames into its input and returns them as x0. Raises
-        ValueError for noise of the wrong shape or dtype.
+        The seeds must be in [0, 2**63). `conditioning_frames` is ignored, because the denoiser itself inserts these
+        frames into its input and returns them as x0. Raises ValueError for noise of the wrong shape or dtype.
         """
         require_latents(noise=noise)
         noisy = [k for k in (INITIAL_CHURN, *range(len(self.steps))) if self._noise_std(k) > 0]
@@ -159,9 +154,8 @@ def step_noise(seeds: Sequence[int], step: int, like: Tensor) -> Tensor:
 def make_edm_plan(solver: str, num_steps: int, churn: Churn, *, stored_steps: Sequence[int] = ()) -> EdmPlan:
     """Return a sampling plan with the solver `edm_2ab` or `edm_euler`.
 
-    `edm_2ab` is the RES multistep solver (two-step Adams-Bashforth in ln S, with the EDM noise level S). Coefficients
-    are float64 on the host. Raises ValueError for an unknown solver, for num_steps < 1, and if noise levels do not
-    decrease because the churn is too large.
+    `edm_2ab` is the RES multistep solver (two-step Adams-Bashforth in ln S, with the EDM noise level S). Raises
+    ValueError for an unknown solver, for num_steps < 1, and if the churn is so large that noise levels do not decrease.
     """
     if solver not in EDM_SOLVERS or num_steps < 1:
         raise ValueError(f"EDM solver {solver!r} with {num_steps} steps: use {' or '.join(EDM_SOLVERS)} and at least 1")

@@ -1,8 +1,4 @@
-"""Latents: shape checks, noise that depends only on each sample's seed, masks, and per-sample means.
-
-Initial noise equals the noise that diffusers draws on the CPU from the same seed. All other noise is drawn on the
-device of the latents by the generator in wfm_kernels/noise.py.
-"""
+"""Latents: shape checks, noise from each sample's seed, masks, and per-sample means."""
 
 from __future__ import annotations
 
@@ -39,10 +35,7 @@ def require_latents(**latents: Tensor) -> None:
 
 
 def require_vectors(latents: Tensor, **vectors: Tensor) -> None:
-    """Raise ValueError unless each vector is [B] with the dtype of `latents`.
-
-    A vector [B, 1] would silently broadcast to [B, B].
-    """
+    """Raise ValueError unless each vector is [B] with the dtype of `latents`."""
     for name, tensor in vectors.items():
         if tensor.shape != latents.shape[:1]:
             raise ValueError(f"{name} must be [{len(latents)}], one value per sample, got {list(tensor.shape)}")
@@ -60,7 +53,7 @@ def free_frame_mask(frames: ConditioningFrames) -> Tensor:
 def sample_mean(tensor: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the mean over each sample's elements, [B].
 
-    mask: 1 for elements that count, else 0. It is broadcast to the shape of the samples.
+    mask: 1 for elements that count, else 0; broadcast to the samples.
     """
     if mask is None:
         return tensor.flatten(1).mean(1)
@@ -71,7 +64,7 @@ def sample_mean(tensor: Tensor, mask: Tensor | None = None) -> Tensor:
 def draw_cpu_normal(seeds: Sequence[int], shape: tuple[int, ...], device: torch.device | str = "cpu") -> Tensor:
     """Return standard normal noise [B, *shape], float32 on `device`. Sample i depends only on seeds[i] and shape.
 
-    The noise is drawn on the CPU. A diffusers pipeline with a float32 denoiser draws the same noise from
+    Equals the noise that a diffusers pipeline with a float32 denoiser draws from
     `[torch.Generator("cpu").manual_seed(s) for s in seeds]`. seeds: in [0, 2**63); torch's CPU generator uses only
     their low 32 bits. Raises ValueError if `seeds` is empty.
     """
@@ -88,8 +81,9 @@ def draw_cpu_normal(seeds: Sequence[int], shape: tuple[int, ...], device: torch.
 def draw_device_normal(seeds: Tensor, like: Tensor) -> Tensor:
     """Return standard normal noise with the shape [B, ...], dtype and device of `like`.
 
-    Sample i depends only on seeds[i]. seeds: [B] int64 on the device of `like`. The noise is drawn on this device
-    without host synchronization (wfm_kernels/noise.py).
+    Sample i depends only on seeds[i].
+
+    seeds: [B] int64 on the device of `like`. Does not synchronize with the device.
     """
     return flow_noise(like, torch.zeros(len(like), dtype=like.dtype, device=like.device), seeds=seeds)[1].to(like.dtype)
 
@@ -97,7 +91,7 @@ def draw_device_normal(seeds: Tensor, like: Tensor) -> Tensor:
 def add_noise(clean_latents: Tensor, sigma: Tensor, seeds: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Draw noise and return (noisy latents, noise). The noise of sample i depends only on seeds[i].
 
-    sigma: [B] for B samples. seeds: in [0, 2**63).
+    sigma: [B]. seeds: in [0, 2**63).
     """
     require_latents(clean_latents=clean_latents)
     require_vectors(clean_latents, sigma=sigma)
@@ -106,10 +100,9 @@ def add_noise(clean_latents: Tensor, sigma: Tensor, seeds: Sequence[int]) -> tup
 
 
 def noisy_latents(clean_latents: Tensor, noise: Tensor, sigma: Tensor) -> Tensor:
-    """Return (1-sigma)*x0 + sigma*eps.
+    """Return (1-sigma)*x0 + sigma*eps with x0 = clean_latents and eps = noise.
 
-    x0 = clean_latents and eps = noise are float32 [B,C,h,w] or [B,C,T,h,w]; sigma is [B]. Raises ValueError for other
-    shapes and dtypes.
+    Latents and noise are float32 [B,C,h,w] or [B,C,T,h,w]; sigma is [B]. Raises ValueError for other shapes and dtypes.
     """
     require_latents(clean_latents=clean_latents, noise=noise)
     require_vectors(clean_latents, sigma=sigma)

@@ -1,7 +1,4 @@
-"""Sampling plans: timestep shift, solver coefficients of every step, and the choice of the steps that add noise.
-
-All values are computed on the host in float64. The model's scheduler defines the noise levels.
-"""
+"""Sampling plans: timestep shift, solver coefficients of every step, and the choice of the steps that add noise."""
 
 from __future__ import annotations
 
@@ -23,9 +20,9 @@ if TYPE_CHECKING:
     from wfm_ds.recipe.sampling import SamplingRecipe, Window
 
 FLOW_SOLVERS = ("ode", "dpm2")
-# The second-order term extrapolates the last two predictions linearly in log-SNR. If a step is much longer than the
-# previous step, this is less accurate than an Euler step. An example is the end of SD3's default grid, where sigma is
-# close to 0. In the grids of multistep schedulers, no step is more than twice as long as the previous step.
+# The second-order term extrapolates the last two predictions linearly in log-SNR. After a much shorter step, this is
+# less accurate than an Euler step. An example is the end of SD3's default grid, where sigma is close to 0. In the grids
+# of multistep schedulers, no step is more than twice as long as the previous step.
 MAX_STEP_GROWTH = 2.0
 STD_COLUMN = 2  # column of a coefficient table: standard deviation of the noise of a step
 
@@ -44,9 +41,9 @@ def solver_steps(solver: str, sigmas: Tensor) -> list[SolverStep]:
     """Return the N steps of `solver` on the noise levels `sigmas`.
 
     sigmas: [N+1] float64 on the CPU, descending from at most 1 to 0. `ode` is Euler. `dpm2` is DPM-Solver++ 2M (arXiv
-    2211.01095, midpoint form) for flow matching. Some `dpm2` steps are Euler steps: step 0, the last step, step 1 if
-    the first noise level is 1, and each step that is more than MAX_STEP_GROWTH times as long as the previous step.
-    Raises ValueError for an unknown solver and for other noise levels.
+    2211.01095, midpoint form) for flow matching. Its Euler steps are the first step, the last step, the second step if
+    the first noise level is 1, and each step more than MAX_STEP_GROWTH times as long as the previous one. Raises
+    ValueError for an unknown solver and for other noise levels.
     """
     grid = _validate_grid(sigmas)
     corrections = [0.0] * (len(grid) - 1)
@@ -103,15 +100,13 @@ def stochastic_plan(
 ) -> FlowPlan:
     """Return a plan that uses the solver `flow_sde`, `dance` or `cps` at noisy_steps and Euler steps elsewhere.
 
-    sigmas: noise levels [N+1] float64, N > 1. The first value is replaced by 1 (pure noise), because a value slightly
-    below 1 would give extreme coefficients.
-    noisy_steps: indices of the steps that add noise. None: all steps; with `dance`, the last step is then an Euler step
-    that returns the x0 prediction, as in DanceGRPO.
+    sigmas: noise levels [N+1] float64, N > 1. The first value is replaced by 1 (pure noise).
+    noisy_steps: indices of the steps that add noise. None: all steps; with `dance`, the last step is then an Euler
+    step, as in DanceGRPO.
     stored_steps: steps to store for training. keep_means: see SamplingPlan.keep_means.
-    gaussian: whether `cps` uses the full Gaussian log-probability. If False, `cps` uses the published form, which omits
-    the variance and the constant.
-
-    Raises RecipeError if a step would flip the sign of the latents (c_x <= 0). Raises ValueError in the same cases as
+    gaussian: whether `cps` uses the full Gaussian log-probability. If False, `cps` uses the published form without the
+    variance and the constant.
+    Raises RecipeError if a step would flip the sign of the latents (c_x <= 0), and ValueError in the same cases as
     solver_steps and sde_coefficients.
     """
     grid = sigmas.clone()
@@ -137,10 +132,10 @@ def stochastic_plan(
 
 
 def use_gaussian_log_prob(table: Tensor) -> Tensor:
-    """Return a copy of the coefficient table [N,5] of N steps in which noisy steps have the Gaussian log-density.
+    """Return a copy of the coefficient table [N,5] in which noisy steps have the Gaussian log-density.
 
-    The log-density is -mean(d^2)/(2 s^2) - ln(s) - ln(2 pi)/2, with d = next latents - mean of the step and s = std of
-    the step. Columns 3 and 4 of the table are the scale and the constant of this log-density.
+    Columns 3 and 4 of the table are the scale and the constant of -mean(d^2)/(2 s^2) - ln(s) - ln(2 pi)/2, with d =
+    next latents - mean of the step and s = std of the step.
     """
     table, noisy = table.clone(), table[:, STD_COLUMN] > 0
     std = table[noisy, STD_COLUMN]
@@ -149,9 +144,9 @@ def use_gaussian_log_prob(table: Tensor) -> Tensor:
 
 
 def trainable_steps(window: Window | None, num_steps: int, *, run_seed: int, step: int) -> list[int]:
-    """Return the stochastic steps that RL step `step` (from 1) may train on, ascending.
+    """Return the stochastic steps that RL step `step` (from 1) may train on, ascending. All ranks get the same steps.
 
-    window: section sampling.window of the recipe. None: all steps except the last. All ranks get the same steps.
+    window: recipe section sampling.window. None: all steps except the last.
     """
     if window is None:
         return list(range(num_steps - 1))
@@ -193,9 +188,8 @@ def rollout_plan(
 ) -> FlowPlan:
     """Return the sampling plan of RL step `step` for the noise levels `sigmas` [N+1].
 
-    run_seed, step: not used for deterministic solvers, because their plan is the same in every step. store_steps:
-    whether to store the trainable steps. keep_means, gaussian: see stochastic_plan. Raises RecipeError in the same
-    cases as stochastic_plan.
+    run_seed, step: ignored for deterministic solvers. store_steps: whether to store the trainable steps. keep_means,
+    gaussian: see stochastic_plan. Raises RecipeError in the same cases as stochastic_plan.
     """
     if not sampling.is_stochastic:
         return deterministic_plan(sampling.solver, sigmas)
@@ -219,6 +213,6 @@ def plan_without_window(sampling: SamplingRecipe, sigmas: Tensor, *, gaussian: b
 def exploration_plan(sampling: SamplingRecipe, sigmas: Tensor) -> FlowPlan:
     """Return the sampling plan for the candidate samples of the recipe section sampling.explore.
 
-    The solver is the rollout's solver, or `ode` if the rollout's solver is stochastic.
+    The solver is `ode` if the rollout's solver is stochastic, otherwise the rollout's solver.
     """
     return deterministic_plan("ode" if sampling.is_stochastic else sampling.solver, sigmas)

@@ -1,1 +1,1 @@
-"""Access to local files and S3 objects, with atomic writes and verified transfers. Independent of training."""
+"""Access to local files and S3 objects, with atomic writes and verified transfers."""

@@ -19,10 +19,7 @@ STALE_S = 3 * 24 * 3600.0  # a temporary file or folder that has not changed for
 
 
 def sync_to_disk(path: Path) -> None:
-    """Flush a file or folder to disk.
-
-    Call this before renaming it, so that the final name never has incomplete content.
-    """
+    """Flush a file or folder to disk. Call this before renaming it."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -34,9 +31,8 @@ def sync_to_disk(path: Path) -> None:
 def new_file(path: Path, part_folder: Path | None = None) -> Iterator[Path]:
     """Yield the path of an empty temporary file. It replaces `path` if the block succeeds.
 
-    part_folder: folder of the temporary file, on the same file system as `path`. None: the folder of `path`. Concurrent
-    writers use different temporary files, and the last writer wins. The final file has the default permissions, even if
-    the code in the block restricts them, as safetensors does. Raises OSError.
+    part_folder: folder of the temporary file, on the same file system as `path`. None: the folder of `path`. If several
+    processes write `path`, the last one wins. The final file has the default permissions. Raises OSError.
     """
     part = (part_folder or path.parent) / f".{secrets.token_hex(8)}.part"
     part.touch(exist_ok=False)
@@ -62,7 +58,7 @@ def remove_part_files(paths: Iterable[Path]) -> None:
 def remove_stale(paths: Iterable[Path], now_s: float) -> None:
     """Remove the temporary files and folders among `paths` in which nothing has changed for STALE_S seconds.
 
-    Their writers are assumed to have been killed. now_s: current Unix time in seconds.
+    now_s: current Unix time in seconds.
     """
     for path in paths:
         with contextlib.suppress(OSError):  # already removed, or of another user; it does no harm
@@ -75,8 +71,7 @@ def remove_stale(paths: Iterable[Path], now_s: float) -> None:
 def temporary_folder(parent: Path, prefix: str = MAKING_PREFIX) -> Iterator[Path]:
     """Yield a new folder in `parent` and remove it at the end. Raises OSError.
 
-    Also removes folders with this prefix that have not changed for STALE_S seconds, because their creators were
-    probably killed.
+    Also removes folders with this prefix that have not changed for STALE_S seconds.
     """
     remove_stale(parent.glob(temporary_pattern(prefix)), time.time())
     with tempfile.TemporaryDirectory(dir=parent, prefix=prefix) as folder:
@@ -84,12 +79,11 @@ def temporary_folder(parent: Path, prefix: str = MAKING_PREFIX) -> Iterator[Path
 
 
 def temporary_pattern(prefix: str = MAKING_PREFIX) -> str:
-    """Return a glob pattern for the folders of `temporary_folder`."""
     return prefix + 8 * "?"  # tempfile appends eight random characters
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text atomically. Readers see the old text or the new text, never a mix. Raises OSError."""
+    """Write UTF-8 text atomically. Raises OSError."""
     with new_file(path) as part:
         part.write_text(text, encoding="utf-8")
 
@@ -98,8 +92,7 @@ def write_text(path: Path, text: str) -> None:
 def new_folder(final: Path) -> Iterator[Path]:
     """Yield the path of an empty temporary folder. It replaces `final` if the block succeeds.
 
-    If an earlier writer was killed, its temporary folder is removed. If the writer was killed while it replaced
-    `final`, the old folder is restored. Raises OSError.
+    Also cleans up after a writer that was killed. Raises OSError.
     """
     making = final.with_name(f".{final.name}.wfm-tmp")  # users do not give such names to folders
     replaced = final.with_name(f".{final.name}.wfm-old")
@@ -123,6 +116,5 @@ def new_folder(final: Path) -> Iterator[Path]:
 
 
 def finite_or_none(value: float) -> float | None:
-    """Return the number. Returns None if it is NaN or infinite, because JSON has no such numbers."""
     number = float(value)
     return number if math.isfinite(number) else None

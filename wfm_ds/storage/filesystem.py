@@ -1,8 +1,4 @@
-"""Access to local files and s3:// addresses. Only this module opens remote storage and reads its credentials.
-
-Use `open_regular` for files in a user's folder. It opens only regular files, because a pipe or device could block the
-reader.
-"""
+"""Access to local files and s3:// addresses. Only this module opens remote storage and reads its credentials."""
 
 from __future__ import annotations
 
@@ -40,7 +36,6 @@ BUFFER_BYTES = 256 * 1024  # per request; enough for the headers of most images
 
 
 def existing_parent(path: Path) -> Path:
-    """Return the path if it exists, else its closest parent that exists."""
     return next(parent for parent in (path, *path.absolute().parents) if parent.exists())
 
 
@@ -62,16 +57,15 @@ def shorten_path(path: str | os.PathLike[str]) -> str:
 
 
 def shorten_error(error: BaseException) -> str:
-    """Return the text of an error on one line, shortened and escaped by `shorten_path`."""
     return shorten_path(" ".join(str(error).split()))
 
 
 def open_filesystem(address: str, num_tries: int | None = None) -> tuple[Any, str]:
     """Return the fsspec file system of a path or `s3://` address, and the path within this file system.
 
-    The S3 settings come from the four environment variables PROD_S3_CHECKPOINT_*, or else from the default AWS
-    configuration. Requests are tried up to `num_tries` times (default: NUM_TRIES). Raises StorageError for other
-    schemes, for an address without a bucket, for an access key without a secret key, and if s3fs is not installed.
+    The S3 settings come from the environment variables PROD_S3_CHECKPOINT_*. If they are not set, they come from the
+    default AWS configuration. Requests are tried up to `num_tries` times (default: NUM_TRIES). Raises StorageError for
+    other schemes, an address without a bucket, an access key without a secret key, and if s3fs is not installed.
     """
     num_tries = num_tries or NUM_TRIES
     scheme, separator, rest = address.partition("://")
@@ -90,10 +84,7 @@ def open_filesystem(address: str, num_tries: int | None = None) -> tuple[Any, st
 
 
 def s3_options(environment: Mapping[str, str], num_tries: int) -> dict[str, Any]:
-    """Return the options for s3fs.
-
-    Raises StorageError if only the access key or only the secret key is set. The error message contains no key.
-    """
+    """Return the options for s3fs. Raises StorageError if only one of access key and secret key is set."""
     key, secret = environment.get(ACCESS_KEY), environment.get(SECRET_KEY)
     if bool(key) != bool(secret):
         present, missing = (ACCESS_KEY, SECRET_KEY) if key else (SECRET_KEY, ACCESS_KEY)
@@ -114,7 +105,7 @@ def s3_options(environment: Mapping[str, str], num_tries: int) -> dict[str, Any]
 
 @contextlib.contextmanager
 def convert_storage_errors(address: str, action: str = "read") -> Iterator[None]:
-    """Convert I/O errors in the `with` block to StorageError. FileNotFoundError is not converted.
+    """Convert I/O errors in the `with` block, except FileNotFoundError, to StorageError.
 
     action: `read` or `written`, for the message.
     """
@@ -138,7 +129,7 @@ def storage_errors(remote: bool) -> tuple[type[Exception], ...]:
 
 
 def read_range(address: str, offset: int, size: int) -> bytes:
-    """Read `size` bytes of a local or S3 file, starting at byte `offset`. S3 requests are tried up to NUM_TRIES times.
+    """Read `size` bytes of a local or S3 file, starting at byte `offset`.
 
     Raises FileNotFoundError. Raises StorageError if reading fails or the file is too short.
     """
@@ -151,10 +142,9 @@ def read_range(address: str, offset: int, size: int) -> bytes:
 
 
 def file_version(address: str) -> tuple[str | int, ...]:
-    """Return (address, size, ETag or modification time). The result changes when the file changes.
+    """Return (address, size, ETag or modification time), which changes when the file changes.
 
-    Raises FileNotFoundError and StorageError. For a pipe or device, raises StorageError, because reading could block
-    forever.
+    Raises FileNotFoundError. Raises StorageError for pipes and devices, and if the access fails.
     """
     fs, path = open_filesystem(address)
     if not is_remote(address) and os.path.exists(path) and not os.path.isfile(path):
@@ -165,7 +155,7 @@ def file_version(address: str) -> tuple[str | int, ...]:
 
 
 def expand_pattern(pattern: str) -> list[str]:
-    """Return the addresses to which a path or s3:// address with {000..123} or * ? [ ] expands. Paths become absolute.
+    """Expand a path or s3:// address with {000..123} or * ? [ ]. Local paths become absolute.
 
     Files of a range {000..123} need not exist. Matches of a glob are sorted. Raises DataError if a glob matches no
     file, and StorageError for a descending range.
@@ -211,7 +201,6 @@ def open_regular(path: Path | str) -> BinaryIO:
 
 
 def read_regular(path: Path | str) -> bytes:
-    """Return the bytes of a regular file. Raises OSError like `open_regular`."""
     with open_regular(path) as file:
         return file.read()
 
@@ -246,5 +235,4 @@ class StorageStream(io.RawIOBase):
 
 
 def open_stream(address: str) -> BinaryIO:
-    """Open a path or s3:// address for buffered reading. Raises FileNotFoundError and StorageError."""
     return cast(BinaryIO, io.BufferedReader(StorageStream(address), BUFFER_BYTES))

@@ -1,7 +1,4 @@
-"""Reading of JSONL files. Only the newline character ends a line.
-
-`str.splitlines` also splits at U+2028, U+0085 and other characters, which JSON strings may contain.
-"""
+"""Reading of JSONL files. Only the newline character ends a line."""
 
 from __future__ import annotations
 
@@ -20,10 +17,7 @@ def split_lines(content: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def read_json_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the objects of a JSONL file of a run, such as samples.jsonl. Lines that are not JSON objects are skipped.
-
-    Yields nothing if the file does not exist.
-    """
+    """Yield the objects of a JSONL file. Other lines are skipped. Yields nothing if the file does not exist."""
     for _, line in split_lines(path.read_bytes()) if path.is_file() else ():
         try:
             row = json.loads(line)

@@ -1,7 +1,4 @@
-"""Cache of tensors on disk. Each entry is one safetensors file that is written atomically.
-
-The key of an entry describes everything on which its tensors depend.
-"""
+"""Cache of tensors on disk. Each entry is one safetensors file that is written atomically."""
 
 from __future__ import annotations
 
@@ -18,14 +15,13 @@ from torch import Tensor
 from wfm_ds.storage import atomic
 
 TensorKey = Mapping[str, Any]
-"""Everything that the tensors depend on, as JSON. Entries with equal keys have equal tensors."""
+"""Everything that the tensors depend on, as JSON values. Entries with equal keys have equal tensors."""
 
 
 class TensorStore:
-    """Cache of tensors on disk. Any number of runs and ranks may use it and write the same entry concurrently.
+    """Cache of tensors on disk. Several processes may read and write the same entry concurrently.
 
-    The name of a file is the hash of its key, and the file also stores the key. A file that is damaged or stores a
-    different key counts as missing.
+    A file that is damaged or stores a different key counts as missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -35,7 +31,6 @@ class TensorStore:
         return self._tensor_names(key) is not None
 
     def read(self, key: TensorKey) -> dict[str, Tensor] | None:
-        """Return the tensors of this key on the CPU, or None if there is no entry."""
         names = self._tensor_names(key)
         if names is None:
             return None
@@ -58,7 +53,6 @@ class TensorStore:
         return self.folder / digest[:2] / f"{digest}.safetensors"
 
     def _tensor_names(self, key: TensorKey) -> list[str] | None:
-        """Return the names of the tensors in an entry, or None if there is no entry."""
         try:
             with safe_open(self._entry_path(key), framework="pt") as file:
                 if (file.metadata() or {}).get("key") == canonical_json(key):

@@ -1,8 +1,7 @@
 """Upload and download whole files to and from S3, with verification.
 
-After an upload, the size and the ETag (MD5) that S3 reports must match the data that was read locally. Each request
-also contains a Content-MD5, so S3 rejects data that changed in transit. With KMS encryption, the ETag is not an MD5, so
-only the Content-MD5 protects the data.
+The size and the ETag (MD5) that S3 reports must match the uploaded data. Each request also contains a Content-MD5,
+which is the only check with KMS encryption, because the ETag is then not an MD5.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MD5_TAG = re.compile(r'"?([0-9a-f]{32}(-[0-9]+)?)"?')
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 ProgressCallback = Callable[[int], None]
-"""Function that receives the number of bytes of each transferred part. If it raises, the transfer is aborted."""
+"""Function that receives the number of bytes of each transferred part. It may raise an error to abort the transfer."""
 
 
 def ignore_progress(num_bytes: int) -> None:
@@ -44,8 +43,8 @@ def upload_file(
 ) -> str:
     """Upload a file, or its first `size` bytes, to an s3:// address. Return the SHA-256 of the uploaded bytes.
 
-    An existing object stays unchanged until the upload is complete. Raises OSError if the file cannot be read. Raises
-    StorageError if the upload fails or S3 reports a different size or MD5.
+    Raises OSError if the file cannot be read. Raises StorageError if the upload fails or S3 reports a different size or
+    MD5. An existing object stays unchanged until the upload is complete.
     """
     sha256 = hashlib.sha256()
     with path.open("rb") as file:
@@ -65,13 +64,12 @@ def upload_file(
 
 
 def put_object(content: bytes, address: str) -> None:
-    """Write `content` to an s3:// address and verify the object. Raises StorageError if this fails."""
+    """Write `content` to an s3:// address and verify the object. Raises StorageError."""
     target = _S3Object(address)
     target.verify_upload(len(content), target.put(content))
 
 
 def copy_object(source: str, address: str, size: int) -> None:
-    """Copy an object of `size` bytes within S3, without downloading it. Raises StorageError."""
     target = _S3Object(address)
     with _convert_write_errors(address):
         target.fs.cp_file(_S3Object(source).path, target.path)
@@ -112,7 +110,6 @@ def list_objects(address: str) -> dict[str, int]:
 
 
 def read_text(address: str) -> str:
-    """Read the UTF-8 text of an S3 object. Raises FileNotFoundError and StorageError."""
     target = _S3Object(address)
     with convert_storage_errors(address):
         content: bytes = target.fs.cat_file(target.path)
@@ -131,10 +128,7 @@ def remove_objects(addresses: Iterable[str]) -> None:
 
 
 def require_writable(address: str) -> None:
-    """Check write access by writing, reading and removing a small S3 object below `address`.
-
-    Raises StorageError if this fails.
-    """
+    """Write, read and remove a small S3 object below `address`. Raises StorageError if this fails."""
     probe, content = f"{address}/.wfm_ds-{secrets.token_hex(8)}", b"may be removed\n"
     put_object(content, probe)
     if _read_range(probe, 0, len(content)) != content:
@@ -150,10 +144,6 @@ def _convert_write_errors(address: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _convert_missing_bucket(address: str) -> Iterator[None]:
-    """Convert FileNotFoundError in the `with` block to StorageError.
-
-    During an upload, FileNotFoundError means that the bucket is missing or that the upload was cancelled.
-    """
     try:
         yield
     except FileNotFoundError as error:
@@ -168,7 +158,7 @@ def _read_range(address: str, offset: int, size: int) -> bytes:
 
 
 class _S3Object:
-    """An S3 object. Its methods upload content and verify it."""
+    """An S3 object to upload and verify."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -220,7 +210,7 @@ class _S3Object:
         return response["ETag"], md5, len(content)
 
     def verify_upload(self, size: int, tag: str | None) -> None:
-        """Raise StorageError unless S3 reports this size and this ETag. An ETag that is not an MD5 is not compared."""
+        """Raise StorageError unless S3 reports this size and ETag. An ETag that is not an MD5 is not compared."""
         with _convert_write_errors(self.address):
             response = self.call("head_object")
         if int(response["ContentLength"]) != size:
@@ -257,7 +247,7 @@ def _hash_parts(parts: Iterable[bytes], update: Callable[[bytes], None]) -> Iter
 
 
 def _map_concurrently(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-    """Call work(item) in threads and yield the results in order. At most NUM_CONNECTIONS items are in progress."""
+    """Yield work(item) in order, computed in threads. At most NUM_CONNECTIONS items are in progress."""
     running: deque[Future[Result]] = deque()
     with ThreadPoolExecutor(NUM_CONNECTIONS, thread_name_prefix="storage") as pool:
         for item in items:

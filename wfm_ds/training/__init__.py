@@ -1,1 +1,1 @@
-"""Training loops, and the setup, checks, validation and checkpoints around them."""
+"""Training loops, and the setup, checks, validation and checkpoints of training runs."""

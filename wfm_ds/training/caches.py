@@ -1,4 +1,4 @@
-"""Disk caches of text embeddings and latents. Also encodes all texts of a run before the engine is built."""
+"""Disk caches of text embeddings and latents. Also encodes the texts of a run before the engine is built."""
 
 from __future__ import annotations
 
@@ -65,10 +65,7 @@ PRECOMPUTE_HINT = "set data.cache_dir and run wfm data prepare"
 
 @dataclass(frozen=True, slots=True)
 class CaptionEmbeddingFile:
-    """Precomputed text embedding of a caption in a Cosmos dataset folder.
-
-    The file is a safetensors file or a pickle. It contains an array [number of tokens, embedding size].
-    """
+    """File with the precomputed text embedding of a caption: an array [number of tokens, embedding size]."""
 
     path: Path
 
@@ -88,10 +85,7 @@ class CaptionEmbeddingFile:
 
 
 def open_text_cache(recipe: Recipe, model: DiffusionModel, data: TrainingData, *, in_memory: bool = False) -> TextCache:
-    """Open the text embedding cache.
-
-    The cache is in memory, not on disk, if `in_memory` is True or the recipe turns the disk cache off.
-    """
+    """Open the text embedding cache. It is in memory if `in_memory` is True or the recipe turns the disk cache off."""
     files = {s.prompt.text: CaptionEmbeddingFile(s.embedding) for s in all_samples(data) if s.embedding}
     return TextCache(model, store=None if in_memory else create_text_store(recipe, model), precomputed=files)
 
@@ -142,13 +136,9 @@ def group_samples_by_size(
 
 
 def rollout_prompts(recipe: Recipe, data: TrainingData) -> list[Prompt]:
-    """Return the prompts that an RL run may use, without duplicates.
-
-    The result contains all prompts if the choice of prompts depends on rewards, or if the data has images or videos,
-    because any sample may then replace an unreadable file.
-    """
+    """Return the prompts that an RL run may use, without duplicates."""
     depends_on_rewards = recipe.data.choose == "reward_std" or (recipe.is_rl and recipe.rl.rollout.max_refills > 0)
-    if not data.prompts or data.samples or depends_on_rewards:
+    if not data.prompts or data.samples or depends_on_rewards:  # any sample may replace an unreadable file
         return data.prompts
     order = PromptOrder(data.prompts, seed=recipe.run.seed, shuffle=recipe.data.shuffle)
     count = min(recipe.run.steps * recipe.rl.rollout.prompts_per_step, len(data.prompts))
@@ -203,8 +193,6 @@ class CacheFiller:
         self._counts["new" if new else "kept"] += 1
 
     def _fill_latents(self, samples: Sequence[Sample], cache: LatentCache) -> None:
-        """Encode and write the missing latents, one file at a time, so that no latent depends on other files."""
-
         def load_pixels(sample: Sample, media: Media) -> tuple[Framing, npt.NDArray[np.uint8] | None]:
             framing = self._buckets.choose_framing(sample.media)
             with convert_decode_errors(media):
@@ -219,7 +207,7 @@ class CacheFiller:
                 except BadMedia as failure:
                     self._reject_media(failure)
                     continue
-                if pixels is not None:
+                if pixels is not None:  # one file at a time: a latent must not depend on other files
                     cache.write(media, framing, self._model.encode_uint8([pixels])[0])
                 self._count_entry(new=pixels is not None)
 
@@ -236,10 +224,10 @@ class CacheFiller:
 def precompute_texts(
     recipe: Recipe, model: DiffusionModel, data: TrainingData, derived: RunSizes, world: World
 ) -> TextCache:
-    """Open the run's text cache, encode the missing texts and free the text encoders. All ranks must call this.
+    """Open the run's text cache and encode the missing texts. All ranks must call this.
 
-    If the run still needs the text encoders, they stay in memory. Call this after `mark_frozen_layers` and before the
-    engine is built.
+    Frees the text encoders unless the run still needs them. Call this after `mark_frozen_layers` and before the engine
+    is built.
     """
     texts: TextCache = world.run_checked(lambda: open_text_cache(recipe, model, data))
     if texts.folder is None:
@@ -290,10 +278,7 @@ def keeps_text_encoders(recipe: Recipe, model: DiffusionModel, data: TrainingDat
 def precompute_objection(
     recipe: Recipe, model: DiffusionModel, needed: Sequence[Text], derived: RunSizes
 ) -> str | None:
-    """Return the reason why the `needed` texts should not be encoded before training, or None.
-
-    There are two possible reasons: the run will use too few of the texts, or their embeddings need too much disk space.
-    """
+    """Return the reason why the `needed` texts should not be encoded before training, or None."""
     num_draws = recipe.run.steps * (recipe.rl.rollout.prompts_per_step if recipe.is_rl else derived.samples_per_step)
     if len(needed) > MAX_TEXTS_PER_DRAW * num_draws + recipe.validation.num_prompts:
         return (
@@ -312,7 +297,7 @@ def precompute_objection(
 def encode_local_texts(texts: TextCache, needed: Sequence[Text], world: World) -> int:
     """Encode this rank's shard of the `needed` texts into the cache. Returns the number of newly encoded texts.
 
-    Raises DataError if the cache cannot be written, for example because the disk is full.
+    Raises DataError if the cache cannot be written.
     """
     shard = needed[world.local_rank :: ranks_per_node(world.size)]
     missing = [text for text in shard if not texts.is_stored(text)]
@@ -328,10 +313,7 @@ def encode_local_texts(texts: TextCache, needed: Sequence[Text], world: World) -
 
 
 def load_clean_latents(job: Job, samples: Sequence[TrainingSample]) -> Tensor:
-    """Return the clean latents [B, ...] float32 of B samples. All ranks of the replica must call this.
-
-    The leader encodes and caches latents that are not cached yet, and sends all latents to the other ranks.
-    """
+    """Return the clean latents [B, ...] float32 of B samples. All ranks of the replica must call this."""
     if not job.world.is_leader:
         return job.world.broadcast_tensor_in_replica(None)
     pixels = {i: sample.pixels for i, sample in enumerate(samples) if sample.pixels is not None}

@@ -1,7 +1,4 @@
-"""Saves checkpoints on schedule and resumes runs.
-
-checkpoint/store.py manages the checkpoint folders. checkpoint/rank_state.py defines their content.
-"""
+"""Saves checkpoints on schedule and resumes runs."""
 
 from __future__ import annotations
 
@@ -26,10 +23,7 @@ class Resumable(Protocol):
     step: int  # the last completed step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's state as JSON values, without the engine's state. All ranks must call this.
-
-        The result is identical on every rank.
-        """
+        """Return the loop's state as JSON values, identical on every rank. All ranks must call this."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
@@ -38,7 +32,7 @@ class Resumable(Protocol):
 class Checkpoints:
     """Writes `checkpoints/step_<N>/` at the recipe's interval and when the run stops.
 
-    All methods are collective: all ranks must call them.
+    All ranks must call every method.
     """
 
     def __init__(self, job: CommonJob) -> None:
@@ -62,12 +56,12 @@ class Checkpoints:
         return self._saving is not None and not self._saving.is_share_written()
 
     def after_step(self, loop: Resumable, *, save: bool, writing: bool) -> None:
-        """Save a checkpoint if the recipe schedules one for this step, or if `save` is True (SIGUSR1).
+        """Save a checkpoint if the recipe schedules one for this step, or if `save` is True.
 
         writing: whether any rank is still writing its shard of the last checkpoint.
 
-        Call this method after the step's metrics are written, because the checkpoint records the size of metrics.jsonl.
-        A thread writes the checkpoint to disk. A later call of this method completes the checkpoint.
+        Call this after the step's metrics are written, because the checkpoint records the size of metrics.jsonl. A
+        later call completes the checkpoint.
         """
         if not writing:
             self.wait_for_save()
@@ -83,7 +77,6 @@ class Checkpoints:
         self.wait_for_save()
 
     def wait_for_save(self) -> None:
-        """Wait until the last checkpoint is complete. Returns immediately if no save is running."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             with self.job.timer("checkpoint"), show_wait("saving the checkpoint"):

@@ -1,4 +1,4 @@
-"""Scores of generated clips: rewards, and the similarity to recordings."""
+"""Scores generated clips by rewards and by their similarity to recordings."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from wfm_ds.types import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedClip:
-    """One clip of a sample, to be scored."""
-
     sample_id: str
     clip: int
     prompt: Prompt  # with the inputs of this clip
@@ -46,7 +44,7 @@ class ClipScoring:
         return self.recordings is not None or any(client.reference_rewards for client in self.scorers)
 
     def submit(self, clips: Sequence[GeneratedClip]) -> Scores:
-        """Submit clips for scoring by the reward clients.
+        """Submit clips to the reward clients.
 
         Returns failed scores of clips with non-finite latents, and the similarity of clips to recordings.
         """
@@ -99,5 +97,5 @@ def clip_id(sample_id: str, clip: int) -> str:
 
 
 def merge_scores(first: Scores, second: Scores) -> Scores:
-    """Merge two dicts {sample: {reward name: score}}. The two dicts may contain different rewards of a sample."""
+    """Merge two dicts {sample: {reward name: score}}. Both may contain rewards of the same sample."""
     return {sample: {**first.get(sample, {}), **second.get(sample, {})} for sample in {**first, **second}}

@@ -1,4 +1,4 @@
-"""Setup of a diffusion training run: engine, caches, data sources and the training loop."""
+"""Builds a diffusion training run: engine, caches, data sources and training loop."""
 
 from __future__ import annotations
 
@@ -72,10 +72,7 @@ DiffusionLoop = RlLoop | SftLoop
 
 
 def mark_frozen_layers(model: DiffusionModel, recipe: Recipe) -> None:
-    """Tell the model which layers LoRA trains, so that it treats all other layers as frozen.
-
-    Call this before the model encodes any text.
-    """
+    """Tell the model which layers LoRA trains. Call this before the model encodes any text."""
     if recipe.lora is not None:
         model.prepare_for_lora(recipe.lora.trainable_layers(model.default_lora_targets))
 
@@ -89,7 +86,7 @@ def build_diffusion_engine(
     adapter_tensors: Mapping[str, Tensor] | None = None,
     teachers: Mapping[str, Mapping[str, Tensor]] = MappingProxyType({}),
 ) -> DenoiserEngine:
-    """Wrap the model's denoiser in an engine. All later forward passes use the engine.
+    """Wrap the model's denoiser in an engine. All later forward passes must use the engine.
 
     policies: names of the weight copies that the engine keeps.
     adapter_tensors: {name: initial LoRA tensor}, or None to create new adapters.
@@ -170,8 +167,7 @@ def prepare_diffusion_run(
 ) -> Callable[[RunStart, Mirror | None, ExitStack], DiffusionLoop]:
     """Check the recipe, load data and model, and return a function that builds the training loop.
 
-    All ranks must call this. The function takes (start, mirror, resources) and calls `build_diffusion_loop`. Nothing is
-    written before that call.
+    All ranks must call this. Nothing is written before the returned function is called.
     """
     log.info("reading data %s", recipe.data.path)
     data = read_on_main(world, lambda: check_and_load_data(recipe, world.size))
@@ -217,10 +213,9 @@ def build_diffusion_loop(
 
 @contextlib.contextmanager
 def provide_reward_endpoint(recipe: Recipe, world: World) -> Iterator[str | None]:
-    """Yield the address of the reward service on every rank. All ranks must call this.
+    """Yield the address of the reward service, or None if the recipe has no rewards. All ranks must call this.
 
-    Yields None if the recipe has no rewards. If reward.endpoint is not set, rank 0 starts a reward service and stops it
-    when the context ends.
+    If reward.endpoint is not set, rank 0 starts a reward service and stops it when the context ends.
     """
     reward = recipe.all_reward_settings
     if reward is None or reward.endpoint is not None:
@@ -329,7 +324,7 @@ def connect_reward_client(
 def build_group_source(
     job: Job, algorithm: RlAlgorithm, data: TrainingData, layout: HistoryLayout | None, resources: ExitStack
 ) -> GroupSource:
-    """Build the source of rollout groups, from a list of prompts or from captioned images and videos."""
+    """Build the source of rollout groups from a list of prompts or from captioned images and videos."""
     recipe, seed = job.recipe, job.recipe.run.seed
     num_groups = recipe.rl.rollout.prompts_per_step
     if not data.samples and recipe.data.choose == "reward_std":

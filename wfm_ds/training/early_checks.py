@@ -1,7 +1,4 @@
-"""Checks that do not import torch, so that mistakes in a recipe are reported at once.
-
-`preflight.py` and the start of the run check the rest: sizes, content of the data, memory.
-"""
+"""Checks that do not import torch, so that mistakes in a recipe are reported at once."""
 
 from __future__ import annotations
 
@@ -33,7 +30,7 @@ def check_early(recipe: Recipe, world_size: int | None = None, *, overwrite: boo
     """Check output folder, packages, model, data, rewards and ports. Writes nothing, and does not use the network.
 
     world_size: number of ranks, to check whether an earlier run in the output folder can be continued. None: unknown.
-    Raises UserError.
+    Raises UserError if a check fails.
     """
     require_usable_folder(recipe.run.output_dir)
     # `find_run_start` needs the network if the model's commit must be resolved on the Hub, or if checkpoints are in S3.
@@ -61,7 +58,7 @@ def require_teachers(recipe: Recipe) -> None:
 
 
 def require_data(recipe: Recipe) -> None:
-    """Raise DataError if local data is missing, or if a prompt file is damaged. Does not open images or videos."""
+    """Raise DataError if local data is missing, or if a prompt file is damaged. Images and videos are not opened."""
     data, validation = recipe.data, recipe.validation
     parts = [part for part, _ in data.set_recipes().values()] or [data]
     for part in parts:
@@ -128,7 +125,7 @@ def check_workers(recipe: Recipe) -> None:
 
 
 def require_free_port(endpoint: str) -> None:
-    """Raise RecipeError if another process listens at a tcp:// endpoint of this machine. Port 0 always passes."""
+    """Raise RecipeError if another process listens at a tcp:// endpoint of this machine."""
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     family = socket.AF_INET6 if host.startswith("[") else socket.AF_INET
     with socket.socket(family) as probe:

@@ -1,4 +1,4 @@
-"""Exports weights on schedule and pushes them to the Hub. export/weights.py writes the files."""
+"""Exports weights on schedule and pushes them to the Hub."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 class Exporter:
     """Exports weights to `safetensors/step_<N>/` on schedule and at the end of the run.
 
-    All methods are collective: all ranks must call them.
+    All ranks must call every method.
     """
 
     def __init__(self, job: CommonJob) -> None:
@@ -43,10 +43,7 @@ class Exporter:
             self._export_step(step)
 
     def export_at_end(self, step: int) -> None:
-        """Export the final weights and log the code that loads the export.
-
-        Weights that are already exported are not exported again.
-        """
+        """Export the final weights, unless this was already done, and log the code that loads the export."""
         if self._last_export is None or self._last_export[0] != step:
             self._export_step(step)
         assert self._last_export is not None
@@ -55,7 +52,7 @@ class Exporter:
         self._is_final = True
 
     def finish_push(self) -> None:
-        """Upload the final export to the Hub and wait for all uploads. Call it last, because uploads may take long."""
+        """Upload the final export to the Hub and wait for all uploads, which may take long."""
         if self.job.recipe.export.push_to_hub is not None:
             self.job.world.run_without_timeout(self._push_and_wait)
 
@@ -77,7 +74,6 @@ class Exporter:
             self._push_export()
 
     def _write_export(self, out: Path) -> Path:
-        """Export the weights. Every error becomes a UserError, which all ranks raise after they saved a checkpoint."""
         try:
             return self.job.export_weights(out)
         except UserError:

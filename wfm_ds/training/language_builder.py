@@ -1,4 +1,4 @@
-"""Setup of a vision-language training run, and its `--check` report."""
+"""Builds a vision-language training run, and its `--check` report."""
 
 from __future__ import annotations
 
@@ -58,8 +58,6 @@ OomAdvice = Callable[[Callable[[], str | None]], contextlib.AbstractContextManag
 
 @dataclass(frozen=True, slots=True)
 class LanguageSetup:
-    """A vision-language model, its conversations, and the reader that turns conversations into training examples."""
-
     model: LanguageModel
     reader: ConversationReader
     data: LanguageData
@@ -80,8 +78,7 @@ def prepare_language_run(
 ) -> Callable[[RunStart, Mirror | None, ExitStack], TrainingLoop]:
     """Check the recipe, load model and data, and return a function that builds the training loop.
 
-    All ranks must call this. The function takes (start, mirror, resources) and calls `build_language_loop`. Nothing is
-    written before that call.
+    All ranks must call this. Nothing is written before the returned function is called.
     """
     return functools.partial(build_language_loop, recipe, world, stop, load_language_setup(recipe, world, oom_advice))
 
@@ -182,7 +179,7 @@ def make_row_order(recipe: Recipe, data: LanguageData) -> PackingOrder:
 
 
 def make_meta_copy(recipe: Recipe, model: LanguageModel) -> nn.Module:
-    """Copy the network to the meta device. The copy has the LoRA adapters and requires_grad flags of training."""
+    """Copy the network to the meta device, with LoRA adapters and with requires_grad set as in training."""
     network = copy_to_meta(model.network)
     make_trainable(
         network, recipe, lora_targets(recipe, model), [], model.group_parameter_names(recipe.language_settings.freeze)
@@ -191,12 +188,12 @@ def make_meta_copy(recipe: Recipe, model: LanguageModel) -> nn.Module:
 
 
 def lora_targets(recipe: Recipe, model: LanguageModel) -> list[str]:
-    """Return the layers that get LoRA adapters. Each entry is a layer name or the ending of one."""
+    """Return the layers that get LoRA adapters. Each entry is a layer name or the end of a layer name."""
     return (recipe.lora and recipe.lora.target_modules) or model.default_lora_targets
 
 
 def build_language_engine(recipe: Recipe, world: World, model: LanguageModel) -> DenoiserEngine:
-    """Wrap the network in an engine. All later forward passes use the engine."""
+    """Wrap the network in an engine. All later forward passes must use the engine."""
     derived = derive_run_sizes(recipe, world.size)
     model.uses_segments = world.replica is None and attention.install_segment_attention(model.network)
     engine = DenoiserEngine.build(
@@ -243,13 +240,13 @@ def check_language_run(recipe: Recipe, world_size: int, *, overwrite: bool = Fal
 
 
 def language_summary(recipe: Recipe) -> str:
-    """Load model and data and return a one-line summary. Raises UserError if model or data cannot be used."""
+    """Load model and data and return a one-line summary. Raises UserError if one of them cannot be used."""
     ready = load_language_setup(recipe, World.single_process(), lambda _: contextlib.nullcontext())
     return f"{ready.model.config.model_type}, {data_summary(recipe, ready.data)}"
 
 
 def data_summary(recipe: Recipe, data: LanguageData) -> str:
-    """Return a one-line summary: the number of conversations, and the tokens and packed sequences of one epoch."""
+    """Return the number of conversations, and the tokens and packed sequences of one epoch, as one line."""
     lengths, order = data.training.lengths, make_row_order(recipe, data)
     num_rows = next(k for k in range(len(lengths) + 1) if order.locate(k)[0] > 0)
     return (

@@ -1,4 +1,4 @@
-"""Training loop for vision-language models (VLM SFT), on packed sequences of conversations."""
+"""Training loop for vision-language models, on packed sequences of conversations."""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ class LanguageJob(CommonJob):
         return self.export_target
 
     def pop_work(self) -> FlopCount:
-        """Return the FLOPs of the packed sequences on this rank since the last call."""
         return self.row_work.pop_work()
 
     def export_weights(self, out: Path) -> Path:
@@ -70,7 +69,7 @@ class LanguageJob(CommonJob):
 class LanguageLoop(TrainingLoop):
     """Training loop for vision-language models.
 
-    Each step is one optimizer step on the packed sequences that `source` reads.
+    Each step is one optimizer step on the sequences that `source` reads.
     """
 
     job: LanguageJob
@@ -86,9 +85,8 @@ class LanguageLoop(TrainingLoop):
         weights_by_sample: bool,
         rejected: Mapping[str, int],
     ) -> None:
-        """Create the loop.
+        """weights_by_sample: give every conversation the same loss weight. If False, every token has the same weight.
 
-        weights_by_sample: give every conversation the same loss weight. If False, every token has the same weight.
         rejected: {reason: number of rejected conversations}.
         """
         super().__init__(job, validator, exporter, checkpoints)
@@ -162,10 +160,6 @@ class LanguageLoop(TrainingLoop):
         }
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the counts of unreadable conversations.
-
-        The state does not contain the position in the data, because the packed sequences depend only on the step.
-        """
         return {"source": self.source.state_dict()}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -173,10 +167,7 @@ class LanguageLoop(TrainingLoop):
 
 
 class LanguageValidator:
-    """Computes loss and token accuracy on held-out conversations.
-
-    Every evaluation uses the same conversations, for any number of ranks.
-    """
+    """Computes loss and token accuracy on held-out conversations, which do not depend on the number of ranks."""
 
     def __init__(self, job: LanguageJob, reader: ConversationReader, data: SizedConversations) -> None:
         """Read this replica's shard of the held-out conversations into memory. Unreadable conversations are skipped."""
@@ -192,10 +183,7 @@ class LanguageValidator:
         self._samples, self._batches = samples, list[PackedSequence]()
 
     def build_rows(self) -> None:
-        """Pack the conversations that this replica has read. All ranks must call this.
-
-        Each packed sequence becomes one batch.
-        """
+        """Pack the conversations of this replica. All ranks must call this before `evaluate`."""
         self._batches = [
             self.job.row_maker.pack_samples(row) for row in keep_common_samples(self.job.world, self._samples)
         ]
@@ -222,10 +210,7 @@ class LanguageValidator:
         self._evaluated_at, self.last_metrics = state["evaluated_at"], state["metrics"]
 
     def evaluate(self, step: int) -> None:
-        """Log `val/loss` and `val/token_accuracy` of the evaluation weights.
-
-        Both metrics are averages over all labelled tokens.
-        """
+        """Log `val/loss` and `val/token_accuracy` of the evaluation weights, as averages over all labelled tokens."""
         job, self._evaluated_at = self.job, step
         if not job.world.any_rank(bool(self._batches)):
             return
@@ -250,10 +235,7 @@ class LanguageValidator:
 
 
 def keep_common_samples(world: World, rows: list[list[ConversationSample]]) -> list[list[ConversationSample]]:
-    """Return only the samples that every rank of the replica could read. All ranks must call this.
-
-    All ranks of a replica must train on the same sequences.
-    """
+    """Return only the samples that every rank of the replica could read. All ranks must call this."""
     if world.sp_size == 1:
         return rows
     first = world.rank - world.sp_rank

@@ -47,7 +47,10 @@ class StepReport:
 
     @property
     def metrics_by_update(self) -> list[Mapping[str, float]]:
-        """Return the metrics of each optimizer step. The first entry also contains the metrics of the whole step."""
+        """Return the metrics of each optimizer step.
+
+        The first entry also contains the metrics of the whole training step.
+        """
         return [{**self.step_metrics, **self.update_metrics[0]}, *self.update_metrics[1:]]
 
     @property
@@ -56,16 +59,16 @@ class StepReport:
 
 
 class NonFiniteLimit:
-    """Stops the run after MAX_NONFINITE_STEPS consecutive optimizer steps with a non-finite loss or gradient.
-
-    The steps of each trained adapter are counted separately.
-    """
+    """Stops the run if the loss or gradient of an adapter is non-finite in MAX_NONFINITE_STEPS consecutive steps."""
 
     def __init__(self) -> None:
         self.num_consecutive: dict[str, int] = {}  # by adapter
 
     def check(self, result: StepResult, sample_ids: Sequence[str], adapter: str = DEFAULT_ADAPTER) -> None:
-        """Count consecutive non-finite optimizer steps. Raises RunError on all ranks after MAX_NONFINITE_STEPS."""
+        """Record an optimizer step.
+
+        Raises RunError on all ranks after MAX_NONFINITE_STEPS consecutive non-finite steps.
+        """
         count = 0 if result.is_applied else self.num_consecutive.get(adapter, 0) + 1
         self.num_consecutive[adapter] = count
         if not result.is_applied:
@@ -77,7 +80,7 @@ class NonFiniteLimit:
 
 
 class PeriodicEvaluator(Protocol):
-    """Interface of the evaluation during training. All methods are collective: all ranks must call them."""
+    """Interface of the evaluation during training. All ranks must call every method."""
 
     def evaluate_at_start(self, step: int) -> None: ...
 
@@ -91,7 +94,7 @@ class PeriodicEvaluator(Protocol):
 
 
 class TrainingLoop(ABC):
-    """Trains `job.engine` step by step. All methods are collective: all ranks must call them.
+    """Trains `job.engine` step by step. All ranks must call every method.
 
     Subclasses define the data and the loss of a step.
     """
@@ -110,9 +113,8 @@ class TrainingLoop(ABC):
     def run_to_end(self) -> RunOutcome:
         """Train until the last step or a stop request, then export the weights.
 
-        After the last step the final weights are evaluated, and the status is `finished`. After a stop request a
-        checkpoint is saved, and the status is `preempted`. Raises RunError, without an export, if no optimizer step was
-        applied.
+        The outcome's status is `finished` after the last step, and `preempted` after a stop request. Raises RunError,
+        without an export, if no optimizer step was applied.
         """
         job, preempted = self.job, False
         try:
@@ -148,7 +150,7 @@ class TrainingLoop(ABC):
         return outcome
 
     def final_warning(self) -> str:
-        """Return a warning for the end of the log and result.json, or ""."""
+        """Return a warning for the end of the log and result.json, or "" if there is none."""
         return ""
 
     def save_results(self) -> None:
@@ -163,10 +165,7 @@ class TrainingLoop(ABC):
             raise
 
     def run_step(self) -> bool:
-        """Run the next step and its scheduled evaluation, export and checkpoint.
-
-        Returns True if any rank must stop.
-        """
+        """Run the next step and its scheduled evaluation, export and checkpoint. Returns True if any rank must stop."""
         self.step += 1
         export_error: UserError | None = None
         report = self.train_step(self.step)
@@ -198,10 +197,6 @@ class TrainingLoop(ABC):
         """Run all optimizer steps of training step `step`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the loop's state as JSON values, without the engine's state. All ranks must call this.
-
-        The result is identical on every rank.
-        """
         return {
             "step": self.step,
             "metrics": dict(self.metrics),
@@ -227,10 +222,8 @@ class TrainingLoop(ABC):
 
 
 def finish_step(job: CommonJob, step: int, report: StepReport, *, writing: bool) -> dict[str, bool]:
-    """Log the metrics of training step `step`, and combine the flags of all ranks. All ranks must call this.
+    """Log one line of metrics per optimizer step of training step `step`. All ranks must call this.
 
-    Writes one line of metrics per optimizer step. The first line also has the times, forward counts and speed of the
-    whole training step.
     writing: whether this rank is still writing its shard of a checkpoint.
     Returns {flag: whether it is set on any rank}. The flags are `stop` (stop requested), `save` (checkpoint requested)
     and `writing`.
@@ -283,10 +276,7 @@ def speed_summary(device: torch.device, metrics: Mapping[str, float]) -> str:
 
 
 def engine_metrics(job: CommonJob, result: StepResult, prefix: str = "") -> dict[str, float]:
-    """Return the metrics of an optimizer step.
-
-    prefix: text after `optim/` in the metric names of an adapter; "" for the exported adapter.
-    """
+    """Return the metrics of an optimizer step. prefix: text after `optim/` in the metric names."""
     return {
         f"optim/{prefix}grad_norm": result.grad_norm,
         f"optim/{prefix}clipped": float(result.is_clipped),

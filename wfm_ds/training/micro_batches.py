@@ -1,4 +1,4 @@
-"""Micro-batches of an optimizer step: its loss terms, split into forward passes and padded across ranks."""
+"""Splits the loss terms of an optimizer step into micro-batches, and pads them across ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MicroBatch:
         return [MicroBatch(part, self.expert) for part in self.batch.parts()]
 
     def with_group_statistics(self, group_statistics: torch.Tensor | None) -> MicroBatch:
-        """Return a copy with the group statistics [B] of the B loss terms, or self if `group_statistics` is None."""
+        """Return a copy with group statistics [B], one per loss term, or self if `group_statistics` is None."""
         if group_statistics is None:
             return self
         return MicroBatch(dataclasses.replace(self.batch, group_statistics=group_statistics), self.expert)
@@ -62,16 +62,12 @@ class MicroBatch:
         return cls(batch, micros[0].expert)
 
     def reference_inputs(self) -> MicroBatch:
-        """Return a micro-batch that has only the inputs of the reference policies."""
         return MicroBatch(self.batch.reference_inputs(), self.expert)
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatches(Generic[TermT]):
-    """Iterable micro-batches of an optimizer step. Each micro-batch is assembled when it is needed.
-
-    Iterating again yields the same micro-batches.
-    """
+    """Iterable micro-batches of an optimizer step. Each micro-batch is assembled when it is needed."""
 
     splits: Sequence[tuple[Sequence[TermT], int]]  # (terms, expert) of each micro-batch
     assemble: Callable[[Sequence[TermT]], Any]
@@ -89,7 +85,7 @@ class MicroBatches(Generic[TermT]):
         """Yield the micro-batches in order. chosen: indices of the micro-batches to yield; None yields all of them.
 
         release=False: cache micro-batches for the next iteration, up to `cache_bytes`.
-        release=True: remove each micro-batch from the cache before yielding it. Use this for the last iteration.
+        release=True: remove each micro-batch from the cache. Use this for the last iteration.
         """
         free = 0 if release else self.cache_bytes - sum(num_bytes(micro.batch) for micro in self._cache.values())
         for i, (terms, expert) in enumerate(self.splits):
@@ -111,9 +107,9 @@ def num_bytes(batch: Any) -> int:
 
 
 def concat_conditioning_frames(parts: Sequence[ConditioningFrames | None]) -> ConditioningFrames | None:
-    """Concatenate the conditioning frames of several batches. Returns None if no batch has conditioning frames.
+    """Concatenate the conditioning frames of several batches. Returns None if all parts are None.
 
-    Either all batches or no batch must have conditioning frames.
+    Either all parts or no part must be None.
     """
     frames = [part for part in parts if part is not None]
     if not frames:
@@ -123,10 +119,7 @@ def concat_conditioning_frames(parts: Sequence[ConditioningFrames | None]) -> Co
 
 @dataclass(frozen=True, slots=True)
 class TermGroup(Generic[TermT]):
-    """This rank's loss terms that have the same expert, `num_parts` and teacher.
-
-    A forward pass contains loss terms of only one group.
-    """
+    """This rank's loss terms that have the same expert, `num_parts` and teacher."""
 
     expert: int
     num_parts: int
@@ -136,7 +129,6 @@ class TermGroup(Generic[TermT]):
 
     @property
     def max_sigma(self) -> float:
-        """Return the largest noise level of the loss terms, or 0 if the group is empty."""
         return max((term.sigma for term in self.terms), default=0.0)
 
     @property
@@ -146,8 +138,7 @@ class TermGroup(Generic[TermT]):
     def pad(self, length: int, substitute: TermT) -> list[TermT]:
         """Return the group's loss terms to train, padded to `length` with copies that have weight 0.
 
-        Terms that already have weight 0 are copied first. substitute: loss term to copy if the group is empty on this
-        rank.
+        substitute: loss term to copy if the group is empty on this rank.
         """
         candidates = sorted(self.terms, key=lambda term: term.weight) or [substitute]
         padding = [dataclasses.replace(term, weight=0.0) for term in candidates]
@@ -162,19 +153,15 @@ def pad_across_ranks(
     has_gradient: Callable[[TermT], bool] = lambda term: True,
     num_teachers: int = 1,
 ) -> Update[TermT]:
-    """Remove loss terms without a gradient, and add padding terms, so that all ranks run the same forward passes.
+    """Remove loss terms without a gradient and add terms of weight 0, so that all ranks run the same forward passes.
 
-    All ranks must call this.
+    All ranks must call this. If no loss term on any rank has weight 1, the result is empty.
 
     terms: this rank's loss terms, at least one. The values of `num_parts` must be the same on every rank.
     expert_of: function that returns the expert for a noise level.
     max_over_ranks: function that returns the maximum of each value over all ranks.
     has_gradient: function that returns whether a loss term can have a gradient.
     num_teachers: number of teachers. The field `teacher` of a loss term is in 0 .. num_teachers - 1.
-
-    Padding terms have weight 0. If no loss term on any rank has a gradient but some have weight 1, every rank gets one
-    padding term, because the optimizer step must still run. If no loss term on any rank has weight 1, the result is
-    empty and the step is skipped.
     """
     groups = group_terms(terms, expert_of, num_experts, has_gradient, num_teachers)
     total_weight = sum(term.weight for term in terms)
@@ -185,7 +172,7 @@ def pad_across_ranks(
     )
     lengths = [int(largest[f"terms of {group.name}"]) for group in groups]
     sigmas = [largest[f"max sigma of {group.name}"] for group in groups]
-    if largest["weight"] > 0 and not any(lengths):
+    if largest["weight"] > 0 and not any(lengths):  # no term has a gradient: the optimizer step must still run
         lengths[next(i for i, sigma in enumerate(sigmas) if sigma > 0)] = 1
     padded: list[TermT] = []
     for group, length, sigma in zip(groups, lengths, sigmas, strict=True):
@@ -204,7 +191,7 @@ def group_terms(
 ) -> list[TermGroup[TermT]]:
     """Group loss terms by expert, `num_parts` and teacher, and sort the groups by these numbers.
 
-    The result contains a group for every combination of the three numbers. A group may be empty.
+    The result contains a group, maybe empty, for every combination of the three numbers.
     """
     all_parts = sorted({term.num_parts for term in terms})
     by_kind: dict[tuple[int, int, int], list[TermT]] = {
@@ -219,7 +206,7 @@ def group_terms(
 
 
 def term_kind(term: LossTerm, expert_of: Callable[[float], int]) -> tuple[int, int, int]:
-    """Return the expert, `num_parts` and teacher of a loss term. A micro-batch has terms of one kind."""
+    """Return the expert, `num_parts` and teacher of a loss term."""
     return expert_of(term.sigma), term.num_parts, term.teacher
 
 
@@ -246,10 +233,9 @@ def merge_part_stats(parts: Sequence[Stats]) -> Stats:
 
 
 def group_micro_batches(micros: Iterable[MicroBatch], max_terms: int) -> Iterator[list[MicroBatch]]:
-    """Group consecutive micro-batches for shared forward passes.
+    """Group consecutive micro-batches of the same expert for forward passes of at most `max_terms` loss terms.
 
-    All micro-batches of a group use the same expert and have at most `max_terms` loss terms together. A larger
-    micro-batch forms its own group.
+    A micro-batch with more loss terms forms a group of one.
     """
     group: list[MicroBatch] = []
     for full in micros:

@@ -1,7 +1,4 @@
-"""Checks of model, data and rewards. A run calls them before it writes anything, and `--check` calls them too.
-
-runs/output_folder.py checks the output folder.
-"""
+"""Checks of model, data and rewards, for runs before they write anything and for `--check`."""
 
 from __future__ import annotations
 
@@ -67,10 +64,7 @@ def limit_service_wait(recipe: Recipe) -> Recipe:
 
 
 def check_and_load_data(recipe: Recipe, world_size: int) -> TrainingData:
-    """Run the quick checks and load the data. Writes nothing.
-
-    The checks run in the order in which a user would fix the problems.
-    """
+    """Run the quick checks and load the data. Writes nothing."""
     check_rank_count(recipe, world_size, ranks_per_node(world_size))
     check_zero_values(recipe)
     require_packages(recipe)
@@ -97,7 +91,7 @@ def check_and_load_data(recipe: Recipe, world_size: int) -> TrainingData:
 
 
 def check_rank_count(recipe: Recipe, world_size: int, num_local_ranks: int) -> None:
-    """Raise RecipeError if the recipe cannot be trained by `world_size` ranks, `num_local_ranks` on each host."""
+    """Raise RecipeError if `world_size` ranks, `num_local_ranks` on each host, cannot train the recipe."""
     num_replicas(recipe, world_size, ranks_per_node=num_local_ranks)
     check_hosts(recipe, world_size, num_local_ranks)
     derived = derive_run_sizes(recipe, world_size)
@@ -136,7 +130,7 @@ def check_hosts(recipe: Recipe, world_size: int, num_local_ranks: int) -> None:
 def host_warnings(recipe: Recipe, world_size: int) -> list[str]:
     """Return a warning if the run needs several machines but uses a service that only one machine can reach.
 
-    The function assumes that every machine has as many GPUs as this one.
+    Assumes that every machine has as many GPUs as this one.
     """
     num_gpus = torch.cuda.device_count() if uses_cuda() else 0
     if num_gpus == 0:  # the check may be for another machine
@@ -149,7 +143,6 @@ def host_warnings(recipe: Recipe, world_size: int) -> list[str]:
 
 
 def draws_per_prompt(recipe: Recipe, data: TrainingData) -> float:
-    """Return how often the run draws each prompt on average."""
     return recipe.run.steps * recipe.rl.rollout.prompts_per_step / len(data.prompts)
 
 
@@ -235,10 +228,7 @@ def noisy_student_warnings(recipe: Recipe) -> list[str]:
 
 
 def check_run(recipe: Recipe, world_size: int, *, overwrite: bool = False) -> CheckReport:
-    """Check data, model, rewards and memory of a run with `world_size` ranks. Raises UserError if it cannot run.
-
-    The checks include all checks that a run makes before its first step.
-    """
+    """Check data, model, rewards and memory of a run with `world_size` ranks. Raises UserError if it cannot run."""
     from wfm_ds.training.language_builder import check_language_run
 
     check_recipe = check_language_run if recipe.algorithm.trains_language else check_diffusion_run
@@ -291,7 +281,6 @@ def check_diffusion_run(recipe: Recipe, world_size: int, *, overwrite: bool = Fa
 
 
 def teacher_facts(recipe: Recipe) -> dict[str, str]:
-    """Return the line of the report that describes the teachers, if the recipe has any."""
     teachers = [f"{one.weights}, guidance {one.guidance_scale:g}" for one in recipe.algorithm.list_teachers()]
     return {"teacher": "; ".join(teachers)} if teachers else {}
 
@@ -304,7 +293,7 @@ def data_summary(recipe: Recipe, data: TrainingData) -> str:
 
 
 def rewards_without_gpu(recipe: Recipe) -> list[str]:
-    """Return the names of the rewards that cannot run on this machine because they need a GPU and it has none."""
+    """Return the names of the rewards that need a GPU although this machine has none."""
     reward = recipe.all_reward_settings
     return [] if reward is None or is_accelerator_present() else [f.name for f in reward.functions if f.uses_gpu]
 

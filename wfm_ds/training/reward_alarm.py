@@ -1,11 +1,10 @@
 """Reward-hacking alarm: the trained reward increases while a held-out reward decreases.
 
-The alarm compares each evaluation with the first one, sample by sample, with the statistics of `wfm evaluate`. If one
-evaluation with p < .05 were enough, most runs with twenty evaluations would raise a false alarm. The alarm therefore
-has three conditions:
+Each evaluation is compared with the first one, sample by sample. To keep false alarms rare in runs with many
+evaluations, a held-out reward must meet three conditions:
 * p < .01 after Holm's correction over the held-out rewards;
 * a decrease of at least a tenth of a standard deviation;
-* two consecutive evaluations in which the same held-out reward meets both other conditions.
+* both of these in two consecutive evaluations.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ RECOMMENDED_PROMPTS = 32
 
 
 class RewardAlarm:
-    """Compares each evaluation with the first one and stores the names of held-out rewards that decreased.
-
-    All ranks have identical alarms.
-    """
+    """Compares each evaluation with the first one, identically on every rank."""
 
     def __init__(self, key: Sequence[Any]) -> None:
         """key: prompts, seeds and reward names as JSON. `load_state_dict` ignores states with a different key."""
@@ -60,7 +56,6 @@ class RewardAlarm:
         return metrics | ({} if total is None else {"val/alarm": float(bool(self.falling_rewards))})
 
     def summary(self) -> str:
-        """Return the warning about the rewards in `falling_rewards`."""
         fell = ", ".join(f"{name} by {decrease:.2g} sd" for name, decrease in self.falling_rewards.items())
         return f"since the first evaluation the trained reward rose and {fell} fell, in two consecutive evaluations"
 

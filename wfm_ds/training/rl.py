@@ -1,4 +1,4 @@
-"""The training loop on generated samples. It works with every RL and distillation algorithm and model family."""
+"""The training loop on generated samples, for all RL and distillation algorithms and all model families."""
 
 from __future__ import annotations
 
@@ -50,11 +50,7 @@ References: TypeAlias = dict[str, dict[int, Tensor]]
 
 
 class RlLoop(TrainingLoop):
-    """Training loop on generated samples.
-
-    Each step generates samples, computes their rewards if the recipe has any, and runs `updates_per_step` optimizer
-    steps.
-    """
+    """Training loop on generated samples. Each step runs `updates_per_step` optimizer steps."""
 
     job: Job
     validator: Validator
@@ -113,10 +109,6 @@ class RlLoop(TrainingLoop):
         return StepReport(step_metrics, metrics, num_samples=int(step_metrics["rollout/samples"]))
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the RL state as JSON values. All ranks must call this.
-
-        The state contains no random generators, because random noise depends only on the step.
-        """
         return {
             "failing_steps": self.failing_steps,
             "current": sorted(self.equal_policies),
@@ -130,10 +122,10 @@ class RlLoop(TrainingLoop):
         self.source.groups.load_state_dict(state["groups"])
 
     def compute_rewards(self, scores: Sequence[dict[str, Score]]) -> Rewards:
-        """Combine the scores of each sample into one reward. The rewards are identical on every rank.
+        """Combine the scores of each sample into one reward, identically on every rank.
 
-        If reward.shuffle is set, the rewards are shuffled between samples. In runs without rewards, the result is 0 for
-        each sample, or None for a failed sample.
+        If reward.shuffle is set, the rewards are shuffled between samples. In runs without rewards, the reward is 0, or
+        None for a failed sample.
         """
         if self.reward is None:
             return Rewards([None if failures else 0.0 for failures in scores], [()] * len(scores), (), {})
@@ -146,7 +138,7 @@ class RlLoop(TrainingLoop):
     def compute_advantages(
         self, rollouts: StepRollouts, scores: Sequence[dict[str, Score]], rewards: Rewards
     ) -> tuple[Advantages, dict[str, float]]:
-        """Return the advantages of all samples and the reward metrics of the step. Both are identical on every rank."""
+        """Return the advantages of all samples and the reward metrics of the step, identical on every rank."""
         groups = [m.group_id for m in rollouts.samples]
         advantages = self.algorithm.compute_advantages(rewards, groups)
         self.check_failures(rewards.totals, scores)
@@ -163,9 +155,10 @@ class RlLoop(TrainingLoop):
         return advantages, stats | {"rollout/samples": float(valid), "rollout/step": float(self.step)}
 
     def check_failures(self, totals: Sequence[float | None], scores: Sequence[dict[str, Score]]) -> None:
-        """Log failed samples. Raise RunError if too many samples fail in each of MAX_FAILING_STEPS consecutive steps.
+        """Log failed samples.
 
-        "Too many" means more than the fraction reward.max_failed_fraction. Runs without rewards use its default.
+        Raises RunError if more than the fraction reward.max_failed_fraction fails in MAX_FAILING_STEPS consecutive
+        steps.
         """
         limit = DEFAULT_MAX_FAILED_FRACTION if self.reward is None else self.reward.max_failed_fraction
         failed = sum(total is None for total in totals)
@@ -185,8 +178,8 @@ class RlLoop(TrainingLoop):
     ) -> list[list[Tensor]]:
         """Predict the velocity of the loss terms with the current weights, before this RL step changes them.
 
-        Returns one list per optimizer step, with one tensor per micro-batch. The first list is empty, because the first
-        optimizer step runs with unchanged weights. All lists are empty if the algorithm does not use old predictions.
+        Returns one list per optimizer step, with one tensor per micro-batch. The first list is always empty. All lists
+        are empty if the algorithm does not use old predictions.
         """
         if not self.algorithm.uses_old_predictions:
             return [[] for _ in updates]
@@ -197,6 +190,7 @@ class RlLoop(TrainingLoop):
             size = self.job.recipe.engine.micro_batch_size
             offload_buffer = self.make_offload_buffer()
             later = [self.micro_batches(update.terms, rollouts).iterate(release=True) for update in updates[1:]]
+            # The first optimizer step runs with unchanged weights and needs no old predictions.
             return [[], *(self.predict_in_batches("old", micros, size, offload_buffer) for micros in later)]
 
     def optimize(
@@ -240,7 +234,6 @@ class RlLoop(TrainingLoop):
         return metrics | engine_metrics(job, result, prefix)
 
     def pad_across_ranks(self, terms: Sequence[LossTerm], equal_policies: Set[str]) -> Update[LossTerm]:
-        """Remove and add loss terms so that all ranks run the same forward passes. All ranks must call this."""
         model, algorithm = self.job.model, self.algorithm
         num_experts, maxima = len(model.sigma_ranges), self.job.world.max_over_ranks
         return pad_across_ranks(
@@ -259,7 +252,6 @@ class RlLoop(TrainingLoop):
         return self.equal_policies | ({"old"} if self.algorithm.uses_old_predictions else set())
 
     def micro_batches(self, terms: Sequence[LossTerm], rollouts: StepRollouts) -> MicroBatches[LossTerm]:
-        """Split the loss terms into micro-batches with at most engine.micro_batch_size terms."""
         job = self.job
         return MicroBatches(
             split_into_micro_batches(terms, job.recipe.engine.micro_batch_size, job.model.select_expert),
@@ -268,7 +260,7 @@ class RlLoop(TrainingLoop):
         )
 
     def predict_references(self, micros: MicroBatches[LossTerm], old_predictions: list[Tensor]) -> References:
-        """Return {reference: {index of a micro-batch: its prediction}} for the micro-batches that need the reference.
+        """Return {reference: {index of a micro-batch: prediction}} for the micro-batches that need the reference.
 
         References with the same weights as the trained policy are omitted.
         """
@@ -292,22 +284,20 @@ class RlLoop(TrainingLoop):
         return references
 
     def select_predictions(self, references: References, index: int) -> dict[str, Tensor]:
-        """Return {reference: prediction on the device} for the micro-batch with this index."""
         device = self.job.world.device
         return {
             name: copy_to_device(by_micro[index], device) for name, by_micro in references.items() if index in by_micro
         }
 
     def make_offload_buffer(self) -> OffloadBuffer:
-        """Create a buffer that uses up to GPU_BUFFER_FRACTION of the free GPU memory, then host memory."""
         return OffloadBuffer(free_memory(self.job.world.device, GPU_BUFFER_FRACTION))
 
     @torch.no_grad()
     def sum_group_statistics(self, micros: MicroBatches[LossTerm], references: References) -> list[Tensor | None]:
-        """Sum RlAlgorithm.group_statistics over all loss terms of each group, on all replicas.
+        """Sum RlAlgorithm.group_statistics over the loss terms of each group on all replicas.
 
-        All ranks must call this. Returns one tensor [B] per micro-batch of B loss terms. Element b is the sum for the
-        group of term b. If the algorithm does not use group statistics, returns None for each micro-batch.
+        All ranks must call this. Returns one tensor [B] per micro-batch of B loss terms, with the sum for each term's
+        group. If the algorithm does not use group statistics, returns None for each micro-batch.
         """
         if not self.algorithm.uses_group_statistics:
             return [None] * len(micros)

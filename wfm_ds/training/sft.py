@@ -47,10 +47,10 @@ from wfm_ds.types import ConditioningFrames
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoisyBatch:
-    """Noisy latents of B samples. A sample has M images or videos: M is 2 for preference pairs, otherwise 1.
+    """Noisy latents of B samples with M images or videos each: M is 2 for preference pairs, otherwise 1.
 
-    Row m * B + b is image or video m of sample b. Both images or videos of a pair get the same noise. Tensors are
-    float32 unless noted.
+    Row m * B + b is image or video m of sample b. All rows of a sample have the same noise. Tensors are float32 unless
+    noted.
     """
 
     items_per_sample: int  # M
@@ -100,7 +100,6 @@ class SftLoop(TrainingLoop):
         return StepReport(self.source.bad_counts(world.sum_over_replicas), [metrics], job.run_sizes.samples_per_step)
 
     def extra_state(self) -> dict[str, Any]:
-        """Return the data source's list of unreadable files and, for a data stream, the position of each replica."""
         return {"sources": self.job.world.gather_from_leaders(self.source.state())}
 
     def load_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -132,11 +131,8 @@ class SftLoop(TrainingLoop):
         return [LossTerm(row=row, sigma=sigma, weight=1.0) for row, sigma in zip(rows, sigmas.tolist(), strict=True)]
 
     def reference_errors(self, micros: MicroBatches[LossTerm]) -> list[dict[str, Tensor]]:
-        """Return {reference policy: velocity errors [M, B]} for each micro-batch of B samples of M images or videos.
-
-        The forward passes have the same batch size as in training, because with another batch size, a GPU may choose
-        kernels that give different errors for the same weights.
-        """
+        """Return {reference policy: velocity errors [M, B]} for each micro-batch of B samples of M images or videos."""
+        # The batch size of training: with another one, a GPU may choose kernels that give different errors.
         errors_by_micro: list[dict[str, Tensor]] = [{} for _ in micros.splits]
         for policy in self.algorithm.settings.reference_policies:
             with self.job.timer(f"{policy}_forward"), self.job.engine.use_policy(policy):
@@ -150,7 +146,6 @@ class SftLoop(TrainingLoop):
         micros: MicroBatches[LossTerm],
         references: Sequence[Mapping[str, Tensor]],
     ) -> dict[str, float]:
-        """Run one optimizer step on this replica's samples and return its metrics."""
         engine = self.job.engine
         engine.expect_backwards(micros.num_backwards)
         for micro, reference_errors in zip(micros.iterate(release=True), references, strict=True):
@@ -189,8 +184,8 @@ class SftLoop(TrainingLoop):
     def caption_texts(self, samples: Sequence[TrainingSample], shape: Sequence[int] | None = None) -> list[Text]:
         """Return the captions in the format of the model family, which may contain the image size.
 
-        shape: latent shape of a sample, which determines the image size. If it is None, the size comes from the
-        sample's framing. Samples without framing have size (sampling.height, sampling.width).
+        shape: latent shape of a sample, which determines the image size. None: the size comes from the sample's framing
+        or, without framing, from the recipe.
         """
         sampler, texts = self.job.sampler, list[Text]()
         for sample in samples:
@@ -200,7 +195,6 @@ class SftLoop(TrainingLoop):
         return texts
 
     def sample_caption(self, sample: TrainingSample) -> PromptText:
-        """Return the sample's caption, or an empty caption with probability data.caption_dropout."""
         dropped = draw_uniform(self.job.recipe.run.seed, "caption_dropout", sample.epoch, sample.sample_id)
         return NegativeText("") if dropped < self.job.recipe.data.caption_dropout else prompt_text(sample.prompt)
 
@@ -238,12 +232,7 @@ def iter_media(samples: Sequence[TrainingSample]) -> Iterator[TrainingSample]:
 
 
 class ValidationLoss:
-    """The loss on held-out samples with fixed noise.
-
-    The loss depends on the weights, but not on the step or the number of ranks. Velocity errors have shape [M, N, L],
-    for N samples with M images or videos each, at L = 8 noise levels. Noise level j is (j + 0.5)/L after the timestep
-    shift. The noise depends only on the sample and j.
-    """
+    """The loss on held-out samples at 8 fixed noise levels with fixed noise, for any step and number of ranks."""
 
     def __init__(
         self, job: Job, algorithm: SupervisedAlgorithm, samples: Sequence[Sample], framings: Sequence[Framing]
@@ -274,8 +263,7 @@ class ValidationLoss:
     def policy_errors(self) -> Tensor:
         """Return the active policy's velocity errors [M, N, L] as float64 on the CPU. All ranks must call this.
 
-        M: images or videos per sample. N: number of samples. L: number of noise levels. The errors are identical on
-        every rank.
+        M: images or videos per sample. N: number of samples. L: number of noise levels.
         """
         world, model = self.job.world, self.job.model
         shape = (self.settings.items_per_sample, len(self.samples), len(self.sigmas))
@@ -293,8 +281,7 @@ class ValidationLoss:
         """Compute this replica's shard of the velocity errors and write it into `errors`.
 
         errors: [images or videos per sample, number of samples, number of noise levels].
-        terms: (sample index, noise-level index) pairs of one expert and one image size. All ranks run the same number
-        of forward passes, so a rank with fewer pairs repeats some of them and discards the repeated results.
+        terms: (sample index, noise-level index) pairs of one expert and one image size.
         """
         world = self.job.world
         shard_size = math.ceil(len(terms) / world.dp_size)
@@ -303,7 +290,7 @@ class ValidationLoss:
         for part in split_into_chunks(
             shard, max(1, self.job.recipe.engine.max_forward_batch // self.settings.items_per_sample)
         ):
-            chosen = [terms[k % len(terms)] for k in part]
+            chosen = [terms[k % len(terms)] for k in part]  # repeats: all ranks run the same number of forward passes
             clean = {i: clean[i] if i in clean else self.load_latents(i) for i in dict.fromkeys(i for i, _ in chosen)}
             batch_errors = predict_errors(self.job, "validation", self.make_noisy_batch(chosen, clean), expert)
             count = sum(k < len(terms) for k in part)
@@ -334,7 +321,7 @@ class ValidationLoss:
     def load_latents(self, index: int) -> Tensor:
         """Return the clean latents [M, ...] of a sample with M images or videos.
 
-        All ranks of the replica must call this and get the result.
+        All ranks of the replica must call this.
         """
         world, sample = self.job.world, self.samples[index]
         if not world.is_leader:

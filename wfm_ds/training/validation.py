@@ -33,16 +33,14 @@ log = logging.getLogger(__name__)
 
 
 class LossMetric(Protocol):
-    def measure_loss(self) -> dict[str, float]:
-        """Return the loss metrics of the evaluation weights."""
-        ...
+    def measure_loss(self) -> dict[str, float]: ...
 
 
 class Validator:
     """Generates samples with the evaluation weights and computes rewards, a validation loss, or both.
 
-    In a run with rewards, it generates a sample for each (prompt, seed) pair. In other runs, it generates only the
-    samples to log. The training weights do not change. All methods are collective: all ranks must call them.
+    A run with rewards generates a sample for each (prompt, seed) pair. Other runs generate only the samples to log. All
+    ranks must call every method.
     """
 
     def __init__(
@@ -106,7 +104,6 @@ class Validator:
         return self.last_metrics
 
     def evaluate(self, step: int) -> None:
-        """Generate and score samples, compute the validation loss, and write metrics and samples."""
         job, policy = self.job, self.job.evaluation_policy
         wait = show_wait("generating validation samples")
         with job.timer("validation"), wait, job.engine.use_policy(policy), torch.no_grad():
@@ -157,9 +154,8 @@ class Validator:
     ) -> list[npt.NDArray[np.uint8]]:
         """Generate a sample for each item, submit the samples to the reward clients, and return some of them on rank 0.
 
-        Returns the first `logging.num_samples` samples, as uint8 images [H,W,3] or videos [T,H,W,3]. T counts the
-        frames of all clips.
-        items: (prompt, seed) pairs. Item k is scored under the sample id `<id_prefix>/<k>` (see clip_id).
+        Returns the first `logging.num_samples` samples, as uint8 images [H,W,3] or videos [T,H,W,3] of all clips.
+        items: (prompt, seed) pairs. Item k is scored under the sample id `<id_prefix>/<k>`.
         recordings: recordings that the samples are compared with.
         """
         job, world, layout = self.job, self.job.world, self.samples.layout
@@ -205,8 +201,7 @@ class Validator:
     ) -> Sequence[npt.NDArray[np.uint8] | str | None]:
         """Return for each prompt the recording, or the reason why it cannot be read.
 
-        Returns None for each prompt on ranks that are not replica leaders, and if no measure or reward needs
-        recordings.
+        Returns None for each prompt if recordings are not needed, and on ranks that are not replica leaders.
         """
         known = self.samples.recordings
         if known is None or not scoring.needs_recordings or not self.job.world.is_leader:
@@ -226,7 +221,6 @@ class Validator:
         return gathered
 
     def score_metrics(self, step: int, scores: Sequence[Mapping[str, Score]]) -> dict[str, float]:
-        """Return the metrics of rewards and held-out rewards. Logs a warning if the reward-hacking alarm goes off."""
         if not scores:
             return {}
         recipe, num_seeds = self.job.recipe, len(self.job.recipe.validation.seeds)
@@ -249,9 +243,9 @@ class Validator:
         return clip_metrics(ordered, num_seeds, held_out) if ordered else {}
 
     def select_scores(self, id_prefix: str, gathered: Scores) -> list[list[Mapping[str, Score]]]:
-        """Return for each clip the scores of all samples, in the order of `self.items`.
+        """Return for each clip the scores of all samples, or [] if there are no scores.
 
-        If there are no scores, the list of each clip is empty. gathered: result of `collect_scores`.
+        gathered: result of `collect_scores`.
         """
         numbers = range(len(self.items)) if gathered else ()
         return [[gathered[clip_id(f"{id_prefix}/{k}", clip)] for k in numbers] for clip in range(self.num_clips)]

@@ -1,4 +1,4 @@
-"""Prompts, conditioning frames and recordings of validation samples, and clean latents of single images or videos."""
+"""Prompts, conditioning frames and recordings of validation samples."""
 
 from __future__ import annotations
 
@@ -28,15 +28,12 @@ from wfm_ds.types import ConditioningFrames, Prompt
 
 
 class ValidationFrames:
-    """The conditioning frames of validation samples. They do not depend on the step or the number of ranks.
-
-    The frames of a prompt are encoded at first use and kept in host memory.
-    """
+    """The conditioning frames of validation samples. They do not depend on the step or the number of ranks."""
 
     def __init__(
         self, sampler: Sampler, samples: Sequence[Sample], counts: Mapping[str, int], encode: Callable[[Media], Tensor]
     ) -> None:
-        """samples: data samples of the validation prompts. The caller has checked that they can be read.
+        """samples: readable data samples of the validation prompts.
 
         counts: {prompt id: number of conditioning latent frames}. encode: function that returns clean latents.
         """
@@ -53,10 +50,7 @@ class ValidationFrames:
         return ConditioningFrames(latents, torch.tensor([self.counts[prompt.id] for prompt in prompts]))
 
     def _prompt_latents(self, prompt_id: str) -> Tensor:
-        """Return a prompt's latents [C,T,h,w] as float32 on the CPU.
-
-        T is the number of latent frames of a whole video. Shorter latents are padded.
-        """
+        """Return a prompt's latents [C,T,h,w] as float32 on the CPU, padded to the T latent frames of a whole video."""
         if prompt_id not in self._latents:
             latents = self.encode(self.media[prompt_id]).cpu()
             self._latents[prompt_id] = pad_num_frames(latents, self.sampler.latent_shape[1])
@@ -68,7 +62,7 @@ def count_conditioning_frames(recipe: Recipe, samples: Sequence[Sample], *, has_
 
     If the recipe allows several numbers, successive samples use them in turn, from the largest to the smallest. With
     several clips (validation.clips), all samples use the largest. The number is at least 1 if samples are compared with
-    recordings, because a sample without conditioning frames does not continue the recording.
+    recordings.
     """
     low, high = recipe.algorithm.conditioning_frame_range
     low = max(low, int(has_recordings)) if recipe.validation.clips == 1 else high
@@ -166,7 +160,6 @@ def validation_framing(recipe: Recipe, model: DiffusionModel, layout: ClipLayout
 
 
 def list_validation_samples(data: TrainingData) -> list[Sample]:
-    """Return the data samples of the validation prompts."""
     prompt_ids = {prompt.id for prompt in data.validation_prompts}
     samples = [sample for sample in data.held_out or data.samples if sample.prompt.id in prompt_ids]
     return list({sample.prompt.id: sample for sample in samples}.values())  # weighted data sets repeat samples
@@ -189,19 +182,15 @@ def choose_validation_samples(
 
 
 def encode_in_replica(job: Job, framing: Framing, media: Media) -> Tensor:
-    """Return the clean latents of an image or video on all ranks of the replica.
-
-    All ranks of the replica must call this.
-    """
+    """Return the clean latents of an image or video. All ranks of the replica must call this."""
     latents = load_media_latents(job, media, framing) if job.world.is_leader else None
     return job.world.broadcast_tensor_in_replica(latents)
 
 
 def load_media_latents(job: Job, media: Media, framing: Framing) -> Tensor:
-    """Return the clean latents of an image or video. They are read from the cache or encoded from the file.
+    """Return the clean latents of an image or video, from the cache or encoded from the file.
 
-    If the file cannot be read, raises DataError on this rank only. Ranks cannot agree on the error, because replicas
-    read different numbers of samples.
+    If the file cannot be read, raises DataError on this rank only.
     """
     cache = job.latent_cache
     latents = None if cache is None else cache.read(media, framing)

@@ -1,4 +1,4 @@
-"""Metrics of an evaluation during training, from the scores of its samples. All functions are pure."""
+"""Metrics of an evaluation during training, computed from the scores of its samples."""
 
 from __future__ import annotations
 
@@ -50,9 +50,8 @@ def clip_metrics(
 ) -> dict[str, float]:
     """Return `val/reward/<name>/clip_<k>` for each reward and clip, and `val/reward/<name>/drift`.
 
-    `drift` is the mean difference between the last clip and the first clip of the same sample. Held-out rewards
-    and the similarity to recordings have the same prefixes as in `reward_metrics`. clips: for each clip, the scores of
-    all samples in prompt-major order.
+    `drift` is the mean difference between the last clip and the first clip of the same sample. The prefixes are the
+    same as in `reward_metrics`. clips: for each clip, the scores of all samples in prompt-major order.
     """
     metrics: dict[str, float] = {}
     for tag, scores in sorted(scores_by_clip(clips, num_seeds).items()):
@@ -64,7 +63,7 @@ def clip_metrics(
 
 
 def metric_prefix(tag: str, held_out_rewards: Collection[str]) -> str:
-    """Return the prefix of the metrics of a reward, a partial score `reward/part`, or a similarity to recordings."""
+    """Return the metric prefix of a reward, a partial score `reward/part`, or a similarity to recordings."""
     if tag.startswith(f"{RECORDING}/"):
         return f"val/{tag}"
     is_held_out = any(tag == name or tag.startswith(f"{name}/") for name in held_out_rewards)
@@ -78,8 +77,7 @@ def correlation_metrics(
 
     Returns three metrics per reward, with the prefix `val/reward/<name>/`. `rollout_mean` is the mean reward of the
     rollout samples. `rank_correlation` is computed over all pairs of samples. `rank_correlation_within_prompts` is
-    computed per prompt and then averaged. The last metric matters most for training, because advantages compare samples
-    of one prompt.
+    computed per prompt and then averaged.
     """
     metrics: dict[str, float] = {}
     for name in sorted(rolled_out[0]):  # held-out rewards do not score rollouts

@@ -1,4 +1,1 @@
-"""Task queue over ZeroMQ: clients submit tasks to a broker, and workers lease and run them.
-
-Independent of models and training.
-"""
+"""Task queue over ZeroMQ: clients submit tasks to a broker, and workers lease and run them."""

@@ -1,8 +1,6 @@
 """The broker: a thread that queues the tasks of clients and leases them to workers, over two ROUTER sockets.
 
-The broker keeps everything in memory. After a crash, clients resubmit their unfinished tasks. The broker forwards
-payload frames as received, without decoding them. The tensors of a result stay in the spool (spool.py) until the client
-that submitted the task releases them. Any client of the same run can fetch them.
+The broker keeps everything in memory. After a crash, clients resubmit their unfinished tasks.
 """
 
 from __future__ import annotations
@@ -44,10 +42,7 @@ class TaskKind:
 
 
 class Broker:
-    """Message broker. Thread-safe.
-
-    The constructor binds the sockets. Messages are handled between `start` and `stop`.
-    """
+    """Queues tasks and leases them to workers, between `start` and `stop`. Thread-safe."""
 
     def __init__(
         self,
@@ -69,8 +64,8 @@ class Broker:
         observer: called in the broker's thread with every finished task. It must be fast and must not raise.
         on_stall: called in the broker's thread with the id of a worker that seems to hang.
         keys: if set, clients must authenticate with an allowed key. worker_keys: whether workers must authenticate too.
-        worker_timeout_s: a worker that sends nothing for this long counts as lost, and its tasks are requeued. It may
-        reconnect later. None: only `report_lost_worker` removes workers.
+        worker_timeout_s: a worker that sends nothing for this long counts as lost, and its tasks are requeued. None:
+        only `report_lost_worker` removes workers.
         """
         self.id = uuid.uuid4().hex
         self.kinds = kinds
@@ -130,7 +125,7 @@ class Broker:
         self._commands.put(lambda: self._workers.drop_worker(worker, why))
 
     def disable_kind(self, kind: str, why: str) -> None:
-        """Fail all current and future tasks of a kind because it has no workers left."""
+        """Fail all current and future tasks of a kind, which has no workers left."""
         self._commands.put(lambda: self._ledger.disable_kind(kind, why))
 
     def announce(self, announcement: Mapping[str, Any], files: Mapping[str, Path]) -> None:
@@ -141,12 +136,10 @@ class Broker:
         self._commands.put(lambda: self._set_announcement(announcement, files))
 
     def dismiss_workers(self, why: str) -> None:
-        """Tell all workers to leave because all work is done."""
         self.workers_dismissed = True
         self._commands.put(lambda: self._workers.dismiss_all(why))
 
     def worker_ids(self) -> list[str]:
-        """Return a recent snapshot of the ids of connected workers."""
         return self._workers.worker_ids()
 
     def request_status(self) -> Future[BrokerStatus]:
@@ -159,11 +152,7 @@ class Broker:
         return future
 
     def stop(self, drain_s: float) -> None:
-        """Stop leasing, wait up to `drain_s` seconds for running tasks and their results, then close the sockets.
-
-        The broker waits until clients have acknowledged their results, because zmq drops unread messages when a
-        connection closes.
-        """
+        """Stop leasing, wait up to `drain_s` seconds for running tasks and their results, then close the sockets."""
         self._commands.put(lambda: self._start_drain(drain_s))
         self._thread.join(drain_s + 10)
 

@@ -1,7 +1,4 @@
-"""Client side of the broker: attached clients, their submissions, finished tasks and payload requests.
-
-This module and broker_workers.py use the same ledger and spool. Only the broker's thread uses this module.
-"""
+"""The part of the broker that communicates with clients. Only the broker's thread uses this module."""
 
 from __future__ import annotations
 
@@ -68,7 +65,6 @@ class BrokerClients:
             self._drop_client(owner)
 
     def send_completions(self) -> None:
-        """Send each client the tasks that finished since the last call."""
         for owner, client in self._clients.items():
             self._send_client_completions(owner, client)
 
@@ -105,7 +101,6 @@ class BrokerClients:
     def _send_payload(
         self, route: bytes, name: str, read: Callable[[], tuple[Sequence[TensorSpec], Sequence[Any]]]
     ) -> None:
-        """Send the payload that `read` returns, or the reason why it is missing. The client repeats lost requests."""
         try:
             specs, payload = read()
         except NotInSpool as error:
@@ -168,7 +163,6 @@ class BrokerClients:
             self._port.send_message(route, "accepted", lists)
 
     def _send_client_completions(self, owner: str, client: _ClientState) -> None:
-        """Send a client its new completions. The client requests lost completions again with `since`."""
         items = self._ledger.new_completions(owner, client.last_sent_seq)
         while items:
             batch: list[dict[str, Any]] = []

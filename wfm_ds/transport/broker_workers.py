@@ -1,7 +1,6 @@
-"""Worker side of the broker: connected workers, tasks to send to them, stalled and lost workers.
+"""The part of the broker that communicates with workers.
 
-This module and broker_clients.py use the same ledger and spool. Only the broker's thread uses this module, except
-`worker_ids`, which any thread may call.
+Only the broker's thread uses this module, except `worker_ids`.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class _WorkerState:
 
 
 class BrokerWorkers:
-    """The connected workers, indexed by id and by route (zmq routing id). Each worker has a list of unsent tasks."""
+    """The connected workers, indexed by id and by route (zmq routing id)."""
 
     def __init__(
         self,
@@ -66,17 +65,14 @@ class BrokerWorkers:
         self._workers: dict[str, _WorkerState] = {}
 
     def worker_ids(self) -> list[str]:
-        """Return a recent snapshot of the ids of connected workers. Thread-safe."""
+        """Return the ids of connected workers. Thread-safe."""
         return sorted(self._workers)
 
     def receive_messages(self, now_s: float) -> None:
         self._port.receive_messages(self._handle_message, now_s)
 
     def drop_worker(self, worker: str, why: str) -> None:
-        """Requeue the tasks of a lost worker.
-
-        Each task that was sent to the worker gets a failed attempt, because the task may have ended the worker.
-        """
+        """Requeue the tasks of a lost worker. Each task that was sent to the worker gets a failed attempt."""
         if worker in self._workers:
             self._ledger.requeue_unsent(worker, [task.task_id for task in self._workers[worker].outbox])
         for task_id in self._ledger.remove_lost_worker(worker, why):
@@ -98,7 +94,6 @@ class BrokerWorkers:
             self._send(worker, "stalled", {"id": task_id, "attempt": attempt})
 
     def lease_tasks(self, now_s: float) -> None:
-        """Lease waiting tasks to workers. Tasks that do not fit in a send queue are sent later."""
         for grant in self._ledger.lease_tasks(now_s):
             self._queue_task(grant)
         for worker in list(self._workers):

@@ -1,7 +1,6 @@
 """The client: submits tasks to the broker and receives their outcomes. A background thread does all socket work.
 
-The client repeats a submission until the broker accepts it, and resubmits all unfinished tasks after a broker restart.
-Every task ends in exactly one TaskOutcome unless it is cancelled.
+Every task ends in exactly one TaskOutcome unless it is cancelled, even if the broker restarts.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class PipeClient:
     def __init__(self, endpoint: str, *, run: str, client: str, keys: ClientKeys | None = None) -> None:
         """Start the background thread. Raises PipeError if the address is not allowed.
 
-        endpoint: an ipc:// or tcp:// address, or the path of a pipes.json file, which is read at each connection.
+        endpoint: an ipc:// or tcp:// address, or the path of a pipes.json file.
         run, client: names that together identify the client. A newer client with the same names replaces an older one.
         keys: key pair of this client; needed if the broker authenticates clients.
         """
@@ -155,10 +154,9 @@ class PipeClient:
             self._commands.put(lambda: self._cancel_tasks(task_ids))
 
     def fetch_results(self, ids: Iterable[str], timeout_s: float) -> dict[str, Message]:
-        """Fetch results by task id. The tasks may have been submitted by other clients of this run.
+        """Return {task id: result}. Other clients of this run may have submitted the tasks.
 
-        Read the tensors with Message.read_tensors. Raises PipeError if a result is missing, or if no result arrives for
-        `timeout_s`.
+        Raises PipeError if a result is missing, or if no result arrives for `timeout_s` seconds.
         """
         return self._collect_payloads({task_id: PayloadRequest("fetch", {"id": task_id}) for task_id in ids}, timeout_s)
 
@@ -180,16 +178,15 @@ class PipeClient:
     def now_s(self) -> float:
         """Return `time.monotonic()` minus the time for which this process was suspended.
 
-        Deadlines of tasks and replies use this clock.
+        Deadlines of tasks use this clock.
         """
         return self._clock.now_s if self._thread.is_alive() else time.monotonic()
 
     def silence_s(self) -> float:
-        """Return the seconds since the last message from the broker, after reading all messages that have arrived."""
+        """Return the seconds since the last message from the broker."""
         return self._silence_s
 
     def connection_problem(self) -> str:
-        """Return the last known connection problem, or "" if there was none."""
         return self._problem
 
     def close(self, timeout_s: float = 5.0) -> None:
@@ -352,8 +349,7 @@ class PipeClient:
         self._pending_releases.update(dict.fromkeys(ids, float("-inf")))
         self._resend_releases(self._clock.now_s)
 
-    def _resend_releases(self, now_s: float) -> None:
-        """Resend unconfirmed `release` messages. If a message were lost, the broker would keep the tensors forever."""
+    def _resend_releases(self, now_s: float) -> None:  # without a release, the broker keeps the tensors forever
         due = [task_id for task_id, sent_at_s in self._pending_releases.items() if now_s - sent_at_s > RELEASE_RETRY_S]
         for batch in split_into_chunks(due, IDS_PER_MESSAGE):
             if not self._send("release", {"ids": batch}):
@@ -377,11 +373,7 @@ class PipeClient:
         specs: Sequence[TensorSpec] = (),
         frames: Sequence[Buffer] = (),
     ) -> bool:
-        """Send a message. Returns False if the queue is full.
-
-        A full queue can mean that the broker was replaced, so the client then attaches again.
-        """
         if self._dealer is not None and self._dealer.send_message(message_type, fields, specs, frames):
             return True
-        self._session = ""
+        self._session = ""  # a full queue can mean that the broker was replaced: attach again
         return False

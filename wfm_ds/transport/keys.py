@@ -1,9 +1,8 @@
-"""CURVE keys that encrypt and authenticate connections. `wfm keys new DIR NAME` creates a key pair.
+"""CURVE keys that encrypt and authenticate connections. `wfm keys new DIR NAME` creates a key pair in pyzmq's format.
 
 A key folder DIR contains the secret key DIR/NAME.key_secret, readable only by its owner, and public keys in DIR/public.
 The broker's folder contains hub.key_secret and the public keys of all peers that may connect. A peer's folder contains
-the peer's secret key and public/hub.key. Processes on the broker's machine may use the broker's keys, so they need no
-key pair. The file format is pyzmq's.
+the peer's secret key and public/hub.key. Processes on the broker's machine may use the broker's keys.
 """
 
 from __future__ import annotations
@@ -61,23 +60,16 @@ class BrokerKeys:
 
 
 def load_broker_keys(folder: Path) -> BrokerKeys:
-    """Load the broker's keys.
-
-    The public keys are read again at each connection, so files may be added or removed at any time.
+    """Load the broker's keys. Public keys are read again at each connection, so files may be added or removed.
 
     Raises KeyFileError if a file is missing, if a file in public/ is not a key, or if others can write to the folder.
-    Files that become unreadable later are logged and ignored.
     """
     _check_writers(folder)
     public, secret = _load_pair(folder / f"{BROKER_NAME}{SECRET_SUFFIX}")
     for path in _list_public_files(folder):
         _load_public_key(path)
 
-    def is_allowed(key: bytes) -> bool:
-        """Return whether a peer with this public key may connect.
-
-        Never raises, because an exception would end the thread that handles all connections.
-        """
+    def is_allowed(key: bytes) -> bool:  # must not raise: that would end the thread that handles all connections
         return key == public or key in _read_public_keys(folder)
 
     return BrokerKeys(public, secret, is_allowed)
@@ -88,7 +80,6 @@ def _list_public_files(folder: Path) -> list[Path]:
 
 
 def _read_public_keys(folder: Path) -> set[bytes]:
-    """Return the public keys in `folder`. Files that are incomplete or were just removed are logged and skipped."""
     keys = set()
     try:
         for path in _list_public_files(folder):
@@ -123,7 +114,7 @@ def load_client_keys(folder: Path) -> ClientKeys:
 
 
 def create_key_pair(folder: Path, name: str) -> tuple[Path, Path]:
-    """Create a key pair and return the paths of its files, (secret file, public file).
+    """Create a key pair. Returns (path of the secret key, path of the public key).
 
     Raises KeyFileError if the name is invalid or already used.
     """
@@ -155,7 +146,7 @@ def _write_new_file(path: Path, text: str, mode: int) -> None:
 
 
 def _check_writers(folder: Path) -> None:
-    """Raise KeyFileError if other users can add keys to a key folder or replace its keys."""
+    """Raise KeyFileError if other users can write to a key folder."""
     for path in (folder, folder / "public"):
         mode = stat.S_IMODE(path.stat().st_mode) if path.is_dir() else 0
         if mode & 0o022:

@@ -1,4 +1,4 @@
-"""Tasks and their leases to workers: credit, attempts, duplicates. A state machine without I/O and without a clock.
+"""Tasks and their leases to workers: a state machine without I/O and without a clock.
 
     WAITING --lease--> LEASED --result--> DONE --release--> removed (its id is remembered)
        ^                 |  `--fatal failure, or no attempts left--> QUARANTINED --release--> removed
@@ -6,10 +6,10 @@
 
 A lease becomes *void* when its task is finished by another worker, cancelled or requeued. A void lease still uses the
 worker's credit (the rows that it can hold) until the worker reports or is lost, so a hanging worker gets no more tasks.
-The first result of a task counts, from any worker; later results are ignored as duplicates.
+The first result of a task counts; later results are ignored.
 
 An *attempt* is a lease that ended in a failure, a stall or the death of its worker. After MAX_ATTEMPTS attempts a task
-is quarantined. A lease that a leaving worker returns, or that was never sent, does not count as an attempt.
+is quarantined.
 """
 
 from __future__ import annotations
@@ -50,13 +50,11 @@ class Ledger:
         max_waiting_by_kind: Mapping[str, int] | None = None,
         on_end: Callable[[Task, Completion], None] = lambda task, completion: None,
     ) -> None:
-        """Create an empty ledger.
+        """stall_s: {kind of task: maximum seconds without progress}. Only these kinds can be submitted.
 
-        stall_s: {kind of task: maximum seconds without progress}. Only these kinds can be submitted.
         max_waiting: maximum number of waiting tasks. max_bytes: maximum payload bytes of waiting and leased tasks.
         max_waiting_by_kind: {kind of task: maximum number of waiting tasks of this kind}.
-        on_end: function called as on_end(task, completion) for every task that is done or quarantined. The task still
-        has its payload.
+        on_end: function called as on_end(task, completion) for every task that is done or quarantined.
         """
         self.stall_s = dict(stall_s)
         self.max_waiting_by_kind = dict(max_waiting_by_kind or {})
@@ -107,13 +105,12 @@ class Ledger:
         return True
 
     def new_completions(self, owner: str, after_seq: int) -> list[Completion]:
-        """Return the completions with a sequence number above `after_seq` that are not released yet, oldest first."""
+        """Return the unreleased completions with a sequence number above `after_seq`, oldest first."""
         submitter = self._owners.get(owner)
         newest_first = reversed(submitter.completions.values()) if submitter else ()
         return list(itertools.takewhile(lambda c: c.seq > after_seq, newest_first))[::-1]
 
     def release_completions(self, owner: str, up_to_seq: int) -> None:
-        """Drop the completions up to a sequence number, which the submitter has received. Remember their task ids."""
         completions = self._owners[owner].completions if owner in self._owners else {}
         while completions and (oldest := next(iter(completions.values()))).seq <= up_to_seq:
             self._remove_task(self._entries[oldest.id], "released")
@@ -156,10 +153,7 @@ class Ledger:
             self._return_lease(worker, task_id)
 
     def lease_tasks(self, now_s: float) -> list[LeaseGrant]:
-        """Lease the oldest tasks of each kind to workers with free credit.
-
-        A worker that has not tried the task before is preferred.
-        """
+        """Lease the oldest tasks of each kind to workers with free credit."""
         grants = []
         for kind in self._waiting if self.is_leasing else ():
             while (entry := self._oldest_waiting_task(kind)) and (worker := self._find_free_worker(entry)):
@@ -198,7 +192,7 @@ class Ledger:
     def record_failure(self, worker: str, task_id: str, attempt: int, reason: str, fatal: bool) -> ReportStatus:
         """Record a failed attempt, then requeue or quarantine the task.
 
-        The task is quarantined, with the reasons of all attempts, if the failure is fatal or no attempts are left.
+        The task is quarantined if the failure is fatal or no attempts are left.
         """
         holder = self._workers.get(worker)
         lease = holder.leases.get(task_id) if holder else None
@@ -238,7 +232,7 @@ class Ledger:
         """Requeue tasks that made no progress for `stall_s` seconds. Quarantine waiting tasks past their deadline.
 
         Returns (worker, task id, attempt) of the stalled leases. Until the worker reports, a stalled lease is returned
-        again every `stall_s` seconds, even if it is void. It still uses the worker's credit (see the module docstring).
+        again every `stall_s` seconds, even if it is void.
         """
         stalled = []
         for worker, task_id in self._stalls.pop_due(now_s):
@@ -259,7 +253,7 @@ class Ledger:
         return any(not lease.is_void for worker in self._workers.values() for lease in worker.leases.values())
 
     def has_completions(self) -> bool:
-        """Return whether there are finished tasks that their submitters have not released yet."""
+        """Return whether there are unreleased completions."""
         return any(owner.completions for owner in self._owners.values())
 
     def has_worker(self, worker: str) -> bool:
@@ -288,7 +282,6 @@ class Ledger:
         self._deadlines.put(entry.task.id, entry.task.deadline_s)
 
     def _end_attempt(self, entry: TaskEntry, reason: str, fatal: bool) -> None:
-        """Count an attempt that ended without a result, then requeue or quarantine the task."""
         entry.reasons.append(reason)
         entry.is_suspect = True
         entry.failures += 1
@@ -340,7 +333,6 @@ class Ledger:
         self.counts[count_name] += 1
 
     def _release_resources(self, entry: TaskEntry) -> None:
-        """Free the memory and the queue position of a waiting or leased task, and void its lease."""
         self._dequeue_task(entry)
         if entry.worker is not None:
             lease = self._workers[entry.worker].leases.get(entry.task.id)
@@ -362,7 +354,6 @@ class Ledger:
         return lease is not None and not lease.is_void
 
     def _return_lease(self, worker: str, task_id: str) -> None:
-        """Remove a worker's lease and requeue the task without counting an attempt."""
         if self._end_lease(worker, task_id):
             self._requeue_task(self._entries[task_id])
 

@@ -1,8 +1,8 @@
 """Schemas of all messages, with the purpose of each key. wire.py rejects messages that do not match a schema.
 
 A *task* is a piece of work for one worker: a range of the *rows* of a submission. A row is a small map, plus the tensor
-with the same index in the tensor table of the submission. Several tasks can refer to the same row, so an image is sent
-only once for all rewards. The broker forwards the rows of a task without decoding them.
+with the same index in the submission's tensor table. Several tasks can refer to the same row, so an image is sent only
+once for all rewards.
 """
 
 from __future__ import annotations

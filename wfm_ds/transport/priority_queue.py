@@ -1,4 +1,4 @@
-"""A priority queue with unique keys, ordered by a number such as a deadline or a submission index. No I/O."""
+"""A priority queue with unique keys."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class PriorityQueue(Generic[K]):
-    """Priority queue with unique keys. Keys with equal priorities keep their insertion order."""
+    """Queue of unique keys, lowest priority first. Keys with equal priorities keep their insertion order."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, K]] = []  # (priority, entry number, key)

@@ -1,8 +1,4 @@
-"""Private folders with short paths for ipc sockets.
-
-Each process that uses a folder has a shared lock on it until it exits. If a process was killed, its folder is removed
-when another process starts: `remove_orphaned_folders` takes an exclusive lock before it inspects and removes a folder.
-"""
+"""Private folders with short paths for ipc sockets. If a process was killed, a later process removes its folder."""
 
 from __future__ import annotations
 
@@ -32,9 +28,9 @@ class SocketFolder:
     """A new folder at `path` with mode 0700. It is locked until `remove` is called or this process ends."""
 
     def __init__(self, base: Path | None = None) -> None:
-        """Remove orphaned folders, then create a new one in `base`.
+        """Create a folder in `base` or, if `base` is None, in a suitable parent folder. Removes orphaned folders first.
 
-        If `base` is None, a suitable parent folder is chosen. Raises UserError if there is none.
+        Raises UserError if there is no suitable parent folder.
         """
         base = base or _find_base_folder()
         remove_orphaned_folders(base)
@@ -61,7 +57,7 @@ class SocketFolder:
         raise UserError(f"{self.path} is removed repeatedly or belongs to another user: set TMPDIR to another folder")
 
     def remove(self) -> None:
-        """Remove the folder and its content. Idempotent."""
+        """Remove the folder and its content. Repeated calls are allowed."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._unlock()
 
@@ -72,7 +68,7 @@ class SocketFolder:
 
 
 def hold_folder(path: Path) -> int | None:
-    """Lock another process's SocketFolder and return a descriptor. Close the descriptor to release the lock.
+    """Lock another process's SocketFolder. Returns a descriptor, to be closed to release the lock.
 
     Returns None if `path` is not a SocketFolder or was removed.
     """
@@ -134,7 +130,6 @@ def _open_own_folder(path: Path) -> Iterator[int | None]:
 
 
 def _is_same_folder(folder: int, path: Path) -> bool:
-    """Return whether the folder of the descriptor `folder` is still the one at this path."""
     try:
         return os.path.samestat(os.fstat(folder), path.stat(follow_symlinks=False))
     except FileNotFoundError:

@@ -1,7 +1,6 @@
 """All ZeroMQ sockets and their options. Peers connect with a DEALER; the broker binds a ROUTER.
 
-Each socket belongs to one thread. Other threads pass messages to this thread through a Mailbox. Endpoints are ipc paths
-in private folders, or tcp addresses with keys (keys.py) for encryption and authentication.
+Each socket belongs to one thread. Other threads pass messages to this thread through a Mailbox.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class Mailbox(Generic[T]):
             self._writer.send(b"!")  # a full pipe also wakes the reader; a closed one has no reader
 
     def take_all(self) -> list[T]:
-        """Remove all items and return them in order. Only the receiving thread may call it."""
+        """Remove all items and return them in order. Only the receiving thread may call this."""
         with contextlib.suppress(BlockingIOError):
             while self._reader.recv(4096):
                 pass
@@ -102,9 +101,9 @@ class Mailbox(Generic[T]):
 
 
 class ActiveClock:
-    """A clock that excludes the time for which this process was suspended: it advances by at most MAX_STEP_S per tick.
+    """A clock that excludes the time for which this process was suspended.
 
-    With an ordinary clock, a process that resumes would report all peers as silent or late.
+    Each tick advances the clock by at most MAX_STEP_S.
     """
 
     def __init__(self, now_s: float) -> None:
@@ -114,7 +113,7 @@ class ActiveClock:
     def tick(self, now_s: float) -> float:
         """Advance the clock and return its time.
 
-        A single thread must call this method several times in every MAX_STEP_S seconds. Any thread may read `now_s`.
+        A single thread must call this several times in every MAX_STEP_S seconds.
         """
         self.now_s += min(now_s - self._last_tick_s, MAX_STEP_S)
         self._last_tick_s = now_s
@@ -124,8 +123,7 @@ class ActiveClock:
 def check_endpoint(endpoint: str, *, keys: bool = False) -> str:
     """Return the endpoint if it is allowed, else raise EndpointNotAllowed with a suggestion.
 
-    Without keys, only ipc://PATH is allowed. With keys, tcp://HOST:PORT is allowed too, but no wildcard as HOST. The
-    loopback interface needs keys too, because every user of the machine can connect to it.
+    Without keys, only ipc://PATH is allowed. With keys, tcp://HOST:PORT is allowed too, but no wildcard as HOST.
     """
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
@@ -260,7 +258,7 @@ class MessagePort(Router):
         specs: Sequence[TensorSpec] = (),
         payload: Sequence[Any] = (),
     ) -> bool:
-        """Send a message of a type that the protocol repeats if it is lost. Returns False if it was not sent."""
+        """Send a message that the protocol repeats if it is lost. Returns False if it was not sent."""
         try:
             self.send(route, self.encode(message_type, fields, specs), payload)
         except (PeerUnreachable, SendQueueFull):
@@ -321,7 +319,7 @@ class Dealer:
         specs: Sequence[TensorSpec] = (),
         frames: Sequence[Buffer] = (),
     ) -> bool:
-        """Send a message. Returns False if the send queue is full because no broker receives from it."""
+        """Send a message. Returns False if the send queue is full."""
         try:
             self.send(wire.encode_header(message_type, next(self._message_ids), fields, specs), frames)
         except SendQueueFull:
@@ -348,7 +346,7 @@ class Dealer:
         return time.monotonic() - self._opened_at_s > REOPEN_DELAY_S
 
     def is_stale(self) -> bool:
-        """Return whether the broker rejected this socket. A rejected socket must be replaced by a new one."""
+        """Return whether the broker rejected this socket, so that a new one is needed."""
         return bool(self.connection_problem()) and self.is_settled()
 
     def close(self) -> None:
@@ -410,7 +408,7 @@ def _send_frames(sock: zmq.Socket[Any], frames: Sequence[Any]) -> None:
 
 
 def _lock_socket(path: Path) -> Any:
-    """Lock the file PATH.lock. Without the lock, another process that binds PATH would silently replace this socket."""
+    """Lock the file PATH.lock, because another process that binds PATH would silently replace this socket."""
     try:
         lock_file = path.with_name(path.name + ".lock").open("w")
     except OSError as error:

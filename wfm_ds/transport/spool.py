@@ -1,7 +1,4 @@
-"""Data that the broker serves to clients: the tensors of results until clients release them, and announced files.
-
-The spool keeps references to the received buffers and to paths, and copies nothing. Only the broker's thread uses it.
-"""
+"""Data that the broker serves to clients: the tensors of results until clients release them, and announced files."""
 
 from __future__ import annotations
 
@@ -21,7 +18,6 @@ class NotInSpool(LookupError):
 
 
 def owner_run(owner: str) -> str:
-    """Return the run of an owner, which has the form RUN/CLIENT."""
     return owner.split("/", 1)[0]
 
 
@@ -39,7 +35,7 @@ class _SpooledResult:
 class Spool:
     """Stores the results of tasks by task id, and the paths of files that clients may request by name.
 
-    `held_bytes` is the total size of the results that have not been released yet.
+    `held_bytes` is the total size of the unreleased results. Only the broker's thread uses the spool.
     """
 
     def __init__(self) -> None:
@@ -73,11 +69,11 @@ class Spool:
             self._drop_result(task_id)
 
     def announce_files(self, files: Mapping[str, Path]) -> None:
-        """Replace the announced files with `files`, which maps names to paths."""
+        """Replace the announced files. files: {name: path}."""
         self._files = dict(files)
 
     def read_piece(self, name: str, offset: int) -> tuple[list[TensorSpec], list[Buffer]]:
-        """Read a part of an announced file, starting at `offset`, as a uint8 tensor of at most one message frame.
+        """Read a part of an announced file, starting at byte `offset`, as a uint8 tensor of at most one message frame.
 
         Raises NotInSpool if the file is not announced or cannot be read.
         """

@@ -1,10 +1,4 @@
-"""Unfinished work of a client: its submissions and payload requests. Uses no clock and no sockets.
-
-A timeout cannot detect a lost payload request, because the transfer time depends on payload size and network. The order
-of replies can, because the broker replies in order on each connection. After requests, the client sends *markers*:
-small messages that always get a reply. If a marker gets a reply before an earlier request does, the request or the
-reply to the request was lost. A marker is a `release` message with the id of a nonexistent task.
-"""
+"""Unfinished work of a client: its submissions and payload requests. Uses no clock and no sockets."""
 
 from __future__ import annotations
 
@@ -30,7 +24,7 @@ SendMessage = Callable[[str, Mapping[str, Any]], bool]
 class TaskRequest:
     """A task: rows [start, stop) of the submitted rows, for one worker of `kind`.
 
-    Tasks with equal ids are treated as the same task.
+    Tasks with equal ids are the same task.
     """
 
     id: str
@@ -70,7 +64,7 @@ class Submission:
 
 
 class PendingSubmissions:
-    """A client's submissions in order, with an index by task id. A submission stays until all its tasks have ended."""
+    """A client's submissions in order. A submission stays until all its tasks have ended."""
 
     def __init__(self) -> None:
         self._submissions: list[Submission] = []
@@ -84,7 +78,7 @@ class PendingSubmissions:
         return list(self._submission_by_task)
 
     def due_submissions(self, now_s: float) -> Iterator[Submission]:
-        """Yield the submissions to send now. Only the first MAX_IN_FLIGHT unaccepted submissions can be sent."""
+        """Yield the submissions to send now, from the first MAX_IN_FLIGHT unaccepted submissions."""
         unaccepted = (submission for submission in self._submissions if submission.unaccepted_ids)
         for submission in itertools.islice(unaccepted, MAX_IN_FLIGHT):
             if now_s >= submission.retry_at_s:
@@ -96,7 +90,7 @@ class PendingSubmissions:
                 self._submission_by_task[task_id].unaccepted_ids.discard(task_id)
 
     def retry_later(self, task_id: str, now_s: float) -> None:
-        """Send this task again after FULL_RETRY_S, because the broker is full."""
+        """Send this task again after FULL_RETRY_S seconds, because the broker is full."""
         if task_id in self._submission_by_task:
             self._submission_by_task[task_id].retry_at_s = now_s + FULL_RETRY_S
 
@@ -128,7 +122,12 @@ class PayloadRequest:
 
 
 class PayloadRequests:
-    """Requests that have no reply yet, in order of creation. Not thread-safe."""
+    """Requests that have no reply yet, in order of creation. Not thread-safe.
+
+    The broker replies in order on each connection. After requests, the client sends *markers*: `release` messages with
+    the id of a nonexistent task, which always get a reply. If a marker gets a reply before an earlier request does, the
+    request or its reply was lost.
+    """
 
     def __init__(self, name: str) -> None:
         """name: prefix of this client's marker ids. Task ids must not start with it."""
@@ -157,10 +156,7 @@ class PayloadRequests:
             self._next_marker, self._marker_sent_s = self._next_marker + 1, now_s
 
     def on_released(self, ids: Iterable[str]) -> None:
-        """Handle a `released` reply to a marker.
-
-        Requests that were sent before the marker and have no reply yet are marked to be sent again.
-        """
+        """Handle a `released` reply. If it replies to a marker, earlier requests without a reply will be sent again."""
         markers = [i.removeprefix(self._prefix) for i in ids if i.startswith(self._prefix)]
         last = max((int(marker) for marker in markers if marker.isdecimal()), default=-1)
         for request in self._open.values():
@@ -179,8 +175,7 @@ def submit_rows(
     """Submit all rows to each kind of worker in `max_rows`, in tasks of at most `max_rows[kind]` rows.
 
     submit: the method PipeClient.submit.
-    tensors: one per row. Each tensor is sent only once for all kinds. Do not modify the tensors until the tasks have
-    ended.
+    tensors: one per row. Do not modify the tensors until the tasks have ended.
     new_id: function that returns a new task id for a kind.
 
     If a row is too large for a message, only the tasks with this row fail. Their field `failure` gives the reason.

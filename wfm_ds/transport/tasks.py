@@ -1,4 +1,4 @@
-"""Data types of the broker and its ledger: tasks, leases, completions, status. Only ledger.py changes TaskEntry."""
+"""Data types of the broker and its ledger: tasks, leases, completions, status."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ class TaskState(Enum):
 
 
 class ReportStatus(Enum):
-    """Outcome of recording a worker's report in the ledger."""
-
     ACCEPTED = auto()
     LATE = auto()  # accepted although the lease had expired
     DUPLICATE = auto()  # the task is already finished or removed
@@ -40,7 +38,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class TaskPayload:
-    """Payload of a task: its rows and their tensor frames, as received by the broker."""
+    """Rows of a task and their tensor frames, as received by the broker."""
 
     rows: list[dict[str, Any]]
     specs: tuple[TensorSpec, ...]
@@ -83,10 +81,7 @@ class BrokerStatus:
 
 @dataclass(frozen=True, slots=True)
 class FinishedTask:
-    """A task that is done or quarantined.
-
-    `frames` contains the received tensors. They are valid only while the broker's observer runs.
-    """
+    """A task that is done or quarantined. The received tensors in `frames` are valid only while the observer runs."""
 
     kind: str
     rows: Sequence[Mapping[str, Any]]
@@ -96,7 +91,6 @@ class FinishedTask:
     waited_s: float  # approximate time from submission to the start of the last attempt
 
     def first_bytes(self, count: int) -> bytes:
-        """Return up to `count` leading bytes of the first tensor."""
         content = bytearray()
         for frame in self.frames[: self.specs[0].num_frames if self.specs else 0]:
             buffer: Buffer = frame.buffer
@@ -112,7 +106,7 @@ def ignore_task(ended: FinishedTask) -> None:
 
 @dataclass(slots=True)
 class TaskEntry:
-    """State of a task, kept from its submission until the client has its result and releases it."""
+    """State of a task. Only ledger.py changes it."""
 
     task: Task
     order: int  # submission order; a requeued task keeps it and is leased before newer ones
@@ -142,8 +136,6 @@ class Lease:
 
 @dataclass(slots=True)
 class LeaseHolder:
-    """A worker in the ledger: the tasks that it accepts, and its current leases."""
-
     kinds: frozenset[str]
     credit: int
     leases: dict[str, Lease] = field(default_factory=dict)

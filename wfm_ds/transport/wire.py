@@ -1,9 +1,7 @@
-"""The wire format: converts between bytes and messages. Uses no sockets, no clock and no state.
+"""The wire format: converts between bytes and messages.
 
 A message is `[header][frame]*`. The header is a msgpack map. The frames are the tensors as raw little-endian bytes in C
-order, at most MAX_FRAME_BYTES each. `decode_message` validates everything before it allocates memory. Messages contain
-no pickles and no class names. messages.py defines the message types and their keys. There is no checksum, because TCP
-and CURVE detect damaged bytes.
+order, at most MAX_FRAME_BYTES each. There is no checksum, because TCP and CURVE detect damaged bytes.
 """
 
 from __future__ import annotations
@@ -37,14 +35,11 @@ T = TypeVar("T")
 
 
 class WireError(ValueError):
-    """Raised if a message cannot be sent, or if a received message is invalid or unexpected.
-
-    The receiver drops and counts invalid and unexpected messages.
-    """
+    """Raised if a message cannot be sent, or if a received message is invalid or unexpected."""
 
 
 class TensorSpec(NamedTuple):
-    """One entry of a header's tensor table. With the table, frames can be split and forwarded without decoding."""
+    """One entry of a header's tensor table."""
 
     name: Annotated[str, Field(strict=True, max_length=64)]
     dtype: Annotated[str, Field(pattern=f"^({'|'.join(DTYPES)})$")]
@@ -73,7 +68,7 @@ class Message:
     payload: tuple[Buffer, ...] = ()
 
     def read_tensors(self) -> list[Array]:
-        """Return copies of the tensors in table order. The copies are aligned and writable."""
+        """Return aligned, writable copies of the tensors in table order."""
         arrays, start = [], 0
         for spec in self.specs:
             flat = np.empty(spec.nbytes, dtype=np.uint8)

@@ -1,8 +1,4 @@
-"""The worker: a background thread communicates with the broker, and the caller's thread runs the tasks in order.
-
-Results are kept until the broker acknowledges them. Only the task itself reports progress; the background thread
-repeats the last value. The broker can therefore detect a hanging task although the background thread keeps replying.
-"""
+"""The worker: a background thread communicates with the broker, and the caller's thread runs the tasks in order."""
 
 from __future__ import annotations
 
@@ -84,8 +80,6 @@ BatchHandler: TypeAlias = Callable[
 
 @dataclass(slots=True)
 class _PendingReport:
-    """A result or failure that the broker has not acknowledged yet."""
-
     type: str
     fields: Mapping[str, Any]
     specs: Sequence[TensorSpec] = ()
@@ -211,7 +205,6 @@ class LeaseWorker:
         self._mailbox.put(None)
 
     def _current_attempt(self, task: LeasedTask) -> int:
-        """Return the latest attempt number of the task. It changes if the task is leased to this worker again."""
         return self._attempts.get(task.id, task.attempt)
 
     # Methods of the background thread
@@ -312,7 +305,6 @@ class LeaseWorker:
             self._problem = fields["why"]
 
     def _accept_task(self, task: LeasedTask) -> None:
-        """Queue a task, unless this worker already has it because an earlier lease was requeued."""
         report, attempt = self._reports.get(task.id), self._attempts.get(task.id)
         if report is not None and report.type == "failed" and report.fields["attempt"] < task.attempt:
             del self._reports[task.id]  # the broker has received the failure; this is a new attempt
@@ -376,5 +368,4 @@ def _failure_fields(error: Exception) -> dict[str, Any]:
 
 
 def _truncate_text(text: str, max_chars: int) -> str:
-    """Shorten a text, and replace unpaired surrogates, which messages cannot contain."""
     return text[:max_chars].encode(errors="replace").decode()

@@ -1,6 +1,5 @@
 """Sequence parallelism: the tokens of one sample are sharded over the ranks of a group.
 
 As in DeepSpeed-Ulysses (arXiv 2309.14509), tokens are sharded everywhere except in attention, where heads are sharded.
-Linear attention and convolutions exchange less data: a state of constant size, and the rows or frames of tokens at the
-shard borders. `install_ulysses` changes a diffusers transformer in place. Each model family has its own module.
+Linear attention and convolutions exchange less data. `install_ulysses` changes a diffusers transformer in place.
 """

@@ -30,8 +30,6 @@ def sequence_attention(
     query, key, value and the output: [batch, local tokens, heads, channels per head]. The caller must already have
     applied norms and the rotary embedding. lengths: number of tokens on each rank.
     backend: diffusers' name of the attention kernel. None selects the active kernel.
-    An all-to-all gives each rank all tokens for some of the heads, so any attention kernel can be used, but no mask. A
-    second all-to-all restores the token shards.
     """
     heads = shard_sizes(query_BnHD.shape[2], dist.get_world_size(group), "attention heads")
     query, key, value = reshard((query_BnHD, key_BnHD, value_BnHD), 2, heads, 1, lengths, group)  # [B,S,h,D]
@@ -51,7 +49,6 @@ def apply_rotation(x_BnHD: Tensor, tables_nD: Sequence[Tensor], pairs: RotationP
 
 
 def project_output(attn: Any, attended_BnC: Tensor) -> Tensor:
-    """Apply the output projection and the dropout of a diffusers attention module."""
     projection, dropout = attn.to_out
     result: Tensor = dropout(projection(attended_BnC))
     return result

@@ -1,4 +1,4 @@
-"""Base classes for sequence parallelism, which shard tokens after the patch embedding and gather the output."""
+"""Base classes for sequence parallelism."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ EPS = 1e-15  # as in diffusers' processors of linear attention
 
 
 class UlyssesTransformer(ABC):
-    """Shards the tokens of a diffusers transformer, using hooks and attention processors. Parameters do not change.
+    """Shards the tokens of a diffusers transformer. Each model family is a subclass in its own module of this package.
 
-    Each model family is a subclass in its own module of this package. After the patch embedding, a rank has only its
-    local tokens. Text and timesteps are complete on every rank unless the family shards them. Every rank gathers the
-    output of `proj_out`. The transformer must not use parameters after `proj_out`, because each rank would compute the
-    full gradient of these parameters, not a partial sum over its own tokens.
+    After the patch embedding, a rank has only its local tokens, but all text and timesteps, unless the family shards
+    them. Every rank gathers the output of `proj_out`. The transformer must not use parameters after `proj_out`, because
+    each rank would compute their full gradient, not a partial sum.
 
-    Hooks inside a block must read only the block's arguments, not the attributes of this object: gradient checkpointing
-    runs the block again in the backward pass, when the attributes may belong to a forward pass with other shapes.
+    Hooks inside a block must read only the block's arguments, not attributes of this object: gradient checkpointing
+    runs the block again in the backward pass, when the attributes may belong to another forward pass.
     """
 
     transformer_class: ClassVar[type[nn.Module]]
@@ -57,7 +56,7 @@ class UlyssesTransformer(ABC):
     def shard_blocks(self, transformer: Any) -> None:
         """Replace all operations in the transformer blocks that combine several tokens, such as attention.
 
-        Raises UserError if an operation is not supported. The transformer is then unchanged.
+        Raises UserError, and changes nothing, if an operation is not supported.
         """
 
     @abstractmethod
@@ -68,10 +67,7 @@ class UlyssesTransformer(ABC):
         """
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
-        """Return the local tokens of the patch embedding's output [batch, tokens, channels].
-
-        Families override this method if the output has another shape.
-        """
+        """Return the local tokens of the patch embedding's output [batch, tokens, channels]."""
         return self.copy_local_shard(embedded, 1)
 
     def copy_local_shard(self, x: Tensor, dim: int, lengths: Sequence[int] | None = None) -> Tensor:
@@ -90,7 +86,7 @@ class UlyssesTransformer(ABC):
 
     @classmethod
     def num_units(cls, grid: Sequence[int]) -> int:
-        """Return how many units (`shard_unit`: tokens, rows or frames) a token grid consists of."""
+        """Return the size of a token grid in units of `shard_unit` (tokens, rows or frames)."""
         return math.prod(grid)
 
     @classmethod
@@ -131,9 +127,7 @@ class UlyssesTransformer(ABC):
 class UlyssesLineTransformer(UlyssesTransformer):
     """Base class for families that shard whole lines. A line is a row of an image or a frame of a video.
 
-    Linear attention sums a state over the ranks, and convolutions exchange the lines at the shard borders. The amount
-    of exchanged data therefore does not depend on the number of lines per rank. Because heads are not sharded, there
-    may be more ranks than heads.
+    Heads are not sharded, so there may be more ranks than heads.
     """
 
     shards_heads = False
@@ -164,11 +158,7 @@ class UlyssesLineTransformer(UlyssesTransformer):
 
 
 def patch_sizes(config: Any, num_axes: int) -> list[int]:
-    """Return the patch size along each latent axis: [h, w], or [frames, h, w] if num_axes is 3.
-
-    As in diffusers, an integer `patch_size` in the config is the patch size for height and width. The patch size for
-    frames is then `patch_size_t`, or 1 if the config does not have it.
-    """
+    """Return the patch size along each latent axis: [h, w], or [frames, h, w] if num_axes is 3."""
     if isinstance(config.patch_size, Sequence):
         return list(config.patch_size)
     frames = [getattr(config, "patch_size_t", None) or 1]
@@ -181,10 +171,7 @@ def patch_grid(shape: Sequence[int], patch_size: Sequence[int]) -> list[int]:
 
 
 def change_arguments(module: nn.Module, change: Callable[[dict[str, Any]], None]) -> None:
-    """Before each forward pass of a module, call `change` with {name: argument}. `change` modifies this dict.
-
-    Positional arguments are still passed as positional arguments.
-    """
+    """Before each forward pass of a module, call `change` with {name: argument}. `change` modifies this dict."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def edit_call(
@@ -202,8 +189,7 @@ def install_halo_exchange(convolution: nn.Module, group: ProcessGroup) -> None:
     """Make a convolution over sharded lines read the border lines of the neighbouring ranks instead of zero padding.
 
     A line is a row of an image or a frame of a video. The convolution must pad its inputs [batch, channels, local
-    lines, line length] by one line on each side. Zero padding remains at the ends of each line, before the first line
-    of the image or video, and after its last line.
+    lines, line length] by one line on each side. Zero padding remains at the edges of the image or video.
     """
     for part in convolution.modules():  # in a LoRA layer, the base layer and lora_A pad, but lora_B does not
         if isinstance(part, nn.Conv2d) and part.padding[0]:

@@ -1,7 +1,8 @@
 """Sequence parallelism for Cosmos-Predict2.5: a shard may start at any token of a video.
 
-In diffusers' CosmosTransformer3DModel the outputs of `patch_embed`, `learnable_pos_embed` and `time_embed` are sharded.
-`attn1` exchanges tokens after the rotary embedding. `attn2` (attention to text and image context) needs no exchange.
+In diffusers' CosmosTransformer3DModel, the outputs of `patch_embed`, `learnable_pos_embed` and `time_embed` are
+sharded. `attn1` exchanges tokens after the rotary embedding. `attn2` (attention to text and image context) needs no
+exchange.
 """
 
 from __future__ import annotations
@@ -39,32 +40,27 @@ class UlyssesCosmos25(UlyssesTransformer):
             )
 
     def token_shard_sizes(self, arguments: dict[str, Any]) -> list[int]:
-        """Return the number of tokens of each rank. Also flatten `arguments["timestep"]` if each frame has a timestep.
-
-        The transformer would expand timesteps of shape [batch, 1, frames, 1, 1] to all tokens. It does not expand flat
-        timesteps, so `_shard_time_embeddings` can expand them to the local tokens only.
-        """
+        """Return the number of tokens of each rank. If each frame has a timestep, flatten `arguments["timestep"]`."""
         latents, timestep = arguments["hidden_states"], arguments["timestep"]
         count, _, num_frames, *_ = latents.shape
         grid = patch_grid(latents.shape[2:], self.config.patch_size)
         per_frame = grid[0] == num_frames and timestep.shape == (count, 1, num_frames, 1, 1)
         self.frames = (count, num_frames) if per_frame else None
-        if per_frame:
+        if per_frame:  # the transformer would expand unflattened timesteps to all tokens
             arguments["timestep"] = timestep.flatten()
         return shard_sizes(self.num_units(grid), self.num_ranks, self.shard_unit)
 
     def shard_embedding(self, embedded: Tensor) -> Tensor:
         """Return the local tokens of the patch embedding [batch, frames, rows, columns, channels].
 
-        The result is [batch, local tokens, 1, 1, channels], because the transformer later flattens the three middle
-        dimensions.
+        The result is [batch, local tokens, 1, 1, channels].
         """
         return self.copy_local_shard(embedded.flatten(1, 3), 1)[:, :, None, None]
 
     def _shard_time_embeddings(self, _: nn.Module, args: Any, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         """Expand time embeddings [batch * frames, channels] to the local tokens [batch, local tokens, channels].
 
-        If there is only one time embedding per sample, returns it unchanged.
+        Time embeddings with one row per sample are returned unchanged.
         """
         if self.frames is None:
             return embeddings
@@ -85,7 +81,7 @@ class Cosmos25Attention:
     _attention_backend: Any = None  # name of an attention kernel in diffusers
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        """group: the ranks over which the tokens of self-attention are sharded, or None if they are not sharded."""
+        """group: the ranks over which self-attention is sharded, or None if it is not sharded."""
         self.group = group
 
     def __call__(

@@ -1,8 +1,7 @@
 """Sequence parallelism for Cosmos3: a shard may start at any video or action token.
 
-The generation tower (models/cosmos3_towers.py) adds timestep embeddings to the video tokens and appends the action
-tokens. This sequence is then split over the ranks. Text tokens are not split: every rank has all text keys and values,
-but uses only its key-value heads. A rank has whole key-value heads, with all query heads that share them.
+Text tokens are not split: every rank has all text keys and values, but uses only its key-value heads. A rank has whole
+key-value heads, with all query heads that share them.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class UlyssesCosmos3(UlyssesTransformer):
 
 
 class Cosmos3Attention:
-    """Attention processor of the generation tower: video and action tokens attend to the text and to each other."""
+    """Attention processor of the generation tower. Video and action tokens attend to the text and to each other."""
 
     def __init__(self, group: ProcessGroup | None = None, backend: Any = None) -> None:
         """group: the ranks over which tokens are sharded, or None. backend: diffusers' name of an attention kernel."""
@@ -97,11 +96,9 @@ class Cosmos3Attention:
     def attend_full(
         self, query: Tensor, key: Tensor, value: Tensor, text_keys: Tensor, text_values: Tensor, mask: Tensor | None
     ) -> Tensor:
-        """Return the attention output for complete sequences, [batch, tokens, heads, channels per head].
-
-        Key-value heads are repeated, because some kernels require as many key-value heads as query heads.
-        """
+        """Return the attention output for complete sequences, [batch, tokens, heads, channels per head]."""
         key, value = torch.cat([text_keys, key], 1), torch.cat([text_values, value], 1)
+        # Repeat key-value heads: some kernels require as many as query heads.
         queries_per_key = query.shape[2] // key.shape[2]
         attended: Tensor = dispatch_attention_fn(
             query,
@@ -114,10 +111,7 @@ class Cosmos3Attention:
 
 
 def token_grid(config: Any, shape: Sequence[int]) -> tuple[int, int, int]:
-    """Return the number of tokens along each axis (frames, rows, columns), including partial patches.
-
-    shape: latent shape (frames, h, w).
-    """
+    """Return the grid of tokens (frames, rows, columns), with partial patches. shape: latent shape (frames, h, w)."""
     num_frames, height, width = shape
     patch = config.latent_patch_size
     return num_frames, math.ceil(height / patch), math.ceil(width / patch)

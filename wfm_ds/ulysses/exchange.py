@@ -1,7 +1,6 @@
 """Differentiable exchange of tensors between the ranks of a group.
 
-All ranks of the group must call these functions and run their backward passes. Shards may have different sizes, which
-`shard_sizes` computes.
+All ranks of the group must call these functions and run their backward passes.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def shard_sizes(count: int, num_ranks: int, what: str) -> list[int]:
 
 
 def local_shard(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Return a view of this rank's shard of x. x is complete on every rank and is sharded along dim."""
+    """Return a view of this rank's shard of x, which is complete on every rank."""
     rank = dist.get_rank(group)
     if sum(lengths) != x.shape[dim]:
         raise ValueError(f"shard sizes {lengths} do not sum to dimension {dim} of {list(x.shape)}")
@@ -71,7 +70,6 @@ def all_to_all(
 
 
 def all_to_all_equal(tensors: Tensors, split_dim: int, concat_dim: int, group: ProcessGroup) -> Tensors:
-    """Run `all_to_all` for pieces of equal size, with fewer copies of the data."""
     num_ranks = dist.get_world_size(group)
     by_rank = (num_ranks, tensors[0].shape[split_dim] // num_ranks)
     pieces = [torch.unflatten(x, split_dim, by_rank).movedim(split_dim, 0) for x in tensors]
@@ -82,7 +80,6 @@ def all_to_all_equal(tensors: Tensors, split_dim: int, concat_dim: int, group: P
 
 
 def resize_shape(x: Tensor, lengths: dict[int, int]) -> torch.Size:
-    """Return the shape of x with some sizes replaced. lengths: {dimension: new size}."""
     return torch.Size(lengths.get(dim, n) for dim, n in enumerate(x.shape))
 
 
@@ -136,10 +133,7 @@ def gather_shards(x: Tensor, dim: int, lengths: Sequence[int], group: ProcessGro
 
 
 def sum_over_ranks(x: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the sum of x over the ranks.
-
-    The backward pass sums the gradients over the ranks, because the sum of x affects the loss of every rank.
-    """
+    """Return the sum of x over the ranks. The backward pass sums the gradients over the ranks."""
 
     def all_reduce(xs: Tensors) -> Tensors:
         total = xs[0].clone(memory_format=torch.contiguous_format)
@@ -160,7 +154,7 @@ def exchange_halo(x: Tensor, group: ProcessGroup) -> Tensor:
     sizes = [int(abs(other - rank) == 1) for other in range(num_ranks)]
 
     def exchange_lines(lines: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (last line of the previous rank, first line of the next rank), with zeros if there is no such rank."""
+        """Return (last line of the previous rank, first line of the next rank), or zeros for absent ranks."""
         outer = [lines[:, :, :1]] * before + [lines[:, :, -1:]] * after
         zeros = torch.zeros_like(lines[:, :, :1])
         if not outer:
@@ -173,7 +167,6 @@ def exchange_halo(x: Tensor, group: ProcessGroup) -> Tensor:
         return (torch.cat([above, xs[0], below], 2),)
 
     def add_halo_gradients(gs: Tensors) -> Tensors:
-        """Send the gradients of received lines back and add them to the gradients of the original lines."""
         above, below = exchange_lines(gs[0])
         gradient = gs[0][:, :, 1:-1].clone()
         gradient[:, :, :1] += above

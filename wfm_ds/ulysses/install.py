@@ -1,4 +1,4 @@
-"""Installs sequence parallelism in a denoiser. In this module, a family is a subclass of UlyssesTransformer."""
+"""Installs sequence parallelism in a denoiser."""
 
 from __future__ import annotations
 
@@ -19,17 +19,14 @@ from wfm_ds.ulysses.base import UlyssesTransformer
 
 @cache
 def import_families() -> None:
-    """Import all modules of this package, so that their subclasses of UlyssesTransformer exist."""
     for info in pkgutil.iter_modules(ulysses.__path__, f"{ulysses.__name__}."):
         importlib.import_module(info.name)
 
 
 def ulysses_families() -> dict[type[nn.Module], type[UlyssesTransformer]]:
-    """Return {transformer class: family} for all concrete subclasses of UlyssesTransformer.
+    """Return {transformer class: UlyssesTransformer subclass} for this package and all other imported modules.
 
-    The result contains the families of this package and of all other imported modules, such as the module of
-    `model.family`.
-    Raises UserError if a family has no transformer class, or if two families have the same class.
+    Raises UserError if a subclass has no transformer class, or if two subclasses have the same transformer class.
     """
     import_families()
     by_class: dict[type[nn.Module], type[UlyssesTransformer]] = {}
@@ -47,7 +44,6 @@ def ulysses_families() -> dict[type[nn.Module], type[UlyssesTransformer]]:
 
 
 def concrete_subclasses(base: type[Any]) -> list[type[UlyssesTransformer]]:
-    """Return all direct and indirect subclasses without abstract methods."""
     found: list[type[UlyssesTransformer]] = []
     for subclass in base.__subclasses__():
         found += [*([] if inspect.isabstract(subclass) else [subclass]), *concrete_subclasses(subclass)]
@@ -66,7 +62,7 @@ def install_ulysses(denoiser: nn.Module, group: ProcessGroup) -> None:
     sum of the parameter gradients of all ranks.
 
     denoiser: a supported transformer, or a module that has only supported transformers as children (experts). Add
-    adapters before this call. Gradient checkpointing and DeepSpeed may be set up before or afterwards.
+    adapters before this call.
     Raises UserError if the transformer is not supported. A forward pass with too few tokens raises UserError on all
     ranks.
     """
@@ -75,7 +71,7 @@ def install_ulysses(denoiser: nn.Module, group: ProcessGroup) -> None:
 
 
 def check_denoiser(denoiser: nn.Module, num_ranks: int) -> None:
-    """Raise UserError if a transformer or this number of ranks is not supported. Does not need a process group."""
+    """Raise UserError if a transformer or this number of ranks is not supported. Needs no process group."""
     for transformer, family in match_families(denoiser):
         family.check_config(transformer.config, num_ranks)
 
@@ -90,7 +86,10 @@ def check_latent_shape(denoiser: nn.Module, num_ranks: int, shape: Sequence[int]
 
 
 def match_families(denoiser: nn.Module) -> list[tuple[Any, type[UlyssesTransformer]]]:
-    """Return (transformer, family) of each transformer in a denoiser. Raises UserError if one is unsupported."""
+    """Return (transformer, UlyssesTransformer subclass) for each transformer in a denoiser.
+
+    Raises UserError if a transformer is not supported.
+    """
     transformers = [denoiser] if find_family(denoiser) is not None else list(denoiser.children())
     matches = [
         (transformer, family) for transformer in transformers if (family := find_family(transformer)) is not None
@@ -104,6 +103,6 @@ def match_families(denoiser: nn.Module) -> list[tuple[Any, type[UlyssesTransform
 
 
 def find_family(transformer: nn.Module) -> type[UlyssesTransformer] | None:
-    """Return the family for a transformer's class or for its nearest supported base class, or None."""
+    """Return the UlyssesTransformer subclass for a transformer or its nearest supported base class, or None."""
     families = ulysses_families()
     return next((families[kind] for kind in type(transformer).__mro__ if kind in families), None)

@@ -1,9 +1,6 @@
 """Sequence parallelism for SANA: rows of patches are sharded.
 
-Linear attention sums a state over the ranks. The 3x3 convolution exchanges border rows with the neighbouring ranks.
-
-In diffusers' SanaTransformer2DModel, the output of `patch_embed` is sharded. Text attention (`attn2`) needs no
-exchange.
+The output of `patch_embed` in diffusers' SanaTransformer2DModel is sharded. Text attention (`attn2`) needs no exchange.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Sequence parallelism for SANA-Video: frames are sharded.
 
-Linear attention sums a state over the ranks. The temporal convolution exchanges frames at the shard borders.
-
-In diffusers' SanaVideoTransformer3DModel, the output of `patch_embedding` and the rotary tables are sharded. Timesteps
-are sharded if there is one for each token. Text attention (`attn2`) and the 3x3 convolution need no exchange.
+In diffusers' SanaVideoTransformer3DModel, the output of `patch_embedding` and the rotary tables are sharded, and
+timesteps if there is one for each token. Linear attention sums a state over the ranks, and the temporal convolution
+exchanges frames. Text attention (`attn2`) and the 3x3 convolution need no exchange.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Sequence parallelism for Stable Diffusion 3 and 3.5: image tokens and text tokens are sharded.
 
-In diffusers' SD3Transformer2DModel, the outputs of `pos_embed` (image) and `context_embedder` (text) are sharded. Each
-rank concatenates its image and text tokens for the exchange, because attention does not depend on the order of tokens.
+In diffusers' SD3Transformer2DModel, the outputs of `pos_embed` (image) and `context_embedder` (text) are sharded.
 """
 
 from __future__ import annotations
@@ -72,7 +71,6 @@ class SD3JointAttention:
     _attention_backend: Any = None  # name of an attention kernel in diffusers
 
     def __init__(self, group: ProcessGroup | None) -> None:
-        """group: the ranks over which tokens are sharded, or None if they are not sharded."""
         self.group = group
 
     def __call__(

@@ -1,8 +1,8 @@
 """Sequence parallelism for Wan 2.1 and 2.2: a shard may start at any token of a video.
 
-In diffusers' WanTransformer3DModel, the output of `patch_embedding` is sharded. Timesteps are sharded if there is one
-for each token (TI2V). `attn1` exchanges tokens after the rotary embedding. `attn2` (attention to text and image
-embeddings) needs no exchange.
+In diffusers' WanTransformer3DModel, the output of `patch_embedding` is sharded, and timesteps if there is one for each
+token (TI2V). `attn1` exchanges tokens after the rotary embedding. `attn2` (attention to text and image embeddings)
+needs no exchange.
 """
 
 from __future__ import annotations

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 
 class ClipModel:
-    """A CLIP model and its processor on one device."""
-
     def __init__(self, reward: str, model: str, processor: str, device: str, dtype: str) -> None:
         """Load the model and processor from folders or Hub names. Raises RewardError if they cannot be loaded.
 
@@ -39,10 +37,7 @@ class ClipModel:
         return float(self.model.logit_scale.float().exp())
 
     def embed_images(self, media: npt.NDArray[np.uint8] | Sequence[Any]) -> Tensor:
-        """Return one unit vector per image, float32 [images, embedding size].
-
-        Images are uint8 [B,H,W,3] or PIL images. The processor resizes and crops them.
-        """
+        """Return one unit vector per image, float32 [B, embedding size]. media: uint8 [B,H,W,3] or PIL images."""
         import torch
 
         images = to_pil_images(media) if isinstance(media, np.ndarray) else list(media)
@@ -65,7 +60,6 @@ class ClipModel:
             return _normalize_rows(self.model.text_projection(pooled))
 
     def image_text_cosines(self, media: npt.NDArray[np.uint8] | Sequence[Any], texts: Sequence[str]) -> list[float]:
-        """Return the cosine similarity of each image (see `embed_images`) and its text."""
         values: list[float] = (self.embed_images(media) * self.embed_texts(texts)).sum(dim=-1).tolist()
         return values
 

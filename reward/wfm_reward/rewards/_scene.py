@@ -28,8 +28,7 @@ class SceneScore:
     """Scores of one image.
 
     soft: mean of the partial scores of all clauses in `include`.
-    correct: whether the image passes GenEval's original test. It must have at least the required objects and no
-    excluded objects.
+    correct: GenEval's original test, which requires at least the required objects and no excluded objects.
     strict: whether all clauses in `include` hold with exact counts.
     """
 
@@ -47,8 +46,7 @@ def score_scene(
     """Score detected objects against the clauses of a prompt.
 
     objects: {class: detected objects, most confident first}.
-    include: [{class, count, color?, position?: [relation, index]}]. A position is relative to the clause with this
-    index.
+    include: [{class, count, color?, position?: [relation, index]}]. A position is relative to the clause `index`.
     exclude: [{class, count}]. The image must contain fewer than `count` objects of the class.
     classify_colors: function that returns the colour of each object, given a class name and objects.
     """
@@ -117,7 +115,7 @@ def spatial_relations(a: DetectedObject, b: DetectedObject) -> set[str]:
 
 
 def find_metadata_problem(metadata: Mapping[str, Any]) -> str:
-    """Return an error message if an item's metadata has invalid clauses. Returns "" if all clauses are valid."""
+    """Return an error message if an item's metadata has invalid clauses, otherwise ""."""
     for key in ("include", "exclude"):
         clauses = metadata.get(key, [])
         if not isinstance(clauses, list) or (key == "include" and not clauses):

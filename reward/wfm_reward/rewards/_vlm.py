@@ -38,11 +38,11 @@ class VlmReward(Reward):
         concurrency: int = 8,
         **options: Any,
     ) -> None:
-        """Store the options. Raises RewardError if an option is invalid.
-
-        endpoint: URL without /chat/completions, such as http://127.0.0.1:8000/v1. model: name of the model at the
+        """endpoint: URL without /chat/completions, such as http://127.0.0.1:8000/v1. model: name of the model at the
         endpoint. api_key_env: name of the environment variable with the API key. concurrency: maximum number of
         concurrent requests.
+
+        Raises RewardError if an option is invalid.
         """
         super().__init__(device, **options)
         if not 0 < timeout_s <= 600 or not isinstance(concurrency, int) or concurrency < 1:
@@ -51,7 +51,6 @@ class VlmReward(Reward):
         self.model, self.api_key_env, self.timeout_s, self.concurrency = model, api_key_env, timeout_s, concurrency
 
     def load(self) -> None:
-        """Create the HTTP client. Raises RewardError if the environment variable for the API key is not set."""
         key = None if self.api_key_env is None else os.environ.get(self.api_key_env)
         if self.api_key_env is not None and not key:
             raise RewardError(f"reward {self.name}: the environment variable {self.api_key_env} is not set")
@@ -66,11 +65,11 @@ class VlmReward(Reward):
 
     @abstractmethod
     def request_fields(self, item: MediaItem) -> Mapping[str, Any]:
-        """Return the fields of the chat completions request: messages and sampling parameters, but not `model`."""
+        """Return the fields of the chat completions request, except `model`: messages and sampling parameters."""
 
     @abstractmethod
     def parse_score(self, item: MediaItem, choice: Mapping[str, Any]) -> Score:
-        """Read the score from the first choice of a chat completions reply.
+        """Return the score in the first choice of a chat completions reply.
 
         Raises KeyError, IndexError, TypeError or ValueError if there is no score. The item then fails.
         """
@@ -91,7 +90,6 @@ class VlmReward(Reward):
 
 
 def png_data_url(image: npt.NDArray[np.uint8]) -> str:
-    """Encode an image uint8 [H,W,3] as a PNG data URL."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -100,15 +98,11 @@ def png_data_url(image: npt.NDArray[np.uint8]) -> str:
 
 
 def mp4_data_url(frames: npt.NDArray[np.uint8], fps: float) -> str:
-    """Encode a video uint8 [T,H,W,3] as an MP4 data URL."""
     return f"data:video/mp4;base64,{base64.b64encode(encode_mp4(frames, fps)).decode()}"
 
 
 def encode_mp4(frames: npt.NDArray[np.uint8], fps: float) -> bytes:
-    """Encode a video uint8 [T,H,W,3] as nearly lossless H.264.
-
-    If height or width is odd, the last row or column is dropped, because of 4:2:0 subsampling.
-    """
+    """Encode a video uint8 [T,H,W,3] as nearly lossless H.264. An odd last row or column is dropped."""
     from fractions import Fraction
 
     import av

@@ -52,7 +52,6 @@ def to_pil_images(media: npt.NDArray[np.uint8]) -> list[Any]:
 
 
 def torch_dtype(reward: str, name: str) -> Any:
-    """Return the torch dtype with this name. Raises RewardError unless it is float32, bfloat16 or float16."""
     import torch
 
     if name not in ("float32", "bfloat16", "float16"):

@@ -16,10 +16,9 @@ Actions = npt.NDArray[np.float32]
 class ActionFollowing(ItemReward):
     """Mean over all actions of exp(-MSE / temperature), where MSE compares predicted and conditioning actions.
 
-    `temperature` has the unit of squared actions. If the run normalizes actions (data.actions), this is the unit of
-    normalized actions. To find the noise floor, first score real clips with their recorded actions. The reward also
-    reports `mse`, and `following_moving`, which is the mean over only those actions whose norm is above the median
-    norm.
+    `temperature` has the unit of squared actions (normalized actions if the run normalizes them). To find the noise
+    floor, first score real clips with their recorded actions. The reward also reports `mse`, and `following_moving`,
+    which is the mean over only those actions whose norm is above the median norm.
     """
 
     name = "action_following"
@@ -46,11 +45,10 @@ class ActionFollowing(ItemReward):
         resolution_tier: int = 256,
         dtype: str = "bfloat16",
     ) -> None:
-        """Store the options. Raises RewardError unless `temperature` and `steps` are positive.
+        """model: folder or Hub name of a Cosmos3 pipeline. domain: name of the embodiment (robot type) in diffusers,
+        which defines the number of action components. steps, resolution_tier: settings of the inference.
 
-        model: folder or Hub name of a Cosmos3 pipeline, preferably the initial model of the run. domain: name of the
-        embodiment (robot type) in diffusers, which defines the number of action components. steps, resolution_tier:
-        settings of the inference.
+        Raises RewardError unless `temperature` and `steps` are positive.
         """
         super().__init__(device)
         if not temperature > 0 or steps < 1:
@@ -113,10 +111,9 @@ class ActionFollowing(ItemReward):
 
 
 def following_scores(predicted: Actions, target: Actions, temperature: float) -> dict[str, float]:
-    """Compare predicted and target actions [F-1,D].
+    """Compare predicted and target actions [F-1,D]. Returns {"value", "mse", "following_moving"}.
 
-    Returns {"value", "mse", "following_moving"}. The last key is missing if no target action has a norm above the
-    median norm.
+    The last key is missing if no target action has a norm above the median norm.
     """
     errors = np.square(predicted - target).mean(axis=1)
     scores = np.exp(-errors / temperature)

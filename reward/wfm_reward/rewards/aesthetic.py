@@ -13,10 +13,7 @@ LINEAR_LAYERS = (0, 2, 4, 6, 7)  # indices of the linear layers in the published
 
 
 class Aesthetic(Reward):
-    """Predicted aesthetic rating, on a scale of about 1 to 10 and usually 4 to 7.
-
-    The rating is not clamped. The prompt has no effect.
-    """
+    """Predicted aesthetic rating, on a scale of about 1 to 10 and usually 4 to 7. The prompt has no effect."""
 
     name = "aesthetic"
     backbone = "CLIP"
@@ -39,7 +36,6 @@ class Aesthetic(Reward):
         self.model, self.head, self.dtype = model, head, dtype
 
     def load(self) -> None:
-        """Load CLIP and the head. Raises RewardError if the head does not fit this CLIP model."""
         import torch
         from torch import nn
 

@@ -33,7 +33,7 @@ class BrightnessFollowing(ItemReward):
 
     The distance is the mean absolute difference of the pixels from the nearest ideal video, in units of
     BRIGHTNESS_STEP. The reward also reports `following`, the fraction, and `residual`, the distance. `still` is the
-    fraction over only those moves that request no change. It is missing if there are no such moves.
+    fraction over only those moves that request no change. It is missing if there are none.
     """
 
     name = "brightness"
@@ -62,10 +62,9 @@ class BrightnessFollowing(ItemReward):
 
 
 class SeenAction(ItemReward):
-    """Fraction of moves that a nearest-neighbour classifier assigns to the requested action.
+    """Fraction of moves that a nearest-neighbour classifier, fitted on real clips, assigns to the requested action.
 
-    The classifier is fitted on real clips; its input is the five frames of a move. If the nearest neighbour of a move
-    is farther away than MAX_NEIGHBOUR_DISTANCE, the move counts as wrong.
+    A move counts as wrong if its nearest neighbour is farther away than MAX_NEIGHBOUR_DISTANCE.
     """
 
     name = "seen_action"
@@ -100,8 +99,7 @@ class SeenAction(ItemReward):
 def move_features(frames: Frames) -> npt.NDArray[np.float32]:
     """Return features [2 moves, 5 * 8 * 16] of each move.
 
-    The features are the pixels of the frame before the move (-1 to 1), and the differences of the move's four frames
-    from it.
+    They are the pixels of the frame before the move (-1 to 1), and the differences of the move's four frames from it.
     """
     grey = frames.mean(axis=3, dtype=np.float32).reshape(len(frames), -1) / 127.5 - 1
     before = grey[:-1:FRAMES_PER_MOVE, None]

@@ -28,8 +28,8 @@ class CameraFollowing(ItemReward):
     between the translations; it is omitted if the camera path does not move. The part `degrees` is `angle`. All poses
     are relative to the first frame.
 
-    A pose service estimates the poses as camera-to-world matrices [F,4,4] with OpenCV axes. The service receives POST
-    `url` with the frames uint8 [F,H,W,3] as an .npy file, and replies with JSON: {"c2w": [F,4,4]}.
+    A pose service estimates the poses as camera-to-world matrices [F,4,4] with OpenCV axes. It receives POST `url` with
+    the frames uint8 [F,H,W,3] as an .npy file, and replies with JSON: {"c2w": [F,4,4]}.
     """
 
     name = "camera_following"
@@ -43,9 +43,9 @@ class CameraFollowing(ItemReward):
     stall_s = 660.0
 
     def __init__(self, device: str = "cpu", *, url: str = "", degrees: float = 10.0, timeout_s: float = 120.0) -> None:
-        """Store the options. Raises RewardError if an option is invalid.
+        """url: address of the pose service. degrees: mean angle at which `rotation` is 1/e.
 
-        url: address of the pose service. degrees: mean angle at which `rotation` is 1/e.
+        Raises RewardError if an option is invalid.
         """
         super().__init__(device)
         if not url.startswith(("http://", "https://")) or not degrees > 0:

@@ -9,10 +9,7 @@ from wfm_reward.rewards._clip import ClipModel
 
 
 class ClipScore(Reward):
-    """Cosine similarity of image and prompt: -1 to 1, usually 0.15 to 0.35.
-
-    It is not multiplied by CLIP's logit scale.
-    """
+    """Cosine similarity of image and prompt, without CLIP's logit scale: -1 to 1, usually 0.15 to 0.35."""
 
     name = "clipscore"
     backbone = "CLIP"

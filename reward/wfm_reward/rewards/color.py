@@ -24,8 +24,8 @@ COLOR_WORD = re.compile(rf"\b({'|'.join(COLORS)})\b", re.IGNORECASE)
 class ColorMatch(ItemReward):
     """1 minus the mean absolute distance of the pixels from a target colour, with channels scaled to 0..1.
 
-    The target colour is the metadata `target_rgb`, three numbers from 0 to 255. If there is no such metadata, the
-    target is the first colour word of the prompt.
+    The target colour is the metadata `target_rgb`, three numbers from 0 to 255. If it is missing, the target is the
+    first colour word of the prompt.
     """
 
     name = "color"

@@ -1,4 +1,4 @@
-"""Consistency of a video with its start. It detects videos that follow actions at the cost of quality."""
+"""Consistency of a video with its start."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ NEGLIGIBLE = 1e-4  # brightness differences (0..1) below this count as zero
 class Consistency(ItemReward):
     """Mean of start continuity, steadiness and sharpness, each from 0 to 1. Needs at least three frames and no model.
 
-    The reward also reports its three terms. `start` is the PSNR between the first two frames divided by 40 dB (the
-    first frame is often a conditioning frame), and `start_db` is this PSNR in dB. `steadiness` is low for flicker (see
-    `motion_steadiness`). `sharpness` compares the mean spatial gradients of the first third and the last third of the
-    frames: the smaller mean divided by the larger mean. It is low for videos that drift into blur or noise.
+    The reward also reports its three terms. `start` is the PSNR between the first two frames divided by 40 dB, and
+    `start_db` is this PSNR in dB. `steadiness` is low for flicker. `sharpness` compares the mean spatial gradients of
+    the first third and the last third of the frames: the smaller mean divided by the larger mean. It is low for videos
+    that drift into blur or noise.
     """
 
     name = "consistency"

@@ -18,9 +18,9 @@ LPIPS_BATCH = 8  # frames
 class Continuation(ItemReward):
     """Weighted mean of PSNR / 40 dB (at most 1), SSIM and 1 - LPIPS between a video and its recording.
 
-    Conditioning frames are omitted. The recording is encoded and decoded by the VAE first, so that a perfect sample
-    scores 1. A video has a recording only if the run generates it with the trajectory of the recording. The
-    reward also reports `psnr_db`, `ssim`, and, if its weight is above 0, `lpips`.
+    Conditioning frames are omitted. The recording is first encoded and decoded by the VAE, so that a perfect sample
+    scores 1. A video has a recording only if the run generates it with the trajectory of the recording. The reward also
+    reports `psnr_db`, `ssim`, and, if its weight is above 0, `lpips`.
     """
 
     name = "continuation"
@@ -37,10 +37,9 @@ class Continuation(ItemReward):
     def __init__(
         self, device: str = "cpu", *, psnr: float = 1.0, ssim: float = 1.0, lpips: float = 0.0, net: str = "alex"
     ) -> None:
-        """Store the options. Raises RewardError if a weight is negative or all weights are 0.
+        """psnr, ssim, lpips: weights; 0 disables the part. net: network of LPIPS: alex, vgg or squeeze.
 
-        psnr, ssim, lpips: weights. A weight of 0 disables the part. net: network of LPIPS (package `lpips`): alex, vgg
-        or squeeze.
+        Raises RewardError if a weight is negative or all weights are 0.
         """
         super().__init__(device)
         if min(psnr, ssim, lpips) < 0 or psnr + ssim + lpips <= 0:
@@ -77,7 +76,6 @@ class Continuation(ItemReward):
         return item.score(total / sum(self.weights.values()), **parts)
 
     def measure_lpips(self, frames: npt.NDArray[np.uint8], reference: npt.NDArray[np.uint8]) -> float:
-        """Return the mean LPIPS distance over the frames."""
         import torch
 
         def to_tensor(images: npt.NDArray[np.uint8]) -> torch.Tensor:

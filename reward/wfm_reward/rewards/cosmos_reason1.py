@@ -32,10 +32,10 @@ SYSTEM_PROMPT = (  # the prompt that the model was trained with: huggingface.co/
 
 
 class CosmosReason1(VlmReward):
-    """Probability, 0 to 1, that the reply starts with "No" (no anomaly) and not with "Yes".
+    """Probability, 0 to 1, that the reply starts with "No" (no anomaly) and not with "Yes". The prompt has no effect.
 
     The reward also reports `yes_logprob` and `no_logprob`, the log-probabilities of these two tokens. A token that is
-    not among the endpoint's top 20 gets the lowest log-probability of the top 20. The prompt has no effect.
+    not among the endpoint's top 20 gets the lowest log-probability of the top 20.
     """
 
     name = "cosmos_reason1"

@@ -18,8 +18,8 @@ class DigitsReward(ItemReward):
 
     The classifier, SVC(gamma=.1, C=10), is fitted on the images of scikit-learn's digits with odd indices. Models are
     trained on the images with even indices. The part `second_judge` is the result of a second classifier (3 nearest
-    neighbours), fitted on the even indices. It is reported, but it is not part of the reward. If only the reward
-    improves, the model is hacking the reward. Larger images are averaged to 8x8 pixels.
+    neighbours), fitted on the even indices. If only the reward improves, the model is hacking the reward. Larger images
+    are averaged to 8x8 pixels.
     """
 
     name = "digits"
@@ -52,10 +52,7 @@ class DigitsReward(ItemReward):
         return item.score(float(self._classifier.predict(inputs)[0] == label), second_judge=second)
 
     def read_digit(self, image: npt.NDArray[np.uint8]) -> int:
-        """Return the digit, 0 to 9, that the classifier of the reward recognizes in an RGB image [H,W,3], H and W >= 8.
-
-        Call `load` first.
-        """
+        """Return the digit, 0 to 9, in an RGB image [H,W,3] with H and W >= 8. Call `load` first."""
         return int(self._classifier.predict([classifier_input(average_to_8x8(image))])[0])
 
 

@@ -27,7 +27,7 @@ COLOR_TEMPLATES = ("a photo of a {color} {name}", "a photo of a {color}-colored 
 
 
 class Detector(ABC):
-    """Base class of object detectors for the 80 COCO classes. The option `detector` selects a subclass."""
+    """Base class of object detectors for the 80 COCO classes."""
 
     def __init__(self, model: str, device: str) -> None:
         self.model, self.device = model, device
@@ -78,11 +78,10 @@ class Mask2Former(Detector):
 class GenEval(ItemReward):
     """Mean score over the clauses of a GenEval prompt: at most 1, negative if there are many extra objects.
 
-    The score of a clause about the number of objects or about their colours is 1 - |detected - required| / required.
-    The score of a clause about a position is 0 or 1. The reward also reports two values, each 0 or 1: `gen_eval_score`,
-    GenEval's original test (at least the required objects, and no excluded objects), and `gen_eval_strict`, which
-    requires exact counts. The metadata have the keys of GenEval's prompt file: `tag`, `include`, and optionally
-    `exclude`.
+    A clause about the number of objects or their colours scores 1 - |detected - required| / required. A clause about a
+    position scores 0 or 1. The reward also reports two values, each 0 or 1: `gen_eval_score`, GenEval's original test
+    (at least the required objects, and no excluded objects), and `gen_eval_strict`, which requires exact counts. The
+    metadata have the keys of GenEval's prompt file: `tag`, `include`, and optionally `exclude`.
     """
 
     name = "gen_eval"
@@ -105,9 +104,9 @@ class GenEval(ItemReward):
         clip: str = "openai/clip-vit-large-patch14",
         **options: Any,
     ) -> None:
-        """Store the options. Raises RewardError if the detector is invalid.
+        """detector: `package.module:Class` of a Detector. detector_model, clip: folders or Hub names of the two models.
 
-        detector: `package.module:Class` of a Detector. detector_model, clip: folders or Hub names of the two models.
+        Raises RewardError if the detector is invalid.
         """
         super().__init__(device, **options)
         detector_class = import_class(detector, Detector, key="reward gen_eval: detector", error=RewardError)
@@ -140,7 +139,6 @@ class GenEval(ItemReward):
         return item.score(score.soft, gen_eval_score=float(score.correct), gen_eval_strict=float(score.strict))
 
     def _classify_colors(self, image: npt.NDArray[np.uint8], name: str, objects: Sequence[DetectedObject]) -> list[str]:
-        """Return the colour in COLORS that is most likely for each object, according to CLIP."""
         if not objects:
             return []
         if name not in self._color_texts:
@@ -150,10 +148,7 @@ class GenEval(ItemReward):
         return [COLORS[index] for index in indices.tolist()]
 
     def _embed_color_texts(self, name: str) -> Tensor:
-        """Return one CLIP text embedding of unit length per colour: [len(COLORS), embedding size].
-
-        The embedding of a colour is the average over the prompts in COLOR_TEMPLATES.
-        """
+        """Return one CLIP text embedding of unit length per colour: [len(COLORS), embedding size]."""
         import torch
 
         texts = [template.format(color=color, name=name) for color in COLORS for template in COLOR_TEMPLATES]

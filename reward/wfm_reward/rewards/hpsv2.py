@@ -61,16 +61,13 @@ class HpsV2(Reward):
         dtype: str = "float32",
         **options: Any,
     ) -> None:
-        """Store the options.
-
-        model: the published weights, as a local file or OWNER/REPOSITORY:FILE on the Hub. base: folder or Hub name of
-        the base CLIP model. Only the configuration and the processor of the base model are used.
+        """model: the published weights, as a local file or OWNER/REPOSITORY:FILE on the Hub. base: folder or Hub name
+        of the base CLIP model, for its configuration and processor.
         """
         super().__init__(device, **options)
         self.model, self.base, self.dtype = model, base, dtype
 
     def load(self) -> None:
-        """Load the weights. Raises RewardError if they do not fit the base CLIP model."""
         self._clip = _OpenClipModel(self.name, self.model, self.base, self.device, self.dtype)
         self._size = self._clip.model.config.vision_config.image_size
 
@@ -80,8 +77,6 @@ class HpsV2(Reward):
 
 
 class _OpenClipModel(ClipModel):
-    """A CLIP model with weights saved by open_clip."""
-
     def __init__(self, reward: str, weights: str, base: str, device: str, dtype: str) -> None:
         import torch
         from transformers import CLIPConfig, CLIPModel, CLIPProcessor
@@ -100,10 +95,7 @@ class _OpenClipModel(ClipModel):
 
 
 def letterbox_images(media: npt.NDArray[np.uint8], size: int) -> Sequence[Any]:
-    """Resize images to fit into `size` x `size` and pad them with black. Returns PIL images.
-
-    HPS v2 was trained on images prepared in this way.
-    """
+    """Resize images to fit into `size` x `size` and pad them with black. Returns PIL images."""
     from PIL import Image
 
     _, height, width, _ = media.shape
@@ -119,7 +111,7 @@ def letterbox_images(media: npt.NDArray[np.uint8], size: int) -> Sequence[Any]:
 
 
 def convert_to_transformers(weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert open_clip's state dict to that of transformers' CLIPModel. Raises KeyError for unknown weights."""
+    """Convert open_clip's weights for transformers' CLIPModel. Raises KeyError for unknown weights."""
     return {name: tensor for key, weight in weights.items() for name, tensor in _convert_weight(key, weight)}
 
 

@@ -12,10 +12,9 @@ from wfm_reward.rewards._weights import load_pretrained, to_pil_images
 class HpsV3(Reward):
     """HPS v3: mean of the predicted preference distribution. The value is not normalized and has no limits.
 
-    The values in Cosmos-RL's example are 7 to 11. If the recipe sets `clip`, make sure that it allows such values. The
-    reward also reports `sigma`, the predicted standard deviation. The package hpsv3 (github.com/MizzenAI/HPSv3) is
-    needed and has its own requirements. Install it in a separate environment and set the key `python` in the service
-    configuration.
+    The values in Cosmos-RL's example are 7 to 11, so the key `clip` must allow such values. The reward also reports
+    `sigma`, the predicted standard deviation. Install the package hpsv3 (github.com/MizzenAI/HPSv3) in a separate
+    environment and set the key `python` in the service configuration.
     """
 
     name = "hpsv3"
@@ -28,10 +27,7 @@ class HpsV3(Reward):
     def __init__(
         self, device: str = "cpu", *, checkpoint: str | None = None, config: str | None = None, **options: Any
     ) -> None:
-        """checkpoint: path of HPSv3.safetensors; the package downloads it by default.
-
-        config: YAML file of the package.
-        """
+        """checkpoint: path of HPSv3.safetensors. None: the package downloads it. config: YAML file of the package."""
         super().__init__(device, **options)
         self.checkpoint, self.config = checkpoint, config
 
@@ -45,7 +41,6 @@ class HpsV3(Reward):
         self._model = load_pretrained(self.name, "the model", self.checkpoint or "MizzenAI/HPSv3", load_model)
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        """Score images. Raises RewardError unless the package returns two numbers for each image."""
         # Keyword arguments, because releases of the package differ in the order.
         rows = self._model.reward(prompts=list(batch.prompts), image_paths=to_pil_images(batch.media)).float().tolist()
         if len(rows) != len(batch) or not all(len(row) == 2 for row in rows):

@@ -12,7 +12,7 @@ from wfm_reward.rewards._weights import load_pretrained, to_pil_images
 class ImageReward(Reward):
     """ImageReward: rating with mean 0 and std 1 on the authors' validation set, usually -2.3 to 2.
 
-    Needs the package image-reward. The weights are ImageReward-v1.0.
+    Needs the package image-reward.
     """
 
     name = "image_reward"
@@ -24,10 +24,7 @@ class ImageReward(Reward):
     def __init__(
         self, device: str = "cpu", *, model: str = "ImageReward-v1.0", med_config: str | None = None, **options: Any
     ) -> None:
-        """model: name of a model that the package downloads, or path of ImageReward.pt.
-
-        With a path, set `med_config` too.
-        """
+        """model: name of a model that the package downloads, or path of ImageReward.pt, which needs `med_config`."""
         super().__init__(device, **options)
         self.model, self.med_config = model, med_config
 

@@ -11,10 +11,7 @@ from wfm_reward.base import ItemReward, MediaItem, Range, Score
 
 
 class Motion(ItemReward):
-    """Mean absolute difference between consecutive frames, with channels scaled to 0..1.
-
-    It is 0 for a video without motion and largest for noise.
-    """
+    """Mean absolute difference between consecutive frames, with channels scaled to 0..1. It is largest for noise."""
 
     name = "motion"
     media_types = frozenset({"video"})

@@ -30,7 +30,6 @@ class MovingReward(ItemReward):
     The option `what` selects the quality score. With `shape`, it is the part `identity`, which is the similarity to the
     requested shape in every frame. With `light`, it is the part `light`, which depends only on the amount of light, so
     this reward is easy to hack. The reward also reports `way`, the motion, and `right_way`, 1 if `way` exceeds 0.5.
-    Required metadata: `shape` and `direction`.
     """
 
     name = "moving"
@@ -40,7 +39,6 @@ class MovingReward(ItemReward):
     required_metadata = ("shape", "direction")
 
     def __init__(self, device: str = "cpu", *, what: str = "shape") -> None:
-        """Raise ValueError unless `what` is "shape" or "light"."""
         super().__init__(device)
         if what not in ("shape", "light"):
             raise ValueError(f"what is {what!r}; it must be shape or light")
@@ -63,9 +61,9 @@ class MovingReward(ItemReward):
 class NearestClip(ItemReward):
     """PSNR in dB, at most 60, between the video and the nearest real clip.
 
-    Both are compared as grids of large square cells. The reward also reports four values that are 0.0 or 1.0. `shape`
-    and `direction` are 1.0 if the nearest clip has the requested shape or direction. `both` is 1.0 if it has both.
-    `real` is 1.0 if the mean squared error is below .01. Required metadata: `shape` and `direction`.
+    Both are compared as grids of large square cells. The reward also reports four values that are 0.0 or 1.0: `shape`
+    and `direction`, whether the nearest clip has the requested shape or direction; `both`, whether it has both; and
+    `real`, whether the mean squared error is below .01.
     """
 
     name = "nearest_clip"
@@ -107,10 +105,7 @@ def motion_share(cells: Cells, direction: str) -> float:
 
 
 def shape_similarity(cells: Cells, shape: str) -> float:
-    """Return the mean over frames of max(0, 1 - |frame - shape|^2 / |shape|^2).
-
-    Each frame is compared with the shape at every position, and the best match counts.
-    """
+    """Return the mean over frames of max(0, 1 - |frame - shape|^2 / |shape|^2), at the best position of the shape."""
     template = shape_mask(shape)
     windows = np.lib.stride_tricks.sliding_window_view(cells, template.shape, axis=(1, 2))  # [T,6,6,3,3]
     energy = np.square(cells).sum(axis=(1, 2))

@@ -17,8 +17,8 @@ class Ocr(ItemReward):
     """1 - d / len(target), where d is the edit distance between the recognized text and the target (0 to 1).
 
     d is 0 if the recognized text contains the target, and at most len(target). The target is the metadata `ocr_target`.
-    If there is no such metadata, it is the first text in double quotes in the prompt. Case and whitespace are ignored.
-    The models are part of the package rapidocr-onnxruntime (PP-OCRv4, Apache-2.0).
+    If it is missing, the target is the first text in double quotes in the prompt. Case and whitespace are ignored. The
+    models are part of the package rapidocr-onnxruntime (PP-OCRv4, Apache-2.0).
     """
 
     name = "ocr"
@@ -36,7 +36,6 @@ class Ocr(ItemReward):
         self.threads = threads
 
     def load(self) -> None:
-        """Load the models. Raises RewardError if the package is not installed."""
         try:
             import cv2
             from rapidocr_onnxruntime import RapidOCR
@@ -61,7 +60,6 @@ class Ocr(ItemReward):
 
 
 def ocr_target(item: MediaItem) -> str:
-    """Return the normalized text that the image should show. Returns "" if there is no target."""
     target = item.metadata.get("ocr_target")
     if target is None:
         quoted = QUOTED_TEXT.search(item.prompt)

@@ -11,10 +11,7 @@ SCALE = 26.0
 
 
 class PickScore(Reward):
-    """PickScore: exp(logit_scale) * (cosine similarity of image and prompt) / 26, usually 0.6 to 1.
-
-    Flow-GRPO and Cosmos-RL use the same scale.
-    """
+    """PickScore: exp(logit_scale) * (cosine similarity of image and prompt) / 26, usually 0.6 to 1."""
 
     name = "pickscore"
     backbone = "CLIP"

@@ -1,7 +1,4 @@
-"""Scores from another reward service with Cosmos-RL's HTTP protocol.
-
-This can be Cosmos-RL's reward service, or a wfm_reward service with the section `http:`.
-"""
+"""Scores from another reward service with Cosmos-RL's HTTP protocol, such as a wfm_reward service with `http:`."""
 
 from __future__ import annotations
 
@@ -31,8 +28,7 @@ class Remote(Reward):
 
     Set the addresses with the environment variables REMOTE_REWARD_ENQUEUE_URL, REMOTE_REWARD_FETCH_URL and, if needed,
     REMOTE_REWARD_TOKEN. The prefix of these names can also be WFM_REWARD_ or DIFFUSION_REWARD_. `remote/NAME` is
-    `remote` with the option `reward: NAME`, so that a recipe can use several remote rewards. The score has the
-    limits of the remote reward.
+    `remote` with the option `reward: NAME`, so that a recipe can use several remote rewards.
     """
 
     name = "remote"
@@ -45,10 +41,10 @@ class Remote(Reward):
     def __init__(
         self, device: str = "cpu", *, reward: str, output: str | None = None, timeout_s: float = 600.0, **options: Any
     ) -> None:
-        """Store the options. Raises RewardError if an option is invalid.
+        """output: name of an output of the other service, or a sum such as vq_reward+mq_reward. None if there is only
+        one output. timeout_s: timeout per batch, at most 600.
 
-        output: name of an output of the other service, or a sum such as vq_reward+mq_reward. None if there is only one
-        output. timeout_s: timeout per batch, at most 600.
+        Raises RewardError if an option is invalid.
         """
         super().__init__(device, **options)
         if not 0 < timeout_s <= 600:
@@ -66,10 +62,6 @@ class Remote(Reward):
             check_reply(url, f"reward remote/{self.reward}")
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        """Send the batch in one request.
-
-        Raises RewardError if the service rejects the token or returns unusable scores.
-        """
         deadline_s = min(time.monotonic() + self.timeout_s, self.deadline_s)
         try:
             reply = self._request_scores(enqueue_body(self.reward, batch), deadline_s)
@@ -78,7 +70,6 @@ class Remote(Reward):
         return list(self._parse_scores(reply, batch))
 
     def _request_scores(self, body: bytes, deadline_s: float) -> Mapping[str, Any]:
-        """Enqueue the batch and poll for its scores. Raises HttpRequestError if no scores arrive in time."""
         accepted = _require_ok(self._client.post(self._enqueue_url, body, BINARY_HEADERS, deadline_s))
         uuid, replica = accepted.get("uuid"), accepted.get("replica_id")
         if not isinstance(uuid, str):
@@ -117,7 +108,6 @@ class Remote(Reward):
         ]
 
     def _select_outputs(self, numbers: Mapping[str, Sequence[Any]]) -> list[str]:
-        """Return the names of the outputs to add. Raises RewardError if they are missing or ambiguous."""
         outputs = list(numbers) if self.output is None else [part.strip() for part in self.output.split("+")]
         if (self.output is None and len(outputs) != 1) or not set(outputs) <= numbers.keys():
             raise RewardError(
@@ -155,10 +145,7 @@ def read_service_addresses(environment: Mapping[str, str]) -> tuple[str, str, st
 
 
 def enqueue_body(reward: str, batch: MediaBatch) -> bytes:
-    """Return the body of the enqueue request.
-
-    It is a line of JSON, followed by images [B,H,W,3] or videos [B,3,T,H,W] as an .npy file.
-    """
+    """Return the body of the enqueue request: a line of JSON, then images [B,H,W,3] or videos [B,3,T,H,W] as .npy."""
     video = batch.media.ndim == 5
     fields: dict[str, Any] = {
         "prompts": list(batch.prompts),

@@ -1,7 +1,7 @@
 """VideoAlign's VideoReward (arXiv 2501.13918): visual quality, motion quality and text alignment of a video.
 
-This module uses the authors' code (github.com/KwaiVGI/VideoAlign, also in FastVideo), which has its own requirements.
-Install it in a separate environment and set the key `python` in the service configuration.
+Install the authors' code (github.com/KwaiVGI/VideoAlign, also in FastVideo) in a separate environment and set the key
+`python` in the service configuration.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ UNBOUNDED = Range(-math.inf, math.inf)
 class VideoAlign(Reward):
     """VideoReward: visual quality + motion quality + text alignment, without limits.
 
-    Each of the three scores is standardized on the authors' videos. The output `overall_reward` is the sum. The model
-    reads video files, so it receives clips as nearly lossless H.264.
+    Each of the three scores is standardized on the authors' videos. The output `overall_reward` is the sum.
     """
 
     name = "video_align"
@@ -45,10 +44,10 @@ class VideoAlign(Reward):
         dtype: str = "bfloat16",
         **options: Any,
     ) -> None:
-        """Store the options. Raises RewardError if `output` is unknown.
+        """model: folder of the checkpoint. code: folder with the code of VideoAlign. None selects the copy in
+        FastVideo. output: the output to use as score, overall_reward or a sum such as vq_reward+mq_reward.
 
-        model: folder of the checkpoint. code: folder with the code of VideoAlign. None selects the copy in FastVideo.
-        output: the output to use as score, overall_reward or a sum such as vq_reward+mq_reward.
+        Raises RewardError if `output` is unknown.
         """
         super().__init__(device, **options)
         self.score_outputs = [part.strip() for part in output.split("+")]
@@ -73,7 +72,6 @@ class VideoAlign(Reward):
         return VideoVLMRewardInference
 
     def score(self, batch: MediaBatch) -> list[Score]:
-        """Score videos. Raises RewardError if they have no fps, or if the model does not return its four numbers."""
         if batch.fps is None:
             raise RewardError(f"{self.name} needs the frames per second of the videos; clients must send them")
         with tempfile.TemporaryDirectory(prefix="wfm-videos-") as folder:

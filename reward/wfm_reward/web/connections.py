@@ -1,4 +1,4 @@
-"""Connection limits of the HTTP server: maximum number and idle timeout. aiohttp has neither."""
+"""Maximum number and idle timeout of connections of the HTTP server."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ BACKLOG = 128
 class ConnectionAcceptor:
     """Accepts connections for an aiohttp server. Use it within the server's event loop.
 
-    A connection is closed after `idle_s` seconds without a complete request. This happens if its client is silent,
-    sends a header byte by byte, or does not read the reply. Requests in progress have separate deadlines (see
-    `request_body.py`).
+    A connection is closed after `idle_s` seconds without a complete request. Requests in progress have separate
+    deadlines (see `request_body.py`).
     """
 
     def __init__(self, server: Server, max_connections: int, idle_s: float, log: logging.Logger) -> None:
@@ -44,7 +43,7 @@ class ConnectionAcceptor:
 
     @contextlib.contextmanager
     def track_request(self, protocol: Any) -> Iterator[None]:
-        """Exempt a connection from the idle timeout inside the context. The timeout starts again at the end."""
+        """Exempt a connection from the idle timeout in the `with` block. The timeout starts again at the end."""
         self._idle_since_s[protocol] = math.inf
         try:
             yield
@@ -96,7 +95,6 @@ def _descriptor_limit() -> int:
 
 
 def _refuse_connection(connection: socket.socket) -> None:
-    """Reply 503 without waiting for the request, and close the connection."""
     detail = "too many open connections: try again later"
     body = json.dumps({"message": detail, "error": {"code": "connections", "detail": detail}})
     head = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\nRetry-After: 5\r\nConnection: close"

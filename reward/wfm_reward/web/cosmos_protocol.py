@@ -54,7 +54,6 @@ class EnqueueFields(BaseModel):
 
 
 def parse_enqueue(body: memoryview) -> ScoreRequest:
-    """Parse and validate an enqueue request. Raises HttpProblem if it is invalid."""
     line = bytes(body[:MAX_LINE_BYTES]).partition(b"\n")[0]
     if len(line) >= min(len(body), MAX_LINE_BYTES):
         raise invalid_request(f"no newline after the JSON within {MAX_LINE_BYTES} bytes")
@@ -112,7 +111,6 @@ def read_npy(data: memoryview) -> npt.NDArray[Any]:
 
 
 def _split_items(kind: str, array: npt.NDArray[Any]) -> list[npt.NDArray[Any]]:
-    """Split the array into one array per item, in the layout of ScoreRequest."""
     if len(array.shape) > 0 and array.shape[0] > MAX_ITEMS:
         raise invalid_request(f"{array.shape[0]} items; send at most {MAX_ITEMS}")
     if kind == "image" and array.dtype == np.uint8 and array.ndim == 4 and array.shape[3] == 3:
@@ -177,7 +175,7 @@ def pull_reply(
     decode_seconds: float,
     failed_value: float | None,
 ) -> dict[str, Any]:
-    """Build the reply to a pull request. Its `scores` has one list per output of the reward, in item order.
+    """Return the reply to a pull request. Its `scores` has one list per output of the reward, in item order.
 
     scores: (value, failure reason, parts) per item. A failed item has `failed_value` in every list, and an entry in
     `failures`.

@@ -73,7 +73,7 @@ class _Piece:
 
 
 class ScoreJobs:
-    """All jobs of the server. Create and use this object within the event loop. `close` ends its thread."""
+    """All jobs of the server. Create and use this object within the event loop."""
 
     def __init__(
         self, endpoint: str, max_batch: Mapping[str, int], result_ttl_s: float, keys: ClientKeys | None
@@ -125,7 +125,6 @@ class ScoreJobs:
         return self._jobs[job_id]
 
     def forget_job(self, job: ScoreJob) -> None:
-        """Drop a job whose results no client will pull."""
         self._jobs.pop(job.id, None)
 
     async def _run_job(
@@ -150,7 +149,6 @@ class ScoreJobs:
     async def _score_items(
         self, job: ScoreJob, request: ScoreRequest, media: Sequence[Array | str], deadline_s: float
     ) -> None:
-        """Score the items of a job. media: for each item, its array or its decoding error."""
         for i, item in enumerate(media):
             if isinstance(item, str):
                 for results in job.results.values():
@@ -228,7 +226,6 @@ class ScoreJobs:
                 piece.results.fail(piece.indices, outcome.reason or "the reply of its worker cannot be read")
 
     def _expire_jobs(self) -> None:
-        """Drop jobs that finished more than `result_ttl_s` seconds ago."""
         limit_s = time.monotonic() - self._ttl_s
         finished = ((i, job.finished_at_s) for i, job in self._jobs.items() if job.finished_at_s is not None)
         for job_id, _ in list(itertools.takewhile(lambda job: job[1] <= limit_s, finished)):
@@ -258,7 +255,6 @@ def _load_video(result: Any) -> Array | str:
 
 
 def _discard_videos(outcome: TaskOutcome) -> None:
-    """Remove the files of decoded videos that arrive after their deadline."""
     videos = outcome.meta.get("videos") if outcome.ok else None
     for path, _, _ in videos or []:
         if path is not None:

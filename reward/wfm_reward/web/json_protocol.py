@@ -39,10 +39,9 @@ class ComputeFields(BaseModel):
 
 
 def parse_compute(body: memoryview, reserve: ReserveBytes) -> tuple[ScoreRequest, float | None]:
-    """Return (request, its time limit in seconds or None).
+    """Return (request, its time limit in seconds or None). Raises HttpProblem for an invalid request.
 
-    reserve: function that is called with the size of each decoded array before the array is allocated. Raises
-    HttpProblem for an invalid request, and any exception that `reserve` raises.
+    reserve: function that is called with the size of each decoded array before its allocation, and may raise an error.
     """
     text = bytes(body)
     if sum(text.count(delimiter) for delimiter in (b",", b"[", b"{")) > MAX_VALUES:
@@ -135,10 +134,7 @@ def _decode_base64(text: str) -> bytes:
 def compute_reply(
     rewards: Sequence[str], scores: dict[str, list[tuple[float | None, str | None, dict[str, float]]]]
 ) -> dict[str, Any]:
-    """Build the reply. Its key `scores` has the values of all rewards.
-
-    Its key `rewards` has only the values of the first reward, because Flow-Factory expects this.
-    """
+    """Return the reply. `scores` has the values of all rewards, `rewards` only the values of the first reward."""
     values = {name: [value for value, _, _ in scores[name]] for name in rewards}
     failures = [
         {"reward": name, "index": i, "reason": failure}

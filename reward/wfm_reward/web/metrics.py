@@ -16,7 +16,6 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def render_metrics(snapshot: ServiceSnapshot) -> bytes:
-    """Return the metrics in Prometheus text format."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_SnapshotCollector(snapshot))
     return generate_latest(registry)

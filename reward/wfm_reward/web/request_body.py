@@ -1,4 +1,4 @@
-"""Token check, and reading of request bodies with a deadline and a memory limit. Compressed bodies are rejected."""
+"""Token check, and reading of request bodies with a deadline and a memory limit."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ CHUNK_BYTES = 256 * 1024
 
 
 class MemoryBudget:
-    """Limit on the memory of all requests of one server. Thread-safe.
-
-    It applies to the bodies that are being received, and to images and videos that are not scored yet.
-    """
+    """Thread-safe memory limit of all requests, for received bodies and for images and videos without scores."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
@@ -42,14 +39,13 @@ class MemoryBudget:
 
 
 class Reservation:
-    """Bytes of the budget that one request has reserved. Call `release` when done. Thread-safe."""
+    """Bytes that one request has reserved. Call `release` when done. Thread-safe."""
 
     def __init__(self, budget: MemoryBudget) -> None:
         self._budget = budget
         self._num_bytes = 0
 
     def resize(self, num_bytes: int) -> None:
-        """Change the reservation to `num_bytes`. Raises HttpProblem like MemoryBudget.check_fits."""
         with self._budget.lock:
             if num_bytes > self._num_bytes:
                 self._budget.check_fits(num_bytes, self._num_bytes)
@@ -57,7 +53,7 @@ class Reservation:
             self._num_bytes = num_bytes
 
     def grow(self, num_bytes: int) -> None:
-        """Reserve more bytes. Call it before they are allocated. Raises HttpProblem like MemoryBudget.check_fits."""
+        """Reserve more bytes. Call this before they are allocated. Raises HttpProblem like MemoryBudget.check_fits."""
         self.resize(self._num_bytes + num_bytes)
 
     def transfer(self, num_bytes: int) -> Reservation:
@@ -68,7 +64,6 @@ class Reservation:
         return successor
 
     def release(self) -> None:
-        """Release all bytes. Idempotent."""
         self.resize(0)
 
 
@@ -91,7 +86,6 @@ def check_token(header: str | None, token: str | None) -> None:
 
 
 def check_encoding(request: web.Request) -> None:
-    """Raise HttpProblem 415 for a compressed body, because its decompressed size is unknown."""
     encodings = ",".join(request.headers.getall("Content-Encoding", []))
     if encodings.strip().lower() not in ("", "identity"):
         detail = f"Content-Encoding {encodings[:40]!r} is not supported: send the body uncompressed"
@@ -104,9 +98,7 @@ async def receive_body(
 ) -> AsyncIterator[tuple[memoryview, Reservation]]:
     """Yield the body of a request and its memory reservation. Releases the reservation on exit.
 
-    Memory is reserved as bytes arrive, not from Content-Length, so a client cannot block others by announcing a large
-    body. Raises HttpProblem with status 408 if the body does not arrive within `timeout_s`. Other statuses are 411, 413
-    and 429.
+    Raises HttpProblem 408 if the body does not arrive within `timeout_s`, and 411, 413 or 429 in other cases.
     """
     size = request.content_length
     if size is None:

@@ -1,4 +1,4 @@
-"""Parses the scoring requests of HTTP clients and defines the errors returned to them, for both protocols."""
+"""Parse the scoring requests of HTTP clients and define the errors returned to them, for both protocols."""
 
 from __future__ import annotations
 
@@ -29,10 +29,7 @@ def invalid_request(detail: str) -> HttpProblem:
 
 
 def parse_fields(model: type[Fields], content: Any) -> Fields:
-    """Validate the decoded JSON of a request. Raises HttpProblem about the first invalid field.
-
-    Strings that UTF-8 cannot encode are invalid too, because messages, pages and logs cannot contain them.
-    """
+    """Validate the decoded JSON of a request. Raises HttpProblem about the first invalid field."""
     try:
         fields = model.model_validate(content)
         json.dumps(content, ensure_ascii=False).encode()
@@ -54,7 +51,7 @@ def check_length(name: str, values: Sized, count: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ScoreRequest:
-    """Items and the rewards to compute for them. Parsed and validated by `cosmos_protocol` or `json_protocol`."""
+    """Validated items and the rewards to compute for them."""
 
     rewards: tuple[str, ...]
     prompts: Sequence[str]

@@ -319,7 +319,6 @@ class HttpServer:
 
 
 def _shorten_parse_error(record: logging.LogRecord) -> bool:
-    """Logging filter that shortens the traceback of a request that cannot be parsed. It keeps all records."""
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, HttpProcessingError):
         text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
@@ -328,7 +327,6 @@ def _shorten_parse_error(record: logging.LogRecord) -> bool:
 
 
 def _route_name(request: web.Request) -> str:
-    """Return the name of the route, for metrics. It never contains text from the client."""
     resource = request.match_info.route.resource
     return resource.canonical if resource is not None else "other"
 

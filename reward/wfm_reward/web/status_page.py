@@ -1,4 +1,4 @@
-"""GET /: the status page. It is plain HTML that reloads itself, without scripts or external resources."""
+"""GET /: the status page, plain HTML that reloads itself."""
 
 from __future__ import annotations
 
@@ -34,7 +34,6 @@ figcaption{font-size:.8rem;overflow-wrap:anywhere}
 
 
 def render_status_page(snapshot: ServiceSnapshot) -> str:
-    """Return the HTML of the status page. External text such as prompts and failure reasons is escaped."""
     clients = "".join(
         f"<tr><td>{escape(name)}</td><td class=n>{seen_s:.0f} s ago</td></tr>"
         for name, seen_s in sorted(snapshot.broker.clients.items())

@@ -1,7 +1,4 @@
-"""`wfm doctor [RECIPE [section.key=value ...]]`: check this machine and whether it can train a recipe.
-
-Exit codes: 0 without errors, 2 if there are errors.
-"""
+"""`wfm doctor [RECIPE [section.key=value ...]]`: check this machine and whether it can train a recipe."""
 
 from __future__ import annotations
 

@@ -29,7 +29,6 @@ def packages_folder() -> Path:
 
 
 def script_finding(scripts: Path) -> DoctorFinding:
-    """Run the `deepspeed` script in folder `scripts` to check that `deepspeed -m wfm_ds.train` works."""
     script = scripts / SCRIPT_NAME
     if not script.is_file():
         return DoctorFinding(FINDING_NAME, "warning", f"{script} does not exist", FIX_ADVICE)
@@ -49,10 +48,7 @@ def script_finding(scripts: Path) -> DoctorFinding:
 
 
 def repair_script(scripts: Path, packages: Path) -> Iterator[str]:
-    """Restore wfm_ds's .pth file in `packages` and the `deepspeed` script in `scripts`. Yield a message per change.
-
-    An old version of wfm_ds replaced the script, and uninstalling that version may have removed it.
-    """
+    """Restore wfm_ds's .pth file in `packages` and the `deepspeed` script in `scripts`. Yield a message per change."""
     hook = packages / PTH_FILE.name
     if not hook.is_file() or hook.read_bytes() != PTH_FILE.read_bytes():
         shutil.copyfile(PTH_FILE, hook)
@@ -68,7 +64,6 @@ def repair_script(scripts: Path, packages: Path) -> Iterator[str]:
 
 
 def run_fix() -> int:
-    """Repair the `deepspeed` script, print the changes, and return the exit code: 0 if it works now, else 1."""
     messages = list(repair_script(scripts_folder(), packages_folder()))
     finding = script_finding(scripts_folder())
     sys.stdout.write("".join(f"{message}\n" for message in messages) + f"{finding.text}\n")

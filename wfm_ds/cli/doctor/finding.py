@@ -1,4 +1,4 @@
-"""Findings of `wfm doctor`. A finding is the result of a check, with a severity and advice."""
+"""Findings of `wfm doctor`: results of its checks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ class DoctorFinding:
 
 
 def run_check(name: str, action: Callable[[], str], advice: str = "") -> DoctorFinding:
-    """Call `action` and return a finding.
-
-    The finding is `ok`, with the text that `action` returns, or an `error` if `action` raises UserError.
-    """
+    """Return an `ok` finding with the text that `action` returns, or an `error` if `action` raises UserError."""
     try:
         return DoctorFinding(name, "ok", action())
     except UserError as error:

@@ -73,7 +73,7 @@ def version_finding(package: str) -> DoctorFinding:
 
 
 def unmet_requirements(package: str) -> Iterator[tuple[Requirement, str | None]]:
-    """Yield (requirement, installed version or None) for each unmet requirement of a package, ignoring extras."""
+    """Yield (requirement, installed version or None) for each unmet requirement of a package, without extras."""
     try:
         texts = importlib.metadata.requires(package) or []
     except importlib.metadata.PackageNotFoundError:
@@ -95,10 +95,6 @@ def unmet_requirements(package: str) -> Iterator[tuple[Requirement, str | None]]
 
 
 def read_constraints(path: Path) -> dict[str, str]:
-    """Return {package: version} from a constraints file.
-
-    Returns {} if the file does not exist, as in an installed wheel.
-    """
     if not path.is_file():
         return {}
     lines = (line.partition("#")[0].strip() for line in path.read_text(encoding="utf-8").splitlines())
@@ -155,7 +151,7 @@ def open_files_finding() -> DoctorFinding:
 def port_finding(port: int, *, is_needed: bool) -> DoctorFinding:
     """Check that the launcher's master port is free.
 
-    is_needed: whether a busy port is an error. Otherwise it is a warning, because the run can choose another port.
+    is_needed: True: a busy port is an error. False: it is a warning, because the run can choose another port.
     """
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -173,7 +169,7 @@ def port_finding(port: int, *, is_needed: bool) -> DoctorFinding:
 
 
 def host_findings(hostfile: Path) -> list[DoctorFinding]:
-    """Check all hosts in parallel: password-free ssh, and the clock. Raises RecipeError if the hostfile is invalid."""
+    """Check all hosts: their clock, and ssh without password. Raises RecipeError if the hostfile is invalid."""
     hosts = read_hosts(hostfile)
     with ThreadPoolExecutor(max_workers=min(32, len(hosts))) as pool:
         return list(pool.map(host_finding, hosts))

@@ -38,8 +38,7 @@ STORAGE_ADVICE = (
 def recipe_findings(recipe: Recipe, world_size: int) -> Iterator[DoctorFinding]:
     """Check a recipe and yield the findings in the order in which to fix them.
 
-    Starts the reward service if a run of the recipe would start it. Writes nothing except a temporary object at
-    checkpoint.storage.
+    Starts the reward service if a run would start it. Writes only a temporary object at checkpoint.storage.
     """
     yield from (DoctorFinding("recipe", "warning", doubt) for doubt in recipe.algorithm.list_warnings())
     yield from (DoctorFinding("hosts", "warning", doubt) for doubt in preflight.host_warnings(recipe, world_size))
@@ -111,10 +110,7 @@ def storage_summary(recipe: Recipe) -> str:
 
 
 def estimate_from_config(recipe: Recipe, world_size: int) -> MemoryEstimate:
-    """Estimate memory and disk space from the pipeline's configuration, without loading weights.
-
-    Raises UserError if the model cannot be created from its configuration.
-    """
+    """Estimate memory and disk space from the pipeline's configuration, without loading weights. Raises UserError."""
     settings = recipe.model
     model = load_on_meta_device(
         settings.path,
@@ -133,10 +129,6 @@ def estimate_from_config(recipe: Recipe, world_size: int) -> MemoryEstimate:
 
 
 def memory_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
-    """Compare the estimated peak memory of a rank with the free GPU memory.
-
-    On a CPU, compare the sum over all ranks with the free RAM.
-    """
     if uses_cuda():
         free, needed = torch.cuda.mem_get_info()[0], sizes.peak_bytes
         device = "on a GPU"
@@ -159,10 +151,6 @@ def memory_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
 
 
 def disk_finding(recipe: Recipe, sizes: MemoryEstimate) -> DoctorFinding:
-    """Compare the free disk space with the size of all exports and of checkpoint.keep + 1 checkpoints.
-
-    The additional checkpoint is the newest one, because old ones are removed only after it is written.
-    """
     existing = existing_parent(recipe.run.output_dir.absolute())
     free = shutil.disk_usage(existing).free
     settings = recipe.checkpoint

@@ -1,4 +1,4 @@
-"""The command `wfm init`: ask for missing options, then write the recipe and check it."""
+"""The command `wfm init`: ask for missing options, then check and write the recipe."""
 
 from __future__ import annotations
 
@@ -111,7 +111,6 @@ def run(args: argparse.Namespace) -> None:
 
 
 def complete_request(args: argparse.Namespace, questions: Questions) -> RecipeRequest:
-    """Ask for missing options and return all options. Raises UserError if options contradict each other."""
     from wfm_ds.models.assets.hub import require_pipeline_folder
     from wfm_ds.models.assets.local_folders import require_local_model
     from wfm_ds.recipe.tiny import TINY_PREFIX
@@ -170,7 +169,6 @@ def require_new_file(may_overwrite: bool, text: str) -> Path:
 
 
 def choose_task(args: argparse.Namespace, data: DataSummary, questions: Questions) -> Task:
-    """Return what to train, from the options or the user's answer. Raises UserError if the data does not fit."""
     task: Task | None = args.task
     if args.rl is not None:
         if task not in (None, "rl"):
@@ -192,7 +190,6 @@ def choose_task(args: argparse.Namespace, data: DataSummary, questions: Question
 
 
 def require_used_options(args: argparse.Namespace, data: DataSummary, task: Task) -> None:
-    """Raise UserError if an option has no effect on a recipe for this data."""
     for option, value, is_used in (
         ("--prompt", args.prompt, data.content == "media"),
         ("--media-path", args.media_path, data.content == "conversations"),
@@ -215,7 +212,6 @@ def suggest_models(data: DataSummary, task: Task) -> tuple[str, ...]:
 
 
 def guess_family(model_path: str) -> TinyFamily | None:
-    """Return the tiny pipeline of the same family as a model. Returns None if the model's family is unknown."""
     from wfm_ds.recipe.tiny import find_tiny_family
 
     try:
@@ -229,8 +225,8 @@ def choose_rewards(
 ) -> tuple[str | None, str | None]:
     """Return (reward to train on, held-out reward).
 
-    Raises RewardError for unknown rewards, and UserError if the held-out reward is trained on or if the data has too
-    few prompts for it.
+    Raises RewardError for unknown rewards. Raises UserError if the held-out reward is trained on, or if the data has
+    too few prompts for it.
     """
     from wfm_ds.evaluation.paired_statistics import MIN_PROMPTS
     from wfm_reward import registry
@@ -264,7 +260,6 @@ def choose_rewards(
 
 
 def suggest_rewards(kinds: Sequence[str], data: DataSummary) -> list[str]:
-    """Return names of rewards for these kinds of samples. Rewards that read the metadata of the data come first."""
     from wfm_reward import registry
 
     special = []
@@ -284,10 +279,7 @@ def first_sentence(reward_name: str) -> str:
 
 
 def choose_weights(args: argparse.Namespace, task: Task, questions: Questions) -> bool:
-    """Return whether to train all weights instead of a LoRA.
-
-    For action tasks the default is True, because a LoRA does not train the action layers.
-    """
+    """Return whether to train all weights instead of a LoRA. The default is True only for action tasks."""
     if task == "distill" and args.full:
         raise UserError("--full: distillation trains only a LoRA: remove it")
     if args.full or args.lora or task == "distill":
@@ -298,7 +290,6 @@ def choose_weights(args: argparse.Namespace, task: Task, questions: Questions) -
 
 
 def format_command(request: RecipeRequest, *, force: bool) -> str:
-    """Return the command with all options, for a shell."""
     words = ["wfm", "init", "--data", str(request.data.path), "--task", request.task, "--model", request.model_path]
     words += ["--rl", request.reward] if request.reward else []
     words += ["--held-out", request.held_out_reward or NONE] if request.task == "rl" or request.held_out_reward else []
@@ -309,7 +300,7 @@ def format_command(request: RecipeRequest, *, force: bool) -> str:
 
 
 def write_recipe(out: Path, text: str) -> None:
-    """Check the recipe as `wfm check` does, but without loading the model. Then write it.
+    """Check the recipe without loading the model, then write it.
 
     Raises UserError, and writes nothing, if the recipe, its data, its folders or its rewards are invalid.
     """

@@ -60,8 +60,8 @@ class DataSummary:
 def read_data(path: Path, *, prompt: str | None = None, media_path: str | None = None) -> DataSummary:
     """Find out what a folder or file contains, and measure some of its images and videos.
 
-    prompt: caption for files without one. media_path: folder of the images and videos of conversations.
-    Raises DataError if the data is missing, damaged or of an unknown kind.
+    prompt: caption for files without one. media_path: folder of the images and videos of conversations. Raises
+    DataError if the data is missing, damaged or of an unknown kind.
     """
     from wfm_ds.data.folder import find_conversations
     from wfm_ds.data.folder_layout import detect_layout, has_conversations, is_lerobot
@@ -88,7 +88,6 @@ def read_data(path: Path, *, prompt: str | None = None, media_path: str | None =
 
 
 def has_pairs(file: Path) -> bool:
-    """Return whether the first row of a .jsonl file is a preference pair."""
     from wfm_ds.storage.json_lines import read_json_rows
 
     row = next(read_json_rows(file), {})
@@ -96,7 +95,6 @@ def has_pairs(file: Path) -> bool:
 
 
 def has_pair_members(folder: Path) -> bool:
-    """Return whether the first tar file of a folder has members such as NAME.chosen.png."""
     from wfm_ds.data.folder_layout import list_names
 
     first = folder / list_names(folder)[0]
@@ -108,7 +106,6 @@ def has_pair_members(folder: Path) -> bool:
 
 
 def read_media(folder: Path, layout: FolderLayout, prompt: str | None) -> DataSummary:
-    """Read a folder with the rules of `data.kind: folder`. Raises DataError if it is invalid."""
     from wfm_ds.data.folder import load_folder
     from wfm_ds.data.input_files import CAMERA_KEY
     from wfm_ds.recipe.data import DataRecipe
@@ -123,7 +120,6 @@ def read_media(folder: Path, layout: FolderLayout, prompt: str | None) -> DataSu
 
 
 def read_lerobot(folder: Path, prompt: str | None) -> DataSummary:
-    """Read the first camera of a LeRobot dataset. Raises DataError if it is invalid."""
     from wfm_ds.data.lerobot_info import find_roots, read_info
     from wfm_ds.data.sample_sets import build_sample_set
     from wfm_ds.recipe.data import DataRecipe
@@ -140,7 +136,6 @@ def read_lerobot(folder: Path, prompt: str | None) -> DataSummary:
 
 
 def read_pairs(path: Path, recipe_path: str) -> DataSummary:
-    """Read preference pairs. Raises DataError if they are invalid."""
     from wfm_ds.data.sample_sets import build_sample_set
     from wfm_ds.recipe.data import DataRecipe
 
@@ -149,7 +144,6 @@ def read_pairs(path: Path, recipe_path: str) -> DataSummary:
 
 
 def measure_samples(sample_set: SampleSet, content: DataContent, **fields: Any) -> DataSummary:
-    """Measure up to MAX_MEASURED files. Raises DataError if none of them can be decoded."""
     from wfm_ds.data.folder import format_count
     from wfm_ds.data.media import media_size
     from wfm_ds.data.pixels import BadMedia
@@ -183,7 +177,6 @@ def measure_samples(sample_set: SampleSet, content: DataContent, **fields: Any) 
 
 
 def count_frames(media: Media) -> int:
-    """Return the number of frames of a video, without decoding it. Raises BadMedia."""
     from wfm_ds.data.episode import EpisodeVideo
     from wfm_ds.data.media import open_video, read_timestamps
 
@@ -194,7 +187,6 @@ def count_frames(media: Media) -> int:
 
 
 def read_prompt_file(file: Path) -> DataSummary:
-    """Read a file of prompts. Raises DataError if a line is invalid."""
     from wfm_ds.data.folder import format_count
     from wfm_ds.data.prompts import PROMPT_FORMATS, read_prompts
 
@@ -216,9 +208,9 @@ def read_prompt_file(file: Path) -> DataSummary:
 
 
 def read_conversations(file: Path, media_path: str | None) -> DataSummary:
-    """Read annotations of a vision-language model, and find the folder of their images and videos.
+    """Read annotations for vision-language models, and find the folder of their images and videos.
 
-    media_path: folder that relative paths refer to. None: find it. Raises DataError if no row is a conversation, or if
+    media_path: folder to which relative paths refer. None: find it. Raises DataError if no row is a conversation, or if
     none of the first images and videos is in the folder.
     """
     from wfm_ds.data.folder import format_count
@@ -247,10 +239,10 @@ def read_conversations(file: Path, media_path: str | None) -> DataSummary:
 
 
 def find_media_folder(file: Path, addresses: Sequence[str], media_path: str | None) -> str | None:
-    """Return the folder that relative paths in annotations refer to. Returns None if all paths are absolute.
+    """Return the folder to which relative paths in annotations refer, or None if all paths are absolute.
 
-    addresses: paths of the images and videos in some annotations. media_path: the folder, if the user named it. A
-    folder on S3 is returned without a check. Raises DataError if none of the paths exists in the folder.
+    addresses: paths of the images and videos in some annotations. media_path: the folder, if the user named it. An S3
+    folder is not checked. Raises DataError if none of the paths exists in the folder.
     """
     relative = [address for address in addresses if not address.startswith("/") and not is_remote(address)]
     if not relative or (media_path is not None and is_remote(media_path)):

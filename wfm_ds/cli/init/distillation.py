@@ -1,4 +1,4 @@
-"""The recipe that `wfm init` proposes to distill a model to few denoising steps without guidance."""
+"""The recipe that `wfm init` proposes to distill a model to a few denoising steps without guidance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ USUAL_SHIFT = 5.0  # for a scheduler without a timestep shift, as in recipes/cp_
 
 
 def create_distillation_sections(request: RecipeRequest, model: PipelineSummary) -> Sections:
-    """Return the sections of a DMD2 recipe. Raises UserError if the model is distilled already, or has experts."""
     require_fitting_model(request, model)
     data = request.data
     if model.num_steps is not None:

@@ -1,4 +1,4 @@
-"""Read those defaults and requirements of a model that its recipe needs, without loading weights."""
+"""Read the defaults and requirements of a model that its recipe needs, without loading weights."""
 
 from __future__ import annotations
 
@@ -29,14 +29,11 @@ class PipelineSummary:
 
 @dataclass(frozen=True, slots=True)
 class LanguageModelSummary:
-    """Path and title of a vision-language model."""
-
     path: str
     title: str
 
 
 def read_pipeline(path: str) -> PipelineSummary:
-    """Read the configuration of a pipeline. Raises ModelError if it is not supported."""
     import diffusers
 
     from wfm_ds.models import registry
@@ -79,7 +76,6 @@ def read_pipeline(path: str) -> PipelineSummary:
 
 
 def read_language_model(path: str) -> LanguageModelSummary:
-    """Read the configuration of a vision-language model. Raises ModelError if it is not supported."""
     from wfm_ds.language.model import check_config
     from wfm_ds.models.assets.language_folders import locate_language_model
 

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Questions:
-    """Asks the user for the options of a command that are missing."""
+    """Asks the user for missing options of a command."""
 
     can_ask: bool
     has_asked: bool = False
@@ -25,7 +25,7 @@ class Questions:
         """Return a key of `choices`, or any other text if `other` is set.
 
         choices: {answer: its description}. default: answer for an empty input, and without a terminal. If it is None,
-        an empty input selects the first choice, and without a terminal, a UserError that names the option is raised.
+        an empty input selects the first choice, and a UserError that names the option is raised without a terminal.
         other: description of what the user may type instead of a number.
         """
         if not self.can_ask:
@@ -46,7 +46,7 @@ class Questions:
             sys.stdout.write(f"{answer!r} is not a number from 1 to {len(answers)}\n")
 
     def ask_value(self, question: str, parse: Callable[[str], T], *, option: str, default: str = "") -> T:
-        """Ask for a value and return parse(answer). Asks again while `parse` raises a UserError.
+        """Ask for a value and return parse(answer). Asks again while `parse` raises UserError.
 
         Without a terminal, the default is used. If there is none, raises a UserError that names the option.
         """

@@ -28,7 +28,7 @@ LEARNING_RATES: dict[Task, tuple[float, float]] = {
     "distill": (3e-5, 3e-5),
     "reasoner": (1e-4, 1e-5),
 }
-"""{task: (learning rate for LoRA, learning rate for all weights)}"""
+"""{task: (learning rate for LoRA, learning rate for all weights)}."""
 
 
 class RecipeLine(NamedTuple):
@@ -42,7 +42,7 @@ Sections = dict[str, list[RecipeLine]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeRequest:
-    """The options of `wfm init`. Missing options have been asked for or set to their defaults."""
+    """The options of `wfm init`, after questions and defaults."""
 
     task: Task
     data: DataSummary
@@ -55,7 +55,6 @@ class RecipeRequest:
 
 
 def create_sections(request: RecipeRequest, model: PipelineSummary | LanguageModelSummary) -> Sections:
-    """Return the sections of the recipe. Raises UserError if the model does not fit the data."""
     if isinstance(model, LanguageModelSummary):
         return create_language_sections(request, model)
     require_fitting_model(request, model)
@@ -90,7 +89,6 @@ def require_fitting_model(request: RecipeRequest, model: PipelineSummary) -> Non
 
 
 def create_supervised_sections(request: RecipeRequest, model: PipelineSummary) -> Sections:
-    """Return the sections of an SFT or DPO recipe."""
     task, data = request.task, request.data
     height, width, why = training_size(model, data.sizes)
     inputs = choose_inputs(request, model)
@@ -145,7 +143,6 @@ def few_step_lines(model: PipelineSummary, *keys: str) -> list[RecipeLine]:
 
 
 def create_rl_sections(request: RecipeRequest, model: PipelineSummary) -> Sections:
-    """Return the sections of an RL recipe with one reward. Raises UserError if the videos are too short."""
     assert request.reward is not None
     data = request.data
     inputs, is_prompt_file = choose_inputs(request, model), data.content == "prompts"
@@ -191,7 +188,6 @@ def create_rl_sections(request: RecipeRequest, model: PipelineSummary) -> Sectio
 
 
 def create_language_sections(request: RecipeRequest, model: LanguageModelSummary) -> Sections:
-    """Return the sections of a recipe that fine-tunes a vision-language model."""
     data = request.data
     common = common_sections(
         request, model, steps=1000, unit=f"one packed sequence per GPU and step; {data.num_samples} conversations"
@@ -234,13 +230,11 @@ def common_sections(
 
 
 def choose_output_folder(out: Path) -> str:
-    """Return outputs/NAME, or outputs/NAME_2 and so on if that folder exists."""
     names = [out.stem, *(f"{out.stem}_{number}" for number in range(2, 1000))]
     return next(f"outputs/{name}" for name in names if not Path("outputs", name).exists())
 
 
 def choose_inputs(request: RecipeRequest, model: PipelineSummary) -> list[str]:
-    """Return the inputs to train with: all inputs that the model requires, and actions if the task needs them."""
     uses_actions = request.task == "actions" or (request.task == "rl" and request.data.are_videos)
     optional = model.optional_inputs if uses_actions else ()
     return [name for name in (*model.inputs, *optional) if name in request.data.metadata_keys]
@@ -263,7 +257,6 @@ def prompt_lines(request: RecipeRequest) -> list[RecipeLine]:
 
 
 def prompt_file_lines(request: RecipeRequest) -> list[RecipeLine]:
-    """Return the lines of the section data for a prompt file."""
     data = request.data
     return [
         RecipeLine("kind", "prompts"),
@@ -276,8 +269,7 @@ def prompt_file_lines(request: RecipeRequest) -> list[RecipeLine]:
 def prompt_set_name(file: Path, reward_name: str | None) -> str:
     """Return the value of data.name for a prompt file: the name of the file.
 
-    The name of a published prompt set, such as `ocr`, would select the format of that set. Such a name therefore gets
-    the suffix `_prompts` unless the reward needs metadata.
+    A name of a published prompt set gets the suffix `_prompts` unless the reward needs the format of that set.
     """
     from wfm_ds.data.prompts import PROMPT_FORMATS
     from wfm_reward import registry
@@ -318,7 +310,6 @@ def frame_lines(request: RecipeRequest, model: PipelineSummary) -> list[RecipeLi
 
 
 def holdout_line(num_samples: int) -> RecipeLine:
-    """Return the line for validation.holdout, which holds out about VALIDATION_SAMPLES samples, at most 20 %."""
     share = round(min(MAX_HOLDOUT, max(MIN_HOLDOUT, VALIDATION_SAMPLES / num_samples)), 2)
     count = min(max(1, round(share * num_samples)), num_samples - 1)  # a single sample is trained on
     comment = f"about {count} of {num_samples}" + (
@@ -334,7 +325,6 @@ def prompt_count_line(num_samples: int) -> RecipeLine:
 
 
 def create_held_out_lines(request: RecipeRequest) -> list[RecipeLine]:
-    """Return the lines for a held-out reward, and for enough validation prompts to detect that this reward falls."""
     if request.held_out_reward is None:
         return []
     comment = "never trained on (docs/rewards.md)"
@@ -347,10 +337,6 @@ def create_held_out_lines(request: RecipeRequest) -> list[RecipeLine]:
 
 
 def training_size(model: PipelineSummary, sizes: Sequence[tuple[int, int]]) -> tuple[int, int, str]:
-    """Return (height, width, comment). The size is the pipeline's default.
-
-    If the median file is much smaller, the default size is scaled down.
-    """
     scale = statistics.median(min(h / model.height, w / model.width) for h, w in sizes)
     if scale * MAX_UPSCALE >= 1:
         return model.height, model.width, "default of the pipeline"
@@ -361,10 +347,9 @@ def training_size(model: PipelineSummary, sizes: Sequence[tuple[int, int]]) -> t
 
 
 def size_lines(sizes: Sequence[tuple[int, int]], height: int, width: int) -> list[RecipeLine]:
-    """Return lines for data.buckets and data.max_upscale.
+    """Return a line for data.buckets if the aspect ratios of many files differ much from height x width.
 
-    data.buckets is set if the aspect ratios of many files differ much from height x width, and data.max_upscale if the
-    files are very small.
+    Also returns a line for data.max_upscale if the files are very small.
     """
     lines, far = [], [size for size in sizes if has_other_shape(size, (height, width))]
     if len(far) > BUCKET_SHARE * len(sizes):

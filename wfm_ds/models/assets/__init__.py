@@ -1,1 +1,1 @@
-"""Files of models: downloads, local folders, and disk caches of text embeddings and latents."""
+"""Model downloads, local model folders, and disk caches of text embeddings and latents."""

@@ -1,4 +1,4 @@
-"""Removes the temporary files and folders of killed processes from the caches on disk."""
+"""Removes the temporary files of killed processes from the caches on disk."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ FILE_FOLDERS = ("captions", "latents", "lengths", "tars/*", TEXT_FOLDER)  # fold
 
 
 def remove_temporary_files(cache_dir: Path | None, now_s: float) -> None:
-    """Remove old temporary files and folders from the user's cache and from `cache_dir` (data.cache_dir).
+    """Remove old temporary files and folders from the user's cache and from `cache_dir`, if it is set.
 
-    Other processes may use the caches at the same time. now_s: current Unix time in seconds.
+    now_s: current Unix time in seconds.
     """
     cache = user_cache_folder()
     paths = [path for root in {cache, cache_dir or cache} for name in FILE_FOLDERS for path in root.glob(f"{name}/.*")]

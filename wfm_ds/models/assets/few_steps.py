@@ -19,7 +19,7 @@ FLUX2_STEPS = 4  # steps of the distilled FLUX.2-klein, which has is_distilled i
 def find_few_steps(path: str, folder: Path, family: type[DiffusionModel]) -> int | None:
     """Return the number of denoising steps that a model was distilled to, or None if it was not distilled.
 
-    path: value of model.path. folder: local folder with model_index.json and, optionally, call.json.
+    path: value of model.path. folder: local folder with model_index.json.
     """
     index = read_json(folder / "model_index.json")
     steps = FEW_STEP_REPOS.get(path) or read_few_steps(folder, family, index)
@@ -32,7 +32,7 @@ def read_few_steps(folder: Path, family: type[DiffusionModel], index: Mapping[st
     """Return the number of denoising steps in the call.json of a model or LoRA.
 
     Returns None if call.json is missing, does not disable guidance, or sets more than MAX_FEW_STEPS steps.
-    family: the model's family. index: content of model_index.json.
+    index: content of model_index.json.
     """
     call = read_call_json(folder)
     steps, scale = call.get("num_inference_steps"), call.get(family.guidance_arguments[0])

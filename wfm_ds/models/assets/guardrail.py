@@ -1,4 +1,4 @@
-"""The safety checker of some pipelines, and a class that replaces the checker if `model.guardrail` is `off`."""
+"""The safety checker of some pipelines, and its replacement if `model.guardrail` is `off`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LICENCE = "NVIDIA's Open Model License requires the guardrail or an equivalent o
 
 
 class NoGuardrail:
-    """A safety checker that accepts everything. In saved pipelines, it is replaced by null."""
+    """A safety checker that accepts everything. Saved pipelines contain null instead."""
 
     def to(self, device: Any) -> NoGuardrail:
         return self
@@ -56,7 +56,7 @@ def load_safety_checker(guardrail: Guardrail, folder: Path) -> Any:
 
 
 def require_safe_prompts(safety_checker: Any, prompts: Sequence[str]) -> None:
-    """Raise ModelError if the checker rejects prompts. The message shows the first three rejected prompts."""
+    """Raise ModelError if the checker rejects prompts."""
     unsafe = [prompt for prompt in dict.fromkeys(prompts) if not safety_checker.check_text_safety(prompt)]
     if unsafe:
         examples = "; ".join(repr(prompt[:80]) for prompt in unsafe[:3])
@@ -64,11 +64,9 @@ def require_safe_prompts(safety_checker: Any, prompts: Sequence[str]) -> None:
 
 
 def apply_guardrail(safety_checker: Any, pixels: Tensor) -> Tensor:
-    """Blur faces in videos and replace unsafe videos by black videos.
+    """Blur faces in videos and replace unsafe videos by black videos. Does nothing if the guardrail is off.
 
-    pixels: float32 [batch, 3, frames, height, width] in [0, 1].
-    The checker works on 8-bit pixels, so pixel values are rounded down to multiples of 1/255. If the guardrail is off,
-    the pixels are returned unchanged.
+    pixels: float32 [batch, 3, frames, height, width] in [0, 1]. The result is rounded down to multiples of 1/255.
     """
     if isinstance(safety_checker, NoGuardrail):
         return pixels

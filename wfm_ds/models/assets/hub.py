@@ -1,9 +1,4 @@
-"""Download pipelines from the Hugging Face Hub to the Hub cache of this machine.
-
-The first download is model_index.json, which shows whether the pipeline is supported and which components it has. The
-files of these components follow. Cached files are not downloaded again. If all files are cached, no network is used.
-huggingface_hub reads the token from HF_TOKEN or from `hf auth login`.
-"""
+"""Downloads pipelines from the Hugging Face Hub to the Hub cache. If all files are cached, no network is used."""
 
 from __future__ import annotations
 
@@ -14,10 +9,11 @@ import re
 import shutil
 import socket
 import sys
+import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +34,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from wfm_ds.distributed.liveness import LIVENESS
-from wfm_ds.distributed.progress import call_periodically, write_line
+from wfm_ds.distributed.progress import call_periodically, format_duration, write_line
 from wfm_ds.errors import ModelError
 from wfm_ds.models.assets.hub_errors import HubConnectionError, translate_hub_errors
 from wfm_ds.models.assets.released_repos import (
@@ -65,7 +61,7 @@ LANGUAGE_ADVICE = (
 
 
 def require_pipeline_folder(path: str | Path) -> Path:
-    """Return the path of a local pipeline folder. Raises ModelError if it is not a folder."""
+    """Return `path` as a Path. Raises ModelError if it is not a local folder."""
     folder = Path(path).expanduser()
     if os.path.isdir(folder):  # os.path returns False without permission; Path would raise
         return folder
@@ -85,7 +81,7 @@ def is_commit(revision: str | None) -> bool:
 
 @functools.cache
 def can_find_host(host: str | None) -> bool:
-    """Return whether DNS resolves the host name. Returns True without a DNS lookup if a proxy is set."""
+    """Return whether DNS resolves the host name. If a proxy is set, return True without a lookup."""
     if urllib.request.getproxies().keys() - {"no"}:  # the key `no` is the variable NO_PROXY, not a proxy
         return True
     try:
@@ -99,10 +95,9 @@ def is_offline() -> bool:
     return constants.HF_HUB_OFFLINE or not can_find_host(urllib.parse.urlsplit(constants.ENDPOINT).hostname)
 
 
-def resolve_commit(repo: str, revision: str | None) -> str:
-    """Return the commit hash of a branch or tag. Does not change the Hub cache.
+def resolve_commit(repo: str, revision: str | None, repo_type: str = "model") -> str:
+    """Return the commit hash of a branch or tag (default: main). A commit hash is returned unchanged.
 
-    revision: branch or tag; None means the branch main. A commit hash is returned unchanged.
     Without a connection, returns the commit of the last download, or raises HubConnectionError if there is none. Raises
     ModelError if the Hub denies access.
     """
@@ -112,18 +107,20 @@ def resolve_commit(repo: str, revision: str | None) -> str:
         with translate_hub_errors(repo, revision):
             if is_offline():
                 raise OfflineModeIsEnabled
-            return str(HfApi().model_info(repo, revision=revision).sha)
+            return str(HfApi().repo_info(repo, revision=revision, repo_type=repo_type).sha)
     except HubConnectionError:
-        folder = find_cached_snapshot(repo, revision)
+        folder = find_cached_snapshot(repo, revision, repo_type)
         if folder is None:
             raise
         return folder.name
 
 
-def find_cached_snapshot(repo: str, revision: str | None) -> Path | None:
-    """Return the snapshot folder of the repository's last download, or None. The folder may lack files."""
+def find_cached_snapshot(repo: str, revision: str | None, repo_type: str = "model") -> Path | None:
+    """Return the snapshot folder of the last download, which may lack files, or None."""
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=[], local_files_only=True))
+        return Path(
+            snapshot_download(repo, repo_type=repo_type, revision=revision, allow_patterns=[], local_files_only=True)
+        )
     except LocalEntryNotFoundError:
         return None
 
@@ -131,14 +128,14 @@ def find_cached_snapshot(repo: str, revision: str | None) -> Path | None:
 def download_first_file(repo: str, name: str, revision: str | None) -> Path:
     """Download one file to the Hub cache and return the snapshot folder that contains the file.
 
-    On an offline machine, reads only the cache, because huggingface_hub would first retry for half a minute. Raises the
-    same errors as hf_hub_download.
+    On an offline machine, reads only the cache. Raises the same errors as hf_hub_download.
     """
+    # Without a connection, huggingface_hub would retry for half a minute.
     return Path(hf_hub_download(repo, name, revision=revision, local_files_only=is_offline())).parent
 
 
 def download_index(repo: str, revision: str | None) -> Path:
-    """Download model_index.json to the Hub cache and return the snapshot folder. The folder's name is the commit hash.
+    """Download model_index.json and return the snapshot folder. The folder's name is the commit hash.
 
     Raises ModelError if the repository has no model_index.json, or if the file is neither cached nor downloadable.
     """
@@ -154,7 +151,7 @@ def download_index(repo: str, revision: str | None) -> Path:
 def download_components(repo: str, folder: Path, index: Mapping[str, Any], *, weights: bool = True) -> Path:
     """Download the missing files of a pipeline's components to the snapshot folder `folder`, and return `folder`.
 
-    index: content of model_index.json. Raises ModelError if the download fails or the disk has too little space.
+    index: content of model_index.json. Raises ModelError if the download fails or the disk is too small.
     """
     commit, parts = folder.name, component_names(index)
     if is_snapshot_complete(repo, folder, parts, weights=weights):
@@ -164,7 +161,7 @@ def download_components(repo: str, folder: Path, index: Mapping[str, Any], *, we
 
 
 def list_component_files(repo: str, commit: str, parts: Sequence[str], *, weights: bool = True) -> list[DryRunFileInfo]:
-    """Return the files of the components in `parts`, with their sizes and whether they are cached.
+    """Return the files of the components `parts`, with their sizes and whether they are cached.
 
     Raises ModelError if the Hub cannot be reached or denies access.
     """
@@ -174,38 +171,48 @@ def list_component_files(repo: str, commit: str, parts: Sequence[str], *, weight
     return [file for file in matches if file.filename in names]
 
 
-def list_files(repo: str, revision: str | None, patterns: Sequence[str]) -> list[DryRunFileInfo]:
+def list_files(
+    repo: str, revision: str | None, patterns: Sequence[str], repo_type: str = "model"
+) -> list[DryRunFileInfo]:
     """Return the files that match a pattern. Raises ModelError if the Hub cannot be reached or denies access."""
     with translate_hub_errors(repo, revision), hide_bars_without_terminal():
         return snapshot_download(
-            repo, revision=revision, allow_patterns=list(patterns), dry_run=True, local_files_only=is_offline()
+            repo,
+            repo_type=repo_type,
+            revision=revision,
+            allow_patterns=list(patterns),
+            dry_run=True,
+            local_files_only=is_offline(),
         )
 
 
-def download_files(repo: str, revision: str | None, files: Sequence[DryRunFileInfo]) -> None:
-    """Download files to the Hub cache. Raises ModelError if this fails or the disk has too little space."""
+def download_files(
+    repo: str, revision: str | None, files: Sequence[DryRunFileInfo], repo_type: str = "model"
+) -> None:
+    """Download files to the Hub cache. Raises ModelError if this fails or the disk is too small."""
     with translate_hub_errors(repo, revision), hide_bars_without_terminal():
         require_disk_space(repo, [file for file in files if file.will_download])
-        with log_download_progress(repo, files):
-            snapshot_download(repo, revision=revision, allow_patterns=sorted(file.filename for file in files))
+        with log_download_progress(f"{repo_type} {repo}", files):
+            names = sorted(file.filename for file in files)
+            snapshot_download(repo, repo_type=repo_type, revision=revision, allow_patterns=names)
 
 
-def read_licence(repo: str, commit: str) -> str:
+def read_licence(repo: str, commit: str, repo_type: str = "model") -> str:
     """Return the licence on a repository's Hub page, or "not stated". Raises ModelError if the Hub does not respond."""
     with translate_hub_errors(repo, commit):
-        info = HfApi().model_info(repo, revision=commit)
+        info = HfApi().repo_info(repo, revision=commit, repo_type=repo_type)
     card = info.card_data
     licence = str((card and (card.get("license_name") or card.get("license"))) or "not stated")
     return f"{licence} (gated)" if info.gated else licence
 
 
 def component_names(index: Mapping[str, Any]) -> list[str]:
-    """Return the names of the components in model_index.json, except components that are null."""
+    """Return the names of the components in model_index.json that are not null."""
     return [name for name, entry in index.items() if isinstance(entry, list) and entry and entry[0] is not None]
 
 
 def select_files(files: Sequence[str], parts: Sequence[str], *, weights: bool = True) -> list[str]:
-    """Return the file names in `files` that are needed to load the components named in `parts`.
+    """Return the names in `files` that are needed to load the components `parts`.
 
     If a component has plain weights (model.safetensors), its variants (model.fp16.safetensors) are skipped.
     """
@@ -238,10 +245,10 @@ def file_name(name: str) -> str:
 
 
 def is_snapshot_complete(repo: str, folder: Path, parts: Sequence[str], *, weights: bool) -> bool:
-    """Return whether the snapshot folder has all files of the components in `parts`.
+    """Return whether the snapshot folder has all files of the components `parts`.
 
-    Compares the folder with the file list that the last download saved. Without such a list, checks that each component
-    folder contains files and that no weight shards are missing.
+    If the last download saved no file list, checks only that no component folder is empty and no weight file is
+    missing.
     """
     try:
         files = [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]
@@ -259,7 +266,7 @@ def has_component_files(folder: Path, *, weights: bool) -> bool:
 
 
 def require_disk_space(repo: str, files: Sequence[DryRunFileInfo]) -> None:
-    """Raise ModelError if the disk of the Hub cache has too little free space for these files."""
+    """Raise ModelError if the disk of the Hub cache has too little free space."""
     needed, cache = total_bytes(files), Path(constants.HF_HUB_CACHE)
     free = shutil.disk_usage(existing_parent(cache)).free
     if needed > free:
@@ -275,10 +282,6 @@ def total_bytes(files: Sequence[DryRunFileInfo]) -> int:
 
 @contextmanager
 def hide_bars_without_terminal() -> Iterator[None]:
-    """Hide huggingface_hub's progress bars if stderr is not a terminal.
-
-    In a log file, each update of a bar would be a separate line.
-    """
     hides = not sys.stderr.isatty() and not are_progress_bars_disabled()
     if hides:
         disable_progress_bars()
@@ -290,24 +293,42 @@ def hide_bars_without_terminal() -> Iterator[None]:
 
 
 @contextmanager
-def log_download_progress(repo: str, files: Sequence[DryRunFileInfo]) -> Iterator[None]:
-    """Log the size of the download, then report progress every PROGRESS_INTERVAL_S seconds inside the context.
+def log_download_progress(name: str, files: Sequence[DryRunFileInfo]) -> Iterator[None]:
+    """Inside the context, log a download's size and progress, and reset the hang watchdog.
 
-    Each report resets the hang watchdog. If progress bars are disabled, each report is also printed.
+    name: such as "model owner/name".
     """
     todo = [file for file in files if file.will_download]
     log.info(
-        "model %s: %.1f GB, downloading %d of %d files (%.1f GB in the cache)",
-        *(repo, total_bytes(files) / 1e9, len(todo), len(files), (total_bytes(files) - total_bytes(todo)) / 1e9),
+        "%s: %.1f GB, downloading %d of %d files (%.1f GB in the cache)",
+        *(name, total_bytes(files) / 1e9, len(todo), len(files), (total_bytes(files) - total_bytes(todo)) / 1e9),
     )
+
+    start_s, present, total = time.monotonic(), bytes_on_disk(todo), total_bytes(todo)
 
     def report() -> None:
         LIVENESS.record_progress()
         if are_progress_bars_disabled():  # also for commands without logging, such as wfm fetch
-            write_line(f"model {repo}: still downloading")
+            done = min(bytes_on_disk(todo), total)
+            left = ""
+            if done > present:
+                left_s = (time.monotonic() - start_s) / (done - present) * (total - done)
+                left = f", {format_duration(left_s)} left"
+            write_line(f"{name}: still downloading, {done / 1e9:.1f} of {total / 1e9:.1f} GB{left}")
 
     with call_periodically(report, PROGRESS_INTERVAL_S):
         yield
+
+
+def bytes_on_disk(files: Sequence[DryRunFileInfo]) -> int:
+    """Return how many bytes of `files` (all of one repository) are in the Hub cache, incomplete files included."""
+    num_bytes = total_bytes([file for file in files if os.path.exists(file.local_path)])
+    for file in files[:1]:
+        blobs = Path(file.local_path.partition("/snapshots/")[0], "blobs")
+        for path in blobs.glob("*.incomplete"):
+            with suppress(FileNotFoundError):  # it was completed
+                num_bytes += path.stat().st_size
+    return num_bytes
 
 
 def missing_index_message(repo: str, revision: str | None, files: Sequence[str]) -> str:
@@ -325,7 +346,7 @@ def missing_index_message(repo: str, revision: str | None, files: Sequence[str])
 
 
 def display_name(folder: Path) -> str:
-    """Return a name of a pipeline folder for messages: repository and commit of a Hub snapshot, otherwise the path."""
+    """Return a folder's name for messages: repository and commit of a Hub snapshot, or the path of another folder."""
     source = snapshot_origin(folder)
     return str(folder) if source is None else f"{source[0]} @ {source[1][:7]}"
 

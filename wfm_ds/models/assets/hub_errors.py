@@ -1,4 +1,4 @@
-"""Converts errors of the Hugging Face Hub to one-sentence messages that say what to do."""
+"""Converts errors of the Hugging Face Hub to messages that say what to do."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class HubConnectionError(ModelError):
 
 @contextmanager
 def translate_hub_errors(repo: str, revision: str | None) -> Iterator[None]:
-    """Convert exceptions of huggingface_hub to ModelError with a message that says what to do."""
+    """Convert huggingface_hub's exceptions inside the context to ModelErrors that say what to do."""
     at = f" --revision {revision}" if revision is not None else ""
     try:
         yield

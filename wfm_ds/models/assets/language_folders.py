@@ -1,4 +1,4 @@
-"""Locate vision-language models: a local folder, a tiny model, or a repository `owner/name` of the Hub."""
+"""Finds the folders of vision-language models on this machine and on the Hub."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def locate_language_model(path: str, revision: str | None = None) -> Path:
 
 
 def download_language_model(path: str, revision: str | None = None) -> Path:
-    """Return the folder of a vision-language model after downloading its missing files.
+    """Download the missing files of a vision-language model and return its folder.
 
     Raises ModelError if the download fails.
     """
@@ -59,8 +59,7 @@ def list_language_files(repo: str, revision: str | None) -> list[DryRunFileInfo]
 def is_language_snapshot_complete(repo: str, folder: Path) -> bool:
     """Return whether the snapshot folder has all files of the model.
 
-    Compares the folder with the file list that the last download saved. Without such a list, checks only the weight
-    files and the tokenizer.
+    If the last download saved no file list, checks only the weight files and the tokenizer.
     """
     try:
         names = [file.path for file in get_cached_repo_tree(repo, revision=folder.name)]

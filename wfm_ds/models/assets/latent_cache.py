@@ -1,4 +1,4 @@
-"""Disk cache of clean latents, so that training samples are encoded by the VAE only once."""
+"""Disk cache of clean latents."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ TENSOR_NAME = "latents"  # name of the tensor in an entry
 
 
 class LatentCache:
-    """A disk cache of the latents of images and videos. Reads are thread-safe.
-
-    The key of an entry is the image or video and its `Framing` (crop, size and selected frames).
-    """
+    """A disk cache of the latents of images and videos. Reads are thread-safe."""
 
     def __init__(self, model: DiffusionModel, store: TensorStore) -> None:
         self._store = store
@@ -31,7 +28,7 @@ class LatentCache:
         return self._cache_key(medium, framing) in self._store
 
     def read(self, medium: Media, framing: Framing) -> Tensor | None:
-        """Return the cached latents [channels, ...], float32 on the CPU, or None if there is no entry."""
+        """Return the cached latents [channels, ...], float32 on the CPU, or None if they are not cached."""
         entry = self._store.read(self._cache_key(medium, framing))
         return None if entry is None else entry[TENSOR_NAME]
 

@@ -1,9 +1,4 @@
-"""Load a pipeline from its folder. Incomplete folders are rejected.
-
-Plain diffusers initializes missing weights randomly and replaces a missing tokenizer by an empty one. Training would
-then silently go wrong. This module therefore loads each network with its own class, which reports missing weights, and
-checks the files of tokenizers.
-"""
+"""Loads a pipeline from its folder, and rejects incomplete folders, which plain diffusers may accept."""
 
 from __future__ import annotations
 
@@ -47,10 +42,6 @@ ABSENT_COMPONENT = [None, None]  # entry of an absent component in model_index.j
 
 @contextmanager
 def hide_progress_bars() -> Iterator[None]:
-    """Disable the progress bars of diffusers and transformers inside the context.
-
-    Otherwise each rank would print its own bars to the log.
-    """
     libraries = [lib for lib in (diffusers.utils.logging, transformers.utils.logging) if lib.is_progress_bar_enabled()]
     for library in libraries:
         library.disable_progress_bar()
@@ -72,7 +63,7 @@ def load_pipeline(
     """Load the diffusers pipeline in `folder` to the CPU, offline, from safetensors only.
 
     required: names of components that must not be null in model_index.json.
-    component_dtype: function that returns the dtype of a network, given its name.
+    component_dtype: function that maps the name of a network to its dtype.
     extra: {name: component} for components that the folder does not contain.
     mapped: names of networks to keep memory-mapped in their stored dtype (see load_network).
     overrides: {name: component} to set after construction, without diffusers' type checks.
@@ -111,7 +102,6 @@ def load_pipeline(
 
 @contextmanager
 def silence_type_warnings() -> Iterator[None]:
-    """Hide diffusers' warnings about component classes that differ from the pipeline's signature."""
     logger = logging.getLogger(DiffusionPipeline.__module__)
 
     def is_other_warning(record: logging.LogRecord) -> bool:
@@ -127,7 +117,7 @@ def silence_type_warnings() -> Iterator[None]:
 def resolve_network_class(entry: Any) -> type[torch.nn.Module] | None:
     """Return the network class that an entry of model_index.json names, or None if the entry is not a network.
 
-    Raises ModelError if the package of the class cannot be imported.
+    Raises ModelError if the class cannot be imported.
     """
     member = resolve_component_class(entry)
     is_network = member is not None and issubclass(member, (diffusers.ModelMixin, transformers.PreTrainedModel))
@@ -138,7 +128,7 @@ def resolve_component_class(entry: Any) -> type | None:
     """Return the class that an entry of model_index.json names.
 
     Returns None for entries that are not classes, and for classes in a subpackage of diffusers.pipelines. Raises
-    ModelError if the package of the class cannot be imported.
+    ModelError if the class cannot be imported.
     """
     if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(name, str) for name in entry):
         return None  # a flag, or an absent component
@@ -154,10 +144,9 @@ def resolve_component_class(entry: Any) -> type | None:
 
 
 def check_components(folder: Path, index: Mapping[str, Any]) -> None:
-    """Raise ModelError if a component in this pipeline folder has an unsupported format or a suspicious config.
+    """Raise ModelError if a component has an unsupported format, such as quantized weights, or a suspicious config.
 
-    Examples are quantized weights, pickled weights, and implausibly large numbers in a config. Missing folders and
-    files are accepted, because the weights may not have been downloaded yet.
+    Missing folders and files are accepted.
     """
     for name, entry in index.items():
         if resolve_network_class(entry) is not None:
@@ -186,10 +175,7 @@ def check_config(file: Path, config: Mapping[str, Any]) -> None:
 
 
 def check_weight_files(folder: Path) -> None:
-    """Raise ModelError if the weights in a network's folder have a format that training does not support.
-
-    Quantized weights and files other than safetensors are not supported.
-    """
+    """Raise ModelError if a network's folder has quantized weights, or weights in another format than safetensors."""
     check_configs(folder)
     files = list_weight_files(folder)
     others = sorted(file.name for file in folder.glob("*") if file.suffix in {*UNUSED_WEIGHT_SUFFIXES, ".gguf"})
@@ -205,11 +191,8 @@ def check_weight_files(folder: Path) -> None:
 def require_no_unexpected_weights(folder: Path, network: torch.nn.Module, unexpected: Sequence[str]) -> None:
     """Raise ModelError if a weight file has tensors that the network does not use, such as scales of float8 weights.
 
-    unexpected: names of the tensors that the network did not load. Three kinds of unexpected tensors are accepted:
-    - buffers of the network,
-    - tensors that the network's class declares as unused,
-    - for networks of the transformers library, tensors of modules that the network does not have, such as the head of a
-      language model.
+    unexpected: names of the tensors that the network did not load. Accepts buffers, tensors that the network's class
+    declares as unused, and, for transformers networks, tensors of absent modules.
     """
     patterns = getattr(network, "_keys_to_ignore_on_load_unexpected", None) or ()
     modules, buffers = dict(network.named_modules()), dict(network.named_buffers())
@@ -231,7 +214,6 @@ def require_no_unexpected_weights(folder: Path, network: torch.nn.Module, unexpe
 def load_network(folder: Path, network_class: Any, dtype: torch.dtype, *, mapped: bool = False) -> torch.nn.Module:
     """Load one network in evaluation mode. Raises ModelError if its folder or weights are missing.
 
-    dtype: passed to from_pretrained. Casting the network later would also convert modules that must stay in float32.
     mapped: keep the parameters memory-mapped in their stored dtype, if all stored tensors have the same dtype. All
     processes of the machine then share the memory of these parameters. Buffers are cast to `dtype`.
     """
@@ -270,13 +252,13 @@ def read_stored_dtypes(folder: Path) -> set[str]:
 
 
 def weights_dtype(folder: Path) -> torch.dtype | None:
-    """Return the dtype of the tensors in a folder's safetensors files. Returns None if they have different dtypes."""
+    """Return the dtype of the tensors in a folder's safetensors files, or None if they have different dtypes."""
     names = read_stored_dtypes(folder)
     return SAFETENSORS_DTYPES.get(names.pop()) if len(names) == 1 else None
 
 
 def cast_persistent_buffers(network: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast persistent buffers to `dtype`, except those that the network's class keeps in float32, as diffusers does."""
+    """Cast persistent buffers to `dtype`, except buffers that the network's class keeps in float32."""
     float32_names = set(getattr(network, "_keep_in_fp32_modules", None) or ())
     for prefix, part in network.named_modules():
         for name, buffer in part.named_buffers(recurse=False):
@@ -293,7 +275,7 @@ def require_tokenizer_files(folder: Path, pipeline: Any) -> None:
 
 
 def read_call_json(folder: Path) -> dict[str, Any]:
-    """Return the pipeline call arguments in the folder's call.json, or {} if the folder has no such file."""
+    """Return the pipeline call arguments in the folder's call.json, or {} if there is no such file."""
     file = folder / "call.json"
     return read_json(file) if file.is_file() else {}
 
@@ -307,7 +289,7 @@ def read_max_sequence_length(folder: Path) -> int | None:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the object in a JSON file. Raises ModelError if the file is unreadable or contains no object."""
+    """Return the JSON object in a file. Raises ModelError if the file is unreadable or contains no object."""
     try:
         content = json.loads(read_regular(file))
     except (OSError, ValueError, RecursionError) as error:
@@ -318,7 +300,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Return {tensor name: file name} from the index of sharded weights. Raises ModelError if the index is invalid."""
+    """Return {tensor name: file name} from a shard index. Raises ModelError if the index is invalid."""
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ModelError(f"{index} has no weight_map of file names; copy or download the model again")
@@ -326,7 +308,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
 
 
 def select_device(name: str | None) -> torch.device:
-    """Return the device. name: None selects the GPU if there is one. Raises UserError if the device cannot be used."""
+    """Return device `name`. None selects the GPU or, without one, the CPU. Raises UserError for an unusable device."""
     if name is None:
         return torch.device("cuda" if uses_cuda() else "cpu")
     try:

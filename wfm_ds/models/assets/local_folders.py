@@ -1,4 +1,4 @@
-"""Fast checks of tiny models and local model folders, without importing torch or diffusers."""
+"""Checks tiny models and local model folders without importing torch or diffusers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CONFIG_FILE = "config.json"
 def require_local_model(path: str, *, is_language_model: bool) -> None:
     """Raise ModelError if a tiny model or local folder does not exist or is not the required kind of model.
 
-    is_language_model: require a vision-language model instead of a pipeline. Repositories of the Hub are not checked.
+    is_language_model: require a vision-language model instead of a pipeline. Hub repositories are not checked.
     """
     if is_repo_id(path):
         return
@@ -30,7 +30,7 @@ def require_local_model(path: str, *, is_language_model: bool) -> None:
 
 
 def require_tiny_name(path: str, *, is_language_model: bool) -> None:
-    """Raise ModelError unless `tiny:NAME` is a tiny pipeline or, with is_language_model, a vision-language model."""
+    """Raise ModelError unless `path` names a tiny pipeline or, with is_language_model, a tiny vision-language model."""
     name = path.removeprefix(TINY_PREFIX)
     if is_language_model:
         if name not in tiny.LANGUAGE_FAMILIES:

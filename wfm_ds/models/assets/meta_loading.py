@@ -1,4 +1,4 @@
-"""Load pipelines on torch's meta device. Their networks have shapes but no values, so only config files are needed."""
+"""Loads pipelines on torch's meta device, where networks have shapes but no values. Only config files are read."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def load_on_meta_device(
     inputs: Collection[str] = (),
     embedded_guidance: float | None = None,
 ) -> DiffusionModel:
-    """Load a pipeline on the meta device in seconds, without weights and tokenizers. The pipeline cannot encode text.
+    """Load a pipeline on the meta device, without weights and tokenizers. The pipeline cannot encode text.
 
-    Raises ModelError if the pipeline is missing or not supported, if a config is invalid, or if the network does not
+    Raises ModelError if the pipeline is missing or unsupported, if a config is invalid, or if the network does not
     support `embedded_guidance`.
     """
     folder = registry.resolve_pipeline(path, user_family, revision, weights=False)
@@ -81,7 +81,7 @@ def load_on_meta_device(
 def build_meta_component(folder: Path, entry: list[str | None]) -> Any:
     """Build a network on the meta device, or a scheduler, from an entry of model_index.json.
 
-    Returns None for any other kind of entry, such as a tokenizer.
+    Returns None for other entries, such as tokenizers.
     """
     network = resolve_network_class(entry)
     if network is None:

@@ -1,4 +1,4 @@
-"""Hub repositories of the released models that wfm_ds supports, in diffusers' format, and hints for error messages."""
+"""Hub repositories of the supported released models in diffusers' format, and hints for error messages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ COSMOS_CHECKPOINT_SUFFIX = "_ema_bf16.pt"  # file name suffix of the original Co
 def cosmos_conversion_command(file: str, name: str) -> str:
     """Return the shell command that converts an original Cosmos checkpoint to diffusers.
 
-    file: path of the checkpoint. name: its path or repository name. The model size is 14B if `name` contains "14B", and
+    file: path of the checkpoint. name: its path or repository name. The model is 14B if `name` contains "14B",
     otherwise 2B.
     """
     size = "14B" if "14B" in name else "2B"
@@ -55,17 +55,14 @@ def cosmos_conversion_command(file: str, name: str) -> str:
 
 
 def closest_released_repo(path: str) -> str | None:
-    """Return the released repository with the name most similar to `path`, or None if none is similar."""
+    """Return the released repository with the name most similar to `path`, or None if no name is similar."""
     by_name = {_last_part(repo).lower(): repo for repo in RELEASED_REPOS}
     near = difflib.get_close_matches(_last_part(path).lower(), by_name, n=1, cutoff=0.7)
     return by_name[near[0]] if near else None
 
 
 def suggest_released_repo(path: str) -> str:
-    """Return an error-message hint with the released repository whose name is most similar to `path`.
-
-    Returns "" if no name is similar.
-    """
+    """Return an error-message hint with the released repository most similar to `path`, or "" if none is similar."""
     repo = closest_released_repo(path)
     if repo is None or repo == path:
         return ""

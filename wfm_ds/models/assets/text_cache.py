@@ -1,13 +1,4 @@
-"""Formatting and encoding of texts, with a cache of their embeddings.
-
-The cache has up to three levels: a small one in device memory, a larger one in host memory and, optionally, a store on
-disk for all embeddings. Cache keys are the formatted texts, because some pipelines append size, duration or other
-information to the prompt.
-
-The disk store is in data.cache_dir or, by default, in the user's cache. The user's cache has a separate folder for each
-combination of text encoder, device type and torch version. A folder that no run has opened for UNUSED_S seconds is
-removed.
-"""
+"""Formats and encodes texts, and caches their embeddings in device memory, in host memory and, optionally, on disk."""
 
 from __future__ import annotations
 
@@ -56,14 +47,13 @@ UNUSED_S = 90 * 24 * 3600.0
 
 
 def prompt_text(prompt: Prompt) -> PromptText:
-    """Convert a prompt to the type that `format_prompts` accepts."""
     return prompt.text if prompt.viewpoint is None else ViewpointText(prompt.text, prompt.viewpoint)
 
 
 def format_prompts(
     model: DiffusionModel, texts: Sequence[PromptText], size: tuple[int, int], num_frames: int
 ) -> list[Text]:
-    """Format prompts and negative prompts as the diffusers pipeline does for this size (height, width) in pixels."""
+    """Format prompts and negative prompts for this size (height, width) in pixels, as the diffusers pipeline does."""
 
     def format_text(text: PromptText) -> Text:
         if isinstance(text, NegativeText):
@@ -78,7 +68,7 @@ def format_prompts(
 def require_viewpoints(model: DiffusionModel, size: SamplingRecipe, key: str) -> None:
     """Raise ModelError if the model's prompts cannot contain a viewpoint.
 
-    key: recipe key or command-line option that sets the viewpoint, for the error message.
+    key: recipe key or command-line option for the error message.
     """
     shape = (size.height, size.width, size.num_frames)
     if model.format_prompt("", *shape, viewpoint="wrist_view") == model.format_prompt("", *shape):
@@ -92,13 +82,13 @@ class PrecomputedEmbedding(Protocol):
         """Return a key that changes when the embedding changes. Raises OSError if its file cannot be read."""
 
     def load(self) -> Tensor:
-        """Load the embedding [tokens, channels]. It may not fit the model. Raises DataError on failure."""
+        """Load the embedding [tokens, channels], which may not fit the model. Raises DataError on failure."""
 
 
 class EmbeddingLru:
-    """A cache of text embeddings with at most `max_bytes` bytes. It evicts the least recently used embeddings first.
+    """A cache of text embeddings. It evicts the least recently used ones when it exceeds `max_bytes` bytes.
 
-    The most recently used embedding stays in the cache even if it is larger than `max_bytes`.
+    The most recently used embedding is never evicted.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -111,7 +101,6 @@ class EmbeddingLru:
         return self._rows.get(text)
 
     def put(self, rows: Mapping[Text, EmbeddingRow]) -> None:
-        """Add embeddings, then evict the least recently used ones until the cache fits `max_bytes`."""
         for text, row in rows.items():
             self._bytes += num_bytes(row)
             self._rows[text] = row
@@ -126,8 +115,8 @@ class EmbeddingLru:
 class TextCache:
     """A cache of text embeddings in memory and, optionally, on disk.
 
-    `model.encode_negative_text` encodes texts of type NegativeText. `model.encode_text` encodes all other texts. Each
-    text is encoded separately, so results do not depend on the batch.
+    Each text is encoded separately, by `model.encode_negative_text` if it is a NegativeText, otherwise by
+    `model.encode_text`.
     """
 
     def __init__(
@@ -139,10 +128,7 @@ class TextCache:
         store: TensorStore | None = None,
         precomputed: Mapping[str, PrecomputedEmbedding] | None = None,
     ) -> None:
-        """precomputed: {text: embedding} to use instead of encoding the text.
-
-        If an embedding cannot be loaded or its shape does not fit the model, its text is encoded.
-        """
+        """precomputed: {text: embedding}. A text is encoded if its embedding is unreadable or does not fit."""
         self._model = model
         self._store, self._max_bytes = store, max_bytes
         self._precomputed = precomputed or {}
@@ -156,10 +142,9 @@ class TextCache:
         return self._model.stack_conditioning([rows[text] for text in texts])
 
     def prepare(self, texts: Iterable[Text]) -> None:
-        """Encode texts that are not cached yet. Stops when the new embeddings fill half of the host cache.
+        """Encode texts that are not cached yet, so that `encode` rarely makes the host wait for the device.
 
-        Running the text encoders makes the host wait for the device. Calling this method in advance avoids most of
-        these waits in `encode`.
+        Stops when the new embeddings fill half of the host cache.
         """
         if not self._model.text_encoders():
             return
@@ -193,11 +178,9 @@ class TextCache:
 
     @property
     def folder(self) -> Path | None:
-        """The folder of the disk store, or None if embeddings are cached only in memory."""
         return None if self._store is None else self._store.folder
 
     def open_folder(self, *, required: bool) -> bool:
-        """Create the folder of the disk store and record that a run uses it (see `open_store_folder`)."""
         assert self._store is not None
         return open_store_folder(self._store, required=required)
 
@@ -263,15 +246,15 @@ def create_text_store(recipe: Recipe, model: DiffusionModel) -> TensorStore | No
 
 
 def software_key(model: DiffusionModel) -> str:
-    """Return a hash of everything that affects text embeddings, including device type and torch version."""
+    """Return a hash of everything that text embeddings depend on, except the text."""
     settings = {**model.text_cache_key(), "device": model.device.type, "torch": torch.__version__}
     return hashlib.sha256(canonical_json(settings).encode()).hexdigest()[:24]
 
 
 def open_store_folder(store: TensorStore, *, required: bool) -> bool:
-    """Create the folder and record the current time as its last use. Return True on success.
+    """Create the store's folder and record its use. Return whether this succeeded.
 
-    If the folder cannot be written, raises DataError if `required` is set. Otherwise logs a warning and returns False.
+    If the folder cannot be written, raises DataError if `required` is set, and otherwise logs a warning.
     """
     try:
         store.folder.mkdir(parents=True, exist_ok=True)
@@ -286,7 +269,7 @@ def open_store_folder(store: TensorStore, *, required: bool) -> bool:
 
 
 def remove_unused_folders(now_s: float) -> None:
-    """Remove folders in the user's cache that no run has opened for UNUSED_S seconds.
+    """Remove the embedding folders in the user's cache that no run has opened for UNUSED_S seconds.
 
     now_s: current Unix time in seconds.
     """

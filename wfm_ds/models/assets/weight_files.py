@@ -1,8 +1,6 @@
 """The safetensors files of a network: select the files to load, and compute fingerprints of their content.
 
-diffusers and transformers call an alternative set of weights a variant. The file of the variant bf16 is named
-`model.bf16.safetensors`. Its shards are named `model.bf16-00001-of-00002.safetensors` or, in older releases,
-`model-00001-of-00002.bf16.safetensors`. Some folders, as in SANA's BF16 repositories, contain only a variant.
+diffusers and transformers call an alternative set of weights a variant, such as bf16 in `model.bf16.safetensors`.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ def parse_variant(name: str) -> str | None:
 
 
 def select_variant(folder: Path) -> str | None:
-    """Return the variant to load from a network's folder. Returns None if the folder has plain weights or is empty.
+    """Return the variant to load from a network's folder, or None if the folder has plain weights or is empty.
 
     Raises ModelError if there are several variants and none of them is bf16.
     """
@@ -48,7 +46,7 @@ def list_weight_files(folder: Path) -> list[Path]:
 
 
 def shard_index_path(folder: Path, base: str) -> Path:
-    """Return the path that the shard index of a network's weights would have. The file may not exist.
+    """Return the path of a network's shard index, which may not exist.
 
     base: base name of the weight files, `diffusion_pytorch_model` or `model`.
     """
@@ -76,8 +74,8 @@ def fingerprint_folders(folder: Path, parts: Iterable[str]) -> str:
     """Return a SHA-256 hex digest of subfolders of a pipeline folder.
 
     parts: names of the subfolders, such as "vae".
-    Configs and tokenizer files are hashed completely. For a weight file, only the size, the header, the first MiB and
-    the last MiB are hashed. Weight files that are not loaded are skipped. Raises ModelError if a file cannot be read.
+    Only the size, header, first MiB and last MiB of a weight file are hashed. Weight files that are not loaded are
+    skipped. Raises ModelError if a file cannot be read.
     """
     digest = hashlib.sha256()
     for part in sorted(parts):

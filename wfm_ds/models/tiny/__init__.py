@@ -1,8 +1,7 @@
 """Tiny random pipelines for tests, laptops and the quickstart: `wfm models tiny FAMILY OUT_DIR`.
 
-Each tiny pipeline is a complete folder that plain diffusers loads offline. The bytes of its files are the same on every
-run, because vocabularies are written by hand and weights use fixed seeds. Its `call.json` contains the pipeline call
-arguments for one small image or video.
+A tiny pipeline is a complete folder that plain diffusers loads offline. The bytes of its files are the same on every
+run.
 """
 
 from __future__ import annotations
@@ -52,11 +51,7 @@ def write_tiny_model(family: str, out: Path) -> None:
 
 
 def drop_derived_config(file: Path) -> None:
-    """Remove block_out_channels from the config of an AutoencoderTiny.
-
-    AutoencoderTiny saves this value although it computes it from other keys. Diffusers would log a warning when it
-    loads a config with this key.
-    """
+    """Remove block_out_channels from the config of an AutoencoderTiny, because diffusers would warn about it."""
     config = json.loads(file.read_text())
     if config["_class_name"] == "AutoencoderTiny":
         del config["block_out_channels"]
@@ -64,5 +59,4 @@ def drop_derived_config(file: Path) -> None:
 
 
 def source_files() -> list[Path]:
-    """Return the source files that determine the bytes of all tiny pipelines."""
     return sorted(path for folder in __path__ for path in Path(folder).rglob("*.py"))

@@ -1,4 +1,4 @@
-"""Random text encoders, image encoders and vision-language models for the tiny pipelines. Their widths are 16 to 64.
+"""Random text encoders, image encoders and vision-language models of width 16 to 64 for the tiny pipelines.
 
 Functions named `..._text` build the tokenizers and text encoders of a pipeline and return {component name: component}.
 """
@@ -70,7 +70,6 @@ def clip_encoder(tokenizer: Any, seed: int) -> Any:
 
 
 def gemma_encoder(vocab_size: int, seed: int, class_name: str = "Gemma2Model") -> Any:
-    """Return a Gemma-2 encoder for the vocabulary of `gemma_tokenizer`."""
     ids = {f"{name}_token_id": GEMMA_SPECIAL_TOKENS.index(f"<{name}>") for name in ("pad", "eos", "bos")}
     config = transformers.Gemma2Config(
         vocab_size=vocab_size, query_pre_attn_scalar=16, sliding_window=64, **DECODER, **ids
@@ -79,7 +78,6 @@ def gemma_encoder(vocab_size: int, seed: int, class_name: str = "Gemma2Model") -
 
 
 def qwen25vl_encoder(tokenizer: Any, seed: int) -> Any:
-    """Return a Qwen2.5-VL with two text layers and one vision layer of width 32."""
     text = {name: value for name, value in DECODER.items() if name != "head_dim"}
     config = transformers.Qwen2_5_VLConfig(
         text_config={
@@ -159,10 +157,7 @@ def cosmos3_text() -> Parts:
 
 
 def flux2_dev_text() -> Parts:
-    """Return the tokenizer and text encoder of FLUX.2-dev, a Mistral3 with 31 layers.
-
-    The pipeline needs 31 layers because it concatenates the hidden states of layers 10, 20 and 30.
-    """
+    """Return the tokenizer and text encoder of FLUX.2-dev, a Mistral3 with 31 layers (the pipeline uses layer 30)."""
     from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 
     # The pipeline prepends this message to every prompt. Each word is one token, so a short sequence has room for the
@@ -197,7 +192,6 @@ def flux2_dev_text() -> Parts:
 
 
 def clip_image_parts() -> Parts:
-    """Return a CLIP image encoder, randomly initialized by the transformers library, and an image processor."""
     config = transformers.CLIPVisionConfig(
         hidden_size=CLIP_IMAGE_WIDTH,
         intermediate_size=32,

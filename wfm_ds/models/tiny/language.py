@@ -1,4 +1,4 @@
-"""Tiny random vision-language models for transformers: model, tokenizer and image processor."""
+"""Tiny random vision-language models for transformers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ EXPERTS = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok":
 
 @dataclass(frozen=True, slots=True)
 class TinyLanguageModel:
-    """A vision-language model, its tokenizer and its image processor."""
-
     model: Any
     tokenizer: Any
     image_processor: Any
@@ -32,7 +30,7 @@ class TinyLanguageModel:
 
 
 def build_language_model(name: str) -> TinyLanguageModel:
-    """Return the model of this name in LANGUAGE_FAMILIES, in float32 and evaluation mode."""
+    """Return a model from LANGUAGE_FAMILIES in float32 and evaluation mode."""
     tokenizer = chat_tokenizer()
     if name == "qwen25vl":
         model = qwen25vl_encoder(tokenizer, QWEN25_SEED)

@@ -1,7 +1,4 @@
-"""The table of the tiny pipelines: classes, sizes, call arguments and build functions of each family.
-
-Names of diffusers and transformers classes are strings, so that the classes are imported only when they are used.
-"""
+"""The table of the tiny pipelines: classes, sizes, call arguments and build functions of each family."""
 
 from __future__ import annotations
 
@@ -88,10 +85,7 @@ class TinyPipeline:
     has_guardrail: bool = False
 
     def build(self) -> Any:
-        """Return the pipeline in float32 and evaluation mode.
-
-        If the pipeline class has a guardrail, its safety checker is set to None, as in the published pipelines.
-        """
+        """Return the pipeline in float32 and evaluation mode, without a safety checker."""
         parts = self.text() | self.more() | ({"safety_checker": NoGuardrail()} if self.has_guardrail else {})
         pipeline = getattr(diffusers, self.pipeline)(
             transformer=build_transformer(self.transformer, self.sizes, change_weights=self.change_weights),

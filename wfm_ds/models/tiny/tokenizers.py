@@ -1,4 +1,4 @@
-"""Tokenizers of the tiny pipelines. Their vocabularies are written by hand, so ids are the same on every machine.
+"""Tokenizers of the tiny pipelines, with ids that are the same on every machine.
 
 Every word of WORDS is one token. All other text is split into bytes or single characters.
 """
@@ -65,8 +65,7 @@ MISTRAL_SPLIT = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+"  # word
 def suffix_merges(word: str, mark: str) -> list[tuple[str, str]]:
     """Return the BPE merges that build `word` followed by `mark`, from right to left.
 
-    For the word "red" and the mark "</w>", the merges are ("e", "d</w>"), ("r", "ed</w>"). Every pair contains the
-    mark, so merges of different words do not interfere.
+    For the word "red" and the mark "</w>", the merges are ("e", "d</w>"), ("r", "ed</w>").
     """
     *head, tail = [*word[:-1], word[-1] + mark]
     pairs = []
@@ -92,15 +91,11 @@ def number_tokens(*tokens: str, merges: Iterable[tuple[str, str]], last: Iterabl
 
 
 def byte_symbols() -> list[str]:
-    """Return the 256 characters that represent bytes, sorted."""
     return sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def clip_tokenizer(model_max_length: int) -> CLIPTokenizer:
-    """Return a CLIP tokenizer with 614 ids.
-
-    The vocabulary contains bytes, bytes at the end of a word, merged words, and start and end tokens.
-    """
+    """Return a CLIP tokenizer with 614 ids: bytes, bytes at the end of a word, merged words, start and end tokens."""
     merges = list(dict.fromkeys(pair for word in WORDS for pair in suffix_merges(word, "</w>")))
     symbols, ends = byte_symbols(), ("<|startoftext|>", "<|endoftext|>")
     vocabulary = number_tokens(*symbols, *(symbol + "</w>" for symbol in symbols), merges=merges, last=ends)
@@ -108,10 +103,9 @@ def clip_tokenizer(model_max_length: int) -> CLIPTokenizer:
 
 
 def gemma_tokenizer() -> GemmaTokenizer:
-    """Return a Gemma tokenizer with 487 ids.
+    """Return a Gemma tokenizer with 487 ids: special tokens, bytes, ASCII characters and words. It prepends <bos>.
 
-    The vocabulary contains special tokens, bytes, the symbol for the start of a word, ASCII characters and words. The
-    first word of a text is split into characters, because that symbol does not precede it. <bos> is prepended.
+    The first word of a text is split into characters.
     """
     merges = prefix_merges(SENTENCEPIECE_SPACE, WORDS)
     bytes_of_others = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -120,11 +114,7 @@ def gemma_tokenizer() -> GemmaTokenizer:
 
 
 def t5_tokenizer() -> T5Tokenizer:
-    """Return a T5 tokenizer with 138 ids.
-
-    The tokenizer splits a text so that the sum of the tokens' log-probabilities is highest. A word has a higher
-    log-probability than its characters together, so words are not split.
-    """
+    """Return a T5 tokenizer with 138 ids."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), (SENTENCEPIECE_SPACE, -4.0)]  # T5 fixes the first 3 ids
     words = [(SENTENCEPIECE_SPACE + word, -2.0) for word in WORDS]
     return T5Tokenizer(vocab=[*special, *words, *((character, -8.0) for character in ASCII)], extra_ids=0)
@@ -135,8 +125,8 @@ def qwen_tokenizer(
 ) -> Qwen2Tokenizer:
     """Return a tokenizer with 435 ids: bytes, words with a leading space, special tokens. Each digit is one token.
 
-    add_prefix_space: put a space before the text, so that the first word is one token. more_words: additional words
-    that become one token each. template: the chat template.
+    add_prefix_space: put a space before the text, so that the first word is one token. more_words: words that become
+    one token each. template: the chat template.
     """
     merges = prefix_merges(BPE_SPACE, [*WORDS_WITHOUT_DIGITS, *QWEN_SYSTEM_WORDS, *more_words])
     tokenizer = Qwen2Tokenizer(
@@ -156,13 +146,11 @@ def chat_tokenizer() -> Qwen2Tokenizer:
 
 
 def boundary_token_ids(tokenizer: Any) -> dict[str, int]:
-    """Return {bos_token_id, eos_token_id} of a Qwen tokenizer for the config of a language model."""
     names = {"bos_token_id": "<|endoftext|>", "eos_token_id": "<|im_end|>"}
     return {key: tokenizer.convert_tokens_to_ids(token) for key, token in names.items()}
 
 
 def vision_token_ids(tokenizer: Any) -> dict[str, int]:
-    """Return {config key: id} of the image and video tokens for the config of a vision-language model."""
     names = {
         "image_token_id": "<|image_pad|>",
         "video_token_id": "<|video_pad|>",
@@ -173,7 +161,6 @@ def vision_token_ids(tokenizer: Any) -> dict[str, int]:
 
 
 def mistral_tokenizer(more_words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with bytes, words with a leading space, special tokens, and one token for each extra word."""
     merges = prefix_merges(BPE_SPACE, [*WORDS_WITHOUT_DIGITS, *more_words])
     vocabulary = number_tokens(*MISTRAL_SPECIAL_TOKENS, *byte_symbols(), merges=merges)
     bpe = Tokenizer(BPE(vocab=vocabulary, merges=merges, ignore_merges=True))

@@ -58,10 +58,7 @@ def z_image_vae() -> Any:
 
 
 def flux2_vae() -> Any:
-    """Return a random image VAE that halves height and width.
-
-    The mean and variance in its batch norm differ from 0 and 1, so that tests detect missing normalization.
-    """
+    """Return a random image VAE that halves height and width. Its batch norm changes the latents."""
     vae = image_vae("AutoencoderKLFlux2", widths=(8, 16))
     vae.bn.running_mean.copy_(torch.linspace(-0.5, 0.5, vae.bn.num_features))
     vae.bn.running_var.copy_(torch.linspace(0.5, 2.0, vae.bn.num_features))
@@ -100,7 +97,7 @@ def wan_vae(seed: int = SEED, **config: Any) -> Any:
 
 
 def wan22_ti2v_vae() -> Any:
-    """Return a random video VAE with spatial factor 16. A factor of 2 comes from its patches of 2 x 2 pixels."""
+    """Return a random video VAE with spatial factor 16, including its patches of 2 x 2 pixels."""
     return wan_vae(
         decoder_base_dim=8,
         is_residual=True,
@@ -120,10 +117,7 @@ def qwen_image_vae() -> Any:
 
 
 def ltx2_vae() -> Any:
-    """Return a random video VAE with temporal factor 2 and spatial factor 8.
-
-    The mean of its latents is not 0 and their std is not 1, so that tests detect missing normalization.
-    """
+    """Return a random video VAE with temporal factor 2 and spatial factor 8. Its latents have a mean other than 0."""
     with temporary_seed(SEED):
         vae = diffusers.AutoencoderKLLTX2Video(
             latent_channels=4,

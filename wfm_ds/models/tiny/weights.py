@@ -1,4 +1,4 @@
-"""Random weights of the tiny networks. They replace default initial values that would hide errors in tests."""
+"""Random weights of the tiny networks. Default initial values would hide errors in tests."""
 
 from __future__ import annotations
 
@@ -21,34 +21,27 @@ def keep_weights(transformer: nn.Module) -> None:
 
 
 def amplify_text(factor: float, transformer: nn.Module) -> None:
-    """Multiply the value projections of text tokens in joint attention by `factor`.
-
-    Otherwise, a prompt would hardly change the image.
-    """
+    """Multiply the values of text tokens in joint attention by `factor`, so that a prompt changes the image."""
     for name, weight in transformer.named_parameters():
         if ".add_v_proj." in name:
             weight.data.mul_(factor)
 
 
 def amplify_cross_attention(transformer: Any) -> None:
-    """Scale up the values of cross-attention, so that a prompt has a measurable effect.
-
-    Otherwise padding, which is nearly all of the 512 text tokens, would hide the effect.
-    """
+    """Scale up the values of cross-attention, so that a prompt has a measurable effect."""
     for block in transformer.blocks:
         block.attn2.to_v.weight.data.mul_(4)
 
 
 @torch.no_grad()
 def perturb_vectors(transformer: nn.Module) -> None:
-    """Add noise to vectors such as norm weights. Their initial values, zeros and ones, could hide errors in tests."""
+    """Add noise to vectors such as norm weights, which are initialized to zeros or ones."""
     for name, parameter in transformer.named_parameters():
         if parameter.ndim == 1 and not name.endswith("bias"):
             parameter.add_(0.2 * torch.randn_like(parameter))
 
 
 def randomize_padding(transformer: nn.Module) -> None:
-    """Randomize the learned padding tokens. Their initial value, zero, could hide errors in tests."""
     for name, token in transformer.named_parameters():
         if name.endswith("_pad_token"):
             nn.init.normal_(token)
@@ -56,10 +49,6 @@ def randomize_padding(transformer: nn.Module) -> None:
 
 @torch.no_grad()
 def randomize_zero_weights(transformer: nn.Module) -> None:
-    """Randomize weights that are initialized to zero, so that their layers affect the output.
-
-    Examples are temporal convolutions and the embedding of Pluecker coordinates (camera rays).
-    """
     for name, weight in transformer.named_parameters():
         if ".conv_k" in name or "plucker_embedder" in name or ".t_conv" in name:
             weight.normal_(0, 0.3)
@@ -88,10 +77,7 @@ def build_encoder(class_name: str, config: Any, seed: int) -> Any:
 
 
 def redraw_text_weights(encoder: nn.Module, seed: int) -> nn.Module:
-    """Reinitialize all weight matrices in place, so that embeddings clearly depend on the text. Returns the encoder.
-
-    The new standard deviations are larger than the default 0.02 of transformers.
-    """
+    """Reinitialize all weight matrices in place, so that embeddings clearly depend on the text."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in encoder.named_parameters():
         if weight.ndim != 2:

@@ -1,7 +1,4 @@
-"""The recipe's `algorithm` section. Each algorithm has its own module and settings class, selected by `name`.
-
-If `name` has the form `package.module:Class`, it selects the settings class of a user's algorithm.
-"""
+"""The recipe's `algorithm` section. Each algorithm has its own module and settings class, selected by `name`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipe keys that control how advantages are computed from rewards. algorithms/advantages.py computes them."""
+"""Recipe keys that control how advantages are computed from rewards."""
 
 from __future__ import annotations
 

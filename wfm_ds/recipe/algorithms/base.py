@@ -1,8 +1,4 @@
-"""Base classes of algorithm settings: shared recipe keys, and properties that describe an algorithm to other modules.
-
-Other modules use these properties, never the algorithm's name. Settings are in a different package than the losses
-(wfm_ds/algorithms), so that recipes can be validated without torch.
-"""
+"""Base classes of algorithm settings: shared recipe keys, and properties that other modules read."""
 
 from __future__ import annotations
 
@@ -52,7 +48,7 @@ class RecipeSections(Protocol):
 
 
 class ModelProperties(Protocol):
-    """Properties of a loaded model (models/base.py) that `AlgorithmSettings.check_model` may read."""
+    """Properties of a loaded model that `AlgorithmSettings.check_model` may read."""
 
     @property
     def family(self) -> str: ...
@@ -74,7 +70,7 @@ class ModelProperties(Protocol):
         """
 
     def check_sampling(self, sampling: SamplingRecipe, /) -> None:
-        """Raise ModelError for sampling settings that the model does not support, such as guidance."""
+        """Raise ModelError if the model does not support the sampling settings, such as guidance."""
 
 
 class TeacherSettings(Section):
@@ -122,17 +118,16 @@ class AlgorithmSettings(Section):
     takes_pairs: ClassVar[bool] = False
     """Whether the algorithm trains on preference pairs (data.kind: pairs)."""
     matches_flow: ClassVar[bool] = False
-    """Whether the loss trains velocities on clean samples with added noise (flow matching). Such a loss undoes a
-    distillation to few steps."""
+    """Whether the loss trains velocities on clean samples with added noise (flow matching), which undoes a distillation
+    to few steps."""
 
     @property
     def conditioning_frame_range(self) -> tuple[int, int]:
-        """(min, max) number of conditioning frames. They are the first latent frames of a data sample."""
+        """(min, max) number of conditioning frames, the first latent frames of a data sample."""
         return getattr(self, "min_num_conditional_frames", 0), getattr(self, "max_num_conditional_frames", 0)
 
     @property
     def uses_rewards(self) -> bool:
-        """Whether the loss needs rewards, from the recipe's section `reward`."""
         return False
 
     @property
@@ -141,7 +136,6 @@ class AlgorithmSettings(Section):
         return {}
 
     def list_teachers(self) -> Sequence[TeacherSettings]:
-        """Return the teachers whose predictions the loss needs."""
         return ()
 
     def list_lora_teachers(self) -> dict[str, TeacherSettings]:
@@ -149,10 +143,7 @@ class AlgorithmSettings(Section):
         return {f"teacher_{i}": teacher for i, teacher in enumerate(self.list_teachers()) if teacher.has_lora}
 
     def check_recipe(self, recipe: RecipeSections) -> None:
-        """Raise ValueError if these settings do not fit the other sections of the recipe.
-
-        Messages name keys as `section.key`.
-        """
+        """Raise ValueError if these settings do not fit the other sections of the recipe."""
 
     def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
         """Raise UserError if this algorithm cannot train `model` with these settings."""
@@ -161,7 +152,6 @@ class AlgorithmSettings(Section):
         """Raise UserError if this algorithm cannot train on these prompts."""
 
     def list_warnings(self) -> list[str]:
-        """Return a one-sentence warning for each valid but unusual setting."""
         return []
 
     @model_validator(mode="after")
@@ -182,13 +172,13 @@ class RolloutSettings(AlgorithmSettings):
     implementation: ClassVar[str] = ""
     """The RlAlgorithm subclass as `package.module:Class`. Empty: `name` is the class path."""
     supports_async: ClassVar[bool] = True
-    """Whether rollouts can run in separate worker processes (rollout.mode: async), with samples that may be a few RL
-    steps old."""
+    """Whether worker processes can generate rollouts (rollout.mode: async), with samples that may be a few RL steps
+    old."""
     uses_edm_solvers: ClassVar[bool] = False
-    """Its rollouts use the EDM solvers. Other algorithms cannot use them."""
+    """Whether the rollouts use the EDM solvers. Other algorithms cannot use them."""
     compares_log_probs: ClassVar[bool] = True
-    """May compare log-probabilities of rollouts and training, so both must round identically. If False, rollouts may
-    use faster, slightly different kernels and weights."""
+    """Whether log-probabilities of rollouts and training may be compared, so that both must round identically. If
+    False, rollouts may use faster, slightly different kernels and weights."""
     reads_rollout_policy: ClassVar[bool] = False
     """Whether the algorithm uses the recipe key `rollout.policy`."""
 
@@ -203,12 +193,11 @@ class RolloutSettings(AlgorithmSettings):
 
     @property
     def num_updates(self) -> int:
-        """Optimizer steps per RL step."""
         return self.num_sample_parts
 
     @property
     def num_sample_parts(self) -> int:
-        """Number of equal parts into which the samples of an RL step are split: one part per optimizer step."""
+        """Number of equal parts of an RL step's samples. Each optimizer step trains on one part."""
         return 1
 
     def num_default_updates(self, num_steps: int) -> int:
@@ -221,7 +210,6 @@ class RolloutSettings(AlgorithmSettings):
         return 1
 
     def num_trained_samples(self, group_size: int) -> int:
-        """Return the number of samples of a group that are trained on."""
         return group_size
 
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
@@ -229,7 +217,6 @@ class RolloutSettings(AlgorithmSettings):
         raise NotImplementedError
 
     def reads_rollout_log_probs(self, rollout: RolloutRecipe) -> bool:
-        """Return True if the loss uses log-probabilities that were computed during the rollout."""
         return self.compares_log_probs
 
     def num_data_terms(self, num_terms: int) -> int:
@@ -237,15 +224,11 @@ class RolloutSettings(AlgorithmSettings):
         return 0
 
     def num_separate_data_terms(self, num_terms: int) -> int:
-        """Return the number of loss terms on data samples that have separate forward and backward passes.
-
-        All other data terms (`num_data_terms`) share the passes of the rollout samples.
-        """
+        """Return the number of loss terms on data samples that have separate forward and backward passes."""
         return 0
 
     def list_policies(self, rollout: RolloutRecipe) -> frozenset[str]:
-        """Return which of the policies `old` and `ref` the loss or the rollouts use in addition to the trained
-        policy."""
+        """Return which of the policies `old` and `ref` the loss or the rollouts use."""
         return frozenset()
 
     def check_recipe(self, recipe: RecipeSections) -> None:
@@ -264,7 +247,6 @@ class RolloutSettings(AlgorithmSettings):
             )
 
     def _check_history(self, recipe: RecipeSections) -> None:
-        """Raise ValueError if the recipe has rollout.history, but its samples cannot continue generated clips."""
         rollout = recipe.rl.rollout
         key, max_chunk = (
             f"rollout.history.clips {rollout.history.clips}",
@@ -304,7 +286,7 @@ class RlSettings(AdvantageSettings, RolloutSettings):
     zero_std: Literal["keep", "drop"] | None = None
     """Whether to train on groups in which all samples have the same reward and therefore the advantage 0. `keep`: train
     on these groups. `drop`: do not. Unset: `drop` if the loss depends only on the reward (such as diffusion_nft with
-    `kl_beta: 0`), else `keep`."""
+    `kl_beta: 0`), otherwise `keep`."""
     best_of_n: PositiveInt | None = None
     """Train only on this many samples per group: half of them the best samples, half the worst. Unset: all samples."""
     updates_per_rollout: PositiveInt = 1
@@ -327,10 +309,7 @@ class RlSettings(AdvantageSettings, RolloutSettings):
 
     @property
     def has_regularizer(self) -> bool:
-        """Whether the loss has terms in addition to the reward term, such as a distance to the reference policy.
-
-        If so, samples with advantage 0 contribute to the gradient.
-        """
+        """Whether the loss has terms in addition to the reward term, such as a distance to the reference policy."""
         return True
 
     @property
@@ -388,7 +367,7 @@ class RlSections:
 
     @property
     def reward(self) -> RewardRecipe:
-        """The section `reward`. Raises TypeError if the algorithm uses no rewards, so check `uses_rewards` first."""
+        """The section `reward`. Raises TypeError if the algorithm uses no rewards."""
         if self.optional_reward is None:
             raise TypeError(f"algorithm {self.algorithm.name} uses no rewards: check recipe.uses_rewards first")
         return self.optional_reward

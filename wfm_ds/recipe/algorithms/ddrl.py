@@ -1,4 +1,4 @@
-"""Settings of DDRL. The loss is in algorithms/ddrl.py."""
+"""Settings of DDRL."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class DdrlAlgorithm(ConditioningFramesSettings):
 
     @property
     def reference_policy(self) -> str:
-        """Name of the reference policy in the engine: `old` if it is updated during training, else `ref`."""
+        """Name of the reference policy in the engine: `old` if it is updated during training, otherwise `ref`."""
         return "old" if self.update_ref_every else "ref"
 
     def terms_per_sample(self, sampling: SamplingRecipe) -> int:
@@ -117,8 +117,7 @@ class DdrlAlgorithm(ConditioningFramesSettings):
             )
 
     def check_model(self, model: ModelProperties, sampling: SamplingRecipe) -> None:
-        """Raise RecipeError if a data sample and the rollout step that it is trained with may need different
-        experts."""
+        """Raise RecipeError if a data sample and its rollout step may need different experts."""
         if self.data_beta > 0 and not self.use_rl_sigma_and_noise and len(model.sigma_ranges) > 1:
             raise RecipeError(
                 f"algorithm.use_rl_sigma_and_noise: false may select a different expert of {model.family} than the "

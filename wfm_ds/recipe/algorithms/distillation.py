@@ -1,7 +1,4 @@
-"""Settings of on-policy distillation and DMD2: a LoRA, the student, learns from teachers on its own samples.
-
-Their losses are in wfm_ds/algorithms.
-"""
+"""Settings of on-policy distillation and DMD2: a LoRA, the student, learns from teachers on its own samples."""
 
 from __future__ import annotations
 
@@ -116,7 +113,6 @@ class OpdAlgorithm(DistillationSettings):
         return self.teachers
 
     def choose_teacher(self, prompt: Prompt) -> int:
-        """Return the index of the teacher of `prompt`. Raises RecipeError unless the prompt has exactly one."""
         fitting = [i for i, teacher in enumerate(self.teachers) if teacher.teaches(prompt)]
         if len(fitting) != 1:
             raise RecipeError(

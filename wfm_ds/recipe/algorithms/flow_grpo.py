@@ -1,4 +1,4 @@
-"""Settings of FlowGRPO and its variants. The loss is in algorithms/flow_grpo.py."""
+"""Settings of FlowGRPO and its variants."""
 
 from __future__ import annotations
 

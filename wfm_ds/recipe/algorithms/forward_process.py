@@ -1,7 +1,4 @@
-"""Settings of the algorithms that add noise to clean rollout samples and train on them: DiffusionNFT, AWM, RAM, DGPO.
-
-Their losses are in wfm_ds/algorithms.
-"""
+"""Settings of algorithms that train on clean rollout samples with added noise: DiffusionNFT, AWM, RAM, DGPO."""
 
 from __future__ import annotations
 
@@ -50,12 +47,11 @@ class ForwardProcessSettings(ConditioningFramesSettings):
         return count_of_fraction(self.num_grid_levels(sampling.steps), self.timestep_fraction)
 
     def num_grid_levels(self, num_steps: int) -> int:
-        """Return how many noise levels of a `num_steps` rollout are used for training. These are the highest levels."""
+        """Return how many noise levels of a rollout with `num_steps` steps are used for training: the highest ones."""
         return num_steps
 
     @property
     def grid_levels_key(self) -> str:
-        """The recipe key that determines `num_grid_levels`, for error messages."""
         return "sampling.steps"
 
     def check_recipe(self, recipe: RecipeSections) -> None:

@@ -1,4 +1,4 @@
-"""Settings of the supervised algorithms: SFT and Diffusion-DPO. Their losses are in wfm_ds/algorithms."""
+"""Settings of the supervised algorithms: SFT and Diffusion-DPO."""
 
 from __future__ import annotations
 

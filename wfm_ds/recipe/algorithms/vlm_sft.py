@@ -1,4 +1,4 @@
-"""Settings of vision-language fine-tuning on conversations. The loop is in training/language_loop.py."""
+"""Settings of vision-language fine-tuning on conversations."""
 
 from __future__ import annotations
 

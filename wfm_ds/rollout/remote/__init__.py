@@ -1,1 +1,1 @@
-"""Rollouts in other processes: workers, their coordinator, and the weights they receive."""
+"""Rollouts in worker processes."""

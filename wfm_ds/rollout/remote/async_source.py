@@ -50,13 +50,12 @@ _ChunkTensors = Mapping[str, Tensor]
 
 
 def _payload_tensors(payload: Message) -> _ChunkTensors:
-    """Return {name: CPU tensor} for the arrays of a message."""
     tensors = zip(payload.specs, payload.read_tensors(), strict=True)
     return {spec.name: torch.from_numpy(array) for spec, array in tensors}
 
 
 class AsyncSource:
-    """Rollout source that gets samples from worker processes. coordinator.py explains the staleness bound."""
+    """Rollout source that gets samples from worker processes."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class AsyncSource:
         service: RolloutService | None,
         layout: HistoryLayout | None = None,
     ) -> None:
-        """Create the source. All ranks must call this.
+        """All ranks must call this.
 
         service: the rollout service on rank 0, None on other ranks.
         layout: layout of histories and recordings. None: the run has neither.
@@ -89,7 +88,7 @@ class AsyncSource:
     def publish_policy(self, step: int) -> None:
         """Publish the policy and submit the RL steps that workers may now generate. All ranks must call this.
 
-        After the last step, this method tells the workers to exit instead.
+        After the last step, tells the workers to exit instead.
         """
         if step >= self.job.recipe.run.steps:
             if self.service is not None:
@@ -124,9 +123,9 @@ class AsyncSource:
         return True
 
     def collect_rollouts(self, step: int) -> StepRollouts:
-        """Download this replica's samples of a step. Call it after `wait_until_ready` returned True.
+        """Download this replica's samples of a step, after `wait_until_ready` returned True. All ranks must call this.
 
-        All ranks must call this. Raises RunError on all ranks if a sample cannot be downloaded or is malformed.
+        Raises RunError on all ranks if a sample cannot be downloaded or is malformed.
         """
         job = self.job
         samples = plan_step_samples(
@@ -172,7 +171,6 @@ class AsyncSource:
         self.client.close()
 
     def _slice_prompts(self, samples: list[RolloutSample], chunks: Sequence[ChunkPlan]) -> list[RolloutSample]:
-        """Return the samples without the inputs (such as actions) of the other clips of their groups."""
         if self.layout is None:
             return samples
         groups = [self.layout.slice_group(samples[chunk.first].group, chunk.clip) for chunk in chunks]
@@ -185,10 +183,9 @@ class AsyncSource:
     def _fetch_chunks(
         self, chunks: Sequence[ChunkPlan], samples: Sequence[RolloutSample], step: int
     ) -> dict[str, _ChunkTensors]:
-        """Download the tensors of these chunks and return {task id: tensors}.
+        """Return {task id: tensors} of these chunks, without abandoned chunks.
 
-        Abandoned chunks are skipped, because they have no samples. Raises ValueError if a chunk does not match the
-        step's sampling plan.
+        Raises ValueError if a chunk does not match the step's sampling plan.
         """
         plan, shape = self.algorithm.plan(step), self.job.sampler.latent_shape
         by_task = {chunk.task_id: chunk for chunk in chunks if chunk.staleness is not None}
@@ -209,12 +206,9 @@ class AsyncSource:
     def _share_rollouts(
         self, chunk: ChunkPlan, tensors: _ChunkTensors | None, samples: Sequence[RolloutSample], rows: range, step: int
     ) -> list[Rollout]:
-        """Broadcast a chunk from the replica leader and return some of its rollouts.
+        """Broadcast a chunk from the replica leader and return the rollouts of `samples[i]` for each i in `rows`.
 
-        All ranks of the replica must call this.
-        tensors: the chunk's tensors on the leader, None on other ranks.
-        samples: all samples of the step.
-        rows: indices into `samples` of the rollouts to return.
+        All ranks of the replica must call this. tensors: the chunk's tensors on the leader, None on other ranks.
         """
         world, plan = self.job.world, self.algorithm.plan(step)
         if chunk.staleness is None:
@@ -273,8 +267,7 @@ def start_async_source(
 ) -> AsyncSource:
     """Start the broker and the workers on rank 0 and connect all ranks to the broker. All ranks must call this.
 
-    resources: ExitStack that stops broker and workers. Raises UserError on all ranks if broker or workers cannot be
-    started.
+    resources: ExitStack that stops broker and workers. Raises UserError on all ranks if one of them cannot be started.
     """
     world, settings = job.world, job.recipe.rl.rollout
 
@@ -297,8 +290,9 @@ def start_async_source(
 def gather_conditioning_frames(job: Job, groups: Sequence[Group]) -> list[Group]:
     """Collect the conditioning frames of all groups of a step on rank 0. All ranks must call this.
 
-    Each replica passes `data` only for the groups that it has read. Returns copies of the groups that have only their
-    conditioning frames as `data`, on the CPU. Only rank 0 gets the frames of all groups.
+    groups: all groups. Each replica has `data` only for the groups that it has read.
+    Returns copies of the groups with only the conditioning frames as `data`, on the CPU. Only rank 0 gets the frames of
+    all groups.
     """
     latents = next((group.data for group in groups if group.data is not None), None)
     if latents is None or job.model.clean_frame_range(job.recipe.algorithm.conditioning_frame_range)[1] == 0:
@@ -312,9 +306,9 @@ def gather_conditioning_frames(job: Job, groups: Sequence[Group]) -> list[Group]
 
 
 def gather_recordings(job: Job, groups: Sequence[Group]) -> list[Group]:
-    """Collect the recordings of all groups on rank 0. All ranks must call this with all groups of the step.
+    """Return copies of all groups of the step. On rank 0, all copies have their recordings.
 
-    Returns copies of the groups. Only rank 0 gets the recordings of all groups.
+    All ranks must call this.
     """
     recording = next((group.recording for group in groups if group.recording is not None), None)
     if recording is None:  # no rewards need them, or this rank is not a replica leader
@@ -330,10 +324,10 @@ def gather_recordings(job: Job, groups: Sequence[Group]) -> list[Group]:
 
 
 def send_to_main(job: Job, group: int, tensor: Tensor) -> Tensor:
-    """Send a tensor to rank 0 from the first replica with samples of the group.
+    """Send a tensor to rank 0 from the first replica with samples of group number `group` of the step.
 
     Rank 0 returns the received tensor, other ranks return `tensor`. All ranks must call this with tensors of the same
-    shape. Empty tensors are not sent. group: index of the group in the step.
+    shape.
     """
     owner = first_replica(job, group)
     if tensor.numel() and owner and job.world.dp_rank in (0, owner):

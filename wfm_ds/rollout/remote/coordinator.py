@@ -1,16 +1,14 @@
 """State of an async run: chunks to generate, results to train on, and complete steps. The module does no I/O.
 
-Publication n is the policy after RL step n. Publication 0 has the weights before the first step. Each RL step trains on
-all of its groups in a fixed order, so a resumed run skips no groups. A group is split into chunks. A worker generates a
-chunk as one batch with the weights of one publication:
+Publication n is the policy after RL step n. Publication 0 has the weights before the first step. A worker generates
+each chunk of a group as one batch, with the weights of one publication:
 
     ADMITTED --fresh result--> CLOSED --pop_step(s)--> trained
        ^  `--stale result or lost task: retried under a new task id
        `--abandoned: CLOSED with a reason instead of samples
 
-The staleness bound S is enforced twice. Admission: the chunks of step s become tasks as soon as a publication
-n >= s - 1 - S exists, and a worker never uses older weights than the weights announced with its task. Acceptance: a
-result is accepted only if its weights are a publication n >= s - 1 - S.
+With staleness bound S, the chunks of step s become tasks when a publication n >= s - 1 - S exists. A result is accepted
+only if its weights are a publication n >= s - 1 - S.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from typing import NamedTuple
 
 
 class GroupChunk(NamedTuple):
-    """Samples `first` to `stop` - 1 of a group. step: RL step. group: index of the group in the step."""
+    """Samples `first` to `stop` - 1 of group number `group` of RL step `step`."""
 
     step: int
     group: int
@@ -33,7 +31,7 @@ class GroupChunk(NamedTuple):
 class ClosedChunk:
     """A generated or abandoned chunk.
 
-    publication: index of the publication with the weights that generated the chunk, or None if it was abandoned.
+    publication: index of the publication that generated the chunk, or None if the chunk was abandoned.
     reason: why the chunk was abandoned, or "".
     """
 
@@ -50,10 +48,9 @@ class _StepChunks:
 
 
 class Coordinator:
-    """Tracks the chunks of one session of a run.
+    """Tracks the chunks of one session: one process of the run, from start or resume to exit.
 
-    A session is one process of the run, from start or resume to exit. Its id is part of every task id, so results of
-    earlier sessions are ignored.
+    Every task id contains the session id, so results of earlier sessions are ignored.
     """
 
     def __init__(
@@ -69,7 +66,7 @@ class Coordinator:
     ) -> None:
         """Plan the RL steps from first_step to last_step.
 
-        First publish the initial weights, and call `record_publication(first_step - 1)` before any other method.
+        Call `record_publication(first_step - 1)` before any other method.
         """
         self.session_id, self.groups_per_step, self.group_size = session_id, groups_per_step, group_size
         self.chunk_size = min(chunk_size, group_size)
@@ -102,9 +99,9 @@ class Coordinator:
         return admitted
 
     def record_result(self, task_id: str, publication: int) -> str | None:
-        """Record the result of a task. publication: number of the published weights that generated the samples.
+        """Record the result of a task. publication: index of the publication that generated the samples.
 
-        If these weights are too old, drops the samples and returns the id of a new task. Otherwise returns None.
+        If the publication is too old, drops the samples and returns the id of a new task. Otherwise returns None.
         """
         chunk = self._chunk_by_task.get(task_id)
         if chunk is None:
@@ -117,7 +114,7 @@ class Coordinator:
         return None
 
     def abandon_chunk(self, task_id: str, reason: str) -> None:
-        """Close a chunk that no worker could generate. All samples of the chunk get failed scores."""
+        """Close a chunk that no worker could generate."""
         chunk = self._chunk_by_task.get(task_id)
         if chunk is not None:
             self._close_chunk(ClosedChunk(chunk, task_id, reason=reason))
@@ -128,7 +125,7 @@ class Coordinator:
         return chunks is not None and not chunks.waiting
 
     def pop_step(self, step: int) -> list[ClosedChunk]:
-        """Remove a complete step and return its chunks in the order of the samples.
+        """Remove a step and return its chunks in the order of the samples.
 
         Raises ValueError if the step is not complete.
         """

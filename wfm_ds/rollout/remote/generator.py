@@ -77,7 +77,7 @@ class ChunkGenerator:
         """Denoise and decode a task's samples as one batch. Thread-safe.
 
         progress: function that is called with the number of completed forward passes.
-        Raises TaskFailed if the task has a history or a recording, but this worker has no layout for them.
+        Raises TaskFailed if the task has a history or a recording, but this worker has no layout.
         """
         group = task.samples[0].group
         if self.walker is None and (group.history_seeds or group.recording is not None):
@@ -110,8 +110,7 @@ class ChunkGenerator:
     def _forward_with_progress(
         self, purpose: str, latents: Tensor, sigma: Tensor, conditioning: Conditioning, expert: int | None = None, /
     ) -> Tensor:
-        """Run one forward pass and report progress, so that the trainer does not requeue the chunk."""
         done = self._forward.counts.total() + 1
         assert self._progress is not None
-        self._progress(done, done)
+        self._progress(done, done)  # otherwise the trainer would requeue the chunk
         return self._forward(purpose, latents, sigma, conditioning, expert)

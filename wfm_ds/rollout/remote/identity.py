@@ -18,7 +18,7 @@ MACHINE_KEYS = {"model": {"path", "attention"}, "lora": {"init_from"}}  # keys t
 
 
 def compute_identity(recipe: Recipe, model: DiffusionModel) -> dict[str, str]:
-    """Return {setting: short digest} for everything that affects samples, including the files of the pipeline."""
+    """Return {setting: short digest} for everything that affects samples, including the pipeline's files."""
     sections: dict[str, Any] = {
         "model": recipe.model,
         "lora": recipe.lora,
@@ -56,7 +56,7 @@ def hash_user_classes(recipe: Recipe) -> dict[str, str]:
 
 
 def require_same_identity(theirs: Mapping[str, Any], ours: Mapping[str, str]) -> None:
-    """Raise RecipeError if two digests differ. theirs: digests of the trainer. ours: digests of this worker."""
+    """Raise RecipeError if a digest of the trainer (`theirs`) differs from the digest of this worker (`ours`)."""
     different = sorted(name for name in ours.keys() | theirs.keys() if theirs.get(name) != ours.get(name))
     if different:
         raise RecipeError(

@@ -1,4 +1,4 @@
-"""Serializes chunks as JSON rows and named arrays, to send them between trainer and rollout workers."""
+"""Converts chunks to JSON rows and named arrays, which trainer and rollout workers exchange."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class ChunkTask:
     samples: Sequence[RolloutSample]
 
     def to_rows(self) -> list[dict[str, Any]]:
-        """Return JSON rows: the first describes the task, and each further row names an array.
+        """Return JSON rows. The first row describes the task.
 
-        These arrays are the inputs of the prompt, and the recording if the group has one.
+        Each further row names an array: an input of the prompt, or the recording.
         """
         first = self.samples[0]
         data, inputs = first.group.data, first.prompt.inputs
@@ -101,7 +101,7 @@ class ChunkTask:
 def pack_trajectory(trajectory: Trajectory) -> tuple[dict[str, Any], NamedArrays]:
     """Return (layout, arrays) of a trajectory with n samples. Non-finite values are replaced by 0.
 
-    The arrays contain w stored denoising steps, p latents and s denoiser inputs per sample:
+    For w stored denoising steps, p latents and s denoiser inputs per sample, the arrays are:
 
         clean [n, ...]          final latents; always present
         points [n, p, ...]      latents before and after the stored steps; consecutive steps share a point
@@ -158,10 +158,9 @@ def unpack_trajectory(layout: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
 
 
 def validate_trajectory(trajectory: Trajectory, count: int, plan: SamplingPlan, shape: Sequence[int]) -> None:
-    """Raise ValueError if the trajectory does not match the plan or has tensors of the wrong shape or dtype.
+    """Raise ValueError unless the trajectory has the stored steps of `plan`, and float32 tensors of the right shapes.
 
-    The trajectory must have the stored steps of `plan`, and float32 tensors. count: expected number of samples. shape:
-    expected latent shape of one sample.
+    count: expected number of samples. shape: expected latent shape of one sample.
     """
     steps = sorted(trajectory.states) if plan.keep_states else [s.index for s in trajectory.stored_steps]
     if steps != list(plan.stored_steps) or (trajectory.stored_steps if plan.keep_states else trajectory.states):
@@ -180,14 +179,14 @@ def validate_trajectory(trajectory: Trajectory, count: int, plan: SamplingPlan, 
 
 
 def validate_history(tensors: Mapping[str, Tensor], group: Group) -> None:
-    """Raise KeyError or ValueError if a worker's conditioning frames differ in shape from the recorded frames."""
+    """Raise KeyError or ValueError if the shape of a worker's conditioning frames differs from the recorded frames."""
     frames, expected = tensors["history"], conditioning_tensor(group)
     if frames.shape != expected.shape or frames.dtype != torch.float32:
         raise ValueError(f"history: expected {list(expected.shape)} float32, got {list(frames.shape)} {frames.dtype}")
 
 
 def empty_rollout(sample: RolloutSample, plan: SamplingPlan, shape: Sequence[int], device: torch.device) -> Rollout:
-    """Return a rollout of zeros for a sample that could not be generated. Its loss weight is 0."""
+    """Return a rollout of zeros with loss weight 0, for a sample that could not be generated."""
     zeros, zero = torch.zeros(tuple(shape), device=device), torch.zeros((), device=device)
     mean = zeros if plan.keep_means else None
     return Rollout(

@@ -1,4 +1,4 @@
-"""Publishes the rollout policy to the rollout workers. Each published version has weight files and a manifest."""
+"""Publishes the rollout policy to the rollout workers, as weight files and a manifest."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ class PolicyFile:
 
 @dataclass(frozen=True, slots=True)
 class PolicyManifest:
-    """List of the files of one published version of the rollout policy. Workers receive it with each task.
+    """Files of one published version of the rollout policy, identified by (session_id, publication).
 
-    A session is one process of the run, from start or resume to exit. Different sessions may publish different weights
-    under the same number, so a version is identified by (session_id, publication).
+    A session is one process of the run, from start or resume to exit.
     """
 
     session_id: str
@@ -47,7 +46,7 @@ class PolicyManifest:
     def from_json(cls, note: Mapping[str, Any]) -> PolicyManifest:
         """Create the manifest from the result of `to_json`.
 
-        Raises KeyError, TypeError or ValueError if the JSON value is malformed.
+        Raises KeyError, TypeError or ValueError if it is malformed.
         """
         files = tuple(PolicyFile(name, num_bytes, sha256) for name, num_bytes, sha256 in note["files"])
         return cls(note["life"], note["publication"], note["folder"], files)
@@ -60,11 +59,11 @@ class PolicyManifest:
 class PolicyPublisher:
     """Writes the policy after RL step N to the folder `v<N>` and announces it to the broker.
 
-    All methods are collective: all ranks must call them.
+    All ranks must call every method.
     """
 
     def __init__(self, job: Job, policy: str, session_id: str, broker: Broker | None) -> None:
-        """Create the publisher and remove the weights that earlier sessions published. All ranks must call this.
+        """Delete the weights that earlier sessions published. All ranks must call this.
 
         policy: name of the policy that generates samples. broker: the broker on rank 0, None on other ranks.
         """
@@ -125,7 +124,7 @@ def remove_publications(recipe: Recipe) -> None:
 
 
 def list_policy_files(folder: Path) -> tuple[PolicyFile, ...]:
-    """Return name, size and hash of each weight file in a published folder. Raises OSError if a file cannot be read."""
+    """Return name, size and hash of each weight file in a folder. Raises OSError if a file cannot be read."""
     paths = sorted(folder.rglob("*.safetensors")) + sorted(folder.rglob(f"{LORA_FOLDER}/*.json"))
     return tuple(PolicyFile(p.relative_to(folder).as_posix(), p.stat().st_size, hash_file(p)) for p in paths)
 
@@ -137,7 +136,6 @@ def hash_file(path: Path) -> str:
 
 
 def has_files(folder: Path, files: Sequence[PolicyFile]) -> bool:
-    """Return whether the folder contains all of these files, with matching sizes and hashes."""
     try:
         return all((folder / f.name).stat().st_size == f.num_bytes for f in files) and all(
             hash_file(folder / f.name) == f.sha256 for f in files

@@ -1,4 +1,4 @@
-"""Scheduler of async rollouts on rank 0: submits the chunks of RL steps to workers and records the results."""
+"""Submits the chunks of RL steps to workers and records the results. Runs on rank 0."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TASK_S = 7 * 86400.0  # lifetime of a task in the broker; rollout.timeout_s ends
 
 @dataclass(frozen=True, slots=True)
 class ChunkPlan:
-    """Metadata of a finished chunk of an RL step, which rank 0 broadcasts to all ranks."""
+    """Metadata of a finished chunk of an RL step."""
 
     first: int  # index of its first sample among the samples of the step
     stop: int
@@ -45,7 +45,7 @@ class ChunkPlan:
 
 
 class ChunkScheduler:
-    """Scheduler of an AsyncSource on rank 0: submits the chunks of RL steps to workers and records the results."""
+    """Submits the chunks of RL steps to workers and records the results."""
 
     def __init__(self, job: Job, session_id: str, client: PipeClient, service: RolloutService) -> None:
         self.job, self.client, self.service = job, client, service
@@ -64,10 +64,7 @@ class ChunkScheduler:
         return self._coordinator
 
     def admit_steps(self, step: int) -> list[int]:
-        """Record that the policy after `step` is published. Returns the RL steps to pass to `submit_step` now.
-
-        These are the steps that the staleness bound now allows (coordinator.py), unless they were already submitted.
-        """
+        """Record that the policy after `step` is published. Returns the RL steps to pass to `submit_step` now."""
         recipe = self.job.recipe
         if self._coordinator is None:  # at the start of the session
             self._coordinator = Coordinator(
@@ -86,10 +83,7 @@ class ChunkScheduler:
         return sorted(self._unsubmitted_chunks)
 
     def submit_step(self, step: int, groups: Sequence[Group]) -> None:
-        """Submit a step that `admit_steps` returned.
-
-        groups: all groups of the step, with their conditioning frames.
-        """
+        """Submit a step that `admit_steps` returned. groups: all groups of the step, with their conditioning frames."""
         recipe = self.job.recipe
         self._samples[step] = plan_step_samples(
             groups,
@@ -183,10 +177,6 @@ class ChunkScheduler:
         self._submit_tasks([(chunk, retry_id)])
 
     def _submit_tasks(self, tasks: Sequence[tuple[GroupChunk, str]]) -> None:
-        """Send tasks to the broker, in messages below the size limit.
-
-        A chunk that exceeds the limit is abandoned. An error is not raised, because the other ranks would hang.
-        """
         contents = [ChunkTask(chunk.step, self._chunk_samples(chunk)) for chunk, _ in tasks]
         task_rows = [task.to_rows() for task in contents]
         arrays = [array for task in contents for array in task.to_arrays()]
@@ -198,7 +188,7 @@ class ChunkScheduler:
         try:
             self.client.submit(rows, arrays, requests)
         except WireError as error:
-            if len(tasks) == 1:
+            if len(tasks) == 1:  # an exception would leave the other ranks waiting
                 log.error("%s cannot be sent: %s", tasks[0][1], error)
                 self.coordinator.abandon_chunk(tasks[0][1], f"cannot be sent: {error}")
                 return

@@ -1,4 +1,4 @@
-"""The part of async rollouts that runs on rank 0: the broker, which gives tasks to workers, and local workers."""
+"""Runs the broker of async rollouts and local rollout workers on rank 0."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MAX_DEATHS = 5
 class RolloutService:
     """Runs the broker in a thread of this process, and starts `rollout.spawn` worker processes.
 
-    It also writes the broker's addresses to `rollout/pipes.json`. Workers that are started elsewhere read this file.
+    Writes the broker's addresses to `rollout/pipes.json`, for workers that are started elsewhere.
     """
 
     def __init__(self, recipe: Recipe, identity: Mapping[str, str], rewards: str, num_ranks: int) -> None:
@@ -94,23 +94,20 @@ class RolloutService:
     def worker_environment(self, gpu: str | None) -> dict[str, str]:
         """Return a worker's environment variables.
 
-        gpu: the only GPU that the worker may use. If it is None, the worker may use the same GPUs as this process.
+        gpu: the only GPU that the worker may use. None: the worker may use the same GPUs as this process.
         """
         variables = {"OMP_NUM_THREADS": str(self.num_threads), **remove_rank_variables(os.environ)}
         return variables if gpu is None else gpu_environment(variables, gpu)
 
     def worker_failures(self) -> list[str]:
-        """Return one failure message for each worker that failed and will not be restarted."""
         return [worker.failure for worker in self.workers if worker.failure]
 
     def failure_reason(self) -> str:
-        """Return the failure messages if all local workers failed and no worker is connected. Otherwise return ""."""
         failures = self.worker_failures()
         is_dead = self.workers and len(failures) == len(self.workers) and not self.broker.worker_ids()
         return "; ".join(dict.fromkeys(failures)) if is_dead else ""
 
     def stop(self) -> None:
-        """Stop the workers and the broker. Repeated calls are allowed."""
         for worker in self.workers:
             worker.child.request_stop()
         for worker in self.workers:
@@ -127,7 +124,6 @@ class RolloutService:
             part.write_text(json.dumps(content))
 
     def _record_finished_chunk(self, ended: FinishedTask) -> None:
-        """Record which worker finished a chunk. The broker's thread calls this."""
         if ended.completion.ok:
             for worker in self.workers:
                 worker.has_finished_chunk = worker.has_finished_chunk or ended.completion.worker.startswith(
@@ -140,7 +136,7 @@ class RolloutService:
 
 
 class WorkerProcess:
-    """A rollout worker process on this machine, which is restarted when it dies."""
+    """A rollout worker process on this machine. It is restarted when it dies."""
 
     def __init__(self, service: RolloutService, name: str, device: WorkerDevice) -> None:
         self.service, self.name, self.device = service, name, device
@@ -153,7 +149,6 @@ class WorkerProcess:
 
     @property
     def process_name(self) -> str:
-        """Name of the current process. Its threads (lanes) are named `<process name>/<number>`."""
         return f"{self.name}.{self._num_starts}"
 
     def _start_process(self) -> subprocess.Popen[bytes]:
@@ -199,7 +194,7 @@ def choose_worker_devices(rollout: RolloutRecipe, num_ranks: int) -> list[Worker
     """Return the devices for workers. Worker k uses device k modulo the number of devices.
 
     num_ranks: number of training ranks on this machine. Raises RecipeError if a GPU does not exist, or if
-    rollout.devices is required but not set. Logs a warning if a GPU is also used for training.
+    rollout.devices is required but not set.
     """
     names = spawn_device_names(rollout.devices, rollout.spawn)[: max(1, rollout.spawn)]
     if not any(name.startswith("cuda") for name in names):
@@ -217,9 +212,9 @@ def choose_worker_devices(rollout: RolloutRecipe, num_ranks: int) -> list[Worker
 
 
 def spawn_device_names(devices: list[str] | None, spawn: int) -> list[str]:
-    """Return the devices of the `spawn` workers on this machine: `devices` if it is set, otherwise the CPU.
+    """Return `devices`, or ["cpu"] if `spawn` is 0 or `devices` is None.
 
-    Raises RecipeError if `devices` is None and this machine has GPUs, because training ranks may use all of them.
+    Raises RecipeError if workers are spawned on a machine with GPUs and `devices` is None.
     """
     if spawn == 0:
         return ["cpu"]
@@ -241,8 +236,8 @@ def load_trainer_keys(settings: RolloutRecipe) -> BrokerKeys | None:
 def broker_endpoints(bind: str, folder: Path | None) -> tuple[str, str]:
     """Return two addresses of the broker: one for ranks and new workers, and one at which workers lease chunks.
 
-    folder: folder of ipc sockets. If it is None, both are TCP addresses, and the second has another port. Raises
-    RecipeError if rollout.bind is invalid.
+    folder: folder of ipc sockets. None: both are TCP addresses.
+    Raises RecipeError if `bind` (rollout.bind) is invalid.
     """
     if folder is not None:
         return f"ipc://{folder}/clients", f"ipc://{folder}/workers"

@@ -1,4 +1,4 @@
-"""Loads the published policy into the model of a rollout worker. Finds or downloads the files and verifies them."""
+"""Loads the published policy into the model of a rollout worker."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class PolicyWeights:
     def __init__(self, model: DiffusionModel, client: PipeClient, *, lora: bool, merge: bool = False) -> None:
         """client: connection to the trainer's broker. lora: whether the policy is an adapter.
 
-        merge: whether to merge the adapter into the base weights (AdapterMerge).
+        merge: whether to merge the adapter into the base weights.
         """
         self.model, self.client, self.lora, self.merge = model, client, lora, merge
         self.loaded_manifest: PolicyManifest | None = None
@@ -48,8 +48,8 @@ class PolicyWeights:
         """Load the weights that the manifest describes. Returns the publication number of the weights in the model.
 
         Nothing is loaded if the model already has these weights or newer weights of the same session. Raises a
-        non-fatal TaskFailed if the weights cannot be downloaded or loaded, and a fatal one for invalid file names.
-        If loading fails, the weights are undefined until the next call succeeds.
+        non-fatal TaskFailed if the weights cannot be downloaded or loaded, and a fatal one for invalid file names. If
+        loading fails, the weights are undefined until the next call succeeds.
         """
         current = self.loaded_manifest
         if (
@@ -72,10 +72,9 @@ class PolicyWeights:
 
     @contextlib.contextmanager
     def _open_folder(self, manifest: PolicyManifest) -> Iterator[Path]:
-        """Yield a folder with the manifest's files.
+        """Yield a folder with the manifest's files, downloaded unless this machine can read the trainer's folder.
 
-        This is the trainer's folder if the machine can read it, otherwise a temporary download. Raises TaskFailed if
-        file names are invalid, if the download fails, or if a file does not match its hash.
+        Raises TaskFailed if file names are invalid, if the download fails, or if a file does not match its hash.
         """
         if not manifest.files or not all(FILE_NAME.fullmatch(f.name) for f in manifest.files):
             raise TaskFailed("a publication has no files or invalid file names", fatal=True)
@@ -129,10 +128,7 @@ class PolicyWeights:
             copy_whole_layers(getattr(self.model.pipeline, part), read_whole_layers(folder, part), folder)
 
     def _copy_tensors(self, part: str, paths: list[Path]) -> None:
-        """Copy tensors from files to the denoiser component `part`.
-
-        Raises ValueError if the files lack a trained tensor.
-        """
+        """Copy tensors to the denoiser component `part`. Raises ValueError if the files lack a trained tensor."""
         network: Any = getattr(self.model.pipeline, part)
         targets = network.state_dict()
         if self.lora:

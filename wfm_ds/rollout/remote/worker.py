@@ -1,8 +1,7 @@
-"""`wfm rollout RECIPE --connect ADDRESS`: a worker process that generates samples for an async run.
+"""`wfm rollout RECIPE --connect ADDRESS`: a worker process that generates and scores samples for an async run.
 
-A worker is not a training rank and does not use DeepSpeed. It leases chunks from the trainer, generates them with the
-published policy, submits them for scoring, and returns samples and scores. On SIGTERM or SIGINT it exits, and other
-workers take over its chunks. Exit codes: 0 when stopped or when the run is complete, 2 for a user error, 1 otherwise.
+On SIGTERM or SIGINT the worker exits, and other workers take over its chunks. Exit codes: 0 when stopped or when the
+run is complete, 2 for a user error, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def default_worker_name() -> str:
-    """Return a unique name. Host name and pid are not enough, because they may be equal in two containers."""
+    # Host name and pid are not enough: they may be equal in two containers.
     return f"{socket.gethostname()[:HOST_CHARS]}-{os.getpid()}-{uuid.uuid4().hex[:6]}"
 
 
@@ -97,7 +96,7 @@ def _parse_worker_name(text: str) -> str:
 
 
 def run(args: argparse.Namespace) -> NoReturn:
-    """Run the worker and end the process. The process does not wait for a chunk that is still being generated."""
+    """Run the worker and end the process, even if a chunk is still being generated."""
     run_and_exit(lambda: run_with_exit_code(lambda: run_worker(args)))
 
 
@@ -128,7 +127,7 @@ def run_worker(args: argparse.Namespace) -> int:
 
 
 def exit_on_eof(is_ready: threading.Event) -> None:
-    """Exit the process if stdin is closed before the worker is ready. Later, WorkerLanes checks stdin."""
+    """Exit the process if stdin is closed before the worker is ready."""
     while not is_ready.is_set():
         readable, _, _ = select.select([0], [], [], LOOK_S)
         if readable and not os.read(0, 4096):
@@ -138,8 +137,8 @@ def exit_on_eof(is_ready: threading.Event) -> None:
 def serve_chunks(recipe: Recipe, args: argparse.Namespace, stop: threading.Event, is_ready: threading.Event) -> int:
     """Connect to the trainer, load the model, and generate chunks until the worker should exit.
 
-    is_ready: event that this function sets when the model is loaded. A stop signal before that ends the process at
-    once. Raises UserError if trainer, recipe and reward service do not match.
+    is_ready: event that is set when the model is loaded. A stop signal before that ends the process at once.
+    Raises UserError if trainer, recipe and reward service do not match.
     """
     keys = load_worker_keys(recipe, args.keys)
     client = PipeClient(args.connect, run="workers", client=args.name, keys=keys)
@@ -159,7 +158,7 @@ def serve_chunks(recipe: Recipe, args: argparse.Namespace, stop: threading.Event
 
 
 def load_worker_keys(recipe: Recipe, folder: Path | None) -> ClientKeys | None:
-    """Load the keys in `folder` or, if `folder` is None, in rollout.keys. Returns None if neither is set.
+    """Load the keys in `folder` or, if it is None, in rollout.keys. Returns None if neither is set.
 
     Raises KeyFileError if the keys are unusable.
     """
@@ -269,11 +268,7 @@ class WorkerLanes:
         ]
 
     def run(self, stop: threading.Event) -> int:
-        """Generate chunks until the worker should exit.
-
-        The worker exits if `stop` is set, if the trainer dismisses it or is silent for too long, or if another trainer
-        uses the address. Raises OutOfMemory if a chunk does not fit into memory.
-        """
+        """Generate chunks until the worker should exit. Raises OutOfMemory if a chunk does not fit into memory."""
         from wfm_ds.rollout.rewards import RewardClient
 
         reward = self.recipe.rl.reward
@@ -311,7 +306,7 @@ class WorkerLanes:
         return 0
 
     def generate_chunk(self, rewards: RewardClient, task: LeasedTask, progress: ReportProgress) -> TaskResult:
-        """Generate the chunk of a task and return its samples with their scores.
+        """Generate the samples of a task and return them with their scores.
 
         Raises TaskFailed if the task is malformed, its weights cannot be loaded, or the device is out of memory.
         """
