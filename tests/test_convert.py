@@ -1,7 +1,9 @@
 """`wfm_ds.cli.convert` on handmade checkpoints. tests/multi_rank/test_convert.py converts those of real runs."""
 
 import json
+import logging
 import shutil
+import time
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from folders import contents
 from wfm_ds.checkpoint.sharded_states import rank_file_name
 from wfm_ds.checkpoint.store import COMPLETE
 from wfm_ds.cli import convert
+from wfm_ds.distributed import progress
 from wfm_ds.export.target import ExportTarget
 from wfm_ds.export.weights import adapter_settings, export_weights
 from wfm_ds.models import registry
@@ -125,6 +128,23 @@ def test_a_full_checkpoint_gives_the_files_that_the_run_would_export(model, full
     assert contents(tmp_path / "out") == contents(tmp_path / "own")
     pipe = DiffusionPipeline.from_pretrained(tmp_path / "out", local_files_only=True)
     assert_close(pixels(pipe, model), pixels(model.pipeline, model), atol=1e-5, rtol=0)
+
+
+def test_a_long_conversion_shows_that_it_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.01)
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    shown = []
+
+    def wait(args):
+        deadline_s = time.monotonic() + 10
+        while "so far" not in "".join(shown) and time.monotonic() < deadline_s:
+            shown.append(capsys.readouterr().err)
+        return "done"
+
+    monkeypatch.setattr(convert, "convert_checkpoint", wait)
+    assert run(capsys, tmp_path, tmp_path / "out")[0] == 0
+    assert f"converting {tmp_path}: 0:00 so far\n" in "".join(shown)
 
 
 def test_policy_and_dtype_can_be_chosen(full, tmp_path, capsys):

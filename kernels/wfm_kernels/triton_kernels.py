@@ -64,7 +64,10 @@ def sde_kernel(
     SPLIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Run a denoising step or, if GIVEN is set, only compute its log-probability, with the same order of summation."""
+    """Compute the next latents, and partial sums of (next latents - mean)^2 for their log-probability.
+
+    If GIVEN is set, read the next latents instead of computing them. Equal latents give equal sums.
+    """
     part, sample = tl.program_id(0), tl.program_id(1)
     row = sample.to(tl.int64) * n  # int64: a batch of videos can exceed 2**31 elements
     coef = coef_ptr + sample * coef_stride

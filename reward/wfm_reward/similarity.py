@@ -18,9 +18,9 @@ Frames = npt.NDArray[np.uint8]
 
 
 def psnr(frames: Frames, reference: Frames) -> float:
-    """Return the PSNR in dB, at most MAX_PSNR_DB, as the mean over the T frames. Both videos are uint8 [T,H,W,3].
+    """Return the PSNR in dB, averaged over the T frames. Both videos are uint8 [T,H,W,3].
 
-    Raises ValueError if the shapes differ.
+    The PSNR of each frame is limited to MAX_PSNR_DB. Raises ValueError if the shapes differ.
     """
     require_equal_shapes(frames, reference)
     return float(np.mean([frame_psnr(*pair) for pair in zip(frames, reference, strict=True)]))
@@ -32,7 +32,7 @@ def frame_psnr(a: npt.NDArray[np.uint8], b: npt.NDArray[np.uint8]) -> float:
 
 
 def ssim(frames: Frames, reference: Frames) -> float:
-    """Return the structural similarity, at most 1, as the mean over the T frames. Both videos are uint8 [T,H,W,3].
+    """Return the structural similarity, at most 1, averaged over the T frames. Both videos are uint8 [T,H,W,3].
 
     Computed as in scikit-image's structural_similarity with its defaults (windows of 7 x 7 pixels). Raises ValueError
     if the shapes differ or a frame is smaller than a window.

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import os
 import re
 import shutil
 import sys
@@ -14,12 +15,14 @@ import pytest
 from huggingface_hub import constants
 
 from hub_server import Repo, files_of, hub_server, use
+from lerobot import FRONT, record, write_lerobot
 from prompt_server import prompt_server, served_files, use_test_source
 from wfm_ds.cli.fetch import main
 from wfm_ds.data.prompt_sources import MIRROR
 from wfm_ds.data.prompts import load_prompts
 from wfm_ds.models import registry
 from wfm_ds.models.assets import hub
+from wfm_ds.recipe.file import load_recipe
 from wfm_ds.runs import fetch_plan
 from wfm_ds.storage.filesystem import is_repo_id
 from wfm_reward import registry as registry_of_rewards
@@ -154,14 +157,26 @@ def test_a_download_needs_an_answer(site, capsys, monkeypatch):
     assert Path("datasets/ocr/train.txt").is_file()
 
 
-def test_a_long_download_without_a_terminal_shows_that_it_runs(monkeypatch, capsys):
+def test_a_long_download_without_a_terminal_shows_its_bytes_and_the_remaining_time(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # wfm fetch sets up no logging
     monkeypatch.setattr(hub, "PROGRESS_INTERVAL_S", 0.01)
-    err, deadline_s = "", time.monotonic() + 10
-    with hub.hide_bars_without_terminal(), hub.log_download_progress("a/b", []):
-        while "model a/b: still downloading\n" not in err and time.monotonic() < deadline_s:
-            err += capsys.readouterr().err
-    assert "model a/b: still downloading\n" in err
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "snapshots" / "c").mkdir(parents=True)
+    done, partial = tmp_path / "snapshots" / "c" / "first", tmp_path / "blobs" / "x.incomplete"
+    files = [
+        hub.DryRunFileInfo("c", size, name, str(done.with_name(name)), is_cached=False, will_download=True)
+        for name, size in (("first", 1_000_000_000), ("second", 2_000_000_000))
+    ]
+    expected = [r"0.0 of 3.0 GB\n", r"1.5 of 3.0 GB, \d:\d\d left\n"]
+    with hub.hide_bars_without_terminal(), hub.log_download_progress("model a/b", files):
+        for text in expected:
+            err, deadline_s = "", time.monotonic() + 10
+            while not re.search(f"model a/b: still downloading, {text}", err) and time.monotonic() < deadline_s:
+                err += capsys.readouterr().err
+            assert re.search(f"model a/b: still downloading, {text}", err), err
+            done.touch()
+            partial.touch()
+            os.truncate(partial, 500_000_000)  # sparse
 
 
 def error_of(capsys, *words):
@@ -203,6 +218,35 @@ def test_parts_that_it_cannot_download_are_named(tmp_path, monkeypatch, capsys):
     assert "reward hpsv3: the package hpsv3 downloads its weights" in capsys.readouterr().out
 
 
+def test_lerobot_data_on_the_hub_is_complete_after_one_command(site, capsys, tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    write_lerobot(tmp_path / "arm", "v3.0", record(tmp_path / "recorded", (9, 9, 9)), per_file=1)
+    repo = Repo(files_of(tmp_path / "arm"), card={"license": "mit"})
+    site.repos |= {"owner/arm": repo, "owner/held_out": repo}
+    words = ["sd3_image_sft_lora", "model.path=tiny:wan21", "data={kind: lerobot, path: owner/arm, episodes: ':1'}"]
+    words += ["validation.path=owner/held_out", "validation.episodes=':1'"]
+    used = ["data/chunk-000/file-000.parquet", f"videos/{FRONT}/chunk-000/file-000.mp4"]
+    plan = fetch_plan.plan_downloads(load_recipe(Path(words[0]), words[1:]))
+    num_bytes = sum(len(repo.files[name]) for name in used)
+    assert [(item.purpose, item.num_bytes, item.licence) for item in plan.items] == [("data", num_bytes, "mit")] * 2
+    assert not any(name.startswith(("data/", "videos/")) for name in site.sent)
+    assert not branch_commits()
+    assert main([*words, "data.options={revision: v9}"]) == 2
+    assert "owner/arm has no branch, tag or commit v9: change data.options.revision" in capsys.readouterr().err
+    assert main([*words, "--yes"]) == 0
+    assert [name for name in sorted(site.sent) if not name.startswith("meta/")] == sorted(2 * used)
+    use(monkeypatch, url=site.url, cache=tmp_path / "cache", offline=True)
+    sets = "data={kind: sets, path: ., sets: [{kind: lerobot, path: owner/arm, episodes: '1:'}]}"
+    for data, is_complete in ((words[2], True), (sets, False)):
+        capsys.readouterr()
+        assert main([*words[:2], data, "validation.every=0"]) == (0 if is_complete else 2)
+        shown = capsys.readouterr()
+        assert ("nothing to download" in shown.out, "lacks files of data owner/arm: " in shown.err) == (
+            is_complete,
+            not is_complete,
+        )
+
+
 class Misspelled(ClipScore):
     """A user's reward with a mistake in `hub_files`."""
 
@@ -228,6 +272,9 @@ def test_files_that_are_not_published_are_named_and_cause_no_download(site, caps
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("validation.path held_out does not exist")
     assert out[1].startswith("data.path a/b: the package datasets downloads")
+    assert main(["sd3_image_sft", words[0], "data={kind: hf, path: a/b}", "validation.path=a/c"]) == 0
+    keys = [line.partition(": ")[0] for line in capsys.readouterr().out.splitlines()[:2]]
+    assert keys == ["data.path a/b", "validation.path a/c"]
 
 
 def test_every_option_that_names_hub_files_exists():

@@ -266,7 +266,7 @@ def test_a_skypilot_task_without_storage_causes_a_warning(tmp_path, monkeypatch,
 
 def test_a_job_is_submitted(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    for name in ("sbatch", "kubectl", "sky"):
+    for name in ("sbatch", "kubectl", "sky", "deepspeed"):
         (tmp_path / name).write_text(f"#!/bin/bash\n{PRINT_WORDS}; exit 3\n")
         (tmp_path / name).chmod(stat.S_IRWXU)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -274,6 +274,7 @@ def test_a_job_is_submitted(tmp_path, monkeypatch, capfd):
         "sbatch|a.sbatch|": ["--slurm"],
         "kubectl|apply|-f|a.k8s.yaml|": K8S,
         "sky|launch|-c|a|a.sky.yaml|": SKY,
+        f"deepspeed|--hostfile|a.hosts|--master_addr|n1|-m|wfm_ds.train|sd3_image_sft|{OUT}|": ["--pdsh", "n1,n2"],
     }
     for called, words in jobs.items():
         child = os.fork()  # the command replaces its process by the tool

@@ -21,6 +21,8 @@ HEAVY = ("torch", "deepspeed", "diffusers", "transformers", "sklearn")
 REFUSAL_S, CHECK_LIMIT, STEP_LIMIT = 1.5, 1.6, 2.6  # CPU seconds; multiples of the time to import the libraries
 LIBRARIES = "from diffusers import StableDiffusion3Pipeline; import deepspeed, peft"
 TINY = "model.path=tiny:sd3"
+UNREADABLE = "bad.txt"  # a link to a file that can be opened, but not read, even by root
+NOT_CACHED = "owner/none is not in the Hub cache (and not a local folder), and the Hub cannot be reached; on a machine"
 REFUSALS = {
     "check sd3_nft run.stepz=3": "run.stepz is not a key of run; did you mean steps?",
     "train sd3_nft optimizer.lr=-1": "optimizer.lr",
@@ -38,6 +40,17 @@ REFUSALS = {
     "check sd3_nft --tiny 'reward.functions=[{name: ocr, options: {lang: x}}]'": "lang",
     "check sd3_nft --tiny run.output_dir=/proc/x": "run.output_dir /proc/x cannot be created",
     "train sd3_nft --tiny run.output_dir=/proc/x": "run.output_dir /proc/x cannot be created",
+    "check sd3_nft --tiny data.cache_dir=/proc/x": "data.cache_dir /proc/x cannot be created: /proc is not a writable",
+    f"check reason_llava_sft model.revision=null model.path=tiny:qwen25vl data.path={UNREADABLE}": "cannot be read (",
+    f"check sd3_nft {TINY} 'data={{kind: prompts, path: ., split: bad}}'": "bad.txt cannot be read: ",
+    f"check sd3_nft {TINY} 'data={{kind: prompts, path: ., split: good}}' validation.prompts={UNREADABLE}": (
+        "bad.txt cannot be read: "
+    ),
+    "check sd3_nft model.path=owner/none model.revision=null": NOT_CACHED,
+    "check reason_llava_sft data.path=bad.txt model.path=owner/none model.revision=null": NOT_CACHED,
+    f"check sd3_image_sft {TINY} 'data={{kind: lerobot, path: owner/none}}'": (
+        "hf download --repo-type dataset owner/none"
+    ),
     "train cp_nft --tiny rollout.mode=async rollout.bind=tcp://127.0.0.1:9": "tcp:// needs keys",
     "init --data nowhere --model tiny:sd3": "nowhere not found",
     "init --data . --model models/none": "error: ",
@@ -70,7 +83,10 @@ def run_python(code, *arguments, folder):
     return result, used
 
 
-def test_mistakes_are_refused_before_torch_is_imported(tmp_path):
+def test_mistakes_are_refused_before_torch_is_imported(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "good.txt").write_text("a cup")
+    (tmp_path / UNREADABLE).symlink_to("/proc/self/mem")
     lines = json.dumps(list(REFUSALS))
     result, _ = run_python(["-c", ASK], lines, json.dumps(HEAVY), folder=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -435,6 +436,11 @@ def test_init_writes_a_recipe_that_check_accepts_and_damage_is_found(copy, tmp_p
     assert main(["check", "mine.yaml"]) == 0
     assert "all checks passed" in capsys.readouterr().out
     assert contents(root) == before
+    with_suggestions = re.sub("^  # ", "  ", recipe_file.read_text(), flags=re.MULTILINE)
+    Path("suggested.yaml").write_text(with_suggestions.replace("inputs: [actions]", "inputs: [actions, domain]"))
+    suggested = load_recipe(Path("suggested.yaml")).data
+    assert (written.fps, written.domain, written.actions.space) == (None, None, None)
+    assert (suggested.fps, suggested.domain, suggested.actions.space) == (16, "droid_lerobot", "droid")
     recipe_file.write_text(recipe_file.read_text().replace("validation:", "validation:\n  episodes: '-2:'"))
     assert load_tiny_recipe(recipe_file, [], world_size=1).data.kind == "paired"
     change_episodes(root, delay(1, 3, "to"))

@@ -193,12 +193,11 @@ def test_revisions_belong_to_a_data_set(tmp_path):
 
 def test_many_files_are_requested_by_folder(sets, monkeypatch):
     requested = []
-    monkeypatch.setattr(lerobot, "download_files", lambda repo, revision, patterns: requested.append(patterns))
     data = DataRecipe(kind="lerobot", path=str(sets / "v2.1"), views=[[FRONT]], episodes=":2")
     parts = lerobot.read_parts(data, data.path)
     for limit in (4, 3):
         monkeypatch.setattr(lerobot, "MAX_PATTERNS", limit)
-        lerobot.download_episodes("owner/name", data.path, parts)
+        requested.append(lerobot.file_patterns(lerobot.list_files(data.path, parts)))
     names = [f"{part}/episode_00000{e}" for part in ("data/chunk-000", f"videos/chunk-000/{FRONT}") for e in (0, 1)]
     assert [name.rpartition(".")[0] for name in requested[0]] == names
     assert requested[1] == ["data/chunk-000/*", f"videos/chunk-000/{FRONT}/*"]

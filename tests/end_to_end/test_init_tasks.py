@@ -15,6 +15,7 @@ rl     --data colors.txt --model tiny:sd3 --rl color --held-out jpeg_compressibi
 frames --data digits/images --model tiny:wan22_i2v --rl motion --held-out consistency
 actions --data brightness --model tiny:cosmos3
 moves  --data brightness --model tiny:cosmos3 --rl brightness --held-out motion
+distill --data colors.txt --model tiny:sd3 --task distill --held-out jpeg_compressibility
 vlm    --data squares --model tiny:qwen25vl
 """
 # One process imports torch and the model families once.

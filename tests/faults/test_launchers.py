@@ -101,6 +101,7 @@ def test_two_ranks_of_each_launcher_equal_one_node_bit_for_bit(launcher, one_nod
         pytest.skip("needs the Debian package openmpi-bin")
     recipe, expected = one_node
     train(*launch_two_ranks(launcher, [*recipe, f"run.output_dir={tmp_path / 'out'}"]), tmp_path)
+    assert sorted(log.name for log in (tmp_path / "out" / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
     assert records(tmp_path / "out") == records(expected)
     tensors, others = exported(expected), exported(tmp_path / "out")
     assert tensors

@@ -1,6 +1,7 @@
 """Conversations of a recipe and the packed rows of its steps: bad rows are dropped and counted, up to a limit."""
 
 import json
+import logging
 import shutil
 
 import numpy as np
@@ -11,6 +12,7 @@ from PIL import Image
 import s3
 from each_case import check_each
 from wfm_ds.demos.squares_data import write_squares
+from wfm_ds.distributed import progress
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError, UserError
 from wfm_ds.language import model as language_model
@@ -123,6 +125,22 @@ def test_lengths_are_measured_once(load, squares, tmp_path, monkeypatch):
     load(*options, "data.pixels.max=3136")
     assert len(measured) > 30
     assert len(list((tmp_path / "cache" / "lengths").iterdir())) == 2
+
+
+def test_reading_and_counting_show_their_progress(load, squares, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.0)
+    monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.0)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    file = squares / "annotations.json"
+    rows = json.loads(file.read_text())
+    (squares / "rows").mkdir()
+    (squares / "rows" / "lines.jsonl").write_text("\n".join(map(json.dumps, rows[:3])) + "\n\n")
+    (squares / "rows" / "list.json").write_text(json.dumps(rows[3:8]))
+    load(f"data.path={squares}/rows", "validation.holdout=0")
+    shown = capsys.readouterr().err.splitlines()
+    lines = [f"reading {squares}/rows/lines.jsonl: 3 of 3", f"reading {squares}/rows/list.json: 5 of 5"]
+    for line in (*lines, "reading annotations: 2 of 2", "counting tokens: 8 of 8"):
+        assert f"{line}, 0:00 left" in shown
 
 
 def test_a_replaced_image_is_left_out_of_its_row(load, squares):

@@ -14,7 +14,7 @@ from scipy import stats
 from wfm_ds.distributed import progress
 from wfm_ds.training.validation import Validator, partial_scores
 from wfm_ds.training.validation_metrics import correlation_metrics, rank_correlation
-from wfm_ds.types import Score
+from wfm_ds.types import Prompt, Score
 
 FEW = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=12)
 
@@ -66,7 +66,7 @@ def test_partial_scores_are_named_like_their_metrics():
     assert found == {"f/x": 0.5, "f/y": 0.25}
 
 
-def test_a_long_validation_shows_that_it_still_runs(monkeypatch, capsys):
+def test_a_long_validation_shows_that_it_still_runs_and_its_remaining_time(monkeypatch, capsys):
     monkeypatch.setattr(progress, "SHOW_AFTER_S", 0.01)
     monkeypatch.setattr(progress, "LINE_INTERVAL_S", 0.0)
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
@@ -76,7 +76,13 @@ def test_a_long_validation_shows_that_it_still_runs(monkeypatch, capsys):
     validation.job = SimpleNamespace(
         timer=lambda name: contextlib.nullcontext(), engine=engine, evaluation_policy="ema", sampler=sampler
     )
-    validation.items, validation.scorers, validation.recordings, validation.rollout_plan = [], [], None, None
+    validation.job.world = SimpleNamespace(dp_size=2, dp_rank=0, is_leader=False)
+    validation.job.recipe = SimpleNamespace(
+        logging=SimpleNamespace(num_samples=1), engine=SimpleNamespace(max_forward_batch=1)
+    )
+    validation.samples = SimpleNamespace(layout=SimpleNamespace(join=list), frames=None, recordings=None)
+    validation.items = [(Prompt(id=str(i), text="a cup"), i) for i in range(6)]
+    validation.num_clips, validation.scorers, validation.recordings, validation.rollout_plan = 1, [], None, None
 
     def wait_for(text):
         shown, deadline_s = "", time.monotonic() + 10
@@ -88,7 +94,13 @@ def test_a_long_validation_shows_that_it_still_runs(monkeypatch, capsys):
         wait_for("computing the validation loss: 0:00 so far")
         raise KeyboardInterrupt
 
-    validation.generate_samples = lambda *_, **__: wait_for("generating validation samples: 0:00 so far")
+    waits = iter(["0 of 3\n", "1 of 3, 0:00 left\n", "2 of 3, 0:00 left\n"])  # the other rank generates 3 others
+
+    def generate(*_, **__):
+        wait_for(f"generating validation samples: {next(waits)}")
+        yield SimpleNamespace(pixels=np.zeros((1, 2, 2, 3), np.uint8))
+
+    monkeypatch.setattr("wfm_ds.training.validation.generate_clips", generate)
     validation.loss = SimpleNamespace(measure_loss=measure_loss)
     with pytest.raises(KeyboardInterrupt):
         validation.evaluate(0)

@@ -55,10 +55,11 @@ def log_ratio(
 def reference_kl(
     velocity: Tensor, ref_velocity: Tensor, gain: Tensor, std: Tensor, *, norm: str, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the KL divergence per element of two transitions, mean((mu - mu_ref)^2)/(2 std^2): [B].
+    """Return the KL divergence between two Gaussian transitions, averaged over the elements of a sample: [B].
 
-    mu and mu_ref are the means of the transitions for `velocity` and `ref_velocity`. With norm `literal`, the result is
-    mean((mu - mu_ref)^2), as in the published code. gain, std, mask: as in log_ratio.
+    It is mean((mu - mu_ref)^2)/(2 std^2), where mu is the mean of the transition for `velocity`, and mu_ref for
+    `ref_velocity`. With norm `literal`, the result is mean((mu - mu_ref)^2), as in the published code. gain, std, mask:
+    as in log_ratio.
     """
     require_latents(velocity=velocity, ref_velocity=ref_velocity)
     require_vectors(velocity, gain=gain, std=std)

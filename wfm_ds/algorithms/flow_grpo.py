@@ -305,9 +305,7 @@ class FlowGrpo(RlAlgorithm[TransitionTerm, TransitionBatch]):
         return transition_mean(velocity, batch.latents, batch.coefficients)
 
     def _outside_trust_region(self, comparison: PolicyComparison) -> tuple[Tensor, Tensor]:
-        """Return two masks [B] of loss terms outside the trust region: terms with increased and terms with decreased
-        probability.
-        """
+        """Return two masks [B] of loss terms outside the trust region: with probability ratios above 1 and below 1."""
         log_ratio = comparison.log_ratio.detach()
         if comparison.divergence is None:
             return outside_clip_range(log_ratio, self.clip_low, self.clip_high)

@@ -84,10 +84,10 @@ class ForwardProcess(RlAlgorithm[ForwardTerm, ForwardBatch]):
         return (rollout.seed,)
 
     def noise_levels(self, step: int, *key: int | str) -> list[tuple[int, float]]:
-        """Return (index, sigma) of each noise level to train on in RL step `step`, in training order.
+        """Return (index, sigma) for each noise level that a sample is trained on in RL step `step`, in training order.
 
-        key: seeds the random choice of noise levels. The index is the number of the rollout's denoising step (`levels:
-        grid`), or the number of the noise level in ascending order (`levels: stratified`).
+        key: seed of the random choice of noise levels, in addition to the run seed and `step`. With `levels: grid`, the
+        index is the rollout's denoising step at this sigma. With `levels: stratified`, it is the position in the list.
         """
         if self.settings.levels == "grid":
             seed = derive_seed(self.run_seed, "timesteps", step, *key)

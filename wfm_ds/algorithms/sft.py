@@ -192,9 +192,9 @@ def validation_sigmas(shift: float, num_levels: int = NUM_BUCKETS) -> Tensor:
 
 
 def bucket_index(sigma: Tensor, shift: float, num_buckets: int = NUM_BUCKETS) -> Tensor:
-    """Return the index of the noise-level bucket of each sigma, int64.
+    """Return the number of the bucket of each noise level, int64, from 0 to num_buckets - 1.
 
-    The timestep shift converts q in (0, 1) to sigma. The buckets are num_buckets equal intervals of q.
+    sigma is apply_shift(q, shift) for a number q from 0 to 1. The buckets are num_buckets equal intervals of q.
     """
     q = invert_shift(sigma.double(), shift)
     return (q * num_buckets).long().clamp(0, num_buckets - 1)

@@ -71,10 +71,12 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from wfm_ds.checkpoint.remote_store import open_locally
+    from wfm_ds.distributed.progress import show_wait
     from wfm_ds.memory.advice import explain_out_of_memory
 
     with open_locally(args.checkpoint, args.out.parent) as args.checkpoint:
-        with explain_out_of_memory(torch.device("cpu"), lambda phase: memory_advice(args), lambda: None):
+        advice = explain_out_of_memory(torch.device("cpu"), lambda phase: memory_advice(args), lambda: None)
+        with advice, show_wait(f"converting {args.checkpoint}"):
             message = convert_checkpoint(args)
         sys.stdout.write(message + "\n")
 

@@ -26,7 +26,9 @@ def parser() -> CommandParser:
     )
     p.add_recipe_arguments()
     p.add_argument("-y", "--yes", action="store_true", help="download without a question")
-    p.add_argument("--dry-run", action="store_true", help="only list; downloads at most configuration files and meta/ of LeRobot data")
+    p.add_argument(
+        "--dry-run", action="store_true", help="only list; downloads at most configuration files and metadata"
+    )
     return p
 
 

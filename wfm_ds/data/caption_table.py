@@ -114,9 +114,9 @@ class CaptionTable(SampleSet):
 
 
 def find_caption_column(source: str, columns: Sequence[str], wanted: str | None) -> str:
-    """Return `wanted`, or the first of CAPTION_COLUMNS that exists if `wanted` is None.
+    """Return the caption column: `wanted` or, if it is None, the first of CAPTION_COLUMNS that is in `columns`.
 
-    source: name of the dataset for messages. Raises DataError if the column is missing.
+    source: name of the dataset, for error messages. Raises DataError if `columns` has no such column.
     """
     if wanted is not None and wanted not in columns:
         raise DataError(f"{describe_columns(source, columns)}, but not data.caption_column {wanted} {DOCS_HINT}")

@@ -192,10 +192,10 @@ class StreamStep:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class StreamSource(BatchReader):
-    """Reads training batches from an endless stream. The batches do not depend on the number of ranks.
+    """Reads training batches from an HfStream. The batches do not depend on the number of ranks.
 
-    Every replica reads all rows, but decodes only its shard of each batch. Position p is the p-th usable row of the
-    stream, counted from 0. A file that cannot be decoded is replaced by another row of the same step.
+    Every replica reads all rows of a batch, but decodes only the images or videos of its own part. If one of them
+    cannot be decoded, another row of the same batch replaces it.
     """
 
     open_stream: Callable[[], HfStream] = field(kw_only=False)  # opens the stream at its first row

@@ -17,9 +17,10 @@ CAMERA_KEY = "camera"
 
 
 def read_actions(sample: Sample, actions: ActionsRecipe) -> Floats:
-    """Return the actions [frames-1, numbers per action] between all neighbouring frames of a sample.
+    """Return a sample's actions [F-1, numbers per action] between the neighbouring frames of its F frames.
 
-    Actions of recorded episodes are computed. Other actions are read. Raises KeyError, OSError or ValueError.
+    If the sample is a recorded episode, they are computed from its features as `actions` specifies. Otherwise, they are
+    read from the caption file or an .npy file. Raises KeyError, OSError or ValueError if this is not possible.
     """
     if sample.rows is None:
         return read_raw_input(sample, ACTIONS)

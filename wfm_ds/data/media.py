@@ -48,7 +48,10 @@ def load_media(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
 
 
 def media_size(media: Media) -> tuple[int, int]:
-    """Return (height, width) of an upright image or video. Raises BadMedia."""
+    """Return (height, width) of an image or video after the rotation that the file specifies.
+
+    Raises BadMedia if the file is unusable.
+    """
     return image_size(media) if media.suffix in IMAGE_SUFFIXES else video_size(media)
 
 
@@ -62,7 +65,7 @@ HD_HEIGHT = 720  # without a colour tag, videos of at least this height are BT.7
 def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint8]:
     """Decode a clip to uint8 RGB [num_frames, height, width, 3]. Each frame is resized and cropped as in load_image.
 
-    Raises BadMedia.
+    Raises BadMedia if the video is unusable.
     """
     position = framing.crop_position(draw)
 
@@ -86,9 +89,9 @@ def load_clip(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uint
 def decode_episode(
     media: EpisodeVideo, chosen: Sequence[int], convert: Callable[[Image.Image], Pixels]
 ) -> list[Pixels]:
-    """Return convert(image) for each frame index of an episode in `chosen`. Raises BadMedia.
+    """Return convert(image) for each frame index of an episode in `chosen`.
 
-    If the episode has several cameras, each image is composed of their frames.
+    If the episode has several cameras, each image is composed of their frames. Raises BadMedia if a video is unusable.
     """
     (first, *others), rows = list(itertools.chain(*media.views)), [len(row) for row in media.views]
     if not others:
@@ -124,7 +127,10 @@ def read_camera(
 
 
 def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], int]:
-    """Return (frame indices of the clip, number of frames in the video) without decoding frames. Raises BadMedia."""
+    """Return (frame indices of the clip, number of frames in the video) without decoding frames.
+
+    Raises BadMedia if the video is unusable.
+    """
     if isinstance(media, EpisodeVideo):
         return list(choose_frames(media, media.seconds, framing, draw)), media.length
     with open_video(media) as container:
@@ -135,7 +141,10 @@ def clip_frames(media: Media, framing: Framing, draw: Draw) -> tuple[list[int], 
 
 
 def video_size(media: Media) -> tuple[int, int]:
-    """Return (height, width) of an upright video. Decodes the first frame. Raises BadMedia."""
+    """Return (height, width) of a video after the rotation that the file specifies. Decodes the first frame.
+
+    Raises BadMedia if the file is unusable.
+    """
     if isinstance(media, EpisodeVideo):
         (first,) = read_camera(media, media.views[0][0], [0], lambda rgb: rgb)
         return picture_size([len(row) for row in media.views], (first.height, first.width))
@@ -148,7 +157,7 @@ def video_size(media: Media) -> tuple[int, int]:
 
 
 def video_duration(media: Media) -> float:
-    """Return the length of a video file in seconds, from its header. Raises BadMedia."""
+    """Return the length of a video in seconds, from the file header. Raises BadMedia if the file is unusable."""
     with open_video(media) as container:
         stream = container.streams.video[0]
         if stream.duration is None or stream.time_base is None:

@@ -118,7 +118,10 @@ def load_image(media: Media, framing: Framing, draw: Draw) -> npt.NDArray[np.uin
 
 
 def image_size(media: Media) -> tuple[int, int]:
-    """Return (height, width) of an upright image, from its header. Raises BadMedia."""
+    """Return (height, width) of an image after the rotation that the file specifies. Reads only the file header.
+
+    Raises BadMedia if the file is unusable.
+    """
     with convert_decode_errors(media), media.open() as file, Image.open(file, formats=FORMATS) as image:
         # Use the base class: PNG's override decodes the whole image to find an orientation after the pixels.
         is_rotated = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1) in QUARTER_TURNS

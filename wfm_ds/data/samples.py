@@ -156,7 +156,7 @@ class SampleSet:
     """
 
     def __init__(self, source: str) -> None:
-        """source: name of the dataset for messages."""
+        """source: name of the dataset, for error messages."""
         self.source = to_printable(source)
         self.samples: list[Sample] = []
         self.bad: dict[str, list[str]] = {}

@@ -39,7 +39,7 @@ pre { overflow-x: auto; padding: .6rem; background: #8882; border-radius: .3rem;
 
 
 def write_page(demo: Demo, folder: Path, run: Path, report: Sequence[str]) -> None:
-    """Write index.html into the folder of a quickstart, which contains the images of `Demo.write_comparison`.
+    """Write index.html into the folder of a quickstart. Call `Demo.write_comparison` first: the page shows its images.
 
     run: output folder of the RL run. report: lines of the report, in Markdown.
     """
@@ -61,7 +61,10 @@ def run_sections(demo: Demo, folder: Path, run: Path) -> list[str]:
 
 
 def load_curves(run: Path, tags: Mapping[str, str]) -> dict[str, Curve]:
-    """Return {label: [(RL step, value)]} from the evaluations of a run. tags: {label: name of a metric}."""
+    """Return {label of a curve: [(RL step, value of a metric)]}, with one point for each evaluation of an RL run.
+
+    run: output folder of the RL run. tags: {label of a curve: name of its metric}.
+    """
     return {
         label: [
             (int(samples.name.removeprefix("step_")), metrics[tag]) for samples, metrics in load_evaluations(run, tag)

@@ -58,7 +58,7 @@ class ShapesDemo(Demo):
         before, after = (load_videos(samples_folder) for samples_folder, _ in (results[0], results[-1]))
         for videos, name in ((before, "before"), (after, "after")):
             write_strips(folder / f"{name}.png", videos)
-            write_animation(folder / f"{name}.gif", videos)
+            write_animations(folder / name, videos)
         lines = []
         evaluations = [split_by_pairs(videos) for videos in (before, after)]
         for pairs in evaluations[0]:
@@ -66,7 +66,9 @@ class ShapesDemo(Demo):
             values = [[*mean_scores(group, METRICS).values(), count_correct_starts(group)] for group in groups]
             rows = list(zip([*METRICS, f"{STARTS}, mean over prompts"], *values, strict=True))
             lines += [*comparison_table(f"{pairs} pairs, {len(groups[0])} videos", rows, digits=2), ""]
-        image_paths = f"Images: {folder / 'before.png'} and {folder / 'after.png'}. Animations: the same names as .gif."
+        image_paths = (
+            f"Images: {folder / 'before.png'} and {folder / 'after.png'}. Animations: the same names as .gif and .mp4."
+        )
         return [*lines, image_paths]
 
     def generate_arguments(self, folder: Path) -> str:
@@ -140,10 +142,13 @@ def write_strips(path: Path, videos: Sequence[PromptedVideo]) -> None:
     save_png(path, image_grid(images, len(images) // len(shown), row_titles=titles))
 
 
-def write_animation(path: Path, videos: Sequence[PromptedVideo]) -> None:
-    from wfm_ds.monitoring.media_files import encode_gif, image_grid
+def write_animations(path: Path, videos: Sequence[PromptedVideo]) -> None:
+    """Write PATH.gif and PATH.mp4, with the same frames."""
+    from wfm_ds.monitoring.media_files import encode_gif, image_grid, save_mp4
 
     columns = [frame_lists[:NUM_SHOWN] for frame_lists in group_by_prompt(videos).values()]
     cells = [frames for row in zip(*columns, strict=True) for frames in row]
     images = [image_grid([frames[time] for frames in cells], len(columns)) for time in range(len(cells[0]))]
-    path.write_bytes(encode_gif(np.stack([*images, images[-1]]), FPS))  # show the last frame twice
+    animation = np.stack([*images, images[-1]])  # show the last frame twice
+    path.with_suffix(".gif").write_bytes(encode_gif(animation, FPS))
+    save_mp4(path.with_suffix(".mp4"), animation, FPS)

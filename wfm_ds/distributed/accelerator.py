@@ -43,7 +43,7 @@ def choose_accelerator() -> None:
 
 
 def device_context(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which this device is the thread's current device."""
+    """Return a context that makes a CUDA device the thread's current device. For other devices, it does nothing."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -47,7 +47,7 @@ class MachineGpus:
     def visible_name(self, device: str, key: str) -> str | None:
         """Return the CUDA_VISIBLE_DEVICES entry of a device such as `cuda:1`, or None if the device is not a GPU.
 
-        key: recipe key that contains the device, for the message. Raises RecipeError if the GPU does not exist.
+        key: recipe key of the device, for error messages. Raises RecipeError if the GPU does not exist.
         """
         match = CUDA_DEVICE.fullmatch(device)
         if match is None:

@@ -1,13 +1,14 @@
-"""Count the operations that the main thread starts: forward passes, optimizer steps, collectives.
+"""Progress counters of this process. They count the operations that the main thread starts, and other progress.
 
-The run counts as hung if no count increases on any rank. The rank with the lowest count is then the cause.
+Operations are forward passes, optimizer steps and collectives. If no rank makes progress for a long time, rank 0 ends
+the run and blames the ranks that have started the fewest operations.
 """
 
 from __future__ import annotations
 
 
 class Liveness:
-    """Counts of operations and of other progress. The heartbeat thread sends them to rank 0."""
+    """Two counters: started operations, and other signs of progress. The heartbeat thread sends them to rank 0."""
 
     def __init__(self) -> None:
         self.num_started = 0

@@ -51,13 +51,14 @@ def track_progress(items: Iterable[Item], title: str, *, total: int) -> Iterator
 
 
 @contextlib.contextmanager
-def show_wait(title: str) -> Iterator[None]:
+def show_wait(title: str, total: int | None = None) -> Iterator[ProgressDisplay]:
     """Show how long the block has been running. Use it if the remaining time is unknown, e.g. while loading files.
 
-    The waiting time does not count as progress for the hang watchdog.
+    total: number of items, for a block that calls `advance` of the yielded display, but rarely. The waiting time does
+    not count as progress for the hang watchdog.
     """
-    with ProgressDisplay(title, None) as display, call_periodically(display.update, SHOW_AFTER_S):
-        yield
+    with ProgressDisplay(title, total) as display, call_periodically(display.update, SHOW_AFTER_S):
+        yield display
 
 
 @contextlib.contextmanager
@@ -87,12 +88,17 @@ class ProgressDisplay:
         self._start_s = self._line_s = time.monotonic()
         self._is_shown = read_rank(os.environ) == 0 and not is_console_quiet()
         self._bar: Progress | None = None
+        self._lock = threading.Lock()  # show_wait updates it in a thread
 
     def advance(self, num_items: int = 1) -> None:
         self._num_done += num_items
         self.update()
 
     def update(self) -> None:
+        with self._lock:
+            self._update()
+
+    def _update(self) -> None:
         now_s = time.monotonic()
         if not self._is_shown or now_s - self._start_s < SHOW_AFTER_S:
             return

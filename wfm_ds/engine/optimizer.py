@@ -165,9 +165,8 @@ def decode_blocks(codes: Tensor, absmax: Tensor, code_book: Tensor) -> tuple[Ten
 def encode_blocks(values: Tensor, scale: Tensor, code_book: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise optimizer states to 8 bits, the inverse of `decode_blocks`. Returns (codes, one scale per block).
 
-    scale: previous scale of each element, or 0 for an element that was not quantised before. If it is equal for all
-    elements of a block, the block keeps this scale. Otherwise, the block's scale is the largest magnitude of its
-    values.
+    values: 1D tensor. scale: previous scale of each element, or 0 for an element without one. If all previous scales in
+    a block are equal, the block keeps this scale. Otherwise, its scale is the largest magnitude of its values.
     """
     missing = -len(values) % STATE_BLOCK
     rows, scales = (functional.pad(x, (0, missing)).view(-1, STATE_BLOCK) for x in (values, scale))

@@ -42,7 +42,8 @@ def scores_by_clip(clips: Sequence[SampleScores], num_seeds: int) -> dict[str, l
 def average_clips(clips: Sequence[Mapping[str, Score]]) -> dict[str, Score]:
     """Return the mean of each score over the clips of a sample.
 
-    If a score failed in any clip, the mean is a failed score. A partial score is averaged over the clips that have it.
+    If a score failed in any clip, the mean is a failed score. Each entry of Score.parts is averaged over the clips that
+    have it.
     """
     first = clips[0]
     return dict(first) if len(clips) == 1 else {name: average_scores([clip[name] for clip in clips]) for name in first}

@@ -25,7 +25,7 @@ MARGIN_OF_RANGE = 0.05  # free space above and below the curves, as a fraction o
 
 @dataclass(frozen=True, slots=True)
 class ClipComparison:
-    """Scores by clip of all models: rewards, their partial scores, and the similarity to recordings."""
+    """Scores by clip of all models: rewards, their parts (Score.parts), and the similarity to recordings."""
 
     curves: Mapping[str, Mapping[str, ClipCurve]]  # {score: {model: curve}}
     differences: Mapping[str, Mapping[str, ClipCurve]]
@@ -74,9 +74,10 @@ def format_clip_tables(results: EvaluationResults) -> list[str]:
 
 
 def clips_dict(results: EvaluationResults) -> dict[str, Any]:
-    """Return {score: {model: {means, drifts, differences}}}. Each of the three is a list with one estimate per clip.
+    """Return {score: {model: {"means", "drifts", "differences"}}}. Each value is a list of estimates or None.
 
-    An unknown estimate is None.
+    means: mean score of each clip. drifts: mean difference of each later clip from the first clip. differences: mean
+    difference of each clip from the base model's clip; missing for the base model.
     """
     comparison = ClipComparison.from_results(results)
     content: dict[str, Any] = {}

@@ -33,7 +33,7 @@ GENEVAL_TASKS = ("single_object", "two_object", "counting", "colors", "position"
 
 
 def scores_by_reward(samples: SampleScores, num_seeds: int) -> dict[str, Array]:
-    """Return {reward: scores [P prompts, S seeds]}. The key of a reward's partial scores is `reward/part`."""
+    """Return {reward: scores [P prompts, S seeds]}, with the key `reward/part` for each entry of Score.parts."""
     names = list(dict.fromkeys(name for sample in samples for name in sample))
     arrays = {name: reshape_scores([sample[name].value for sample in samples], num_seeds) for name in names}
     for name in names:

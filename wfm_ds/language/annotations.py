@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from wfm_ds.data.samples import is_encodable
 from wfm_ds.errors import DataError
-from wfm_ds.storage.filesystem import convert_storage_errors, is_remote, open_filesystem, read_regular, shorten_path
+from wfm_ds.storage.filesystem import convert_storage_errors, is_remote, open_filesystem, open_regular, shorten_path
 from wfm_ds.storage.json_lines import split_lines
 
 Role = Literal["system", "user", "assistant"]
@@ -99,10 +99,12 @@ def _list_files(folder: str) -> list[str]:
     return sorted(f"s3://{name}" for name in names if name.endswith(SUFFIXES))
 
 
-def read_content(file: str) -> bytes:
+def read_content(file: str, num_bytes: int = -1) -> bytes:
+    """Return the content of a file, or the first `num_bytes` of a local file. Raises DataError if reading fails."""
     try:
         if not is_remote(file):
-            return read_regular(file)
+            with open_regular(file) as local:
+                return local.read(num_bytes)
         fs, path = open_filesystem(file)
         with convert_storage_errors(file):
             content: bytes = fs.cat_file(path)
@@ -124,6 +126,15 @@ def parse_rows(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
         raise DataError(f"{file}: not a JSON list of conversations in UTF-8; use a .jsonl file for one row per line")
     for number, row in enumerate(rows):
         yield f"{file}[{number}]", row
+
+
+def parse_and_count_rows(file: str, content: bytes) -> tuple[Iterable[tuple[str, Any]], int]:
+    """Return the rows of an annotation file, and their number. The rows of a .jsonl file are parsed one by one."""
+    rows = parse_rows(file, content)
+    if file.endswith(".jsonl"):
+        return rows, sum(1 for _ in split_lines(content))
+    rows_of_list = list(rows)
+    return rows_of_list, len(rows_of_list)
 
 
 def read_rows(file: str | Path) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from wfm_ds.data.samples import choose_held_out
 from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.distributed.progress import show_wait, track_progress
 from wfm_ds.distributed.world import World
 from wfm_ds.errors import DataError
 from wfm_ds.language.annotations import (
@@ -20,8 +21,8 @@ from wfm_ds.language.annotations import (
     BadConversation,
     Conversation,
     annotation_files,
+    parse_and_count_rows,
     parse_conversation,
-    parse_rows,
     read_content,
 )
 from wfm_ds.language.packed_sequences import UNKNOWN_SIZE, ConversationReader, ConversationSize, SizeCache
@@ -76,17 +77,20 @@ def read_annotations(recipe: Recipe, paths: Sequence[str]) -> Annotations:
     conversations, bad, digest = list[Conversation](), list[BadConversation](), hashlib.blake2b(digest_size=16)
     files = annotation_files(paths)
     folder = common_folder(files)
-    for file in files:
-        content = read_content(file)
-        digest.update(f"{file}\0{len(content)}\0".encode())
-        digest.update(content)
-        for place, row in parse_rows(file, content):
-            LIVENESS.record_progress()
-            name = place.removeprefix(folder)  # ids select held-out conversations and must not depend on the folder
-            try:
-                conversations.append(parse_conversation(row, name, root=root, system_prompt=system_prompt))
-            except BadConversation as error:
-                bad.append(error)
+    with track_progress(files, "reading annotations", total=len(files)) as tracked_files:
+        for file in tracked_files:
+            with show_wait(f"reading {file}"):
+                content = read_content(file)
+                rows, num_rows = parse_and_count_rows(file, content)
+            digest.update(f"{file}\0{len(content)}\0".encode())
+            digest.update(content)
+            with track_progress(rows, f"reading {file}", total=num_rows) as tracked_rows:
+                for place, row in tracked_rows:
+                    name = place.removeprefix(folder)  # ids select held-out conversations: independent of the folder
+                    try:
+                        conversations.append(parse_conversation(row, name, root=root, system_prompt=system_prompt))
+                    except BadConversation as error:
+                        bad.append(error)
     if not conversations and not bad:
         raise DataError(f"{', '.join(paths)}: no rows")
     return Annotations(conversations, bad, digest.hexdigest())
@@ -127,8 +131,12 @@ def measure_conversations(
             return error.reason, str(error)
 
     def measure_shard() -> list[Sequence[Any]]:
-        with ThreadPoolExecutor(workers) as pool:
-            return list(pool.map(measure_one, range(world.rank, count, world.size)))
+        shard = range(world.rank, count, world.size)
+        with (
+            ThreadPoolExecutor(workers) as pool,
+            track_progress(pool.map(measure_one, shard), "counting tokens", total=len(shard)) as sizes,
+        ):
+            return list(sizes)
 
     parts = world.gather(world.run_checked(measure_shard))
     results = [parts[i % world.size][i // world.size] for i in range(count)]

@@ -25,7 +25,7 @@ MIN_FRAMES = 2
 
 @dataclass(frozen=True, slots=True)
 class MediaSize:
-    """The properties of an image or video that determine its tokens."""
+    """Token count of an image or video and, for a video, its time steps."""
 
     kind: MediaKind
     num_tokens: int  # per image, or per time step of a video

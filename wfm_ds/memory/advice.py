@@ -33,7 +33,7 @@ UNIT_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 
 
 def estimate_phase(phase: str) -> str:
-    """Return the phase of the memory estimate that includes `phase`, a phase of the run's stopwatch."""
+    """Return the key in MemoryEstimate.phases for a phase of the run's stopwatch, such as `sampling` for `rollout`."""
     if phase in ("rollout", "validation"):
         return "sampling"
     if phase.endswith("_forward") and phase != "group_statistics_forward":  # group statistics use training batches

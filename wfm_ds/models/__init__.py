@@ -1,1 +1,1 @@
-"""Model families: one common interface to all supported diffusers pipelines."""
+"""Model families: subclasses of DiffusionModel, one for each supported kind of diffusers pipeline."""

@@ -119,7 +119,8 @@ def generate_clips(
 ) -> Iterator[GeneratedClips]:
     """Generate long videos clip by clip. Yields one clip of all videos at a time.
 
-    prompts: one per long video, with the inputs of all frames. noise_seeds: one per long video, see `clip_seed`.
+    prompts: one per long video. Inputs per frame, such as actions, must cover all frames of the long video.
+    noise_seeds: one per long video, see `clip_seed`.
     conditional_frames: conditioning frames of the first clip.
     decode: function that decodes latents, by default Sampler.decode_to_uint8. It must return videos on every rank that
     runs the forward passes.

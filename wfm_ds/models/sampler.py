@@ -267,8 +267,9 @@ class Sampler:
         *,
         guided: bool | None = None,
     ) -> GuidanceConditioning:
-        """Encode prompts, inputs and conditioning frames. If guidance is used, also encode negative prompts.
+        """Encode the texts and inputs (such as actions) of prompts, and conditioning frames.
 
+        If guidance is used, also encode negative prompts.
         shape: shape of one sample's latents. Default: latent_shape.
         guided: whether guidance is used. Default: whether the recipe enables guidance for any expert.
         """
@@ -292,7 +293,10 @@ class Sampler:
         conditional_frames: ConditioningFrames | None,
         shape: Sequence[int] | None = None,
     ) -> Conditioning:
-        """Encode inputs and conditioning frames. shape: shape of one sample's latents (default: latent_shape)."""
+        """Encode conditioning frames and the inputs of each sample (see Prompt.inputs).
+
+        shape: shape of one sample's latents. Default: latent_shape.
+        """
         conditioning: Conditioning = {}
         if any(inputs):
             conditioning |= self.model.encode_inputs(inputs, self.settings.num_frames, self.pixel_size(shape))

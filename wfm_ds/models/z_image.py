@@ -1,4 +1,4 @@
-"""Z-Image and Z-Image-Turbo. Text embeddings come from Qwen3."""
+"""The image models Z-Image and Z-Image-Turbo. Their text encoder is Qwen3."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ PACKAGES = ("wfm_ds", "torch", "diffusers", "transformers", "peft", "deepspeed")
 def write_page(folder: Path, reader: RunReader | None = None) -> Path:
     """Write index.html and page/data.js into a run's folder. Returns the path of index.html.
 
-    Raises FileExistsError if index.html is not the page of a run. Raises OSError if a file cannot be read or written.
+    Raises FileExistsError if the folder has an index.html that is not the page of a run, and OSError if a file cannot
+    be read or written.
     """
     index = folder / INDEX_FILE
     if index.exists() and not is_run_page(index):

@@ -31,7 +31,7 @@ class GeneratedSample:
     pixels: npt.NDArray[np.uint8]  # image [H,W,3] or video [T,H,W,3]
     fps: float | None = None  # only for a video
     rewards: Mapping[str, float | None] = field(default_factory=dict)  # by name; None if the reward failed
-    parts: Mapping[str, float] = field(default_factory=dict)  # partial scores by `reward/part`
+    parts: Mapping[str, float] = field(default_factory=dict)  # {`reward/part`: entry of Score.parts}
 
     @property
     def frames(self) -> VideoArray:

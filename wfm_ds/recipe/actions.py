@@ -157,7 +157,8 @@ class ActionSpaceRecipe(Section):
     feature: str | None = None
     """Feature with the actions as stored: row i is the action between frames i and i + 1."""
     poses: list[PoseRecipe] = Field(default_factory=list)
-    """Poses whose motion between the frames of the clip becomes the action. The motion is exact at any frame rate."""
+    """Stored poses. The motion of each pose from one frame of the clip to the next becomes a part of the action. Unlike
+    stored actions, it needs no `compose` if `data.fps` is below the frame rate of the file."""
     then: list[ValueRecipe] = Field(default_factory=list)
     """Values that follow the motion of the poses in an action, such as the state of a gripper."""
 

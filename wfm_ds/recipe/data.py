@@ -15,12 +15,12 @@ from wfm_ds.user_class import is_user_class
 BucketSize = tuple[PositiveInt, PositiveInt]
 INPUT_KINDS = ("paired", "folder", "webdataset", "lerobot")  # kinds of captioned videos that can have data.inputs
 EpisodeSlice = Annotated[str, Field(pattern=r"^(-?[0-9]+)?:(-?[0-9]+)?$")]
-"""Episodes selected by their order, like a Python slice: `0:-500` selects all except the last 500."""
+"""A Python slice of the list of episodes: `0:-500` selects all except the last 500."""
 Views = Annotated[list[Annotated[list[str], Field(min_length=1)]], Field(min_length=1)]
 
 
 class DataSetRecipe(Section):
-    """One data set of `data.kind: sets`."""
+    """One of the data sets that `data.kind: sets` mixes."""
 
     path: UserAddress
     """Like `data.path`. Relative paths of folders are relative to `data.path`."""
@@ -88,13 +88,14 @@ class DataRecipe(Section):
         Literal["folder", "hf", "paired", "cosmos", "webdataset", "lerobot", "sets", "pairs", "prompts", "llava"]
         | UserClass
     )
-    """Format of the data. Captioned images or videos: `folder`, any layout of docs/data_layouts.md, detected
-    automatically; `paired`, NAME.png or NAME.mp4 with NAME.txt or a NAME.json with `prompt`; `cosmos`, videos/NAME.mp4
-    with metas/NAME.txt; `webdataset`, tar shards; `hf`, a data set of the datasets library by Hub id or folder;
-    `lerobot`, recorded episodes of robots (docs/robots.md); `sets`, a weighted mix of these; `package.module:Class`,
-    your own reader. DPO: `pairs`, a .jsonl file with `prompt`, `chosen` and `rejected`, or tar shards. RL: `prompts`, a
-    prompt set; captioned images or videos for ddrl and for conditioning frames. vlm_sft: `llava`, conversations about
-    images and videos (docs/reasoner.md)."""
+    """Format of the data. Most formats contain captioned images or videos, for SFT and for RL with ddrl or conditioning
+    frames. `folder`: any layout of docs/data_layouts.md, detected automatically. `paired`: NAME.png or NAME.mp4, with
+    the caption in NAME.txt or in `prompt` of NAME.json. `cosmos`: videos/NAME.mp4, with the caption in metas/NAME.txt.
+    `webdataset`: tar shards. `hf`: a data set of the datasets library, from the Hub or a folder. `lerobot`: recorded
+    episodes of robots (docs/robots.md). `sets`: a weighted mix of these formats. `package.module:Class`: your own
+    reader. Three formats have other contents. `prompts`: a set of prompts for RL. `pairs`: preference pairs for DPO, in
+    a .jsonl file with `prompt`, `chosen` and `rejected`, or in tar shards. `llava`: conversations about images and
+    videos for vlm_sft (docs/reasoner.md)."""
     path: Annotated[
         Annotated[UserAddress, Tag("scalar")] | Annotated[list[UserAddress], Field(min_length=1), Tag("list")],
         Discriminator(value_form),
@@ -113,7 +114,8 @@ class DataRecipe(Section):
     """lerobot: cameras to show, in rows from top to bottom. `[[wrist], [left, right]]` shows the cameras left and right
     with half the size below the camera wrist. Unset: the only camera of the data set."""
     episodes: EpisodeSlice | None = None
-    """lerobot: episodes to use, as a slice of their order: `0:-500` uses all except the last 500. Unset: all."""
+    """lerobot: episodes to use, as a Python slice of the list of episodes: `0:-500` uses all except the last 500.
+    Unset: all."""
     streaming: bool = False
     """hf, SFT only: stream the rows in stored order instead of writing them to disk first (docs/data_processing.md).
     Needs `shuffle: false` and, for Hub data sets, a commit in `options.revision`."""

@@ -23,8 +23,8 @@ class HistoryRecipe(Section):
 
 
 class RolloutRecipe(Section):
-    """RL: the samples generated per step, and the processes that generate them. Keys described with `async:` are only
-    for `mode: async`."""
+    """RL: the samples generated per step, and the processes that generate them. If the description of a key starts with
+    `async`, the key is only for `mode: async`."""
 
     mode: Literal["colocated", "async"] = "colocated"
     """`colocated`: the training ranks generate the samples. `async`: separate worker processes generate them while the
@@ -80,14 +80,14 @@ class RolloutRecipe(Section):
     """async: folder to publish the policy to after each step; each run uses its own subfolder. Use /dev/shm for workers
     on this machine, or a shared file system. Unset: inside `run.output_dir`."""
     in_flight: Annotated[int, Field(ge=1, le=16)] = 2
-    """async: number of chunks (samples of a group) that each worker processes at a time. One chunk is denoised while
-    the others wait for their scores."""
+    """async: number of chunks that a worker processes at the same time. A chunk is a batch of samples of one group.
+    While the worker denoises one chunk, its other chunks wait for their scores."""
     worker_timeout_s: PositiveFloat = 30.0
     """async: a worker without a heartbeat for this many seconds is considered lost, and other workers generate its
     samples."""
     timeout_s: PositiveFloat = 600.0
-    """async: a chunk (samples of a group) without progress for timeout_s + reward.timeout_s seconds goes to another
-    worker (later with in_flight above 2, docs/async.md). The run ends if no chunk finishes for `timeout_s` seconds."""
+    """async: a chunk (see `in_flight`) without progress for timeout_s + reward.timeout_s seconds goes to another worker
+    (later with in_flight above 2, docs/async.md). The run ends if no chunk finishes for `timeout_s` seconds."""
 
     @model_validator(mode="after")
     def _check_unused_keys(self) -> RolloutRecipe:

@@ -27,7 +27,8 @@ class RandomWindow(Section):
     size: PositiveInt
     """Number of steps with noise."""
     range: StepRange | None = None
-    """[first, last]: the window is within steps first .. last - 1. Unset: the first half of the steps."""
+    """[start, stop]: the window lies within the denoising steps start to stop - 1, counted from 0. Unset: the first
+    half of the steps."""
 
     def step_bounds(self, num_steps: int) -> tuple[int, int]:
         return self.range or (0, num_steps // 2)
@@ -49,7 +50,8 @@ class ProgressiveWindow(Section):
     iters_per_position: PositiveInt = 25
     """RL steps between two moves of the window."""
     range: StepRange | None = None
-    """[first, last]: the window is within steps first .. last - 1. Unset: all steps except the last."""
+    """[start, stop]: the window lies within the denoising steps start to stop - 1, counted from 0. Unset: all steps
+    except the last."""
 
     def step_bounds(self, num_steps: int) -> tuple[int, int]:
         return self.range or (0, num_steps - 1)

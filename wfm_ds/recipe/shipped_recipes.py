@@ -53,9 +53,10 @@ def suggest_recipes(name: str) -> str:
 
 
 def resolve_shipped_paths(value: Any, root: Path) -> Any:
-    """Replace each text `recipes/...` in `value`, at any depth, by the path of this file in folder `root`.
+    """Return `value` with paths to shipped files: each string `recipes/NAME` is replaced by the path ROOT/NAME.
 
-    A path is kept if it exists in the working directory or does not exist in `root`.
+    value: strings in dicts and lists at any depth. A string is kept if the file `recipes/NAME` exists in the working
+    directory, or if ROOT/NAME does not exist.
     """
     if isinstance(value, dict):
         return {key: resolve_shipped_paths(entry, root) for key, entry in value.items()}

@@ -50,7 +50,7 @@ class HistoryLayout:
 
     @property
     def longest(self) -> ClipLayout:
-        """The layout that gives a group of `max_clips` + 1 clips the largest number of frames."""
+        """The layout in which clips overlap least, so that a group has the most frames."""
         return max(self.layouts.values(), key=lambda layout: layout.total_frames(self.max_clips + 1))
 
     def group_layout(self, group: Group) -> ClipLayout:

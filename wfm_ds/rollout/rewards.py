@@ -134,8 +134,8 @@ class RewardClient:
     def wait(self) -> dict[str, dict[str, Score]]:
         """Wait for the scores of all samples submitted since the last call. Returns {sample id: {reward name: Score}}.
 
-        Every sample has a Score for every reward. Failures and timeouts are failed Scores, not exceptions. The wait
-        ends at the latest reward.timeout_s after the last submission.
+        Every sample has a Score for every reward. Failures and timeouts are failed Scores, not exceptions. Scores that
+        are still missing reward.timeout_s seconds after their submission are timeouts.
         """
         while self._pending_tasks:
             LIVENESS.record_progress()

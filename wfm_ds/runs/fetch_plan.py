@@ -1,4 +1,4 @@
-"""Plan what to download for a recipe: the model, published prompts, LeRobot data and rewards that this machine lacks."""
+"""Plan what to download for a recipe: the model, prompts, LeRobot data and rewards that this machine lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of run.output_dir before a run writes to it."""
+"""Checks of run.output_dir and other folders before a run writes to them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,7 @@ PROJECT_FILES = (".git", "pyproject.toml", "setup.py")  # a folder with one of t
 
 def require_usable_folder(folder: Path) -> None:
     """Raise RecipeError if the folder cannot be created or contains source code."""
-    existing = find_existing_parent(folder)
-    try:  # permissions do not tell whether the disk is full or read-only
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as error:
-        raise RecipeError(
-            f"run.output_dir {folder} cannot be created: {existing} is not a writable folder ({error.strerror})"
-        ) from error
+    require_writable_folder(folder, "run.output_dir")
     project_files = [name for name in PROJECT_FILES if os.path.lexists(folder / name)]
     if project_files:
         raise RecipeError(
@@ -33,7 +26,19 @@ def require_usable_folder(folder: Path) -> None:
         )
 
 
-def find_existing_parent(folder: Path) -> Path:
+def require_writable_folder(folder: Path, key: str) -> None:
+    """Raise RecipeError if the folder `key` of the recipe cannot be created or written. Creates nothing."""
+    existing = find_existing_parent(folder, key)
+    try:  # permissions do not tell whether the disk is full or read-only
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as error:
+        raise RecipeError(
+            f"{key} {folder} cannot be created: {existing} is not a writable folder ({error.strerror})"
+        ) from error
+
+
+def find_existing_parent(folder: Path, key: str) -> Path:
     """Return the folder or its nearest existing parent. Raises RecipeError for invalid paths and broken links."""
     for path in (folder, *folder.absolute().parents):
         try:
@@ -41,15 +46,15 @@ def find_existing_parent(folder: Path) -> Path:
         except (FileNotFoundError, NotADirectoryError):
             if path.is_symlink():
                 raise RecipeError(
-                    f"run.output_dir {folder}: {path} is a link to {os.readlink(path)}, which does not exist: create "
+                    f"{key} {folder}: {path} is a link to {os.readlink(path)}, which does not exist: create "
                     "that folder or remove the link"
                 ) from None
             continue
         except (OSError, ValueError) as error:  # too long, a link to itself, no permission
             reason = error.strerror if isinstance(error, OSError) else str(error)
-            raise RecipeError(f"run.output_dir {shorten_path(folder)}: {reason}: set another folder") from error
+            raise RecipeError(f"{key} {shorten_path(folder)}: {reason}: set another folder") from error
         return path
-    raise RecipeError(f"run.output_dir {folder}: none of its parents exists: set another folder")
+    raise RecipeError(f"{key} {folder}: none of its parents exists: set another folder")
 
 
 def require_separate_inputs(recipe: Recipe) -> None:

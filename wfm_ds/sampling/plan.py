@@ -38,12 +38,13 @@ def invert_shift(sigma: Tensor, shift: float) -> Tensor:
 
 
 def solver_steps(solver: str, sigmas: Tensor) -> list[SolverStep]:
-    """Return the N steps of `solver` on the noise levels `sigmas`.
+    """Return the N steps of `solver` between the N+1 noise levels `sigmas`.
 
-    sigmas: [N+1] float64 on the CPU, descending from at most 1 to 0. `ode` is Euler. `dpm2` is DPM-Solver++ 2M (arXiv
-    2211.01095, midpoint form) for flow matching. Its Euler steps are the first step, the last step, the second step if
-    the first noise level is 1, and each step more than MAX_STEP_GROWTH times as long as the previous one. Raises
-    ValueError for an unknown solver and for other noise levels.
+    sigmas: [N+1] float64 on the CPU, strictly decreasing from at most 1 to 0.
+    `ode` uses only Euler steps. `dpm2` uses second-order steps of DPM-Solver++ 2M (arXiv 2211.01095, midpoint form) for
+    flow matching. However, `dpm2` uses an Euler step for the first step, the last step, the second step if sigmas[0] is
+    1, and each step that is more than MAX_STEP_GROWTH times as long (in log-SNR) as the previous step.
+    Raises ValueError if `solver` is unknown or `sigmas` is invalid.
     """
     grid = _validate_grid(sigmas)
     corrections = [0.0] * (len(grid) - 1)

@@ -7,32 +7,40 @@ import os
 import socket
 from pathlib import Path
 
+from huggingface_hub import constants
+from huggingface_hub.errors import OfflineModeIsEnabled
+
 from wfm_ds.data.captioned_folder import require_media_folder
 from wfm_ds.data.datasets import choose_held_out_source
 from wfm_ds.data.folder_layout import detect_layout
+from wfm_ds.data.lerobot_files import download_metadata
 from wfm_ds.data.lerobot_info import find_roots
 from wfm_ds.data.prompts import load_prompt_file, load_prompts
 from wfm_ds.distributed.accelerator import is_accelerator_present
 from wfm_ds.engine.optional_packages import require_packages
 from wfm_ds.errors import DataError, RecipeError
-from wfm_ds.language.annotations import annotation_files
+from wfm_ds.language.annotations import annotation_files, read_content
+from wfm_ds.models.assets import hub
+from wfm_ds.models.assets.hub_errors import translate_hub_errors
 from wfm_ds.models.assets.local_folders import require_local_model
 from wfm_ds.monitoring.trackers import require_trackers
 from wfm_ds.recipe.algorithms import INITIAL_LORA
 from wfm_ds.recipe.data import DataRecipe
 from wfm_ds.recipe.schema import Recipe
-from wfm_ds.runs.output_checks import require_usable_folder
+from wfm_ds.runs.output_checks import require_usable_folder, require_writable_folder
 from wfm_ds.runs.output_folder import find_run_start
 from wfm_ds.storage.filesystem import expand_pattern, is_remote, is_repo_id
 
 
 def check_early(recipe: Recipe, world_size: int | None = None, *, overwrite: bool = False) -> None:
-    """Check output folder, packages, model, data, rewards and ports. Writes nothing, and does not use the network.
+    """Check folders, packages, model, data, rewards and ports. Writes nothing, and does not use the network.
 
     world_size: number of ranks, to check whether an earlier run in the output folder can be continued. None: unknown.
     Raises UserError if a check fails.
     """
     require_usable_folder(recipe.run.output_dir)
+    if recipe.data.cache_dir is not None:
+        require_writable_folder(recipe.data.cache_dir, "data.cache_dir")
     # `find_run_start` needs the network if the model's commit must be resolved on the Hub, or if checkpoints are in S3.
     needs_network = (
         is_repo_id(recipe.model.path) or recipe.checkpoint.storage is not None or is_remote(recipe.run.resume)
@@ -42,11 +50,20 @@ def check_early(recipe: Recipe, world_size: int | None = None, *, overwrite: boo
     require_packages(recipe)
     require_trackers(recipe)
     require_local_model(recipe.model.path, is_language_model=recipe.algorithm.trains_language)
+    require_cached_model(recipe)
     require_teachers(recipe)
     require_data(recipe)
     check_reward_options(recipe)
     if recipe.is_async:
         check_workers(recipe)
+
+
+def require_cached_model(recipe: Recipe) -> None:
+    """With HF_HUB_OFFLINE, raise ModelError if the Hub cache has no files of the model at all."""
+    repo, revision = recipe.model.path, recipe.model.revision
+    if constants.HF_HUB_OFFLINE and is_repo_id(repo) and not hub.is_in_cache(repo):
+        with translate_hub_errors(repo, revision):
+            raise OfflineModeIsEnabled
 
 
 def require_teachers(recipe: Recipe) -> None:
@@ -79,12 +96,17 @@ def require_data_paths(data: DataRecipe, paths: list[str]) -> None:
     if data.kind == "prompts":
         load_prompts(data.folder, data.name, data.split)
     elif data.kind == "llava":
-        require_files(annotation_files(local))
+        files = annotation_files(local)
+        require_files(files)
+        for file in files:
+            read_content(file, num_bytes=1)
     elif data.kind in ("webdataset", "pairs"):
         require_files([file for path in local for file in expand_pattern(path)])
     elif data.kind == "lerobot":
         if local and os.path.isdir(local[0]):  # otherwise on the Hub
             find_roots(local[0])
+        elif local and constants.HF_HUB_OFFLINE:
+            download_metadata(local[0], data.options.get("revision"))  # reads only the cache
     elif data.kind == "folder":
         detect_layout(Path(paths[0]))
     else:

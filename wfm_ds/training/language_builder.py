@@ -179,7 +179,7 @@ def make_row_order(recipe: Recipe, data: LanguageData) -> PackingOrder:
 
 
 def make_meta_copy(recipe: Recipe, model: LanguageModel) -> nn.Module:
-    """Copy the network to the meta device, with LoRA adapters and with requires_grad set as in training."""
+    """Return a copy of the network on the meta device, with the recipe's LoRA and with requires_grad as in training."""
     network = copy_to_meta(model.network)
     make_trainable(
         network, recipe, lora_targets(recipe, model), [], model.group_parameter_names(recipe.language_settings.freeze)

@@ -1,4 +1,4 @@
-"""Checks of model, data and rewards, for runs before they write anything and for `--check`."""
+"""Checks of a recipe's model, data and rewards. A run does them before it writes files; `--check` does only them."""
 
 from __future__ import annotations
 

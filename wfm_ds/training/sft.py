@@ -131,7 +131,10 @@ class SftLoop(TrainingLoop):
         return [LossTerm(row=row, sigma=sigma, weight=1.0) for row, sigma in zip(rows, sigmas.tolist(), strict=True)]
 
     def reference_errors(self, micros: MicroBatches[LossTerm]) -> list[dict[str, Tensor]]:
-        """Return {reference policy: velocity errors [M, B]} for each micro-batch of B samples of M images or videos."""
+        """Return {reference policy: velocity errors [M, B]} for each micro-batch.
+
+        B is the number of samples in the micro-batch. M is 2 for preference pairs (chosen, rejected), otherwise 1.
+        """
         # The batch size of training: with another one, a GPU may choose kernels that give different errors.
         errors_by_micro: list[dict[str, Tensor]] = [{} for _ in micros.splits]
         for policy in self.algorithm.settings.reference_policies:

@@ -105,8 +105,7 @@ class Validator:
 
     def evaluate(self, step: int) -> None:
         job, policy = self.job, self.job.evaluation_policy
-        wait = show_wait("generating validation samples")
-        with job.timer("validation"), wait, job.engine.use_policy(policy), torch.no_grad():
+        with job.timer("validation"), job.engine.use_policy(policy), torch.no_grad():
             media = self.generate_samples(
                 self.items,
                 job.sampler.evaluation_plan(),
@@ -165,33 +164,36 @@ class Validator:
         decode = decode_in_replica if self.num_clips == 1 else decode_on_all_ranks
         scoring = ClipScoring(sampler=job.sampler, layout=layout, scorers=scorers, recordings=recordings)
         shown: list[npt.NDArray[np.uint8]] = []
-        for part in split_into_chunks(shard, job.recipe.engine.max_forward_batch):
-            chosen = [items[k % len(items)] for k in part]
-            prompts, seeds = [prompt for prompt, _ in chosen], [seed for _, seed in chosen]
-            frames = None if self.samples.frames is None else self.samples.frames.load_frames(prompts)
-            recorded = self._load_recordings(prompts, scoring)
-            clips = generate_clips(
-                *(job.sampler, "validation", prompts, seeds, plan, layout, self.num_clips, frames),
-                decode=lambda latents: decode(job, latents),
-            )
-            videos = []
-            for clip, generated in enumerate(clips):
-                # Repeat items, so that all replicas run the same forward passes. Scores of repeated items are not read.
-                if world.is_leader:
-                    made = [
-                        GeneratedClip(
-                            sample_id=f"{id_prefix}/{k}",
-                            clip=clip,
-                            prompt=generated.prompts[i],
-                            pixels=generated.pixels[i],
-                            is_finite=generated.is_finite[i],
-                            recorded=recorded[i],
-                        )
-                        for i, k in enumerate(part)
-                    ]
-                    self._failed_scores = merge_scores(self._failed_scores, scoring.submit(made))
-                videos.append(generated.pixels)
-            shown += list(layout.join(videos)[: min(num_shown, shard_size) - len(shown)])
+        with show_wait("generating validation samples", len(shard)) as display:
+            for part in split_into_chunks(shard, job.recipe.engine.max_forward_batch):
+                chosen = [items[k % len(items)] for k in part]
+                prompts, seeds = [prompt for prompt, _ in chosen], [seed for _, seed in chosen]
+                frames = None if self.samples.frames is None else self.samples.frames.load_frames(prompts)
+                recorded = self._load_recordings(prompts, scoring)
+                clips = generate_clips(
+                    *(job.sampler, "validation", prompts, seeds, plan, layout, self.num_clips, frames),
+                    decode=lambda latents: decode(job, latents),
+                )
+                videos = []
+                for clip, generated in enumerate(clips):
+                    # Repeat items, so that all replicas run the same forward passes. Scores of repeated items are
+                    # not read.
+                    if world.is_leader:
+                        made = [
+                            GeneratedClip(
+                                sample_id=f"{id_prefix}/{k}",
+                                clip=clip,
+                                prompt=generated.prompts[i],
+                                pixels=generated.pixels[i],
+                                is_finite=generated.is_finite[i],
+                                recorded=recorded[i],
+                            )
+                            for i, k in enumerate(part)
+                        ]
+                        self._failed_scores = merge_scores(self._failed_scores, scoring.submit(made))
+                    videos.append(generated.pixels)
+                shown += list(layout.join(videos)[: min(num_shown, shard_size) - len(shown)])
+                display.advance(len(part))
         if num_shown <= shard_size or not world.is_leader:  # rank 0 has all of them; other ranks' results are unused
             return shown
         return [item for part in world.gather_leader_arrays(np.stack(shown)) for item in part][:num_shown]
@@ -276,7 +278,7 @@ class Validator:
 
 
 def partial_scores(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return {`reward/part`: value} for the partial scores of one sample."""
+    """Return {`reward/part`: value} for the entries of Score.parts. scores: {reward name: Score} of one sample."""
     return {f"{name}/{part}": value for name, score in scores.items() for part, value in score.parts.items()}
 
 

@@ -63,7 +63,7 @@ def clip_metrics(
 
 
 def metric_prefix(tag: str, held_out_rewards: Collection[str]) -> str:
-    """Return the metric prefix of a reward, a partial score `reward/part`, or a similarity to recordings."""
+    """Return the metric prefix of a reward, a part of a reward (`reward/part`), or a similarity to recordings."""
     if tag.startswith(f"{RECORDING}/"):
         return f"val/{tag}"
     is_held_out = any(tag == name or tag.startswith(f"{name}/") for name in held_out_rewards)

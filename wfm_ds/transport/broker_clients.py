@@ -1,4 +1,7 @@
-"""The part of the broker that communicates with clients. Only the broker's thread uses this module."""
+"""The part of the broker that communicates with clients, the processes that submit tasks.
+
+Call its methods only in the broker's thread.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The part of the broker that communicates with workers.
+"""The part of the broker that communicates with workers, the processes that run tasks.
 
-Only the broker's thread uses this module, except `worker_ids`.
+Call its methods only in the broker's thread, except for `worker_ids`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,11 @@ class BrokerWorkers:
                 self.drop_worker(worker, f"its worker was silent for {limit_s:g} s")
 
     def expire_leases(self, now_s: float) -> None:
-        """Requeue tasks without progress, and send `stalled` messages to the workers that run them."""
+        """Take stalled tasks away from their workers, and send these workers `stalled` messages.
+
+        A task is stalled if it made no progress for the `stall_s` seconds of its kind. Waiting tasks fail after their
+        deadline.
+        """
         for worker, task_id, attempt in self._ledger.expire_leases(now_s):
             log.warning("task %s stalled in worker %s", task_id, worker)
             self._on_stall(worker)

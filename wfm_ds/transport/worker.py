@@ -59,7 +59,7 @@ class LeasedTask:
         return announcement
 
     def read_tensors(self) -> list[Array]:
-        """Return aligned copies of the tensors: one per row, or an empty list."""
+        """Return copies of the task's tensors: one for each element of `rows`, or [] for a task without tensors."""
         return self.message.read_tensors()
 
 

@@ -27,9 +27,9 @@ class DetectedObject:
 class SceneScore:
     """Scores of one image.
 
-    soft: mean of the partial scores of all clauses in `include`.
-    correct: GenEval's original test, which requires at least the required objects and no excluded objects.
-    strict: whether all clauses in `include` hold with exact counts.
+    soft: mean of the scores (at most 1) of all required counts, colours and positions.
+    correct: whether all clauses in `include`, with at least `count` objects each, and in `exclude` hold, as in GenEval.
+    strict: whether all clauses in `include` hold, with exactly `count` objects each.
     """
 
     soft: float
@@ -63,7 +63,7 @@ def _check_clauses(
     *,
     exact: bool,
 ) -> tuple[bool, list[float]]:
-    """Return whether all clauses hold, and the partial scores of counts, colours and positions.
+    """Return whether all clauses hold, and one score for each required count, colour and position.
 
     exact: whether a clause fails if the image has more objects than required.
     """

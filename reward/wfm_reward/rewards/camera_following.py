@@ -43,7 +43,7 @@ class CameraFollowing(ItemReward):
     stall_s = 660.0
 
     def __init__(self, device: str = "cpu", *, url: str = "", degrees: float = 10.0, timeout_s: float = 120.0) -> None:
-        """url: address of the pose service. degrees: mean angle at which `rotation` is 1/e.
+        """url: address of the pose service. degrees: mean rotation error at which the part `rotation` is 1/e.
 
         Raises RewardError if an option is invalid.
         """

@@ -1,4 +1,4 @@
-"""Consistency of a video with its start."""
+"""Reward for videos that start without a jump, do not flicker and keep their sharpness."""
 
 from __future__ import annotations
 

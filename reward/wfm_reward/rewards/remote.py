@@ -118,10 +118,10 @@ class Remote(Reward):
 
 
 def read_service_addresses(environment: Mapping[str, str]) -> tuple[str, str, str | None]:
-    """Return (enqueue URL, fetch URL, token or None) from environment variables.
+    """Return (enqueue URL, fetch URL, token or None) from the environment variables of a reward service.
 
-    Their names are PREFIX_ENQUEUE_URL, PREFIX_FETCH_URL and PREFIX_TOKEN. Raises RewardError if no prefix has both
-    URLs, if a prefix has only one URL, or if prefixes have different values.
+    The variables are P_ENQUEUE_URL, P_FETCH_URL and P_TOKEN, where P is one of VARIABLE_PREFIXES. Raises RewardError if
+    both URLs are missing, only one is set, a URL is invalid, or the variables of two prefixes differ.
     """
     addresses = {}
     for family in VARIABLE_PREFIXES:

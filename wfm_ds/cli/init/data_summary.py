@@ -35,6 +35,7 @@ class DataSummary:
     recipe_path: str  # value of data.path
     kind: str = "folder"  # value of data.kind of images and videos
     views: Sequence[Sequence[str]] | None = None  # value of data.views
+    fps: float | None = None  # frame rate of a LeRobot dataset
     sizes: Sequence[tuple[int, int]] = ()  # height and width of the measured files
     frame_counts: Sequence[int] = ()  # of the measured videos
     metadata_keys: frozenset[str] = frozenset()  # keys that all samples or prompts have: inputs, metadata of rewards
@@ -130,9 +131,8 @@ def read_lerobot(folder: Path, prompt: str | None) -> DataSummary:
         DataRecipe(kind="lerobot", path=str(folder), views=views, prompt=prompt), [str(folder)]
     )
     keys = frozenset({"actions"} if "action" in info.widths else ())
-    return measure_samples(
-        sample_set, "media", path=folder, recipe_path=str(folder), metadata_keys=keys, kind="lerobot", views=views
-    )
+    described = {"kind": "lerobot", "views": views, "fps": info.fps}
+    return measure_samples(sample_set, "media", path=folder, recipe_path=str(folder), metadata_keys=keys, **described)
 
 
 def read_pairs(path: Path, recipe_path: str) -> DataSummary:

@@ -32,7 +32,7 @@ LEARNING_RATES: dict[Task, tuple[float, float]] = {
 
 
 class RecipeLine(NamedTuple):
-    key: str
+    key: str  # "# KEY" for a suggestion that is commented out
     value: Any
     comment: str = ""
 
@@ -101,6 +101,7 @@ def create_supervised_sections(request: RecipeRequest, model: PipelineSummary) -
         *([] if task == "dpo" else [RecipeLine("caption_dropout", 0.1, "for classifier-free guidance")]),
         *size_lines(data.sizes, height, width),
         *input_lines(inputs),
+        *robot_lines(data, inputs),
     ]
     guidance = RecipeLine("guidance_scale", model.guidance_scale, "for validation samples; default of the pipeline")
     if task == "actions":
@@ -150,7 +151,7 @@ def create_rl_sections(request: RecipeRequest, model: PipelineSummary) -> Sectio
         lines = prompt_file_lines(request)
     else:
         lines = [RecipeLine("kind", data.kind), RecipeLine("path", data.recipe_path), *view_lines(data)]
-        lines += input_lines(inputs)
+        lines += [*input_lines(inputs), *robot_lines(data, inputs)]
         lines += prompt_lines(request)
     moves = not {"actions", "c2w"}.isdisjoint(inputs) and data.num_samples > 1
     height, width, why = model.height, model.width, "default of the pipeline"
@@ -252,6 +253,21 @@ def view_lines(data: DataSummary) -> list[RecipeLine]:
     return [] if data.views is None else [RecipeLine("views", data.views, comment)]
 
 
+def robot_lines(data: DataSummary, inputs: Sequence[str]) -> list[RecipeLine]:
+    """Return commented-out lines with examples of the keys that describe the robot of a LeRobot dataset."""
+    if data.fps is None:
+        return []
+    lines = [
+        RecipeLine("# fps", data.fps, "recorded; set it and sampling.fps to the rate to generate (docs/robots.md)")
+    ]
+    if "actions" in inputs:
+        lines += [
+            RecipeLine("# domain", "droid_lerobot", "the robot; also set inputs: [actions, domain] (docs/robots.md)"),
+            RecipeLine("# actions", {"space": "droid"}, "numbers that Cosmos3 was trained on; unset: as stored"),
+        ]
+    return lines
+
+
 def prompt_lines(request: RecipeRequest) -> list[RecipeLine]:
     return [RecipeLine("prompt", request.prompt, "for files without a caption")] if request.prompt else []
 
@@ -267,9 +283,10 @@ def prompt_file_lines(request: RecipeRequest) -> list[RecipeLine]:
 
 
 def prompt_set_name(file: Path, reward_name: str | None) -> str:
-    """Return the value of data.name for a prompt file: the name of the file.
+    """Return data.name for a prompt file: the file name without its suffix, such as .txt.
 
-    A name of a published prompt set gets the suffix `_prompts` unless the reward needs the format of that set.
+    data.name selects the format of the file. If the file has the name of a published prompt set, `_prompts` is appended
+    so that the format of this set is not selected, unless the reward requires metadata.
     """
     from wfm_ds.data.prompts import PROMPT_FORMATS
     from wfm_reward import registry

@@ -125,6 +125,11 @@ def find_cached_snapshot(repo: str, revision: str | None, repo_type: str = "mode
         return None
 
 
+def is_in_cache(repo: str) -> bool:
+    """Return whether the Hub cache has a snapshot of any commit of the model, which may lack files."""
+    return os.path.isdir(Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}", "snapshots"))
+
+
 def download_first_file(repo: str, name: str, revision: str | None) -> Path:
     """Download one file to the Hub cache and return the snapshot folder that contains the file.
 
@@ -186,9 +191,7 @@ def list_files(
         )
 
 
-def download_files(
-    repo: str, revision: str | None, files: Sequence[DryRunFileInfo], repo_type: str = "model"
-) -> None:
+def download_files(repo: str, revision: str | None, files: Sequence[DryRunFileInfo], repo_type: str = "model") -> None:
     """Download files to the Hub cache. Raises ModelError if this fails or the disk is too small."""
     with translate_hub_errors(repo, revision), hide_bars_without_terminal():
         require_disk_space(repo, [file for file in files if file.will_download])
@@ -201,7 +204,7 @@ def read_licence(repo: str, commit: str, repo_type: str = "model") -> str:
     """Return the licence on a repository's Hub page, or "not stated". Raises ModelError if the Hub does not respond."""
     with translate_hub_errors(repo, commit):
         info = HfApi().repo_info(repo, revision=commit, repo_type=repo_type)
-    card = info.card_data
+    card = getattr(info, "card_data", None)
     licence = str((card and (card.get("license_name") or card.get("license"))) or "not stated")
     return f"{licence} (gated)" if info.gated else licence
 

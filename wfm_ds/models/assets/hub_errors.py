@@ -46,7 +46,8 @@ def translate_hub_errors(repo: str, revision: str | None) -> Iterator[None]:
             f"auth login{suggest_released_repo(repo)}"
         ) from error
     except RevisionNotFoundError as error:
-        raise ModelError(f"{repo} has no branch, tag or commit {revision}: change model.revision") from error
+        key = "data.options.revision" if "/datasets/" in str(error) else "model.revision"  # the text has the URL
+        raise ModelError(f"{repo} has no branch, tag or commit {revision}: change {key}") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, DryRunError) as error:
         if isinstance(error.__cause__, GatedRepoError):
             raise ModelError(licence_message(repo)) from error

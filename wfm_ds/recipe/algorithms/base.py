@@ -220,11 +220,11 @@ class RolloutSettings(AlgorithmSettings):
         return self.compares_log_probs
 
     def num_data_terms(self, num_terms: int) -> int:
-        """Return the number of loss terms on data samples that are added to `num_terms` terms on rollout samples."""
+        """Return the number of loss terms on data samples. num_terms: number of loss terms on rollout samples."""
         return 0
 
     def num_separate_data_terms(self, num_terms: int) -> int:
-        """Return the number of loss terms on data samples that have separate forward and backward passes."""
+        """Return how many of the num_data_terms(num_terms) loss terms do not share a pass with rollout samples."""
         return 0
 
     def list_policies(self, rollout: RolloutRecipe) -> frozenset[str]:

@@ -35,9 +35,9 @@ class FlowGrpoAlgorithm(ConditioningFramesSettings):
     kl_beta: NonNegativeFloat = 0.0
     """Weight of the distance to the reference policy (see `kl_type`). 0: no reference forward pass."""
     kl_type: Literal["velocity", "gaussian", "flow_grpo"] = "gaussian"
-    """Distance to the reference policy. `velocity`: mean squared velocity difference. `gaussian`: KL of the denoising
-    step, as a mean over elements. `flow_grpo`: the KL of `gaussian` * the length of the step (for `flow_sde` and
-    `dance`)."""
+    """Distance to the reference policy. `velocity`: mean squared velocity difference. `gaussian`: KL divergence of the
+    denoising step, as a mean over elements. `flow_grpo`: this KL divergence times the length of the step in sigma, only
+    with the solvers `flow_sde` and `dance`."""
     zero_std: Literal["keep", "drop"] = "drop"
     """Whether to train on groups in which all samples have the same reward and therefore the advantage 0. `drop`: do
     not train on these groups. `keep`: train on them with the loss of `kl_beta` only."""

@@ -86,9 +86,10 @@ class AsyncSource:
         self._staleness: dict[str, float] = {}
 
     def publish_policy(self, step: int) -> None:
-        """Publish the policy and submit the RL steps that workers may now generate. All ranks must call this.
+        """Publish the policy after RL step `step`. All ranks must call this.
 
-        After the last step, tells the workers to exit instead.
+        The workers then get the tasks of all RL steps that rollout.max_staleness allows. After the last RL step, they
+        are told to exit instead.
         """
         if step >= self.job.recipe.run.steps:
             if self.service is not None:
