@@ -37,6 +37,10 @@ class RunError(RuntimeError):
     agreed = True  # all ranks know its cause
 
 
+class GatherError(RuntimeError):
+    """A rank failed while all ranks gathered tensors, so the ranks can no longer communicate."""
+
+
 def describe_error(error: BaseException) -> str:
     """Return the message of a UserError, or the type and message of another error."""
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

@@ -130,7 +130,7 @@ class Reward(ABC):
         """Import and load models. Called once before `score`. Raises RewardError if a package or file is missing."""
 
     def check_reachable(self) -> None:  # noqa: B027
-        """Raise RewardError if a service that this reward calls does not reply. `load` may not have been called."""
+        """Raise RewardError if a service that this reward calls does not reply. This can be called before `load`."""
 
     @abstractmethod
     def score(self, batch: MediaBatch) -> list[Score]:

@@ -74,7 +74,10 @@ def decoder_program(channels: int, config: DecoderConfig, folder: Path) -> Worke
 
 @dataclass(slots=True)
 class _WorkerSlot:
-    """The place of one worker process of a reward. The process may be replaced or missing."""
+    """State of one worker of a reward or decoder. If its process dies, a new process continues in the same slot.
+
+    `process` is None while no process runs.
+    """
 
     reward: str
     name: str  # for messages, such as "ocr-0"

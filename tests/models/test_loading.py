@@ -233,7 +233,9 @@ def test_a_network_class_of_another_package_is_loaded_and_checked_like_one_of_di
     add_scales(folder)
     with pytest.raises(ModelError, match=r"has 1 weights that MyNetwork does not use"):
         load(folder)
-    change_json(folder / "model_index.json", transformer=["absent_package", "MyNetwork"])
-    for load_it in (load, lambda path: load_on_meta_device(path, dtype=torch.float32)):
-        with pytest.raises(ModelError, match=r"absent_package\.MyNetwork, which cannot be imported .*; install"):
-            load_it(folder)
+    (tmp_path / "broken_networks.py").write_text("raise RuntimeError('needs a GPU')\n")
+    for package in ("absent_package", ".relative", "broken_networks"):
+        change_json(folder / "model_index.json", transformer=[package, "MyNetwork"])
+        for load_it in (load, lambda path: load_on_meta_device(path, dtype=torch.float32)):
+            with pytest.raises(ModelError, match=rf"{package}\.MyNetwork, which cannot be imported .*; install"):
+                load_it(folder)

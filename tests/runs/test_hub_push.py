@@ -105,7 +105,7 @@ def test_a_refused_push_warns_with_the_command_to_repeat_it(site, run, caplog, m
     assert len(said) == 2
     for sentence in said:
         assert f"{lora} was not uploaded (" in sentence
-        assert sentence.endswith(f"To upload it, run: hf upload {REPO} '{lora}' . --private")
+        assert sentence.endswith(f"run: hf upload {REPO} '{lora}' . --private --exclude adapter_config.json")
     assert site.commits == []
 
 

@@ -111,7 +111,7 @@ class RlAlgorithm(ABC, Generic[TermT, BatchT]):
     """Whether `old` predictions come from the trained weights at the start of the RL step, not from a policy copy."""
 
     uses_group_statistics = False
-    """Whether `old` predictions come from the trained weights at the start of the RL step, not from a policy copy."""
+    """Whether the loss of a term depends on sums over its group, which the trainer computes with `group_statistics`."""
 
     def __init__(self, recipe: Recipe, sigmas: Tensor, model: ModelProperties | None = None) -> None:
         """sigmas: [N+1] float64, descending: the noise levels of the N rollout steps and a final 0.

@@ -108,7 +108,9 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
 
     base = read_json(folder / ADAPTER_CONFIG).get("base_model_name_or_path")
     if not isinstance(base, str):
-        raise ModelError(f"{folder / ADAPTER_CONFIG} has no base_model_name_or_path; export the adapter again")
+        raise ModelError(
+            f"{folder / ADAPTER_CONFIG} names no base model: write its folder or Hub id into base_model_name_or_path"
+        )
     return base, folder
 
 

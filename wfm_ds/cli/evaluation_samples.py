@@ -76,7 +76,10 @@ class EvaluationData:
 
 
 class SampleScoring:
-    """Scores samples clip by clip, by rewards and by similarity to recordings."""
+    """Scores each clip of generated samples by rewards and, if `samples` has recordings, by similarity to them.
+
+    Call `add` for each sample, `submit` after the last sample, and then `collect`.
+    """
 
     def __init__(self, rewards: RewardClient, samples: ValidationSamples, sampler: Sampler, num_clips: int) -> None:
         from wfm_ds.training.clip_scoring import ClipScoring

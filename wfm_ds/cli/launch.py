@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 CPUS_PER_GPU = 8
 MARGIN_S = 60  # between the end of the grace period and SIGKILL of the scheduler
 RESTARTS = 3  # failures that Kubernetes tolerates on each node
+NOT_IN_YAML = re.compile("[^\n\t -~\u00a0-\u2027\u202a-\ud7ff\ue000-\U0010ffff]")  # a YAML block would change it
 MAX_NAME = 40  # Kubernetes allows 63 characters, including the number of the pod
 SLURM_TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")  # minutes, hours:minutes:seconds, days-hours and more
 
@@ -57,6 +58,8 @@ class ClusterJob:
         recipe_path: replaces the path of the recipe. indent: spaces before each line, for use in a YAML block.
         """
         words = shlex.join([recipe_path or str(self.args.recipe), *self.args.overrides])
+        if indent and (unsuitable := NOT_IN_YAML.search(words)):
+            raise UserError(f"an override has the character {unsuitable[0]!r}: set this key in a recipe file instead")
         return words.replace("\n", "\n" + " " * indent)
 
     def common_values(self) -> dict[str, object]:

@@ -312,7 +312,7 @@ def iterate_samples(
     """Yield (sample, its clips) in the order of `items`.
 
     items: (prompt, seed) of each sample. load_frames: function that returns conditioning frames. layout: needed if
-    num_clips is above 1; each prompt must then have the inputs of all clips.
+    num_clips is above 1. The inputs of a prompt, such as actions, must cover all its clips.
     """
     from wfm_ds.chunks import split_into_chunks
     from wfm_ds.data.clip_layout import ClipLayout

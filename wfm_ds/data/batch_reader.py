@@ -101,8 +101,8 @@ class BatchReader(ABC):
     def read_batch(self, step: int, rank: int, world_size: int) -> list[TrainingSample]:
         """Return this rank's contiguous shard of the batch of an optimizer step (counted from 1).
 
-        Raises DataError on this rank only if too many files are bad (max_bad_fraction), or if a file and all its
-        substitutes are bad.
+        Raises DataError if too many files are bad (max_bad_fraction), or if a file and all its substitutes are bad. The
+        other ranks do not get this error.
         """
         positions, next_positions = (self._batch_positions(s, rank, world_size) for s in (step, step + 1))
         return self.read_positions(positions, ahead=next_positions)

@@ -49,7 +49,8 @@ def write_files(folder: Path, number: int, frames: Frames, moves: npt.NDArray[np
 def write_brightness(out: Path) -> int:
     """Write the demo data and return the number of training clips. Raises DataError if `out` is not empty.
 
-    * clips/: 2048 clips NNNN.mkv with .json and .actions.npy. About half have random actions.
+    * clips/: 2048 clips NNNN.mkv with .json and .actions.npy. About half have wrong (random) actions on purpose, so
+      that the SFT model follows actions only partly, and RL can improve it.
     * held_out/: 256 clips with correct actions.
     * prompts.txt: the prompt.
     * start.png: the first frame of the last held-out clip.

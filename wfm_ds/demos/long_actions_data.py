@@ -62,7 +62,8 @@ def write_walk(folder: Path, number: int, settings: WalkSet) -> Frames:
 def write_walks(out: Path) -> int:
     """Write the demo data and return the number of videos for training. Raises DataError if `out` is not empty.
 
-    * clips/: 2048 single clips for SFT. About half have the actions of another walk.
+    * clips/: 2048 single clips for SFT. About half have wrong actions on purpose (those of another walk), so that the
+      SFT model follows actions only partly, and RL can improve it.
     * walks/: 1024 videos of 3 clips for RL.
     * held_out/: 16 videos of 12 clips.
     * prompts.txt: the prompt.

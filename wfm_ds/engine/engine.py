@@ -42,6 +42,7 @@ from wfm_ds.engine.policies import (
 from wfm_ds.engine.preparation import DTYPES, TokenSharding, prepare_denoiser
 from wfm_ds.engine.shards import Flats, ShardedCopy, adapter_state_name, persistent_buffers
 from wfm_ds.engine.step_checks import GradientWatch, PartLookup, RankGuard, single_part
+from wfm_ds.errors import GatherError, describe_error
 from wfm_ds.recipe.deepspeed import build_deepspeed_config, policy_copies
 from wfm_ds.recipe.schema import Recipe
 from wfm_ds.recipe.sections import OptimizerRecipe
@@ -318,7 +319,11 @@ class DenoiserEngine(OptimizerSteps):
         for name, parameter in self.module.named_parameters():
             if parameter in self.shards.slices:
                 LIVENESS.record_progress()
-                yield name.replace(".default.", "."), self.shards.gather_parameter(parameter, flats, self.world.device)
+                try:
+                    tensor = self.shards.gather_parameter(parameter, flats, self.world.device)
+                except Exception as error:
+                    raise GatherError(f"gathering {name}: {describe_error(error)}") from error
+                yield name.replace(".default.", "."), tensor
         if not self.uses_lora:
             for name, buffer in persistent_buffers(self.module):
                 yield name, buffer.detach().cpu().clone() if self.world.is_main else None

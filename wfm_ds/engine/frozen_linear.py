@@ -1,4 +1,4 @@
-"""Base class of frozen linear layers that store their weight in fewer bits."""
+"""Base class of frozen linear layers with a quantized weight."""
 
 from __future__ import annotations
 

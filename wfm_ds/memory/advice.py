@@ -33,7 +33,10 @@ UNIT_BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB, "TiB": 2**40}
 
 
 def estimate_phase(phase: str) -> str:
-    """Return the key in MemoryEstimate.phases for a phase of the run's stopwatch, such as `sampling` for `rollout`."""
+    """Convert a phase of Stopwatch, such as "rollout", to a key of MemoryEstimate.phases, such as "sampling".
+
+    Other names are returned unchanged.
+    """
     if phase in ("rollout", "validation"):
         return "sampling"
     if phase.endswith("_forward") and phase != "group_statistics_forward":  # group statistics use training batches

@@ -35,13 +35,13 @@ def system_turn(value: str, _: CosmosConfig) -> str:
 
 
 def pixel_limits(_: Any, source: CosmosConfig) -> dict[str, int]:
-    """Return the recipe section data.pixels: {"min", "max"}, in pixels, without limits that are not set."""
+    """Return the recipe section data.pixels: those of the keys `min` and `max` that the configuration sets."""
     limits = {name: source.settings.get(f"custom.vision.{name}_pixels") for name in ("min", "max")}
     return {name: int(value) for name, value in limits.items() if value is not None}
 
 
 def video_settings(_: Any, source: CosmosConfig) -> dict[str, float]:
-    """Return the recipe section data.video: {"fps"} and, if it is set, {"max_frames"}."""
+    """Return the recipe section data.video: the key `fps` and, if the configuration sets it, `max_frames`."""
     max_frames = source.settings.get("custom.vision.max_frames")
     return {"fps": float(source["custom.vision.fps"])} | ({} if max_frames is None else {"max_frames": int(max_frames)})
 

@@ -70,7 +70,7 @@ VIEWPOINTS = ("ego_view", "third_person_view", "wrist_view", "concat_view", "top
 
 
 def check_viewpoint(viewpoint: str) -> str:
-    """Return the viewpoint. Raises ValueError if it is neither in VIEWPOINTS nor text with spaces."""
+    """Return `viewpoint` if it is in VIEWPOINTS or a description of at least two words. Otherwise raise ValueError."""
     if viewpoint not in VIEWPOINTS and " " not in viewpoint.strip():
         nearest = difflib.get_close_matches(viewpoint, VIEWPOINTS, n=1, cutoff=0)
         raise ValueError(f"unknown view {viewpoint}: did you mean {nearest[0]}? Or describe the view in a sentence")

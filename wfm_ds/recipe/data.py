@@ -205,7 +205,8 @@ class DataRecipe(Section):
     system_prompt: str | None = None
     """llava: system prompt of conversations without one. Unset: whatever the model's chat template inserts."""
     max_tokens: Annotated[int, Field(ge=16)] = 4096
-    """llava: length of a packed sequence, and maximum length of a conversation, in tokens."""
+    """llava: Packed sequences and single conversations have at most this many tokens. `too_long` says what happens to
+    longer conversations."""
     too_long: Literal["skip", "truncate_answer"] = "skip"
     """For `llava`: treatment of conversations longer than `max_tokens`. `skip`: skip and count them. `truncate_answer`:
     truncate them at the end, which shortens the last answer. Images and videos are never truncated."""
@@ -265,6 +266,8 @@ class DataRecipe(Section):
             )
         if self.kind == "lerobot" and self.options.keys() - {"revision"}:
             raise ValueError(f"options of kind lerobot has only the key revision, not {', '.join(self.options)}")
+        if self.kind == "lerobot" and not isinstance(self.options.get("revision", ""), str):
+            raise ValueError("options.revision must be text: put it in quotes")
         if "streaming" in self.options and self.kind == "hf":
             raise ValueError("options.streaming: use the key data.streaming instead")
         self._check_streaming()

@@ -334,5 +334,5 @@ class ExportRecipe(Section):
     private: bool = True
     """If the repository does not exist, create it as private."""
     every: Literal["last", "each"] = "last"
-    """`last`: upload only the final export. `each`: upload every export (`checkpoint.export_every`) as its own
-    commit."""
+    """Which exports to upload. `last`: only the export that the run writes when it ends or is stopped. `each`: all
+    exports, also those that the run writes every `checkpoint.export_every` steps. Each upload is one commit."""

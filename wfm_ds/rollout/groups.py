@@ -38,8 +38,9 @@ Images: TypeAlias = npt.NDArray[np.uint8]
 class Group:
     """Prompt and data that all samples of a group share.
 
-    If a group has a history, its samples continue clips that the rollout policy generates first. Until these clips
-    exist, `prompt` has the inputs of all clips, and `data` has the conditioning frames of the first clip.
+    If `history_seeds` is not empty, the rollout policy first generates other clips, and the samples continue the last
+    of them. Before that, the inputs of `prompt`, such as actions, cover all clips, and `data` starts with the
+    conditioning frames of the first clip. Afterwards, `prompt` and `data` are for the clip of the samples only.
     """
 
     prompt: Prompt
@@ -127,10 +128,10 @@ class PromptGroups:
 
 
 class RewardStdGroups:
-    """Group source that samples prompts in proportion to the std of their rewards.
+    """Group source that draws prompts more often if the std of their rewards is larger (data/prompt_weights.py).
 
-    With n = steps_ahead, the prompts of step s are sampled when the rewards of step s - 1 - n are observed. In the
-    first n + 1 steps of a run all prompts have equal probability.
+    The prompts of step s depend on the rewards of the steps up to s - 1 - `steps_ahead`. If there are no such steps,
+    all prompts have equal probability.
     """
 
     def __init__(

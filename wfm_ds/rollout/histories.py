@@ -60,7 +60,7 @@ class HistoryLayout:
     def slice_group(self, group: Group, clip: int) -> Group:
         """Return a copy of the group with the inputs of clip number `clip` only.
 
-        `group` must have the inputs of all clips.
+        The inputs of `group`, such as actions, must cover all clips.
         """
         return replace(group, prompt=self.group_layout(group).slice_prompt(group.prompt, clip), clip=clip)
 
@@ -138,12 +138,12 @@ class HistoryWalker:
     def start_samples(
         self, groups: Mapping[int, Group], plan: SamplingPlan, num_clips: Sequence[int] | None = None
     ) -> dict[int, Group]:
-        """Generate the history of each group. Returns the groups, ready for generating their samples.
+        """Generate the history of each group. Returns groups with the inputs and conditioning frames of their samples.
 
         groups: {index of a group in the step: group}, at least one.
-        num_clips: entry c is the number of clips with index c to generate. Surplus clips are discarded: they only make
-        all ranks run the same forward passes. None: as many as the groups need.
-        If a clip of a group has non-finite latents, the samples of the group start with the recorded frames (clip 0).
+        num_clips: entry c is the number of clips with index c to generate. If the groups need fewer, the other clips
+        are discarded; they only make all ranks run the same forward passes. None: as many as the groups need.
+        If the history of a group has non-finite latents, its samples continue the recorded frames instead, as clip 0.
         """
         videos, broken, spare = dict[int, Images](), set[int](), next(iter(groups))
         for clip, count in enumerate(count_clips(groups.values()) if num_clips is None else num_clips):
@@ -173,9 +173,9 @@ class HistoryWalker:
         return pixels, is_finite
 
     def begin_clip(self, group: Group, clip: int, video: Images | None) -> Group:
-        """Return a copy of `group`, ready for generating a clip that continues `video` [F,H,W,3].
+        """Return a copy of `group` with the inputs and conditioning frames of clip number `clip`.
 
-        The last frames of `video` become conditioning frames. If `video` is None, the conditioning frames are kept.
+        The conditioning frames are the last frames of `video` [F,H,W,3]. If `video` is None, they do not change.
         """
         cut = self.layout.slice_group(group, clip)
         if video is None:
@@ -211,10 +211,10 @@ class ReplicaHistories:
         self.walker = HistoryWalker(job.sampler, layout, lambda latents: decode_on_all_ranks(job, latents))
 
     def start_samples(self, groups: Sequence[Group], plan: SamplingPlan) -> list[Group]:
-        """Generate the histories of an RL step. Returns all groups, ready for generating their samples.
+        """Generate the histories of an RL step. Returns all groups with the inputs of their samples.
 
-        All ranks must call this, with the rollout policy active. The result is identical on every rank, except for
-        conditioning frames and `reference`.
+        All ranks must call this, with the rollout policy active. Only the replicas that generate samples of a group get
+        its conditioning frames and `reference`. The rest of the result is identical on every rank.
         """
         world, size, share = self.job.world, self.job.recipe.rl.rollout.group_size, self.job.run_sizes.samples_per_rank
         owners = [first_replica(self.job, g) for g in range(len(groups))]

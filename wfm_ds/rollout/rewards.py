@@ -257,7 +257,7 @@ def list_reference_rewards(reward: RewardRecipe | None) -> list[str]:
 
 
 class ReplicaDecoding:
-    """Decodes samples on all ranks of a replica."""
+    """Decodes latents: each rank of a replica decodes a part of them, and the leader (first rank) gets all images."""
 
     def __init__(self, job: Job, latents: Tensor) -> None:
         """Start to decode this rank's shard of `latents`. All ranks of the replica must pass identical latents."""

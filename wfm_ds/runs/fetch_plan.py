@@ -142,7 +142,12 @@ def list_pipeline_files(repo: str, folder: Path) -> list[DryRunFileInfo]:
 
 
 def plan_hub_files(
-    purpose: str, repo: str, revision: str | None, files: Sequence[DryRunFileInfo], repo_type: str = "model"
+    purpose: str,
+    repo: str,
+    revision: str | None,
+    files: Sequence[DryRunFileInfo],
+    repo_type: str = "model",
+    patterns: Sequence[str] = (),
 ) -> Iterator[FetchItem]:
     """Yield the download of `files` if some of them are not in the cache.
 
@@ -157,7 +162,7 @@ def plan_hub_files(
             num_bytes=hub.total_bytes(missing),
             licence=hub.read_licence(repo, commit, repo_type),
             target=Path(constants.HF_HUB_CACHE),
-            download=partial(hub.download_files, repo, revision, files, repo_type),
+            download=partial(hub.download_files, repo, revision, files, repo_type, patterns),
         )
 
 
@@ -208,7 +213,7 @@ def plan_lerobot_data(recipe: Recipe, plan: FetchPlan) -> Iterator[FetchItem]:
             files = hub.list_files(repo, commit, patterns, "dataset") if patterns else []
             new = [file for file in files if file.local_path not in planned]
             planned |= {file.local_path for file in new}
-            yield from plan_hub_files("data", repo, revision, new, "dataset")
+            yield from plan_hub_files("data", repo, revision, new, "dataset", patterns)
 
 
 def list_own_data(recipe: Recipe) -> list[str]:

@@ -125,6 +125,7 @@ class HubPush:
 
     def _warn_unsent(self, folder: Path, reason: str) -> None:
         private = " --private" if self.recipe.export.private else ""
+        private += f" --exclude {ADAPTER_CONFIG}" if (folder / ADAPTER_CONFIG).exists() else ""  # names a local folder
         log.warning(
             "export.push_to_hub: %s was not uploaded (%s). To upload it, run: hf upload %s %s .%s",
             *(folder, reason, self.repo, shlex.quote(str(folder)), private),

@@ -51,7 +51,7 @@ def find_previous_commit(recipe: Recipe) -> str | None:
 
 
 def iterate_recipe_locations(recipe: Recipe) -> Iterator[str]:
-    """Yield the places that may contain the recipe of an earlier run: output folder, its S3 storage, and run.resume."""
+    """Yield the addresses that may contain the recipe of an earlier run: output folder, its storage, and run.resume."""
     yield str(recipe.run.output_dir)
     if recipe.checkpoint.storage is not None:
         yield recipe.checkpoint.storage
@@ -87,7 +87,7 @@ def locate_model(recipe: Recipe) -> Path:
 
 
 def resolve_model(recipe: Recipe) -> Path:
-    """Return the folder of a model with all its files. Raises ModelError if the model cannot be downloaded."""
+    """Download the missing files of a Hub model, and return the model's local folder. Raises ModelError on failure."""
     model = recipe.model
     if recipe.algorithm.trains_language:
         return language_folders.download_language_model(model.path, model.revision)

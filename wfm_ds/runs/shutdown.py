@@ -1,10 +1,10 @@
 """Shutdown of a run, as nested contexts.
 
-    with watch_ranks(world) as shutdown:                  errors reach the other ranks and become an exit code
-        with shutdown.use_recorder(discard_new_run(...)): a failure before the first step clears a new run's folder
-            with record_run(shutdown, ...) as record:     result.json contains the last step and the error
+    with watch_ranks(world, ...) as shutdown:             if one rank fails, all ranks exit with its exit code
+        with shutdown.use_recorder(discard_new_run(...)): a failure before training deletes the files of a new run
+            with record_run(shutdown, ...) as record:     a failure during training is written to result.json
 
-A failure is recorded once, by the innermost active context on rank 0.
+Only the first failure is recorded, on rank 0, by the innermost active context.
 """
 
 from __future__ import annotations
@@ -181,7 +181,10 @@ def watch_ranks(world: World, *, stuck_s: float) -> Iterator[RunShutdown]:
 
 
 def discard_new_run(folder: Path, start: RunStart) -> Callable[[str], None]:
-    """Return a recorder (see `use_recorder`) that clears the folder if a new run fails before its first step."""
+    """Return a recorder (see `use_recorder`) for failures before training. It deletes the files of a new run.
+
+    The folders with the logs of the reward service and the rollout workers are kept.
+    """
 
     def record(message: str) -> None:
         from wfm_ds.runs.layout import REWARD, ROLLOUT

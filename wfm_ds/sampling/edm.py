@@ -47,7 +47,10 @@ class Churn:
 
     @classmethod
     def from_settings(cls, num_steps: int, *, s_churn: float, s_t_min: float, s_t_max: float, s_noise: float) -> Churn:
-        """Return the churn of a rollout, with relative = min(s_churn / (num_steps + 1), sqrt(1.2) - 1)."""
+        """Create the churn for a rollout of `num_steps` steps from the keys of the recipe's section `sampling`.
+
+        `relative` is s_churn / (num_steps + 1), but at most sqrt(1.2) - 1.
+        """
         return cls(
             relative=min(s_churn / (num_steps + 1), MAX_CHURN),
             min_level=s_t_min,

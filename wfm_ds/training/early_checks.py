@@ -39,7 +39,7 @@ def check_early(recipe: Recipe, world_size: int | None = None, *, overwrite: boo
     Raises UserError if a check fails.
     """
     require_usable_folder(recipe.run.output_dir)
-    if recipe.data.cache_dir is not None:
+    if recipe.data.cache_dir is not None and not recipe.algorithm.trains_language:
         require_writable_folder(recipe.data.cache_dir, "data.cache_dir")
     # `find_run_start` needs the network if the model's commit must be resolved on the Hub, or if checkpoints are in S3.
     needs_network = (

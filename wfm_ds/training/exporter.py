@@ -7,7 +7,7 @@ from pathlib import Path
 
 from wfm_ds.distributed.heartbeat import is_communication_error
 from wfm_ds.distributed.progress import show_wait
-from wfm_ds.errors import UserError, describe_error
+from wfm_ds.errors import GatherError, RunError, UserError, describe_error, is_out_of_memory
 from wfm_ds.runs.hub_push import HubPush
 from wfm_ds.runs.job import CommonJob
 from wfm_ds.runs.layout import EXPORTS
@@ -66,23 +66,31 @@ class Exporter:
         job = self.job
         with job.timer("export"), show_wait("exporting the weights"):
             out = job.recipe.run.output_dir / EXPORTS / f"step_{step}"
-            folder = job.world.run_checked(lambda: self._write_export(out))
+            folder, failure = job.world.run_checked(lambda: self._write_export(out))
+            failures = [message for message in job.world.gather(failure) if message is not None]
+        if failures:
+            raise RunError(f"the weights cannot be exported to {out}: {failures[0]}")
         self._last_export = (step, folder)
         if job.mirror is not None:
             job.mirror.wake()
         if self._hub_push is not None and job.recipe.export.every == "each":
             self._push_export()
 
-    def _write_export(self, out: Path) -> Path:
+    def _write_export(self, out: Path) -> tuple[Path, str | None]:
+        """Return the folder of the export, and the message of an unexpected error or None.
+
+        Errors after which the ranks cannot save a checkpoint together are raised: errors of the communication, and
+        errors for lack of memory.
+        """
         try:
-            return self.job.export_weights(out)
-        except UserError:
+            return self.job.export_weights(out), None
+        except (UserError, GatherError):
             raise
         except Exception as error:
-            if is_communication_error(error):  # the ranks cannot save a checkpoint together
+            if is_communication_error(error) or is_out_of_memory(error):
                 raise
             log.exception("the export failed")
-            raise UserError(f"the weights cannot be exported to {out}: {describe_error(error)}") from error
+            return out, describe_error(error)
 
     def _push_export(self) -> None:
         assert self._hub_push is not None

@@ -160,19 +160,19 @@ class TrainingLoop(ABC):
             return
         try:
             self.exporter.export_at_end(self.step)
-        except UserError:  # raised on all ranks
+        except (UserError, RunError):  # raised on all ranks
             self.checkpoints.save_at_stop(self)
             raise
 
     def run_step(self) -> bool:
         """Run the next step and its scheduled evaluation, export and checkpoint. Returns True if any rank must stop."""
         self.step += 1
-        export_error: UserError | None = None
+        export_error: UserError | RunError | None = None
         report = self.train_step(self.step)
         self.validator.after_step(self.step)
         try:
             self.exporter.after_step(self.step)
-        except UserError as error:  # raised on all ranks
+        except (UserError, RunError) as error:  # raised on all ranks
             export_error = error
         agreed = finish_step(self.job, self.step, report, writing=self.checkpoints.is_writing)
         self.metrics = report.last_metrics

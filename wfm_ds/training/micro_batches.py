@@ -136,9 +136,9 @@ class TermGroup(Generic[TermT]):
         return f"expert {self.expert}, num_parts {self.num_parts}, teacher {self.teacher}"
 
     def pad(self, length: int, substitute: TermT) -> list[TermT]:
-        """Return the group's loss terms to train, padded to `length` with copies that have weight 0.
+        """Return `length` loss terms: first `training`, then copies of the group's loss terms with weight 0.
 
-        substitute: loss term to copy if the group is empty on this rank.
+        substitute: loss term to copy if this rank has none of the group.
         """
         candidates = sorted(self.terms, key=lambda term: term.weight) or [substitute]
         padding = [dataclasses.replace(term, weight=0.0) for term in candidates]
@@ -206,7 +206,10 @@ def group_terms(
 
 
 def term_kind(term: LossTerm, expert_of: Callable[[float], int]) -> tuple[int, int, int]:
-    """Return the expert, `num_parts` and teacher of a loss term."""
+    """Return the kind of a loss term: (index of its expert, `num_parts`, index of its teacher).
+
+    All loss terms of a micro-batch have the same kind. expert_of: function that returns the expert for a noise level.
+    """
     return expert_of(term.sigma), term.num_parts, term.teacher
 
 

@@ -168,7 +168,7 @@ def list_validation_samples(data: TrainingData) -> list[Sample]:
 def choose_validation_samples(
     recipe: Recipe, model: DiffusionModel, data: TrainingData, framing: Framing, layout: ClipLayout
 ) -> list[Sample]:
-    """Return the usable validation samples. Their prompts have the inputs of all clips.
+    """Return the usable validation samples. The inputs of their prompts, such as actions, cover all clips.
 
     Raises DataError if too many samples are invalid.
     """

@@ -88,7 +88,7 @@ SCHEMAS: dict[str, type[BaseModel]] = {
         note=FreeMap,  # the last announcement of the broker's owner, e.g. the weights to use
     ),
     "ack": _schema(ids=Ids),
-    "stalled": _schema(id=Id, attempt=Number),  # no progress on this lease; the task may not have arrived
+    "stalled": _schema(id=Id, attempt=Number),  # no progress on this lease; perhaps the task has not arrived
     "bye": _schema(why=Reason),  # all work is done: leave
     # client -> broker
     "attach": _schema(run=ClientName, client=ClientName, epoch=Count),  # a restarted client has a higher epoch

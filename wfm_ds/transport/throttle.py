@@ -1,4 +1,4 @@
-"""A rate limit for log lines that peers can cause."""
+"""Limits how often the log repeats a message that other processes can cause, for example with invalid data."""
 
 from __future__ import annotations
 

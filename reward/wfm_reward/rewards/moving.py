@@ -59,11 +59,11 @@ class MovingReward(ItemReward):
 
 
 class NearestClip(ItemReward):
-    """PSNR in dB, at most 60, between the video and the nearest real clip.
+    """PSNR in dB, at most 60, between the video and the most similar clip that the demo can draw (the nearest clip).
 
-    Both are compared as grids of large square cells. The reward also reports four values that are 0.0 or 1.0: `shape`
-    and `direction`, whether the nearest clip has the requested shape or direction; `both`, whether it has both; and
-    `real`, whether the mean squared error is below .01.
+    The PSNR compares the mean brightness of 8 x 8 cells per frame. The reward also reports four values that are 0.0 or
+    1.0: `shape` and `direction`, whether the nearest clip has the requested shape or direction; `both`, whether it has
+    both; and `real`, whether the mean squared error between the cells is below .01.
     """
 
     name = "nearest_clip"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import glob
 import logging
 import os
 import re
@@ -191,13 +192,22 @@ def list_files(
         )
 
 
-def download_files(repo: str, revision: str | None, files: Sequence[DryRunFileInfo], repo_type: str = "model") -> None:
-    """Download files to the Hub cache. Raises ModelError if this fails or the disk is too small."""
+def download_files(
+    repo: str,
+    revision: str | None,
+    files: Sequence[DryRunFileInfo],
+    repo_type: str = "model",
+    patterns: Sequence[str] = (),
+) -> None:
+    """Download files to the Hub cache. Raises ModelError if this fails or the disk is too small.
+
+    patterns: patterns that match the files, for many files: each file is compared with each pattern.
+    """
     with translate_hub_errors(repo, revision), hide_bars_without_terminal():
         require_disk_space(repo, [file for file in files if file.will_download])
         with log_download_progress(f"{repo_type} {repo}", files):
-            names = sorted(file.filename for file in files)
-            snapshot_download(repo, repo_type=repo_type, revision=revision, allow_patterns=names)
+            names = patterns or sorted(glob.escape(file.filename) for file in files)
+            snapshot_download(repo, repo_type=repo_type, revision=revision, allow_patterns=list(names))
 
 
 def read_licence(repo: str, commit: str, repo_type: str = "model") -> str:
@@ -328,9 +338,10 @@ def bytes_on_disk(files: Sequence[DryRunFileInfo]) -> int:
     num_bytes = total_bytes([file for file in files if os.path.exists(file.local_path)])
     for file in files[:1]:
         blobs = Path(file.local_path.partition("/snapshots/")[0], "blobs")
-        for path in blobs.glob("*.incomplete"):
-            with suppress(FileNotFoundError):  # it was completed
-                num_bytes += path.stat().st_size
+        with suppress(OSError):
+            for path in blobs.glob("*.incomplete"):
+                with suppress(OSError):  # completed since, or a network file system failed
+                    num_bytes += path.stat().st_size
     return num_bytes
 
 

@@ -39,7 +39,7 @@ def translate_hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     except ModelError:  # also a ValueError, which the last clause would convert
         raise
     except GatedRepoError as error:
-        raise ModelError(licence_message(repo)) from error
+        raise ModelError(licence_message(repo, error)) from error
     except RepositoryNotFoundError as error:
         raise ModelError(
             f"{repo} is neither a local folder nor a Hub repository that you can access: check the spelling, or run hf "
@@ -50,7 +50,7 @@ def translate_hub_errors(repo: str, revision: str | None) -> Iterator[None]:
         raise ModelError(f"{repo} has no branch, tag or commit {revision}: change {key}") from error
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, DryRunError) as error:
         if isinstance(error.__cause__, GatedRepoError):
-            raise ModelError(licence_message(repo)) from error
+            raise ModelError(licence_message(repo, error.__cause__)) from error
         if isinstance(error.__cause__, HfHubHTTPError):  # the Hub did respond
             raise ModelError(download_failure(repo, error.__cause__)) from error
         raise HubConnectionError(
@@ -74,9 +74,10 @@ def translate_hub_errors(repo: str, revision: str | None) -> Iterator[None]:
         raise ModelError(f"{repo} cannot be written to {constants.HF_HUB_CACHE} ({error}): set HF_HOME") from error
 
 
-def licence_message(repo: str) -> str:
+def licence_message(repo: str, error: BaseException) -> str:
+    page = f"datasets/{repo}" if "/datasets/" in str(error) else repo  # the text has the URL
     return (
-        f"{repo} requires that you accept its licence: open https://huggingface.co/{repo}, accept it, then run "
+        f"{repo} requires that you accept its licence: open https://huggingface.co/{page}, accept it, then run "
         "hf auth login (or set HF_TOKEN)"
     )
 

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -25,7 +25,7 @@ from wfm_ds.distributed.progress import show_wait
 from wfm_ds.errors import ModelError, UserError
 from wfm_ds.models.assets.hub import display_name
 from wfm_ds.models.assets.weight_files import UNUSED_WEIGHT_SUFFIXES, list_weight_files, select_variant
-from wfm_ds.storage.filesystem import read_regular
+from wfm_ds.storage.filesystem import read_regular, shorten_error
 
 # Errors that the libraries raise for missing or damaged files or files that do not match their configs.
 LOADING_ERRORS = (
@@ -70,7 +70,8 @@ def load_pipeline(
     Raises ModelError if a required component is null, or if files are missing, damaged or do not match their configs.
     """
     index = read_json(folder / "model_index.json")
-    check_components(folder, index)
+    replaced = {*extra, *overrides}
+    check_components(folder, index, replaced)
     absent = [name for name, entry in index.items() if entry == ABSENT_COMPONENT]
     if absent_names := [name for name in required if name in absent or name not in index]:
         raise ModelError(
@@ -81,7 +82,9 @@ def load_pipeline(
             networks = {
                 name: load_network(folder / name, network_class, component_dtype(name), mapped=name in mapped)
                 for name, entry in index.items()
-                if (network_class := resolve_network_class(entry)) is not None
+                if name not in extra
+                and name not in overrides
+                and (network_class := resolve_network_class(entry)) is not None
             }
             # diffusers rejects an absent component (SD3 without T5) unless it is passed as None.
             parts = networks | dict.fromkeys(absent) | dict(extra) | dict.fromkeys(overrides)
@@ -133,22 +136,24 @@ def resolve_component_class(entry: Any) -> type | None:
     if not isinstance(entry, list) or len(entry) != 2 or not all(isinstance(name, str) for name in entry):
         return None  # a flag, or an absent component
     library, name = entry
-    if hasattr(diffusers.pipelines, library):
-        return None
     try:
+        if hasattr(diffusers.pipelines, library):
+            return None
         member = getattr(importlib.import_module(library), name, None)
-    except (ImportError, ValueError) as error:
-        message = f"the pipeline has a component of class {library}.{name}, which cannot be imported ({error})"
-        raise ModelError(f"{message}; install the package that contains it") from error
+    except Exception as error:  # the import runs code of the package
+        message = f"the pipeline has a component of class {library}.{name}, which cannot be imported"
+        raise ModelError(f"{message} ({shorten_error(error)}); install the package that contains it") from error
     return member if isinstance(member, type) else None
 
 
-def check_components(folder: Path, index: Mapping[str, Any]) -> None:
+def check_components(folder: Path, index: Mapping[str, Any], replaced: Collection[str] = ()) -> None:
     """Raise ModelError if a component has an unsupported format, such as quantized weights, or a suspicious config.
 
-    Missing folders and files are accepted.
+    Missing folders and files are accepted. replaced: names of components that are not loaded from the folder.
     """
     for name, entry in index.items():
+        if name in replaced:
+            continue
         if resolve_network_class(entry) is not None:
             check_weight_files(folder / name)
         elif isinstance(entry, list):

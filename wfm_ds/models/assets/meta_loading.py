@@ -48,7 +48,8 @@ def load_on_meta_device(
     registry.check_embedded_guidance(family, folder, embedded_guidance)
     family.check_folder(folder)
     index = read_json(folder / "model_index.json")
-    check_components(folder, index)
+    replaced = family.placeholder_components() | ({"safety_checker": nn.Identity()} if family.has_guardrail else {})
+    check_components(folder, index, replaced)
     pipeline_class: Any = getattr(diffusers, str(index["_class_name"]))
     accepted = list(inspect.signature(pipeline_class.__init__).parameters)[1:]
     parts: dict[str, Any] = {name: None for name in accepted if name not in index or isinstance(index[name], list)}
@@ -57,11 +58,9 @@ def load_on_meta_device(
         parts |= {
             name: build_meta_component(folder / name, index[name])
             for name in parts
-            if isinstance(index.get(name), list)
+            if isinstance(index.get(name), list) and name not in replaced
         }
-        if family.has_guardrail:
-            parts["safety_checker"] = nn.Identity()
-        parts |= family.placeholder_components()
+        parts |= replaced
         pipeline = pipeline_class(**parts)
     except LOADING_ERRORS as error:
         reason = " ".join(str(error).split())[:300]

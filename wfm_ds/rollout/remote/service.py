@@ -180,7 +180,10 @@ class WorkerProcess:
 
 
 def chunk_stall_s(rollout: RolloutRecipe, reward: RewardRecipe) -> float:
-    """Return after how many seconds without progress a chunk counts as stalled, including the wait for its scores."""
+    """Return after how many seconds without progress a chunk goes to another worker.
+
+    A chunk makes no progress while its worker denoises other chunks, and while it waits for its scores.
+    """
     return max(1, rollout.in_flight - 1) * rollout.timeout_s + reward.timeout_s
 
 
