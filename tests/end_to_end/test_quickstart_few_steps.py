@@ -47,6 +47,7 @@ def test_a_start_without_a_finished_nft_run_is_refused_before_anything_is_emptie
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_digits_are_distilled_and_diffusers_generates_the_validation_images(tmp_path, root, monkeypatch):
     """Run a few steps of everything. benchmarks/learning/fewstep.py measures the full demo."""
     monkeypatch.chdir(root)

@@ -22,6 +22,7 @@ def test_a_recipe_of_another_demo_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_long_videos_are_trained_and_shown(tmp_path, root, monkeypatch):
     """Run a few steps of everything."""
     monkeypatch.chdir(root)
