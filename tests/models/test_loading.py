@@ -219,12 +219,12 @@ def test_loading_shows_no_bars_and_ignores_no_key(tiny_pipelines, family, capfd,
 
 
 def test_a_network_class_of_another_package_is_loaded_and_checked_like_one_of_diffusers(folder, tmp_path, monkeypatch):
-    (tmp_path / "my_networks.py").write_text(
+    (tmp_path / "other_networks.py").write_text(
         "from diffusers import ModelMixin, SD3Transformer2DModel\n\nclass MyNetwork(SD3Transformer2DModel):\n    pass\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     expected = load(folder, dtype=torch.bfloat16).unwrapped_denoiser.state_dict()
-    change_json(folder / "model_index.json", transformer=["my_networks", "MyNetwork"])
+    change_json(folder / "model_index.json", transformer=["other_networks", "MyNetwork"])
     network = load(folder, dtype=torch.bfloat16).unwrapped_denoiser
     assert type(network).__name__ == "MyNetwork"
     torch.testing.assert_close(network.state_dict(), expected, rtol=0, atol=0)  # compares dtypes too
