@@ -104,7 +104,7 @@ def read_folder(path: str, actions: ActionsRecipe) -> list[Sample]:
     from wfm_ds.data.action_space import ActionSpace
     from wfm_ds.data.episode import EpisodeVideo
     from wfm_ds.data.folder_layout import is_lerobot
-    from wfm_ds.data.lerobot_files import download_files
+    from wfm_ds.data.lerobot_files import META_FILES, download_files
     from wfm_ds.data.lerobot_info import find_roots, read_episodes, read_info
     from wfm_ds.data.sample_sets import build_sample_set
     from wfm_ds.data.samples import Sample
@@ -118,7 +118,7 @@ def read_folder(path: str, actions: ActionsRecipe) -> list[Sample]:
         data = DataRecipe(kind="folder", path=path, inputs=[ACTIONS])
         return build_sample_set(data, data.shard_patterns).samples
     if is_repo_id(path):
-        path = download_files(path, None, ("meta/*", "*/meta/*", "data/*", "*/data/*"))
+        path = download_files(path, None, (*META_FILES, "data/*", "*/data/*"))
     samples = []
     for part, root in find_roots(path).items():
         info = read_info(root)

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from wfm_ds.distributed.accelerator import find_free_port, threads_per_rank, uses_cuda
 from wfm_ds.distributed.liveness import LIVENESS
 from wfm_ds.distributed.ranks import LOOPBACK, LaunchedRank, find_launched_rank
-from wfm_ds.errors import UserError
+from wfm_ds.errors import RunError, UserError
 
 COLLECTIVE_TIMEOUT_S = 1800.0
 WAIT_INTERVAL_S = 10.0  # time between two polls of the ranks in run_without_timeout
@@ -292,18 +292,19 @@ class World:
 
         All ranks must call this.
 
-        Returns the result of `work`, or None on other ranks. If `work` raises UserError on any rank, all ranks raise
-        this error.
+        Returns the result of `work`, or None on other ranks. If `work` raises UserError or RunError on any rank, all
+        ranks raise this error.
         """
         result, error = None, None
         if {"all": True, "leaders": self.is_leader, "main": self.is_main}[on]:
             try:
                 result = work()
-            except UserError as local_error:
+            except (UserError, RunError) as local_error:
                 error = local_error
         if self.any_rank(error is not None):
-            messages = self.gather(None if error is None else str(error))
-            common_error = UserError(next(m for m in messages if m is not None))
+            outcomes = self.gather(None if error is None else [isinstance(error, RunError), str(error)])
+            is_run_error, message = next(outcome for outcome in outcomes if outcome is not None)
+            common_error = RunError(message) if is_run_error else UserError(message)
             common_error.agreed = True
             raise common_error from error
         return result

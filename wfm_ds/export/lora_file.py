@@ -21,11 +21,10 @@ from torch import Tensor
 from wfm_ds.errors import ModelError
 from wfm_ds.export.lora_layers import LoraLayer, LoraLayers, row_norms, split_layer
 from wfm_ds.export.lora_settings import check_settings, layer_alpha, layer_rank, select_layers
-from wfm_ds.export.weights import LORA_FILES, LORA_FOLDER, LORA_PREFIX, METADATA_KEY, WHOLE_LAYER_FILES
+from wfm_ds.export.weights import ADAPTER_CONFIG, LORA_FILES, LORA_FOLDER, LORA_PREFIX, METADATA_KEY, WHOLE_LAYER_FILES
 from wfm_ds.models.lora_layer_names import LoraNameTable
 from wfm_ds.storage.filesystem import read_regular, shorten_error, shorten_path
 
-ADAPTER_CONFIG = "adapter_config.json"
 PEFT_FILE = "adapter_model.safetensors"
 DOTTED_PREFIXES = (
     "base_model.model.",

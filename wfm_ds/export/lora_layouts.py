@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from wfm_ds.errors import ModelError
-from wfm_ds.export.lora_file import ADAPTER_CONFIG, PEFT_FILE, LoraSource, WeightReader, iter_lora_tensors
+from wfm_ds.export.lora_file import PEFT_FILE, LoraSource, WeightReader, iter_lora_tensors
 from wfm_ds.export.lora_layers import LoraLayer, LoraLayers, broadcast_rows, fuse_layers, is_same_update, row_norms
-from wfm_ds.export.weights import LORA_PREFIX, diffusers_name
+from wfm_ds.export.weights import ADAPTER_CONFIG, LORA_PREFIX, diffusers_name
 from wfm_ds.models.base import DiffusionModel
 from wfm_ds.models.lora_layer_names import LoraNameTable
 from wfm_ds.storage import atomic

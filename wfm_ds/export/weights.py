@@ -37,6 +37,7 @@ from wfm_ds.storage import atomic
 log = logging.getLogger(__name__)
 
 SHARD_BYTES = 1 << 30  # maximum bytes of one file
+ADAPTER_CONFIG = "adapter_config.json"
 LORA_FOLDER = "lora"
 LORA_FILES = {"transformer": "model.safetensors", "transformer_2": "model_2.safetensors"}  # {component: LoRA file}
 # Files of fully trained layers. They are separate, because diffusers rejects LoRA files that contain other tensors.
@@ -182,7 +183,7 @@ def check_overwrite(out: Path, base: Path) -> None:
     target, source = out.resolve(), base.resolve()
     if target == source or source.is_relative_to(target):
         raise ModelError(f"{out}: the export would replace the base model {base}; choose another folder")
-    export_files = ("model_index.json", "config.json", "adapter_config.json", LORA_FOLDER)
+    export_files = ("model_index.json", "config.json", ADAPTER_CONFIG, LORA_FOLDER)
     if out.exists() and any(out.iterdir()) and not any((out / name).exists() for name in export_files):
         raise ModelError(f"{out} exists and is not an export; move it away or choose another folder")
 
@@ -221,7 +222,7 @@ def write_lora(
         for name, values in (files | ({WHOLE_LAYER_FILES[part]: saved} if saved else {})).items():
             save_file(values, folder / name, metadata=header if name in files else {"format": "pt"})
             atomic.sync_to_disk(folder / name)
-    atomic.write_text(folder / "adapter_config.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    atomic.write_text(folder / ADAPTER_CONFIG, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def adapter_settings(config: Any, base: Path | str | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -113,32 +113,23 @@ def read_content(file: str, num_bytes: int = -1) -> bytes:
         raise DataError(f"{file}: cannot be read ({error}); data.path must list .json or .jsonl files") from error
 
 
-def parse_rows(file: str, content: bytes) -> Iterator[tuple[str, Any]]:
-    """Yield (name, row) for all rows of an annotation file. The row is None for an invalid JSONL line.
+def parse_rows(file: str, content: bytes) -> tuple[Iterator[tuple[str, Any]], int]:
+    """Return an iterator over (name, row) for all rows of an annotation file, and the number of rows.
 
-    Raises DataError if a .json file does not contain a list.
+    The rows of a .jsonl file are parsed one by one; the row is None for an invalid line. Raises DataError if a .json
+    file does not contain a list.
     """
     if file.endswith(".jsonl"):
-        yield from ((f"{file}:{number}", _json_or_none(line)) for number, line in split_lines(content))
-        return
+        lines = list(split_lines(content))
+        return ((f"{file}:{number}", _json_or_none(line)) for number, line in lines), len(lines)
     rows = _json_or_none(content)
     if not isinstance(rows, list):
         raise DataError(f"{file}: not a JSON list of conversations in UTF-8; use a .jsonl file for one row per line")
-    for number, row in enumerate(rows):
-        yield f"{file}[{number}]", row
-
-
-def parse_and_count_rows(file: str, content: bytes) -> tuple[Iterable[tuple[str, Any]], int]:
-    """Return the rows of an annotation file, and their number. The rows of a .jsonl file are parsed one by one."""
-    rows = parse_rows(file, content)
-    if file.endswith(".jsonl"):
-        return rows, sum(1 for _ in split_lines(content))
-    rows_of_list = list(rows)
-    return rows_of_list, len(rows_of_list)
+    return ((f"{file}[{number}]", row) for number, row in enumerate(rows)), len(rows)
 
 
 def read_rows(file: str | Path) -> Iterator[tuple[str, Any]]:
-    return parse_rows(str(file), read_content(str(file)))
+    return parse_rows(str(file), read_content(str(file)))[0]
 
 
 def _json_or_none(content: bytes) -> Any:

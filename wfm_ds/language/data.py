@@ -21,8 +21,8 @@ from wfm_ds.language.annotations import (
     BadConversation,
     Conversation,
     annotation_files,
-    parse_and_count_rows,
     parse_conversation,
+    parse_rows,
     read_content,
 )
 from wfm_ds.language.packed_sequences import UNKNOWN_SIZE, ConversationReader, ConversationSize, SizeCache
@@ -81,7 +81,7 @@ def read_annotations(recipe: Recipe, paths: Sequence[str]) -> Annotations:
         for file in tracked_files:
             with show_wait(f"reading {file}"):
                 content = read_content(file)
-                rows, num_rows = parse_and_count_rows(file, content)
+                rows, num_rows = parse_rows(file, content)
             digest.update(f"{file}\0{len(content)}\0".encode())
             digest.update(content)
             with track_progress(rows, f"reading {file}", total=num_rows) as tracked_rows:

@@ -21,6 +21,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, OfflineMod
 from pydantic import BaseModel
 
 from wfm_ds.distributed.liveness import LIVENESS
+from wfm_ds.export.weights import ADAPTER_CONFIG
 from wfm_ds.models.assets.hub import hide_bars_without_terminal, snapshot_origin
 from wfm_ds.monitoring.samples import SAMPLES_FILE, escape_cell, list_sample_folders
 from wfm_ds.recipe.schema import Recipe
@@ -38,7 +39,6 @@ POLL_INTERVAL_S = 1.0
 # errors.HTTPError: no connection (from the HTTP client of huggingface_hub).
 PUSH_ERRORS = (HfHubHTTPError, HFValidationError, OfflineModeIsEnabled, errors.HTTPError, OSError, ValueError)  # type: ignore[attr-defined]
 
-ADAPTER_CONFIG = "adapter_config.json"
 SHOWN_METRICS = ("val/", "reward/", "loss/", "sft/loss")  # metrics listed in the card
 MAX_METRICS, MAX_SAMPLES = 20, 4
 PUBLIC_SECTIONS = (
@@ -109,12 +109,12 @@ class HubPush:
                 self.recipe, repo, step, hub_loading_lines(lines, folder, base, repo), base_id, samples
             )
             files = {p.relative_to(folder).as_posix(): p for p in sorted(folder.rglob("*")) if p.is_file()}
-            operations = [CommitOperationAdd(name, str(path)) for name, path in (files | samples).items()]
+            contents: dict[str, str | bytes] = {name: str(path) for name, path in (files | samples).items()}
+            contents["README.md"] = card.encode()
             if ADAPTER_CONFIG in files:  # in the run's folder, it names the local folder of the base model
                 settings = json.loads(files[ADAPTER_CONFIG].read_text()) | {"base_model_name_or_path": base_id}
-                operations = [one for one in operations if one.path_in_repo != ADAPTER_CONFIG]
-                operations.append(CommitOperationAdd(ADAPTER_CONFIG, json.dumps(settings, indent=2).encode()))
-            operations.append(CommitOperationAdd("README.md", card.encode()))
+                contents[ADAPTER_CONFIG] = json.dumps(settings, indent=2).encode()
+            operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
             with hide_bars_without_terminal():
                 api.create_repo(repo, private=self.recipe.export.private, exist_ok=True)
                 api.create_commit(repo, operations, commit_message=f"step {step}")
@@ -124,11 +124,11 @@ class HubPush:
         log.info("uploaded the export of step %d to %s/%s", step, constants.ENDPOINT, repo)
 
     def _warn_unsent(self, folder: Path, reason: str) -> None:
-        private = " --private" if self.recipe.export.private else ""
-        private += f" --exclude {ADAPTER_CONFIG}" if (folder / ADAPTER_CONFIG).exists() else ""  # names a local folder
+        options = " --private" if self.recipe.export.private else ""
+        options += f" --exclude {ADAPTER_CONFIG}" if (folder / ADAPTER_CONFIG).exists() else ""  # names a local folder
         log.warning(
             "export.push_to_hub: %s was not uploaded (%s). To upload it, run: hf upload %s %s .%s",
-            *(folder, reason, self.repo, shlex.quote(str(folder)), private),
+            *(folder, reason, self.repo, shlex.quote(str(folder)), options),
         )
 
 

@@ -66,31 +66,28 @@ class Exporter:
         job = self.job
         with job.timer("export"), show_wait("exporting the weights"):
             out = job.recipe.run.output_dir / EXPORTS / f"step_{step}"
-            folder, failure = job.world.run_checked(lambda: self._write_export(out))
-            failures = [message for message in job.world.gather(failure) if message is not None]
-        if failures:
-            raise RunError(f"the weights cannot be exported to {out}: {failures[0]}")
+            folder = job.world.run_checked(lambda: self._write_export(out))
         self._last_export = (step, folder)
         if job.mirror is not None:
             job.mirror.wake()
         if self._hub_push is not None and job.recipe.export.every == "each":
             self._push_export()
 
-    def _write_export(self, out: Path) -> tuple[Path, str | None]:
-        """Return the folder of the export, and the message of an unexpected error or None.
+    def _write_export(self, out: Path) -> Path:
+        """Export the weights. Raises RunError for an unexpected error, so that all ranks still save a checkpoint.
 
-        Errors after which the ranks cannot save a checkpoint together are raised: errors of the communication, and
-        errors for lack of memory.
+        Errors after which the ranks cannot save a checkpoint together are raised unchanged: errors of the
+        communication, and errors for lack of memory.
         """
         try:
-            return self.job.export_weights(out), None
+            return self.job.export_weights(out)
         except (UserError, GatherError):
             raise
         except Exception as error:
             if is_communication_error(error) or is_out_of_memory(error):
                 raise
             log.exception("the export failed")
-            return out, describe_error(error)
+            raise RunError(f"the weights cannot be exported to {out}: {describe_error(error)}") from error
 
     def _push_export(self) -> None:
         assert self._hub_push is not None

@@ -82,9 +82,7 @@ def load_pipeline(
             networks = {
                 name: load_network(folder / name, network_class, component_dtype(name), mapped=name in mapped)
                 for name, entry in index.items()
-                if name not in extra
-                and name not in overrides
-                and (network_class := resolve_network_class(entry)) is not None
+                if name not in replaced and (network_class := resolve_network_class(entry)) is not None
             }
             # diffusers rejects an absent component (SD3 without T5) unless it is passed as None.
             parts = networks | dict.fromkeys(absent) | dict(extra) | dict.fromkeys(overrides)
